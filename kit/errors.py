@@ -1,0 +1,48 @@
+"""What can go wrong, in words a person can act on. Every error the kit raises on purpose is a `KitError`."""
+
+from __future__ import annotations
+
+
+class KitError(Exception):
+    """Base of all errors raised by the kit."""
+
+
+class BadInput(KitError, ValueError):  # noqa: N818 - the contract's name
+    """Something a person asked for cannot be; raised before any rank starts. One sentence: what was wrong, what is allowed."""
+
+
+class RankError(KitError):
+    """Code raised on a rank. `rank` is the first that failed; `ranks` are all that failed with the same traceback."""
+
+    def __init__(self, message: str, *, rank: int, phase: str, traceback: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.phase = phase
+        self.traceback = traceback
+        self.ranks = ranks or (rank,)
+
+
+class RankDied(KitError):  # noqa: N818 - the contract's name
+    """A rank's process is gone. `signal` is its name ("SIGKILL"), or None when it exited by itself; then `exitcode` tells."""
+
+    def __init__(
+        self, message: str, *, rank: int, phase: str, signal: str | None = None, exitcode: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.phase = phase
+        self.signal = signal
+        self.exitcode = exitcode
+
+
+class RankTimeout(KitError):  # noqa: N818 - the contract's name
+    """A deadline passed. `ranks` did not answer; `culprits` among them are those the others were waiting for."""
+
+    def __init__(
+        self, message: str, *, phase: str, ranks: tuple[int, ...], culprits: tuple[int, ...], stacks: dict[int, str]
+    ) -> None:
+        super().__init__(message)
+        self.phase = phase
+        self.ranks = ranks
+        self.culprits = culprits
+        self.stacks = stacks
