@@ -1,0 +1,135 @@
+"""Measure one phase: wall time, memory before, after and at its peak, and the census before and after.
+
+`PhaseMeter` is a context manager; its `metrics` are there after the block whether or not it raised. What sampling
+costs is outside `seconds` and told as `overhead_seconds`. Meters may nest: an inner meter resets the process's peaks,
+so it first hands what it saw to the meters around it. Peaks are of the process: threads that work beside the phase
+are in them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from kit.measure.census import descriptors, group_count
+from kit.measure.clock import current_device, synchronize
+from kit.measure.memory import device_memory, reset_peaks, status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+T = TypeVar("T")
+
+
+class Metric(NamedTuple):
+    """One measured number. Units: "s", "B" for bytes, "1" for counts."""
+
+    metric: str
+    value: float
+    unit: str
+
+
+_open: list[PhaseMeter] = []
+_PEAKS = ("peak_rss", "peak_allocated")
+
+
+class PhaseMeter:
+    """`with PhaseMeter(device) as m: ...`, then `m.metrics`.
+
+    `device` None means "cuda:N" once this process has initialised CUDA, else "cpu". `peak_refused` says why there is
+    no `peak_rss`, `device_error` holds what the device raised at the end of a phase that had failed already, and
+    `ended` is the Unix time of the end.
+    """
+
+    def __init__(self, device: str | None = None) -> None:
+        self.metrics: list[Metric] = []
+        self.peak_refused: str | None = None
+        self.device_error: Exception | None = None
+        self.ended = time.time()
+        self._device = device
+        self._peaks = dict.fromkeys(_PEAKS, 0)
+
+    def __enter__(self) -> PhaseMeter:
+        device = self._device or current_device()
+        synchronize(device)
+        began = time.perf_counter()
+        self._before = _levels(device)
+        for meter in _open:
+            meter._fold(self._before)
+        self.peak_refused = reset_peaks(device)
+        _open.append(self)
+        self._start = time.perf_counter()
+        self._overhead = self._start - began
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        device = self._device or current_device()
+        failure: Exception | None = None
+        try:
+            synchronize(device)
+        except RuntimeError as raised:  # a kernel of the phase failed and took the device along; the host can be read
+            failure, device = raised, "cpu"
+        end = time.perf_counter()
+        self.ended = time.time()
+        _open.remove(self)
+        after = _levels(device)
+        self._fold(after)
+        self.metrics = self._summary(end - self._start, after)
+        overhead = self._overhead + time.perf_counter() - end
+        self.metrics.append(Metric("overhead_seconds", overhead, "s"))
+        if failure is not None and error is None:
+            raise failure
+        self.device_error = failure
+
+    def _fold(self, seen: dict[str, int]) -> None:
+        for name in _PEAKS:
+            self._peaks[name] = max(self._peaks[name], seen.get(name, 0))
+
+    def _summary(self, seconds: float, after: dict[str, int]) -> list[Metric]:
+        levels = {name: self._peaks.get(name, value) for name, value in after.items()}
+        if self.peak_refused:
+            levels.pop("peak_rss", None)
+        before = {f"{name}_before": value for name, value in self._before.items() if name not in _PEAKS}
+        rows = [Metric(name, value, _unit(name)) for name, value in (levels | before).items()]
+        return [Metric("seconds", seconds, "s"), *rows]
+
+
+def measure_phase(fn: Callable[[], T], device: str | None = None) -> tuple[T, list[Metric]]:
+    """Call `fn` and measure it. Where `fn` may raise and the numbers are still wanted, use `PhaseMeter` itself."""
+    with PhaseMeter(device) as meter:
+        result = fn()
+    return result, meter.metrics
+
+
+def measure_overhead(n: int = 200, device: str | None = None) -> float:
+    """Seconds that measuring adds to a phase: the median over `n` empty phases, entry and exit together."""
+    costs = []
+    for _ in range(n):
+        began = time.perf_counter()
+        with PhaseMeter(device):
+            pass
+        costs.append(time.perf_counter() - began)
+    return statistics.median(costs)
+
+
+_COUNTS = ("groups", "fds", "sockets", "threads")
+
+
+def _unit(name: str) -> str:
+    return "1" if name.removesuffix("_before") in _COUNTS else "B"
+
+
+def _levels(device: str) -> dict[str, int]:
+    """Take every cheap source once, under the names the records carry. A source that is not here has no key."""
+    host, threads = status()
+    seen = {"rss": host.rss, "anon_rss": host.anon, "shared_rss": host.shared, "peak_rss": host.peak}
+    levels = {name: value for name, value in seen.items() if value is not None}
+    levels.update(zip(_COUNTS, (group_count(), *descriptors(), threads), strict=True))
+    on_device = device_memory(device)
+    if on_device is not None:
+        levels.update(on_device._asdict())
+    return levels

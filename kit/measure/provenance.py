@@ -1,0 +1,156 @@
+"""Where a number comes from: one JSON-able dict of versions, machine, limits, GPUs, commit and settings.
+
+Nothing here initialises CUDA: GPUs are read through `nvidia-smi`, and torch is asked only where the process has
+loaded it. What could not be read is None with a reason beside it, under `why`. User names, paths and secrets are left
+out; the host's name is in.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from kit.measure.cgroup import cgroup_limits
+from kit.measure.clock import utc
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PREFIXES = ("NCCL_", "TORCH_", "MASTER_", "KIT_")
+_NAMES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+# A GPU's UUID is no secret: its pieces are shorter than any key.
+_SECRET_VALUE = re.compile(r"[A-Za-z0-9+=]{32,}|\b(?:hf_|ghp_|sk-|nvapi-|AKIA)[\w-]{8,}|(?<=//)[^/@\s]+(?=@)")
+_PATH = re.compile(r"file://\S*|~[\w.-]*(?:/[^\s,;:]*)?|(?<![\w./])/(?!/)[^\s,;:]*")
+_GPU_FIELDS = {
+    "name": "name",
+    "uuid": "uuid",
+    "memory_mib": "memory.total",
+    "pcie_gen": "pcie.link.gen.current",
+    "pcie_gen_max": "pcie.link.gen.max",
+    "pcie_width": "pcie.link.width.current",
+    "pcie_width_max": "pcie.link.width.max",
+    "driver": "driver_version",
+}
+
+
+def provenance() -> dict[str, Any]:
+    """Take everything anew; costs up to a second where there is a driver to ask, so once a run, on one rank."""
+    import platform
+
+    return {
+        "time": utc(),
+        "kit": kit_version(),
+        "git": git_state(_ROOT),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "kernel": platform.release(),
+        "host": platform.node(),
+        "versions": {name: _version(name) for name in ("torch", "megatron-core", "numpy")},
+        "cuda": cuda_state(),
+        "gpu": gpu_state(),
+        "cpu": cpu_state(),
+        "cgroup": cgroup_limits(),
+        "settings": settings(os.environ),
+    }
+
+
+def kit_version() -> str | None:
+    """Return the installed version, else the checkout's: ranks of another environment reach the kit by its path."""
+    installed = _version("lifecycle-kit")
+    project = _ROOT / "pyproject.toml"
+    if installed or not project.exists():
+        return installed
+    line = re.search(r'^version = "(.+)"$', project.read_text(), re.MULTILINE)
+    return line[1] if line else None
+
+
+def _version(name: str) -> str | None:
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        return str(loaded.__version__)  # tells the build too ("+cu130"), which metadata may not
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def cuda_state() -> dict[str, Any]:
+    """CUDA and NCCL as this process runs them: the library that was loaded, not the one torch was built with."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {"cuda": None, "nccl": None, "why": "torch is not loaded in this process"}
+    if torch.version.cuda is None:
+        return {"cuda": None, "nccl": None, "why": "this torch is built without CUDA"}
+    if not torch.distributed.is_nccl_available():
+        return {"cuda": torch.version.cuda, "nccl": None, "why": "this torch is built without NCCL"}
+    return {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version())), "why": None}
+
+
+def gpu_state() -> dict[str, Any]:
+    """Driver and all GPUs of the box. An idle link drops to a lower PCIe generation; `pcie_gen_max` is what it can."""
+    done, why = _output("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS.values())}", "--format=csv,noheader,nounits")
+    if done is None:
+        return {"driver": None, "gpus": [], "why": why}
+    gpus = [dict(zip(_GPU_FIELDS, map(_cell, line.split(",")), strict=True)) for line in done.splitlines()]
+    drivers = {gpu.pop("driver") for gpu in gpus}
+    return {"driver": drivers.pop() if drivers else None, "gpus": gpus, "why": None}
+
+
+def _cell(text: str) -> int | str | None:
+    text = text.strip()
+    if text.startswith("["):  # "[N/A]", "[Not Supported]"
+        return None
+    return int(text) if text.isdigit() else text
+
+
+def cpu_state() -> dict[str, Any]:
+    """Cores of the box and of this process, the CPU's model, and the box's memory in bytes."""
+    model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {
+        "model": model[1] if model else None,  # not told on ARM
+        "cores": os.cpu_count(),
+        "affinity": len(os.sched_getaffinity(0)),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def git_state(root: Path) -> dict[str, Any]:
+    """Commit of the kit's own checkout, and whether any file differs from it (ignored files aside)."""
+    nothing = {"commit": None, "dirty": None}
+    top, why = _output("git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD")
+    if top is None:
+        return {**nothing, "why": why}
+    folder, commit = top.splitlines()
+    if Path(folder).resolve() != root:  # installed inside somebody else's repository
+        return {**nothing, "why": "the kit is not a checkout of its own"}
+    changed, why = _output("git", "--no-optional-locks", "-C", str(root), "status", "--porcelain")
+    return {"commit": commit, "dirty": None if changed is None else bool(changed), "why": why}
+
+
+def settings(environ: os._Environ[str] | dict[str, str]) -> dict[str, str]:
+    """Pick the variables that change how a run behaves; secret names are dropped, secret values and paths hidden."""
+    chosen = (name for name in sorted(environ) if name.startswith(_PREFIXES) or name in _NAMES)
+    return {name: _public(environ[name]) for name in chosen if not _SECRET_NAME.search(name)}
+
+
+def _public(value: str) -> str:
+    return _SECRET_VALUE.sub("<hidden>", _PATH.sub("<path>", value))
+
+
+def _output(*command: str) -> tuple[str | None, str | None]:
+    """Return what a tool says, or None and why not."""
+    import subprocess
+
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except FileNotFoundError:
+        return None, f"{command[0]} is not on this box"
+    except subprocess.TimeoutExpired:
+        return None, f"{command[0]} did not answer within 20 s"
+    if done.returncode:
+        return None, f"{command[0]} ended with status {done.returncode}"
+    return done.stdout, None
