@@ -1,0 +1,81 @@
+"""Runs side by side: each run's medians against the first run's, aligned by phase, rank and metric."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from kit.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pandas as pd
+
+    from kit.results.run import Run
+
+KEYS = ["phase", "rank", "metric", "unit"]
+COLUMNS = [
+    *KEYS,
+    "base_run",
+    "run",
+    "base",
+    "value",
+    "difference",
+    "ratio",
+    "base_n",
+    "n",
+    "base_spread",
+    "spread",
+    "found_in",
+]
+
+
+def compare(runs: Sequence[Run]) -> pd.DataFrame:
+    """One row per phase, rank, metric and later run; what changed most (by ratio) comes first.
+
+    `base` and `value` are medians over the cycles, `n` counts them, `spread` is largest minus smallest. What only one
+    run has stands last, with `found_in` naming the side that has it.
+    """
+    import pandas as pd
+
+    if len(runs) < 2:
+        raise BadInput(f"a comparison needs two runs or more, not {len(runs)}")
+    base, *others = [_medians(run) for run in runs]
+    labels = [run.id for run in runs]
+    table = pd.concat(
+        [_against(base, other, labels[0], label) for other, label in zip(others, labels[1:], strict=True)]
+    )
+    weight = [_change(*pair) for pair in zip(table["base"], table["value"], strict=True)]
+    order = table.assign(_weight=weight, _single=table["found_in"] != "both")
+    order = order.sort_values(["_single", "_weight", *KEYS], ascending=[True, False, True, True, True, True])
+    return order[COLUMNS].reset_index(drop=True)
+
+
+def _medians(run: Run) -> pd.DataFrame:
+    grouped = run.frame().groupby(KEYS)["value"]
+    table = grouped.agg(["median", "count", "max", "min"]).reset_index()
+    table["spread"] = table["max"] - table["min"]
+    return table[[*KEYS, "median", "count", "spread"]]
+
+
+def _against(base: pd.DataFrame, other: pd.DataFrame, base_label: str, label: str) -> pd.DataFrame:
+    names = {"median": "value", "count": "n", "spread": "spread"}
+    first = base.rename(columns={old: "base" if new == "value" else f"base_{new}" for old, new in names.items()})
+    table = first.merge(other.rename(columns=names), on=KEYS, how="outer", indicator="found_in")
+    sides = {"both": "both", "left_only": "base_run", "right_only": "run"}
+    table["found_in"] = [sides[side] for side in table["found_in"]]
+    table = table.assign(base_run=base_label, run=label)
+    table[["base_n", "n"]] = table[["base_n", "n"]].fillna(0).astype("int64")
+    table["difference"] = table["value"] - table["base"]
+    table["ratio"] = table["value"] / table["base"]
+    return table
+
+
+def _change(base: float, value: float) -> float:
+    """How far apart two medians are: the size of the ratio's logarithm; infinite where there is none."""
+    if base == value or (math.isnan(base) and math.isnan(value)):
+        return 0.0
+    if not (math.isfinite(base) and math.isfinite(value)) or base * value <= 0:
+        return math.inf
+    return abs(math.log(abs(value)) - math.log(abs(base)))

@@ -1,0 +1,79 @@
+"""Files that are either whole or not there: a temporary beside the target, then a rename. Plus strict JSON.
+
+JSON has no NaN and no infinity, so such numbers are written as the words "NaN", "Infinity" and "-Infinity" (Python's
+float() and JavaScript's Number() both read them back); null is kept for "there is no value".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kit.errors import BadInput, KitError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+def spell(number: float) -> float | str:
+    """The number itself, or the word that stands for it in JSON."""
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def spelled(value: Any) -> Any:
+    """A JSON-like value with every NaN and infinity inside it spelled as a word."""
+    if isinstance(value, float):
+        return spell(value)
+    if isinstance(value, Mapping):
+        return {key: spelled(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [spelled(item) for item in value]
+    return value
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    return json.dumps(spelled(value), ensure_ascii=False, allow_nan=False, indent=indent)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; it takes that name when the block ends well, and goes when it does not."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        try:
+            yield temporary
+            temporary.replace(path)
+        except OSError as error:
+            raise KitError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):  # already renamed, or the folder itself is out of reach: nothing to remove
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="")
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, to_json(value, indent=1) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The file's JSON; a file that is missing or damaged is a `BadInput` that names it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInput(f"there is no file {path}") from None
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise BadInput(f"{path} is damaged: it is not valid JSON ({error})") from error

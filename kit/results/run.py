@@ -1,0 +1,173 @@
+"""A run: a folder with `run.json`, `records*.jsonl`, `verdict.json` and `logs/rankN.log`.
+
+`Run` reads one, whole or cut off by a kill, and follows it while it grows. The checks of its lab and the plotter come
+from outside, since this room knows neither labs nor views.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kit.errors import BadInput
+from kit.results.export import export
+from kit.results.files import read_json
+from kit.results.records import PATTERN, Loaded, read_records, to_frame
+from kit.results.verdict import Check, Verdict, judge, read_verdict
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Checks = Callable[[str], Sequence[Check]]
+Plotter = Callable[["Run"], object]
+Stamp = tuple[tuple[str, int, int], ...]
+
+STATUSES = ("running", "finished", "failed")
+
+
+class Run:
+    """A run on disk. `checks` gives the checks of a lab (none for a lab it does not know); `plotter` draws a run."""
+
+    def __init__(self, dir: str | Path, *, checks: Checks | None = None, plotter: Plotter | None = None) -> None:  # noqa: A002 - the contract's name
+        self.dir = Path(dir).expanduser().absolute()
+        self._checks = checks
+        self._plotter = plotter
+        self._info: tuple[Stamp, dict[str, Any]] | None = None
+        self._loaded: tuple[Stamp, Loaded, pd.DataFrame] | None = None
+        self.info()
+
+    def info(self) -> dict[str, Any]:
+        """`run.json` as it is now."""
+        path = self.dir / "run.json"
+        if not self.dir.is_dir():
+            raise BadInput(f"there is no run folder {self.dir}")
+        if not path.is_file():
+            raise BadInput(f"{self.dir} is not a run: it has no run.json")
+        stamp = _stamp([path])
+        if self._info is None or self._info[0] != stamp:
+            self._info = stamp, _checked_info(path, read_json(path))
+        return self._info[1]
+
+    @property
+    def id(self) -> str:
+        return str(self.info()["run"])
+
+    @property
+    def lab(self) -> str:
+        return str(self.info()["lab"])
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return dict(self.info().get("config") or {})
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        return dict(self.info().get("provenance") or {})
+
+    @property
+    def status(self) -> str:
+        """running, finished or failed. A run that was killed stays `running`: nobody was left to say more."""
+        return str(self.info()["status"])
+
+    @property
+    def fault(self) -> str | None:
+        return self.info().get("fault")
+
+    @property
+    def error(self) -> str | None:
+        return self.info().get("error")
+
+    @property
+    def partial(self) -> bool:
+        """The run did not finish, or some of its records are torn."""
+        return self.status != "finished" or self._load()[0].torn > 0
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the numbers should know, a sentence each."""
+        status = {"finished": [], "failed": [f"the run failed: {self.error or 'no reason was recorded'}"]}
+        return [*status.get(self.status, ["the run has not finished, or was killed"]), *self._load()[0].notes]
+
+    def frame(self) -> pd.DataFrame:
+        """The records as a table: run, lab, cycle, phase, rank, metric, value, unit, time. Yours to change."""
+        return self._load()[1].copy()
+
+    def verdict(self, **tolerances: float) -> Verdict:
+        """The lab's checks put to the records; where the lab has none here, the verdict that the run stored."""
+        checks = self._checks(self.lab) if self._checks else ()
+        if checks:
+            return judge(self.frame(), self.config, checks, tolerances)
+        if tolerances:
+            raise BadInput(
+                f"lab {self.lab!r} has no checks here, so it takes no tolerances (got {', '.join(tolerances)})"
+            )
+        path = self.dir / "verdict.json"
+        return read_verdict(path) if path.exists() else Verdict([])
+
+    def save(self, path: str | Path) -> Path:
+        """Export the table to .csv, .parquet, .md, .tex, .html or .json, with what one must know about its origin."""
+        about = {
+            "id": self.id,
+            "lab": self.lab,
+            "config": self.config,
+            "fault": self.fault,
+            "status": self.status,
+            "partial": self.partial,
+            "notes": self.notes,
+        }
+        return export(self.frame(), {**self.provenance, "run": about}, path)
+
+    def plot(self) -> object:
+        if self._plotter is None:
+            raise BadInput("this Run was made without a plotter; load it with kit.load to plot it")
+        return self._plotter(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"Run({self.id!r}, lab={self.lab!r}, {self._state()}, {len(self._load()[0].records)} records, {self.dir})"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = {"run": self.id, "lab": self.lab, "status": self._state(), "folder": str(self.dir)}
+        rows |= {"records": str(len(self._load()[0].records)), "notes": "; ".join(self.notes)}
+        cells = (f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in rows.items() if value)
+        return f"<table>{''.join(cells)}</table>"
+
+    def _state(self) -> str:
+        return f"{self.status} (partial)" if self.partial else self.status
+
+    def _load(self) -> tuple[Loaded, pd.DataFrame]:
+        stamp = _stamp(sorted(self.dir.glob(PATTERN)))
+        if self._loaded is None or self._loaded[0] != stamp:
+            loaded = read_records(self.dir)
+            self._loaded = stamp, loaded, to_frame(loaded.records)
+        return self._loaded[1:]
+
+
+def load(path: str | Path, *, checks: Checks | None = None, plotter: Plotter | None = None) -> Run:
+    """A run from disk, complete or partial."""
+    return Run(path, checks=checks, plotter=plotter)
+
+
+def list_runs(folder: str | Path) -> list[Path]:
+    """The run folders directly inside `folder`, the one whose run.json changed last first."""
+    found = [(path.stat().st_mtime_ns, path.parent) for path in Path(folder).expanduser().glob("*/run.json")]
+    return [parent for _, parent in sorted(found, reverse=True)]
+
+
+def _stamp(paths: Sequence[Path]) -> Stamp:
+    stats = [(path.name, path.stat()) for path in paths]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def _checked_info(path: Path, info: object) -> dict[str, Any]:
+    if not isinstance(info, dict) or not all(isinstance(info.get(key), str) for key in ("run", "lab", "status")):
+        raise BadInput(f"{path} is damaged: it must be a JSON object with run, lab and status")
+    if info["status"] not in STATUSES:
+        raise BadInput(f"{path} is damaged: status is {info['status']!r}, allowed are {', '.join(STATUSES)}")
+    for key in ("config", "provenance"):
+        if not isinstance(info.get(key), dict | None):
+            raise BadInput(f"{path} is damaged: {key} must be a JSON object")
+    return info

@@ -1,0 +1,208 @@
+"""The verdict: questions put to a run's records, each with a limit that a person may move.
+
+A check that finds no records is `None`, never a pass and never a failure. A measured NaN fails: it holds no limit.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from kit.errors import BadInput, KitError
+from kit.results.files import read_json, spelled, write_json
+from kit.results.tolerances import checked_tolerances
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    import pandas as pd
+
+
+class NotMeasured(KitError):  # noqa: N818 - a check says it to `judge`; people do not see it as an error
+    """A check found no records to judge."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a check measured; `None` and why where it could not."""
+
+    value: float | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A question with a limit. `tolerance` is the keyword that moves the limit; checks may share one."""
+
+    name: str
+    question: str
+    tolerance: str
+    limit: float
+    unit: str
+    better: Literal["<=", ">=", "=="]
+    measure: Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
+
+    def holds(self, measured: float, limit: float) -> bool:
+        if self.better == "<=":
+            return measured <= limit
+        return measured >= limit if self.better == ">=" else measured == limit
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictRow:
+    """One check's answer. `passed` is None where it was not measured."""
+
+    check: str
+    measured: float | None
+    limit: float
+    unit: str
+    passed: bool | None
+    why: str
+
+
+class Verdict(Sequence[VerdictRow]):
+    """The rows in the order of the lab's checks; shown worst first."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self, rows: Iterable[VerdictRow]) -> None:
+        self.rows = tuple(rows)
+
+    @overload
+    def __getitem__(self, index: int) -> VerdictRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[VerdictRow, ...]: ...
+    def __getitem__(self, index: int | slice) -> VerdictRow | tuple[VerdictRow, ...]:
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Verdict) and self.rows == other.rows
+
+    def __hash__(self) -> int:
+        return hash(self.rows)
+
+    @property
+    def passed(self) -> bool:
+        """No check failed."""
+        return not self.failed
+
+    @property
+    def failed(self) -> tuple[VerdictRow, ...]:
+        return tuple(row for row in self.rows if row.passed is False)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [spelled(asdict(row)) for row in self.rows]
+
+    def write(self, path: Path) -> None:
+        write_json(path, self.to_json())
+
+    def __repr__(self) -> str:
+        table = [_HEAD, *map(_cells, self._worst_first())]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if 2 <= index <= 3 else cell.ljust(width)
+                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in table
+        ]
+        return "\n".join([self._summary(), *(lines if self.rows else [])])
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{cell}</th>" for cell in _HEAD)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row)) + "</tr>"
+            for row in self._worst_first()
+        )
+        return f"<div><p>{self._summary()}</p><table><tr>{head}</tr>{body}</table></div>"
+
+    def _worst_first(self) -> list[VerdictRow]:
+        return sorted(self.rows, key=lambda row: {False: 0, None: 1, True: 2}[row.passed])
+
+    def _summary(self) -> str:
+        if not self.rows:
+            return "no checks"
+        passed = sum(row.passed is True for row in self.rows)
+        unmeasured = sum(row.passed is None for row in self.rows)
+        return f"{len(self.failed)} failed, {passed} passed, {unmeasured} not measured"
+
+
+def judge(
+    frame: pd.DataFrame,
+    config: Mapping[str, Any],
+    checks: Sequence[Check],
+    tolerances: Mapping[str, float] | None = None,
+) -> Verdict:
+    """Put every check to the records; `tolerances` moves limits by their keyword."""
+    moved = checked_tolerances(tolerances or {}, allowed=[check.tolerance for check in checks])
+    return Verdict([_answer(check, frame, config, moved.get(check.tolerance, check.limit)) for check in checks])
+
+
+def select(frame: pd.DataFrame, **wanted: object) -> pd.DataFrame:
+    """The rows that have what is wanted, e.g. `select(frame, phase="reload", metric="rss")`; none: `NotMeasured`.
+
+    Mind that pandas' own max, median and the like pass over NaN: a check of numbers that may be NaN must look for it.
+    """
+    for column, value in wanted.items():
+        frame = frame[frame[column] == value]
+    if frame.empty:
+        raise NotMeasured("no records with " + ", ".join(f"{column} {value!r}" for column, value in wanted.items()))
+    return frame
+
+
+def read_verdict(path: Path) -> Verdict:
+    data = read_json(path)
+    try:
+        return Verdict(
+            VerdictRow(
+                check=row["check"],
+                measured=None if row["measured"] is None else float(row["measured"]),
+                limit=float(row["limit"]),
+                unit=row["unit"],
+                passed={True: True, False: False, None: None}[row["passed"]],
+                why=row["why"],
+            )
+            for row in data
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"{path} is not a verdict: {error!r}") from error
+
+
+def exit_code(verdict: Verdict) -> int:
+    """0 where no check failed, 1 where one did."""
+    return 0 if verdict.passed else 1
+
+
+def _answer(check: Check, frame: pd.DataFrame, config: Mapping[str, Any], limit: float) -> VerdictRow:
+    try:
+        measured = check.measure(frame, config)
+    except NotMeasured as missing:
+        measured = Measured(None, str(missing))
+    passed: bool | None
+    if measured.value is None:
+        value, passed, why = None, None, f"not measured: {measured.why or 'no records for it'}"
+    else:
+        value = float(measured.value)
+        passed = bool(check.holds(value, limit))
+        why = measured.why or ("measured NaN, which holds no limit" if math.isnan(value) else "")
+    return VerdictRow(check.name, value, float(limit), check.unit, passed, why)
+
+
+_HEAD = ("", "check", "measured", "limit", "unit", "why")
+
+
+def _cells(row: VerdictRow) -> tuple[str, ...]:
+    mark = {True: "pass", False: "FAIL", None: "-"}[row.passed]
+    measured = "-" if row.measured is None else _number(row.measured)
+    return mark, row.check, measured, _number(row.limit), row.unit, row.why.replace("\n", " ")
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.6g}"

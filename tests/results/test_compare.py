@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kit.errors import BadInput
+from kit.results import compare, load
+
+
+def row(table, metric):
+    (found,) = table[table["metric"] == metric].to_dict("records")
+    return found
+
+
+@pytest.fixture
+def two(make_run, record):
+    first = [record(cycle=c, value=v) for c, v in enumerate([1.0, 2.0, 9.0])]
+    first += [record(metric="rss", value=100.0, unit="B"), record(metric="groups", value=0.0, unit="1")]
+    first += [record(metric="gone", value=1.0, unit="1"), record(metric="same", value=3.0, unit="1")]
+    second = [record(cycle=c, value=v) for c, v in enumerate([4.0, 6.0])]
+    second += [record(metric="rss", value=25.0, unit="B"), record(metric="groups", value=3.0, unit="1")]
+    second += [record(metric="new", value=1.0, unit="1"), record(metric="same", value=3.0, unit="1")]
+    return [load(make_run(first, "first")), load(make_run(second, "second"))]
+
+
+def test_medians_difference_ratio_n_and_spread(two):
+    seconds = row(compare(two), "seconds")
+    assert (seconds["base"], seconds["value"]) == (2.0, 5.0)
+    assert (seconds["difference"], seconds["ratio"]) == (3.0, 2.5)
+    assert (seconds["base_n"], seconds["n"]) == (3, 2)
+    assert (seconds["base_spread"], seconds["spread"]) == (8.0, 2.0)
+    assert (seconds["base_run"], seconds["run"]) == (two[0].id, two[1].id)
+
+
+def test_what_changed_most_comes_first_and_nothing_is_lost(two):
+    table = compare(two)
+    assert table["metric"].tolist() == ["groups", "rss", "seconds", "same", "gone", "new"]
+    assert row(table, "groups")["ratio"] == math.inf
+    assert row(table, "gone")["found_in"] == "base_run"
+    assert row(table, "new")["found_in"] == "run"
+    assert (row(table, "new")["base_n"], row(table, "new")["n"]) == (0, 1)
+
+
+def test_ranks_and_phases_are_kept_apart(make_run, record):
+    runs = [load(make_run([record(rank=r, phase=p) for r in (0, 1) for p in "ab"], name)) for name in ("x", "y")]
+    assert len(compare(runs)) == 4
+
+
+def test_three_runs_are_each_put_against_the_first(two, make_run, record):
+    third = load(make_run([record(value=2.0)], "third"))
+    table = compare([*two, third])
+    seconds = table[table["metric"] == "seconds"]
+    assert dict(zip(seconds["run"], seconds["ratio"], strict=True)) == {two[1].id: 2.5, third.id: 1.0}
+
+
+def test_empty_runs_compare_to_an_empty_table(make_run):
+    assert compare([load(make_run([], "a")), load(make_run([], "b"))]).empty
+
+
+def test_one_run_is_not_a_comparison(two):
+    with pytest.raises(BadInput, match="two runs or more, not 1"):
+        compare(two[:1])

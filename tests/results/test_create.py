@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import pytest
+
+import kit
+from kit.errors import BadInput
+from kit.results import create_run, load, runs_dir
+
+
+def test_a_run_goes_from_running_to_finished(tmp_path, record):
+    writer = create_run(tmp_path / "runs", "smoke", {"cycles": 2}, {"early": 1}, fault="leaked-group")
+    assert re.fullmatch(r"smoke-\d{8}-\d{6}-[0-9a-f]{4}", writer.id)
+    assert writer.dir == tmp_path / "runs" / writer.id
+    assert (writer.dir / "logs").is_dir()
+    run = load(writer.dir)
+    assert (run.status, run.partial, run.fault) == ("running", True, "leaked-group")
+    writer.set_provenance({"late": 2})
+    writer.append([record(run=writer.id)])
+    writer.finish()
+    assert (run.status, run.partial, run.provenance) == ("finished", False, {"late": 2})
+    info = json.loads((writer.dir / "run.json").read_text())
+    assert set(info) == {
+        *("run", "lab", "config", "status", "started", "finished", "fault", "error", "provenance", "kit")
+    }
+    assert info["finished"] >= info["started"]
+    assert sorted(path.name for path in writer.dir.iterdir()) == ["logs", "records.jsonl", "run.json"]
+
+
+def test_a_failed_run_says_why(tmp_path):
+    writer = create_run(tmp_path, "smoke", {}, {})
+    writer.fail("rank 1 died in reload: SIGKILL")
+    run = load(writer.dir)
+    assert (run.status, run.error) == ("failed", "rank 1 died in reload: SIGKILL")
+    assert run.notes == ["the run failed: rank 1 died in reload: SIGKILL"]
+
+
+def test_runs_made_in_the_same_second_do_not_collide(tmp_path):
+    assert len({create_run(tmp_path, "smoke", {}, {}).dir for _ in range(50)}) == 50
+
+
+def test_out_is_the_folder_itself_and_never_taken_twice(tmp_path):
+    out = tmp_path / "deep" / "mine"
+    assert create_run(tmp_path, "smoke", {}, {}, out=out).dir == out
+    with pytest.raises(BadInput, match="already holds a run"):
+        create_run(tmp_path, "smoke", {}, {}, out=out)
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "runs"):
+        with pytest.raises(BadInput, match="cannot make a run folder"):
+            create_run(place, "smoke", {}, {})
+    with pytest.raises(BadInput, match="is a file"):
+        create_run(tmp_path, "smoke", {}, {}, out=tmp_path / "file")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_refused(tmp_path):
+    tmp_path.chmod(0o555)
+    try:
+        for out in (None, tmp_path):
+            with pytest.raises(BadInput, match="Permission denied"):
+                create_run(tmp_path, "smoke", {}, {}, out=out)
+    finally:
+        tmp_path.chmod(0o755)
+
+
+def test_runs_dir_is_the_environments_word_else_beside_pyproject(tmp_path, monkeypatch):
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path / "x"))
+    assert runs_dir() == tmp_path / "x"
+    monkeypatch.delenv("KIT_RUNS")
+    monkeypatch.chdir(tmp_path)
+    chosen = runs_dir()
+    assert chosen.name == "runs"
+    assert (chosen.parent / "kit" / "__init__.py").samefile(kit.__file__)

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from kit.errors import KitError
+from kit.results import COLUMNS, RecordWriter, read_records, to_frame
+
+
+def write(path, records):
+    with RecordWriter(path) as writer:
+        writer.append(records)
+
+
+@pytest.mark.parametrize(
+    "value", [None, 0.1 + 0.2, -0.0, 5e-324, math.inf, -math.inf, math.nan, 1.7976931348623157e308]
+)
+def test_a_value_survives_the_file_bit_for_bit(tmp_path, record, value):
+    write(tmp_path / "records.jsonl", [record(value=value, phase='zurück "\n\u2028" | 計')])
+    (back,) = read_records(tmp_path).records
+    assert repr(back) == repr(record(value=value, phase='zurück "\n\u2028" | 計'))
+
+
+def test_lines_are_strict_json_with_the_nine_keys(tmp_path, record):
+    write(tmp_path / "records.jsonl", [record(value=math.nan), record(value=-math.inf), record(value=None)])
+
+    def refuse(token):
+        raise AssertionError(f"{token} is not JSON")
+
+    rows = [json.loads(line, parse_constant=refuse) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    assert [row["value"] for row in rows] == ["NaN", "-Infinity", None]
+    assert all(tuple(row) == COLUMNS for row in rows)
+
+
+def test_what_other_writers_call_nan_is_read_too(tmp_path, record):
+    line = record(value=1.0).to_line()
+    (tmp_path / "records.jsonl").write_text(line.replace("1.0", "NaN") + line.replace("1.0", "-Infinity"))
+    values = [row.value for row in read_records(tmp_path).records]
+    assert math.isnan(values[0])
+    assert values[1] == -math.inf
+
+
+@pytest.mark.parametrize("cut", range(1, 40, 3))
+def test_a_torn_last_line_is_dropped_and_told(tmp_path, record, cut):
+    path = tmp_path / "records.jsonl"
+    write(path, [record(cycle=0), record(cycle=1, phase="é")])
+    path.write_bytes(path.read_bytes()[: -1 - cut])
+    loaded = read_records(tmp_path)
+    assert [row.cycle for row in loaded.records] == [0]
+    assert loaded.torn == 1
+    assert loaded.notes == ["records.jsonl: 1 incomplete line was dropped (line 2)"]
+
+
+def test_a_last_line_that_lacks_only_its_newline_counts(tmp_path, record):
+    path = tmp_path / "records.jsonl"
+    path.write_text(record().to_line().rstrip("\n"))
+    assert read_records(tmp_path).torn == 0
+    assert len(read_records(tmp_path).records) == 1
+
+
+def test_torn_lines_in_the_middle_and_foreign_ones_are_counted(tmp_path, record):
+    good = record().to_line()
+    bad = [good[:30] + "\n", good[:50] + good, "\0\0\0\n", '{"run": 1}\n', "[]\n", good.replace("0.5", '"fast"')]
+    (tmp_path / "records.jsonl").write_text(good + "".join(bad) + good)
+    loaded = read_records(tmp_path)
+    assert len(loaded.records) == 2
+    assert loaded.torn == 6
+    assert loaded.notes == ["records.jsonl: 6 incomplete lines were dropped (lines 2, 3, 4, 5, 6, ...)"]
+
+
+def test_a_writer_after_a_killed_one_keeps_its_own_records_whole(tmp_path, record):
+    path = tmp_path / "records.jsonl"
+    path.write_text(record().to_line()[:20])
+    write(path, [record(cycle=7)])
+    loaded = read_records(tmp_path)
+    assert [row.cycle for row in loaded.records] == [7]
+    assert loaded.torn == 1
+
+
+def test_the_files_of_several_nodes_are_one_run(tmp_path, record):
+    write(tmp_path / "records.jsonl", [record(rank=0)])
+    write(tmp_path / "records.node1.jsonl", [record(rank=8)])
+    assert [row.rank for row in read_records(tmp_path).records] == [0, 8]
+
+
+def test_two_processes_that_append_at_once_mix_no_lines(tmp_path, record):
+    path = tmp_path / "records.jsonl"
+    code = textwrap.dedent("""
+        import sys
+        from pathlib import Path
+        from kit.results import Record, RecordWriter
+        rank = int(sys.argv[2])
+        row = dict(run="r", lab="l", phase="p" * 50, metric="m", value=1.0, unit="1", time=0.0)
+        with RecordWriter(Path(sys.argv[1])) as writer:
+            for cycle in range(300):
+                writer.append([Record(rank=rank, cycle=cycle, **row) for _ in range(5)])
+    """)
+    procs = [subprocess.Popen([sys.executable, "-c", code, str(path), str(rank)]) for rank in range(2)]
+    assert [proc.wait(60) for proc in procs] == [0, 0]
+    loaded = read_records(tmp_path)
+    assert loaded.torn == 0
+    assert sorted({(row.rank, row.cycle) for row in loaded.records}) == [(r, c) for r in range(2) for c in range(300)]
+
+
+def test_a_full_disk_takes_the_half_written_batch_back(tmp_path, record):
+    """A file size limit makes the kernel do what a full disk does: a short write, then an error."""
+    path = tmp_path / "records.jsonl"
+    code = textwrap.dedent("""
+        import resource, sys
+        from pathlib import Path
+        from kit.errors import KitError
+        from kit.results import Record, RecordWriter
+        row = Record(run="r", lab="l", cycle=0, phase="p", rank=0, metric="m", value=1.0, unit="1", time=0.0)
+        writer = RecordWriter(Path(sys.argv[1]))
+        writer.append([row] * 3)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        try:
+            writer.append([row] * 100)
+        except KitError as error:
+            print(error)
+    """)
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert str(path) in done.stdout
+    assert "what was measured before is kept" in done.stdout
+    loaded = read_records(tmp_path)
+    assert (len(loaded.records), loaded.torn) == (3, 0)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")  # noqa: PTH110
+def test_no_space_left_is_an_error_that_names_the_file(tmp_path, record):
+    path = tmp_path / "records.jsonl"
+    path.symlink_to("/dev/full")
+    with RecordWriter(path) as writer, pytest.raises(KitError, match=r"records\.jsonl: No space left on device"):
+        writer.append([record()])
+
+
+def test_a_folder_that_is_not_there_is_an_error_that_names_the_file(tmp_path):
+    with pytest.raises(KitError, match="cannot record to"):
+        RecordWriter(tmp_path / "gone" / "records.jsonl")
+
+
+def test_a_killed_process_leaves_all_that_it_appended(tmp_path):
+    path = tmp_path / "records.jsonl"
+    code = textwrap.dedent("""
+        import os, signal, sys
+        from pathlib import Path
+        from kit.results import Record, RecordWriter
+        writer = RecordWriter(Path(sys.argv[1]))
+        writer.append([Record(run="r", lab="l", cycle=0, phase="p", rank=0, metric="m", value=1, unit="1", time=0)])
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    done = subprocess.run([sys.executable, "-c", code, str(path)])
+    assert done.returncode == -signal.SIGKILL
+    assert len(read_records(tmp_path).records) == 1
+
+
+def test_the_frame_has_the_nine_columns_and_their_types_also_when_empty(record):
+    full, empty = to_frame([record(value=None), record(value=2)]), to_frame([])
+    for frame in (full, empty):
+        assert tuple(frame.columns) == COLUMNS
+        assert [frame[name].dtype.kind for name in ("cycle", "rank", "value", "time")] == ["i", "i", "f", "f"]
+    assert list(full.dtypes) == list(empty.dtypes)
+    assert math.isnan(full["value"][0])

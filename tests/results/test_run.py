@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from kit.errors import BadInput
+from kit.results import Check, Measured, Verdict, VerdictRow, list_runs, load, select
+
+
+def drift(frame, config):
+    return Measured(float(select(frame, metric="rss")["value"].max()) / 2**20)
+
+
+CHECKS = {"smoke": [Check("rss drift", "Does memory come back?", "drift_mib", 10.0, "MiB", "<=", drift)]}
+
+
+def checks(lab):
+    return CHECKS.get(lab, [])
+
+
+@pytest.fixture
+def folder(make_run, record):
+    return make_run([record(), record(metric="rss", value=20 * 2**20, unit="B")])
+
+
+def test_a_finished_run_says_what_it_is(folder):
+    run = load(folder)
+    assert (run.lab, run.status, run.partial, run.notes) == ("smoke", "finished", False, [])
+    assert run.config == {"cycles": 2}
+    assert run.provenance == {"torch": "2.13"}
+    assert run.dir == folder
+    assert "smoke" in repr(run)
+    assert "finished" in repr(run)
+
+
+def test_the_frame_follows_the_file_and_is_the_callers_own(folder, record):
+    run = load(folder)
+    mine = run.frame()
+    mine["value"] = 0.0
+    assert run.frame()["value"].tolist() == [0.5, 20 * 2**20]
+    with (folder / "records.jsonl").open("a") as file:
+        file.write(record(cycle=1).to_line())
+    assert len(run.frame()) == 3
+
+
+def test_a_killed_run_loads_is_partial_and_exports(folder, tmp_path):
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**info, "status": "running", "finished": None}))
+    (folder / "records.jsonl").write_bytes((folder / "records.jsonl").read_bytes()[:-9])
+    run = load(folder)
+    assert run.partial
+    assert len(run.frame()) == 1
+    assert run.notes == [
+        "the run has not finished, or was killed",
+        "records.jsonl: 1 incomplete line was dropped (line 2)",
+    ]
+    about = json.loads(run.save(tmp_path / "t.json").read_text())["provenance"]
+    assert about["torch"] == "2.13"
+    assert about["run"]["partial"] is True
+
+
+def test_torn_records_make_a_finished_run_partial(folder):
+    with (folder / "records.jsonl").open("a") as file:
+        file.write('{"run": "r1", "la')
+    assert load(folder).status == "finished"
+    assert load(folder).partial
+
+
+def test_a_run_without_any_record_is_an_empty_table(make_run):
+    assert load(make_run([])).frame().empty
+
+
+def test_verdict_with_the_labs_checks_and_a_moved_limit(folder):
+    run = load(folder, checks=checks)
+    assert [row.passed for row in run.verdict()] == [False]
+    assert [row.passed for row in run.verdict(drift_mib=50)] == [True]
+    with pytest.raises(BadInput, match="unknown tolerance 'drift_mb'; did you mean 'drift_mib'"):
+        run.verdict(drift_mb=50)
+
+
+def test_a_lab_without_checks_shows_the_stored_verdict(folder):
+    stored = Verdict([VerdictRow("mine", 1.0, 2.0, "s", True, "")])
+    assert len(load(folder).verdict()) == 0
+    stored.write(folder / "verdict.json")
+    assert load(folder).verdict() == stored
+    with pytest.raises(BadInput, match="takes no tolerances"):
+        load(folder, checks=lambda _: []).verdict(drift_mib=1)
+
+
+def test_plot_goes_to_the_plotter(folder):
+    assert load(folder, plotter=lambda run: run.id).plot() == load(folder).id
+    with pytest.raises(BadInput, match="plotter"):
+        load(folder).plot()
+
+
+def test_the_html_is_escaped(make_run, record):
+    folder = make_run([record()])
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**info, "status": "failed", "error": "<script>alert(1)</script>"}))
+    page = load(folder)._repr_html_()
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "JSON object with run, lab and status"),
+        ('{"run": "a", "lab": "b"}', "JSON object with run, lab and status"),
+        ('{"run": "a", "lab": "b", "status": "gone"}', "allowed are running, finished, failed"),
+        ('{"run": "a", "lab": "b", "status": "failed", "config": 3}', "config must be a JSON object"),
+        ("\udce9", "not valid JSON"),
+    ],
+)
+def test_a_damaged_run_json_is_one_sentence(folder, text, sentence):
+    (folder / "run.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(BadInput, match=sentence) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_folder_and_a_folder_that_is_no_run_are_bad_input(tmp_path):
+    with pytest.raises(BadInput, match="there is no run folder"):
+        load(tmp_path / "gone")
+    with pytest.raises(BadInput, match="it has no run"):
+        load(tmp_path)
+
+
+def test_list_runs_newest_first(make_run, tmp_path):
+    old, new = make_run([], "b-old"), make_run([], "a-new")
+    os.utime(old / "run.json", (1, 1))
+    (tmp_path / "no-run").mkdir()
+    assert list_runs(tmp_path) == [new, old]
+    assert list_runs(tmp_path / "gone") == []
