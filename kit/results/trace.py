@@ -58,7 +58,7 @@ def _companions(seconds: Row, rows: list[Row]) -> list[Row]:
 
 
 def _span(row: Row, others: list[Row], zero: float) -> Row:
-    values = {f"{other['metric']} [{other['unit']}]": other["value"] for other in others}
+    values = {f"{other['metric']} [{other['unit']}]".removesuffix(" []"): other["value"] for other in others}
     return {
         "name": row["phase"],
         "cat": row["lab"],

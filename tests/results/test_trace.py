@@ -20,7 +20,7 @@ def run(make_run, record):
             record(**common, value=2.0),
             record(**common, metric="rss", value=500.0, unit="B"),
             record(**common, metric="rss_before", value=300.0, unit="B"),
-            record(**common, metric="loss", value=math.inf, unit="1"),
+            record(**common, metric="loss", value=math.inf, unit=""),
         ]
     return load(make_run([*rows, record(phase="untimed", metric="loss", time=T0)]))
 
@@ -37,6 +37,7 @@ def test_a_complete_event_per_timed_phase_in_the_lane_of_its_rank(run):
     ]
     assert spans[0]["args"]["cycle"] == 0
     assert spans[0]["args"]["rss [B]"] == 500.0
+    assert spans[0]["args"]["loss"] == math.inf
 
 
 def test_lanes_have_names(run):
