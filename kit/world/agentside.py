@@ -1,0 +1,191 @@
+"""The agent: one process a node that holds torch loaded, runs torchrun, and ends with the notebook.
+
+It calls the notebook first and imports torch second, so that a notebook that dies early takes it along. Told to launch, it runs
+torchrun's own command line in this process with `--run-path --start-method fork`: torchrun forks the ranks from here, so torch (and
+what was preloaded) is imported once and not once a rank. No CUDA is touched here, or the forked ranks could not use it.
+
+    notebook -> agent   launch {torchrun, ...}, watch {rank: pid}, kill, log, describe
+    agent -> notebook   hello, exit {rank, status}, ended {error}, answers
+
+It does not restart ranks by itself, and it knows nothing of what they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from kit.world import processes
+from kit.world.channel import ChannelClosed, Link, Message, connect
+
+ENTRY = Path(__file__).with_name("entry.py")
+
+
+class Node:
+    """What the agent's threads and, after the fork, its ranks share. A rank finds here how to reach the notebook."""
+
+    def __init__(self, address: str, key: bytes, node: int, folder: Path) -> None:
+        self.address, self.key, self.node, self.folder = address, key, node, folder
+        self.link: Link = connect(address, key)
+        self.launched = threading.Event()
+        self.order: Message = {}
+        self.ranks: dict[int, tuple[int, int]] = {}  # rank -> pid, start time
+        self.link.send(
+            {"role": "agent", "node": node, "pid": os.getpid(), "started": processes.start_time(os.getpid())}
+        )
+
+    def listen(self) -> None:
+        """Do what the notebook says until it is gone; then take everything along."""
+        try:
+            while True:
+                message = self.link.recv()
+                answer = getattr(self, "on_" + message["do"])(**message.get("with", {}))
+                if "id" in message:
+                    self.link.send({"id": message["id"], "answer": answer})
+        except ChannelClosed:
+            self.end()
+        except Exception:  # noqa: BLE001 - a fault of the agent must not leave ranks behind
+            traceback.print_exc()
+            self.end()
+
+    def end(self) -> None:
+        self.on_kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
+    def on_launch(self, **order: Any) -> None:
+        self.ranks = {}
+        self.order = order
+        self.launched.set()
+
+    def on_watch(self, ranks: dict[str, list[int]]) -> None:
+        self.ranks = {int(rank): (pid, started) for rank, (pid, started) in ranks.items()}
+        for rank, (pid, _) in self.ranks.items():
+            threading.Thread(target=self.watch, args=(rank, pid), daemon=True).start()
+
+    def watch(self, rank: int, pid: int) -> None:
+        """Tell the notebook how a rank ended, at once and without taking its status from torchrun."""
+        with contextlib.suppress(ChildProcessError, ChannelClosed):
+            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            if found is not None:
+                killed = found.si_code in {os.CLD_KILLED, os.CLD_DUMPED}
+                status = -found.si_status if killed else found.si_status
+                self.link.send({"exit": rank, "pid": pid, "status": status, "at": time.monotonic()})
+
+    def on_kill(self) -> None:
+        """SIGKILL this node's ranks and what they started: known ones by group, those still starting as our children."""
+        for pid, started in self.ranks.values():
+            processes.kill(pid, started, group=True)
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                for child in map(int, (task / "children").read_text().split()):
+                    os.kill(child, signal.SIGKILL)
+
+    def on_log(self, rank: int, offset: int, limit: int) -> str:
+        return read_log(Path(self.order["logs"]), rank, offset, limit).decode("latin-1")
+
+    def on_describe(self, rank: int) -> str:
+        pid, started = self.ranks[rank]
+        return processes.describe(pid, started, self.folder / f"stack{rank}")
+
+
+def read_log(logs: Path, rank: int, offset: int, limit: int) -> bytes:
+    """Bytes of a rank's log from an offset on. A negative offset counts from the end."""
+    try:
+        with (logs / f"rank{rank}.log").open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size + offset) if offset < 0 else offset)
+            return file.read(limit)
+    except FileNotFoundError:
+        return b""
+
+
+def torchrun(order: Message) -> None:
+    """Run torchrun's command line here until its ranks have ended. Single node: its store listens on loopback only."""
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import run as cli
+    from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
+
+    arguments = list(order["torchrun"])
+    if order["loopback"]:
+        # torchrun's store would listen on every interface; it is given a socket of our own instead, whose port nobody can race for.
+        door = socket.create_server(("127.0.0.1", 0))
+        port = door.getsockname()[1]
+
+        def loopback_store(host: str, port: int, size: int, master: bool, timeout: Any, **_: Any) -> TCPStore:
+            return TCPStore(host, port, size, master, timeout, master_listen_fd=door.detach())
+
+        static_tcp_rendezvous.TCPStore = loopback_store  # type: ignore[attr-defined]
+        arguments += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    cli.main([*arguments, str(ENTRY)])
+
+
+def preload(names: list[str]) -> None:
+    """Import what the ranks will want. A module that fails is left to the ranks, where the error gets a rank and a traceback."""
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
+def plain_logging() -> None:
+    """Torch's log formatter imports its compiler when the first line is written: a second in the way of every restart."""
+    for name in list(logging.root.manager.loggerDict):
+        if name == "torch" or name.startswith("torch."):
+            for handler in logging.getLogger(name).handlers:
+                handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+
+NODE: Node
+
+
+def main() -> None:
+    global NODE  # noqa: PLW0603 - the forked ranks find it here
+    parser = argparse.ArgumentParser(prog="python -m kit.world.agent", description=__doc__)
+    parser.add_argument("--connect", required=True, metavar="HOST:PORT", help="where the notebook listens")
+    parser.add_argument("--node", type=int, required=True, help="this machine's number, from 1 on")
+    parser.add_argument(
+        "--folder", type=Path, help="owner-only folder for scratch files (made and removed when not given)"
+    )
+    options = parser.parse_args()
+    if os.getpgid(0) != os.getpid():
+        os.setpgid(0, 0)  # so that the end takes only what was started here
+    folder = options.folder
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="kit-node-"))
+    key_file = folder / "key"
+    key = bytes.fromhex(key_file.read_text() if key_file.exists() else os.environ.pop("KIT_KEY"))
+    key_file.unlink(missing_ok=True)  # read once; the ranks get it through the fork, nobody finds it lying about
+    try:
+        NODE = Node(options.connect, key, options.node, folder)
+    except (OSError, ChannelClosed) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        sys.exit(f"no notebook answers at {options.connect}: {error}")
+    threading.Thread(target=NODE.listen, daemon=True).start()
+    importlib.import_module("torch.distributed.run")
+    importlib.import_module("kit.world.rankside")  # what ranks need, once, before they are forked
+    plain_logging()
+    tempfile.tempdir = str(folder)  # torchrun's error files and log folders end with the World
+    while True:
+        NODE.launched.wait()
+        NODE.launched.clear()
+        order, said = NODE.order, ""
+        preload(order["preload"])
+        try:
+            torchrun(order)
+        except Exception as failure:  # noqa: BLE001 - whatever torchrun says is passed on; the notebook judges
+            said = f"{type(failure).__name__}: {failure}"
+        with contextlib.suppress(ChannelClosed):
+            NODE.link.send({"ended": order["generation"], "error": said})

@@ -1,0 +1,249 @@
+"""The channel between the notebook and its ranks: authenticated frames of JSON, nothing else.
+
+Both ends hold a key made for one World. A connection opens with a handshake in which each end proves the key over fresh nonces:
+
+    listener  -> caller    nonce
+    caller    -> listener  nonce, proof("caller")
+    listener  -> caller    proof("listener")
+    then, both ways        length | mac | JSON          mac = HMAC-SHA256(session key, direction, sequence number, JSON)
+
+so a frame cannot be forged, replayed, reordered or read as anything but JSON. It does not encrypt: over TCP whoever can read the
+network can read the frames. Standard library only; both sides use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kit.errors import KitError
+
+Message = dict[str, Any]
+
+NONCE = 32
+MAC = 32
+HEADER = struct.Struct("!I")
+# One frame. A bigger result does not belong on a control channel; the sender gets a sentence, not a broken World.
+LIMIT = 64 * 2**20
+HANDSHAKE_S = 5.0
+PENDING = 64
+
+
+class ChannelClosed(KitError):  # noqa: N818 - it is a state, reported as such
+    """The other end is gone, or is not who it should be."""
+
+
+def proof(key: bytes, who: bytes, first: bytes, second: bytes) -> bytes:
+    return hmac.digest(key, who + first + second, "sha256")
+
+
+class Link:
+    """One authenticated connection. `send` may be called from several threads, receiving from one."""
+
+    def __init__(self, sock: socket.socket, session: bytes, *, caller: bool) -> None:
+        self._sock = sock
+        self._out, self._in = (session + b"c", session + b"l") if caller else (session + b"l", session + b"c")
+        self._sent = self._received = 0
+        self._buffer = bytearray()
+        self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, message: Message) -> None:
+        payload = json.dumps(message, separators=(",", ":")).encode()
+        if len(payload) > LIMIT:
+            raise ValueError(
+                f"{len(payload) / 2**20:.0f} MiB of JSON do not fit the channel (limit {LIMIT // 2**20} MiB)"
+            )
+        with self._lock:
+            mac = hmac.digest(self._out, self._sent.to_bytes(8, "big") + payload, "sha256")
+            self._sent += 1
+            try:
+                self._sock.sendall(HEADER.pack(len(payload)) + mac + payload)
+            except OSError as error:
+                raise ChannelClosed(f"sending failed: {error}") from error
+
+    def recv(self) -> Message:
+        """Block until one message is there."""
+        while (message := self._take()) is None:
+            self._fill()
+        return message
+
+    def arrived(self) -> list[Message]:
+        """What is complete after one read of a socket that a selector called readable."""
+        self._fill()
+        messages = []
+        while (message := self._take()) is not None:
+            messages.append(message)
+        return messages
+
+    def _fill(self) -> None:
+        try:
+            chunk = self._sock.recv(1 << 18)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise ChannelClosed(f"receiving failed: {error}") from error
+        if not chunk:
+            raise ChannelClosed("the other end closed the channel")
+        self._buffer += chunk
+
+    def _take(self) -> Message | None:
+        if len(self._buffer) < HEADER.size + MAC:
+            return None
+        (length,) = HEADER.unpack_from(self._buffer)
+        if length > LIMIT:
+            raise ChannelClosed("a frame beyond the limit")
+        end = HEADER.size + MAC + length
+        if len(self._buffer) < end:
+            return None
+        mac = bytes(self._buffer[HEADER.size : HEADER.size + MAC])
+        payload = bytes(self._buffer[HEADER.size + MAC : end])
+        del self._buffer[:end]
+        if not hmac.compare_digest(mac, hmac.digest(self._in, self._received.to_bytes(8, "big") + payload, "sha256")):
+            raise ChannelClosed("a frame with a wrong signature")
+        self._received += 1
+        message: Message = json.loads(payload)
+        return message
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._sock.settimeout(seconds)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.close()
+
+
+def read_exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        chunk = sock.recv(size - len(data))
+        if not chunk:
+            raise ChannelClosed("the other end closed the channel during the handshake")
+        data += chunk
+    return data
+
+
+def connect(address: str, key: bytes) -> Link:
+    """Call a listener: a path of a Unix socket, or host:port."""
+    if "/" in address:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect(address)
+    else:
+        host, _, port = address.rpartition(":")
+        sock = socket.create_connection((host.strip("[]"), int(port)), timeout=30)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.settimeout(HANDSHAKE_S * 6)  # the listener may be busy with others
+    theirs = read_exactly(sock, NONCE)
+    mine = secrets.token_bytes(NONCE)
+    sock.sendall(mine + proof(key, b"caller", theirs, mine))
+    if not hmac.compare_digest(read_exactly(sock, MAC), proof(key, b"listener", theirs, mine)):
+        sock.close()
+        raise ChannelClosed("the listener does not hold this World's key")
+    sock.settimeout(None)
+    return Link(sock, proof(key, b"session", theirs, mine), caller=True)
+
+
+@dataclass
+class Stranger:
+    """A caller that has not proved the key yet."""
+
+    sock: socket.socket
+    nonce: bytes
+    since: float
+    data: bytearray = field(default_factory=bytearray)
+
+
+class Listener:
+    """Accepts callers that hold the key; drops everyone else without harm. Open only while somebody is expected."""
+
+    def __init__(self, key: bytes, *, path: Path | None = None, host: str = "") -> None:
+        self._key = key
+        if path is not None:
+            self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._sock.bind(str(path))
+            path.chmod(0o600)
+            self.address = str(path)
+        else:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._sock = socket.socket(family, socket.SOCK_STREAM)
+            self._sock.bind((host, 0))
+            name = f"[{host}]" if ":" in host else host
+            self.address = f"{name}:{self._sock.getsockname()[1]}"
+        self._sock.listen(128)
+        self._sock.setblocking(False)
+        self._strangers: dict[int, Stranger] = {}
+
+    def filenos(self) -> list[int]:
+        return [self._sock.fileno(), *self._strangers]
+
+    def welcome(self) -> list[Link]:
+        """Callers that have proved the key since the last call. Never blocks."""
+        self._accept()
+        links = []
+        for fd, stranger in list(self._strangers.items()):
+            verdict = self._hear(stranger)
+            if verdict is None and time.monotonic() - stranger.since < HANDSHAKE_S:
+                continue
+            del self._strangers[fd]
+            if verdict:
+                links.append(self._admit(stranger))
+            else:
+                stranger.sock.close()
+        return links
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sock, _ = self._sock.accept()
+                if len(self._strangers) >= PENDING:  # a flood pushes out its own oldest, not us
+                    self._strangers.pop(next(iter(self._strangers))).sock.close()
+                sock.setblocking(False)
+                if sock.family != socket.AF_UNIX:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                nonce = secrets.token_bytes(NONCE)
+                with contextlib.suppress(OSError):
+                    sock.send(nonce)
+                self._strangers[sock.fileno()] = Stranger(sock, nonce, time.monotonic())
+
+    def _hear(self, stranger: Stranger) -> bool | None:
+        """True: proved the key. False: did not. None: not enough said yet."""
+        try:
+            chunk = stranger.sock.recv(NONCE + MAC - len(stranger.data))
+        except BlockingIOError:
+            return None
+        except OSError:
+            return False
+        if not chunk:
+            return False
+        stranger.data += chunk
+        if len(stranger.data) < NONCE + MAC:
+            return None
+        mine, theirs = stranger.nonce, bytes(stranger.data[:NONCE])
+        return hmac.compare_digest(bytes(stranger.data[NONCE:]), proof(self._key, b"caller", mine, theirs))
+
+    def _admit(self, stranger: Stranger) -> Link:
+        mine, theirs = stranger.nonce, bytes(stranger.data[:NONCE])
+        stranger.sock.setblocking(True)
+        stranger.sock.sendall(proof(self._key, b"listener", mine, theirs))
+        return Link(stranger.sock, proof(self._key, b"session", mine, theirs), caller=False)
+
+    def close(self) -> None:
+        for stranger in self._strangers.values():
+            stranger.sock.close()
+        self._strangers.clear()
+        self._sock.close()
+        if "/" in self.address:
+            Path(self.address).unlink(missing_ok=True)

@@ -1,0 +1,391 @@
+"""The live processes behind a World: the agents, their ranks, and the links to them. Starts, assembles and ends them; runs no calls."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kit.errors import KitError, RankDied, RankError
+from kit.world import leftovers, processes
+from kit.world.agentside import read_log
+from kit.world.channel import ChannelClosed, Link, Listener, Message
+from kit.world.interpreter import Interpreter
+
+AGENT = Path(__file__).with_name("agent.py")
+# Settings of the notebook's process that would mislead the ranks: its plotting backend, and a job it may itself be part of.
+NOT_INHERITED = {
+    "MPLBACKEND",
+    "PYTHONHOME",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What to start. All checked by World before."""
+
+    ranks: int
+    nodes: int
+    endpoint: str
+    device: str
+    python: Interpreter
+    env: Mapping[str, str]
+    preload: Sequence[str]
+    logs: Path
+    start_timeout_s: float
+    group_timeout_s: float
+
+
+@dataclass(slots=True)
+class Member:
+    """One rank as the notebook knows it."""
+
+    rank: int
+    node: int
+    pid: int
+    started: int
+    device: str
+    why: str
+    host: str
+    work: Link
+    watch: Link
+    phase: str = "idle"
+    busy: int | None = None  # the request it has not answered
+    since: float = 0.0
+    log: int = 0  # how much of its log was shown
+
+
+@dataclass(slots=True)
+class Exit:
+    """How a rank's process ended, as its node's agent saw it. `at` orders the ends on one node."""
+
+    rank: int
+    status: int
+    at: float
+
+
+@dataclass(slots=True)
+class AgentEnd:
+    """One node's agent: its link and, on this machine, its process."""
+
+    node: int
+    link: Link
+    pid: int
+    answers: dict[int, Any] = field(default_factory=dict)
+
+
+class Crew:
+    """Agents and ranks of one World, through however many generations of ranks."""
+
+    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
+        self.plan = plan
+        self._say = say
+        self.id = secrets.token_hex(3)
+        self.members: list[Member] = []
+        self.agents: dict[int, AgentEnd] = {}
+        self.exits: list[Exit] = []
+        self.generation = -1
+        self._next = 0
+        self._key = secrets.token_bytes(32)
+        self.folder = leftovers.base() / leftovers.mark(self.id)
+        self.folder.mkdir(mode=0o700)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._listener: Listener | None = None
+        self._unnamed: list[Link] = []  # proved the key, but have not said who they are
+        self._joined: dict[int, dict[str, tuple[Link, Message]]] = {}
+        os.register_at_fork(after_in_child=self._forget)
+
+    # -- starting ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start this machine's agent, wait for the others, launch the first generation."""
+        try:
+            self._listen()
+            self._start_agent()
+            self._assemble(lambda: len(self.agents) == self.plan.nodes, "agents")
+            self.launch()
+        except BaseException:
+            self.close()
+            raise
+
+    def _listen(self) -> None:
+        if self.plan.nodes == 1:
+            self._listener = Listener(self._key, path=self.folder / "s")
+        else:
+            self._listener = Listener(self._key, host=self.plan.endpoint.rpartition(":")[0].strip("[]"))
+
+    def _start_agent(self) -> None:
+        assert self._listener is not None
+        (self.folder / "key").touch(mode=0o600)
+        (self.folder / "key").write_text(self._key.hex())
+        command = [self.plan.python.path, str(AGENT), "--node", "0", "--connect", self._listener.address]
+        command += ["--folder", str(self.folder)]
+        with self._agent_log().open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment(),
+                start_new_session=True,
+            )
+        for node in range(1, self.plan.nodes):
+            self._say(
+                f"on machine {node} of {self.plan.nodes - 1} others, where the kit is installed, run:\n"
+                f"  KIT_KEY={self._key.hex()} python -m kit.world.agent --connect {self._listener.address} --node {node}"
+            )
+
+    def _agent_log(self) -> Path:
+        return self.plan.logs / "torchrun.log"
+
+    def _environment(self) -> dict[str, str]:
+        env = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+        threads = max(1, len(os.sched_getaffinity(0)) // (self.plan.ranks // self.plan.nodes))
+        env.setdefault("OMP_NUM_THREADS", str(threads))
+        if self.plan.nodes == 1:
+            env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens beyond this machine
+            env.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        return {**env, **self.plan.env, leftovers.MARK: leftovers.mark(self.id)}
+
+    def launch(self) -> None:
+        """Start a generation of ranks under torchrun and wait until all have joined WORLD."""
+        if self._listener is None:
+            self._listen()
+        self.generation += 1
+        self.members, self.exits = [], []
+        for agent in self.agents.values():
+            agent.link.send({"do": "launch", "with": self._order(agent.node)})
+        joined = self._joined = {}
+        self._assemble(lambda: sum(len(links) == 2 for links in joined.values()) == self.plan.ranks, "ranks")
+        for rank in sorted(joined):
+            (watch, _), (work, hello) = joined[rank]["watch"], joined[rank]["work"]
+            names = ("rank", "node", "pid", "started", "device", "why", "host")
+            member = Member(**{name: hello[name] for name in names}, work=work, watch=watch)
+            member.log = self._log_size(member)
+            work.settimeout(10.0)  # sending to a stopped rank must not stop us
+            self.members.append(member)
+        for agent in self.agents.values():
+            ranks = {m.rank: [m.pid, m.started] for m in self.members if m.node == agent.node}
+            agent.link.send({"do": "watch", "with": {"ranks": ranks}})
+        assert self._listener is not None
+        self._listener.close()  # nobody else is expected
+        self._listener = None
+
+    def _order(self, node: int) -> Message:
+        """torchrun's command line and what the ranks must know."""
+        each = self.plan.ranks // self.plan.nodes
+        arguments = [f"--nnodes={self.plan.nodes}", f"--node-rank={node}", f"--nproc-per-node={each}"]
+        arguments += ["--rdzv-backend=static", f"--rdzv-id=kit-{self.id}-{self.generation}", "--max-restarts=0"]
+        arguments += ["--run-path", "--start-method=fork", "--monitor-interval=0.05"]
+        if self.plan.nodes > 1:
+            host, _, port = self.plan.endpoint.rpartition(":")
+            arguments += [f"--master-addr={host}", f"--master-port={port}"]
+        return {
+            "generation": self.generation,
+            "torchrun": arguments,
+            "loopback": self.plan.nodes == 1,
+            "device": self.plan.device,
+            "preload": list(self.plan.preload),
+            "logs": str(self.plan.logs),
+            "group_timeout_s": self.plan.group_timeout_s,
+        }
+
+    def _assemble(self, complete: Callable[[], bool], what: str) -> None:
+        """Let callers in until `complete`, telling who is still missing; a start that fails names why."""
+        assert self._listener is not None
+        deadline = time.monotonic() + self.plan.start_timeout_s
+        told = time.monotonic()
+        while not complete():
+            agents = [agent.link.fileno() for agent in self.agents.values()]
+            ready, _, _ = select.select(
+                [*self._listener.filenos(), *agents, *(one.fileno() for one in self._unnamed)], [], [], 0.05
+            )
+            self._unnamed += self._listener.welcome()
+            for link in [one for one in self._unnamed if one.fileno() in ready]:
+                self._greet(link)
+            self.hear_agents()
+            self._check_start(what)
+            if time.monotonic() > deadline:
+                raise KitError(f"{self._missing(what)} after {self.plan.start_timeout_s:g} s; {self._last_words()}")
+            if time.monotonic() - told > 5 and self.plan.nodes > 1:
+                told = time.monotonic()
+                self._say(self._missing(what))
+
+    def _greet(self, link: Link) -> None:
+        self._unnamed.remove(link)
+        try:
+            hello = link.recv()
+        except ChannelClosed:
+            return  # it ended; its agent tells how
+        if hello["role"] == "agent":
+            self.agents[hello["node"]] = AgentEnd(hello["node"], link, hello["pid"])
+        elif "failed" in hello:
+            self._start_failed(hello)
+        else:
+            self._joined.setdefault(hello["rank"], {})[hello["role"]] = (link, hello)
+
+    def _start_failed(self, hello: Message) -> None:
+        failed = hello["failed"]
+        text = f"rank {hello['rank']} could not start: {failed['error']}\n{failed['traceback']}"
+        self.kill()
+        raise RankError(text, rank=hello["rank"], phase="start", traceback=failed["traceback"])
+
+    def _check_start(self, what: str) -> None:
+        if self._process is not None and self._process.poll() is not None:
+            raise KitError(
+                f"torchrun ended (exit status {self._process.returncode}) before the {what} joined; {self._last_words()}"
+            )
+        if self.exits and what == "ranks":
+            first = min(self.exits, key=lambda one: one.at)
+            raise RankDied(
+                f"rank {first.rank} ended while starting; {self._last_words()}",
+                rank=first.rank,
+                phase="start",
+                exitcode=first.status,
+            )
+
+    def _missing(self, what: str) -> str:
+        if what == "agents":
+            absent = sorted(set(range(self.plan.nodes)) - set(self.agents))
+            return (
+                f"{len(self.agents)} of {self.plan.nodes} machines have joined; missing: {', '.join(map(str, absent))}"
+            )
+        absent = [rank for rank in range(self.plan.ranks) if len(self._joined.get(rank, {})) < 2]
+        return f"{self.plan.ranks - len(absent)} of {self.plan.ranks} ranks have joined; missing: {', '.join(map(str, absent))}"
+
+    def _last_words(self) -> str:
+        path = self._agent_log()
+        lines = path.read_text(errors="replace").strip().splitlines()[-12:] if path.exists() else []
+        return "torchrun said:\n" + "\n".join(lines) if lines else "torchrun said nothing"
+
+    # -- talking to agents ------------------------------------------------------------------------------------------
+
+    def hear_agents(self) -> None:
+        """Take in what agents sent. An agent that is gone takes its node's ranks along; `process_gone` tells."""
+        for agent in list(self.agents.values()):
+            try:
+                while select.select([agent.link], [], [], 0)[0]:
+                    for message in agent.link.arrived():
+                        self._note(agent, message)
+            except ChannelClosed:
+                del self.agents[agent.node]
+
+    def _note(self, agent: AgentEnd, message: Message) -> None:
+        if "exit" in message:
+            member = next((one for one in self.members if one.rank == message["exit"]), None)
+            if member is not None and member.pid == message["pid"]:
+                self.exits.append(Exit(message["exit"], message["status"], message["at"]))
+        elif "id" in message:
+            agent.answers[message["id"]] = message["answer"]
+        elif message["ended"] == self.generation and not self.members and message["error"]:
+            raise KitError(f"torchrun ended before the ranks joined: {message['error']}; {self._last_words()}")
+
+    def ask(self, node: int, do: str, **arguments: Any) -> Any:
+        """One question to a node's agent, answered within two seconds; None if not."""
+        agent = self.agents.get(node)
+        if agent is None:
+            return None
+        self._next += 1
+        number = self._next
+        with contextlib.suppress(ChannelClosed):
+            agent.link.send({"id": number, "do": do, "with": arguments})
+        deadline = time.monotonic() + 2.0
+        while node in self.agents and number not in agent.answers and time.monotonic() < deadline:
+            select.select([agent.link], [], [], 0.05)
+            self.hear_agents()
+        return agent.answers.pop(number, None)
+
+    def torchrun_gone(self) -> str | None:
+        """How this machine's agent (torchrun) ended, or None while it lives."""
+        if self._process is None:
+            return None
+        if 0 in self.agents and self._process.poll() is None:
+            return None
+        try:
+            status = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "closed its channel"
+        return f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
+
+    @property
+    def torchrun_pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    # -- logs and states --------------------------------------------------------------------------------------------
+
+    def read_log(self, member: Member, offset: int, limit: int) -> bytes:
+        if member.node == 0:
+            return read_log(self.plan.logs, member.rank, offset, limit)
+        answer = self.ask(member.node, "log", rank=member.rank, offset=offset, limit=limit)
+        return answer.encode("latin-1") if answer else b""
+
+    def _log_size(self, member: Member) -> int:
+        path = self.plan.logs / f"rank{member.rank}.log"
+        return path.stat().st_size if member.node == 0 and path.exists() else 0
+
+    def describe(self, member: Member) -> str:
+        """The stack or state of a rank whose own side thread does not answer."""
+        if member.node == 0:
+            return processes.describe(member.pid, member.started, self.folder / f"stack{member.rank}")
+        return self.ask(member.node, "describe", rank=member.rank) or "no stack: its machine's agent does not answer"
+
+    # -- ending -----------------------------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        """SIGKILL all ranks of this generation with what they started; torchrun stays, ready to launch the next one."""
+        for member in self.members:
+            if member.node == 0:
+                processes.kill(member.pid, member.started, group=True)
+            member.work.close()
+            member.watch.close()
+        for agent in self.agents.values():
+            with contextlib.suppress(ChannelClosed):
+                agent.link.send({"do": "kill"})
+
+    def close(self) -> None:
+        """End everything and wait until it is gone."""
+        self.kill()
+        if self._listener is not None:
+            self._listener.close()
+        for agent in self.agents.values():
+            agent.link.close()  # the agent takes the end of its channel as the end of the World
+        self.agents.clear()
+        if self._process is not None:
+            try:
+                self._process.wait(3.0)
+            except subprocess.TimeoutExpired:
+                leftovers.end_group(self._process.pid)
+                self._process.wait(10.0)
+        deadline = time.monotonic() + 10
+        while (
+            any(m.node == 0 and processes.alive(m.pid, m.started) for m in self.members) and time.monotonic() < deadline
+        ):
+            time.sleep(0.002)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _forget(self) -> None:
+        """In a process forked from the notebook: close our ends, or they would outlive the notebook."""
+        for link in [*(a.link for a in self.agents.values()), *(x for m in self.members for x in (m.work, m.watch))]:
+            link.close()
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

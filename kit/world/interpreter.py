@@ -1,0 +1,116 @@
+"""Which Python the ranks run in: the one asked for, or the first on the box that has torch and megatron.core."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from kit.errors import BadInput
+
+PROBE = """
+import importlib.util as u, json, sys
+def has(name):
+    try:
+        return u.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+print(json.dumps([has("torch"), has("megatron.core"), list(sys.version_info[:2])]))
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interpreter:
+    """One candidate and what it has. `where` says how it was found."""
+
+    path: str
+    where: str
+    torch: bool = False
+    megatron: bool = False
+    problem: str = ""
+
+    def verdict(self) -> str:
+        if self.problem:
+            return self.problem
+        if not self.torch:
+            return "has no torch"
+        return "has torch and megatron.core" if self.megatron else "has torch, but no megatron.core"
+
+
+def candidates() -> list[tuple[str, str]]:
+    """(path, where it comes from) in the order of the search, each once."""
+    found = [(sys.executable, "this interpreter")]
+    roots = [(name, os.environ.get(name)) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]
+    found += [(f"{root}/bin/python", name) for name, root in roots if root]
+    found += [(path, f"{name} on PATH") for name in ("python3", "python") if (path := shutil.which(name))]
+    for pattern in ("*/bin/python", "*/.venv/bin/python", "*/venv/bin/python"):
+        found += [(str(path), "found under /opt") for path in sorted(Path("/opt").glob(pattern))]
+    found += [
+        (path, "usual place on rented boxes") for path in ("/venv/main/bin/python", "/workspace/.venv/bin/python")
+    ]
+    unique: dict[str, tuple[str, str]] = {}
+    for path, where in found:
+        if Path(path).exists():
+            unique.setdefault(path, (path, where))
+    return list(unique.values())
+
+
+@functools.lru_cache(maxsize=64)
+def probe(path: str, where: str) -> Interpreter:
+    """What an interpreter has, without importing any of it."""
+    if path == sys.executable:
+        return Interpreter(path=path, where=where, torch=has("torch"), megatron=has("megatron.core"))
+    try:
+        done = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=30, check=True)
+        torch, megatron, version = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return Interpreter(path=path, where=where, problem=f"does not run: {error}")
+    if tuple(version) < (3, 11):
+        return Interpreter(
+            path=path, where=where, problem=f"is Python {version[0]}.{version[1]}; 3.11 or newer is needed"
+        )
+    return Interpreter(path=path, where=where, torch=torch, megatron=megatron)
+
+
+def has(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def find(python: str | None = None) -> Interpreter:
+    """The ranks' interpreter. An explicit wish that cannot be met is an error, never replaced by another one."""
+    for path, where in ((python, "python="), (os.environ.get("KIT_PYTHON"), "KIT_PYTHON")):
+        if path:
+            resolved = shutil.which(path) or path
+            chosen = probe(resolved, where)
+            if not chosen.torch:
+                raise BadInput(
+                    f"{where} names {path}, which {chosen.verdict()}; give a Python 3.11 or newer that has torch"
+                )
+            return chosen
+    seen: list[Interpreter] = []
+    for path, where in candidates():
+        found = probe(path, where)
+        if found.torch and found.megatron:
+            return found
+        seen.append(found)
+    for found in seen:
+        if found.torch:
+            return found
+    tried = "; ".join(f"{found.path} {found.verdict()}" for found in seen)
+    raise BadInput(f"no Python with torch was found for the ranks ({tried}); give one with python= or KIT_PYTHON")
+
+
+def search() -> list[Interpreter]:
+    """Every candidate with its verdict, in the order of the search; for `kit doctor`."""
+    wished = os.environ.get("KIT_PYTHON")
+    first = [probe(shutil.which(wished) or wished, "KIT_PYTHON")] if wished else []
+    return first + [probe(path, where) for path, where in candidates()]

@@ -1,0 +1,91 @@
+"""Processes of this machine: who they are (pid *and* start time), in what state, and what stack they can show.
+
+Linux only (it reads /proc). Used by the notebook for its own machine and by each node's agent for the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+# The signal on which a rank's interpreter writes its Python stacks, even inside a C call that holds the interpreter's lock.
+STACK_SIGNAL = signal.SIGRTMAX - 3
+PR_SET_PDEATHSIG = 1
+STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in an uninterruptible kernel call",
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "Z": "gone (not yet reaped)",
+    "X": "gone",
+}
+
+
+def stat_fields(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat from the third (state) on; None when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text.rpartition(")")[2].split()  # the name may hold spaces and brackets
+
+
+def start_time(pid: int) -> int | None:
+    """Clock ticks since boot at which the process started: with the pid, the name of one process for ever."""
+    fields = stat_fields(pid)
+    return int(fields[19]) if fields else None
+
+
+def alive(pid: int, started: int) -> bool:
+    fields = stat_fields(pid)
+    return fields is not None and int(fields[19]) == started and fields[0] not in "ZX"
+
+
+def kill(pid: int, started: int, *, group: bool = False) -> bool:
+    """SIGKILL the process (with its group), but only if it is still the one that started then."""
+    if start_time(pid) != started:
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        if group and os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
+    return True
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that forked it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def describe(pid: int, started: int, stack_file: Path, wait_s: float = 0.5) -> str:
+    """Why a rank does not answer: its Python stack if the interpreter can still write one, else its state and the reason."""
+    fields = stat_fields(pid)
+    if fields is None or int(fields[19]) != started or fields[0] in "ZX":
+        return f"no stack: process {pid} is gone"
+    if fields[0] in "Tt":
+        return f"no stack: process {pid} is stopped (state {fields[0]}); `kill -CONT {pid}` lets it go on"
+    before = stack_file.stat().st_size if stack_file.exists() else 0
+    os.kill(pid, STACK_SIGNAL)
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        if stack_file.exists() and stack_file.stat().st_size > before:
+            time.sleep(0.02)  # several short writes make up one dump
+            return stack_file.read_text(errors="replace")[before:].strip()
+        time.sleep(0.005)
+    state = STATES.get(fields[0], fields[0])
+    return f"no stack: process {pid} is {state}{waiting_place(pid)} and does not take signals"
+
+
+def waiting_place(pid: int) -> str:
+    """Where in the kernel it waits, when the kernel tells."""
+    with contextlib.suppress(OSError):
+        place = Path(f"/proc/{pid}/wchan").read_text()
+        if place not in {"", "0"}:
+            return f" in {place}"
+    return ""

@@ -1,0 +1,190 @@
+"""A rank: forked by torchrun, joined into WORLD, then doing what the notebook says until the notebook is gone.
+
+Two connections lead to the notebook. On `work` the main thread takes one request after the other and answers it. On `watch` a thread
+answers while the main thread is busy: its stack, its phase, how far each group's collectives got; and it carries the interrupt. When
+`watch` closes, the notebook is gone, and the rank ends with all it started.
+
+What user code raises is an answer, not an end. Standard library and torch only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from kit.world import agentside, execute, processes
+from kit.world.channel import ChannelClosed, Link, Message, connect
+from kit.world.device import choose
+from kit.world.stacks import in_collective, stack_of
+from kit.world.stream import LogStream
+
+
+class Rank:
+    """What one rank knows of itself. `names` is the namespace that persists between cells."""
+
+    def __init__(self, node: agentside.Node) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self.local_rank = int(os.environ["LOCAL_RANK"])
+        self.order = node.order
+        self.folder = node.folder
+        self.phase = "start"
+        self.busy = False
+        self.main = threading.main_thread()
+        self.device, self.why = choose(self.order["device"], self.local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
+        # Cells run as __main__, so that what they define can be pickled among ranks.
+        module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module
+        self.names: dict[str, Any] = module.__dict__
+        self.names.update(
+            rank=self.rank,
+            world_size=self.world_size,
+            local_rank=self.local_rank,
+            device=self.device,
+            torch=torch,
+            dist=dist,
+        )
+
+    def hello(self, role: str) -> Message:
+        pid = os.getpid()
+        return {
+            "role": role,
+            "rank": self.rank,
+            "node": agentside.NODE.node,
+            "pid": pid,
+            "started": processes.start_time(pid),
+            "device": str(self.device),
+            "why": self.why,
+            "host": os.uname().nodename,
+        }
+
+    def join(self) -> None:
+        """Make WORLD. A prefix per generation keeps a rebuilt World from reading an earlier one's rendezvous."""
+        seconds = dt.timedelta(seconds=self.order["group_timeout_s"])
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(*where, world_size=self.world_size, is_master=False, timeout=seconds)
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=PrefixStore(f"kit/{self.order['generation']}", store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=seconds,
+            device_id=self.device if cuda else None,
+        )
+
+    def serve(self, work: Link) -> None:
+        while True:
+            request = work.recv()
+            self.phase = request["phase"]
+            self.busy = True
+            try:
+                answer = execute.answer(self, request)
+            except KeyboardInterrupt as error:  # between the code's end and here
+                answer = execute.failure(error)
+            finally:
+                self.busy = False
+            answer["id"] = request["id"]
+            answer["log"], answer["lost"] = LOG.flushed()
+            try:
+                work.send(answer)
+            except (TypeError, ValueError) as error:  # not JSON, or too big for the channel
+                work.send({**execute.failure(error), "id": request["id"], "log": answer["log"], "lost": answer["lost"]})
+
+    def watch(self, link: Link) -> None:
+        try:
+            while True:
+                message = link.recv()
+                if message["do"] == "interrupt":
+                    signal.pthread_kill(self.main.ident or 0, signal.SIGINT)
+                    link.send({"id": message["id"]})
+                else:
+                    link.send({"id": message["id"], **self.look()})
+        except ChannelClosed:
+            os.killpg(0, signal.SIGKILL)
+
+    def look(self) -> Message:
+        """What the main thread is doing, seen from the side."""
+        frame = sys._current_frames().get(self.main.ident or 0)  # the documented way to another thread's frame
+        return {
+            "busy": self.busy,
+            "phase": self.phase,
+            "stack": stack_of(frame) if self.busy else "",
+            "waiting": self.busy and in_collective(frame),
+            "progress": collective_counts(),
+        }
+
+
+def collective_counts() -> dict[str, int]:
+    """Per registered group, by name, how many collectives this rank has entered."""
+    counts: dict[str, int] = {}
+    groups: list[tuple[Any, str]] = list(dist.distributed_c10d._world.pg_names.items())
+    for group, name in groups:  # the only list of groups there is
+        with contextlib.suppress(RuntimeError):
+            counts[name] = group._get_sequence_number_for_group()
+    return counts
+
+
+def on_interrupt(_signal: int, _frame: object) -> None:
+    if RANK.busy:
+        raise KeyboardInterrupt
+
+
+RANK: Rank
+LOG: LogStream
+
+
+def main() -> None:
+    global RANK, LOG  # noqa: PLW0603 - one rank is one process
+    node = agentside.NODE
+    agent = os.getppid()
+    os.setpgid(0, 0)  # what this rank starts can be ended with it
+    processes.die_with_parent()
+    if os.getppid() != agent:
+        os._exit(1)
+    node.link.close()  # the fork's copy; the agent's end must be its own
+    for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    tempfile.tempdir = None  # the agent's is the World's own folder
+    LOG = LogStream.install(node.order["logs"], int(os.environ["RANK"]))
+    RANK = Rank(node)
+    signal.signal(signal.SIGINT, on_interrupt)
+    stacks = (node.folder / f"stack{RANK.rank}").open("a")
+    faulthandler.register(processes.STACK_SIGNAL, file=stacks, all_threads=True)
+    faulthandler.enable(file=sys.stderr.fileno(), all_threads=False)
+    work, watch = connect(node.address, node.key), connect(node.address, node.key)
+    threading.Thread(target=RANK.watch, args=(watch,), daemon=True, name="kit-watch").start()
+    watch.send(RANK.hello("watch"))
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        for module in node.order["preload"]:
+            importlib.import_module(module)
+        RANK.join()
+    except Exception as error:  # noqa: BLE001 - any reason not to start is told by name
+        work.send({**RANK.hello("work"), "failed": execute.failure(error), "at": time.time()})
+        traceback.print_exc()
+        os._exit(1)
+    work.send(RANK.hello("work"))
+    RANK.phase = "idle"
+    with contextlib.suppress(ChannelClosed):
+        RANK.serve(work)
+    os._exit(0)

@@ -1,0 +1,81 @@
+"""Looking at ranks from the side, and deciding which of the silent ones the others are waiting for."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kit.world.channel import ChannelClosed
+from kit.world.crew import Member
+
+LOOK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a rank's side thread says of its main thread. `progress` counts the collectives it entered, by group."""
+
+    busy: bool
+    phase: str
+    stack: str
+    waiting: bool
+    progress: dict[str, int]
+
+
+def looks(members: Sequence[Member]) -> dict[int, Look]:
+    """Ask all at once; ranks that do not answer within a second are not in the result."""
+    number = time.monotonic_ns()
+    asked: dict[int, Member] = {}
+    for member in members:
+        try:
+            member.watch.send({"id": number, "do": "look"})
+            asked[member.watch.fileno()] = member
+        except ChannelClosed:
+            continue  # gone: no look
+    found: dict[int, Look] = {}
+    deadline = time.monotonic() + LOOK_S
+    while asked and (left := deadline - time.monotonic()) > 0:
+        for fd in select.select(list(asked), [], [], left)[0]:
+            member = asked[fd]
+            try:
+                messages = member.watch.arrived()
+            except ChannelClosed:
+                del asked[fd]
+                continue
+            for message in messages:
+                if message.pop("id") == number:
+                    found[member.rank] = Look(**message)
+                    del asked[fd]
+    return found
+
+
+def blame(silent: Sequence[int], found: dict[int, Look], everyone: Sequence[int]) -> tuple[tuple[int, ...], str]:
+    """The culprits among the silent ranks, and a sentence on why.
+
+    A rank waits for others when its stack is inside a collective, or when it has entered more collectives of some group than another
+    member of that group (which also sees waits that hide in C, such as a device synchronisation). Who is silent and does not wait is
+    what the others wait for.
+    """
+    waiting = [r for r in silent if r in found and (found[r].waiting or ahead(r, found))]
+    culprits = tuple(r for r in silent if r not in waiting)
+    listed = ", ".join(map(str, culprits))
+    if waiting and culprits:
+        return culprits, f"rank(s) {', '.join(map(str, waiting))} wait in a collective for rank(s) {listed}"
+    if culprits:
+        return culprits, "none of them waits in a collective: they are busy, stopped or gone"
+    absent = [r for r in everyone if r not in silent]
+    if absent:
+        return (), f"they wait in a collective that rank(s) {', '.join(map(str, absent))} did not enter"
+    return (), "each waits in a collective, so they entered different ones: compare the stacks"
+
+
+def ahead(rank: int, found: dict[int, Look]) -> bool:
+    mine = found[rank].progress
+    return any(
+        count > other.progress[group]
+        for group, count in mine.items()
+        for r, other in found.items()
+        if r != rank and group in other.progress
+    )

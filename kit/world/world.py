@@ -1,0 +1,351 @@
+"""World: live torchrun ranks that stay between cells. See the package's docstring for the life of one."""
+
+from __future__ import annotations
+
+import atexit
+import html
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kit.errors import BadInput, KitError
+from kit.world import interpreter
+from kit.world.calls import Call, Interrupted, Observer, ranks_word
+from kit.world.channel import ChannelClosed
+from kit.world.crew import Crew, Member, Plan
+from kit.world.silence import looks
+
+DEVICES = ("auto", "cpu", "cuda")
+TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
+
+
+class Printer:
+    """The default observer: whole lines, marked by rank, to where the notebook prints."""
+
+    def started(self, phase: str, ranks: Sequence[int]) -> None: ...
+
+    def output(self, rank: int, text: str) -> None:
+        sys.stdout.write("".join(f"[{rank}] {line}\n" for line in text.split("\n")))
+
+    def tick(self, answered: Sequence[int]) -> None: ...
+
+    def ended(self) -> None: ...
+
+
+class World:
+    """`ranks` processes under torchrun, joined in one process group, doing what they are told until closed."""
+
+    def __init__(
+        self,
+        ranks: int = 2,
+        *,
+        device: str = "auto",
+        timeout_s: float = TIMEOUT_S,
+        python: str | None = None,
+        env: Mapping[str, str] | None = None,
+        preload: Sequence[str] = (),
+        nodes: int = 1,
+        endpoint: str = "",
+        logs: str | os.PathLike[str] | None = None,
+        start_timeout_s: float | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        check_layout(ranks, nodes, endpoint)
+        check_seconds("timeout_s", timeout_s)
+        if device not in DEVICES:
+            raise BadInput(f"device must be one of {', '.join(DEVICES)}, not {device!r}")
+        if device == "cuda" and not Path("/proc/driver/nvidia/version").exists() and not Path("/dev/kfd").exists():
+            raise BadInput("device='cuda' needs a GPU driver, and this machine has none; use device='cpu' or 'auto'")
+        self.timeout_s = timeout_s
+        self.observer: Observer = observer or Printer()
+        self._lock = threading.RLock()
+        self._dead = ""
+        self._closed = False
+        self._next = 0
+        if start_timeout_s is None:
+            start_timeout_s = START_TIMEOUT_S if nodes == 1 else 3600.0
+        self._crew = Crew(
+            Plan(
+                ranks=ranks,
+                nodes=nodes,
+                endpoint=endpoint,
+                device=device,
+                python=interpreter.find(python),
+                env=check_env(env or {}),
+                preload=tuple(preload),
+                logs=writable_folder(logs),
+                start_timeout_s=start_timeout_s,
+                # Ranks give up on a collective after the notebook did, so that the notebook's diagnosis comes first.
+                group_timeout_s=max(1800.0, 2 * timeout_s),
+            ),
+            say=print,
+        )
+        atexit.register(self.close)
+        try:
+            self._crew.start()
+        except BaseException:
+            atexit.unregister(self.close)
+            self._closed = True
+            raise
+
+    # -- what a person does with it ---------------------------------------------------------------------------------
+
+    def run(self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None) -> None:
+        """Run code on every rank (or some). Names persist there; what it prints is shown, marked by rank."""
+        self.cell(code, ranks=ranks, timeout_s=timeout_s)
+
+    def cell(
+        self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> list[str | None]:
+        """Like `run`, and the repr of the last line's value per rank, as a notebook's cell shows it."""
+        compile(code, "<ranks>", "exec")  # a typo is told here, before any rank sees it
+        return self._request({"do": "run", "code": code}, "run", ranks, timeout_s)
+
+    def eval(self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None) -> list[Any]:
+        """The value of an expression on every rank; it must be JSON."""
+        compile(code, "<ranks>", "eval")
+        return self._request({"do": "eval", "code": code}, "eval", ranks, timeout_s)
+
+    def call(
+        self,
+        target: str,
+        *,
+        ranks: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        phase: str | None = None,
+        **arguments: Any,
+    ) -> list[Any]:
+        """Call `package.module:function` on every rank with JSON keyword arguments; its JSON result per rank."""
+        module, colon, function = target.partition(":")
+        if not (colon and module and function):
+            raise BadInput(f"a function is named 'package.module:function', not {target!r}")
+        try:
+            json.dumps(arguments)
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"arguments for ranks must be JSON values: {error}") from None
+        return self._request({"do": "call", "target": target, "with": arguments}, phase or function, ranks, timeout_s)
+
+    def restart(self) -> None:
+        """End all ranks, whatever they do, and start fresh ones: new processes, empty names. torchrun's process stays warm."""
+        with self._lock:
+            self._check_open()
+            self._crew.kill()
+            if self._crew.torchrun_gone() is None:
+                self._crew.launch()
+            else:
+                self._crew.close()
+                self._crew = Crew(self._crew.plan, say=print)
+                self._crew.start()
+            self._dead = ""
+
+    def close(self) -> None:
+        """End all ranks and torchrun and wait until they are gone. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._crew.close()
+
+    def stacks(self) -> dict[int, str]:
+        """What each rank is doing right now: its Python stack, or its state and why there is none."""
+        seen = looks(self._crew.members)
+        return {
+            m.rank: (seen[m.rank].stack or "idle") if m.rank in seen else self._crew.describe(m)
+            for m in self._crew.members
+        }
+
+    def status(self) -> list[dict[str, Any]]:
+        """A row per rank: rank, pid, node, host, device, why this device, phase, state."""
+        return [
+            {
+                "rank": m.rank,
+                "pid": m.pid,
+                "node": m.node,
+                "host": m.host,
+                "device": m.device,
+                "why": m.why,
+                "phase": m.phase,
+                "state": self.state if self.state in {"closed", "dead"} else "busy" if m.busy is not None else "idle",
+            }
+            for m in self._crew.members
+        ]
+
+    @property
+    def pids(self) -> list[int]:
+        return [m.pid for m in self._crew.members]
+
+    @property
+    def torchrun_pid(self) -> int | None:
+        return self._crew.torchrun_pid
+
+    @property
+    def ranks(self) -> int:
+        return self._crew.plan.ranks
+
+    @property
+    def device(self) -> str:
+        return self._crew.members[0].device.partition(":")[0] if self._crew.members else self._crew.plan.device
+
+    @property
+    def logs(self) -> Path:
+        return self._crew.plan.logs
+
+    @property
+    def python(self) -> str:
+        return self._crew.plan.python.path
+
+    @property
+    def state(self) -> str:
+        """idle, busy (a rank has not answered an earlier call), dead or closed."""
+        if self._closed:
+            return "closed"
+        if self._dead:
+            return "dead"
+        return "busy" if any(m.busy is not None for m in self._crew.members) else "idle"
+
+    # -- how -------------------------------------------------------------------------------------------------------
+
+    def _request(
+        self, what: dict[str, Any], phase: str, ranks: Sequence[int] | None, timeout_s: float | None
+    ) -> list[Any]:
+        seconds = self.timeout_s if timeout_s is None else timeout_s
+        check_seconds("timeout_s", seconds)
+        with self._lock:
+            self._check_open()
+            members = self._chosen(ranks)
+            self._check_usable()
+            self._next += 1
+            request = {**what, "id": self._next, "phase": phase}
+            call = Call(self._crew, members, request, self.observer, seconds)
+            try:
+                return [answer["value"] for answer in call.run()]
+            except Interrupted as stop:
+                self._die(f"it was interrupted and {stop}")
+                print(
+                    f"World ended: {self._dead}; restart() starts fresh ranks"
+                )  # the prompt is back; say why the ranks are not
+                raise
+            except KitError as error:
+                if call.gone:
+                    self._die(str(error).partition("\n")[0])
+                raise
+
+    def _chosen(self, ranks: Sequence[int] | None) -> list[Member]:
+        if ranks is None:
+            return self._crew.members
+        wrong = [r for r in ranks if isinstance(r, bool) or not isinstance(r, int) or not 0 <= r < self.ranks]
+        if wrong or not ranks:
+            raise BadInput(f"ranks must be some of 0 to {self.ranks - 1}, not {list(ranks)!r}")
+        return [self._crew.members[r] for r in sorted(set(ranks))]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise KitError("this World is closed; make a new one")
+
+    def _check_usable(self) -> None:
+        """Refuse while dead or while a rank is still in an earlier call; take in answers that came late."""
+        if self._dead:
+            raise KitError(
+                f"this World is dead: {self._dead.removesuffix('; restart() starts fresh ranks')}; restart() starts fresh ranks"
+            )
+        for member in self._crew.members:
+            if member.busy is None:
+                continue
+            member.work.settimeout(0.0)
+            try:
+                if any(message["id"] == member.busy for message in member.work.arrived()):
+                    member.busy, member.phase = None, "idle"
+            except BlockingIOError:
+                pass  # nothing came
+            except ChannelClosed as error:
+                if "timed out" not in str(error) and "unavailable" not in str(error):
+                    self._die(f"rank {member.rank} ended in phase {member.phase!r}")
+                    raise KitError(f"this World is dead: {self._dead}; restart() starts fresh ranks") from None
+            finally:
+                member.work.settimeout(10.0)
+        if busy := [m for m in self._crew.members if m.busy is not None]:
+            seconds = time.monotonic() - min(m.since for m in busy)
+            raise KitError(
+                f"{ranks_word([m.rank for m in busy])} still in phase {busy[0].phase!r}, sent {seconds:.0f} s ago; "
+                "wait, look at stacks(), or restart() for fresh ranks"
+            )
+
+    def _die(self, why: str) -> None:
+        self._dead = why
+        self._crew.kill()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        rows = "; ".join(
+            f"rank {r['rank']}: pid {r['pid']}, {r['device']}, {r['phase']}, {r['state']}" for r in self.status()
+        )
+        return f"<World of {self.ranks} ranks, {self.state}: {rows}>"
+
+    def _repr_html_(self) -> str:
+        columns = ("rank", "pid", "host", "device", "phase", "state")
+        head = "".join(f"<th>{name}</th>" for name in columns)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(str(row[name]))}</td>" for name in columns) + "</tr>"
+            for row in self.status()
+        )
+        why = f"<p>{html.escape(self._dead)}</p>" if self._dead else ""
+        return f"<b>World of {self.ranks} ranks, {self.state}</b>{why}<table><tr>{head}</tr>{body}</table>"
+
+
+def check_layout(ranks: int, nodes: int, endpoint: str) -> None:
+    for name, value in (("ranks", ranks), ("nodes", nodes)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise BadInput(f"{name} must be a whole number of at least 1, not {value!r}")
+    if ranks % nodes:
+        raise BadInput(f"{ranks} ranks cannot be spread evenly over {nodes} nodes; give a multiple of {nodes}")
+    host, colon, port = endpoint.rpartition(":")
+    if nodes > 1 and not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+        raise BadInput(
+            f"{nodes} nodes need endpoint='host:port' with a port of this machine that the others reach, not {endpoint!r}"
+        )
+    if nodes == 1 and endpoint:
+        raise BadInput("endpoint= is for several nodes; leave it out, or give nodes=2 or more")
+    from kit.world.capacity import check_ranks
+
+    check_ranks(ranks // nodes)
+
+
+def check_seconds(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise BadInput(f"{name} must be a number of seconds above 0, not {value!r}")
+
+
+def check_env(env: Mapping[str, str]) -> dict[str, str]:
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str) or not name or "=" in name or "\0" in name + value:
+            raise BadInput(f"env must map names to strings; {name!r}: {value!r} does not")
+    return dict(env)
+
+
+def writable_folder(logs: str | os.PathLike[str] | None) -> Path:
+    """The logs' folder, made and tried; a new one under the system's temporary folder when none is given."""
+    if logs is None:
+        import tempfile
+
+        return Path(tempfile.mkdtemp(prefix="kit-logs-"))
+    path = Path(logs).resolve()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise BadInput(f"the folder for logs {path} cannot be written: {error.strerror}; give another one") from None
+    return path
