@@ -86,7 +86,7 @@ class Recorder:
         """Append a number of your own. Phase and cycle are those of the block around it, unless given."""
         self._must_be_open()
         try:
-            number = float(value)
+            number = float(value.item() if hasattr(value, "item") else value)  # item() takes a loss with its graph
         except (TypeError, ValueError) as error:
             raise BadInput(f"{metric} cannot be recorded: {value!r} is not a number") from error
         inner = self._inside[-1] if self._inside else (OUTSIDE, 0)

@@ -1,0 +1,52 @@
+"""The census counts what is really open."""
+
+import os
+import socket
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from kit.measure import census, counts
+
+
+def test_descriptors_and_sockets_are_counted_exactly():
+    before = counts()
+    left, right = socket.socketpair()
+    reading, writing = os.pipe()
+    now = counts()
+    assert (now.fds - before.fds, now.sockets - before.sockets) == (4, 2)
+    left.close()
+    right.close()
+    os.close(reading)
+    os.close(writing)
+    assert (counts().fds, counts().sockets) == (before.fds, before.sockets)
+
+
+def test_a_thread_is_counted_while_it_lives():
+    leave = threading.Event()
+    before = counts().threads
+    thread = threading.Thread(target=leave.wait)
+    thread.start()
+    assert counts().threads == before + 1
+    leave.set()
+    thread.join()
+
+
+@pytest.fixture
+def gloo():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_groups_are_listed_until_destroyed(gloo):
+    group = dist.new_group([0], group_desc="tensor")
+    rows = census()["groups"]
+    assert counts().groups == len(rows) == 2
+    assert rows[1]["description"] == "tensor"
+    assert "gloo" in rows[1]["backend"]
+    assert (rows[1]["size"], rows[1]["ranks"]) == (1, [0])
+    assert rows[0]["name"] != rows[1]["name"]
+    dist.destroy_process_group(group)
+    assert [row["name"] for row in census()["groups"]] == [rows[0]["name"]]

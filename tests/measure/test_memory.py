@@ -1,0 +1,57 @@
+"""Host memory is what the kernel says, and its peak can be set back."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from kit.measure import host_memory, pss, reset_peaks
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+
+
+def test_levels_agree_with_each_other():
+    memory = host_memory()
+    assert memory.rss > MIB
+    assert memory.peak >= memory.anon
+    assert abs(memory.rss - memory.anon - memory.shared) < MIB
+    assert 0 < pss() < 2 * memory.rss
+
+
+def test_anonymous_memory_follows_an_allocation():
+    before = host_memory().anon
+    held = b"x" * (64 * MIB)
+    assert host_memory().anon - before > 60 * MIB
+    del held
+    assert host_memory().anon - before < 32 * MIB
+
+
+def test_peak_remembers_until_reset():
+    assert reset_peaks() is None
+    before = host_memory().peak
+    b"x" * (64 * MIB)
+    assert host_memory().peak - before > 60 * MIB
+    assert reset_peaks() is None
+    assert host_memory().peak - before < 32 * MIB
+
+
+def test_a_refused_reset_says_why_and_gives_no_peak():
+    """A process that may not be dumped does not own its files in /proc: the kernel refuses the reset."""
+    script = """
+import ctypes, os
+from kit.measure import PhaseMeter, reset_peaks
+if os.getuid() == 0:
+    os.setuid(65534)
+ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE
+assert reset_peaks() == "/proc/self/clear_refs: Permission denied", reset_peaks()
+with PhaseMeter() as meter:
+    pass
+names = [m.metric for m in meter.metrics]
+assert "peak_rss" not in names and "rss" in names and "fds" in names, names
+assert meter.peak_refused == "/proc/self/clear_refs: Permission denied"
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

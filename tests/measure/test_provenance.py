@@ -1,0 +1,116 @@
+"""Provenance is JSON, works without torch, tells why something is missing, and gives no secret away."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kit.measure import provenance
+from kit.measure.provenance import cuda_state, git_state, gpu_state, settings
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_is_json_and_says_what_runs_here():
+    told = json.loads(json.dumps(provenance()))
+    assert told["versions"]["torch"] == torch.__version__
+    assert told["kit"]
+    assert told["cpu"]["cores"] >= told["cpu"]["affinity"] >= 1
+    assert told["time"].endswith("+00:00")
+    assert (told["cuda"]["cuda"] is None) == (torch.version.cuda is None)
+    assert told["gpu"]["gpus"] or told["gpu"]["why"] or told["gpu"]["driver"] is None
+
+
+def test_it_loads_neither_torch_nor_pandas():
+    script = """
+import sys
+from kit.measure import Recorder, provenance
+told = provenance()
+assert not {"torch", "pandas", "numpy", "pydantic"} & set(sys.modules)
+assert told["versions"]["torch"] and told["cuda"]["why"] == "torch is not loaded in this process", told
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_a_torch_without_cuda_is_named_as_the_reason():
+    assert cuda_state()["why"] == "this torch is built without CUDA"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("INFO", "INFO"),
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,1", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,1"),
+        ("tcp://10.0.0.1:29500", "tcp://10.0.0.1:29500"),
+        ("http://me:word@host:80", "http://<hidden>@host:80"),
+        ("/home/alice/topo.xml", "<path>"),
+        ("a=/home/alice:/root/x", "a=<path>:<path>"),
+        ("file:///home/alice/x", "<path>"),
+        ("~alice/x", "<path>"),
+        ("hf_abcdefghijklmnop", "<hidden>"),
+        ("0123456789abcdef0123456789abcdef", "<hidden>"),
+    ],
+)
+def test_values_lose_paths_and_secrets_only(value, shown):
+    assert settings({"NCCL_X": value}) == {"NCCL_X": shown}
+
+
+def test_only_the_settings_that_matter_and_no_secret_names():
+    given = dict.fromkeys(
+        ["NCCL_DEBUG", "TORCH_X", "MASTER_ADDR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "KIT_RUNS"], "1"
+    )
+    others = dict.fromkeys(
+        ["HOME", "USER", "KIT_TOKEN", "NCCL_API_KEY", "TORCH_SECRET_X", "KIT_password", "HF_HOME"], "1"
+    )
+    assert settings(given | others) == given
+
+
+def git(folder, *arguments):
+    name = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    return subprocess.run(["git", "-C", folder, *name, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def test_git_tells_commit_and_dirt_of_the_checkout_itself(tmp_path):
+    assert git_state(tmp_path)["commit"] is None
+    assert git_state(tmp_path)["why"] == "git ended with status 128"
+    git(tmp_path, "init", "-q")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/file").write_text("1")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "one")
+    commit = git(tmp_path, "rev-parse", "HEAD").strip()
+    assert git_state(tmp_path) == {"commit": commit, "dirty": False, "why": None}
+    (tmp_path / "a/file").write_text("2")
+    assert git_state(tmp_path) == {"commit": commit, "dirty": True, "why": None}
+    assert git_state(tmp_path / "a")["why"] == "the kit is not a checkout of its own"
+
+
+def test_missing_tools_are_reasons_not_errors(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_state(tmp_path)["why"] == "git is not on this box"
+    assert gpu_state() == {"driver": None, "gpus": [], "why": "nvidia-smi is not on this box"}
+
+
+def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, GPU-12, 143771, 5, [N/A], 16, 16, 580.95.05'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    gpu = {
+        "name": "NVIDIA H200",
+        "uuid": "GPU-12",
+        "memory_mib": 143771,
+        "pcie_gen": 5,
+        "pcie_gen_max": None,
+        "pcie_width": 16,
+        "pcie_width_max": 16,
+    }
+    assert gpu_state() == {"driver": "580.95.05", "gpus": [gpu], "why": None}

@@ -1,0 +1,242 @@
+"""The recorder writes whole records, says how the run ended, and never ends the training."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kit.errors import BadInput
+from kit.measure import Recorder
+
+ROOT = Path(__file__).parents[2]
+KEYS = ["run", "lab", "cycle", "phase", "rank", "metric", "value", "unit", "time"]
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "TORCHELASTIC_RESTART_COUNT")
+
+
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch):
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def rows(folder, name="records.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def run_json(folder):
+    return json.loads((folder / "run.json").read_text())
+
+
+def script(folder, body, **env):
+    text = f"import os, sys\nfrom kit.measure import Recorder\nfolder = {str(folder)!r}\n{body}"
+    return subprocess.run(
+        [sys.executable, "-c", text], env={**os.environ, "PYTHONPATH": str(ROOT), **env}, capture_output=True, text=True
+    )
+
+
+def test_a_run_from_start_to_end(tmp_path):
+    folder = tmp_path / "deep/mine"
+    with Recorder(folder, config={"tp": 2}) as rec:
+        assert run_json(folder)["status"] == "running"
+        with rec.phase("offload", cycle=3):
+            rec.record("loss", torch.tensor(0.5, requires_grad=True), "nat")
+        rec.record("total", 2)
+    written = rows(folder)
+    assert all(list(row) == KEYS for row in written)
+    assert {(r["run"], r["lab"], r["rank"]) for r in written} == {("mine", "own", 0)}
+    loss, *phase, total = written
+    assert (loss["metric"], loss["value"], loss["unit"], loss["phase"], loss["cycle"]) == (
+        "loss",
+        0.5,
+        "nat",
+        "offload",
+        3,
+    )
+    assert (total["phase"], total["cycle"]) == ("run", 0)
+    assert {r["phase"] for r in phase} == {"offload"}
+    assert {"seconds", "rss", "rss_before", "groups"} < {r["metric"] for r in phase}
+    assert len({r["time"] for r in phase}) == 1
+    described = run_json(folder)
+    assert list(described) == [
+        *("run", "lab", "config", "status", "started", "finished", "fault", "error", "provenance", "kit")
+    ]
+    assert described["config"] == {"ranks": 1, "tp": 2}
+    assert (described["status"], described["error"]) == ("finished", None)
+    assert sorted(p.name for p in folder.iterdir()) == ["records.jsonl", "run.json"]
+
+
+def test_values_that_are_not_finite_survive(tmp_path):
+    with Recorder(tmp_path / "r") as rec:
+        for value in (math.nan, math.inf, -math.inf):
+            rec.record("x", value)
+    assert str([row["value"] for row in rows(tmp_path / "r")]) == "[nan, inf, -inf]"
+
+
+def test_a_phase_that_raises_is_recorded_and_raises_the_same(tmp_path):
+    error = ValueError("mine")
+    with pytest.raises(ValueError, match="mine") as caught, Recorder(tmp_path / "r") as rec, rec.phase("train"):
+        raise error
+    assert caught.value is error
+    metrics = {row["metric"]: row["value"] for row in rows(tmp_path / "r")}
+    assert metrics["failed"] == 1
+    assert metrics["seconds"] > 0
+    assert (run_json(tmp_path / "r")["status"], run_json(tmp_path / "r")["error"]) == ("failed", "ValueError: mine")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "error"),
+    [
+        ("Recorder(folder)", "finished", None),
+        ("rec = Recorder(folder); 1 / 0", "failed", "ZeroDivisionError: division by zero"),
+        ("with Recorder(folder): sys.exit(3)", "failed", "SystemExit: 3"),
+        ("with Recorder(folder): sys.exit()", "finished", None),
+        ("rec = Recorder(folder)\nif os.fork() == 0: sys.exit()\nos.wait()\nos.kill(os.getpid(), 9)", "running", None),
+    ],
+)
+def test_how_the_process_ended_is_in_run_json(tmp_path, body, status, error):
+    script(tmp_path / "r", body)
+    told = run_json(tmp_path / "r")
+    assert (told["status"], told["error"]) == (status, error)
+    assert (told["finished"] is None) == (status == "running")
+
+
+def test_a_killed_run_keeps_the_phases_it_had(tmp_path):
+    body = "rec = Recorder(folder)\nwith rec.phase('a'): pass\nwith rec.phase('b'): os.kill(os.getpid(), 9)"
+    assert script(tmp_path / "r", body).returncode == -signal.SIGKILL
+    assert {row["phase"] for row in rows(tmp_path / "r")} == {"a"}
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_full_disk_warns_once_and_the_training_goes_on(tmp_path):
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / "records.jsonl").symlink_to("/dev/full")
+    rec = Recorder(folder)
+    with pytest.warns(RuntimeWarning) as caught, rec.phase("a"):
+        pass
+    rec.record("x", 1)  # a second warning would be an error here
+    assert len(caught) == 1
+    assert "No space left on device" in str(caught[0].message)
+    lost = rec.lost
+    assert lost > 10
+    with pytest.warns(RuntimeWarning, match=f"{lost} records of rank 0 were lost"):
+        rec.close()
+    assert (run_json(folder)["status"], run_json(folder)["error"]) == (
+        "finished",
+        f"{lost} records of rank 0 were lost",
+    )
+
+
+def test_a_record_torn_by_the_disk_does_not_swallow_the_next(tmp_path):
+    """A limit on the file's size tears a write just as a full disk does, and can be lifted again."""
+    body = """
+import resource
+rec = Recorder(folder)
+rec.record("before", 1)
+size = os.stat(folder + "/records.jsonl").st_size
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 40, hard))
+rec.record("torn", 1)
+rec.record("refused", 1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+rec.record("after", 1)
+assert rec.lost == 2, rec.lost
+rec.close()
+"""
+    done = script(tmp_path / "r", body)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "r/records.jsonl").read_text().splitlines()
+    assert len(lines) == 4
+    assert len(lines[1]) == 40
+    whole = [json.loads(lines[i]) for i in (0, 2, 3)]
+    assert [(row["metric"], row["value"]) for row in whole] == [("before", 1), ("after", 1), ("lost_records", 2)]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match=r"cannot record into .*: Not a directory; give a folder that can be written to"):
+        Recorder(tmp_path / "file/r")
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    locked.chmod(0o555)
+    done = script(locked, "if os.getuid() == 0: os.setuid(65534)\nRecorder(folder)")
+    assert "BadInput: cannot record into" in done.stderr
+    assert ": Permission denied; give" in done.stderr
+    assert list(locked.iterdir()) == []
+
+
+def test_a_folder_that_holds_a_run_is_refused_unless_torchrun_restarted_it(tmp_path, monkeypatch):
+    with Recorder(tmp_path) as rec:
+        rec.record("x", 1)
+    with pytest.raises(BadInput, match="already holds a run"):
+        Recorder(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with Recorder(tmp_path) as rec:
+        rec.record("x", 2)
+    assert [row["value"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
+    with pytest.raises(BadInput, match="config must be JSON values only"):
+        Recorder(tmp_path / "a", config={"x": object()})
+    rec = Recorder(tmp_path / "b")
+    with pytest.raises(BadInput, match="loss cannot be recorded: 'high' is not a number"):
+        rec.record("loss", "high")
+    rec.close()
+    rec.close()
+    with pytest.raises(BadInput, match="is closed"), rec.phase("late"):
+        pass
+    monkeypatch.setenv("RANK", "one")
+    with pytest.raises(BadInput, match="RANK is 'one' in the environment"):
+        Recorder(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("env", "name"),
+    [
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "records.jsonl"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}, "records.node1.jsonl"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}, "records.node1.jsonl"),
+        ({"WORLD_SIZE": "4"}, "records.node3.jsonl"),
+    ],
+)
+def test_ranks_of_one_machine_share_a_file_and_machines_do_not(tmp_path, monkeypatch, env, name):
+    for key, value in {"RANK": "3", **env}.items():
+        monkeypatch.setenv(key, value)
+    with Recorder(tmp_path) as rec:
+        rec.record("x", 1)
+    assert [row["rank"] for row in rows(tmp_path, name)] == [3]
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_ranks_that_write_at_once_lose_and_tear_nothing(tmp_path):
+    body = "rec = Recorder(folder)\nfor i in range(300):\n    with rec.phase('p', cycle=i): pass"
+    text = f"from kit.measure import Recorder\nfolder = {str(tmp_path)!r}\n{body}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [subprocess.Popen([sys.executable, "-c", text], env={**env, "RANK": str(rank)}) for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    seen = [(row["rank"], row["cycle"]) for row in rows(tmp_path) if row["metric"] == "seconds"]
+    assert sorted(seen) == [(rank, cycle) for rank in range(2) for cycle in range(300)]
+
+
+def test_the_documented_script_under_torchrun(tmp_path):
+    """Phases of both ranks arrive, and the weights came back: training goes on with a finite loss."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    example = ROOT / "docs/examples/own_script.py"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, example, tmp_path / "own"], env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    written = rows(tmp_path / "own")
+    assert all(list(row) == KEYS for row in written)
+    timed = sorted((r["rank"], r["cycle"], r["phase"]) for r in written if r["metric"] == "seconds")
+    assert timed == [(rank, i, p) for rank in range(2) for i in range(3) for p in ("offload", "reload", "train")]
+    assert len([r for r in written if r["metric"] == "loss" and math.isfinite(r["value"])]) == 6
+    assert {r["value"] for r in written if r["metric"] == "groups"} == {1}
+    assert run_json(tmp_path / "own")["status"] == "finished"
+    assert run_json(tmp_path / "own")["config"] == {"ranks": 2, "cycles": 3}
