@@ -128,7 +128,7 @@ def torchrun(order: Message) -> None:
         def loopback_store(host: str, port: int, size: int, master: bool, timeout: Any, **_: Any) -> TCPStore:
             return TCPStore(host, port, size, master, timeout, master_listen_fd=door.detach())
 
-        static_tcp_rendezvous.TCPStore = loopback_store  # type: ignore[attr-defined]
+        static_tcp_rendezvous.TCPStore = loopback_store  # type: ignore[attr-defined, assignment]
         arguments += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     cli.main([*arguments, str(ENTRY)])
 

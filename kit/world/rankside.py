@@ -108,6 +108,8 @@ class Rank:
                 work.send(answer)
             except (TypeError, ValueError) as error:  # not JSON, or too big for the channel
                 work.send({**execute.failure(error), "id": request["id"], "log": answer["log"], "lost": answer["lost"]})
+            if answer.get("exiting"):
+                os._exit(answer["exitcode"])
 
     def watch(self, link: Link) -> None:
         try:
