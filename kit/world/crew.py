@@ -212,12 +212,11 @@ class Crew:
         told = time.monotonic()
         while not complete():
             agents = [agent.link.fileno() for agent in self.agents.values()]
-            ready, _, _ = select.select(
-                [*self._listener.filenos(), *agents, *(one.fileno() for one in self._unnamed)], [], [], 0.05
-            )
-            self._unnamed += self._listener.welcome()
-            for link in [one for one in self._unnamed if one.fileno() in ready]:
+            unnamed = [link.fileno() for link in self._unnamed]
+            ready, _, _ = select.select([*self._listener.filenos(), *agents, *unnamed], [], [], 0.05)
+            for link in [link for link in self._unnamed if link.fileno() in ready]:
                 self._greet(link)
+            self._unnamed += self._listener.welcome()
             self.hear_agents()
             self._check_start(what)
             if time.monotonic() > deadline:
