@@ -149,8 +149,11 @@ def _output(*command: str) -> tuple[str | None, str | None]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except FileNotFoundError:
         return None, f"{command[0]} is not on this box"
+    except OSError as error:
+        return None, f"{command[0]} cannot be started: {error.strerror}"
     except subprocess.TimeoutExpired:
         return None, f"{command[0]} did not answer within 20 s"
     if done.returncode:
-        return None, f"{command[0]} ended with status {done.returncode}"
+        said = (done.stderr or done.stdout).strip().partition("\n")[0]
+        return None, f"{command[0]} ended with status {done.returncode}: {_public(said)}"
     return done.stdout, None

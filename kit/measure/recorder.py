@@ -60,9 +60,15 @@ class Recorder:
         self._last_error = getattr(sys, "last_value", None)
         self._head = {"run": self.dir.name, "lab": lab}
         self._run: dict[str, Any] | None = None
-        if self.rank == 0:
-            self._run = self._describe(dict(config or {}))
-        self._open()
+        config = _json_values(config or {})
+        try:
+            self._file = self._open()
+            if self.rank == 0:
+                self._run = self._describe(config)
+                self._write_run()
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise BadInput(f"cannot record into {self.dir}: {why}; give a folder that can be written to") from error
         atexit.register(self._at_exit)
 
     @contextmanager
@@ -137,11 +143,15 @@ class Recorder:
         if self._closed:
             raise BadInput(f"the recorder of {self.dir} is closed; make a new one with a new folder")
 
+    def _open(self) -> int:
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        if self.rank == 0 and (self.dir / "run.json").exists() and not restarted:
+            raise BadInput(f"{self.dir} already holds a run; give a new folder, or delete that one first")
+        self.dir.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        return os.open(self.dir / _records_name(self.rank, self.world_size), flags, 0o644)
+
     def _describe(self, config: dict[str, Any]) -> dict[str, Any]:
-        try:
-            json.dumps(config)
-        except (TypeError, ValueError) as error:
-            raise BadInput(f"config must be JSON values only: {error}") from error
         return {
             **self._head,
             "config": {"ranks": self.world_size, **config},
@@ -153,20 +163,6 @@ class Recorder:
             "provenance": provenance(),
             "kit": kit_version(),
         }
-
-    def _open(self) -> None:
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        if self._run is not None and (self.dir / "run.json").exists() and not restarted:
-            raise BadInput(f"{self.dir} already holds a run; give a new folder, or delete that one first")
-        try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.dir / _records_name(self.rank, self.world_size), _APPEND, 0o644)
-            if self._run is not None:
-                self._write_run()
-        except OSError as error:
-            raise BadInput(
-                f"cannot record into {self.dir}: {error.strerror}; give a folder that can be written to"
-            ) from error
 
     def _write_run(self) -> None:
         """Replace run.json as a whole, so that a reader never sees half of it."""
@@ -198,7 +194,12 @@ class Recorder:
         warnings.warn(sentence, RuntimeWarning, stacklevel=2)
 
 
-_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(dict(config))
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"config must be JSON values only: {error}") from error
+    return dict(config)
 
 
 def _from_environment(name: str, default: int) -> int:

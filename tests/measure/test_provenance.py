@@ -80,7 +80,7 @@ def git(folder, *arguments):
 
 def test_git_tells_commit_and_dirt_of_the_checkout_itself(tmp_path):
     assert git_state(tmp_path)["commit"] is None
-    assert git_state(tmp_path)["why"] == "git ended with status 128"
+    assert git_state(tmp_path)["why"].startswith("git ended with status 128: fatal: not a git repository")
     git(tmp_path, "init", "-q")
     (tmp_path / "a").mkdir()
     (tmp_path / "a/file").write_text("1")
@@ -97,6 +97,17 @@ def test_missing_tools_are_reasons_not_errors(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_state(tmp_path)["why"] == "git is not on this box"
     assert gpu_state() == {"driver": None, "gpus": [], "why": "nvidia-smi is not on this box"}
+
+
+def test_a_driver_that_fails_is_quoted_without_paths(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'Failed to load /home/alice/lib'\nexit 9\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert gpu_state()["why"] == "nvidia-smi ended with status 9: Failed to load <path>"
+    tool.chmod(0o644)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_state()["why"] == "nvidia-smi cannot be started: Permission denied"
 
 
 def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
