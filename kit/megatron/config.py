@@ -1,0 +1,151 @@
+"""What model to train and how it is spread over ranks, checked and weighed before anything is built.
+
+`ModelConfig` holds the choices, `GEOMETRIES` the sizes, `model_bytes` the arithmetic of what one rank will hold. Limits:
+the arithmetic leaves out activations and the padding of distributed buffers (under 1 % for the larger sizes).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kit.errors import BadInput
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """The shape of a GPT: RMSNorm, SwiGLU, grouped-query attention, RoPE, tied embeddings."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    rope_base: int
+    qkv_bias: bool
+    norm_eps: float
+    seq: int
+
+
+GEOMETRIES = {
+    "tiny": Geometry(
+        hidden=64,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        ffn=128,
+        vocab=256,
+        rope_base=10_000,
+        qkv_bias=True,
+        norm_eps=1e-6,
+        seq=32,
+    ),
+    "125m": Geometry(
+        hidden=768,
+        layers=12,
+        heads=12,
+        kv_heads=12,
+        ffn=2048,
+        vocab=50_304,
+        rope_base=10_000,
+        qkv_bias=False,
+        norm_eps=1e-5,
+        seq=128,
+    ),
+    "qwen2.5-0.5b": Geometry(
+        hidden=896,
+        layers=24,
+        heads=14,
+        kv_heads=2,
+        ffn=4864,
+        vocab=151_936,
+        rope_base=1_000_000,
+        qkv_bias=True,
+        norm_eps=1e-6,
+        seq=128,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """A training job: the model, its parallelism, its batches. `None` means the size's own value."""
+
+    size: str = "tiny"
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    experts: int = 0
+    order: str = "tp-cp-ep-dp-pp"
+    gloo_groups: bool = True
+    distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    layers: int | None = None
+    seq: int | None = None
+    micro_batch: int = 1
+    microbatches: int = 2
+    seed: int = 1234
+    dtype: str = "float32"
+    timeout_minutes: int = 30
+
+    @property
+    def geometry(self) -> Geometry:
+        """The size's geometry with this config's own layers and sequence length in it."""
+        base = GEOMETRIES[self.size]
+        return dataclasses.replace(base, layers=self.layers or base.layers, seq=self.seq or base.seq)
+
+
+def check(config: ModelConfig, ranks: int) -> None:
+    """Raise `BadInput` with one sentence where the config cannot run on so many ranks."""
+    if config.size not in GEOMETRIES:
+        raise BadInput(f"size {config.size!r} is unknown: choose one of {', '.join(GEOMETRIES)}")
+    if config.dtype not in DTYPE_BYTES:
+        raise BadInput(f"dtype {config.dtype!r} is unknown: choose one of {', '.join(DTYPE_BYTES)}")
+    for name in ("tp", "pp", "ep", "micro_batch", "microbatches"):
+        if getattr(config, name) < 1:
+            raise BadInput(f"{name}={getattr(config, name)} is not allowed: it must be at least 1")
+    g = config.geometry
+    for what, total, name, parts in (
+        ("heads", g.heads, "tp", config.tp),
+        ("key-value heads", g.kv_heads, "tp", config.tp),
+        ("ranks", ranks, "tp*pp", config.tp * config.pp),
+        ("layers", g.layers, "pp", config.pp),
+        ("ranks", ranks, "tp*pp*ep", config.tp * config.pp * config.ep),
+        ("experts", config.experts, "ep", config.ep),
+    ):
+        if total % parts:
+            raise BadInput(f"{name}={parts} does not divide {total} {what} of this job (size {config.size!r})")
+    if config.ep > 1 and not config.experts:
+        raise BadInput(f"ep={config.ep} needs experts: set experts to a multiple of {config.ep}")
+    if config.experts and config.tp > 1:
+        raise BadInput(f"experts={config.experts} with tp={config.tp} is not supported: Megatron asks for tp=1 here")
+
+
+def model_bytes(config: ModelConfig, *, ranks: int, stage: int = 0) -> dict[str, int]:
+    """Bytes one rank of pipeline `stage` will hold as parameters, gradients and optimizer state; nothing is built."""
+    g = config.geometry
+    first, last = stage == 0, stage == config.pp - 1
+    kv = 2 * g.kv_heads * (g.hidden // g.heads)
+    attention = (g.hidden * (g.hidden + kv) + g.hidden * g.hidden) // config.tp
+    attention += (g.hidden + kv) // config.tp if g.qkv_bias else 0
+    mlp = 3 * g.hidden * g.ffn // config.tp
+    layers = g.layers // config.pp
+    expert = layers * mlp * config.experts // config.ep if config.experts else 0
+    dense = layers * (attention + 2 * g.hidden + (g.hidden * config.experts if config.experts else mlp))
+    dense += g.hidden if last else 0
+    dense += g.hidden * g.vocab // config.tp if first or last else 0
+    width = DTYPE_BYTES[config.dtype]
+    state = 8 if width == 4 else 12  # exp_avg, exp_avg_sq, and a float32 master copy of what is narrower
+    dp = ranks // (config.tp * config.pp) if config.distributed_optimizer else 1
+    expert_dp = max(1, dp // config.ep)
+    params, grads = (dense + expert) * width, (dense + expert) * 4
+    optimizer = dense * state // dp + expert * state // expert_dp
+    return {
+        "parameters": dense + expert,
+        "params": params,
+        "grads": grads,
+        "optimizer": optimizer,
+        "total": params + grads + optimizer,
+    }

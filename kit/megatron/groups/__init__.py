@@ -1,0 +1,102 @@
+"""Megatron's communicators: snapshot, destroy, reload, and the census of who holds what.
+
+`install()` once, before Megatron makes its groups (`kit.megatron.model.build` does it). Then `destroy(mode)` gives the
+groups back and `reload(snapshot)` brings them back. Modes: `exact` (really released, every holder lives on), `manual`
+and `official` (the two ways in common use, with their leaks). Every rank calls; order matters as for any collective.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kit.errors import BadInput
+from kit.megatron.groups import common, exact
+from kit.megatron.groups.census import holders, talk
+from kit.megatron.groups.exact import DestroyFailed, registered_left
+from kit.megatron.groups.handle import GroupReleased, Handle, install
+from kit.megatron.groups.snapshot import initialised, snapshot
+
+__all__ = [
+    "MODES",
+    "DestroyFailed",
+    "GroupReleased",
+    "Handle",
+    "destroy",
+    "holders",
+    "initialised",
+    "install",
+    "reload",
+    "snapshot",
+    "talk",
+]
+
+MODES = ("exact", "manual", "official")
+
+
+def _memory() -> dict[str, int]:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    sources = {"rss": pages * 4096}
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        sources |= {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "driver": total - free,
+        }
+    return sources
+
+
+def destroy(mode: str = "exact", *, include_world: bool = False, timeout_s: float = 60.0) -> dict[str, Any]:
+    """Give the groups back. Stats: initialised, mode, destroyed, left, alive, bytes (freed by source), seconds, snapshot.
+
+    Not initialised: nothing is done and the snapshot is empty. A failure raises `DestroyFailed` after the rest was tried.
+    """
+    if mode not in MODES:
+        raise BadInput(f"mode {mode!r} is unknown: choose one of {', '.join(MODES)}")
+    if include_world and mode != "exact":
+        raise BadInput(f"include_world is not allowed with mode {mode!r}: only exact can rebuild the default group")
+    stats: dict[str, Any] = {"initialised": initialised(), "mode": mode, "destroyed": 0, "left": 0, "left_names": []}
+    stats |= {"alive": [], "bytes": {}, "seconds": 0.0, "snapshot": {}}
+    if not stats["initialised"]:
+        return stats
+    before, start = _memory(), time.perf_counter()
+    taken = {"mode": mode, **snapshot(include_world=include_world)}
+    failed: list[str] = []
+    reasons: list[str] = []
+    if mode == "exact":
+        destroyed, failed, reasons, stats["alive"] = exact.destroy(include_world=include_world, timeout_s=timeout_s)
+        stats["destroyed"] = destroyed
+    elif mode == "manual":
+        stats["destroyed"], failed, reasons = common.manual()
+    else:
+        common.official()
+        stats["destroyed"] = -1
+    stats["seconds"] = time.perf_counter() - start
+    after = _memory()
+    stats["left_names"] = registered_left()
+    stats["left"] = len(stats["left_names"])
+    stats["bytes"] = {source: before[source] - after[source] for source in before}
+    stats["snapshot"] = json.loads(json.dumps(taken))
+    if failed:
+        raise DestroyFailed(failed, reasons, stats)
+    return stats
+
+
+def reload(taken: dict[str, Any], *, timeout_s: float = 60.0) -> dict[str, Any]:
+    """Bring back what a snapshot of `destroy` describes. Already initialised: nothing is done. Stats: reloaded, seconds."""
+    if not taken or taken.get("mode") not in MODES:
+        raise BadInput("the snapshot is empty or not one that destroy() made: there is nothing to reload")
+    if initialised():
+        return {"mode": taken["mode"], "reloaded": 0, "seconds": 0.0}
+    start = time.perf_counter()
+    if taken["mode"] == "exact":
+        count = exact.reload(taken, timeout_s=timeout_s)
+    else:
+        common.reload(taken)
+        count = len(taken["groups"])
+    return {"mode": taken["mode"], "reloaded": count, "seconds": time.perf_counter() - start}

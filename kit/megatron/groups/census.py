@@ -1,0 +1,82 @@
+"""Who holds which group, does it live, and does it talk: the questions that bitwise training alone does not answer.
+
+`holders` walks attributes, items, closures and bound arguments from any roots. `talk` sums rank-dependent values over
+every group and compares with the exact sum. Limits: what only C++ holds is not seen by a walk; weak references and
+sockets (the stats of `destroy`, a census of the process) tell of that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from kit.megatron.groups.handle import Handle
+from kit.megatron.groups.snapshot import global_names, initialised, megatron_groups, parallel_state
+
+_LEAVES = (torch.Tensor, str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """One place that refers to a group: where, which group, and whether that group is registered and usable."""
+
+    path: str
+    group: str
+    alive: bool
+
+
+def holders(**roots: Any) -> list[Holder]:
+    """Every reference to a process group reachable from the roots and from Megatron's globals."""
+    found: list[Holder] = []
+    seen: set[int] = set()
+    globals_ = {name: getattr(parallel_state(), name) for name in global_names()}
+    todo: list[tuple[str, Any]] = [("parallel_state", globals_), *roots.items()]
+    while todo:
+        path, value = todo.pop()
+        if isinstance(value, dist.ProcessGroup):
+            living = value in c10d._world.pg_map and (not isinstance(value, Handle) or value.kit_inner is not None)
+            found.append(Holder(path=path, group=value.group_desc, alive=living))
+        elif not isinstance(value, _LEAVES) and id(value) not in seen:
+            seen.add(id(value))
+            todo += [(f"{path}.{key}", child) for key, child in _children(value)]
+    return sorted(found, key=lambda h: h.path)
+
+
+def _children(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [(str(key)[:60], child) for key, child in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [(str(index), child) for index, child in enumerate(value)]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if isinstance(value, types.MethodType):
+        return [("self", value.__self__)]
+    if isinstance(value, types.FunctionType):
+        cells = value.__closure__ or ()
+        return [(f"closure{i}", c.cell_contents) for i, c in enumerate(cells) if c != types.CellType()]
+    slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
+    named = [(name, getattr(value, name)) for name in slots if isinstance(name, str) and hasattr(value, name)]
+    return [*named, *vars(value).items()] if hasattr(value, "__dict__") else named
+
+
+def talk() -> list[dict[str, Any]]:
+    """All-reduce over every group of Megatron's with values that depend on the rank; `exact` says whether the sum is right."""
+    if not initialised():
+        return []
+    results = []
+    for group in megatron_groups():
+        ranks = dist.get_process_group_ranks(group)
+        on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
+        value = torch.tensor([(dist.get_rank() + 1) ** 2], dtype=torch.float64, device="cuda" if on_gpu else "cpu")
+        dist.all_reduce(value, group=group)
+        expected = float(sum((rank + 1) ** 2 for rank in ranks))
+        results.append(
+            {"group": group.group_desc, "ranks": ranks, "sum": float(value.item()), "exact": value.item() == expected}
+        )
+    return results

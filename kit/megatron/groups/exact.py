@@ -1,0 +1,190 @@
+"""Destroy every group of Megatron's for real, and make each again inside the handle that everybody kept.
+
+Over gloo a group lives as long as anything refers to it, so its sockets and threads go only when the last reference
+does: handles let go of the inner groups, on threads, because each takes about 15 ms to wind down. Over NCCL the groups
+are shut down one after the other in reverse order of creation, since destroying is collective there. All ranks meet at
+the store before anything is destroyed and before anything is made; a rank that does not come is named.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from kit.errors import KitError
+from kit.megatron.groups.handle import Handle, forget, known, rekey, state, title
+from kit.megatron.groups.snapshot import decode, global_names, groups_in, make_options, megatron_groups, parallel_state
+
+# Handles between a destroy and the reload that fills them again, by group name.
+_released: dict[str, Handle] = {}
+_rounds: dict[str, int] = {}
+
+
+class DestroyFailed(KitError):  # noqa: N818 - reads as what happened
+    """Some groups could not be destroyed. `held` names them; `stats` is what destroy would have returned."""
+
+    def __init__(self, held: list[str], reasons: list[str], stats: dict[str, Any]) -> None:
+        super().__init__(f"{len(held)} group(s) may still be held: {'; '.join(reasons)}")
+        self.held = held
+        self.stats = stats
+
+
+def meet(what: str, rank: int, size: int, timeout_s: float) -> None:
+    """Wait at the store until every rank has come; name those that did not within the deadline."""
+    here = _rounds[what] = _rounds.get(what, 0) + 1
+    state.store.set(f"kit/{what}/{here}/{rank}", "1")
+    everyone = [f"kit/{what}/{here}/{r}" for r in range(size)]
+    try:
+        state.store.wait(everyone, datetime.timedelta(seconds=timeout_s))
+    except dist.DistStoreError as error:
+        missing = [r for r in range(size) if not state.store.check([everyone[r]])]
+        raise KitError(f"{what}: rank(s) {missing} did not come within {timeout_s:g} s, the others wait") from error
+    if here > 1:
+        state.store.delete_key(f"kit/{what}/{here - 1}/{rank}")
+
+
+def destroy(*, include_world: bool, timeout_s: float) -> tuple[int, list[str], list[str], list[str]]:
+    """Destroy; gives the number destroyed, names that failed with reasons, and names of inner groups still alive."""
+    default = c10d._world.default_pg
+    groups = [g for g in c10d._world.pg_map if g is not default] if include_world else megatron_groups()
+    targets = [*groups, default] if include_world else groups
+    plain = [repr(g.group_desc) for g in targets if not isinstance(g, Handle)]
+    if plain:
+        raise KitError(
+            f"group(s) {', '.join(plain)} were made before kit.megatron.groups.install(): "
+            "install before Megatron makes its groups"
+        )
+    meet("destroy", dist.get_rank(), dist.get_world_size(), timeout_s)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    reset_globals()
+    failed: list[str] = []
+    reasons: list[str] = []
+    boxes: list[list[Any]] = []
+    watched: list[tuple[str, Any]] = []
+    for handle in reversed(targets):
+        facts = handle.kit_facts
+        inner = handle.kit_inner
+        _released[facts["name"]] = handle
+        try:
+            inner.shutdown()
+        except Exception as error:  # noqa: BLE001 - collected, and raised by the caller after the rest was tried
+            failed.append(title(facts))
+            reasons.append(f"{title(facts)}: {error}")
+        forget(handle)
+        handle.kit_inner = None
+        watched.append((title(facts), weakref.ref(inner)))
+        boxes.append([inner])
+        del inner
+    if include_world:
+        c10d._update_default_pg(None)
+        c10d._world.tags_to_pg.clear()
+        c10d._unregister_all_process_groups()
+        c10d._world.group_count = 0
+    _let_go(boxes)
+    alive = [name for name, reference in watched if reference() is not None]
+    return len(targets) - len(failed), failed, reasons, alive
+
+
+def _let_go(boxes: list[list[Any]]) -> None:
+    """Drop the last references: at once for gloo, which winds down without its peers; in order for what is collective."""
+    if torch.cuda.is_available():
+        for box in boxes:
+            box.clear()
+        return
+    threads = [threading.Thread(target=box.clear, name="kit-let-go") for box in boxes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def reset_globals() -> None:
+    """Every global of parallel_state as it is after a fresh import: None, or an empty dict."""
+    for name in global_names():
+        setattr(parallel_state(), name, {} if isinstance(getattr(parallel_state(), name), dict) else None)
+
+
+def reload(snapshot: dict[str, Any], *, timeout_s: float) -> int:
+    """Make every group of the snapshot again, in the order of creation, and put the globals back."""
+    world = snapshot["world"]
+    default = c10d._world.default_pg
+    rank, size = _place(world, default)
+    meet("reload", rank, size, timeout_s)
+    state.generation += 1
+    store: Any = dist.PrefixStore(f"kit/{state.generation}", state.store)
+    if world:
+        default = _make_world(world, store, rank, size)
+    made = [_make(plain, store, default, rank) for plain in snapshot["groups"]]
+    c10d._world.group_count = max(c10d._world.group_count, snapshot["group_count"])
+    for name, value in snapshot["globals"].items():
+        setattr(parallel_state(), name, decode(value, made))
+    return len(made) + bool(world)
+
+
+def _place(world: dict[str, Any] | None, default: Any) -> tuple[int, int]:
+    if world and default is None:
+        return world["ranks"].index(_released[world["name"]].kit_facts["rank"]), len(world["ranks"])
+    if default is None:
+        raise KitError("the default group is gone and this snapshot was taken without it: reload needs one")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _make_world(plain: dict[str, Any], store: Any, rank: int, size: int) -> Handle:
+    dist.init_process_group(
+        plain["backend"],
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=plain["timeout_s"]),
+        pg_options=make_options(plain["options"], plain["timeout_s"]),
+        device_id=torch.device(plain["bound_device"]) if plain["bound_device"] else None,
+    )
+    return _fill(plain, c10d._world.default_pg)
+
+
+def _make(plain: dict[str, Any], store: Any, default: Any, rank: int) -> Handle:
+    ranks = plain["ranks"]
+    bound = default.bound_device_id
+    if bound is not None:
+        # A bound default group would be split, which is collective over all ranks; this rank makes only its own groups.
+        default.bound_device_id = None
+    tag = plain["tag"] or ""
+    inner, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(rank),
+        ranks,
+        c10d.Backend(plain["backend"]),
+        store,
+        plain["name"],
+        backend_options=make_options(plain["options"], plain["timeout_s"]),
+        timeout=datetime.timedelta(seconds=plain["timeout_s"]),
+        pg_tag=tag.removeprefix("user:") if tag.startswith("user:") else None,
+        device_id=torch.device(plain["bound_device"]) if plain["bound_device"] else None,
+        group_desc=plain["description"],
+    )
+    if bound is not None:
+        default.bound_device_id = bound
+    c10d._world.pg_group_ranks[inner] = {each: place for place, each in enumerate(ranks)}
+    return _fill(plain, inner)
+
+
+def _fill(plain: dict[str, Any], inner: Any) -> Handle:
+    handle = _released.pop(plain["name"])
+    handle.kit_inner = inner
+    rekey(inner, handle)
+    known.add(handle)
+    return handle
+
+
+def registered_left() -> list[str]:
+    """Groups of Megatron's that are still registered, and any that its globals still hold."""
+    held = {id(g): g for name in global_names() for g in groups_in(getattr(parallel_state(), name))}
+    left = {id(g): g for g in megatron_groups()} if dist.is_initialized() else {}
+    return [repr(group) for group in {**held, **left}.values()]

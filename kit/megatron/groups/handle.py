@@ -1,0 +1,183 @@
+"""A handle that stands in for every process group, so that the group behind it can be destroyed and come back.
+
+`install()` wraps `torch.distributed.new_group` and the default group. What it hands out is a `Handle`: a ProcessGroup
+whose every use goes to the group inside. Layers, buckets, optimizers and collections keep the handle; a reload puts a
+new group into the same handle, so nobody has to be re-pointed. The handle, not the inner group, is the key in torch's
+registry, so censuses and plain `destroy_process_group(handle)` behave as with any group. Limit: groups made before
+`install()` (other than the default one) stay plain and cannot be released exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from kit.errors import KitError
+
+WORLD = "WORLD"
+
+
+class GroupReleased(KitError):  # noqa: N818 - a state, not a mistake of the kit
+    """A process group was used while it was destroyed."""
+
+
+class Handle(dist.ProcessGroup):
+    """A process group by reference. `kit_inner` is the living group, or None while released."""
+
+    # Answered by the handle itself; everything else belongs to the living group.
+    OWN = frozenset({"__class__", "__dict__", "kit_inner", "kit_facts", "__weakref__"})
+
+    def __init__(self, inner: dist.ProcessGroup, *, ranks: list[int], maker: str) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self.__dict__["kit_inner"] = inner
+        self.__dict__["kit_facts"] = {
+            "name": inner.group_name,
+            "description": inner.group_desc,
+            "ranks": ranks,
+            "rank": ranks[inner.rank()],
+            "maker": maker,
+        }
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in Handle.OWN:
+            return object.__getattribute__(self, name)
+        own = object.__getattribute__(self, "__dict__")
+        inner = own["kit_inner"]
+        if inner is None:
+            facts = own["kit_facts"]
+            if name == "group_name":
+                return facts["name"]
+            if name == "group_desc":
+                return facts["description"]
+            raise GroupReleased(
+                f"process group {title(facts)} is released: reload the groups before using it ({name!r} was asked for)"
+            )
+        return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "kit_inner":
+            self.__dict__[name] = value
+        else:
+            setattr(self.__dict__["kit_inner"], name, value)
+
+    def __repr__(self) -> str:
+        own = self.__dict__
+        # torch puts this into its own errors when a released group is used, so it says what to do.
+        released = ": released, reload the groups before using it" if own["kit_inner"] is None else ""
+        return f"<Handle of process group {title(own['kit_facts'])}{released}>"
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def title(facts: dict[str, Any]) -> str:
+    """A group in words: description, name and ranks."""
+    return f"{facts['description']} (name {facts['name']!r}, ranks {facts['ranks']})"
+
+
+class _State:
+    """What a process knows of its handles; one per process."""
+
+    installed = False
+    generation = 0
+    store: Any = None  # the default group's own store, from which every generation takes a prefix
+    init_arguments: dict[str, Any] | None = None  # what initialize_model_parallel was last called with
+
+
+state = _State()
+known: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+def _registry() -> tuple[dict[Any, Any], ...]:
+    world = c10d._world
+    return (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag)
+
+
+def rekey(old: Any, new: Any) -> None:
+    """Make `new` the key under which torch's registry knows the group `old`."""
+    for table in _registry():
+        if old in table:
+            table[new] = table.pop(old)
+    for tagged in c10d._world.tags_to_pg.values():
+        for index, each in enumerate(tagged):
+            if each is old:
+                tagged[index] = new
+    if c10d._world.default_pg is old:
+        c10d._world.default_pg = new
+
+
+def forget(handle: Handle) -> None:
+    """Take a handle out of torch's registry, as destroy_process_group does, but without touching the group."""
+    for table in _registry():
+        table.pop(handle, None)
+    for tagged in c10d._world.tags_to_pg.values():
+        tagged[:] = [each for each in tagged if each is not handle]
+    c10d._world.pg_coalesce_state.pop(handle, None)
+    c10d._unregister_process_group(handle.group_name)
+
+
+def adopt(group: dist.ProcessGroup, *, maker: str) -> Handle:
+    """A handle for a registered plain group, put in its place in torch's registry."""
+    ranks = c10d._world.pg_group_ranks[group]
+    handle = Handle(group, ranks=sorted(ranks, key=ranks.__getitem__), maker=maker)
+    rekey(group, handle)
+    known.add(handle)
+    return handle
+
+
+def registered() -> list[Any]:
+    """Every group that torch has in its registry now, in the order of creation."""
+    return list(c10d._world.pg_map)
+
+
+def install() -> None:
+    """Hand out handles from now on. Needs an initialised torch.distributed; repeating it changes nothing."""
+    adopt_world()
+    if state.installed:
+        return
+    state.installed = True
+    plain = c10d.new_group
+
+    @functools.wraps(plain)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        group = plain(*args, **kwargs)
+        # Another wrapper of new_group may sit inside or outside of this one: only a plain, registered group is adopted.
+        if isinstance(group, dist.ProcessGroup) and not isinstance(group, Handle) and group in c10d._world.pg_map:
+            return adopt(group, maker=str(sys._getframe(1).f_globals.get("__name__", "")))
+        return group
+
+    c10d.new_group = new_group
+    dist.new_group = new_group
+    _remember_arguments()
+
+
+def adopt_world() -> None:
+    """Put the default group behind a handle, if there is one and it is plain."""
+    default = c10d._world.default_pg
+    if default is not None and not isinstance(default, Handle):
+        state.store = c10d._world.pg_map[default][1]
+        adopt(default, maker=WORLD)
+
+
+def _remember_arguments() -> None:
+    """Keep what Megatron was initialised with: the modes that rebuild through Megatron need it again."""
+    from megatron.core import parallel_state
+
+    plain = parallel_state.initialize_model_parallel
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+        state.init_arguments = dict(signature.bind(*args, **kwargs).arguments)
+        plain(*args, **kwargs)
+
+    parallel_state.initialize_model_parallel = initialize_model_parallel

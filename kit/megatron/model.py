@@ -1,0 +1,258 @@
+"""A real Megatron training job: parallel state, GPTModel, DDP, optimizer, scheduler, built in this one place.
+
+`build(config)` on every rank gives a `Training`; `Training.step(n)` runs n optimizer steps through Megatron's own
+forward-backward schedules. Batches are a pure function of (seed, step, data rank, microbatch), so a run can be cut and
+continued bit for bit. Limits: the local layer spec (no Transformer Engine), no context or virtual pipeline parallelism.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from kit.errors import BadInput
+from kit.megatron import groups, standin
+from kit.megatron.config import ModelConfig, check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LEARNING_RATE = 1e-3
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Training:
+    """A live training job on this rank. `steps_done` counts optimizer steps and picks the next batch."""
+
+    config: ModelConfig
+    chunks: list[Any]
+    optimizer: Any
+    scheduler: Any
+    device: torch.device
+    steps_done: int = 0
+
+    def step(self, n: int = 1) -> list[dict[str, float]]:
+        """Train n steps. Loss (mean over microbatches and data ranks) and gradient norm of each, the same on every rank."""
+        return [self._step() for _ in range(n)]
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter of this rank, named by chunk and module path."""
+        for index, chunk in enumerate(self.chunks):
+            for name, param in chunk.module.named_parameters():
+                yield f"chunk{index}.{name}", param
+
+    def _step(self) -> dict[str, float]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=_batches(self.config, self.steps_done, self.device),
+            model=self.chunks,
+            num_microbatches=self.config.microbatches,
+            seq_length=self.config.geometry.seq,
+            micro_batch_size=self.config.micro_batch,
+            forward_only=False,
+        )
+        ok, grad_norm, _ = self.optimizer.step()
+        if not ok:
+            raise RuntimeError(f"the optimizer refused step {self.steps_done}: gradients are not finite")
+        self.scheduler.step(increment=1)
+        self.steps_done += 1
+        return {"loss": _mean_loss(losses, self.device), "grad_norm": float(grad_norm)}
+
+
+def _forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
+    batch = next(data)
+    out = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
+
+    def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = losses.float().mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    return out, loss_func
+
+
+def _batches(config: ModelConfig, step: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    from megatron.core import parallel_state
+
+    g = config.geometry
+    replica = parallel_state.get_data_parallel_rank()
+    for microbatch in range(config.microbatches):
+        generator = torch.Generator().manual_seed(((config.seed * 1_000_003 + step) * 4099 + replica) * 257 + microbatch)
+        tokens = torch.randint(0, g.vocab, (config.micro_batch, g.seq + 1), generator=generator).to(device)
+        positions = torch.arange(g.seq, device=device).expand(config.micro_batch, -1)
+        yield {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "positions": positions}
+
+
+def _mean_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
+    from megatron.core import parallel_state
+
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    if parallel_state.is_pipeline_last_stage():
+        total += torch.stack([each["loss"] for each in losses]).double().mean()
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        total /= parallel_state.get_data_parallel_world_size()
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(total, last, group=parallel_state.get_pipeline_model_parallel_group())
+    return float(total.item())
+
+
+def initialise(config: ModelConfig) -> torch.device:
+    """Megatron's parallel state for this config: stand-in and group handles first. Gives the device to build on."""
+    if not dist.is_initialized():
+        raise BadInput("torch.distributed is not initialised: call init_process_group (or start a World) first")
+    check(config, dist.get_world_size())
+    standin.install()
+    groups.install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    if parallel_state.model_parallel_is_initialized():
+        raise BadInput("Megatron's parallel state is already initialised: destroy it before building another job")
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(mode=True)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tp,
+        pipeline_model_parallel_size=config.pp,
+        expert_model_parallel_size=config.ep,
+        order=config.order,
+        create_gloo_process_groups=config.gloo_groups,
+        distributed_timeout_minutes=config.timeout_minutes,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def build(config: ModelConfig) -> Training:
+    """Initialise Megatron for this config and build the job; every rank calls it."""
+    device = initialise(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron warns of every optional package that is missing
+        chunk, transformer_config = _chunk(config, device)
+        optimizer = _optimizer(config, [chunk])
+        scheduler = _scheduler(optimizer)
+    from megatron.core.distributed import finalize_model_grads
+
+    transformer_config.finalize_model_grads_func = finalize_model_grads
+    transformer_config.grad_scale_func = optimizer.scale_loss
+    transformer_config.no_sync_func = chunk.no_sync
+    return Training(config=config, chunks=[chunk], optimizer=optimizer, scheduler=scheduler, device=device)
+
+
+def _chunk(config: ModelConfig, device: torch.device) -> tuple[Any, Any]:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
+
+    g, dtype = config.geometry, DTYPES[config.dtype]
+    experts: dict[str, Any] = {}
+    if config.experts:
+        # The alltoall dispatcher wants a CUDA stream at construction; this one does not.
+        experts = {"num_moe_experts": config.experts, "moe_router_topk": 2, "moe_token_dispatcher_type": "allgather"}
+        experts["moe_router_load_balancing_type"] = "none"
+    transformer_config = TransformerConfig(
+        num_layers=g.layers,
+        hidden_size=g.hidden,
+        ffn_hidden_size=g.ffn,
+        num_attention_heads=g.heads,
+        num_query_groups=g.kv_heads,
+        tensor_model_parallel_size=config.tp,
+        pipeline_model_parallel_size=config.pp,
+        expert_model_parallel_size=config.ep,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        attention_softmax_in_fp32=True,
+        normalization="RMSNorm",
+        layernorm_epsilon=g.norm_eps,
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=g.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # Fusions are compiled or need Apex; without them every box computes the same.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        deterministic_mode=device.type == "cuda",
+        **experts,
+    )
+    torch.manual_seed(config.seed)
+    model: Any = GPTModel(
+        config=transformer_config,
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            num_experts=config.experts or None, moe_grouped_gemm=False, normalization="RMSNorm"
+        ),
+        vocab_size=g.vocab,
+        max_sequence_length=g.seq,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+        rotary_base=g.rope_base,
+    ).to(device)
+    if dtype != torch.float32:
+        model = Float16Module(transformer_config, model)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        use_distributed_optimizer=config.distributed_optimizer,
+        check_for_nan_in_grad=False,
+    )
+    chunk = DistributedDataParallel(transformer_config, ddp_config, model)
+    chunk.broadcast_params()
+    return chunk, transformer_config
+
+
+def _optimizer(config: ModelConfig, chunks: list[Any]) -> Any:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=LEARNING_RATE,
+        min_lr=LEARNING_RATE / 10,
+        weight_decay=0.01,
+        adam_eps=1e-8,
+        clip_grad=1.0,
+        bf16=config.dtype == "bfloat16",
+        params_dtype=DTYPES[config.dtype],
+        use_distributed_optimizer=config.distributed_optimizer,
+    )
+    return get_megatron_optimizer(settings, chunks, use_gloo_process_groups=config.gloo_groups)
+
+
+def _scheduler(optimizer: Any) -> Any:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=LEARNING_RATE,
+        min_lr=LEARNING_RATE / 10,
+        lr_warmup_steps=2,
+        lr_decay_steps=1000,
+        lr_decay_style="cosine",
+        start_wd=0.01,
+        end_wd=0.01,
+        wd_incr_steps=1000,
+        wd_incr_style="constant",
+    )

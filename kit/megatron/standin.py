@@ -1,0 +1,159 @@
+"""A stand-in that makes Megatron's "cuda" mean the CPU on a box without a GPU, so that the real megatron-core runs there.
+
+Megatron names the device "cuda" in hundreds of places. `install()` pushes a torch-function mode that rewrites that name
+wherever torch is called, and replaces the handful of `torch.cuda` functions that Megatron calls directly. Where a GPU
+is there, `install()` changes nothing. Limits: no memory statistics, streams do nothing (the CPU has one), the mode holds
+on the thread that installed it, and torch-compiled fusions are not covered (the model is built without them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """Whether "cuda" means the CPU in this process, and why."""
+
+    active: bool
+    why: str
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
+        return "cpu"
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return CPU
+    return value
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        if func is torch.Tensor.cuda:
+            return args[0]
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        if func is torch.Tensor.to:
+            args = tuple(_on_cpu(a) for a in args)
+        out = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(out, str):
+            # Megatron's optimizers sort parameters by the name of their type.
+            out = out.replace("torch.", "torch.cuda.", 1)
+        return out
+
+
+class _Stream:
+    """One stream for everything: the CPU runs what it is given, in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+
+class _Event:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def _stream(_stream: Any) -> Iterator[None]:
+    yield
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+
+    one = _Stream()
+
+    def nothing(*_: Any, **__: Any) -> None: ...
+
+    def the_stream(*_: Any, **__: Any) -> _Stream:
+        return one
+
+    def get_state(*_: Any, **__: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+        torch.set_rng_state(state)
+
+    cuda: Any = torch.cuda
+    wanted: list[tuple[Any, str, Any]] = [
+        (cuda, "current_device", lambda: CPU),
+        (cuda, "set_device", nothing),
+        (cuda, "synchronize", nothing),
+        (cuda, "empty_cache", nothing),
+        (cuda, "current_stream", the_stream),
+        (cuda, "default_stream", the_stream),
+        (cuda, "stream", _stream),
+        (cuda, "Stream", _Stream),
+        (cuda, "Event", _Event),
+        (cuda, "manual_seed", torch.manual_seed),
+        (cuda, "get_rng_state", get_state),
+        (cuda, "set_rng_state", set_state),
+        (cuda.random, "get_rng_state", get_state),
+        (cuda, "FloatTensor", torch.FloatTensor),
+        (cuda, "HalfTensor", torch.HalfTensor),
+        (cuda, "BFloat16Tensor", torch.BFloat16Tensor),
+        (random, "_set_cuda_rng_state", set_state),
+    ]
+    # 0.16.1 never defines this name where Transformer Engine is missing, and then tests it for None.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        wanted.append((moe_utils, "te_general_gemm", None))
+    return wanted
+
+
+_undo: list[Callable[[], object]] = []
+
+
+def status() -> Status:
+    """Whether the stand-in is active, and why."""
+    if torch.cuda.is_available():
+        return Status(active=False, why="this box has a GPU: Megatron uses it")
+    if _undo:
+        return Status(active=True, why='no GPU: Megatron\'s "cuda" is the CPU')
+    return Status(active=False, why="not installed: without a GPU Megatron cannot run until install() is called")
+
+
+def install() -> Status:
+    """Make "cuda" mean the CPU where there is no GPU. Once per process; repeating it changes nothing."""
+    if torch.cuda.is_available() or _undo:
+        return status()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron warns of every optional package that is missing
+        replacements = _replacements()
+    missing = object()
+    for owner, name, new in replacements:
+        old = owner.__dict__.get(name, missing)
+        setattr(owner, name, new)
+        _undo.append(lambda o=owner, n=name, v=old: delattr(o, n) if v is missing else setattr(o, n, v))  # type: ignore[misc]
+    mode = _CudaMeansCpu()
+    mode.__enter__()
+    _undo.append(lambda: mode.__exit__(None, None, None))
+    return status()
+
+
+def uninstall() -> Status:
+    """Put everything back as it was before `install()`."""
+    while _undo:
+        _undo.pop()()
+    return status()
