@@ -1,0 +1,173 @@
+"""Progress: who looks on while ranks work. Whole lines marked by rank, and a bar after two seconds.
+
+A bar names the phase, who has answered and who has not. In a terminal it is the last line, rewritten in place; in
+Jupyter it is one display, updated. Where nobody watches there is none: a log keeps every line that is written to it.
+Everything happens in the thread of the call: there is no timer, so a bar moves only while ranks are waited for.
+"""
+
+from __future__ import annotations
+
+import html
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+AFTER_S = 2.0  # work that is done sooner needs no bar
+EVERY_S = 0.25  # a page that is redrawn more often only costs
+WIDTH = 20
+COLOURS = (36, 33, 35, 32, 34, 31)  # ANSI, by rank; the number beside it says the same without colour
+
+
+def ranks_short(ranks: Sequence[int]) -> str:
+    """0-3, 5: runs of ranks told by their ends."""
+    parts: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in parts)
+
+
+class Line(Protocol):
+    """Where a bar is drawn."""
+
+    coloured: bool
+
+    def draw(self, fraction: float, text: str) -> None: ...
+    def clear(self) -> None: ...
+
+
+class Nowhere:
+    """Nobody watches."""
+
+    coloured = False
+
+    def draw(self, fraction: float, text: str) -> None: ...
+    def clear(self) -> None: ...
+
+
+class Terminal:
+    """The last line of a terminal, on stderr: stdout may be a pipe."""
+
+    coloured = True
+
+    def __init__(self) -> None:
+        self._drawn = False
+
+    def draw(self, fraction: float, text: str) -> None:
+        full = round(fraction * WIDTH)
+        line = f"{'█' * full}{'░' * (WIDTH - full)} {text}"
+        sys.stderr.write(f"\r\x1b[2K{line[: shutil.get_terminal_size().columns - 1]}")
+        sys.stderr.flush()
+        self._drawn = True
+
+    def clear(self) -> None:
+        if self._drawn:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+            self._drawn = False
+
+
+class Notebook:
+    """One display in the output of the cell. It stays, with the last thing it said: a display cannot be taken back."""
+
+    coloured = True
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def draw(self, fraction: float, text: str) -> None:
+        from IPython.display import display
+
+        data = {"text/plain": text, "text/html": bar_html(fraction, text)}
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(data, raw=True)
+
+    def clear(self) -> None: ...
+
+
+def bar_html(fraction: float, text: str) -> str:
+    name = html.escape(text, quote=True)
+    return (
+        f'<div class="kit-progress" style="display:flex;gap:.8em;align-items:center">'
+        f'<progress value="{fraction:.3f}" max="1" aria-label="{name}"></progress><span>{name}</span></div>'
+    )
+
+
+def watched() -> Line:
+    """The line for where this process runs."""
+    if "ipykernel" in sys.modules and in_kernel():
+        return Notebook()
+    return Terminal() if sys.stderr.isatty() else Nowhere()
+
+
+def in_kernel() -> bool:
+    from IPython import get_ipython
+
+    return getattr(get_ipython(), "kernel", None) is not None
+
+
+class Progress:
+    """An observer of a World's calls. `total` calls make the bar full; with 1 it fills with the ranks that answered."""
+
+    def __init__(self, *, total: int = 1, line: Line | None = None, after_s: float = AFTER_S) -> None:
+        self._line = line or watched()
+        self._total = max(1, total)
+        self._after_s = after_s
+        self._began: float | None = None
+        self._drew = 0.0
+        self._calls = 0
+        self._phase = ""
+        self._ranks: list[int] = []
+        self._answered: list[int] = []
+
+    def started(self, phase: str, ranks: Sequence[int]) -> None:
+        if self._began is None:
+            self._began = time.monotonic()
+        self._phase, self._ranks, self._answered = phase, list(ranks), []
+        self._draw()
+
+    def output(self, rank: int, text: str) -> None:
+        self._line.clear()
+        mark = f"[{rank}]"
+        if self._line.coloured:
+            mark = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{mark}\x1b[0m"
+        sys.stdout.write("".join(f"{mark} {line}\n" for line in text.split("\n")))
+        sys.stdout.flush()
+
+    def tick(self, answered: Sequence[int]) -> None:
+        self._answered = list(answered)
+        self._draw()
+
+    def ended(self) -> None:
+        self._calls += 1
+        if self._drew:
+            self._answered, self._ranks = [], []
+            self._draw(now=True)
+        self._line.clear()
+
+    def _draw(self, *, now: bool = False) -> None:
+        clock = time.monotonic()
+        elapsed = clock - (self._began or clock)
+        if elapsed < self._after_s or (clock - self._drew < EVERY_S and not now):
+            return
+        self._drew = clock
+        share = len(self._answered) / len(self._ranks) if self._ranks else 0.0
+        fraction = min(1.0, (self._calls + share) / self._total)
+        self._line.draw(fraction, " · ".join(self._words(elapsed)))
+
+    def _words(self, elapsed: float) -> list[str]:
+        words = [self._phase]
+        if self._total > 1:
+            words.append(f"{min(self._calls + bool(self._ranks), self._total)} of {self._total}")
+        silent = [rank for rank in self._ranks if rank not in self._answered]
+        if self._answered:
+            words.append(f"answered: {ranks_short(self._answered)}")
+        if silent:
+            words.append(f"waiting for: {ranks_short(silent)}")
+        return [*words, f"{elapsed:.0f} s"]
