@@ -1,0 +1,62 @@
+"""Writes constraints.txt: the versions that pip resolves for `.[dev,peers]`, from each Python named on the command line.
+
+One file serves all of them: a version that every Python gets, and a package that only some need, stand without a marker;
+where versions differ each line carries the Python it is for, the newest one's line also for what is newer still. Nothing
+is installed. Local versions (`+cpu`) are cut: which build of torch it is stays the choice of the machine's package index.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent.parent
+# What is not to be the newest just because it is: raised by hand, once the labs were tried with it.
+HELD = ["torch==2.13.0"]
+HEAD = """\
+# A set of versions that is known to work, for every Python named in a marker. Written by `make pins` from pyproject.toml,
+# which is the one list of dependencies; do not edit. `make env` and environment.yml install with it.
+"""
+
+
+def resolve(python: str) -> tuple[tuple[int, int], dict[str, str]]:
+    """The Python's version, and name -> version of everything that pip would install with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        pip = [Path(folder) / "venv/bin/python", "-m", "pip"]  # of its own: a dry run leaves out what is installed
+        subprocess.run([python, "-m", "venv", Path(folder) / "venv"], check=True)
+        dry = [*pip, "install", "--dry-run", "--quiet", "--report", report]
+        subprocess.run([*dry, ".[dev,peers]", *HELD], cwd=HERE, check=True)
+        found = json.loads(report.read_text())
+    major, minor = found["environment"]["python_version"].split(".")
+    pins = {}
+    for item in found["install"]:
+        name = item["metadata"]["name"].lower().replace("_", "-").replace(".", "-")
+        pins[name] = item["metadata"]["version"].split("+")[0]
+    del pins["lifecycle-kit"]
+    return (int(major), int(minor)), pins
+
+
+def merge(resolved: dict[tuple[int, int], dict[str, str]]) -> list[str]:
+    """The lines of the constraints file."""
+    versions = sorted(resolved)
+    lines = []
+    for name in sorted(set().union(*resolved.values())):
+        pins = {version: resolved[version][name] for version in versions if name in resolved[version]}
+        if len(set(pins.values())) == 1:
+            lines.append(f"{name}=={next(iter(pins.values()))}")
+            continue
+        for (major, minor), pin in pins.items():
+            comparison = ">=" if (major, minor) == versions[-1] else "=="
+            lines.append(f'{name}=={pin} ; python_version {comparison} "{major}.{minor}"')
+    return lines
+
+
+def main(pythons: list[str]) -> None:
+    resolved = dict(resolve(python) for python in pythons)
+    (HERE / "constraints.txt").write_text(HEAD + "\n".join(merge(resolved)) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,39 @@
+# The commands of Lifecycle Kit. Everything runs in .venv beside this file; no command needs another one first.
+#   PYTHON=python3.12   chooses the interpreter; without it the one of an existing .venv stays, else python3 is taken.
+PYTHON ?= $(shell test -x .venv/bin/python && echo .venv/bin/python || echo python3)
+PINNED_PYTHONS ?= python3.11 python3.12
+
+# The environment's own programs come first for whatever is started here, JupyterLab's `!kit doctor` included.
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+# JupyterLab refuses to run as root unless told; in rented boxes and containers people are root. It still asks for its token
+# and listens on loopback only.
+ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
+
+# As the server's default address, so that the printed URL leads to it as well.
+START := /lab/tree/notebooks/00_start.ipynb
+
+.PHONY: help env lab test test-all lint pins
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+env: ## make or update .venv; instant when nothing changed
+	@$(PYTHON) -c '' || { echo "$(PYTHON) does not run here. Name a Python 3.11 or newer: make env PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) .ci/env.py
+
+lab: env ## JupyterLab on the start notebook
+	JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter python -m jupyterlab --ServerApp.ip=127.0.0.1 --LabApp.default_url=$(START) $(ROOT)
+
+test: env ## the tests, under 10 minutes on two cores
+	python -m pytest -m "not slow and not browser"
+
+test-all: env ## every test: faults, notebooks and the browser too
+	python -m pytest
+
+lint: env ## style, format and types
+	ruff check .
+	ruff format --check .
+	mypy
+
+pins: ## resolve pyproject.toml anew for $(PINNED_PYTHONS) and write constraints.txt
+	$(PYTHON) .ci/pins.py $(PINNED_PYTHONS)

@@ -1,0 +1,102 @@
+"""The repository's own promises: stripped notebooks, one list of dependencies, pins for all of it, no machine's paths."""
+
+import json
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PYTHONS = ("3.11", "3.12", "3.13")
+
+
+def requirements() -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    return [Requirement(line) for line in lines]
+
+
+def constraints() -> list[Requirement]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def tracked_text() -> list[Path]:
+    """The files that git tracks, or would if they were added, as long as they are text."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode:
+        pytest.skip(f"not a git checkout: {listed.stderr.strip()}")
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    return [file for file in files if file.is_file() and b"\0" not in file.read_bytes()[:8192]]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebook_is_stripped_and_takes_parameters(notebook: Path) -> None:
+    cells = json.loads(notebook.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["outputs"] for cell in code if cell["outputs"]] == []
+    assert [cell["execution_count"] for cell in code if cell["execution_count"] is not None] == []
+    tagged = [cell for cell in code if "parameters" in cell["metadata"].get("tags", [])]
+    assert len(tagged) == 1
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_every_dependency_is_pinned_within_its_range(python: str) -> None:
+    pinned: dict[str, str] = {}
+    for pin in constraints():
+        if pin.marker is None or pin.marker.evaluate({"python_version": python}):
+            assert canonicalize_name(pin.name) not in pinned, f"{pin.name} is pinned twice for Python {python}"
+            pinned[canonicalize_name(pin.name)] = str(pin.specifier).removeprefix("==")
+    for need in requirements():
+        assert need.specifier.contains(pinned[canonicalize_name(need.name)]), f"{need} against its pin"
+
+
+def test_constraints_name_versions_only() -> None:
+    for pin in constraints():
+        assert pin.url is None
+        assert re.fullmatch(r"==[0-9][0-9a-z.]*", str(pin.specifier)), f"{pin}: one public version, no build, no range"
+
+
+def test_conda_users_get_the_same_lists() -> None:
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    python, pip, from_pip = environment["dependencies"]
+    assert python.startswith("python>=3.11")
+    assert pip == "pip"
+    assert from_pip == {"pip": ["-c constraints.txt", "-e .[dev]"]}
+
+
+def test_the_two_commands_are_told_and_run_by_ci() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert "make lab" in readme
+    assert "make test" in readme
+    steps = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert steps.index("make lint") < steps.index("make test") < steps.index("make test-all")
+
+
+def test_readme_links_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            assert "://" in target or (page.parent / target).exists(), f"{page.name} points at {target}"
+
+
+def test_no_file_names_a_machine() -> None:
+    homes = re.compile(r"/(?:work|home|root|Users|opt/wheels)/(?!alice\b|x\b)[\w.]")  # alice and x are made up
+    found = [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
+        for file in tracked_text()
+        if file != Path(__file__).resolve()
+        for number, line in enumerate(file.read_text().splitlines(), start=1)
+        if homes.search(line)
+    ]
+    assert found == []
