@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from kit.errors import BadInput
-from kit.megatron import groups, standin
+from kit.errors import BadInput, KitError
+from kit.megatron import groups, standin, tensors
 from kit.megatron.config import ModelConfig, check
 
 if TYPE_CHECKING:
@@ -36,10 +36,20 @@ class Training:
     scheduler: Any
     device: torch.device
     steps_done: int = 0
+    mover: tensors.Mover = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mover = tensors.Mover(self.chunks, self.optimizer, self.device)
 
     def step(self, n: int = 1) -> list[dict[str, float]]:
         """Train n steps. Loss (mean over microbatches and data ranks) and gradient norm of each, the same on every rank."""
+        if self.mover.away:
+            raise KitError(f"{', '.join(self.mover.away)} are off the device: restore them before training")
         return [self._step() for _ in range(n)]
+
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 of every tensor of the job, by "kind/name"."""
+        return tensors.hashes(self.chunks, self.optimizer)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter of this rank, named by chunk and module path."""
@@ -87,7 +97,9 @@ def _batches(config: ModelConfig, step: int, device: torch.device) -> Iterator[d
     g = config.geometry
     replica = parallel_state.get_data_parallel_rank()
     for microbatch in range(config.microbatches):
-        generator = torch.Generator().manual_seed(((config.seed * 1_000_003 + step) * 4099 + replica) * 257 + microbatch)
+        generator = torch.Generator().manual_seed(
+            ((config.seed * 1_000_003 + step) * 4099 + replica) * 257 + microbatch
+        )
         tokens = torch.randint(0, g.vocab, (config.micro_batch, g.seq + 1), generator=generator).to(device)
         positions = torch.arange(g.seq, device=device).expand(config.micro_batch, -1)
         yield {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "positions": positions}
@@ -112,8 +124,9 @@ def initialise(config: ModelConfig) -> torch.device:
     if not dist.is_initialized():
         raise BadInput("torch.distributed is not initialised: call init_process_group (or start a World) first")
     check(config, dist.get_world_size())
-    standin.install()
+    # Handles come first: some modules that Megatron imports keep the default group that they find.
     groups.install()
+    standin.install()
     from megatron.core import parallel_state, tensor_parallel
 
     if parallel_state.model_parallel_is_initialized():

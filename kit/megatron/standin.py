@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 CPU = torch.device("cpu")
 
@@ -74,47 +74,35 @@ class _Event:
         return True
 
 
-@contextlib.contextmanager
-def _stream(_stream: Any) -> Iterator[None]:
-    yield
-
-
 def _replacements() -> list[tuple[Any, str, Any]]:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
     one = _Stream()
 
-    def nothing(*_: Any, **__: Any) -> None: ...
-
-    def the_stream(*_: Any, **__: Any) -> _Stream:
-        return one
-
-    def get_state(*_: Any, **__: Any) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
-        torch.set_rng_state(state)
+    def give(value: Any) -> Any:
+        # A function of its own for every name: torch's compiler refuses to load where two names share one.
+        return lambda *_, **__: value
 
     cuda: Any = torch.cuda
     wanted: list[tuple[Any, str, Any]] = [
-        (cuda, "current_device", lambda: CPU),
-        (cuda, "set_device", nothing),
-        (cuda, "synchronize", nothing),
-        (cuda, "empty_cache", nothing),
-        (cuda, "current_stream", the_stream),
-        (cuda, "default_stream", the_stream),
-        (cuda, "stream", _stream),
+        (cuda, "current_device", give(CPU)),
+        (cuda, "set_device", give(None)),
+        (cuda, "synchronize", give(None)),
+        (cuda, "empty_cache", give(None)),
+        (cuda, "current_stream", give(one)),
+        (cuda, "default_stream", give(one)),
+        (cuda, "stream", lambda _: contextlib.nullcontext()),
         (cuda, "Stream", _Stream),
         (cuda, "Event", _Event),
-        (cuda, "manual_seed", torch.manual_seed),
-        (cuda, "get_rng_state", get_state),
-        (cuda, "set_rng_state", set_state),
-        (cuda.random, "get_rng_state", get_state),
+        (cuda, "manual_seed", lambda seed: torch.manual_seed(seed)),
+        (cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        (cuda.random, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
         (cuda, "FloatTensor", torch.FloatTensor),
         (cuda, "HalfTensor", torch.HalfTensor),
         (cuda, "BFloat16Tensor", torch.BFloat16Tensor),
-        (random, "_set_cuda_rng_state", set_state),
+        (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
     ]
     # 0.16.1 never defines this name where Transformer Engine is missing, and then tests it for None.
     if not hasattr(moe_utils, "te_general_gemm"):

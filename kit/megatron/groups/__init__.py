@@ -18,7 +18,7 @@ from kit.errors import BadInput
 from kit.megatron.groups import common, exact
 from kit.megatron.groups.census import holders, talk
 from kit.megatron.groups.exact import DestroyFailed, registered_left
-from kit.megatron.groups.handle import GroupReleased, Handle, install
+from kit.megatron.groups.handle import GroupReleased, Handle, install, uninstall
 from kit.megatron.groups.snapshot import initialised, snapshot
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "reload",
     "snapshot",
     "talk",
+    "uninstall",
 ]
 
 MODES = ("exact", "manual", "official")

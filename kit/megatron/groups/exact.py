@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import datetime
 import threading
+import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from kit.errors import KitError
-from kit.megatron.groups.handle import Handle, forget, known, rekey, state, title
+from kit.megatron.groups.handle import Handle, forget, rekey, state, title
 from kit.megatron.groups.snapshot import decode, global_names, groups_in, make_options, megatron_groups, parallel_state
 
 # Handles between a destroy and the reload that fills them again, by group name.
@@ -103,6 +105,9 @@ def _let_go(boxes: list[list[Any]]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+        # Python's join comes back a moment before the kernel's thread is gone, and a census would still count it.
+        while Path(f"/proc/self/task/{thread.native_id}").exists():
+            time.sleep(0)
 
 
 def reset_globals() -> None:
@@ -179,7 +184,6 @@ def _fill(plain: dict[str, Any], inner: Any) -> Handle:
     handle = _released.pop(plain["name"])
     handle.kit_inner = inner
     rekey(inner, handle)
-    known.add(handle)
     return handle
 
 

@@ -10,10 +10,11 @@ registry, so censuses and plain `destroy_process_group(handle)` behave as with a
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import sys
-import weakref
-from typing import Any
+import types
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -87,14 +88,13 @@ def title(facts: dict[str, Any]) -> str:
 class _State:
     """What a process knows of its handles; one per process."""
 
-    installed = False
+    installed: ClassVar[list[tuple[Any, str, Any, Any]]] = []  # (owner, name, what was there, what is there now)
     generation = 0
     store: Any = None  # the default group's own store, from which every generation takes a prefix
     init_arguments: dict[str, Any] | None = None  # what initialize_model_parallel was last called with
 
 
 state = _State()
-known: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 def _registry() -> tuple[dict[Any, Any], ...]:
@@ -106,7 +106,9 @@ def rekey(old: Any, new: Any) -> None:
     """Make `new` the key under which torch's registry knows the group `old`."""
     for table in _registry():
         if old in table:
-            table[new] = table.pop(old)
+            same_order = {new if key is old else key: value for key, value in table.items()}
+            table.clear()
+            table.update(same_order)
     for tagged in c10d._world.tags_to_pg.values():
         for index, each in enumerate(tagged):
             if each is old:
@@ -130,7 +132,6 @@ def adopt(group: dist.ProcessGroup, *, maker: str) -> Handle:
     ranks = c10d._world.pg_group_ranks[group]
     handle = Handle(group, ranks=sorted(ranks, key=ranks.__getitem__), maker=maker)
     rekey(group, handle)
-    known.add(handle)
     return handle
 
 
@@ -144,7 +145,6 @@ def install() -> None:
     adopt_world()
     if state.installed:
         return
-    state.installed = True
     plain = c10d.new_group
 
     @functools.wraps(plain)
@@ -155,9 +155,27 @@ def install() -> None:
             return adopt(group, maker=str(sys._getframe(1).f_globals.get("__name__", "")))
         return group
 
-    c10d.new_group = new_group
-    dist.new_group = new_group
+    _replace(c10d, "new_group", new_group)
+    _replace(dist, "new_group", new_group)
     _remember_arguments()
+
+
+def uninstall() -> None:
+    """Hand out plain groups again, and give the default group its place back. Handles that are out stay good."""
+    while state.installed:
+        owner, name, old, new = state.installed.pop()
+        if getattr(owner, name) is new:
+            setattr(owner, name, old)
+    default = c10d._world.default_pg
+    if isinstance(default, Handle):
+        inner = default.kit_inner
+        rekey(default, inner)
+        _redirect_defaults(default, inner)
+
+
+def _replace(owner: Any, name: str, new: Any) -> None:
+    state.installed.append((owner, name, getattr(owner, name), new))
+    setattr(owner, name, new)
 
 
 def adopt_world() -> None:
@@ -165,7 +183,14 @@ def adopt_world() -> None:
     default = c10d._world.default_pg
     if default is not None and not isinstance(default, Handle):
         state.store = c10d._world.pg_map[default][1]
-        adopt(default, maker=WORLD)
+        _redirect_defaults(default, adopt(default, maker=WORLD))
+
+
+def _redirect_defaults(old: Any, new: Any) -> None:
+    """Modules imported after the default group came (torch.distributed.nn is one) hold it in their functions' defaults."""
+    for function in [each for each in gc.get_objects() if isinstance(each, types.FunctionType)]:
+        if function.__defaults__ and any(each is old for each in function.__defaults__):
+            function.__defaults__ = tuple(new if each is old else each for each in function.__defaults__)
 
 
 def _remember_arguments() -> None:
@@ -180,4 +205,4 @@ def _remember_arguments() -> None:
         state.init_arguments = dict(signature.bind(*args, **kwargs).arguments)
         plain(*args, **kwargs)
 
-    parallel_state.initialize_model_parallel = initialize_model_parallel
+    _replace(parallel_state, "initialize_model_parallel", initialize_model_parallel)

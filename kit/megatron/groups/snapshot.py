@@ -7,6 +7,7 @@ description, and every global of `parallel_state` by name, group or not. Scratch
 from __future__ import annotations
 
 import datetime
+import types
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from kit.megatron.groups.handle import WORLD, Handle, registered, state
 
-EMPTY: dict[str, Any] = {}
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 NCCL_CONFIG = ("blocking", "cga_cluster_size", "min_ctas", "max_ctas", "net_name", "split_share", "traffic_class")
 
 
@@ -36,13 +37,8 @@ def global_names() -> list[str]:
     return [
         name
         for name, value in vars(parallel_state()).items()
-        if name.startswith("_") and not name.startswith("__") and not callable_code(value)
+        if name.startswith("_") and not name.startswith("__") and not isinstance(value, _CODE)
     ]
-
-
-def callable_code(value: Any) -> bool:
-    """Functions, classes and modules; a process group or a buffer is none of them."""
-    return hasattr(value, "__code__") or isinstance(value, type) or hasattr(value, "__path__")
 
 
 def groups_in(value: Any) -> list[Any]:
@@ -75,7 +71,7 @@ def maker(group: Any) -> str:
 def snapshot(*, include_world: bool = False) -> dict[str, Any]:
     """The groups and globals as they are now; empty when Megatron is not initialised."""
     if not initialised():
-        return dict(EMPTY)
+        return {}
     groups = [g for g in registered() if g is not c10d._world.default_pg] if include_world else megatron_groups()
     index = {id(group): number for number, group in enumerate(groups)}
     default = c10d._world.default_pg

@@ -1,0 +1,184 @@
+"""Whose group is it: leave the distributed state and Megatron's globals as they were found.
+
+`as_found()` notes what is there. What was made inside is destroyed on the way out: after a barrier on success; on
+failure the error is logged first and groups are aborted without waiting for anybody, and that error is what surfaces.
+What the caller had stays: its groups, its parallel state (brought back if it was released inside), microbatch
+calculator, scratch buffers, rerun state machine, RNG tracker and generators. `describe()` tells the state in plain JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from kit.megatron import groups, standin
+from kit.megatron.groups.handle import Handle, forget, registered, state
+from kit.megatron.groups.snapshot import global_names, parallel_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+log = logging.getLogger(__name__)
+
+
+def _singletons() -> list[tuple[Any, str]]:
+    """Megatron's other process-wide state: (module, name)."""
+    from megatron.core import num_microbatches_calculator, rerun_state_machine
+    from megatron.core.tensor_parallel import random
+
+    return [
+        (num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR"),
+        (rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE"),
+        (random, "_CUDA_RNG_STATE_TRACKER"),
+        (random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED"),
+    ]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Found:
+    """The state on entry."""
+
+    groups: list[Any]
+    distributed: bool
+    handles: bool
+    standin: bool
+    snapshot: dict[str, Any]
+    globals: dict[str, Any]
+    singletons: list[tuple[Any, str, Any]]
+    tracker_states: dict[str, Any] | None
+    generator: torch.Tensor
+    cuda_generator: torch.Tensor | None
+    deterministic: bool
+
+
+def _look() -> _Found:
+    from megatron.core.tensor_parallel import random
+
+    tracker = random._CUDA_RNG_STATE_TRACKER
+    distributed = dist.is_initialized()
+    return _Found(
+        groups=registered() if distributed else [],
+        distributed=distributed,
+        handles=bool(state.installed),
+        standin=standin.status().active,
+        snapshot=groups.snapshot(),
+        globals={name: getattr(parallel_state(), name) for name in global_names()},
+        singletons=[(module, name, getattr(module, name)) for module, name in _singletons()],
+        tracker_states=dict(tracker.get_states()) if tracker is not None else None,
+        generator=torch.get_rng_state(),
+        cuda_generator=torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+@contextlib.contextmanager
+def as_found(*, timeout_s: float = 60.0) -> Iterator[None]:
+    """Restore the distributed and Megatron state on the way out; see the module. Every rank enters and leaves."""
+    found = _look()
+    try:
+        yield
+    except BaseException as error:
+        log.error("leaving after %s: %s", type(error).__name__, error, exc_info=error)  # noqa: TRY400 - told with its trace
+        try:
+            _abort(found)
+            _put_back(found)
+        except Exception:
+            log.exception("cleaning up after that error failed too; the first error is the one to read")
+        raise
+    _destroy(found, timeout_s)
+    _put_back(found)
+
+
+def _made_inside(found: _Found) -> list[Any]:
+    """Groups that are registered now and were not on entry, newest first; a handle stands for the group inside it."""
+    before = {id(group) for group in found.groups}
+    now = registered() if dist.is_initialized() else []
+    return [g for g in reversed(now) if id(g) not in before and not (_is_callers(g, before))]
+
+
+def _is_callers(group: Any, before: set[int]) -> bool:
+    return isinstance(group, Handle) and id(group.kit_inner) in before
+
+
+def _destroy(found: _Found, timeout_s: float) -> None:
+    if dist.is_initialized():
+        if found.snapshot and not groups.initialised():
+            groups.reload({"mode": "exact", **found.snapshot}, timeout_s=timeout_s)
+        dist.barrier()
+        for group in _made_inside(found):
+            if group is c10d._world.default_pg:
+                continue
+            dist.destroy_process_group(group)
+            _empty(group)
+        if not found.distributed:
+            world = c10d._world.default_pg
+            dist.destroy_process_group()
+            _empty(world)
+
+
+def _abort(found: _Found) -> None:
+    """Without a word to the peers: they may be gone, or waiting in a collective that will not end."""
+    mine = _made_inside(found)
+    for group in mine:
+        inner = group.kit_inner if isinstance(group, Handle) else group
+        inner.abort()
+    for group in mine:
+        if group is c10d._world.default_pg:
+            continue
+        forget(group)
+        _empty(group)
+    if not found.distributed and dist.is_initialized():
+        world = c10d._world.default_pg
+        forget(world)
+        c10d._update_default_pg(None)
+        c10d._world.tags_to_pg.clear()
+        c10d._world.group_count = 0
+        _empty(world)
+
+
+def _empty(group: Any) -> None:
+    """Over gloo a group lives as long as anything refers to it; the handle lets go of it."""
+    if isinstance(group, Handle):
+        group.kit_inner = None
+
+
+def _put_back(found: _Found) -> None:
+    module = parallel_state()
+    for name in global_names():
+        setattr(module, name, found.globals.get(name, {} if isinstance(getattr(module, name), dict) else None))
+    for owner, name, value in found.singletons:
+        setattr(owner, name, value)
+    if found.tracker_states is not None:
+        from megatron.core.tensor_parallel import random
+
+        random._CUDA_RNG_STATE_TRACKER.set_states(found.tracker_states)
+    torch.use_deterministic_algorithms(mode=found.deterministic)
+    if not found.handles:
+        groups.uninstall()
+    if not found.standin:
+        standin.uninstall()
+    torch.set_rng_state(found.generator)
+    if found.cuda_generator is not None:
+        torch.cuda.set_rng_state(found.cuda_generator)
+
+
+def describe() -> dict[str, Any]:
+    """The distributed and Megatron state in plain JSON, to compare before and after."""
+    names = sorted(c10d._world.pg_names.values()) if dist.is_initialized() else []
+    state_of = {name: getattr(parallel_state(), name) for name in global_names()}
+    return {
+        "distributed": dist.is_initialized(),
+        "groups": names,
+        "globals": {name: type(value).__name__ for name, value in state_of.items() if value not in (None, {})},
+        "singletons": {name: type(getattr(module, name)).__name__ for module, name in _singletons()},
+        "standin": standin.status().active,
+        "handles": bool(state.installed),
+        "generator": hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest(),
+    }
