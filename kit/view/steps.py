@@ -1,0 +1,73 @@
+"""A run as plots need it: its steps in order, and a metric's median and range over ranks at each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+if TYPE_CHECKING:
+    from kit.results import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A metric through the steps. `start` is what it was before the first one, where that was measured."""
+
+    at: list[int]
+    middle: list[float]
+    low: list[float]
+    high: list[float]
+    start: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The measured (cycle, phase) pairs in the order in which they ended, and their records."""
+
+    order: list[tuple[int, str]]
+    phases: list[str]
+    cycles: list[int]
+    ranks: list[int]
+    frame: pd.DataFrame
+
+    def metrics(self) -> set[str]:
+        return set(self.frame["metric"])
+
+    def of(self, metric: str) -> pd.DataFrame:
+        """Finite values of a metric, with the number of their step."""
+        return self.frame[(self.frame["metric"] == metric) & self.frame["value"].notna()]
+
+    def level(self, metric: str) -> Level:
+        groups = self.of(metric).groupby("step")["value"]
+        before = self.of(f"{metric}_before")
+        first = before[before["step"] == before["step"].min()]["value"]
+        return Level(
+            at=[int(step) for step in groups.median().index],
+            middle=groups.median().tolist(),
+            low=groups.min().tolist(),
+            high=groups.max().tolist(),
+            start=None if first.empty else float(first.median()),
+        )
+
+
+def steps(run: Run) -> Steps:
+    """Read a run. A record outside any timed phase belongs to no step and is left out."""
+    frame = run.frame()
+    frame = frame[frame["value"].abs() != float("inf")]
+    timed = frame[frame["metric"] == "seconds"]
+    ends = timed.groupby(["cycle", "phase"])["time"].min().sort_values(kind="stable")
+    order = [(int(cycle), str(phase)) for cycle, phase in ends.index]
+    number: Mapping[Any, int] = {key: index for index, key in enumerate(order)}
+    keys = list(zip(frame["cycle"], frame["phase"], strict=True))
+    frame = frame.assign(step=[number.get(key, -1) for key in keys])
+    frame = frame[frame["step"] >= 0]
+    return Steps(
+        order=order,
+        phases=list(dict.fromkeys(phase for _, phase in order)),
+        cycles=sorted({cycle for cycle, _ in order}),
+        ranks=sorted(int(rank) for rank in frame["rank"].unique()),
+        frame=frame,
+    )
