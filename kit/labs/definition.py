@@ -1,0 +1,54 @@
+"""What a lab is made of. Data and names only, so that listing labs and faults loads nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from kit.labs.options import LabConfig
+    from kit.results import Check
+
+
+class Step(NamedTuple):
+    """One phase of one cycle. A phase may come in many cycles."""
+
+    cycle: int
+    phase: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """A known bug that can be switched on. `set` is the config that exposes it, `exit` what the run must then end with."""
+
+    name: str
+    breaks: str
+    check: str
+    exit: int = 1
+    set: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Definition:
+    """A lab. `plan` lists its phases for a config.
+
+    `phases` names (`module:attr`) what each rank makes once from a Context: an object with a method for every phase of the
+    plan, called with the cycle. `checks` names a sequence of kit.results.Check. `preload` is imported before ranks start.
+    """
+
+    name: str
+    summary: str
+    config: type[LabConfig]
+    plan: Callable[[Any], Sequence[Step]]
+    phases: str
+    checks: str
+    faults: tuple[Fault, ...] = ()
+    preload: tuple[str, ...] = ()
+
+    def load_checks(self) -> Sequence[Check]:
+        module, _, name = self.checks.partition(":")
+        checks: Sequence[Check] = getattr(import_module(module), name)
+        return checks

@@ -1,0 +1,225 @@
+"""A lab that is stepped: phase by phase by hand, or all at once; both are the same code.
+
+Making one checks the config, makes the run's folder and starts the ranks. Each `step` runs one phase on every rank and
+appends what was measured at once, so that a run that is killed keeps everything. `run` does the steps that are left and
+judges. The first failure ends the run: its folder says so, and the error is raised on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kit.errors import KitError, RankError
+from kit.labs.configure import as_json, configure, find_fault, refuse_device
+from kit.labs.stepped import Stepped
+from kit.measure import provenance
+from kit.results import Record, Run, Verdict, create_run, runs_dir
+from kit.results.files import write_text
+from kit.results.tolerances import checked_tolerances
+from kit.world import World
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kit.labs.definition import Definition, Step
+    from kit.results.run import Plotter
+    from kit.world.calls import Observer
+
+RANKSIDE = "kit.labs.rankside"
+BOUNDARY = "run"  # the phase of what is measured once, before the first phase and after the last
+
+
+class PhaseRow(NamedTuple):
+    """One phase of the plan. `status` is done, next, to do or failed."""
+
+    cycle: int
+    phase: str
+    status: str
+
+
+class Lab:
+    """`lab.phases`, `lab.step()`, `lab.run()`, `lab.close()`; `lab.world` has the ranks, `lab.dir` is the run's folder."""
+
+    def __init__(
+        self,
+        definition: Definition,
+        config: Mapping[str, Any],
+        *,
+        fault: str | None = None,
+        out: Path | None = None,
+        tolerances: Mapping[str, float] | None = None,
+        observe: Callable[[int], Observer] | None = None,
+        plotter: Plotter | None = None,
+    ) -> None:
+        self.definition = definition
+        self.name = definition.name
+        self._plotter = plotter
+        chosen = find_fault(definition, fault)
+        self.fault = fault
+        self.config = configure(definition, config, chosen)
+        self._checks = definition.load_checks()
+        self._tolerances = checked_tolerances(tolerances or {}, [check.tolerance for check in self._checks])
+        self._plan: Sequence[Step] = definition.plan(self.config)
+        self._done = 0
+        self._error = ""
+        self._run: Run | None = None
+        plain = as_json(self.config)
+        about = provenance()
+        self._writer = create_run(runs_dir(), self.name, plain, about, out=out, fault=fault)
+        self.dir = self._writer.dir
+        try:
+            self.world = World(
+                self.config.ranks,
+                device=self.config.device,
+                timeout_s=self.config.timeout_s,
+                python=self.config.python or None,
+                preload=definition.preload,
+                logs=self.dir / "logs",
+                observer=observe(len(self._plan) + 2) if observe else None,
+            )
+        except BaseException as error:
+            self._failed(error)
+            raise
+        try:
+            if chosen is not None:
+                refuse_device(chosen, self.world.device)
+            answers = self.world.call(
+                f"{RANKSIDE}:begin",
+                phases=definition.phases,
+                config_type=f"{definition.config.__module__}:{definition.config.__qualname__}",
+                config=plain,
+                fault=fault,
+                devices=[row["device"] for row in self.world.status()],
+            )
+            self._writer.set_provenance({**about, "rank0": answers[0]["provenance"], "world": self._about_world()})
+            self._append_pss("pss_before", answers)
+        except BaseException as error:
+            self._failed(error)
+            self.world.close()
+            raise
+
+    # -- what a person does with it ---------------------------------------------------------------------------------
+
+    @property
+    def phases(self) -> list[PhaseRow]:
+        """The plan, and how far it is."""
+        marks = ["done"] * self._done + ["failed" if self._error else "next"] + ["to do"] * len(self._plan)
+        return [PhaseRow(step.cycle, step.phase, mark) for step, mark in zip(self._plan, marks, strict=False)]
+
+    def step(self) -> Stepped:
+        """Run the next phase on every rank."""
+        self._check_going()
+        if self._done == len(self._plan):
+            raise KitError("every phase is done; run() judges what was measured")
+        cycle, phase = self._plan[self._done]
+        try:
+            answers = self.world.call(f"{RANKSIDE}:step", phase=phase, cycle=cycle, name=phase)
+            records = self._append(cycle, phase, dict(enumerate(answers)))
+        except BaseException as error:
+            self._failed(error)
+            raise
+        self._done += 1
+        return Stepped(cycle, phase, records, done=self._done, planned=len(self._plan))
+
+    def run(self) -> Run:
+        """Run the phases that are left, judge, and write the verdict. Once done, the same Run again."""
+        if self._run is not None:
+            return self._run
+        self._check_going()
+        while self._done < len(self._plan):
+            self.step()
+        try:
+            self._append_pss("pss", self.world.call(f"{RANKSIDE}:end"))
+            run = Run(self.dir, checks=lambda _: self._checks, plotter=self._plotter)
+            self._writer.write_verdict(run.verdict(**self._tolerances))
+            self._writer.finish()
+        except BaseException as error:
+            self._failed(error)
+            raise
+        self._run = run
+        return run
+
+    def verdict(self) -> Verdict:
+        """The checks put to what was measured so far."""
+        return Run(self.dir, checks=lambda _: self._checks).verdict(**self._tolerances)
+
+    def close(self) -> None:
+        """End the ranks. A run that had not come to its verdict is marked as failed. May be called again."""
+        if self._run is None and not self._error:
+            self._failed(KitError(f"closed before its end: {self._done} of {len(self._plan)} phases were done"))
+        self.world.close()
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "judged" if self._run else f"failed: {self._error}" if self._error else "under way"
+        fault = f", fault {self.fault}" if self.fault else ""
+        return f"<lab {self.name}{fault}: {self._done} of {len(self._plan)} phases done, {state}; {self.dir}>"
+
+    # -- how --------------------------------------------------------------------------------------------------------
+
+    def _check_going(self) -> None:
+        if self._error:
+            raise KitError(f"this run has failed ({self._error}); make a new lab")
+        if self._run is not None:
+            raise KitError("this run is judged; make a new lab")
+
+    def _append(self, cycle: int, phase: str, answers: Mapping[int, Any]) -> list[Record]:
+        records = [
+            Record(
+                run=self._writer.id,
+                lab=self.name,
+                cycle=cycle,
+                phase=phase,
+                rank=rank,
+                metric=metric,
+                value=value,
+                unit=unit,
+                time=answer["ended"],
+            )
+            for rank, answer in answers.items()
+            for metric, value, unit in answer["metrics"]
+        ]
+        self._writer.append(records)
+        return records
+
+    def _append_pss(self, metric: str, answers: Sequence[Any]) -> None:
+        rows = {rank: answer["pss"] for rank, answer in enumerate(answers) if answer["pss"] is not None}
+        ended = time.time()
+        self._append(
+            0, BOUNDARY, {rank: {"metrics": [(metric, value, "B")], "ended": ended} for rank, value in rows.items()}
+        )
+
+    def _failed(self, error: BaseException) -> None:
+        """Keep what can be known of the failure. Whatever goes wrong here must not hide the error itself."""
+        text = str(error)
+        said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        self._error = said.partition("\n")[0]
+        with contextlib.suppress(KitError):
+            if isinstance(error, RankError) and self._done < len(self._plan):
+                self._append_last(*self._plan[self._done])
+        with contextlib.suppress(KitError, OSError):
+            write_text(self.dir / "logs" / "error.txt", said + "\n")
+        with contextlib.suppress(KitError, OSError):
+            self._writer.fail(self._error)
+
+    def _append_last(self, cycle: int, phase: str) -> None:
+        """The records of a phase that raised: the ranks still know them, unless one of them hangs."""
+        answers = self.world.call(f"{RANKSIDE}:last", timeout_s=5)
+        known = {
+            rank: answer
+            for rank, answer in enumerate(answers)
+            if answer and answer["cycle"] == cycle and answer["name"] == phase
+        }
+        self._append(cycle, phase, known)
+
+    def _about_world(self) -> dict[str, Any]:
+        first = self.world.status()[0]
+        return {"ranks": self.world.ranks, "device": self.world.device, "why": first["why"]}

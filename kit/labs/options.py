@@ -1,0 +1,106 @@
+"""Fields of a lab's config: frozen keyword-only dataclasses of the standard library, the same on both sides.
+
+`Annotated[int, Option("...", low=1, high=64)]` says what a field is for and what it may be. The notebook side checks it
+(pydantic asks the marker itself), `kit` prints it and widgets are made from it; the ranks take the values as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from typing import Annotated, Any, Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What a field is for, the ends of its range (both allowed), and whether it names code (`module:attr`) for the ranks."""
+
+    help: str
+    _: dataclasses.KW_ONLY
+    low: float | None = None
+    high: float | None = None
+    unit: str = ""
+    target: bool = False
+
+    def check(self, value: Any) -> Any:
+        """The value, if it is in the range; for pydantic."""
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            above = self.low is None or value >= self.low
+            below = self.high is None or value <= self.high
+            if not (above and below and math.isfinite(value)):
+                raise ValueError(f"must be {self.range()}")
+        return value
+
+    def range(self) -> str:
+        if self.low is None and self.high is None:
+            return ""
+        if self.high is None:
+            return f"of at least {self.low}"
+        return f"of at most {self.high}" if self.low is None else f"from {self.low} to {self.high}"
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+        function = {"type": "no-info", "function": self.check}
+        return {"type": "function-after", "function": function, "schema": handler(source)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LabConfig:
+    """What every lab's config has. A lab adds fields by inheriting; rules among fields are a ValueError in __post_init__."""
+
+    ranks: Annotated[int, Option("how many ranks", low=1, high=4096)] = 2
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Option("where ranks work; auto takes CUDA if each rank gets a card")
+    ] = "auto"
+    timeout_s: Annotated[float, Option("how long a phase may take", low=0.1, high=86400, unit="s")] = 120.0
+    python: Annotated[
+        str, Option("the ranks' interpreter; empty: the first on this box with torch and megatron.core")
+    ] = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a config, as a person or a widget wants to see it."""
+
+    name: str
+    kind: Any
+    default: Any
+    option: Option
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        return typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
+
+    @property
+    def optional(self) -> bool:
+        return typing.get_origin(self.kind) in {typing.Union, types.UnionType} and type(None) in typing.get_args(
+            self.kind
+        )
+
+    def allowed(self) -> str:
+        """What the field may be, in words."""
+        if self.choices:
+            return f"one of {', '.join(map(str, self.choices))}"
+        plain = (
+            [kind for kind in typing.get_args(self.kind) if kind is not type(None)] if self.optional else [self.kind]
+        )
+        words = " or ".join(_WORDS.get(kind, str(kind)) for kind in plain)
+        return " ".join(filter(None, [words, self.option.range(), "or null" if self.optional else ""]))
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def fields(config: type) -> list[Field]:
+    """The fields of a lab's config in order."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    return [_field(field, hints[field.name]) for field in dataclasses.fields(config)]
+
+
+def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
+    kind, *marks = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+    options = [mark for mark in marks if isinstance(mark, Option)]
+    if not options:
+        raise TypeError(f"config field {field.name!r} has no Option: say what it is for")
+    return Field(field.name, kind, field.default, options[0])

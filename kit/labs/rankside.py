@@ -1,0 +1,108 @@
+"""A lab on a rank: its phases object lives here between calls; every phase is measured, also one that raises.
+
+The notebook calls `begin` once, `step` for each phase, `last` to learn what was measured of a phase that raised, and `end`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kit.measure import Metric, PhaseMeter, provenance, pss
+
+
+@dataclass(kw_only=True, slots=True)
+class Context:
+    """What a lab's phases have to work with. `record` adds a number of their own to the phase that runs."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    config: Any
+    fault: str | None
+    metrics: list[Metric] = field(default_factory=list)
+
+    def record(self, metric: str, value: float, unit: str = "1") -> None:
+        self.metrics.append(Metric(metric, float(value), unit))
+
+    def implementation(self, target: str) -> Any:
+        """The code under test: `module:attr`, called once with this context."""
+        return load(target)(self)
+
+
+@dataclass(kw_only=True, slots=True)
+class Session:
+    """One lab on this rank."""
+
+    context: Context
+    phases: Any
+    last: dict[str, Any] | None = None
+
+
+_session: Session | None = None
+
+
+def begin(
+    *, phases: str, config_type: str, config: dict[str, Any], fault: str | None, devices: list[str]
+) -> dict[str, Any]:
+    """Make the lab's phases object. Returns this rank's proportional memory, and on rank 0 what it knows of its software."""
+    global _session  # noqa: PLW0603 - one rank is one process, and it works for one lab
+    rank = dist.get_rank()
+    context = Context(
+        rank=rank,
+        world_size=dist.get_world_size(),
+        device=torch.device(devices[rank]),
+        config=load(config_type)(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}),
+        fault=fault,
+    )
+    about = provenance() if rank == 0 else None
+    _session = Session(context=context, phases=load(phases)(context))
+    return {"provenance": about, "pss": pss()}
+
+
+def step(*, cycle: int, name: str) -> dict[str, Any]:
+    """Run one phase and measure it."""
+    session = _running()
+    session.last = None
+    session.context.metrics = []
+    meter = PhaseMeter(str(session.context.device))
+    failed = [Metric("failed", 1, "1")]
+    try:
+        with meter:
+            getattr(session.phases, name)(cycle)
+        failed = []
+    finally:
+        metrics = [*meter.metrics, *session.context.metrics, *failed]
+        session.last = {"cycle": cycle, "name": name, "metrics": metrics, "ended": meter.ended}
+    return session.last
+
+
+def last() -> dict[str, Any] | None:
+    """What the latest phase left behind, whether or not it raised."""
+    return _running().last
+
+
+def end() -> dict[str, Any]:
+    """Let go of the lab."""
+    global _session  # noqa: PLW0603 - as above
+    _session = None
+    return {"pss": pss()}
+
+
+def load(target: str) -> Any:
+    """`module:attr` or `module:attr.attr`."""
+    module, _, names = target.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in names.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _running() -> Session:
+    if _session is None:
+        raise RuntimeError("no lab was begun on this rank")
+    return _session

@@ -1,0 +1,29 @@
+"""What the smoke lab can be told, and its phases in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from kit.labs.definition import Step
+from kit.labs.options import LabConfig, Option
+
+PHASES = ("make", "talk", "destroy", "count")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SmokeConfig(LabConfig):
+    """Groups of all ranks, made and destroyed in every cycle."""
+
+    cycles: Annotated[int, Option("how often all of it is done", low=1, high=1000)] = 3
+    groups: Annotated[int, Option("groups that live at the same time", low=1, high=64)] = 2
+    size: Annotated[int, Option("numbers in one message", low=1, high=1 << 24)] = 1024
+    implementation: Annotated[
+        str,
+        Option("the code under test, module:attr; attr(ctx) has make(ranks) -> group and destroy(group)", target=True),
+    ] = "kit.labs.smoke.phases:Plain"
+
+
+def plan(config: SmokeConfig) -> list[Step]:
+    """A baseline after everything was done once, so that what is made only once does not look like a leak; then the cycles."""
+    return [Step(0, "baseline"), *(Step(cycle, phase) for cycle in range(1, config.cycles + 1) for phase in PHASES)]

@@ -1,0 +1,84 @@
+"""What a rank does in the smoke lab, faults included."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kit.labs.rankside import Context
+
+
+class Plain:
+    """The code under test, unless a person puts their own in its place: torch's own calls."""
+
+    def __init__(self, ctx: Context) -> None: ...
+
+    def make(self, ranks: Sequence[int]) -> Any:
+        return dist.new_group(list(ranks))
+
+    def destroy(self, group: Any) -> None:
+        dist.destroy_process_group(group)
+
+
+class Smoke:
+    """One method a phase."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.code = ctx.implementation(ctx.config.implementation)
+        self.groups: list[Any] = []
+        self.forgotten: list[Any] = []
+
+    def baseline(self, cycle: int) -> None:
+        """All of it once, without faults."""
+        self.make(cycle)
+        for index, group in enumerate(self.groups):
+            self.wrong_values(index, group, self.message(index))
+        while self.groups:
+            self.code.destroy(self.groups.pop())
+        gc.collect()
+
+    def make(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
+        self.groups = [self.code.make(range(self.ctx.world_size)) for _ in range(self.ctx.config.groups)]
+
+    def talk(self, cycle: int) -> None:
+        """A sum over every group; each rank knows what must come out, to the last bit."""
+        wrong = 0
+        for index, group in enumerate(self.groups):
+            message = self.message(index)
+            last = index == len(self.groups) - 1 and cycle == self.ctx.config.cycles
+            if self.ctx.fault == "wrong-sum" and last and self.ctx.rank == self.ctx.world_size - 1:
+                message[-1] += 1
+            wrong += self.wrong_values(index, group, message)
+        self.ctx.record("talked_groups", len(self.groups))
+        self.ctx.record("wrong_values", wrong)
+
+    def destroy(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        if self.ctx.fault == "leaked-group":
+            self.forgotten.append(self.groups.pop())
+        while self.groups:
+            # The last handle goes with it: over gloo a destroyed group keeps its threads and sockets while any handle lives.
+            self.code.destroy(self.groups.pop())
+
+    def count(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """What garbage still held goes; what is open after this phase is left over."""
+        gc.collect()
+
+    def message(self, index: int) -> torch.Tensor:
+        """Whole numbers, different for every place, group and rank."""
+        return self.places(index) * (self.ctx.rank + 1)
+
+    def wrong_values(self, index: int, group: Any, message: torch.Tensor) -> int:
+        dist.all_reduce(message, group=group)
+        size = self.ctx.world_size
+        expected = self.places(index) * (size * (size + 1) // 2)
+        return int((message != expected).sum())
+
+    def places(self, index: int) -> torch.Tensor:
+        return torch.arange(1, self.ctx.config.size + 1, device=self.ctx.device) + index

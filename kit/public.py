@@ -1,0 +1,113 @@
+"""What `import kit` offers, put together from the rooms: a World with a place for its logs, labs, and runs from disk."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kit import world as room
+from kit.labs.discover import checks_of, find
+from kit.labs.lab import Lab
+from kit.results import Run, runs_dir
+from kit.results import load as load_run
+from kit.view.progress import Progress
+
+if TYPE_CHECKING:
+    from kit.world.calls import Observer
+
+
+class World(room.World):
+    """`ranks` live torchrun ranks; see kit.world. Without `logs` they are kept among the runs, if anything was printed."""
+
+    def __init__(
+        self,
+        ranks: int = 2,
+        *,
+        device: str = "auto",
+        timeout_s: float = 60.0,
+        python: str | None = None,
+        env: Mapping[str, str] | None = None,
+        preload: Sequence[str] = (),
+        nodes: int = 1,
+        endpoint: str = "",
+        logs: str | os.PathLike[str] | None = None,
+        start_timeout_s: float | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        stamp = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        self._own = None if logs is not None else runs_dir() / "worlds" / stamp
+        try:
+            super().__init__(
+                ranks,
+                device=device,
+                timeout_s=timeout_s,
+                python=python,
+                env=env,
+                preload=preload,
+                nodes=nodes,
+                endpoint=endpoint,
+                logs=logs if self._own is None else self._own / "logs",
+                start_timeout_s=start_timeout_s,
+                observer=observer,
+            )
+        except BaseException:
+            self._tidy()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove the logs' folder where no rank ever printed."""
+        if self._own is not None and not any(file.stat().st_size for file in self._own.glob("logs/*")):
+            shutil.rmtree(self._own, ignore_errors=True)
+
+
+def lab(
+    name: str,
+    *,
+    fault: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    tolerances: Mapping[str, float] | None = None,
+    **config: Any,
+) -> Lab:
+    """Start a lab to step by hand. `config` sets its fields, `fault` switches a known bug on, `out` names the run's folder."""
+    return Lab(
+        find(name),
+        config,
+        fault=fault,
+        out=None if out is None else Path(out),
+        tolerances=tolerances,
+        observe=lambda calls: Progress(total=calls),
+        plotter=plot,
+    )
+
+
+def run(
+    name: str,
+    *,
+    fault: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    tolerances: Mapping[str, float] | None = None,
+    **config: Any,
+) -> Run:
+    """Run a lab from its first phase to its verdict."""
+    with lab(name, fault=fault, out=out, tolerances=tolerances, **config) as started:
+        return started.run()
+
+
+def load(path: str | os.PathLike[str]) -> Run:
+    """A run from disk, complete or partial."""
+    return load_run(Path(path), checks=checks_of, plotter=plot)
+
+
+def plot(run: Run) -> object:
+    from kit.view.plots import plot_run
+
+    return plot_run(run)
