@@ -3,8 +3,8 @@
 PYTHON ?= $(shell test -x .venv/bin/python && echo .venv/bin/python || echo python3)
 PINNED_PYTHONS ?= python3.11 python3.12
 
-# The environment's own programs come first for whatever is started here, JupyterLab's `!kit doctor` included.
-export PATH := $(CURDIR)/.venv/bin:$(PATH)
+# The environment's own programs come first for whatever is started in it, JupyterLab's `!kit doctor` included.
+IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
 # JupyterLab refuses to run as root unless told; in rented boxes and containers people are root. It still asks for its token
 # and listens on loopback only.
@@ -22,18 +22,18 @@ env: ## make or update .venv; instant when nothing changed
 	@$(PYTHON) .ci/env.py
 
 lab: env ## JupyterLab on the start notebook
-	JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter python -m jupyterlab --ServerApp.ip=127.0.0.1 --LabApp.default_url=$(START) $(ROOT)
+	$(IN_VENV) JUPYTER_CONFIG_PATH="$(CURDIR)/.jupyter" python -m jupyterlab --ServerApp.ip=127.0.0.1 --LabApp.default_url=$(START) $(ROOT)
 
 test: env ## the tests, under 10 minutes on two cores
-	python -m pytest -m "not slow and not browser"
+	$(IN_VENV) python -m pytest -m "not slow and not browser"
 
 test-all: env ## every test: faults, notebooks and the browser too
-	python -m pytest
+	$(IN_VENV) python -m pytest
 
 lint: env ## style, format and types
-	ruff check .
-	ruff format --check .
-	mypy
+	$(IN_VENV) ruff check .
+	$(IN_VENV) ruff format --check .
+	$(IN_VENV) mypy
 
-pins: ## resolve pyproject.toml anew for $(PINNED_PYTHONS) and write constraints.txt
+pins: ## resolve pyproject.toml anew, for Python 3.11 and 3.12, and write constraints.txt
 	$(PYTHON) .ci/pins.py $(PINNED_PYTHONS)
