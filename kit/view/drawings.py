@@ -140,7 +140,7 @@ def timeline(ax: Axes, steps: Steps, theme: Theme) -> None:
             color=theme.colour(index),
             hatch=theme.hatch(index),
             edgecolor=theme.ink if frame else theme.paper,
-            linewidth=2.0 if frame else 0.4,
+            linewidth=2.0 if frame else 0.0,
         )
     ax.set_yticks(range(len(steps.ranks)), [f"rank {rank}" for rank in steps.ranks])
     ax.set_ylim(len(steps.ranks) - 0.5, -0.5)

@@ -11,10 +11,12 @@ import pandas as pd
 if TYPE_CHECKING:
     from kit.results import Run
 
+BASELINE = "baseline"  # the phase after which a lab wants its levels to be the same again
+
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A metric through the steps. `start` is what it was before the first one, where that was measured."""
+    """A metric through the steps. `start` is what it was after a phase called baseline, else before the first phase."""
 
     at: list[int]
     middle: list[float]
@@ -42,14 +44,17 @@ class Steps:
 
     def level(self, metric: str) -> Level:
         groups = self.of(metric).groupby("step")["value"]
-        before = self.of(f"{metric}_before")
-        first = before[before["step"] == before["step"].min()]["value"]
+        first = self.of(metric)
+        first = first[first["phase"] == BASELINE]
+        if first.empty:
+            first = self.of(f"{metric}_before")
+        start = first[first["step"] == first["step"].min()]["value"]
         return Level(
             at=[int(step) for step in groups.median().index],
             middle=groups.median().tolist(),
             low=groups.min().tolist(),
             high=groups.max().tolist(),
-            start=None if first.empty else float(first.median()),
+            start=None if start.empty else float(start.median()),
         )
 
 

@@ -1,0 +1,114 @@
+"""The magics in a real shell with real ranks."""
+
+from __future__ import annotations
+
+import pytest
+from IPython.core.error import UsageError
+
+from kit.errors import BadInput, KitError, RankError, RankTimeout
+from kit.view.magics import parse_ranks
+from kit.view.values import RankValues
+
+
+@pytest.fixture(autouse=True)
+def named(shell, world):
+    shell.user_ns["mine"] = world
+    yield
+    shell.user_ns.pop("mine", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [([], [0, 1, 2, 3]), (["0,2"], [0, 2]), (["1-3"], [1, 2, 3]), (["3,0-1"], [0, 1, 3]), (["0,", "2"], [0, 2])],
+)
+def test_ranks_are_read(words, ranks):
+    assert parse_ranks(words, 4) == ranks
+
+
+@pytest.mark.parametrize("word", ["x", "-", "1-", "-1", "3-1", "4", "0-4", "1-2-3"])
+def test_wrong_ranks_are_told(word):
+    with pytest.raises(UsageError, match=r"ranks"):
+        parse_ranks([word], 4)
+
+
+def test_values_are_grouped():
+    assert repr(RankValues([0, 1, 2, 3], ["3.0"] * 4)) == "[0-3] 3.0"
+    assert repr(RankValues([0, 1, 2], ["a", None, "b\nc"])) == "[0] a\n[2] b\n    c"
+
+
+def test_a_cell_runs_on_all_ranks_and_shows_the_last_line(cell):
+    result, shown = cell("%%ranks\nx = torch.ones(1) * (rank + 1)\ndist.all_reduce(x)\nprint('I am', rank)\nx.item()")
+    assert result.success
+    assert repr(result.result) == "[0-1] 3.0"
+    assert {"[0] I am 0", "[1] I am 1"} <= set(shown.splitlines())
+
+
+def test_some_ranks_and_names_that_persist(cell):
+    assert cell("%%ranks\nkept = rank * 10")[0].result is None
+    assert repr(cell("%%ranks 1\nkept")[0].result) == "[1] 10"
+
+
+def test_an_error_is_an_exception_without_plumbing(cell):
+    result, shown = cell("%%ranks\nraise ValueError('on purpose')")
+    assert isinstance(result.error_in_exec, RankError)
+    assert result.error_in_exec.ranks == (0, 1)
+    assert shown.count("Traceback") == 1  # identical on both ranks: told once
+    assert "on purpose" in shown
+    assert "kit/world" not in shown
+    assert "kit/view" not in shown
+
+
+def test_plain_calls_show_the_line_that_asked(cell):
+    result, shown = cell("a = 1\nmine.run('1 / 0')\nb = 2")
+    assert isinstance(result.error_in_exec, RankError)
+    assert "line 2 of the cell: mine.run('1 / 0')" in shown
+    assert "kit/world" not in shown
+
+
+def test_a_typo_is_told_before_any_rank_sees_it(cell, world):
+    result, shown = cell("%%ranks\nx = = 1")
+    assert isinstance(result.error_in_exec, BadInput)
+    assert "SyntaxError: invalid syntax" in shown
+    assert world.state == "idle"
+
+
+def test_a_deadline(cell, world):
+    result, shown = cell("%%ranks 1 --timeout 0.3\nimport threading; threading.Event().wait()")
+    assert isinstance(result.error_in_exec, RankTimeout)
+    assert result.error_in_exec.ranks == (1,)
+    assert "Event().wait()" in shown
+    stacks, shown = cell("%ranks stacks")
+    assert stacks.success
+    assert "rank 1:" in shown
+    assert "Event().wait()" in shown
+    assert cell("%ranks restart")[0].result is world
+    assert repr(cell("%%ranks\nrank")[0].result) == "[0] 0\n[1] 1"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("%ranks bogus", "status, stacks, restart, stop, start"),
+        ("%ranks status 3", "takes nothing more"),
+        ("%%ranks --timeout soon\n1", "invalid seconds value: 'soon'"),
+        ("%%ranks --bogus\n1", "allowed is %%ranks [0,2-3] [--timeout SECONDS]"),
+        ("%%ranks 9\n1", "this World has ranks 0 to 1, not '9'"),
+        ("%ranks start many", "%ranks start [RANKS]"),
+    ],
+)
+def test_wrong_words_get_one_sentence(cell, line, words):
+    result, shown = cell(line)
+    assert isinstance(result.error_in_exec, UsageError)
+    assert words in shown
+    assert len(shown.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
+def test_wrong_seconds(cell, seconds):
+    result, _ = cell(f"%%ranks --timeout {seconds}\n1")
+    assert isinstance(result.error_in_exec, KitError)
+
+
+def test_status_is_the_world(cell, world):
+    assert cell("%ranks")[0].result is world
+    assert cell("%ranks status")[0].result is world

@@ -1,0 +1,114 @@
+"""The bar names who answered and who has not; nobody watching means nothing written; a terminal's line is taken back."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from kit.view.progress import Nowhere, Progress, bar_html, ranks_short, watched
+
+
+class Notes:
+    coloured = False
+
+    def __init__(self):
+        self.lines: list[tuple[float, str]] = []
+        self.cleared = 0
+
+    def draw(self, fraction, text):
+        self.lines.append((fraction, text))
+
+    def clear(self):
+        self.cleared += 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 3], "0-3"), ([5, 0, 1, 3], "0-1, 3, 5"), ([2, 2], "2")]
+)
+def test_ranks_are_told_short(ranks, text):
+    assert ranks_short(ranks) == text
+
+
+def test_a_bar_names_phase_and_ranks():
+    notes = Notes()
+    watch = Progress(line=notes, after_s=0)
+    watch.started("reload", [0, 1, 2, 3])
+    watch._drew = 0.0
+    watch.tick([0, 2])
+    fraction, text = notes.lines[-1]
+    assert fraction == 0.5
+    assert text.startswith("reload · answered: 0, 2 · waiting for: 1, 3 · ")
+
+
+def test_quick_work_has_no_bar():
+    notes = Notes()
+    watch = Progress(line=notes)
+    watch.started("reload", [0, 1])
+    watch.tick([0])
+    watch.ended()
+    assert notes.lines == []
+
+
+def test_a_bar_over_several_calls_fills_once():
+    notes = Notes()
+    watch = Progress(total=4, line=notes, after_s=0)
+    for phase in ("create", "talk", "destroy", "count"):
+        watch.started(phase, [0, 1])
+        watch.ended()
+    fractions = [fraction for fraction, _ in notes.lines]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+    assert notes.lines[-1][1].startswith("count · 4 of 4 · ")
+
+
+def test_nobody_watches_a_test():
+    assert isinstance(watched(), Nowhere)
+
+
+def test_output_is_marked_in_whole_lines(capsys):
+    Progress().output(1, "one\ntwo")
+    assert capsys.readouterr().out == "[1] one\n[1] two\n"
+
+
+def test_names_are_escaped_for_a_page():
+    page = bar_html(0.5, '<b>"x"</b>')
+    assert "<b>" not in page
+    assert 'aria-label="&lt;b&gt;&quot;x&quot;' in page
+
+
+SCRIPT = """
+import sys
+from kit.view.progress import Progress, Terminal
+watch = Progress(after_s=0)
+assert isinstance(watch._line, Terminal)
+watch.started("train", [0, 1])
+watch.output(0, "hello")
+watch.ended()
+"""
+
+
+def test_a_terminal_has_its_line_back_at_the_end():
+    master, slave = pty.openpty()
+    done = subprocess.run([sys.executable, "-c", SCRIPT], stderr=slave, stdout=subprocess.PIPE, timeout=60)
+    os.close(slave)
+    shown = os.read(master, 10_000).decode()
+    os.close(master)
+    assert done.returncode == 0, shown
+    assert "waiting for: 0-1" in shown
+    assert shown.endswith("\r\x1b[2K")
+    assert b"hello" in done.stdout
+
+
+def test_a_real_world_is_watched(world, capsys):
+    notes = Notes()
+    before, world.observer = world.observer, Progress(line=notes, after_s=0)
+    try:
+        world.run("import time\nprint('from', rank)\ntime.sleep(0.4 * rank)")
+    finally:
+        world.observer = before
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[0] from 0", "[1] from 1"]
+    assert any("answered: 0 · waiting for: 1" in text for _, text in notes.lines)

@@ -1,0 +1,42 @@
+"""Which World the magics work on."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def closed_after(shell, tmp_path, monkeypatch):
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path))
+    yield
+    for value in list(shell.user_ns.values()):
+        if hasattr(value, "torchrun_pid"):
+            value.close()
+
+
+def test_the_first_cell_starts_one_and_the_one_made_last_is_used(cell, shell):
+    result, shown = cell("%ranks status")
+    assert result.success
+    assert "no World is open" in shown
+    assert "no World is open" in cell("%ranks restart")[1]
+
+    result, shown = cell("%%ranks\nworld_size")
+    assert repr(result.result) == "[0-1] 2"
+    assert "started a World of 2 ranks on cpu; its name is `world`" in shown
+
+    assert cell("import kit\nsolo = kit.World(1, device='cpu')")[0].success
+    assert repr(cell("%%ranks\nworld_size")[0].result) == "[0] 1"
+    cell("solo.close()")
+    assert repr(cell("%%ranks\nworld_size")[0].result) == "[0-1] 2"
+
+    assert "closed" in cell("%ranks stop")[1]
+    assert shell.user_ns["world"].state == "closed"
+
+    shell.user_ns["world"] = "somebody's own"
+    result, shown = cell("%ranks start 1 --device cpu")
+    assert result.result.ranks == 1
+    assert "its name" not in shown
+    assert shell.user_ns["world"] == "somebody's own"
+    assert repr(cell("%%ranks\nrank")[0].result) == "[0] 0"
+    cell("%ranks stop")
+    assert "no World is open" in cell("%ranks stop")[1]
