@@ -38,7 +38,7 @@ class Node:
     """What the agent's threads and, after the fork, its ranks share. A rank finds here how to reach the notebook."""
 
     def __init__(self, address: str, key: bytes, node: int, folder: Path) -> None:
-        self.address, self.key, self.node, self.folder = address, key, node, folder
+        self.key, self.node, self.folder = key, node, folder
         self.link: Link = connect(address, key)
         self.launched = threading.Event()
         self.order: Message = {}

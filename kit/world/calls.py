@@ -16,6 +16,7 @@ from kit.errors import KitError, RankDied, RankError, RankTimeout
 from kit.world.channel import ChannelClosed, Message
 from kit.world.crew import Crew, Member, signal_name
 from kit.world.silence import Look, blame, looks
+from kit.world.stacks import users_part
 
 TICK_S = 0.05  # how often logs are read and the deadline looked at while ranks work
 SHOWN_BYTES = 256 * 1024  # of one rank's output in one call; the rest is in its log
@@ -267,9 +268,11 @@ def interrupt(member: Member) -> None:
 
 def death(crew: Crew, member: Member, status: int | None, phase: str, answer: Message | None) -> RankDied:
     """What there is to say about a rank's end."""
-    name = signal_name(-status) if status is not None and status < 0 else None
-    if answer is not None and answer.get("exiting"):
-        how, status = f"called sys.exit({answer['exitcode']})", answer["exitcode"]
+    exiting = answer is not None and answer.get("exiting")
+    name = signal_name(-status) if status is not None and status < 0 and not exiting else None
+    if answer is not None and exiting:
+        status = answer["exitcode"]
+        how = f"called sys.exit({status})"
     elif name:
         how = f"was killed by {name}"
     elif status is not None:
@@ -280,7 +283,9 @@ def death(crew: Crew, member: Member, status: int | None, phase: str, answer: Me
     if name == "SIGKILL":
         text += "\nIf nobody sent it, the kernel may have been out of memory: see dmesg, or memory.events of the cgroup"
     elif answer is None:
-        tail = crew.read_log(member, -2000, 2000).decode(errors="replace").strip().splitlines()[-15:]
+        log = crew.read_log(member, -20_000, 20_000).decode(errors="replace")
+        _, fatal, dump = log.rpartition("Fatal Python error")
+        tail = (f"{fatal}{dump.partition(chr(10))[0]}\n{users_part(dump)}" if fatal else log.strip()).splitlines()[-15:]
         text += "".join(f"\n  {line}" for line in ["the last lines of its log:", *tail]) if tail else ""
     elif answer.get("traceback"):
         text += f"\n{answer['traceback'].rstrip()}"

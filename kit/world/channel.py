@@ -144,12 +144,20 @@ def connect(address: str, key: bytes) -> Link:
         sock = socket.create_connection((host.strip("[]"), int(port)), timeout=30)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    try:
+        return greet(sock, key)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def greet(sock: socket.socket, key: bytes) -> Link:
+    """The caller's half of the handshake."""
     sock.settimeout(HANDSHAKE_S * 6)  # the listener may be busy with others
     theirs = read_exactly(sock, NONCE)
     mine = secrets.token_bytes(NONCE)
     sock.sendall(mine + proof(key, b"caller", theirs, mine))
     if not hmac.compare_digest(read_exactly(sock, MAC), proof(key, b"listener", theirs, mine)):
-        sock.close()
         raise ChannelClosed("the listener does not hold this World's key")
     sock.settimeout(None)
     return Link(sock, proof(key, b"session", theirs, mine), caller=True)

@@ -86,6 +86,7 @@ class AgentEnd:
     node: int
     link: Link
     pid: int
+    ended: int = -1  # the last generation whose ranks torchrun has seen the end of
     answers: dict[int, Any] = field(default_factory=dict)
 
 
@@ -186,8 +187,22 @@ class Crew:
         self._listener.close()  # nobody else is expected
         self._listener = None
 
+    def ready_to_launch(self, seconds: float = 5.0) -> bool:
+        """Has every torchrun finished with the ranks before? Another machine must not join an old rendezvous.
+
+        One that does not (its ranks all left with status 0, say, which it does not take for an end) is to be replaced.
+        """
+        deadline = time.monotonic() + seconds
+        while any(agent.ended < self.generation for agent in self.agents.values()):
+            if time.monotonic() > deadline:
+                return False
+            select.select([agent.link for agent in self.agents.values()], [], [], 0.05)
+            self.hear_agents()
+        return len(self.agents) == self.plan.nodes
+
     def _order(self, node: int) -> Message:
         """torchrun's command line and what the ranks must know."""
+        assert self._listener is not None
         each = self.plan.ranks // self.plan.nodes
         arguments = [f"--nnodes={self.plan.nodes}", f"--node-rank={node}", f"--nproc-per-node={each}"]
         arguments += ["--rdzv-backend=static", f"--rdzv-id=kit-{self.id}-{self.generation}", "--max-restarts=0"]
@@ -198,6 +213,7 @@ class Crew:
         return {
             "generation": self.generation,
             "torchrun": arguments,
+            "address": self._listener.address,
             "loopback": self.plan.nodes == 1,
             "device": self.plan.device,
             "preload": list(self.plan.preload),
@@ -234,6 +250,7 @@ class Crew:
         if hello["role"] == "agent":
             self.agents[hello["node"]] = AgentEnd(hello["node"], link, hello["pid"])
         elif "failed" in hello:
+            link.close()
             self._start_failed(hello)
         else:
             self._joined.setdefault(hello["rank"], {})[hello["role"]] = (link, hello)
@@ -282,6 +299,7 @@ class Crew:
                     for message in agent.link.arrived():
                         self._note(agent, message)
             except ChannelClosed:
+                agent.link.close()
                 del self.agents[agent.node]
 
     def _note(self, agent: AgentEnd, message: Message) -> None:
@@ -291,8 +309,10 @@ class Crew:
                 self.exits.append(Exit(message["exit"], message["status"], message["at"]))
         elif "id" in message:
             agent.answers[message["id"]] = message["answer"]
-        elif message["ended"] == self.generation and not self.members and message["error"]:
-            raise KitError(f"torchrun ended before the ranks joined: {message['error']}; {self._last_words()}")
+        else:
+            agent.ended = message["ended"]
+            if agent.ended == self.generation and not self.members and message["error"]:
+                raise KitError(f"torchrun ended before the ranks joined: {message['error']}; {self._last_words()}")
 
     def ask(self, node: int, do: str, **arguments: Any) -> Any:
         """One question to a node's agent, answered within two seconds; None if not."""
@@ -352,6 +372,9 @@ class Crew:
                 processes.kill(member.pid, member.started, group=True)
             member.work.close()
             member.watch.close()
+        for link in [*self._unnamed, *(link for links in self._joined.values() for link, _ in links.values())]:
+            link.close()
+        self._unnamed.clear()
         for agent in self.agents.values():
             with contextlib.suppress(ChannelClosed):
                 agent.link.send({"do": "kill"})

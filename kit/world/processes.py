@@ -12,6 +12,8 @@ import signal
 import time
 from pathlib import Path
 
+from kit.world.stacks import users_part
+
 # The signal on which a rank's interpreter writes its Python stacks, even inside a C call that holds the interpreter's lock.
 STACK_SIGNAL = signal.SIGRTMAX - 3
 PR_SET_PDEATHSIG = 1
@@ -76,7 +78,7 @@ def describe(pid: int, started: int, stack_file: Path, wait_s: float = 0.5) -> s
     while time.monotonic() < deadline:
         if stack_file.exists() and stack_file.stat().st_size > before:
             time.sleep(0.02)  # several short writes make up one dump
-            return stack_file.read_text(errors="replace")[before:].strip()
+            return users_part(stack_file.read_text(errors="replace")[before:])
         time.sleep(0.005)
     state = STATES.get(fields[0], fields[0])
     return f"no stack: process {pid} is {state}{waiting_place(pid)} and does not take signals"

@@ -109,7 +109,7 @@ class Rank:
             except (TypeError, ValueError) as error:  # not JSON, or too big for the channel
                 work.send({**execute.failure(error), "id": request["id"], "log": answer["log"], "lost": answer["lost"]})
             if answer.get("exiting"):
-                os._exit(answer["exitcode"])
+                end()
 
     def watch(self, link: Link) -> None:
         try:
@@ -121,7 +121,7 @@ class Rank:
                 else:
                     link.send({"id": message["id"], **self.look()})
         except ChannelClosed:
-            os.killpg(0, signal.SIGKILL)
+            end()
 
     def look(self) -> Message:
         """What the main thread is doing, seen from the side."""
@@ -150,6 +150,11 @@ def on_interrupt(_signal: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
 
+def end() -> None:
+    """End with all this rank started. By signal: torchrun takes a status of 0 for a rank that has yet to hand in its result."""
+    os.killpg(0, signal.SIGKILL)
+
+
 RANK: Rank
 LOG: LogStream
 
@@ -172,7 +177,7 @@ def main() -> None:
     stacks = (node.folder / f"stack{RANK.rank}").open("a")
     faulthandler.register(processes.STACK_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=sys.stderr.fileno(), all_threads=False)
-    work, watch = connect(node.address, node.key), connect(node.address, node.key)
+    work, watch = (connect(node.order["address"], node.key) for _ in range(2))
     threading.Thread(target=RANK.watch, args=(watch,), daemon=True, name="kit-watch").start()
     watch.send(RANK.hello("watch"))
     if str(Path.cwd()) not in sys.path:
@@ -189,4 +194,4 @@ def main() -> None:
     RANK.phase = "idle"
     with contextlib.suppress(ChannelClosed):
         RANK.serve(work)
-    os._exit(0)
+    end()

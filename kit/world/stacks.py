@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import re
 import traceback
@@ -16,6 +17,7 @@ WAITING_MODULES = (
 WAITING_CALL = re.compile(
     r"\.(wait|barrier|monitored_barrier|all_?reduce\w*|all_?gather\w*|reduce_scatter\w*|broadcast|send|recv)\($"
 )
+EXECUTE_FILE = "kit/world/execute.py"
 EXECUTE = "kit.world.execute"  # what it runs is the user's
 
 
@@ -29,6 +31,12 @@ def stack_of(frame: FrameType | None) -> str:
             break
         users.append((inner, line))
     return "".join(traceback.StackSummary.extract(users[::-1]).format())
+
+
+def users_part(dump: str) -> str:
+    """Of what faulthandler wrote (innermost frame first, no source lines): the main thread's frames down to the kit's own."""
+    block = next((block for block in dump.split("\n\n") if EXECUTE_FILE in block), dump)
+    return "\n".join(itertools.takewhile(lambda line: EXECUTE_FILE not in line, block.strip().splitlines()))
 
 
 def in_collective(frame: FrameType | None) -> bool:

@@ -137,7 +137,7 @@ class World:
         with self._lock:
             self._check_open()
             self._crew.kill()
-            if self._crew.torchrun_gone() is None:
+            if self._crew.ready_to_launch():
                 self._crew.launch()
             else:
                 self._crew.close()

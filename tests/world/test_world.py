@@ -104,7 +104,9 @@ def test_a_typo_is_told_before_any_rank_sees_it(world: World, seen: Seen) -> Non
 
 def test_output_comes_in_whole_lines_marked_by_rank_and_is_in_the_log(world: World, seen: Seen) -> None:
     seen.lines.clear()
-    world.run("for i in range(50): print(f'line {i} of', rank)\nprint('no newline', end='')\nimport os\n_ = os.system('echo from C')")
+    world.run(
+        "for i in range(50): print(f'line {i} of', rank)\nprint('no newline', end='')\nimport os\n_ = os.system('echo from C')"
+    )
     for rank in (0, 1):
         mine = [line for r, line in seen.lines if r == rank]
         assert mine[:50] == [f"line {i} of {rank}" for i in range(50)]
@@ -125,7 +127,10 @@ def test_output_streams_while_the_cell_runs(world: World, seen: Seen, tmp_path: 
 
     world.observer = opens = Opens()
     try:
-        world.run(f"import os, time\nprint('waiting')\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)", timeout_s=20)
+        world.run(
+            f"import os, time\nprint('waiting')\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)",
+            timeout_s=20,
+        )
     finally:
         world.observer = seen
     assert (0, "waiting") in opens.lines
@@ -154,7 +159,9 @@ def test_at_most_four_tracebacks(tmp_path: Path) -> None:
 
 
 def test_what_a_cell_defines_can_be_pickled_among_ranks(world: World) -> None:
-    world.run("class Thing:\n    def __init__(self, n): self.n = n\nout = [None, None]\ndist.all_gather_object(out, Thing(rank))")
+    world.run(
+        "class Thing:\n    def __init__(self, n): self.n = n\nout = [None, None]\ndist.all_gather_object(out, Thing(rank))"
+    )
     assert world.eval("[t.n for t in out]") == [[0, 1], [0, 1]]
 
 
@@ -210,7 +217,9 @@ def test_calls_from_two_threads_take_turns(world: World) -> None:
 def test_everything_listens_on_loopback_only(world: World) -> None:
     """Every listening TCP socket of torchrun and the ranks: torchrun's store and gloo's pairs."""
     for pid in [world.torchrun_pid, *world.pids]:
-        inodes = {os.readlink(fd)[8:-1] for fd in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(fd).startswith("socket:")}
+        inodes = {
+            os.readlink(fd)[8:-1] for fd in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(fd).startswith("socket:")
+        }
         for table, loopback in (("tcp", "0100007F"), ("tcp6", "00000000000000000000000001000000")):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()
@@ -250,7 +259,9 @@ def test_the_notebook_side_does_not_import_torch() -> None:
         ({"logs": "/proc/nowhere"}, "cannot be written"),
     ],
 )
-def test_bad_input_is_one_sentence_before_anything_starts(arguments: dict[str, object], sentence: str, nothing_left: None) -> None:
+def test_bad_input_is_one_sentence_before_anything_starts(
+    arguments: dict[str, object], sentence: str, nothing_left: None
+) -> None:
     with pytest.raises(BadInput) as info:
         World(**arguments)  # type: ignore[arg-type]
     assert sentence in str(info.value)
@@ -263,7 +274,9 @@ def test_cuda_without_a_driver_is_refused() -> None:
         World(2, device="cuda")
 
 
-def test_env_reaches_the_ranks_and_the_notebooks_plotting_backend_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_reaches_the_ranks_and_the_notebooks_plotting_backend_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MPLBACKEND", "module://of_the_notebook")
     with World(1, logs=tmp_path, env={"MY_SETTING": "7"}) as one:
         assert one.eval("__import__('os').environ.get('MY_SETTING')") == ["7"]

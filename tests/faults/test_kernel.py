@@ -1,0 +1,179 @@
+"""Deaths of the notebook's side, with a real ipykernel: whatever ends it, its ranks and torchrun end too."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jupyter_client import BlockingKernelClient, KernelManager
+
+from kit.world import leftovers
+from tests.holdings import holdings, wait_for
+
+pytestmark = [pytest.mark.timeout(20)]
+
+START = "from kit.world import World\nworld = World(2, device='cpu', logs={logs!r})\nworld.run('t = torch.ones(1); dist.all_reduce(t)')"
+NOTHING = {"processes": [], "folders": [], "shared memory": [], "fds": []}
+
+
+class Kernel:
+    """A real kernel with a World in it."""
+
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel(env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+        self.connect()
+
+    def connect(self) -> None:
+        self.client: BlockingKernelClient = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=15)
+        self.pid = self.manager.provisioner.pid
+        assert self.pid is not None
+
+    def do(self, code: str) -> None:
+        reply = self.client.execute_interactive(code, timeout=15, output_hook=lambda _: None, store_history=False)
+        assert reply["content"]["status"] == "ok", reply["content"].get("traceback")
+
+    def start_world(self) -> None:
+        self.do(START.format(logs=str(self.logs)))
+        assert len(holdings(self.pid)["processes"]) == 3  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        if self.manager.has_kernel:
+            self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Iterator[Kernel]:
+    made = Kernel(tmp_path)
+    yield made
+    made.close()
+
+
+def all_gone(owner: int) -> bool:
+    return wait_for(lambda: {**holdings(owner), "shared memory": []} == NOTHING)
+
+
+def test_sigkill_of_the_kernel(kernel: Kernel) -> None:
+    kernel.start_world()
+    os.kill(kernel.pid, signal.SIGKILL)
+    assert all_gone(kernel.pid)
+
+
+def test_sigkill_of_the_kernel_while_ranks_hang_in_a_collective(kernel: Kernel) -> None:
+    kernel.start_world()
+    kernel.client.execute(
+        "world.run('if rank == 0: dist.barrier()\\nelse: import ctypes; ctypes.PyDLL(None).sleep(600)')"
+    )
+    wait_for(lambda: any("phase" in line for line in iter_messages(kernel.client)), 1.0)
+    os.kill(kernel.pid, signal.SIGKILL)
+    assert all_gone(kernel.pid)
+
+
+def iter_messages(client: BlockingKernelClient) -> list[str]:
+    try:
+        return [str(client.get_iopub_msg(timeout=0.5))]
+    except queue.Empty:
+        return []
+
+
+def test_sigkill_of_kernel_and_torchrun_at_once(kernel: Kernel) -> None:
+    kernel.start_world()
+    torchrun = next(
+        pid for pid in holdings(kernel.pid)["processes"] if b"agent.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )  # type: ignore[attr-defined]
+    os.kill(kernel.pid, signal.SIGSTOP)  # so that it cannot tidy up in between
+    os.kill(torchrun, signal.SIGKILL)
+    os.kill(kernel.pid, signal.SIGKILL)
+    assert wait_for(lambda: holdings(kernel.pid)["processes"] == [])
+    leftovers.clean()  # nobody was left to remove the folder
+    assert holdings(kernel.pid)["folders"] == []
+
+
+@pytest.mark.parametrize("now", [False, True], ids=["restart", "restart now"])
+def test_kernel_restart(kernel: Kernel, now: bool) -> None:
+    kernel.start_world()
+    before = kernel.pid
+    kernel.client.stop_channels()
+    kernel.manager.restart_kernel(now=now)
+    assert all_gone(before)
+    kernel.connect()
+    kernel.start_world()
+    kernel.do("assert world.eval('t.item()') == [2.0, 2.0]")
+
+
+def test_three_kernels_with_a_world_each_do_not_collide(tmp_path: Path) -> None:
+    kernels = [Kernel(tmp_path / str(n)) for n in range(3)]
+    try:
+        for number, kernel in enumerate(kernels):
+            kernel.start_world()
+            kernel.do(f"world.run('mine = {number}')")
+        for number, kernel in enumerate(kernels):
+            kernel.do(f"assert world.eval('mine') == [{number}] * 2")
+    finally:
+        for kernel in kernels:
+            kernel.close()
+    assert all(all_gone(kernel.pid) for kernel in kernels)
+
+
+def test_a_script_that_ends_without_closing_leaves_nothing(tmp_path: Path) -> None:
+    code = f"from kit.world import World\nw = World(2, device='cpu', logs={str(tmp_path)!r})\nimport os; print(os.getpid()); raise SystemExit(5)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 5, done.stderr
+    assert all_gone(int(done.stdout))
+
+
+def test_a_child_forked_from_the_notebook_does_not_keep_the_ranks(tmp_path: Path) -> None:
+    """A fork has copies of the channel's ends; they must not count as the notebook."""
+    code = (
+        "from kit.world import World\nimport os, time, sys\n"
+        f"w = World(2, device='cpu', logs={str(tmp_path)!r})\n"
+        "child = os.fork()\n"
+        "if child == 0:\n    time.sleep(30); os._exit(0)\n"
+        "print(os.getpid(), child, flush=True)\nos.kill(os.getpid(), 9)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    owner, child = map(int, process.stdout.readline().split())
+    process.wait()
+    try:
+        assert all_gone(owner)
+        assert Path(f"/proc/{child}").exists()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        process.stdout.close()
+
+
+def test_clean_ends_leftovers_and_touches_nothing_else(tmp_path: Path) -> None:
+    """Leftovers are made by hand: a process that carries the mark of a notebook that is gone, beside two that must live."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    mine = leftovers.mark("abc")
+    left = subprocess.Popen(["sleep", "60"], env={**os.environ, leftovers.MARK: f"dead:{gone.pid}:12345"})
+    owned = subprocess.Popen(["sleep", "60"], env={**os.environ, leftovers.MARK: mine})
+    stranger = subprocess.Popen(["sleep", "60"])
+    folder = leftovers.base() / f"dead:{gone.pid}:12345"
+    folder.mkdir()
+    try:
+        assert wait_for(lambda: left.pid in [one.pid for one in leftovers.find()])
+        ended, removed = leftovers.clean()
+        assert [one.pid for one in ended if one.world == "dead"] == [left.pid]
+        assert folder in removed
+        assert left.wait(5) == -signal.SIGKILL
+        time.sleep(0.05)
+        assert owned.poll() is None
+        assert stranger.poll() is None
+    finally:
+        for process in (left, owned, stranger):
+            process.kill()
+            process.wait()
