@@ -69,15 +69,15 @@ class World(room.World):
             shutil.rmtree(self._own, ignore_errors=True)
 
 
-def lab(
+def prepare(
     name: str,
+    config: Mapping[str, Any],
     *,
     fault: str | None = None,
     out: str | os.PathLike[str] | None = None,
     tolerances: Mapping[str, float] | None = None,
-    **config: Any,
 ) -> Lab:
-    """Start a lab to step by hand. `config` sets its fields, `fault` switches a known bug on, `out` names the run's folder."""
+    """Make a lab whose config is checked and whose folder is there; its ranks start with its first step."""
     return Lab(
         find(name),
         config,
@@ -89,6 +89,18 @@ def lab(
     )
 
 
+def lab(
+    name: str,
+    *,
+    fault: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    tolerances: Mapping[str, float] | None = None,
+    **config: Any,
+) -> Lab:
+    """Start a lab to step by hand. `config` sets its fields, `fault` switches a known bug on, `out` is the run's folder."""
+    return prepare(name, config, fault=fault, out=out, tolerances=tolerances).start()
+
+
 def run(
     name: str,
     *,
@@ -98,8 +110,8 @@ def run(
     **config: Any,
 ) -> Run:
     """Run a lab from its first phase to its verdict."""
-    with lab(name, fault=fault, out=out, tolerances=tolerances, **config) as started:
-        return started.run()
+    with prepare(name, config, fault=fault, out=out, tolerances=tolerances) as made:
+        return made.run()
 
 
 def load(path: str | os.PathLike[str]) -> Run:

@@ -1,6 +1,6 @@
 """A lab that is stepped: phase by phase by hand, or all at once; both are the same code.
 
-Making one checks the config, makes the run's folder and starts the ranks. Each `step` runs one phase on every rank and
+Making one checks the config and makes the run's folder; `start` starts the ranks. Each `step` runs one phase on every rank and
 appends what was measured at once, so that a run that is killed keeps everything. `run` does the steps that are left and
 judges. The first failure ends the run: its folder says so, and the error is raised on.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from kit.errors import KitError, RankError
 from kit.labs.configure import as_json, configure, find_fault, refuse_device
@@ -57,51 +57,42 @@ class Lab:
         self.definition = definition
         self.name = definition.name
         self._plotter = plotter
-        chosen = find_fault(definition, fault)
         self.fault = fault
-        self.config = configure(definition, config, chosen)
+        self.config = configure(definition, config, find_fault(definition, fault))
         self._checks = definition.load_checks()
         self._tolerances = checked_tolerances(tolerances or {}, [check.tolerance for check in self._checks])
         self._plan: Sequence[Step] = definition.plan(self.config)
         self._done = 0
         self._error = ""
         self._run: Run | None = None
-        plain = as_json(self.config)
-        about = provenance()
-        self._writer = create_run(runs_dir(), self.name, plain, about, out=out, fault=fault)
+        self._observe = observe
+        self._about = provenance()
+        self._writer = create_run(runs_dir(), self.name, as_json(self.config), self._about, out=out, fault=fault)
         self.dir = self._writer.dir
+        self.world: World
+
+    # -- what a person does with it ---------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Start the ranks and the lab on them, if that is not done yet. `step` and `run` do it by themselves."""
+        if "world" in vars(self):
+            return self
         try:
             self.world = World(
                 self.config.ranks,
                 device=self.config.device,
                 timeout_s=self.config.timeout_s,
                 python=self.config.python or None,
-                preload=definition.preload,
+                preload=self.definition.preload,
                 logs=self.dir / "logs",
-                observer=observe(len(self._plan) + 2) if observe else None,
+                observer=self._observe(len(self._plan) + 2) if self._observe else None,
             )
+            self._begin()
         except BaseException as error:
             self._failed(error)
+            self.close()
             raise
-        try:
-            if chosen is not None:
-                refuse_device(chosen, self.world.device)
-            answers = self.world.call(
-                f"{RANKSIDE}:begin",
-                phases=definition.phases,
-                config_type=f"{definition.config.__module__}:{definition.config.__qualname__}",
-                config=plain,
-                fault=fault,
-                devices=[row["device"] for row in self.world.status()],
-            )
-            self._writer.set_provenance({**about, "rank0": answers[0]["provenance"], "world": self._about_world()})
-            self._append_pss("pss_before", answers)
-        except BaseException as error:
-            self._failed(error)
-            self.world.close()
-            raise
-
-    # -- what a person does with it ---------------------------------------------------------------------------------
+        return self
 
     @property
     def phases(self) -> list[PhaseRow]:
@@ -112,6 +103,7 @@ class Lab:
     def step(self) -> Stepped:
         """Run the next phase on every rank."""
         self._check_going()
+        self.start()
         if self._done == len(self._plan):
             raise KitError("every phase is done; run() judges what was measured")
         cycle, phase = self._plan[self._done]
@@ -129,6 +121,7 @@ class Lab:
         if self._run is not None:
             return self._run
         self._check_going()
+        self.start()
         while self._done < len(self._plan):
             self.step()
         try:
@@ -150,9 +143,10 @@ class Lab:
         """End the ranks. A run that had not come to its verdict is marked as failed. May be called again."""
         if self._run is None and not self._error:
             self._failed(KitError(f"closed before its end: {self._done} of {len(self._plan)} phases were done"))
-        self.world.close()
+        if "world" in vars(self):
+            self.world.close()
 
-    def __enter__(self) -> Lab:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -164,6 +158,23 @@ class Lab:
         return f"<lab {self.name}{fault}: {self._done} of {len(self._plan)} phases done, {state}; {self.dir}>"
 
     # -- how --------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        fault = find_fault(self.definition, self.fault)
+        if fault is not None:
+            refuse_device(fault, self.world.device)
+        config = type(self.config)
+        answers = self.world.call(
+            f"{RANKSIDE}:begin",
+            phases=self.definition.phases,
+            config_type=f"{config.__module__}:{config.__qualname__}",
+            config=as_json(self.config),
+            fault=self.fault,
+            devices=[row["device"] for row in self.world.status()],
+        )
+        about = {"ranks": self.world.ranks, "device": self.world.device, "why": self.world.status()[0]["why"]}
+        self._writer.set_provenance({**self._about, "rank0": answers[0]["provenance"], "world": about})
+        self._append_pss("pss_before", answers)
 
     def _check_going(self) -> None:
         if self._error:
@@ -219,7 +230,3 @@ class Lab:
             if answer and answer["cycle"] == cycle and answer["name"] == phase
         }
         self._append(cycle, phase, known)
-
-    def _about_world(self) -> dict[str, Any]:
-        first = self.world.status()[0]
-        return {"ranks": self.world.ranks, "device": self.world.device, "why": first["why"]}

@@ -1,0 +1,245 @@
+"""`kit ...`. Only what a command needs is imported, and only when it runs: `kit --help` loads no torch and no pandas.
+
+Exit status: 0 no check failed; 1 a check failed; 2 bad input; 3 the run broke (a rank raised, died or timed out);
+130 interrupted, the ranks are ended. `show`, `compare`, `export` and `trace` end with 0 when they could do their work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pkgutil
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from kit.errors import BadInput, KitError
+
+COMPARED_ROWS = 40  # of a comparison on a terminal; `kit export` has the runs themselves
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        status = command(args)
+        sys.stdout.flush()
+    except KitError as error:
+        print(f"kit: {error}", file=sys.stderr)
+        return 2 if isinstance(error, BadInput) else 3
+    except KeyboardInterrupt:
+        print("kit: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `kit show ... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def parser() -> argparse.ArgumentParser:
+    words = (__doc__ or "").split("\n\n")[1]
+    top = argparse.ArgumentParser(prog="kit", description="Lifecycle Kit", epilog=words, allow_abbrev=False)
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(
+        name: str, command: Callable[[argparse.Namespace], int], text: str, **options: Any
+    ) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text, allow_abbrev=False, **options)
+        made.set_defaults(command=command)
+        return made
+
+    add("doctor", doctor, "what this box can do, and why not").add_argument("--json", action="store_true")
+    add("labs", labs, "the labs with one line each")
+    one = add("run", run, "run a lab from its first phase to its verdict")
+    one.add_argument("lab", metavar="LAB")
+    one.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], help="a setting of the lab; may be repeated"
+    )
+    one.add_argument("--fault", metavar="NAME", help="switch a known bug on (`kit faults` lists them)")
+    one.add_argument(
+        "--tolerances", metavar="FILE", type=Path, help="limits of the checks: a JSON object {name: number}"
+    )
+    one.add_argument("--out", metavar="DIR", type=Path, help="the run's folder; without it a new one among the runs")
+    one.add_argument("--json", action="store_true", help="print one JSON object last")
+    add("show", show, "a run: its state, its verdict, its times").add_argument("dir", metavar="DIR")
+    add("compare", compare, "runs against the first: what changed most").add_argument("dirs", metavar="DIR", nargs="+")
+    table = add("export", export, "a run's table as csv, parquet, md, tex, html or json")
+    timeline = add("trace", trace, "a run as a timeline for Perfetto or chrome://tracing")
+    for made in (table, timeline):
+        made.add_argument("dir", metavar="DIR")
+        made.add_argument("--to", metavar="FILE", type=Path, required=True)
+    add("faults", faults, "the known bugs that can be switched on").add_argument("--json", action="store_true")
+    measured = add("bench", bench, "side-by-side measurements")
+    measured.add_argument("name", metavar="NAME")
+    measured.add_argument("--json", action="store_true", help="print one JSON object last")
+    add("clean", clean, "end leftovers of earlier runs: only processes the kit itself started")
+    return top
+
+
+def doctor(args: argparse.Namespace) -> int:
+    from kit import doctor as room
+
+    found = room.examine()
+    print(json.dumps(found, indent=1) if args.json else room.told(found))
+    return 1 if found["problems"] else 0
+
+
+def labs(_: argparse.Namespace) -> int:
+    from kit.labs.discover import discover
+
+    found, broken = discover()
+    lines = {name: lab.summary for name, lab in found.items()} | broken
+    print_columns([[name, text] for name, text in lines.items()])
+    return 0
+
+
+def run(args: argparse.Namespace) -> int:
+    from kit.labs.configure import from_text
+    from kit.labs.discover import find
+    from kit.public import prepare
+    from kit.results import exit_code, load_tolerances, read_verdict
+
+    given = {}
+    for pair in args.set:
+        key, equals, value = pair.partition("=")
+        if not (key and equals):
+            raise BadInput(f"--set takes KEY=VALUE, not {pair!r}")
+        given[key] = value
+    tolerances = load_tolerances(args.tolerances) if args.tolerances else None
+    config = from_text(find(args.lab), given)
+    with prepare(args.lab, config, fault=args.fault, out=args.out, tolerances=tolerances) as lab:
+        verdict, error, status = None, None, 3
+        try:
+            lab.run()
+            verdict = read_verdict(lab.dir / "verdict.json")
+            status = exit_code(verdict)
+            print(verdict)
+        except BadInput:  # only the ranks could tell: nothing was measured
+            raise
+        except KitError as broke:
+            error = str(broke)
+            print(f"kit: the run broke: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            status, error = 130, "interrupted"
+            print("kit: interrupted; the ranks are ended", file=sys.stderr)
+    print(f"the run is in {lab.dir}", file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        rows = verdict.to_json() if verdict is not None else None
+        state = "failed" if error else "finished"
+        print(json.dumps({"run": str(lab.dir), "status": state, "error": error, "verdict": rows, "exit": status}))
+    return status
+
+
+def show(args: argparse.Namespace) -> int:
+    from kit.public import load
+    from kit.results import read_verdict
+
+    found = load(args.dir)
+    print(found)
+    fault = {"fault": found.fault} if found.fault else {}
+    print(" ".join(f"{name}={value}" for name, value in {**found.config, **fault}.items()))
+    for note in found.notes:
+        print(f"note: {note}")
+    stored = found.dir / "verdict.json"
+    print(f"\n{read_verdict(stored) if stored.exists() else found.verdict()}\n")
+    frame = found.frame()
+    times = frame[frame["metric"] == "seconds"].groupby("phase", sort=False)["value"]
+    if len(times):
+        table = times.agg(["count", "median", "min", "max"])
+        numbers = zip(table.index, table.to_numpy().tolist(), strict=True)
+        rows = [
+            [str(phase), f"{n:.0f}", *(f"{1e3 * seconds:.3f}" for seconds in spread)] for phase, (n, *spread) in numbers
+        ]
+        print_columns([["phase", "n", "median ms", "min ms", "max ms"], *rows])
+    return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    from kit.public import load
+    from kit.results import compare as compared
+
+    table = compared([load(path) for path in args.dirs])
+    print(table.head(COMPARED_ROWS).to_string(index=False))
+    if len(table) > COMPARED_ROWS:
+        print(f"... and {len(table) - COMPARED_ROWS} rows that changed less")
+    return 0
+
+
+def export(args: argparse.Namespace) -> int:
+    from kit.public import load
+
+    print(load(args.dir).save(args.to))
+    return 0
+
+
+def trace(args: argparse.Namespace) -> int:
+    from kit.public import load
+    from kit.results import write_trace
+
+    print(write_trace(load(args.dir), args.to))
+    return 0
+
+
+def faults(args: argparse.Namespace) -> int:
+    from kit.labs.discover import discover
+
+    rows = [
+        {
+            "lab": lab.name,
+            "name": fault.name,
+            "breaks": fault.breaks,
+            "check": fault.check,
+            "exit": fault.exit,
+            "set": dict(fault.set),
+            "devices": list(fault.devices),
+        }
+        for lab in discover().labs.values()
+        for fault in lab.faults
+    ]
+    if args.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        cells = [[str(row[key]) for key in ("lab", "name", "check", "exit", "breaks")] for row in rows]
+        print_columns([["lab", "fault", "caught by", "exit", "what breaks"], *cells])
+    return 0
+
+
+def bench(args: argparse.Namespace) -> int:
+    names = benches()
+    if args.name not in names:
+        raise BadInput(f"there is no bench {args.name!r}; allowed are: {', '.join(names) or 'none'}")
+    status: int = import_module(f"kit.bench.{args.name}").main(args.json)
+    return status
+
+
+def benches() -> list[str]:
+    """The modules in kit/bench that have a `main`, without importing any."""
+    home = Path(__file__).with_name("bench")
+    found = [
+        (info.name, home / (f"{info.name}/__init__.py" if info.ispkg else f"{info.name}.py"))
+        for info in pkgutil.iter_modules([str(home)])
+    ]
+    return [name for name, path in found if "\ndef main(" in path.read_text()]
+
+
+def clean(_: argparse.Namespace) -> int:
+    from kit.doctor import since
+    from kit.world import leftovers
+
+    ended, removed = leftovers.clean()
+    for one in ended:
+        print(f"ended pid {one.pid}, started {since(one.started)}: {one.command}")
+    for folder in removed:
+        print(f"removed {folder}")
+    if not ended and not removed:
+        print("nothing was left behind")
+    return 0
+
+
+def print_columns(rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

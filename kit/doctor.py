@@ -1,0 +1,190 @@
+"""`kit doctor`: what this box can do, and why not. It asks the ranks' interpreter from outside and loads no torch itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from kit.errors import BadInput
+from kit.measure import cgroup_limits
+from kit.measure.provenance import git_state, gpu_state
+from kit.results import runs_dir
+from kit.world import capacity, interpreter, leftovers
+
+# Runs in the ranks' interpreter, which may not have the kit.
+PROBE = """
+import contextlib, importlib, importlib.metadata, importlib.util, json, runpy, sys
+if importlib.util.find_spec("kit") is None:
+    runpy.run_path(sys.argv[1])["make_kit_importable"]()
+def imported(module, package):
+    try:
+        importlib.import_module(module)
+        return importlib.metadata.version(package), None
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+with contextlib.redirect_stdout(sys.stderr):
+    said = {"python": sys.version.partition(" ")[0]}
+    for module, package in (("torch", "torch"), ("numpy", "numpy"), ("megatron.core", "megatron-core")):
+        said[module], said[module + "_why"] = imported(module, package)
+    if said["torch"]:
+        import torch
+        from kit.measure.provenance import cuda_state
+        from kit.world.device import choose
+        device, why = choose("auto", 0, 1)
+        said.update(cuda_state(), device=device.type, device_why=why, gpus=torch.cuda.device_count())
+        said["torch"] = torch.__version__
+print(json.dumps(said))
+"""
+Found = dict[str, Any]
+
+
+def examine() -> Found:
+    """Everything, as JSON values. `problems` has a sentence for each thing that keeps labs from running."""
+    problems: list[str] = []
+    interpreters, ranks = ask_interpreters(problems)
+    runs = ask_runs(problems)
+    cores, free = len(os.sched_getaffinity(0)), capacity.available_bytes()
+    most = max(0, min(capacity.MOST_PER_CORE * cores, free // capacity.RANK_BYTES))
+    if most < 2:
+        problems.append(
+            f"{free / 2**30:.1f} GiB of memory are free; two ranks need {2 * capacity.RANK_BYTES / 2**30:.1f} GiB"
+        )
+    return {
+        "problems": problems,
+        "python": {"version": platform.python_version(), "path": sys.executable},
+        "interpreters": interpreters,
+        "ranks": ranks,
+        "gpu": gpu_state(),
+        "cores": {"usable": cores, "machine": os.cpu_count()},
+        "memory": {"free": free, "machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")},
+        "cgroup": cgroup_limits(),
+        "most_ranks": most,
+        "shm": ask_shm(),
+        "runs": runs,
+        "leftovers": [{**one.to_json(), "since": since(one.started)} for one in leftovers.find()],
+        "git": git_state(Path(__file__).resolve().parents[1]),
+    }
+
+
+def ask_interpreters(problems: list[str]) -> tuple[list[Found], Found | None]:
+    """The search for the ranks' interpreter, and what the chosen one has."""
+    try:
+        chosen = interpreter.find()
+    except BadInput as error:
+        problems.append(str(error))
+        chosen = None
+    rows = [
+        {
+            "path": one.path,
+            "where": one.where,
+            "verdict": one.verdict(),
+            "chosen": chosen is not None and one.path == chosen.path,
+        }
+        for one in interpreter.search()
+    ]
+    return rows, ask_ranks_python(chosen.path, problems) if chosen else None
+
+
+def ask_ranks_python(path: str, problems: list[str]) -> Found:
+    agent = Path(interpreter.__file__).with_name("agent.py")
+    done = subprocess.run([path, "-c", PROBE, agent], capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        problems.append(f"the ranks' Python {path} fails: {why}")
+        return {"path": path, "why": why}
+    said: Found = {"path": path, **json.loads(done.stdout)}
+    problems += [
+        f"{path} cannot import {name}: {said[f'{name}_why']}" for name in ("torch", "numpy") if said[f"{name}_why"]
+    ]
+    return said
+
+
+def ask_shm() -> Found:
+    shm = Path("/dev/shm")  # noqa: S108 - the place itself is what is asked about
+    if not shm.is_dir():
+        return {"total": None, "free": None, "why": "there is no /dev/shm"}
+    usage = shutil.disk_usage(shm)
+    return {"total": usage.total, "free": usage.free, "why": None}
+
+
+def ask_runs(problems: list[str]) -> Found:
+    folder, why = runs_dir(), None
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            free = shutil.disk_usage(existing).free
+    except OSError as error:
+        free, why = 0, error.strerror or str(error)
+        problems.append(f"runs cannot be written to {folder}: {why}; set KIT_RUNS to another folder")
+    return {"path": str(folder), "writable": why is None, "free": free, "why": why}
+
+
+def since(ticks: int) -> str:
+    """The time of day of a process's start, from clock ticks since boot."""
+    boot = next(
+        int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
+    )
+    return f"{datetime.fromtimestamp(boot + ticks / os.sysconf('SC_CLK_TCK')).astimezone():%Y-%m-%d %H:%M:%S}"
+
+
+def told(found: Found) -> str:
+    """The same for people."""
+    lines = [f"{name:<12}{text}" for name, text in rows(found)]
+    if found["problems"]:
+        lines += ["", "What keeps labs from running:", *(f"- {problem}" for problem in found["problems"])]
+    else:
+        lines += ["", "Labs can run here."]
+    return "\n".join(lines)
+
+
+def rows(found: Found) -> list[tuple[str, str]]:
+    ranks, limits, shm, runs, git = found["ranks"], found["cgroup"], found["shm"], found["runs"], found["git"]
+    table = [("python", f"{found['python']['version']}  {found['python']['path']}")]
+    for one in found["interpreters"]:
+        mark = "->" if one["chosen"] else "  "
+        table.append(("ranks use", f"{mark} {one['path']} ({one['where']}): {one['verdict']}"))
+    if ranks is not None and "python" in ranks:
+        table.append(("versions", f"Python {ranks['python']}, torch {ranks['torch']}, numpy {ranks['numpy']}"))
+        table.append(
+            (
+                "megatron",
+                ranks["megatron.core"] or f"no megatron.core, so only labs without it: {ranks['megatron.core_why']}",
+            )
+        )
+    if ranks is not None and "device" in ranks:
+        table.append(("device", f"{ranks['device']}: {ranks['device_why']}"))
+        table.append(("nccl", ranks["nccl"] or f"none: {ranks['why']}"))
+    gpus = [f"{gpu['name']}, {gpu['memory_mib']} MiB" for gpu in found["gpu"]["gpus"]]
+    table.append(("gpus", "; ".join(gpus) or f"none: {found['gpu']['why']}"))
+    table.append(("cores", f"{found['cores']['usable']} usable of {found['cores']['machine']}"))
+    table.append(("memory", f"{gib(found['memory']['free'])} free of {gib(found['memory']['machine'])}"))
+    caps = f"memory {gib(limits['memory_max'])}, processes {limits['pids_max'] or 'without limit'}"
+    table.append(("cgroup", caps if limits["version"] else "none"))
+    table.append(("ranks", f"at most {found['most_ranks']}"))
+    table.append(("shm", shm["why"] or f"{gib(shm['free'])} free of {gib(shm['total'])}"))
+    table.append(
+        (
+            "runs",
+            f"{runs['path']}: " + (f"{gib(runs['free'])} free" if runs["writable"] else f"not writable: {runs['why']}"),
+        )
+    )
+    left = [
+        f"pid {one['pid']}, started {one['since']}: {one['command']}  (`kit clean` ends it)"
+        for one in found["leftovers"]
+    ]
+    table += [("leftovers", text) for text in left or ["none"]]
+    state = {True: "with changes", False: "clean", None: "unknown state"}[git["dirty"]]
+    table.append(("git", f"{git['commit'][:12]}, {state}" if git["commit"] else f"none: {git['why']}"))
+    return table
+
+
+def gib(size: int | None) -> str:
+    return "without limit" if size is None else f"{size / 2**30:.1f} GiB"
