@@ -12,14 +12,15 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
+from kit.errors import KitError
 from kit.megatron import groups, standin
-from kit.megatron.groups.handle import Handle, forget, registered, state
+from kit.megatron.groups.handle import Handle, c10d, forget, registered, state
 from kit.megatron.groups.snapshot import global_names, parallel_state
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def _singletons() -> list[tuple[Any, str]]:
 class _Found:
     """The state on entry."""
 
-    groups: list[Any]
+    groups: list[weakref.ref[Any]]  # weak: noting a group must not keep it alive when it is released inside
     distributed: bool
     handles: bool
     standin: bool
@@ -64,7 +65,7 @@ def _look() -> _Found:
     tracker = random._CUDA_RNG_STATE_TRACKER
     distributed = dist.is_initialized()
     return _Found(
-        groups=registered() if distributed else [],
+        groups=[weakref.ref(group) for group in registered()] if distributed else [],
         distributed=distributed,
         handles=bool(state.installed),
         standin=standin.status().active,
@@ -98,16 +99,18 @@ def as_found(*, timeout_s: float = 60.0) -> Iterator[None]:
 
 def _made_inside(found: _Found) -> list[Any]:
     """Groups that are registered now and were not on entry, newest first; a handle stands for the group inside it."""
-    before = {id(group) for group in found.groups}
+    before = [reference() for reference in found.groups]
     now = registered() if dist.is_initialized() else []
-    return [g for g in reversed(now) if id(g) not in before and not (_is_callers(g, before))]
+    return [g for g in reversed(now) if not any(each is g or each is _inner(g) for each in before)]
 
 
-def _is_callers(group: Any, before: set[int]) -> bool:
-    return isinstance(group, Handle) and id(group.kit_inner) in before
+def _inner(group: Any) -> Any:
+    return group.kit_inner if isinstance(group, Handle) else group
 
 
 def _destroy(found: _Found, timeout_s: float) -> None:
+    if found.distributed and not dist.is_initialized():
+        raise KitError("the caller's default group was destroyed inside and not rebuilt: reload before leaving")
     if dist.is_initialized():
         if found.snapshot and not groups.initialised():
             groups.reload({"mode": "exact", **found.snapshot}, timeout_s=timeout_s)
@@ -127,8 +130,7 @@ def _abort(found: _Found) -> None:
     """Without a word to the peers: they may be gone, or waiting in a collective that will not end."""
     mine = _made_inside(found)
     for group in mine:
-        inner = group.kit_inner if isinstance(group, Handle) else group
-        inner.abort()
+        _inner(group).abort()
     for group in mine:
         if group is c10d._world.default_pg:
             continue

@@ -39,7 +39,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
         kwargs = dict(kwargs or {})
@@ -95,7 +95,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (cuda, "stream", lambda _: contextlib.nullcontext()),
         (cuda, "Stream", _Stream),
         (cuda, "Event", _Event),
-        (cuda, "manual_seed", lambda seed: torch.manual_seed(seed)),
+        (cuda, "manual_seed", lambda seed: torch.manual_seed(seed)),  # noqa: PLW0108 - one function, one name
         (cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
         (cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
         (cuda.random, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
@@ -134,7 +134,7 @@ def install() -> Status:
         old = owner.__dict__.get(name, missing)
         setattr(owner, name, new)
         _undo.append(lambda o=owner, n=name, v=old: delattr(o, n) if v is missing else setattr(o, n, v))  # type: ignore[misc]
-    mode = _CudaMeansCpu()
+    mode: Any = _CudaMeansCpu()
     mode.__enter__()
     _undo.append(lambda: mode.__exit__(None, None, None))
     return status()

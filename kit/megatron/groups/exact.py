@@ -8,7 +8,7 @@ the store before anything is destroyed and before anything is made; a rank that 
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import threading
 import time
 import weakref
@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from kit.errors import KitError
-from kit.megatron.groups.handle import Handle, forget, rekey, state, title
+from kit.megatron.groups.handle import Handle, c10d, forget, rekey, state, title
 from kit.megatron.groups.snapshot import decode, global_names, groups_in, make_options, megatron_groups, parallel_state
 
 # Handles between a destroy and the reload that fills them again, by group name.
@@ -43,7 +42,7 @@ def meet(what: str, rank: int, size: int, timeout_s: float) -> None:
     state.store.set(f"kit/{what}/{here}/{rank}", "1")
     everyone = [f"kit/{what}/{here}/{r}" for r in range(size)]
     try:
-        state.store.wait(everyone, datetime.timedelta(seconds=timeout_s))
+        state.store.wait(everyone, dt.timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
         missing = [r for r in range(size) if not state.store.check([everyone[r]])]
         raise KitError(f"{what}: rank(s) {missing} did not come within {timeout_s:g} s, the others wait") from error
@@ -123,7 +122,7 @@ def reload(snapshot: dict[str, Any], *, timeout_s: float) -> int:
     rank, size = _place(world, default)
     meet("reload", rank, size, timeout_s)
     state.generation += 1
-    store: Any = dist.PrefixStore(f"kit/{state.generation}", state.store)
+    store: Any = c10d.PrefixStore(f"kit/{state.generation}", state.store)
     if world:
         default = _make_world(world, store, rank, size)
     made = [_make(plain, store, default, rank) for plain in snapshot["groups"]]
@@ -147,7 +146,7 @@ def _make_world(plain: dict[str, Any], store: Any, rank: int, size: int) -> Hand
         store=store,
         rank=rank,
         world_size=size,
-        timeout=datetime.timedelta(seconds=plain["timeout_s"]),
+        timeout=dt.timedelta(seconds=plain["timeout_s"]),
         pg_options=make_options(plain["options"], plain["timeout_s"]),
         device_id=torch.device(plain["bound_device"]) if plain["bound_device"] else None,
     )
@@ -169,7 +168,7 @@ def _make(plain: dict[str, Any], store: Any, default: Any, rank: int) -> Handle:
         store,
         plain["name"],
         backend_options=make_options(plain["options"], plain["timeout_s"]),
-        timeout=datetime.timedelta(seconds=plain["timeout_s"]),
+        timeout=dt.timedelta(seconds=plain["timeout_s"]),
         pg_tag=tag.removeprefix("user:") if tag.startswith("user:") else None,
         device_id=torch.device(plain["bound_device"]) if plain["bound_device"] else None,
         group_desc=plain["description"],

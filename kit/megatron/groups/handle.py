@@ -17,10 +17,11 @@ import types
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+import torch.distributed.distributed_c10d as _c10d
 
 from kit.errors import KitError
 
+c10d: Any = _c10d  # torch's registry of groups; its tables and helpers carry no types
 WORLD = "WORLD"
 
 
@@ -35,7 +36,7 @@ class Handle(dist.ProcessGroup):
     OWN = frozenset({"__class__", "__dict__", "kit_inner", "kit_facts", "__weakref__"})
 
     def __init__(self, inner: dist.ProcessGroup, *, ranks: list[int], maker: str) -> None:
-        super().__init__(inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # the other constructor
         self.__dict__["kit_inner"] = inner
         self.__dict__["kit_facts"] = {
             "name": inner.group_name,

@@ -6,15 +6,14 @@ description, and every global of `parallel_state` by name, group or not. Scratch
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import types
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-from kit.megatron.groups.handle import WORLD, Handle, registered, state
+from kit.megatron.groups.handle import WORLD, Handle, c10d, registered, state
 
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 NCCL_CONFIG = ("blocking", "cga_cluster_size", "min_ctas", "max_ctas", "net_name", "split_share", "traffic_class")
@@ -123,7 +122,7 @@ def make_options(plain: dict[str, dict[str, Any]], timeout_s: float) -> Any:
             for key, value in options["config"].items():
                 if value is not None:
                     setattr(made.config, key, value)
-            made._timeout = datetime.timedelta(seconds=timeout_s)
+            made._timeout = dt.timedelta(seconds=timeout_s)
             return made
     return None
 

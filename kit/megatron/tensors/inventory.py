@@ -41,20 +41,24 @@ def named_tensors(chunks: list[Any], optimizer: Any) -> Iterator[tuple[str, str,
     for number, chunk in enumerate(chunks):
         for name, param in chunk.module.named_parameters():
             yield "weights", f"chunk{number}.{name}", param.data
-            for attribute in ("main_grad", "grad"):
-                if getattr(param, attribute, None) is not None:
-                    yield "grads", f"chunk{number}.{name}.{attribute}", getattr(param, attribute)
+            yield from _grads(f"chunk{number}.{name}", param)
         for name, buffer in chunk.module.named_buffers():
             yield "weights", f"chunk{number}.{name}", buffer
     for number, inner in enumerate(inner_optimizers(optimizer)):
         params = [param for group in inner.param_groups for param in group["params"]]
         for place, param in enumerate(params):
-            yield "optimizer", f"optimizer{number}.param{place}", param.data
+            name = f"optimizer{number}.param{place}"
+            yield "optimizer", name, param.data
+            yield from _grads(name, param)
             for key, value in inner.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor):
-                    yield "optimizer", f"optimizer{number}.param{place}.{key}", value
-            if param.grad is not None:
-                yield "grads", f"optimizer{number}.param{place}.grad", param.grad
+                    yield "optimizer", f"{name}.{key}", value
+
+
+def _grads(name: str, param: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for attribute in ("main_grad", "grad"):
+        if getattr(param, attribute, None) is not None:
+            yield "grads", f"{name}.{attribute}", getattr(param, attribute)
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:

@@ -1,0 +1,81 @@
+"""For each config: train without a break; then again, with everything released and brought back in the middle."""
+
+import json
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from common import attempt, census, collect, exercise, write
+
+from kit.megatron import groups, model, ownership
+from kit.megatron.config import ModelConfig, model_bytes
+from kit.megatron.groups.snapshot import global_names, megatron_groups, parallel_state
+
+BEFORE, AFTER = 2, 2
+
+
+def uninterrupted(config: ModelConfig) -> dict[str, Any]:
+    job = model.build(config)
+    steps = job.step(BEFORE + AFTER)
+    result = {"steps": steps, "hashes": job.hashes()}
+    job.mover.close()
+    groups.destroy()
+    return result
+
+
+def interrupted(config: ModelConfig, *, include_world: bool) -> dict[str, Any]:
+    base = census()
+    job = model.build(config)
+    steps = job.step(BEFORE)
+    stale = megatron_groups()
+    plain = [group.kit_inner.group_name for group in stale]
+    result: dict[str, Any] = {"base": base, "training": census(), "before": job.hashes(), "names": plain}
+    described = groups.snapshot()["groups"]
+    held = {h.path for h in groups.holders(job=job)}
+
+    out = job.mover.release()
+    result["guard"] = attempt(lambda: job.step())
+    stats = groups.destroy(include_world=include_world)
+    collect()
+    result["released"] = census()
+    result["globals_left"] = {
+        n: repr(getattr(parallel_state(), n)) for n in global_names() if getattr(parallel_state(), n) not in (None, {})
+    }
+    result["stale"] = {group.group_desc: attempt(lambda g=group: exercise(g)) for group in stale}
+    result["stale_attribute"] = attempt(lambda: stale[0].size())
+    result["again"] = groups.destroy()
+
+    result["reloaded"] = groups.reload(json.loads(json.dumps(stats["snapshot"])))
+    result["reload_again"] = groups.reload(stats["snapshot"])
+    back = job.mover.restore()
+    result["after"] = job.hashes()
+    result["described_same"] = groups.snapshot()["groups"] == described
+    result["talk"] = groups.talk()
+    holders = groups.holders(job=job)
+    result["holders_same"] = {h.path for h in holders} == held
+    result["dead_holders"] = [h.path for h in holders if not (h.alive and h.current)]
+    result["holders"] = len(holders)
+    steps += job.step(AFTER)
+    result |= {"steps": steps, "hashes": job.hashes(), "back": census(), "stats": stats, "out": out, "in": back}
+    result["model_bytes"] = model_bytes(
+        config, ranks=dist.get_world_size(), stage=parallel_state().get_pipeline_model_parallel_rank()
+    )
+    job.mover.close()
+    groups.destroy()
+    return result
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    results = {}
+    for name, settings in json.loads(sys.argv[1]).items():
+        include_world = settings.pop("include_world", False)
+        with ownership.as_found():
+            control = uninterrupted(ModelConfig(**settings))
+            collect()
+            results[name] = {"control": control} | interrupted(ModelConfig(**settings), include_world=include_world)
+        collect()
+    write(results)
+
+
+main()

@@ -1,0 +1,88 @@
+"""The contract of destroy and reload: what it does when there is nothing to do, what it refuses, what the others leak."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def ranks(launch):
+    return launch("contract", 2)
+
+
+def test_not_initialised_means_nothing_to_do(ranks):
+    for rank in ranks:
+        seen = rank["uninitialised"]
+        assert seen["snapshot"] == {}
+        assert seen["destroy"]["initialised"] is False
+        assert seen["destroy"]["snapshot"] == {}
+        assert seen["destroy"]["destroyed"] == 0
+
+
+def test_bad_input_is_a_value_error_in_one_sentence(ranks):
+    for rank in ranks:
+        seen = rank["uninitialised"]
+        assert seen["errors_are_value_errors"]
+        assert "the snapshot is empty" in seen["empty"]
+        assert "mode 'hard' is unknown: choose one of exact, manual, official" in seen["mode"]
+        assert "include_world is not allowed with mode 'manual'" in seen["world"]
+
+
+def test_ranks_order_timeouts_and_descriptions_come_back(ranks):
+    for rank in ranks:
+        seen = rank["options"]
+        assert seen["before"] == seen["after"]
+        assert seen["tp_minutes"] == 7
+        minutes = {group["timeout_s"] / 60 for group in seen["after"]["groups"]}
+        assert {7, 120} <= minutes
+        assert seen["before"]["init_arguments"]["order"] == "tp-cp-ep-pp-dp"
+
+
+def test_a_group_that_cannot_be_destroyed_is_named_after_the_rest_was(ranks):
+    for rank in ranks:
+        seen = rank["failure"]
+        assert len(seen["held"]) == 1
+        assert "TENSOR_MODEL_PARALLEL_GROUP" in seen["error"]
+        assert "the wire is cut" in seen["error"]
+        assert seen["destroyed"] >= 18
+        assert seen["census"]["groups"] == 2  # the default group and the bystander
+
+
+def test_a_rank_that_does_not_come_is_named(ranks):
+    assert "rank(s) [1] did not come within 2 s" in ranks[0]["missing"]
+
+
+def test_official_frees_no_device_group(ranks):
+    for rank in ranks:
+        seen = rank["common"]["official"]
+        steps = [after - before for before, after in zip(seen["counts"], seen["counts"][1:], strict=False)]
+        assert seen["destroyed"] == -1
+        assert min(steps) >= 15
+        assert seen["dead"] == 0  # what layers hold still lives, registered, beside the new groups
+        assert seen["stale"] > 20
+        assert seen["talk"]
+
+
+def test_manual_loses_the_gloo_groups(ranks):
+    for rank in ranks:
+        seen = rank["common"]["manual"]
+        steps = [after - before for before, after in zip(seen["counts"], seen["counts"][1:], strict=False)]
+        assert steps == [3, 3, 3]
+        assert seen["destroyed"] >= 15
+        assert seen["dead"] > 20
+        assert seen["stale"] == seen["dead"]
+
+
+def test_groups_of_others_are_untouched(ranks):
+    for rank in ranks:
+        assert rank["bystander"] == ""
+
+
+def test_groups_made_before_the_handles_are_refused_by_name(ranks):
+    for rank in ranks:
+        assert "TENSOR_MODEL_PARALLEL_GROUP" in rank["late"]
+        assert "install" in rank["late"]
+
+
+def test_uninstall_gives_the_default_group_its_place_back(ranks):
+    for rank in ranks:
+        assert rank["world_is_plain_again"]
+        assert rank["early_world"] == ""
