@@ -86,7 +86,8 @@ def test_the_two_commands_are_told_and_run_by_ci() -> None:
 
 def test_readme_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        text = page.read_text()
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text):
             assert "://" in target or (page.parent / target).exists(), f"{page.name} points at {target}"
 
 
