@@ -157,7 +157,7 @@ def verdict_lines(ax: Axes, verdict: Verdict, theme: Theme) -> None:
     for index, row in enumerate(verdict):
         y = 1 - (index + 0.5) / len(verdict)
         word, colour = marks[row.passed]
-        measured = "" if row.measured is None else f"{row.measured:g}, limit {row.limit:g} {unit_word(row.unit)}"
+        measured = "" if row.measured is None else f"{row.measured:.4g}, limit {row.limit:g} {unit_word(row.unit)}"
         why = "" if row.passed else textwrap.shorten(row.why, 80, placeholder=" ...")
         ax.text(0.0, y, word, va="center", transform=ax.transAxes, color=colour, fontweight="bold")
         for x, text in ((0.13, row.check), (0.38, measured), (0.53, why)):
@@ -200,7 +200,7 @@ def draw_level(ax: Axes, level: Level, steps: Steps, theme: Theme, how: Drawn = 
 def step_axis(ax: Axes, steps: Steps, theme: Theme) -> None:
     """Steps by cycle, every other one shaded; a run of one cycle has its phases' names instead."""
     ax.set_xlim(-0.7, len(steps.order) - 0.3)
-    if len(steps.cycles) == 1:
+    if len(steps.cycles) <= 1:
         ax.set_xticks(range(len(steps.order)), [phase for _, phase in steps.order], rotation=25, ha="right")
         return
     where: dict[int, list[int]] = {}
@@ -210,7 +210,7 @@ def step_axis(ax: Axes, steps: Steps, theme: Theme) -> None:
     for number, places in enumerate(where.values()):
         if number % 2 and len(where) <= 20:
             ax.axvspan(places[0] - 0.5, places[-1] + 0.5, color=theme.shade, zorder=0, linewidth=0)
-    shown = list(where.items())[::every]
+    shown = [(cycle, where[cycle]) for cycle in steps.cycles[::every]]
     ax.set_xticks([(places[0] + places[-1]) / 2 for _, places in shown], [str(cycle) for cycle, _ in shown])
     ax.tick_params(axis="x", length=0)
     ax.set_xlabel("cycle (a point per phase)")

@@ -92,11 +92,10 @@ class Notebook:
 
 
 def bar_html(fraction: float, text: str) -> str:
-    name = html.escape(text, quote=True)
-    return (
-        f'<div class="kit-progress" style="display:flex;gap:.8em;align-items:center">'
-        f'<progress value="{fraction:.3f}" max="1" aria-label="{name}"></progress><span>{name}</span></div>'
-    )
+    """A bar and its words; only the words once it is full."""
+    words = html.escape(text, quote=True)
+    bar = f'<progress value="{fraction:.3f}" max="1" aria-label="{words}"></progress>' if fraction < 1 else ""
+    return f'<div class="kit-progress" style="display:flex;gap:.8em;align-items:center">{bar}<span>{words}</span></div>'
 
 
 def watched() -> Line:

@@ -72,7 +72,7 @@ def steps(run: Run) -> Steps:
     return Steps(
         order=order,
         phases=list(dict.fromkeys(phase for _, phase in order)),
-        cycles=sorted({cycle for cycle, _ in order}),
+        cycles=sorted({cycle for cycle, phase in order if phase != BASELINE}),
         ranks=sorted(int(rank) for rank in frame["rank"].unique()),
         frame=frame,
     )

@@ -80,6 +80,12 @@ def test_names_are_escaped_for_a_page():
     assert 'aria-label="&lt;b&gt;&quot;x&quot;' in page
 
 
+def test_a_full_bar_leaves_its_words():
+    assert "<progress" in bar_html(0.9, "reload · 3 s")
+    assert "<progress" not in bar_html(1.0, "reload · 3 s")
+    assert "reload · 3 s" in bar_html(1.0, "reload · 3 s")
+
+
 SCRIPT = """
 import sys
 from kit.view.progress import Progress, Terminal
