@@ -78,12 +78,16 @@ class Node:
 
     def watch(self, rank: int, pid: int) -> None:
         """Tell the notebook how a rank ended, at once and without taking its status from torchrun."""
-        with contextlib.suppress(ChildProcessError, ChannelClosed):
+        try:
             found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            if found is not None:
-                killed = found.si_code in {os.CLD_KILLED, os.CLD_DUMPED}
-                status = -found.si_status if killed else found.si_status
-                self.link.send({"exit": rank, "pid": pid, "status": status, "at": time.monotonic()})
+        except ChildProcessError:
+            found = None  # torchrun was quicker; it tells the status when it has ended the others
+        status = None
+        if found is not None:
+            killed = found.si_code in {os.CLD_KILLED, os.CLD_DUMPED}
+            status = -found.si_status if killed else found.si_status
+        with contextlib.suppress(ChannelClosed):
+            self.link.send({"exit": rank, "pid": pid, "status": status, "at": time.monotonic()})
 
     def on_kill(self) -> None:
         """SIGKILL this node's ranks and what they started: known ones by group, those still starting as our children."""
@@ -181,11 +185,12 @@ def main() -> None:
     while True:
         NODE.launched.wait()
         NODE.launched.clear()
-        order, said = NODE.order, ""
+        order, said, statuses = NODE.order, "", {}
         preload(order["preload"])
         try:
             torchrun(order)
         except Exception as failure:  # noqa: BLE001 - whatever torchrun says is passed on; the notebook judges
             said = f"{type(failure).__name__}: {failure}"
+            statuses = {rank: one.exitcode for rank, one in getattr(failure, "failures", {}).items()}
         with contextlib.suppress(ChannelClosed):
-            NODE.link.send({"ended": order["generation"], "error": said})
+            NODE.link.send({"ended": order["generation"], "error": said, "statuses": statuses})

@@ -7,6 +7,7 @@ not answer in time, those that the others were waiting for.
 from __future__ import annotations
 
 import select
+import signal
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Protocol
 
 from kit.errors import KitError, RankDied, RankError, RankTimeout
 from kit.world.channel import ChannelClosed, Message
-from kit.world.crew import Crew, Member, signal_name
+from kit.world.crew import Crew, Member, ending, signal_name
 from kit.world.silence import Look, blame, looks
 from kit.world.stacks import users_part
 
@@ -164,23 +165,15 @@ class Call:
 
     def _died(self) -> None:
         """Name the first process that ended. Others follow it because torchrun ends them, or because it was torchrun."""
-        deadline = time.monotonic() + 1.0
-        while not self.crew.exits and 0 in self.crew.agents and time.monotonic() < deadline:
-            select.select([agent.link for agent in self.crew.agents.values()], [], [], 0.02)
-            self.crew.hear_agents()
-        others = [m.rank for m in self.members]
+        first = self.crew.first_exit()
         how = self.crew.torchrun_gone()
-        if how is not None and (not self.crew.exits or "SIG" in how):
-            pid = self.crew.torchrun_pid
-            message = (
-                f"torchrun (pid {pid}) {how} in phase {self.phase!r}; its ranks {names(others)} ended with it{AGAIN}"
-            )
-            raise RankDied(message, rank=-1, phase=self.phase, signal=how.rpartition(" ")[2])
-        first = min(self.crew.exits, key=lambda one: one.at, default=None)
+        if how is not None and (first is None or "SIG" in how):
+            ranks = names([m.rank for m in self.members])
+            text = f"torchrun (pid {self.crew.torchrun_pid}) {how} in phase {self.phase!r}; its ranks {ranks} ended with it{AGAIN}"
+            raise RankDied(text, rank=-1, phase=self.phase, signal=how.rpartition(" ")[2])
         rank = first.rank if first else min(self.gone)
         member = next(m for m in self.crew.members if m.rank == rank)
-        status = first.status if first else None
-        raise death(self.crew, member, status, self.phase, self.answers.get(rank))
+        raise death(self.crew, member, first.status if first else None, self.phase, self.answers.get(rank))
 
     def _raise_failures(self) -> None:
         failed = [rank for rank in self.order if "error" in self.answers[rank]]
@@ -268,19 +261,17 @@ def interrupt(member: Member) -> None:
 
 def death(crew: Crew, member: Member, status: int | None, phase: str, answer: Message | None) -> RankDied:
     """What there is to say about a rank's end."""
-    exiting = answer is not None and answer.get("exiting")
-    name = signal_name(-status) if status is not None and status < 0 and not exiting else None
-    if answer is not None and exiting:
+    if answer is not None and answer.get("exiting"):
         status = answer["exitcode"]
         how = f"called sys.exit({status})"
-    elif name:
-        how = f"was killed by {name}"
-    elif status is not None:
-        how = f"exited with status {status}"
-    else:
+    elif status is None:
         how = "is gone, and nobody saw how"
+    elif status < 0:
+        how = f"was killed by {signal_name(-status)}"
+    else:
+        how = f"exited with status {status}"
     text = f"rank {member.rank} (pid {member.pid} on {member.host}) {how} in phase {phase!r}{AGAIN}"
-    if name == "SIGKILL":
+    if status == -signal.SIGKILL:
         text += "\nIf nobody sent it, the kernel may have been out of memory: see dmesg, or memory.events of the cgroup"
     elif answer is None:
         log = crew.read_log(member, -20_000, 20_000).decode(errors="replace")
@@ -289,7 +280,7 @@ def death(crew: Crew, member: Member, status: int | None, phase: str, answer: Me
         text += "".join(f"\n  {line}" for line in ["the last lines of its log:", *tail]) if tail else ""
     elif answer.get("traceback"):
         text += f"\n{answer['traceback'].rstrip()}"
-    return RankDied(text, rank=member.rank, phase=phase, signal=name, exitcode=None if name else status)
+    return RankDied(text, rank=member.rank, phase=phase, **ending(status))
 
 
 def names(ranks: Sequence[int]) -> str:

@@ -75,8 +75,13 @@ class Exit:
     """How a rank's process ended, as its node's agent saw it. `at` orders the ends on one node."""
 
     rank: int
-    status: int
+    status: int | None  # None: not seen; torchrun's own account follows
     at: float
+
+    @property
+    def victim(self) -> bool:
+        """torchrun ends the others with SIGTERM when one has failed."""
+        return self.status == -signal.SIGTERM
 
 
 @dataclass(slots=True)
@@ -266,14 +271,6 @@ class Crew:
             raise KitError(
                 f"torchrun ended (exit status {self._process.returncode}) before the {what} joined; {self._last_words()}"
             )
-        if self.exits and what == "ranks":
-            first = min(self.exits, key=lambda one: one.at)
-            raise RankDied(
-                f"rank {first.rank} ended while starting; {self._last_words()}",
-                rank=first.rank,
-                phase="start",
-                exitcode=first.status,
-            )
 
     def _missing(self, what: str) -> str:
         if what == "agents":
@@ -311,8 +308,15 @@ class Crew:
             agent.answers[message["id"]] = message["answer"]
         else:
             agent.ended = message["ended"]
+            statuses = {int(rank): status for rank, status in message["statuses"].items()}
+            for one in self.exits:
+                one.status = statuses.get(one.rank) if one.status is None else one.status
             if agent.ended == self.generation and not self.members and message["error"]:
-                raise KitError(f"torchrun ended before the ranks joined: {message['error']}; {self._last_words()}")
+                text = f"the ranks ended before they joined: {message['error']}; {self._last_words()}"
+                if not statuses:
+                    raise KitError(text)
+                rank, status = next(iter(statuses.items()))
+                raise RankDied(text, rank=rank, phase="start", **ending(status))
 
     def ask(self, node: int, do: str, **arguments: Any) -> Any:
         """One question to a node's agent, answered within two seconds; None if not."""
@@ -328,6 +332,17 @@ class Crew:
             select.select([agent.link], [], [], 0.05)
             self.hear_agents()
         return agent.answers.pop(number, None)
+
+    def first_exit(self, seconds: float = 1.0) -> Exit | None:
+        """The end that came before the others', with its status; waits for the agents' account of it."""
+        deadline = time.monotonic() + seconds
+        while True:
+            first = min(self.exits, key=lambda one: (one.victim, one.at), default=None)
+            told = first is not None and first.status is not None
+            if told or 0 not in self.agents or time.monotonic() > deadline:
+                return first
+            select.select([agent.link for agent in self.agents.values()], [], [], 0.02)
+            self.hear_agents()
 
     def torchrun_gone(self) -> str | None:
         """How this machine's agent (torchrun) ended, or None while it lives."""
@@ -404,6 +419,13 @@ class Crew:
         """In a process forked from the notebook: close our ends, or they would outlive the notebook."""
         for link in [*(a.link for a in self.agents.values()), *(x for m in self.members for x in (m.work, m.watch))]:
             link.close()
+
+
+def ending(status: int | None) -> dict[str, Any]:
+    """A process's status as RankDied's keywords."""
+    if status is not None and status < 0:
+        return {"signal": signal_name(-status)}
+    return {"exitcode": status}
 
 
 def signal_name(number: int) -> str:
