@@ -34,7 +34,7 @@ def interrupted(config: ModelConfig, *, include_world: bool) -> dict[str, Any]:
     held = {h.path for h in groups.holders(job=job)}
 
     out = job.mover.release()
-    result["guard"] = attempt(lambda: job.step())
+    result["guard"] = attempt(job.step)
     stats = groups.destroy(include_world=include_world)
     collect()
     result["released"] = census()
@@ -42,7 +42,7 @@ def interrupted(config: ModelConfig, *, include_world: bool) -> dict[str, Any]:
         n: repr(getattr(parallel_state(), n)) for n in global_names() if getattr(parallel_state(), n) not in (None, {})
     }
     result["stale"] = {group.group_desc: attempt(lambda g=group: exercise(g)) for group in stale}
-    result["stale_attribute"] = attempt(lambda: stale[0].size())
+    result["stale_attribute"] = attempt(lambda: stale[0].size() + 0)
     result["again"] = groups.destroy()
 
     result["reloaded"] = groups.reload(json.loads(json.dumps(stats["snapshot"])))

@@ -1,0 +1,26 @@
+"""Many cycles of releasing everything and coming back: what is left after each."""
+
+import sys
+
+import torch.distributed as dist
+from common import census, collect, write
+
+from kit.megatron import groups, model
+from kit.megatron.config import ModelConfig
+from kit.megatron.tensors import memory
+
+dist.init_process_group("gloo")
+job = model.build(ModelConfig(tp=2))
+job.step(1)
+cycles = []
+for _ in range(int(sys.argv[1])):
+    job.mover.release()
+    stats = groups.destroy()
+    collect()
+    released = census()
+    groups.reload(stats["snapshot"])
+    job.mover.restore()
+    job.step(1)
+    collect()
+    cycles.append({"released": released, "back": census(), "alive": stats["alive"], "anon": memory()["rss_anon"]})
+write({"cycles": cycles, "dead": [h.path for h in groups.holders(job=job) if not h.alive]})

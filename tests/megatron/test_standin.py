@@ -1,0 +1,65 @@
+"""The stand-in makes "cuda" mean the CPU, once, and can be taken out again; where a GPU is, it is not there."""
+
+import pytest
+import torch
+
+from kit.megatron import standin
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in is for boxes without a GPU")
+
+
+@pytest.fixture
+def installed():
+    yield standin.install()
+    standin.uninstall()
+
+
+@without_gpu
+def test_cuda_means_the_cpu(installed):
+    assert installed.active
+    assert "no GPU" in installed.why
+    assert torch.zeros(2, device="cuda").device.type == "cpu"
+    assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"
+    assert torch.zeros(2).to("cuda:0").device.type == "cpu"
+    assert torch.zeros(2).cuda().device.type == "cpu"
+    assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+
+
+@without_gpu
+def test_random_states_are_the_cpus(installed):
+    torch.cuda.manual_seed(3)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(2)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(first, torch.rand(2))
+
+
+@without_gpu
+def test_installing_twice_is_installing_once_and_it_can_be_undone():
+    before = {name: getattr(torch.cuda, name) for name in ("current_device", "Stream", "FloatTensor", "get_rng_state")}
+    standin.install()
+    assert standin.install().active
+    assert not standin.uninstall().active
+    assert {name: getattr(torch.cuda, name) for name in before} == before
+    assert torch.zeros(2).type() == "torch.FloatTensor"
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(2, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_it_is_inert_where_there_is_a_gpu():
+    before = torch.cuda.current_device
+    status = standin.install()
+    assert not status.active
+    assert "has a GPU" in status.why
+    assert torch.cuda.current_device is before
+
+
+def test_a_gpu_in_sight_keeps_it_out(monkeypatch):
+    before = torch.cuda.current_device
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not standin.install().active
+    assert torch.cuda.current_device is before
