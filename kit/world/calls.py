@@ -16,7 +16,7 @@ from typing import Protocol
 from kit.errors import KitError, RankDied, RankError, RankTimeout
 from kit.world.channel import ChannelClosed, Message
 from kit.world.crew import Crew, Member, ending, signal_name
-from kit.world.silence import Look, blame, looks
+from kit.world.silence import Look, blame, looks, names, ranks_word
 from kit.world.stacks import users_part
 
 TICK_S = 0.05  # how often logs are read and the deadline looked at while ranks work
@@ -187,7 +187,7 @@ class Call:
         if len(texts) > TRACEBACKS:
             parts.append(f"... and {len(texts) - TRACEBACKS} other tracebacks, in the ranks' logs")
         if left := [m.rank for m in self.pending()]:
-            parts.append(f"{ranks_word(left)} still wait(s) in a collective for the failed rank{AGAIN}")
+            parts.append(f"{ranks_word(left)} still in a collective, waiting for the failed one{AGAIN}")
         first = causes[0]
         same = tuple(sorted(texts[self.answers[first]["traceback"]]))
         head = f"{ranks_word(sorted(causes))} failed in phase {self.phase!r}: {self.answers[first]['error']}"
@@ -281,14 +281,6 @@ def death(crew: Crew, member: Member, status: int | None, phase: str, answer: Me
     elif answer.get("traceback"):
         text += f"\n{answer['traceback'].rstrip()}"
     return RankDied(text, rank=member.rank, phase=phase, **ending(status))
-
-
-def names(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-def ranks_word(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {names(ranks)}"
 
 
 __all__ = ["Call", "Interrupted", "KitError", "Look", "Observer"]

@@ -60,15 +60,22 @@ def blame(silent: Sequence[int], found: dict[int, Look], everyone: Sequence[int]
     """
     waiting = [r for r in silent if r in found and (found[r].waiting or ahead(r, found))]
     culprits = tuple(r for r in silent if r not in waiting)
-    listed = ", ".join(map(str, culprits))
     if waiting and culprits:
-        return culprits, f"rank(s) {', '.join(map(str, waiting))} wait in a collective for rank(s) {listed}"
+        return culprits, f"{ranks_word(waiting)} in a collective, waiting for {ranks_word(culprits)}"
     if culprits:
-        return culprits, "none of them waits in a collective: they are busy, stopped or gone"
+        return culprits, "none of them waits in a collective: busy, stopped or gone"
     absent = [r for r in everyone if r not in silent]
     if absent:
-        return (), f"they wait in a collective that rank(s) {', '.join(map(str, absent))} did not enter"
+        return (), f"waiting in a collective that {ranks_word(absent)} did not enter"
     return (), "each waits in a collective, so they entered different ones: compare the stacks"
+
+
+def names(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def ranks_word(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {names(ranks)}"
 
 
 def ahead(rank: int, found: dict[int, Look]) -> bool:

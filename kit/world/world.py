@@ -16,10 +16,10 @@ from typing import Any
 
 from kit.errors import BadInput, KitError
 from kit.world import interpreter
-from kit.world.calls import Call, Interrupted, Observer, ranks_word
+from kit.world.calls import Call, Interrupted, Observer
 from kit.world.channel import ChannelClosed
 from kit.world.crew import Crew, Member, Plan
-from kit.world.silence import looks
+from kit.world.silence import looks, ranks_word
 
 DEVICES = ("auto", "cpu", "cuda")
 TIMEOUT_S = 60.0

@@ -127,7 +127,7 @@ def test_three_kernels_with_a_world_each_do_not_collide(tmp_path: Path) -> None:
 
 
 def test_a_script_that_ends_without_closing_leaves_nothing(tmp_path: Path) -> None:
-    code = f"from kit.world import World\nw = World(2, device='cpu', logs={str(tmp_path)!r})\nimport os; print(os.getpid()); raise SystemExit(5)"
+    code = f"from kit.world import World; import os\nw = World(2, device='cpu', logs={str(tmp_path)!r})\nprint(os.getpid()); exit(5)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 5, done.stderr
     assert all_gone(int(done.stdout))

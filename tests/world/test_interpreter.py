@@ -1,0 +1,88 @@
+"""Finding the ranks' Python."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from kit.errors import BadInput
+from kit.world import World, interpreter
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter.probe.cache_clear()
+    for name in ("KIT_PYTHON", "VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_this_interpreter_comes_first() -> None:
+    found = interpreter.find()
+    assert found.path == sys.executable
+    assert found.verdict() == "has torch and megatron.core"
+
+
+def test_a_wish_that_cannot_be_met_is_refused_and_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = script(tmp_path / "python", "echo '[false, false, [3, 12]]'")
+    with pytest.raises(BadInput, match=r"python= names .* has no torch"):
+        interpreter.find(str(bare))
+    monkeypatch.setenv("KIT_PYTHON", str(bare))
+    with pytest.raises(BadInput, match="KIT_PYTHON"):
+        interpreter.find()
+
+
+def test_an_old_python_says_so(tmp_path: Path) -> None:
+    old = script(tmp_path / "python", "echo '[true, true, [3, 8]]'")
+    with pytest.raises(BadInput, match=r"is Python 3\.8; 3\.11 or newer"):
+        interpreter.find(str(old))
+
+
+def test_the_first_with_both_is_taken_before_an_earlier_one_with_torch_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interpreter, "has", lambda name: name == "torch")
+    both = script(tmp_path / "env" / "bin" / "python", "echo '[true, true, [3, 12]]'")
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / "env"))
+    assert interpreter.find().path == str(both)
+    assert [one.path for one in interpreter.search()][:2] == [sys.executable, str(both)]
+
+
+def test_nothing_found_lists_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter, "candidates", lambda: [(sys.executable, "this interpreter")])
+    monkeypatch.setattr(interpreter, "has", lambda name: False)
+    with pytest.raises(BadInput, match="has no torch"):
+        interpreter.find()
+
+
+def test_ranks_run_in_another_environment_without_the_kit(tmp_path: Path) -> None:
+    """A bare environment that sees only torch, numpy and megatron.core: links to those packages and nothing else."""
+    import venv
+
+    venv.create(tmp_path / "training", with_pip=False, symlinks=True)
+    python = tmp_path / "training" / "bin" / "python"
+    site = next((tmp_path / "training" / "lib").glob("python*")) / "site-packages"
+    here = Path(next(path for path in sys.path if path.endswith("site-packages") and (Path(path) / "torch").exists()))
+    for entry in here.iterdir():
+        if not entry.name.lower().startswith(
+            ("kit", "lifecycle", "__editable__", "_lifecycle", "pandas", "pydantic", "ipython", "matplotlib")
+        ):
+            (site / entry.name).symlink_to(entry)
+    with World(2, device="cpu", python=str(python), logs=tmp_path / "logs") as world:
+        world.run("x = torch.ones(1); dist.all_reduce(x)\nimport importlib.util as u, sys")
+        assert world.eval("[x.item(), sys.prefix]") == [[2.0, str(tmp_path / "training")]] * 2
+        assert (
+            world.eval("[u.find_spec(n) is not None for n in ('pandas', 'pydantic', 'IPython')]") == [[False] * 3] * 2
+        )
+        assert world.call("kit.measure:measure_overhead", n=1)[0] >= 0
+    assert shutil.which("python3", path=os.environ["PATH"])
