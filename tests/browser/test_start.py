@@ -1,0 +1,55 @@
+"""The start notebook in JupyterLab, driven with the mouse as a person would."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+
+
+def menu(page, *names: str) -> None:
+    """Click through JupyterLab's menus."""
+    page.locator(f'.lm-MenuBar-itemLabel:text-is("{names[0]}")').click()
+    for name in names[1:-1]:
+        page.locator(f'.lm-Menu-itemLabel:text-is("{name}")').hover()
+    page.locator(f'.lm-Menu-itemLabel:text-is("{names[-1]}")').click()
+
+
+def cell_with(page, text: str):
+    return page.locator(".jp-CodeCell", has=page.locator(".jp-InputArea", has_text=text)).first
+
+
+def test_run_all_shows_verdict_and_picture(page, server, artefacts):
+    page.goto(server.page("00_start.ipynb"))
+    page.locator(".jp-StatusBar-TextItem", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
+    page.screenshot(path=artefacts / "start-open.png")
+
+    menu(page, "Run", "Run All Cells")
+    judged = cell_with(page, "run.verdict()")
+    judged.locator(".jp-OutputArea", has_text="0 failed, 5 passed").wait_for(timeout=120_000)
+    picture = cell_with(page, "run.plot()").locator(".jp-OutputArea img")
+    picture.wait_for(timeout=60_000)
+    assert picture.evaluate("image => image.complete && image.naturalWidth") >= 1000
+    broken = cell_with(page, 'fault="leaked-group"')
+    broken.locator(".jp-OutputArea", has_text="groups_return_to_baseline").wait_for(timeout=60_000)
+    assert "FAIL" in broken.inner_text()
+
+    error = cell_with(page, "time.sleep(600)").locator(".jp-OutputArea")
+    assert "RankTimeout" in error.inner_text()
+    assert "kit/world" not in error.inner_text()
+    marks = cell_with(page, "I bring").locator(".jp-OutputArea")
+    assert "[0] I bring 1" in marks.inner_text()
+    assert "[0-1] 3.0" in marks.inner_text()
+
+    for name, cell in (("error", error), ("verdict", judged), ("picture", picture), ("fault", broken)):
+        cell.scroll_into_view_if_needed()
+        page.screenshot(path=artefacts / f"start-{name}.png")
+    menu(page, "Settings", "Theme", "JupyterLab Dark")
+    page.locator('body[data-jp-theme-light="false"]').wait_for(state="attached", timeout=30_000)
+    for name, cell in (("picture", picture), ("output", marks)):
+        cell.scroll_into_view_if_needed()
+        page.screenshot(path=artefacts / f"start-{name}-dark.png")
+
+    assert page.errors == []
+    assert page.strays == []
+    assert len(list((server.folder / "runs").glob("smoke-*/verdict.json"))) == 2
