@@ -1,0 +1,108 @@
+"""A lab of the tests' own, in a module that the ranks find in their working folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kit.labs.definition import Definition
+from kit.labs.lab import Lab
+
+SOURCE = """
+import os, signal, time
+from dataclasses import dataclass
+from typing import Annotated, Literal
+import torch.distributed as dist
+from kit.labs.definition import Definition, Fault, Step
+from kit.labs.options import LabConfig, Option
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(LabConfig):
+    low: Annotated[int, Option("an end")] = 1
+    high: Annotated[int, Option("the other end", low=1)] = 2
+    ratio: Annotated[float | None, Option("a part", low=0, high=1)] = None
+    words: Annotated[tuple[str, ...], Option("some words")] = ()
+    do: Annotated[Literal["nothing", "raise", "kill", "hang"], Option("what rank 1 does in the second phase")] = "nothing"
+    def __post_init__(self):
+        if self.low > self.high:
+            raise ValueError(f"low ({self.low}) must not be above high ({self.high})")
+
+class Phases:
+    def __init__(self, ctx):
+        self.ctx = ctx
+        self.seen = []
+    def first(self, cycle):
+        self.seen.append(cycle)
+        self.ctx.record("words", len(self.ctx.config.words))
+        assert self.ctx.config.words == tuple(self.ctx.config.words)
+    def second(self, cycle):
+        self.ctx.record("seen", len(self.seen), "1")
+        if self.ctx.rank == 1:
+            if self.ctx.config.do == "raise":
+                raise RuntimeError("rank 1 is told to raise")
+            if self.ctx.config.do == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.ctx.config.do == "hang":
+                time.sleep(60)
+        if self.ctx.config.do in ("kill", "hang"):
+            dist.barrier()
+
+def seen(frame, config):
+    from kit.results import Measured, select
+    return Measured(float(select(frame, metric="seen")["value"].max()))
+
+def checks():
+    from kit.results import Check
+    return [Check("seen_often", "?", "seen_max", 5, "1", "<=", seen)]
+
+def __getattr__(name):
+    if name == "CHECKS":
+        return checks()
+    raise AttributeError(name)
+
+LAB = Definition(
+    name="own", summary="a lab of a test", config=Config,
+    plan=lambda config: [Step(0, "first"), *(Step(c, "second") for c in range(1, 3))],
+    phases="own_lab:Phases", checks="own_lab:CHECKS",
+    faults=(
+        Fault(name="breaks", breaks="rank 1 raises", check="", exit=3, set={"do": "raise"}),
+        Fault(name="cuda-only", breaks="nothing", check="seen_often", devices=("cuda",)),
+    ),
+)
+"""
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where runs go in this test."""
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Definition]:
+    """The tests' own lab; its module lies in the working folder, where ranks look."""
+    (tmp_path / "own_lab.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import own_lab
+
+    yield own_lab.LAB
+    del sys.modules["own_lab"]
+
+
+@pytest.fixture
+def made(own: Definition, runs: Path, nothing_left: None) -> Iterator[Callable[..., Lab]]:
+    """Make labs of the tests' own kind, closed at the end."""
+    labs: list[Lab] = []
+
+    def make(fault: str | None = None, **config: object) -> Lab:
+        labs.append(Lab(own, config, fault=fault))
+        return labs[-1]
+
+    yield make
+    for lab in labs:
+        lab.close()

@@ -1,0 +1,110 @@
+"""A config that is wrong is refused with one sentence, before anything is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kit.errors import BadInput
+from kit.labs.configure import check_target, configure, find_fault, from_text, validate
+from kit.labs.definition import Definition
+from kit.labs.discover import find
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"cycels": 3}, "lab 'smoke' has no setting 'cycels'; did you mean 'cycles'? allowed are: cycles, device,"),
+        ({"ranks": "two"}, "ranks must be a whole number from 1 to 4096, not 'two'"),
+        ({"ranks": 2.5}, "ranks must be a whole number from 1 to 4096, not 2.5"),
+        ({"ranks": True}, "ranks must be a whole number from 1 to 4096, not True"),
+        ({"ranks": None}, "ranks must be a whole number from 1 to 4096, not None"),
+        ({"cycles": 0}, "cycles must be a whole number from 1 to 1000, not 0"),
+        ({"device": "tpu"}, "device must be one of auto, cpu, cuda, not 'tpu'"),
+        ({"timeout_s": float("inf")}, "timeout_s must be a number from 0.1 to 86400, not inf"),
+        ({"timeout_s": float("nan")}, "timeout_s must be a number from 0.1 to 86400, not nan"),
+        ({"cycles": {1}}, "settings must be plain values (numbers, text, true, false, null, lists); cycles is not"),
+        ({"cycles": 0, "size": 0}, "cycles must be a whole number from 1 to 1000, not 0; size must be a whole number"),
+    ],
+)
+def test_sentences(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        validate(find("smoke"), given)
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_whole_number_may_stand_for_a_number() -> None:
+    assert validate(find("smoke"), {"timeout_s": 5}).timeout_s == 5.0
+
+
+def test_rules_among_fields_null_and_lists(own: Definition) -> None:
+    with pytest.raises(BadInput, match=r"^low \(3\) must not be above high \(2\)$"):
+        validate(own, {"low": 3})
+    with pytest.raises(BadInput, match=r"^ratio must be a number from 0 to 1 or null, not 2$"):
+        validate(own, {"ratio": 2})
+    with pytest.raises(BadInput, match=r"^high must be a whole number of at least 1, not 0$"):
+        validate(own, {"high": 0})
+    assert validate(own, {"ratio": None, "words": ["a"]}).words == ("a",)  # type: ignore[attr-defined]
+
+
+def test_more_ranks_than_the_machine_can_carry() -> None:
+    with pytest.raises(BadInput, match="4096 ranks"):
+        configure(find("smoke"), {"ranks": 4096}, None)
+
+
+def test_a_device_that_is_not_there() -> None:
+    if any(Path(place).exists() for place in ("/proc/driver/nvidia/version", "/dev/kfd")):
+        pytest.skip("this machine has a GPU driver")
+    with pytest.raises(BadInput, match="device=cuda needs a GPU driver"):
+        configure(find("smoke"), {"device": "cuda"}, None)
+
+
+def test_an_interpreter_without_torch() -> None:
+    with pytest.raises(BadInput, match="python= names /nowhere/python"):
+        configure(find("smoke"), {"python": "/nowhere/python"}, None)
+
+
+def test_text_from_the_command_line(own: Definition) -> None:
+    values = from_text(
+        own, {"python": "3", "ranks": "3", "words": '["a"]', "ratio": "null", "do": "raise", "other": "x"}
+    )
+    assert values == {"python": "3", "ranks": 3, "words": ["a"], "ratio": None, "do": "raise", "other": "x"}
+
+
+def test_what_a_fault_needs_stands_under_what_was_given(own: Definition) -> None:
+    fault = find_fault(own, "breaks")
+    assert configure(own, {}, fault).do == "raise"  # type: ignore[attr-defined]
+    assert configure(own, {"do": "nothing"}, fault).do == "nothing"  # type: ignore[attr-defined]
+
+
+def test_an_unknown_fault() -> None:
+    with pytest.raises(BadInput, match="no fault 'leaked'; did you mean 'leaked-group'"):
+        find_fault(find("smoke"), "leaked")
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("own_lab", "must be 'module:attr'"),
+        ("no_such_module:x", "No module named 'no_such_module'"),
+        ("own_lab:nothing", "no attribute 'nothing'|cannot be loaded"),
+        ("own_lab:SOURCE_OF_NOTHING.x", "cannot be loaded"),
+        ("os:sep", "it is not callable"),
+    ],
+)
+def test_code_that_the_ranks_cannot_load(own: Definition, target: str, why: str) -> None:
+    import sys
+
+    with pytest.raises(BadInput, match=why):
+        check_target("implementation", target, sys.executable)
+
+
+def test_code_that_the_ranks_can_load(own: Definition, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the kit is not installed: the probe makes it importable as it is on the ranks."""
+    import sys
+
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    check_target("implementation", "own_lab:Phases", sys.executable)

@@ -1,0 +1,147 @@
+"""A lab that is stepped by hand, run at once, broken and closed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kit.errors import BadInput, KitError, RankDied, RankError, RankTimeout
+from kit.labs.definition import Definition
+from kit.labs.lab import Lab
+from kit.results import Run, read_verdict
+
+Make = Callable[..., Lab]
+
+
+def info(lab: Lab) -> dict[str, object]:
+    return json.loads((lab.dir / "run.json").read_text())
+
+
+def test_steps_by_hand(made: Make) -> None:
+    lab = made(words=["a", "b"]).start()
+    assert [row.status for row in lab.phases] == ["next", "to do", "to do"]
+    assert lab.world.ranks == 2
+    shown = lab.step()
+    assert (shown.cycle, shown.phase) == (0, "first")
+    assert {r.metric for r in shown.records} >= {"seconds", "groups", "groups_before", "fds", "rss", "words"}
+    assert {(r.rank, r.value) for r in shown.records if r.metric == "words"} == {(0, 2.0), (1, 2.0)}
+    assert "first, cycle 0 (phase 1 of 3)" in repr(shown)
+    assert "rank 1" in shown._repr_html_()
+    assert [row.status for row in lab.phases] == ["done", "next", "to do"]
+    # What was measured is on disk at once.
+    assert len(Run(lab.dir).frame().query("metric == 'seconds'")) == 2
+    run = lab.run()
+    assert run.status == "finished"
+    assert read_verdict(lab.dir / "verdict.json") == run.verdict()
+    assert [row.status for row in lab.phases] == ["done"] * 3
+    assert lab.run() is run
+    with pytest.raises(KitError, match="judged"):
+        lab.step()
+
+
+def test_by_hand_and_at_once_measure_the_same(made: Make) -> None:
+    by_hand, at_once = made(), made()
+    for _ in by_hand.phases:
+        by_hand.step()
+    frames = [lab.run().frame() for lab in (by_hand, at_once)]
+    keys = ["cycle", "phase", "rank", "metric", "unit"]
+    assert frames[0][keys].to_dict("records") == frames[1][keys].to_dict("records")
+
+
+def test_the_run_tells_where_it_comes_from(made: Make) -> None:
+    lab = made()
+    run = lab.run()
+    assert run.config["ranks"] == 2
+    assert run.provenance["rank0"]["versions"]["torch"]
+    assert run.provenance["world"]["device"] == lab.world.device
+    boundary = run.frame().query("phase == 'run'")
+    assert sorted(set(boundary["metric"])) == ["pss", "pss_before"]
+    assert {path.name for path in (lab.dir / "logs").iterdir()} >= {"rank0.log", "rank1.log"}
+
+
+def test_a_phase_that_raises_is_recorded_and_ends_the_run(made: Make) -> None:
+    lab = made(fault="breaks")
+    with pytest.raises(RankError, match="told to raise") as caught:
+        lab.run()
+    assert (caught.value.rank, caught.value.phase) == (1, "second")
+    run = Run(lab.dir)
+    assert (run.status, run.fault) == ("failed", "breaks")
+    assert "told to raise" in (run.error or "")
+    second = run.frame().query("phase == 'second' and rank == 1").set_index("metric")["value"]
+    assert second["seen"] == 1
+    assert second["failed"] == 1
+    assert second["seconds"] > 0
+    assert "failed" not in set(run.frame().query("rank == 0")["metric"])
+    assert "Traceback" in (lab.dir / "logs" / "error.txt").read_text()
+    assert [row.status for row in lab.phases] == ["done", "failed", "to do"]
+    with pytest.raises(KitError, match="has failed"):
+        lab.step()
+    with pytest.raises(KitError, match="has failed"):
+        lab.run()
+
+
+def test_a_rank_that_dies_leaves_what_was_measured(made: Make) -> None:
+    lab = made(do="kill")
+    with pytest.raises(RankDied) as caught:
+        lab.run()
+    assert (caught.value.rank, caught.value.signal, caught.value.phase) == (1, "SIGKILL", "second")
+    run = Run(lab.dir)
+    assert run.partial
+    assert "SIGKILL" in (run.error or "")
+    assert set(run.frame()["phase"]) == {"run", "first"}
+    assert not (lab.dir / "verdict.json").exists()
+
+
+def test_a_deadline_names_the_culprit(made: Make) -> None:
+    lab = made(do="hang", timeout_s=2.0)
+    with pytest.raises(RankTimeout) as caught:
+        lab.run()
+    assert caught.value.culprits == (1,)
+    assert "rank" in str(info(lab)["error"])
+
+
+def test_closed_before_its_end(made: Make) -> None:
+    lab = made()
+    lab.step()
+    lab.close()
+    lab.close()
+    assert info(lab)["status"] == "failed"
+    assert "1 of 3 phases" in str(info(lab)["error"])
+    with pytest.raises(KitError):
+        lab.step()
+
+
+def test_the_context_manager_ends_the_ranks(made: Make) -> None:
+    with made() as lab:
+        lab.run()
+        assert lab.world.state == "idle"
+    assert lab.world.state == "closed"
+    assert info(lab)["status"] == "finished"
+
+
+def test_tolerances(own: Definition, runs: Path) -> None:
+    with Lab(own, {}, tolerances={"seen_max": 0}) as lab:
+        run = lab.run()
+    assert [row.passed for row in read_verdict(lab.dir / "verdict.json")] == [False]
+    assert run.verdict().passed
+    with pytest.raises(BadInput, match="seen_max"):
+        Lab(own, {}, tolerances={"seen": 0})
+
+
+def test_a_fault_for_another_device_is_refused(own: Definition, runs: Path) -> None:
+    with pytest.raises(BadInput, match="needs cuda"):
+        Lab(own, {"device": "cpu"}, fault="cuda-only")
+    assert not runs.exists()
+
+
+def test_a_phases_object_that_cannot_be_made(own: Definition, runs: Path, nothing_left: None) -> None:
+    import dataclasses
+
+    lab = Lab(dataclasses.replace(own, phases="own_lab:Nothing"), {})
+    with pytest.raises(RankError, match="Nothing"):
+        lab.start()
+    assert lab.world.state == "closed"
+    assert info(lab)["status"] == "failed"

@@ -1,0 +1,247 @@
+"""`kit ...` as people and scripts call it: what it prints and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kit.labs.discover import discover
+from kit.world import leftovers, processes
+
+ROOT = Path(__file__).resolve().parents[1]
+SLOW = '''
+import time
+from kit.labs.smoke.phases import Plain
+
+class Slow(Plain):
+    """Makes the baseline's groups and then takes very long."""
+    def __init__(self, ctx):
+        self.left = 2
+    def make(self, ranks):
+        self.left -= 1
+        if self.left < 0:
+            print("asleep", flush=True)
+            time.sleep(100)
+        return super().make(ranks)
+
+class Raises(Plain):
+    def destroy(self, group):
+        raise RuntimeError("my own destroy failed")
+'''
+
+
+class Cli:
+    """The command line with its runs in a folder of this test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs = folder / "runs"
+        self.env = {**os.environ, "KIT_RUNS": str(self.runs), "PYTHONPATH": str(ROOT)}
+
+    def popen(self, *words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "kit", *words]
+        return subprocess.Popen(
+            command, cwd=self.folder, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def __call__(self, *words: object, status: int = 0) -> tuple[str, str]:
+        process = self.popen(*map(str, words))
+        out, err = process.communicate(timeout=100)
+        assert process.returncode == status, out + err
+        return out, err
+
+    def sentence(self, *words: object) -> str:
+        """What bad input is answered with: one line on stderr, status 2, and nothing else."""
+        out, err = self(*words, status=2)
+        assert out == ""
+        assert err.count("\n") == 1
+        return err
+
+    def json(self, *words: object, status: int = 0) -> Any:
+        out, _ = self(*words, "--json", status=status)
+        return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    return Cli(tmp_path)
+
+
+def test_help(cli: Cli) -> None:
+    out, _ = cli("--help")
+    for command in ("doctor", "labs", "run", "show", "compare", "export", "trace", "faults", "bench", "clean"):
+        assert f"\n    {command} " in out
+    assert "3 the run broke" in out
+    cli(status=2)
+    cli("dance", status=2)
+
+
+def test_labs_and_faults(cli: Cli) -> None:
+    assert "smoke  make groups" in cli("labs")[0]
+    out, _ = cli("faults", "--json")
+    rows = json.loads(out)
+    assert all(set(row) == {"lab", "name", "breaks", "check", "exit", "set", "devices"} for row in rows)
+    assert {row["name"] for row in rows} >= {"leaked-group", "wrong-sum"}
+    assert "groups_return_to_baseline" in cli("faults")[0]
+
+
+def test_a_run_and_what_is_made_of_it(cli: Cli, tmp_path: Path) -> None:
+    said = cli.json("run", "smoke", "--set", "cycles=2", "--out", tmp_path / "one")
+    assert (said["run"], said["status"], said["exit"], said["error"]) == (str(tmp_path / "one"), "finished", 0, None)
+    assert said["verdict"] == json.loads((tmp_path / "one" / "verdict.json").read_text())
+    out, err = cli("run", "smoke", "--set", "cycles=2", "--set", "groups=1", "--out", tmp_path / "two")
+    assert "0 failed" in out
+    assert err == ""  # nobody watches: no progress
+    out, _ = cli("show", tmp_path / "one")
+    assert "cycles=2" in out
+    assert "pass  groups_return_to_baseline" in out
+    assert "baseline" in out.split("median ms")[1]
+    assert "ratio" in cli("compare", tmp_path / "one", tmp_path / "two")[0]
+    out, _ = cli("export", tmp_path / "one", "--to", tmp_path / "table.csv")
+    assert Path(out.strip()).read_text().startswith("run,lab,cycle,phase,rank,metric,value,unit,time\n")
+    assert "no known ending" in cli.sentence("export", tmp_path / "one", "--to", tmp_path / "table.xls")
+    cli("trace", tmp_path / "one", "--to", tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+FAULTS = [
+    pytest.param(lab.name, fault, id=f"{lab.name}-{fault.name}")
+    for lab in discover().labs.values()
+    for fault in lab.faults
+]
+
+
+@pytest.mark.parametrize(("lab", "fault"), FAULTS)
+def test_every_fault_ends_as_its_entry_says(cli: Cli, lab: str, fault: Any) -> None:
+    if "cpu" not in fault.devices:
+        assert "needs" in cli.sentence("run", lab, "--fault", fault.name, "--set", "device=cpu")
+        return
+    said = cli.json("run", lab, "--fault", fault.name, status=fault.exit)
+    assert json.loads((Path(said["run"]) / "run.json").read_text())["fault"] == fault.name
+    if fault.exit == 1:
+        assert {row["check"]: row["passed"] for row in said["verdict"]}[fault.check] is False
+
+
+def test_tolerances_from_a_file(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "limits.json").write_text('{"groups_more": -1}')
+    words = ("run", "smoke", "--set", "cycles=1", "--tolerances", tmp_path / "limits.json", "--out", tmp_path / "run")
+    said = cli.json(*words, status=1)
+    assert [row["check"] for row in said["verdict"] if row["passed"] is False] == ["groups_return_to_baseline"]
+    assert "FAIL  groups_return_to_baseline" in cli("show", tmp_path / "run")[0]
+
+
+def test_bad_input_is_one_sentence(cli: Cli, tmp_path: Path) -> None:
+    assert "did you mean 'smoke'" in cli.sentence("run", "smok")
+    assert "ranks must be a whole number" in cli.sentence("run", "smoke", "--set", "ranks=two")
+    assert "no setting 'cycels'" in cli.sentence("run", "smoke", "--set", "cycels=1")
+    assert "KEY=VALUE" in cli.sentence("run", "smoke", "--set", "cycles")
+    assert "no fault 'x'" in cli.sentence("run", "smoke", "--fault", "x")
+    assert "there is no run folder" in cli.sentence("show", tmp_path / "nowhere")
+    assert "there is no bench 'x'" in cli.sentence("bench", "x")
+    assert "there is no file" in cli.sentence("run", "smoke", "--tolerances", tmp_path / "no.json")
+    (tmp_path / "file").touch()
+    assert "cannot make a run folder" in cli.sentence("run", "smoke", "--out", tmp_path / "file" / "run")
+    assert not cli.runs.exists()
+
+
+def test_a_run_that_breaks(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SLOW)
+    said = cli.json("run", "smoke", "--set", "implementation=mine:Raises", status=3)
+    assert said["status"] == "failed"
+    assert said["verdict"] is None
+    assert "my own destroy failed" in said["error"]
+    out, _ = cli("show", said["run"])
+    assert "note: the run failed: RankError" in out
+    cli("export", said["run"], "--to", tmp_path / "partial.csv")
+
+
+def start_slow(cli: Cli) -> tuple[subprocess.Popen[str], Path, list[int]]:
+    """A run whose ranks are asleep in a phase; its folder and what it started."""
+    (cli.folder / "mine.py").write_text(SLOW)
+    process = cli.popen("run", "smoke", "--set", "implementation=mine:Slow", "--out", str(cli.folder / "slow"))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "asleep" in line:
+            break
+    ranks = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and of(process.pid, int(p.name))]
+    assert len(ranks) >= 3
+    return process, cli.folder / "slow", ranks
+
+
+def of(owner: int, pid: int) -> bool:
+    return f":{owner}:" in (leftovers.marked(pid) or "")
+
+
+def test_ctrl_c_ends_the_ranks(cli: Cli) -> None:
+    process, folder, started = start_slow(cli)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in err
+    assert not [pid for pid in started if processes.stat_fields(pid) and of(process.pid, pid)]
+    assert json.loads((folder / "run.json").read_text())["status"] == "failed"
+
+
+def test_a_killed_run_still_loads(cli: Cli, tmp_path: Path) -> None:
+    process, folder, _ = start_slow(cli)
+    process.kill()
+    process.communicate(timeout=60)
+    out, _ = cli("show", folder)
+    assert "running (partial)" in out
+    assert "note: the run has not finished, or was killed" in out
+    cli("export", folder, "--to", tmp_path / "partial.parquet")
+
+
+def test_doctor(cli: Cli) -> None:
+    out, _ = cli("doctor")
+    assert "Labs can run here." in out
+    found = json.loads(cli("doctor", "--json")[0])
+    assert found["problems"] == []
+    assert [one["path"] for one in found["interpreters"] if one["chosen"]] == [found["ranks"]["path"]]
+    assert found["ranks"]["torch"]
+    assert found["ranks"]["device_why"]
+    assert found["runs"] == {**found["runs"], "path": str(cli.runs), "writable": True}
+    assert found["shm"]["total"]
+    assert isinstance(found["leftovers"], list)
+
+
+def test_doctor_says_what_is_missing(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cli.env |= {"KIT_PYTHON": "/nowhere/python", "KIT_RUNS": str(tmp_path / "file" / "runs")}
+    out, _ = cli("doctor", status=1)
+    assert "- KIT_PYTHON names /nowhere/python" in out
+    assert "set KIT_RUNS to another folder" in out
+
+
+def test_clean_ends_what_a_dead_notebook_left(cli: Cli) -> None:
+    """Only what carries the mark of a notebook that is gone; a process of somebody else stays."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    env = {**os.environ, "KIT_WORLD": f"abc123:{gone.pid}:1"}
+    left = subprocess.Popen(["sleep", "300"], env=env)
+    other = subprocess.Popen(["sleep", "300"])
+    try:
+        assert f"pid {left.pid}, started 20" in cli("doctor")[0]
+        assert f"ended pid {left.pid}, started 20" in cli("clean")[0]
+        assert left.wait(timeout=10) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        for process in (left, other):
+            process.kill()
+            process.wait()
+
+
+def test_a_reader_that_stops_reading(cli: Cli) -> None:
+    process = cli.popen("faults", "--json")
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")

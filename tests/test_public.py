@@ -1,0 +1,82 @@
+"""The public face: names, a World with a place for its logs, labs and runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import kit
+import kit.errors
+import kit.results
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+def test_names() -> None:
+    for name in kit.__all__:
+        assert getattr(kit, name) is not None
+    assert set(kit.__all__) <= set(dir(kit))
+    assert kit.Run is kit.results.Run
+    assert kit.BadInput is kit.errors.BadInput
+    for error in (kit.BadInput, kit.RankError, kit.RankDied, kit.RankTimeout):
+        assert issubclass(error, kit.KitError)
+    assert kit.__version__[0].isdigit()
+    with pytest.raises(AttributeError, match="module 'kit' has no attribute 'wordl'"):
+        kit.wordl  # noqa: B018
+
+
+def test_a_world_that_printed_nothing_leaves_nothing(runs: Path, nothing_left: None) -> None:
+    with kit.World(2) as world:
+        assert world.logs.is_relative_to(runs / "worlds")
+        assert world.eval("rank + 1") == [1, 2]
+    assert not list((runs / "worlds").iterdir())
+
+
+def test_a_world_that_printed_keeps_its_logs(
+    runs: Path, nothing_left: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with kit.World(2) as world:
+        world.run("print('hello from', rank)")
+        first = world.logs
+        world.close()
+    assert (first / "rank1.log").read_text() == "hello from 1\n"
+    assert "[0] hello from 0" in capsys.readouterr().out
+
+
+def test_logs_that_were_asked_for_stay(runs: Path, tmp_path: Path, nothing_left: None) -> None:
+    with kit.World(1, logs=tmp_path / "mine") as world:
+        assert world.logs == tmp_path / "mine"
+    assert (tmp_path / "mine" / "rank0.log").exists()
+    assert not runs.exists()
+
+
+def test_a_world_that_cannot_start_leaves_nothing(runs: Path, nothing_left: None) -> None:
+    with pytest.raises(kit.BadInput):
+        kit.World(0)
+    assert not list(runs.glob("worlds/*"))
+
+
+def test_lab_run_and_load(runs: Path, nothing_left: None) -> None:
+    with kit.lab("smoke", cycles=1) as lab:
+        assert lab.phases[0].status == "next"
+        assert lab.step().phase == "baseline"
+        run = lab.run()
+    assert isinstance(run, kit.Run)
+    assert run.dir.parent == runs
+    loaded = kit.load(run.dir)
+    assert loaded.verdict() == run.verdict()
+    assert not loaded.verdict(groups_more=-1).passed
+    saved = run.save(runs / "table.parquet")
+    assert kit.results.read_export(saved).frame.equals(run.frame())
+
+
+def test_out_names_the_folder(runs: Path, tmp_path: Path, nothing_left: None) -> None:
+    run = kit.run("smoke", cycles=1, out=tmp_path / "here")
+    assert run.dir == tmp_path / "here"
+    with pytest.raises(kit.BadInput, match="already holds a run"):
+        kit.run("smoke", cycles=1, out=tmp_path / "here")
