@@ -220,10 +220,13 @@ def name_ends(ax: Axes, ends: Sequence[tuple[float, str]], last: int, theme: The
     """Write the names at the ends of their lines, in room made for them, moved apart where they would overlap."""
     ax.set_xlim(right=(last + 1.4) * 1.42)
     low, high = ax.get_ylim()
-    room, lowest = (high - low) * 0.08, -math.inf
+    room, lowest = (high - low) * 0.085, -math.inf
+    paper = {"facecolor": theme.paper, "edgecolor": "none", "pad": 1.0}
     for left, (value, name) in zip(range(len(ends), 0, -1), sorted(ends), strict=True):
         lowest = max(min(value, high - (left - 0.5) * room), lowest + room)
-        ax.text(last + 0.04 * (last + 5), lowest, name, color=theme.ink, fontsize=8.5, va="center")
+        ax.text(
+            last + 0.04 * (last + 5), lowest, name, color=theme.ink, fontsize=8.5, va="center", bbox=paper
+        )  # fmt: skip
 
 
 def widen(ax: Axes, *, least: float) -> None:

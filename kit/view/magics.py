@@ -25,7 +25,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from kit.errors import BadInput
-from kit.view import errors
+from kit.view import errors, tables
 from kit.view.progress import Progress
 from kit.view.values import RankValues
 
@@ -189,3 +189,4 @@ def load(ipython: Any) -> None:
     ipython.register_magics(magics)
     ipython.events.register("post_run_cell", magics.notice)
     errors.install()
+    tables.install(ipython)

@@ -26,13 +26,13 @@ def test_run_all_shows_verdict_and_picture(page, server, artefacts):
 
     menu(page, "Run", "Run All Cells")
     judged = cell_with(page, "run.verdict()")
-    judged.locator(".jp-OutputArea", has_text="0 failed, 5 passed").wait_for(timeout=120_000)
+    judged.locator(".jp-OutputArea", has_text="0 failed, 0 not measured, 5 passed").wait_for(timeout=120_000)
     picture = cell_with(page, "run.plot()").locator(".jp-OutputArea img")
     picture.wait_for(timeout=60_000)
     assert picture.evaluate("image => image.complete && image.naturalWidth") >= 1000
     broken = cell_with(page, 'fault="leaked-group"')
     broken.locator(".jp-OutputArea", has_text="groups_return_to_baseline").wait_for(timeout=60_000)
-    assert "FAIL" in broken.inner_text()
+    assert "✗ FAIL" in broken.inner_text()
 
     error = cell_with(page, "time.sleep(600)").locator(".jp-OutputArea")
     assert "RankTimeout" in error.inner_text()

@@ -1,0 +1,30 @@
+"""A verdict in a notebook: worst first, in words as well as in colour, nothing of it markup."""
+
+from __future__ import annotations
+
+from kit.results import Verdict, VerdictRow
+from kit.view.tables import verdict_html
+
+VERDICT = Verdict(
+    [
+        VerdictRow("fine", 0.0, 0.0, "1", True, ""),
+        VerdictRow("unknown", None, 4.0, "1", None, "not measured: no <records>"),
+        VerdictRow("broken", 51.25, 50.0, "MiB", False, "rank 1 & 2"),
+    ]
+)
+
+
+def test_worst_first_and_escaped():
+    page = verdict_html(VERDICT)
+    assert page.index("broken") < page.index("unknown") < page.index("fine")
+    assert "1 failed, 1 not measured, 1 passed" in page
+    assert "51.25 MiB" in page
+    assert "rank 1 &amp; 2" in page
+    assert "&lt;records&gt;" in page
+
+
+def test_the_shell_shows_it(shell):
+    shell.user_ns["verdict"] = VERDICT
+    data, _ = shell.display_formatter.format(VERDICT)
+    assert data["text/html"] == verdict_html(VERDICT)
+    assert "FAIL" in data["text/plain"]
