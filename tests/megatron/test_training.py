@@ -66,7 +66,7 @@ def test_released_means_nothing_is_held(ranks):
         assert released["threads"] <= base["threads"] - world < rank["training"]["threads"]
         assert rank["globals_left"] == {}
         for source in ("threads", "sockets", "fds", "groups"):
-            assert rank["back"][source] == rank["training"][source], source
+            assert rank["back"][source] <= rank["training"][source], source
 
 
 @every_case

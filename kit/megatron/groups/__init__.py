@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from kit.errors import BadInput
 from kit.megatron.groups import common, exact
@@ -20,6 +17,7 @@ from kit.megatron.groups.census import holders, talk
 from kit.megatron.groups.exact import DestroyFailed, registered_left
 from kit.megatron.groups.handle import GroupReleased, Handle, install, uninstall
 from kit.megatron.groups.snapshot import initialised, snapshot
+from kit.megatron.tensors import memory
 
 __all__ = [
     "MODES",
@@ -39,19 +37,6 @@ __all__ = [
 MODES = ("exact", "manual", "official")
 
 
-def _memory() -> dict[str, int]:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    sources = {"rss": pages * 4096}
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        sources |= {
-            "allocated": torch.cuda.memory_allocated(),
-            "reserved": torch.cuda.memory_reserved(),
-            "driver": total - free,
-        }
-    return sources
-
-
 def destroy(mode: str = "exact", *, include_world: bool = False, timeout_s: float = 60.0) -> dict[str, Any]:
     """Give the groups back. Stats: initialised, mode, destroyed, left, alive, bytes (freed by source), seconds, snapshot.
 
@@ -65,7 +50,7 @@ def destroy(mode: str = "exact", *, include_world: bool = False, timeout_s: floa
     stats |= {"alive": [], "bytes": {}, "seconds": 0.0, "snapshot": {}}
     if not stats["initialised"]:
         return stats
-    before, start = _memory(), time.perf_counter()
+    before, start = memory(), time.perf_counter()
     taken = {"mode": mode, **snapshot(include_world=include_world)}
     failed: list[str] = []
     reasons: list[str] = []
@@ -78,7 +63,7 @@ def destroy(mode: str = "exact", *, include_world: bool = False, timeout_s: floa
         common.official()
         stats["destroyed"] = -1
     stats["seconds"] = time.perf_counter() - start
-    after = _memory()
+    after = memory()
     stats["left_names"] = registered_left()
     stats["left"] = len(stats["left_names"])
     stats["bytes"] = {source: before[source] - after[source] for source in before}

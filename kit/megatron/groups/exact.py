@@ -45,6 +45,9 @@ def meet(what: str, rank: int, size: int, timeout_s: float) -> None:
         state.store.wait(everyone, dt.timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
         missing = [r for r in range(size) if not state.store.check([everyone[r]])]
+        # Take the word back: a rank that comes later must not go on alone, and both can try again.
+        state.store.delete_key(everyone[rank])
+        _rounds[what] -= 1
         raise KitError(f"{what}: rank(s) {missing} did not come within {timeout_s:g} s, the others wait") from error
     if here > 1:
         state.store.delete_key(f"kit/{what}/{here - 1}/{rank}")
@@ -67,7 +70,8 @@ def destroy(*, include_world: bool, timeout_s: float) -> tuple[int, list[str], l
     reset_globals()
     failed: list[str] = []
     reasons: list[str] = []
-    boxes: list[list[Any]] = []
+    at_once: list[list[Any]] = []
+    in_order: list[list[Any]] = []
     watched: list[tuple[str, Any]] = []
     for handle in reversed(targets):
         facts = handle.kit_facts
@@ -78,6 +82,7 @@ def destroy(*, include_world: bool, timeout_s: float) -> tuple[int, list[str], l
         except Exception as error:  # noqa: BLE001 - collected, and raised by the caller after the rest was tried
             failed.append(title(facts))
             reasons.append(f"{title(facts)}: {error}")
+        boxes = at_once if str(c10d._world.pg_map[handle][0]) == "gloo" else in_order
         forget(handle)
         handle.kit_inner = None
         watched.append((title(facts), weakref.ref(inner)))
@@ -88,17 +93,14 @@ def destroy(*, include_world: bool, timeout_s: float) -> tuple[int, list[str], l
         c10d._world.tags_to_pg.clear()
         c10d._unregister_all_process_groups()
         c10d._world.group_count = 0
-    _let_go(boxes)
+    in_order.clear()
+    _let_go(at_once)
     alive = [name for name, reference in watched if reference() is not None]
     return len(targets) - len(failed), failed, reasons, alive
 
 
 def _let_go(boxes: list[list[Any]]) -> None:
-    """Drop the last references: at once for gloo, which winds down without its peers; in order for what is collective."""
-    if torch.cuda.is_available():
-        for box in boxes:
-            box.clear()
-        return
+    """Drop the last references to gloo groups, all at once: each winds down by itself, without its peers."""
     threads = [threading.Thread(target=box.clear, name="kit-let-go") for box in boxes]
     for thread in threads:
         thread.start()

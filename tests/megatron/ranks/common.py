@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 
 def census() -> dict[str, int]:
-    """Threads, sockets and open files of this process, and groups registered with torch."""
+    """Threads, sockets and open files of this process, and groups registered with torch, once every rank has come."""
+    if dist.is_initialized():
+        dist.barrier()
     links = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
