@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 
@@ -11,11 +12,8 @@ from jupyter_client.manager import start_new_kernel
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
-    runs = tmp_path_factory.mktemp("runs")
-    manager, client = start_new_kernel(
-        kernel_name="python3",
-        extra_arguments=[f"--IPKernelApp.exec_lines=import os; os.environ['KIT_RUNS']={str(runs)!r}"],
-    )
+    env = {**os.environ, "KIT_RUNS": str(tmp_path_factory.mktemp("runs"))}
+    manager, client = start_new_kernel(kernel_name="python3", env=env)
     client.manager = manager
     yield client
     client.execute("%ranks stop")

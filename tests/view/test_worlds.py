@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+import kit
+from kit.labs.lab import Lab
+
 
 @pytest.fixture(autouse=True)
 def closed_after(shell, tmp_path, monkeypatch):
     monkeypatch.setenv("KIT_RUNS", str(tmp_path))
     yield
     for value in list(shell.user_ns.values()):
-        if hasattr(value, "torchrun_pid"):
+        if isinstance(value, kit.World | Lab):
             value.close()
 
 
@@ -40,3 +43,11 @@ def test_the_first_cell_starts_one_and_the_one_made_last_is_used(cell, shell):
     assert repr(cell("%%ranks\nrank")[0].result) == "[0] 0"
     cell("%ranks stop")
     assert "no World is open" in cell("%ranks stop")[1]
+
+
+def test_the_ranks_of_a_lab_can_be_looked_at(cell):
+    assert cell("import kit\nlab = kit.lab('smoke', ranks=1, cycles=1, device='cpu')")[0].success
+    assert repr(cell("%%ranks\nworld_size, dist.get_world_size()")[0].result) == "[0] (1, 1)"
+    cell("lab.step()")
+    cell("lab.close()")
+    assert "no World is open" in cell("%ranks")[1]
