@@ -56,16 +56,16 @@ class World(room.World):
                 observer=observer,
             )
         except BaseException:
-            self._tidy()
+            self._tidy("*.log")
             raise
 
     def close(self) -> None:
         super().close()
-        self._tidy()
+        self._tidy("rank*.log")  # torchrun's log may tell in which order it ended ranks that were told to end
 
-    def _tidy(self) -> None:
-        """Remove the logs' folder where no rank ever printed."""
-        if self._own is not None and not any(file.stat().st_size for file in self._own.glob("logs/*")):
+    def _tidy(self, worth_keeping: str) -> None:
+        """Remove the logs' folder where nothing worth keeping was printed."""
+        if self._own is not None and not any(file.stat().st_size for file in self._own.glob(f"logs/{worth_keeping}")):
             shutil.rmtree(self._own, ignore_errors=True)
 
 

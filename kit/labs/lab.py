@@ -16,7 +16,7 @@ from kit.errors import KitError, RankError
 from kit.labs.configure import as_json, configure, find_fault, refuse_device
 from kit.labs.stepped import Stepped
 from kit.measure import provenance
-from kit.results import Record, Run, Verdict, create_run, runs_dir
+from kit.results import Record, Run, create_run, runs_dir
 from kit.results.files import write_text
 from kit.results.tolerances import checked_tolerances
 from kit.world import World
@@ -66,6 +66,7 @@ class Lab:
         self._error = ""
         self._run: Run | None = None
         self._observe = observe
+        self._observer: Observer | None = None
         self._about = provenance()
         self._writer = create_run(runs_dir(), self.name, as_json(self.config), self._about, out=out, fault=fault)
         self.dir = self._writer.dir
@@ -77,6 +78,8 @@ class Lab:
         """Start the ranks and the lab on them, if that is not done yet. `step` and `run` do it by themselves."""
         if "world" in vars(self):
             return self
+        if self._observer is None:
+            self._watch(1)
         try:
             self.world = World(
                 self.config.ranks,
@@ -85,7 +88,7 @@ class Lab:
                 python=self.config.python or None,
                 preload=self.definition.preload,
                 logs=self.dir / "logs",
-                observer=self._observe(len(self._plan) + 2) if self._observe else None,
+                observer=self._observer,
             )
             self._begin()
         except BaseException as error:
@@ -102,28 +105,18 @@ class Lab:
 
     def step(self) -> Stepped:
         """Run the next phase on every rank."""
-        self._check_going()
-        self.start()
-        if self._done == len(self._plan):
-            raise KitError("every phase is done; run() judges what was measured")
-        cycle, phase = self._plan[self._done]
-        try:
-            answers = self.world.call(f"{RANKSIDE}:step", phase=phase, cycle=cycle, name=phase)
-            records = self._append(cycle, phase, dict(enumerate(answers)))
-        except BaseException as error:
-            self._failed(error)
-            raise
-        self._done += 1
-        return Stepped(cycle, phase, records, done=self._done, planned=len(self._plan))
+        self._watch(1)
+        return self._step()
 
     def run(self) -> Run:
         """Run the phases that are left, judge, and write the verdict. Once done, the same Run again."""
         if self._run is not None:
             return self._run
         self._check_going()
+        self._watch(len(self._plan) - self._done + 2)
         self.start()
         while self._done < len(self._plan):
-            self.step()
+            self._step()
         try:
             self._append_pss("pss", self.world.call(f"{RANKSIDE}:end"))
             run = Run(self.dir, checks=lambda _: self._checks, plotter=self._plotter)
@@ -134,10 +127,6 @@ class Lab:
             raise
         self._run = run
         return run
-
-    def verdict(self) -> Verdict:
-        """The checks put to what was measured so far."""
-        return Run(self.dir, checks=lambda _: self._checks).verdict(**self._tolerances)
 
     def close(self) -> None:
         """End the ranks. A run that had not come to its verdict is marked as failed. May be called again."""
@@ -158,6 +147,28 @@ class Lab:
         return f"<lab {self.name}{fault}: {self._done} of {len(self._plan)} phases done, {state}; {self.dir}>"
 
     # -- how --------------------------------------------------------------------------------------------------------
+
+    def _watch(self, calls: int) -> None:
+        """A new onlooker for so many calls: a step by hand is watched by itself, however long after the one before."""
+        if self._observe is not None:
+            self._observer = self._observe(calls)
+            if "world" in vars(self):
+                self.world.observer = self._observer
+
+    def _step(self) -> Stepped:
+        self._check_going()
+        self.start()
+        if self._done == len(self._plan):
+            raise KitError("every phase is done; run() judges what was measured")
+        cycle, phase = self._plan[self._done]
+        try:
+            answers = self.world.call(f"{RANKSIDE}:step", phase=phase, cycle=cycle, name=phase)
+            records = self._append(cycle, phase, dict(enumerate(answers)))
+        except BaseException as error:
+            self._failed(error)
+            raise
+        self._done += 1
+        return Stepped(cycle, phase, records, done=self._done, planned=len(self._plan))
 
     def _begin(self) -> None:
         fault = find_fault(self.definition, self.fault)

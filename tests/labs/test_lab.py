@@ -51,6 +51,36 @@ def test_by_hand_and_at_once_measure_the_same(made: Make) -> None:
     assert frames[0][keys].to_dict("records") == frames[1][keys].to_dict("records")
 
 
+class Onlooker:
+    """Remembers what it was told to expect and what it saw."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+        self.seen: list[str] = []
+
+    def started(self, phase: str, ranks: object) -> None:
+        self.seen.append(phase)
+
+    def output(self, rank: int, text: str) -> None: ...
+    def tick(self, answered: object) -> None: ...
+    def ended(self) -> None: ...
+
+
+def test_each_step_by_hand_is_watched_by_itself_and_a_run_as_a_whole(
+    own: Definition, runs: Path, nothing_left: None
+) -> None:
+    onlookers: list[Onlooker] = []
+
+    def observe(calls: int) -> Onlooker:
+        onlookers.append(Onlooker(calls))
+        return onlookers[-1]
+
+    with Lab(own, {}, observe=observe) as lab:
+        lab.step()
+        lab.run()
+    assert [(one.calls, one.seen) for one in onlookers] == [(1, ["begin", "first"]), (4, ["second", "second", "end"])]
+
+
 def test_the_run_tells_where_it_comes_from(made: Make) -> None:
     lab = made()
     run = lab.run()
