@@ -1,0 +1,1 @@
+"""The only room that imports megatron.core: model, groups, tensors, ownership, and the CPU stand-in for "cuda"."""
