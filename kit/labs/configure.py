@@ -42,6 +42,8 @@ def configure(lab: Definition, given: Mapping[str, Any], fault: Fault | None) ->
     if fault is not None:
         refuse_device(fault, "cuda" if driver and config.device != "cpu" else "cpu")
     check_ranks(config.ranks)
+    if lab.fits is not None:
+        lab.fits(config)
     ranks_python = interpreter.find(config.python or None).path
     for field in fields(lab.config):
         target = getattr(config, field.name)

@@ -37,6 +37,7 @@ class Definition:
 
     `phases` names (`module:attr`) what each rank makes once from a Context: an object with a method for every phase of the
     plan, called with the cycle. `checks` names a sequence of kit.results.Check. `preload` is imported before ranks start.
+    `fits` is called on the notebook's side and raises BadInput, with the arithmetic, where this machine cannot carry a config.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Definition:
     plan: Callable[[Any], Sequence[Step]]
     phases: str
     checks: str
+    fits: Callable[[Any], None] | None = None
     faults: tuple[Fault, ...] = ()
     preload: tuple[str, ...] = ()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,14 @@ def test_rules_among_fields_null_and_lists(own: Definition) -> None:
 def test_more_ranks_than_the_machine_can_carry() -> None:
     with pytest.raises(BadInput, match="4096 ranks"):
         configure(find("smoke"), {"ranks": 4096}, None)
+
+
+def test_what_a_lab_itself_refuses(own: Definition) -> None:
+    def fits(config: object) -> None:
+        raise BadInput(f"{config.ranks} ranks need 2 TiB")  # type: ignore[attr-defined]
+
+    with pytest.raises(BadInput, match="2 ranks need 2 TiB"):
+        configure(dataclasses.replace(own, fits=fits), {}, None)
 
 
 def test_a_device_that_is_not_there() -> None:
