@@ -112,7 +112,7 @@ def test_a_run_and_what_is_made_of_it(cli: Cli, tmp_path: Path) -> None:
 
 
 FAULTS = [
-    pytest.param(lab.name, fault, id=f"{lab.name}-{fault.name}")
+    pytest.param(lab.name, fault, id=f"{lab.name}-{fault.name}", marks=() if lab.name == "smoke" else pytest.mark.slow)
     for lab in discover().labs.values()
     for fault in lab.faults
 ]
