@@ -128,19 +128,19 @@ def timeline(ax: Axes, steps: Steps, theme: Theme) -> None:
     raised = set(zip(failed["step"].tolist(), failed["rank"].tolist(), strict=True))
     begin = float((seconds["time"] - seconds["value"]).min())
     scale, unit = time_unit(float(seconds["time"].max()) - begin)
-    columns = (seconds[name].tolist() for name in ("step", "rank", "time", "value"))
-    for step, rank, end, length in zip(*columns, strict=True):
-        index = steps.phases.index(steps.order[step][1])
-        frame = (step, rank) in raised
+    lanes = {rank: lane for lane, rank in enumerate(steps.ranks)}
+    for phase, bars in seconds.groupby("phase", sort=False):
+        index = steps.phases.index(str(phase))
+        framed = [key in raised for key in zip(bars["step"].tolist(), bars["rank"].tolist(), strict=True)]
         ax.barh(
-            steps.ranks.index(rank),
-            length * scale,
-            left=(end - length - begin) * scale,
+            bars["rank"].map(lanes),
+            bars["value"] * scale,
+            left=(bars["time"] - bars["value"] - begin) * scale,
             height=0.72,
             color=theme.colour(index),
             hatch=theme.hatch(index),
-            edgecolor=theme.ink if frame else theme.paper,
-            linewidth=2.0 if frame else 0.0,
+            edgecolor=theme.ink,
+            linewidth=[2.0 if frame else 0.0 for frame in framed],
         )
     ax.set_yticks(range(len(steps.ranks)), [f"rank {rank}" for rank in steps.ranks])
     ax.set_ylim(len(steps.ranks) - 0.5, -0.5)

@@ -46,6 +46,7 @@ def test_run_all_shows_verdict_and_picture(page, server, artefacts):
         page.screenshot(path=artefacts / f"start-{name}.png")
     menu(page, "Settings", "Theme", "JupyterLab Dark")
     page.locator('body[data-jp-theme-light="false"]').wait_for(state="attached", timeout=30_000)
+    page.locator("#jupyterlab-splash").wait_for(state="detached", timeout=30_000)
     for name, cell in (("picture", picture), ("output", marks)):
         cell.scroll_into_view_if_needed()
         page.screenshot(path=artefacts / f"start-{name}-dark.png")
