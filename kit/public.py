@@ -53,7 +53,7 @@ class World(room.World):
                 endpoint=endpoint,
                 logs=logs if self._own is None else self._own / "logs",
                 start_timeout_s=start_timeout_s,
-                observer=observer,
+                observer=observer or Progress(),
             )
         except BaseException:
             self._tidy("*.log")

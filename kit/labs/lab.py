@@ -234,10 +234,11 @@ class Lab:
 
     def _append_last(self, cycle: int, phase: str) -> None:
         """The records of a phase that raised: the ranks still know them, unless one of them hangs."""
-        answers = self.world.call(f"{RANKSIDE}:last", timeout_s=5)
+        idle = [row["rank"] for row in self.world.status() if row["state"] == "idle"]
+        answers = self.world.call(f"{RANKSIDE}:last", ranks=idle, timeout_s=5)
         known = {
             rank: answer
-            for rank, answer in enumerate(answers)
+            for rank, answer in zip(idle, answers, strict=True)
             if answer and answer["cycle"] == cycle and answer["name"] == phase
         }
         self._append(cycle, phase, known)

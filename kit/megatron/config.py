@@ -77,6 +77,7 @@ class ModelConfig:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    etp: int | None = None
     experts: int = 0
     order: str = "tp-cp-ep-dp-pp"
     gloo_groups: bool = True
@@ -117,8 +118,6 @@ def check(config: ModelConfig, ranks: int) -> None:
     ):
         if total % parts:
             raise BadInput(f"{name}={parts} does not divide {total} {what} of this job (size {config.size!r})")
-    if config.ep > 1 and not config.experts:
-        raise BadInput(f"ep={config.ep} needs experts: set experts to a multiple of {config.ep}")
     if config.experts and config.tp > 1:
         raise BadInput(f"experts={config.experts} with tp={config.tp} is not supported: Megatron asks for tp=1 here")
 

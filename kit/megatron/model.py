@@ -124,6 +124,7 @@ def initialise(config: ModelConfig) -> torch.device:
     if not dist.is_initialized():
         raise BadInput("torch.distributed is not initialised: call init_process_group (or start a World) first")
     check(config, dist.get_world_size())
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron asks for, or it warns in every step
     # Handles come first: some modules that Megatron imports keep the default group that they find.
     groups.install()
     standin.install()
@@ -139,6 +140,7 @@ def initialise(config: ModelConfig) -> torch.device:
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
         expert_model_parallel_size=config.ep,
+        expert_tensor_parallel_size=config.etp,
         order=config.order,
         create_gloo_process_groups=config.gloo_groups,
         distributed_timeout_minutes=config.timeout_minutes,
@@ -185,7 +187,7 @@ def _chunk(config: ModelConfig, device: torch.device) -> tuple[Any, Any]:
         num_query_groups=g.kv_heads,
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
-        expert_model_parallel_size=config.ep,
+        expert_model_parallel_size=config.ep if config.experts else 1,
         use_cpu_initialization=True,
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -43,7 +43,9 @@ def compare(runs: Sequence[Run]) -> pd.DataFrame:
         raise BadInput(f"a comparison needs two runs or more, not {len(runs)}")
     base, *others = [_medians(run) for run in runs]
     labels = [run.id for run in runs]
-    table = pd.concat([_against(base, other, labels[0], label) for other, label in zip(others, labels[1:], strict=True)])
+    table = pd.concat(
+        [_against(base, other, labels[0], label) for other, label in zip(others, labels[1:], strict=True)]
+    )
     weight = [_change(*pair) for pair in zip(table["base"], table["value"], strict=True)]
     order = table.assign(_weight=weight, _single=table["found_in"] != "both")
     order = order.sort_values(["_single", "_weight", *KEYS], ascending=[True, False, True, True, True, True])

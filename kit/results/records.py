@@ -95,7 +95,9 @@ class RecordWriter:
             # Only a tail that is still ours alone is cut; bytes that another process appended behind it stay.
             if done and os.fstat(self._fd).st_size == start + done:
                 os.ftruncate(self._fd, start)
-            raise KitError(f"cannot record to {self.path}: {error.strerror}; what was measured before is kept there") from error
+            raise KitError(
+                f"cannot record to {self.path}: {error.strerror}; what was measured before is kept there"
+            ) from error
         self._lead = b""
 
     def close(self) -> None:
@@ -106,7 +108,9 @@ class RecordWriter:
     def __enter__(self) -> RecordWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

@@ -100,7 +100,9 @@ class Run:
         if checks:
             return judge(self.frame(), self.config, checks, tolerances)
         if tolerances:
-            raise BadInput(f"lab {self.lab!r} has no checks here, so it takes no tolerances (got {', '.join(tolerances)})")
+            raise BadInput(
+                f"lab {self.lab!r} has no checks here, so it takes no tolerances (got {', '.join(tolerances)})"
+            )
         path = self.dir / "verdict.json"
         return read_verdict(path) if path.exists() else Verdict([])
 
@@ -123,7 +125,9 @@ class Run:
         return self._plotter(self)
 
     def __repr__(self) -> str:
-        return f"Run({self.id!r}, lab={self.lab!r}, {self._state()}, {len(self._load()[0].records)} records, {self.dir})"
+        return (
+            f"Run({self.id!r}, lab={self.lab!r}, {self._state()}, {len(self._load()[0].records)} records, {self.dir})"
+        )
 
     def _repr_html_(self) -> str:
         rows = {"run": self.id, "lab": self.lab, "status": self._state(), "folder": str(self.dir)}

@@ -118,7 +118,8 @@ class Verdict(Sequence[VerdictRow]):
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{cell}</th>" for cell in _HEAD)
         body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row)) + "</tr>" for row in self._worst_first()
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row)) + "</tr>"
+            for row in self._worst_first()
         )
         return f"<div><p>{self._summary()}</p><table><tr>{head}</tr>{body}</table></div>"
 

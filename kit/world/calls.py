@@ -183,7 +183,7 @@ class Call:
         texts: dict[str, list[int]] = {}
         for rank in causes:
             texts.setdefault(self.answers[rank]["traceback"], []).append(rank)
-        parts = [f"{ranks_word(ranks)}:\n{text.rstrip()}" for text, ranks in list(texts.items())[:TRACEBACKS]]
+        parts = [f"{ranks_word(sorted(ranks))}:\n{text.rstrip()}" for text, ranks in list(texts.items())[:TRACEBACKS]]
         if len(texts) > TRACEBACKS:
             parts.append(f"... and {len(texts) - TRACEBACKS} other tracebacks, in the ranks' logs")
         if left := [m.rank for m in self.pending()]:

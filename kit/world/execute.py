@@ -71,7 +71,7 @@ def function(target: str) -> Callable[..., Any]:
 def failure(error: BaseException) -> Message:
     """An exception as JSON, with the kit's own frames left out of the traceback."""
     shown = error.__traceback__
-    while shown is not None and shown.tb_frame.f_code.co_filename in OWN:
+    while shown is not None and shown.tb_frame.f_code.co_filename.startswith(OWN):
         shown = shown.tb_next
     return {
         "error": f"{type(error).__name__}: {error}".strip().removesuffix(":"),
@@ -88,4 +88,10 @@ def exit_code(error: SystemExit) -> int:
     return error.code if isinstance(error.code, int) else 1
 
 
-OWN = {__file__, str(Path(__file__).with_name("rankside.py")), importlib.__file__, ast.__file__}
+OWN = (
+    __file__,
+    str(Path(__file__).with_name("rankside.py")),
+    str(importlib.__file__),
+    str(ast.__file__),
+    "<frozen importlib",
+)

@@ -69,8 +69,15 @@ def probe(path: str, where: str) -> Interpreter:
     try:
         done = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=30, check=True)
         torch, megatron, version = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return Interpreter(path=path, where=where, problem=f"does not run: {error}")
+    except subprocess.CalledProcessError as error:
+        said = (error.stderr.strip().splitlines() or [f"it exits with status {error.returncode}"])[-1]
+        return Interpreter(path=path, where=where, problem=f"does not run: {said}")
+    except subprocess.TimeoutExpired:
+        return Interpreter(path=path, where=where, problem="does not answer within 30 s")
+    except OSError as error:
+        return Interpreter(path=path, where=where, problem=f"does not run: {error.strerror}")
+    except ValueError:
+        return Interpreter(path=path, where=where, problem="does not behave like a Python")
     if tuple(version) < (3, 11):
         return Interpreter(
             path=path, where=where, problem=f"is Python {version[0]}.{version[1]}; 3.11 or newer is needed"

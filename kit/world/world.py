@@ -220,7 +220,7 @@ class World:
         with self._lock:
             self._check_open()
             members = self._chosen(ranks)
-            self._check_usable()
+            self._check_usable(members)
             self._next += 1
             request = {**what, "id": self._next, "phase": phase}
             call = Call(self._crew, members, request, self.observer, seconds)
@@ -249,8 +249,8 @@ class World:
         if self._closed:
             raise KitError("this World is closed; make a new one")
 
-    def _check_usable(self) -> None:
-        """Refuse while dead or while a rank is still in an earlier call; take in answers that came late."""
+    def _check_usable(self, members: list[Member]) -> None:
+        """Refuse while dead or while a rank that is asked is still in an earlier call; take in answers that came late."""
         if self._dead:
             raise KitError(
                 f"this World is dead: {self._dead.removesuffix('; restart() starts fresh ranks')}; restart() starts fresh ranks"
@@ -270,7 +270,7 @@ class World:
                     raise KitError(f"this World is dead: {self._dead}; restart() starts fresh ranks") from None
             finally:
                 member.work.settimeout(10.0)
-        if busy := [m for m in self._crew.members if m.busy is not None]:
+        if busy := [m for m in members if m.busy is not None]:
             seconds = time.monotonic() - min(m.since for m in busy)
             raise KitError(
                 f"{ranks_word([m.rank for m in busy])} still in phase {busy[0].phase!r}, sent {seconds:.0f} s ago; "

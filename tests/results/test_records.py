@@ -19,7 +19,9 @@ def write(path, records):
         writer.append(records)
 
 
-@pytest.mark.parametrize("value", [None, 0.1 + 0.2, -0.0, 5e-324, math.inf, -math.inf, math.nan, 1.7976931348623157e308])
+@pytest.mark.parametrize(
+    "value", [None, 0.1 + 0.2, -0.0, 5e-324, math.inf, -math.inf, math.nan, 1.7976931348623157e308]
+)
 def test_a_value_survives_the_file_bit_for_bit(tmp_path, record, value):
     write(tmp_path / "records.jsonl", [record(value=value, phase='zurück "\n\u2028" | 計')])
     (back,) = read_records(tmp_path).records

@@ -42,6 +42,11 @@ def test_a_wish_that_cannot_be_met_is_refused_and_not_replaced(tmp_path: Path, m
         interpreter.find()
 
 
+def test_what_is_no_python_says_so_in_one_line() -> None:
+    with pytest.raises(BadInput, match=r"^python= names /bin/false, which does not run: it exits with status 1; give"):
+        interpreter.find("/bin/false")
+
+
 def test_an_old_python_says_so(tmp_path: Path) -> None:
     old = script(tmp_path / "python", "echo '[true, true, [3, 8]]'")
     with pytest.raises(BadInput, match=r"is Python 3\.8; 3\.11 or newer"):

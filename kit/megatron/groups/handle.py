@@ -189,7 +189,7 @@ def adopt_world() -> None:
 
 def _redirect_defaults(old: Any, new: Any) -> None:
     """Modules imported after the default group came (torch.distributed.nn is one) hold it in their functions' defaults."""
-    for function in [each for each in gc.get_objects() if isinstance(each, types.FunctionType)]:
+    for function in [each for each in gc.get_objects() if type(each) is types.FunctionType]:
         if function.__defaults__ and any(each is old for each in function.__defaults__):
             function.__defaults__ = tuple(new if each is old else each for each in function.__defaults__)
 

@@ -21,7 +21,7 @@ from kit.megatron.tensors.inventory import KINDS, Item, digest, hashes, inventor
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["KINDS", "Arena", "Item", "Mover", "digest", "hashes", "inventory", "memory", "named_tensors"]
+__all__ = ["KINDS", "Arena", "Item", "Mover", "digest", "hashes", "inventory", "memory", "named_tensors", "trim"]
 
 # Below this the C library serves from its heap and large pages gain nothing.
 _LARGE = 4 * 2**20
@@ -58,6 +58,10 @@ class Mover:
         kinds = {item.kind for item, _, _ in self._waiting}
         return tuple(kind for kind in KINDS if kind in kinds)
 
+    def items(self) -> list[Item]:
+        """Every storage of the job that is on the device now."""
+        return inventory(self.chunks, self.optimizer, self.device)
+
     def release(self, kinds: Iterable[str] = KINDS) -> dict[str, Any]:
         """Copy out and free. Stats: tensors, bytes by kind, seconds, memory before and after, addresses."""
         wanted = tuple(kinds)
@@ -65,7 +69,7 @@ class Mover:
             raise BadInput(f"kind {unknown[0]!r} is unknown: choose from {', '.join(KINDS)}")
         if self._waiting:
             raise KitError(f"{', '.join(self.away)} are already off the device: restore them first")
-        items = [i for i in inventory(self.chunks, self.optimizer, self.device) if i.kind in wanted]
+        items = [item for item in self.items() if item.kind in wanted]
         if fixed := [item.name for item in items if not item.storage.resizable()]:
             raise KitError(f"the storage of {fixed[0]} cannot be resized, so it cannot be released")
         self.arena.grow(room([item.size for item in items]))

@@ -34,15 +34,16 @@ class Item:
 def named_tensors(chunks: list[Any], optimizer: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
     """(kind, name, tensor) of everything, the large shared buffers first."""
     for number, chunk in enumerate(chunks):
-        for place, buffer in enumerate([*chunk.buffers, *chunk.expert_parallel_buffers]):
+        for place, buffer in enumerate(ddp_buffers(chunk)):
             if buffer.param_data is not None:
                 yield "weights", f"chunk{number}.buffer{place}.param_data", buffer.param_data
             yield "grads", f"chunk{number}.buffer{place}.grad_data", buffer.grad_data
     for number, chunk in enumerate(chunks):
-        for name, param in chunk.module.named_parameters():
+        module = getattr(chunk, "module", chunk)  # a plain module may stand in for Megatron's DDP
+        for name, param in module.named_parameters():
             yield "weights", f"chunk{number}.{name}", param.data
             yield from _grads(f"chunk{number}.{name}", param)
-        for name, buffer in chunk.module.named_buffers():
+        for name, buffer in module.named_buffers():
             yield "weights", f"chunk{number}.{name}", buffer
     for number, inner in enumerate(inner_optimizers(optimizer)):
         params = [param for group in inner.param_groups for param in group["params"]]
@@ -53,6 +54,11 @@ def named_tensors(chunks: list[Any], optimizer: Any) -> Iterator[tuple[str, str,
             for key, value in inner.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor):
                     yield "optimizer", f"{name}.{key}", value
+
+
+def ddp_buffers(chunk: Any) -> list[Any]:
+    """Megatron's parameter and gradient buffers; none for a plain module, whose `buffers` is a method."""
+    return [*chunk.buffers, *chunk.expert_parallel_buffers] if isinstance(chunk.buffers, list) else []
 
 
 def _grads(name: str, param: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -66,7 +72,8 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
         return [inner for each in chained for inner in inner_optimizers(each)]
-    return [] if optimizer.optimizer is None else [optimizer.optimizer]
+    inner = getattr(optimizer, "optimizer", optimizer)  # a plain torch optimizer is its own inner one
+    return [] if inner is None else [inner]
 
 
 def inventory(chunks: list[Any], optimizer: Any, device: torch.device) -> list[Item]:

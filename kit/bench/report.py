@@ -1,0 +1,71 @@
+"""How a bench is told: a table for people, the machine in one line, and with --json one JSON object as the last line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from kit.bench.rows import Row
+
+HEADS = ("what", "who", "median", "low", "high", "n", "unit", "at most", "aim", "ceiling", "")
+
+
+def tell(bench: str, rows: Sequence[Row], provenance: dict[str, Any], *, as_json: bool) -> None:
+    print(table(rows))
+    print(f"\n{machine(provenance)}")
+    if as_json:
+        said = {"bench": bench, "rows": [one.to_json() for one in rows], "provenance": provenance}
+        print(json.dumps(said))
+
+
+def progress(text: str) -> None:
+    """What is being measured now; silent when nobody watches."""
+    if sys.stderr.isatty():
+        print(f"... {text}", file=sys.stderr)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Numbers to the right, words to the left; what there is to say of a row stands under the table."""
+    cells = [list(HEADS), *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(_pad(*one) for one in enumerate(zip(line, widths, strict=True))).rstrip() for line in cells]
+    notes = [f"{one.who}, {one.what}: {one.note}" for one in rows if one.note]
+    return "\n".join([*lines, "", *notes] if notes else lines)
+
+
+def _cells(one: Row) -> list[str]:
+    judged = {None: "", True: "met", False: "NOT MET"}[one.met]
+    low, high, n = (_number(one.low), _number(one.high), str(one.n)) if one.n else ("", "", "")
+    median = _number(one.median) if one.n else "-"
+    return [one.what, one.who, median, low, high, n, one.unit, *map(_number, (one.limit, one.aim, one.ceiling)), judged]
+
+
+def _pad(column: int, cell: tuple[str, int]) -> str:
+    text, width = cell
+    return text.ljust(width) if HEADS[column] in {"what", "who", "unit", ""} else text.rjust(width)
+
+
+def _number(value: float | None) -> str:
+    """Three significant digits."""
+    return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def machine(provenance: dict[str, Any]) -> str:
+    """The box and the software in one line."""
+    cpu, versions = provenance["cpu"], provenance["versions"]
+    gpus = [gpu["name"] for gpu in provenance["gpu"]["gpus"]]
+    git = provenance["git"]
+    commit = f"commit {git['commit'][:12]}{' with changes' if git['dirty'] else ''}" if git["commit"] else ""
+    parts = [
+        f"{cpu['affinity']} of {cpu['cores']} cores",
+        cpu["model"] or "",
+        ", ".join(gpus) or "no GPU",
+        f"Python {provenance['python']}",
+        *(f"{name} {version}" for name, version in versions.items() if version),
+        f"kit {provenance['kit']}",
+        commit,
+        provenance["time"],
+    ]
+    return "; ".join(part for part in parts if part)

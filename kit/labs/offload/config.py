@@ -1,0 +1,144 @@
+"""What the offload lab can be told, its phases in order, and whether a job of that size fits this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from kit.errors import BadInput
+from kit.labs.definition import Step
+from kit.labs.options import LabConfig, Option
+from kit.megatron.config import ModelConfig, check, model_bytes
+from kit.world.capacity import RANK_BYTES, available_bytes
+
+CYCLE = ("train", "fingerprint", "release", "idle", "reload", "talk", "verify")
+KIT_MODEL = "kit.labs.offload.job:build"
+KIT_RELEASER = "kit.labs.offload.releaser:KitReleaser"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadConfig(LabConfig):
+    """A training job, how it is spread over ranks, what it gives back and how often."""
+
+    size: Annotated[Literal["tiny", "125m", "qwen2.5-0.5b"], Option("geometry of the model")] = "tiny"
+    tp: Annotated[int, Option("tensor parallel size", low=1, high=64)] = 2
+    pp: Annotated[int, Option("pipeline parallel size", low=1, high=64)] = 1
+    ep: Annotated[int, Option("expert parallel size", low=1, high=64)] = 1
+    etp: Annotated[int | None, Option("expert tensor parallel size; null: Megatron's own choice", low=1, high=64)] = (
+        None
+    )
+    experts: Annotated[int, Option("experts of each layer; 0: a dense model", low=0, high=256)] = 0
+    order: Annotated[str, Option("order of the parallel dimensions over ranks")] = "tp-cp-ep-dp-pp"
+    gloo_groups: Annotated[bool, Option("whether Megatron makes gloo groups beside the device's")] = True
+    distributed_optimizer: Annotated[bool, Option("whether optimizer state is sharded over data parallel ranks")] = (
+        False
+    )
+    overlap_grad_reduce: Annotated[bool, Option("whether gradients are reduced while the backward pass runs")] = False
+    layers: Annotated[int | None, Option("layers; null: the size's own", low=1, high=200)] = None
+    seq: Annotated[int | None, Option("sequence length; null: the size's own", low=2, high=32768)] = None
+    micro_batch: Annotated[int, Option("sequences in a microbatch", low=1, high=1024)] = 1
+    microbatches: Annotated[int, Option("microbatches in a step", low=1, high=1024)] = 2
+    dtype: Annotated[Literal["float32", "bfloat16"], Option("type of the weights")] = "float32"
+    seed: Annotated[int, Option("seed of weights and data", low=0, high=2**31)] = 1234
+    steps: Annotated[int, Option("training steps between two releases", low=1, high=1000)] = 2
+    cycles: Annotated[int, Option("how often everything is given back", low=1, high=1000)] = 3
+    mode: Annotated[
+        Literal["exact", "manual", "official"],
+        Option("how groups are destroyed: exact, or one of the two ways in common use"),
+    ] = "exact"
+    include_world: Annotated[bool, Option("whether WORLD is destroyed and rebuilt too (exact only)")] = False
+    groups: Annotated[bool, Option("whether communicators are given back")] = True
+    weights: Annotated[bool, Option("whether weights are given back")] = True
+    grads: Annotated[bool, Option("whether gradient buffers are given back")] = True
+    optimizer: Annotated[bool, Option("whether optimizer state is given back")] = True
+    hashes: Annotated[
+        bool, Option("whether every tensor is hashed before and after; without, a cycle is unchecked")
+    ] = True
+    meet_timeout_s: Annotated[
+        float, Option("how long ranks wait for each other before groups are destroyed", low=0.5, high=3600, unit="s")
+    ] = 30.0
+    model: Annotated[
+        str,
+        Option("the job, module:attr; attr(ctx) has chunks, optimizer, step(n) -> [{loss, grad_norm}]", target=True),
+    ] = KIT_MODEL
+    implementation: Annotated[
+        str,
+        Option(
+            "the code under test, module:attr; attr(ctx) has release and restore, or destroy and reload", target=True
+        ),
+    ] = KIT_RELEASER
+
+    def __post_init__(self) -> None:
+        if self.model == KIT_MODEL:
+            check(model_config(self), self.ranks)
+        if self.include_world and self.mode != "exact":
+            raise BadInput(f"include_world=true needs mode=exact, not {self.mode!r}: only that can rebuild WORLD")
+        if not (self.groups or self.kinds):
+            raise BadInput("nothing would be given back: set one of groups, weights, grads, optimizer to true")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of tensors that are given back."""
+        return tuple(kind for kind in ("weights", "grads", "optimizer") if getattr(self, kind))
+
+
+def model_config(config: OffloadConfig) -> ModelConfig:
+    """The part of the config that makes the job."""
+    return ModelConfig(
+        size=config.size,
+        tp=config.tp,
+        pp=config.pp,
+        ep=config.ep,
+        etp=config.etp,
+        experts=config.experts,
+        order=config.order,
+        gloo_groups=config.gloo_groups,
+        distributed_optimizer=config.distributed_optimizer,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        layers=config.layers,
+        seq=config.seq,
+        micro_batch=config.micro_batch,
+        microbatches=config.microbatches,
+        seed=config.seed,
+        dtype=config.dtype,
+    )
+
+
+def plan(config: OffloadConfig) -> list[Step]:
+    """Two controls that train without a break, then the job that is released and reloaded, then what was promised of failures."""
+    controls = [Step(cycle, "control") for cycle in range(1, config.cycles + 2)]
+    cycles = [Step(cycle, phase) for cycle in range(1, config.cycles + 1) for phase in CYCLE]
+    last = config.cycles + 1
+    return [
+        Step(0, "start"),
+        Step(0, "control_build"),
+        *controls,
+        Step(0, "control_end"),
+        Step(0, "second_control"),
+        Step(0, "baseline"),
+        Step(0, "build"),
+        *cycles,
+        Step(last, "train"),
+        Step(0, "compare"),
+        Step(0, "rehearse_failure"),
+        Step(0, "end"),
+        Step(0, "ownership"),
+    ]
+
+
+def fits(config: OffloadConfig) -> None:
+    """Refuse a job that this machine's memory cannot hold, with the arithmetic. CUDA's own memory is not looked at here."""
+    if config.model != KIT_MODEL:
+        return  # its size is its owner's to know
+    stages = [model_bytes(model_config(config), ranks=config.ranks, stage=stage) for stage in range(config.pp)]
+    each = max(stages, key=lambda stage: stage["total"])
+    arena = sum(each[{"weights": "params"}.get(kind, kind)] for kind in config.kinds)
+    on_host = arena + RANK_BYTES + (each["total"] if config.device != "cuda" else 0)
+    free = available_bytes()
+    if on_host * config.ranks > free:
+        gib = 2**30
+        raise BadInput(
+            f"size {config.size} does not fit: {config.ranks} ranks x ({each['total'] / gib:.2f} GiB of weights, gradients and "
+            f"optimizer + {arena / gib:.2f} GiB to keep them while released + {RANK_BYTES / gib:.2f} GiB a process) = "
+            f"{on_host * config.ranks / gib:.1f} GiB, and {free / gib:.1f} GiB are free; take a smaller size, fewer layers, or fewer ranks"
+        )

@@ -1,0 +1,68 @@
+"""The job that is trained: ours, or the person's own, made from one context; and what user code is given to work on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kit.labs.offload.config import model_config
+from kit.labs.rankside import load
+from kit.megatron import groups, model, tensors
+
+if TYPE_CHECKING:
+    import torch
+
+    from kit.labs.offload.config import OffloadConfig
+    from kit.labs.rankside import Context
+
+
+class Trainable(Protocol):
+    """What a model of one's own must offer: Megatron chunks (or plain modules), an optimizer, and steps."""
+
+    chunks: list[Any]
+    optimizer: Any
+
+    def step(self, n: int) -> list[dict[str, float]]: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class JobContext:
+    """`ctx` for code under test: what there is to work on. `groups` describes Megatron's groups as plain JSON."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    config: OffloadConfig
+    fault: str | None = None
+    chunks: list[Any]
+    optimizer: Any
+    scheduler: Any
+    groups: list[dict[str, Any]]
+    mover: tensors.Mover
+
+
+def build(ctx: Context) -> Trainable:
+    """The kit's own job: megatron-core's GPTModel, DDP, optimizer and scheduler."""
+    return model.build(model_config(ctx.config))
+
+
+def make_job(ctx: Context) -> Trainable:
+    """The configured job, over groups that can be released exactly."""
+    groups.install()
+    job: Trainable = load(ctx.config.model)(ctx)
+    return job
+
+
+def context_for(ctx: Context, job: Trainable) -> JobContext:
+    return JobContext(
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+        device=ctx.device,
+        config=ctx.config,
+        fault=ctx.fault,
+        chunks=job.chunks,
+        optimizer=job.optimizer,
+        scheduler=getattr(job, "scheduler", None),
+        groups=groups.snapshot().get("groups", []),
+        mover=getattr(job, "mover", None) or tensors.Mover(job.chunks, job.optimizer, ctx.device),
+    )

@@ -1,0 +1,211 @@
+"""What a rank does in the offload lab. One method a phase; faults are in `broken.py`, what is looked at in `watch.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from kit.labs.offload import rehearse
+from kit.labs.offload.broken import Broken, double_patched
+from kit.labs.offload.config import KIT_RELEASER
+from kit.labs.offload.job import JobContext, context_for, make_job
+from kit.labs.offload.releaser import make_releaser
+from kit.labs.offload.watch import Watched, any_rank, compare_groups, stale_holders, uninitialised
+from kit.megatron import groups, ownership, tensors
+
+if TYPE_CHECKING:
+    from kit.labs.rankside import Context
+
+Log = list[dict[str, float]]
+
+
+class Offload:
+    """The job, its controls, and what is known of it between phases."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.config = ctx.config
+        self.job: Any = None
+        self.of: JobContext
+        self.releaser: Any = None
+        self.controls: list[tuple[Log, dict[str, str]]] = []
+        self.log: Log = []
+        self.state: Any = None
+        self.watched: Watched
+        self.before: dict[str, str] = {}
+        self.broken = False  # handles went stale on some rank: training on would use dead groups
+        self.found: dict[str, Any] = {}
+        self.scope = contextlib.ExitStack()
+
+    # -- the controls: the same job without a break -------------------------------------------------------------------
+
+    def start(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
+        """What there is before anything of the lab: one process group."""
+        dist.barrier()
+
+    def control_build(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self._enter()
+        self._build()
+
+    def control(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self.log += self.job.step(self.config.steps)
+
+    def control_end(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self.controls.append((self.log, self._hashes()))
+        self._leave()
+
+    def second_control(self, cycle: int) -> None:
+        """Once more: if two runs without any release differ, a run with releases proves nothing."""
+        self.control_build(cycle)
+        for _ in range(self.config.cycles + 1):
+            self.control(cycle)
+        self.control_end(cycle)
+        (first_log, first), (second_log, second) = self.controls
+        self.ctx.record("controls_differ", differences(first_log, second_log) + differences(first, second))
+
+    # -- the job that is released -------------------------------------------------------------------------------------
+
+    def baseline(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """After everything was there once: what this process holds without the job."""
+        gc.collect()
+        tensors.trim()
+        dist.barrier()
+
+    def build(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self._enter()
+        with double_patched() if self.ctx.fault == "double-patch" else contextlib.nullcontext():
+            self._build()
+        self.of = context_for(self.ctx, self.job)
+        kit_own = self.config.implementation == KIT_RELEASER
+        self.releaser = Broken(self.of) if self.ctx.fault and kit_own else make_releaser(self.of)
+        for row in groups.talk():  # over NCCL a communicator is there only after its first collective
+            assert row["exact"], row
+
+    def train(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        if self.broken:
+            return
+        self.log += self.job.step(self.config.steps)
+        self.ctx.record("trained_steps", len(self.log))
+
+    def fingerprint(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self.before = self._hashes() if self.config.hashes else {}
+        self.watched = Watched()
+        self.ctx.record("resident_bytes", self._resident(), "B")
+
+    def release(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self.state = self.releaser.release()
+        self._record_parts(self.state)
+        gc.collect()
+
+    def idle(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """Nothing is held. What is measured of this phase is what a release is worth."""
+        self.ctx.record("left_bytes", self._resident(), "B")
+        if self.config.groups:
+            self.ctx.record("initialised", int(not uninitialised()))
+            self.ctx.record("old_groups_alive", len(self.watched.alive()))
+            self.ctx.record("stale_usable", len(self.watched.still_usable()))
+
+    def reload(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self._record_parts(self.releaser.restore(self.state))
+        self.state = None
+
+    def talk(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """The first collective after a reload, over every group, with values that depend on the rank."""
+        rows = groups.talk()
+        self.ctx.record("talked_groups", len(rows))
+        self.ctx.record("wrong_groups", sum(not row["exact"] for row in rows))
+
+    def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        moved, changed, what = compare_groups(self.watched)
+        self.ctx.record("membership_changed", moved)
+        self.ctx.record("options_changed", changed)
+        stale = stale_holders(chunks=self.job.chunks, optimizer=self.job.optimizer)
+        self.ctx.record("stale_holders", len(stale))
+        if self.config.hashes:
+            after = self._hashes()
+            self.ctx.record("tensors_hashed", len(after))
+            self.ctx.record("tensors_changed", differences(self.before, after))
+        for line in [*what, *stale[:5]]:
+            print("differs:", line)
+        self.broken = self.broken or any_rank(bool(stale))
+
+    def compare(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """Against the control: every loss, gradient norm, weight and optimizer state."""
+        if self.broken:
+            return
+        log, hashes = self.controls[0]
+        self.ctx.record("steps_compared", len(self.log))
+        self.ctx.record("steps_differ", differences(self.log, log))
+        self.ctx.record("tensors_differ", differences(self._hashes(), hashes))
+
+    def rehearse_failure(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """A group that cannot be destroyed: the release must say so, by name."""
+        if self.config.groups and self.config.mode == "exact" and not self.broken:
+            self.ctx.record("failure_raised", int(rehearse.failure_raises(self.releaser)))
+
+    def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self._leave()
+
+    def ownership(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """Whose group is it: after success and after an error, with and without a default group of the caller's."""
+        wrong = rehearse.not_as_found(self.ctx, self.found)
+        for line in wrong:
+            print("not as found:", line)
+        self.ctx.record("not_as_found", len(wrong))
+
+    # -- how ----------------------------------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        self.found = ownership.describe()
+        self.scope = contextlib.ExitStack()
+        self.scope.enter_context(ownership.as_found(timeout_s=self.config.meet_timeout_s))
+
+    def _build(self) -> None:
+        self.log = []
+        self.job = make_job(self.ctx)
+
+    def _leave(self) -> None:
+        """Let go of the job and put the state back as it was found."""
+        mover = getattr(self.job, "mover", None)
+        if mover is not None:
+            mover.close()
+        self.job = self.releaser = self.state = None
+        with contextlib.suppress(AttributeError):
+            del self.of
+        gc.collect()
+        self.scope.close()
+        gc.collect()
+        tensors.trim()
+
+    def _hashes(self) -> dict[str, str]:
+        return tensors.hashes(self.job.chunks, self.job.optimizer)
+
+    def _resident(self) -> int:
+        """Bytes of the job's tensors that are on the device and were to be given back."""
+        sizes: list[int] = [item.size for item in self.of.mover.items() if item.kind in self.config.kinds]
+        return sum(sizes)
+
+    def _record_parts(self, stats: Any) -> None:
+        """What the code under test says of its own parts, where it does."""
+        if not isinstance(stats, dict):
+            return
+        for part in ("groups", "tensors"):
+            one = stats.get(part)
+            if isinstance(one, dict) and isinstance(one.get("seconds"), int | float):
+                self.ctx.record(f"{part}_seconds", one["seconds"], "s")
+        done = stats.get("groups") or {}
+        if "destroyed" in done:
+            self.ctx.record("groups_destroyed", done["destroyed"])
+        moved = (stats.get("tensors") or {}).get("bytes", {})
+        for kind, size in moved.items():
+            self.ctx.record(f"{kind}_bytes", size, "B")
+
+
+def differences(one: Any, other: Any) -> int:
+    """How many entries are not exactly the same, those that only one has included. NaN is never the same."""
+    if isinstance(one, list):
+        return sum(a != b for a, b in zip(one, other, strict=False)) + abs(len(one) - len(other))
+    return sum(one.get(key) != other.get(key) for key in {*one, *other})

@@ -1,0 +1,169 @@
+"""Rehearsals of what must hold when things go wrong: a group that cannot be destroyed, and errors inside a borrowed state."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from kit.megatron import ownership
+from kit.megatron.groups.handle import Handle, c10d
+from kit.megatron.groups.snapshot import megatron_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kit.labs.rankside import Context
+
+REFUSED = "refused on purpose"
+
+
+class Refusing:
+    """A group whose shutdown fails; in all else the group."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def shutdown(self) -> None:
+        raise RuntimeError(REFUSED)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def failure_raises(releaser: Any) -> bool:
+    """Does a release in which one group refuses to be destroyed raise, and name that group?"""
+    victim = next(group for group in megatron_groups() if isinstance(group, Handle))
+    name = victim.group_desc
+    plain = dist.destroy_process_group
+
+    def refusing(group: Any = None) -> None:
+        if group is victim:
+            raise RuntimeError(REFUSED)
+        plain(group)
+
+    victim.kit_inner = Refusing(victim.kit_inner)
+    dist.destroy_process_group = c10d.destroy_process_group = refusing
+    try:
+        releaser.release()
+    except Exception as error:  # noqa: BLE001 - any error will do, if it names the group
+        return name in str(error)
+    finally:
+        dist.destroy_process_group = c10d.destroy_process_group = plain
+    return False
+
+
+class OnPurposeError(Exception):
+    """Raised by the rehearsal; whatever surfaces in its place hides it."""
+
+
+def not_as_found(ctx: Context, before_build: dict[str, Any]) -> list[str]:
+    """What is not as it was found: after the lab's own job, and after rehearsed bodies that end well or with an error."""
+    wrong = differs(before_build)
+    wrong += borrowed(ctx, own_group)
+    wrong += borrowed(ctx, failing)
+    for body in (default_group, failing_default_group):
+        with without_default_group():
+            wrong += borrowed(ctx, body)
+    return wrong
+
+
+def borrowed(ctx: Context, body: Callable[[], None]) -> list[str]:
+    """Run a body inside `as_found`, with the fault if one is on; what is wrong afterwards."""
+    before = ownership.describe()
+    wrong = []
+    try:
+        with scope(ctx.fault):
+            body()
+    except OnPurposeError:
+        pass
+    except Exception as error:  # noqa: BLE001 - which error surfaces is the question
+        wrong.append(f"the original error was hidden by {type(error).__name__}: {error}")
+    return [*wrong, *differs(before)]
+
+
+def differs(before: dict[str, Any]) -> list[str]:
+    now = ownership.describe()
+    return [f"{key}: {before[key]!r} became {now[key]!r}" for key in before if before[key] != now[key]]
+
+
+@contextlib.contextmanager
+def scope(fault: str | None) -> Iterator[None]:
+    """`as_found`, or one of the ways in which people get it wrong."""
+    if fault == "leaves-default-group" and not dist.is_initialized():
+        yield
+        return
+    with quiet(), ownership.as_found():
+        try:
+            yield
+        except OnPurposeError:
+            if fault == "masks-original-error":
+                raise RuntimeError("cleaning up failed") from None
+            raise
+
+
+def own_group() -> None:
+    group = dist.new_group(backend="gloo")
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def failing() -> None:
+    own_group()
+    raise OnPurposeError
+
+
+def default_group() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(1))
+
+
+def failing_default_group() -> None:
+    default_group()
+    raise OnPurposeError
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """The rehearsed error is logged by design; it is no news."""
+    log = logging.getLogger(ownership.__name__)
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+@contextlib.contextmanager
+def without_default_group() -> Iterator[None]:
+    """torch.distributed as in a process that has not initialised it; the caller's groups wait aside."""
+    world = c10d._world
+    tables = (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.tags_to_pg,
+    )
+    aside = [dict(table) for table in tables]
+    default, count = world.default_pg, world.group_count
+    for table in tables:
+        table.clear()
+    c10d._update_default_pg(None)
+    c10d._unregister_all_process_groups()
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, aside, strict=True):
+            table.clear()
+            table.update(entries)
+        c10d._unregister_all_process_groups()
+        c10d._update_default_pg(default)
+        world.group_count = count
+        for group, name in world.pg_names.items():
+            c10d._register_process_group(name, group)

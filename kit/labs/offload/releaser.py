@@ -1,0 +1,82 @@
+"""The code under test: the kit's own way out and back, and the adapter for a person's own.
+
+Ours takes tensors out first (groups may be needed to tell who holds what) and brings groups back first. A person's object has
+`release() -> state` and `restore(state)` for all of it, or `destroy() -> snapshot` and `reload(snapshot)` for groups alone; then the
+kit moves the tensors. What it raises is raised on, as its own.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from kit.errors import BadInput
+from kit.labs.rankside import load
+from kit.megatron import groups
+
+if TYPE_CHECKING:
+    from kit.labs.offload.job import JobContext
+
+State = dict[str, Any]
+
+
+class KitReleaser:
+    """Groups by the configured mode, tensors to a host arena."""
+
+    def __init__(self, ctx: JobContext) -> None:
+        self.ctx = ctx
+
+    def release(self) -> State:
+        return {"tensors": self.release_tensors(), "groups": self.destroy()}
+
+    def restore(self, state: State) -> State:
+        return {"groups": self.reload(state["groups"]), "tensors": self.restore_tensors()}
+
+    def release_tensors(self) -> State:
+        kinds = self.ctx.config.kinds
+        return self.ctx.mover.release(kinds) if kinds else {}
+
+    def restore_tensors(self) -> State:
+        return self.ctx.mover.restore() if self.ctx.config.kinds else {}
+
+    def destroy(self) -> State:
+        config = self.ctx.config
+        if not config.groups:
+            return {}
+        return groups.destroy(config.mode, include_world=config.include_world, timeout_s=config.meet_timeout_s)
+
+    def reload(self, stats: State) -> State:
+        if not self.ctx.config.groups:
+            return {}
+        return groups.reload(stats["snapshot"], timeout_s=self.ctx.config.meet_timeout_s)
+
+
+class PairReleaser(KitReleaser):
+    """A person's destroy and reload of groups, between the kit's moves of tensors."""
+
+    def __init__(self, ctx: JobContext, own: Any) -> None:
+        super().__init__(ctx)
+        self.own = own
+
+    def destroy(self) -> State:
+        start = time.perf_counter()
+        snapshot = self.own.destroy()
+        return {"snapshot": snapshot, "seconds": time.perf_counter() - start}
+
+    def reload(self, stats: State) -> State:
+        start = time.perf_counter()
+        self.own.reload(stats["snapshot"])
+        return {"seconds": time.perf_counter() - start}
+
+
+def make_releaser(ctx: JobContext) -> Any:
+    """The configured code under test, with `release` and `restore`."""
+    target = ctx.config.implementation
+    own = load(target)(ctx)
+    if hasattr(own, "release") and hasattr(own, "restore"):
+        return own
+    if hasattr(own, "destroy") and hasattr(own, "reload"):
+        return PairReleaser(ctx, own)
+    raise BadInput(
+        f"implementation={target}: the object it returned has neither release and restore nor destroy and reload"
+    )

@@ -1,0 +1,98 @@
+"""What the offload lab sees of groups and memory, whatever code releases them."""
+
+from __future__ import annotations
+
+import datetime as dt
+import gc
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kit.megatron import groups
+from kit.megatron.groups.handle import Handle, c10d
+from kit.megatron.groups.snapshot import describe, global_names, groups_in, initialised, megatron_groups, parallel_state
+
+STALE_WAIT = dt.timedelta(seconds=5)
+
+
+class Watched:
+    """Megatron's groups as they are now, held so that holding them keeps none alive."""
+
+    def __init__(self) -> None:
+        live = megatron_groups()
+        self.facts = {facts["name"]: facts for facts in map(describe, live)}
+        self.members = membership()
+        # A handle is the kit's own stand-in and keeps nothing; a plain group must not live on because of this list.
+        self.handles = [(describe(g), g if isinstance(g, Handle) else weakref.ref(g)) for g in live]
+        self.inner = [(g.group_desc, weakref.ref(g.kit_inner if isinstance(g, Handle) else g)) for g in live]
+
+    def alive(self) -> list[str]:
+        """Old groups that something still holds."""
+        gc.collect()
+        return [name for name, reference in self.inner if reference() is not None]
+
+    def still_usable(self) -> list[str]:
+        """Old groups over which a collective still goes through. The right answer is an error in Python that names the group."""
+        usable = []
+        for facts, held in self.handles:
+            group = held() if isinstance(held, weakref.ref) else held
+            if group is None:
+                continue  # nobody can use what is gone
+            try:
+                work = dist.all_reduce(torch.zeros(1), group=group, async_op=True)
+                if work is not None:
+                    work.wait(STALE_WAIT)
+            except Exception as error:  # noqa: BLE001 - whatever it raises, the question is whether the group is named
+                if facts["description"] in str(error) or facts["name"] in str(error):
+                    continue
+            usable.append(facts["description"])
+            del group
+        return usable
+
+
+def membership() -> dict[str, Any]:
+    """Which ranks each of Megatron's names stands for, groups and lists of ranks alike."""
+    found: dict[str, Any] = {}
+    for name in global_names():
+        value = getattr(parallel_state(), name)
+        if live := groups_in(value):
+            found[name] = [sorted(c10d._world.pg_group_ranks.get(group, {})) for group in live]
+        elif "RANKS" in name or "SIZE" in name:
+            found[name] = value
+    return found
+
+
+def options(facts: dict[str, Any]) -> dict[str, Any]:
+    return {key: facts[key] for key in ("description", "backend", "timeout_s", "options")}
+
+
+def compare_groups(before: Watched) -> tuple[int, int, list[str]]:
+    """(names that stand for other ranks, groups with other options, what differs) against how it was."""
+    now = Watched()
+    moved = sorted(n for n in {*before.members, *now.members} if before.members.get(n) != now.members.get(n))
+    old = sorted(str((facts["ranks"], options(facts))) for facts in before.facts.values())
+    new = sorted(str((facts["ranks"], options(facts))) for facts in now.facts.values())
+    changed = sum(1 for facts in old if facts not in new)
+    return len(moved), changed, [*moved, *(facts for facts in old if facts not in new)][:5]
+
+
+def stale_holders(**roots: Any) -> list[str]:
+    """Places that hold a group which is dead or was replaced."""
+    return [
+        f"{holder.path} ({holder.group})" for holder in groups.holders(**roots) if not (holder.alive and holder.current)
+    ]
+
+
+def uninitialised() -> bool:
+    return not initialised()
+
+
+def any_rank(value: bool) -> bool:
+    """Whether it is so on any rank; over the default group."""
+    flag = torch.tensor([int(value)])
+    if "nccl" in dist.get_backend():
+        flag = flag.cuda()
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
