@@ -15,7 +15,8 @@ from typing import Protocol
 
 from kit.errors import KitError, RankDied, RankError, RankTimeout
 from kit.world.channel import ChannelClosed, Message
-from kit.world.crew import Crew, Member, ending, signal_name
+from kit.world.crew import Crew
+from kit.world.members import Member, ending, signal_name
 from kit.world.silence import Look, blame, looks, names, ranks_word
 from kit.world.stacks import users_part
 

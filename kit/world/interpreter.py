@@ -68,6 +68,75 @@ def probe(path: str, where: str) -> Interpreter:
         return Interpreter(path=path, where=where, torch=has("torch"), megatron=has("megatron.core"))
     try:
         done = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=30, check=True)
+        torch, megatron, (major, minor) = json.loads(done.stdout)
+    except subprocess.CalledProcessError as error:
+        said = (error.stderr.strip().splitlines() or [f"it exits with status {error.returncode}"])[-1]
+        problem = f"does not run: {said}"
+    except subprocess.TimeoutExpired:
+        problem = "does not answer within 30 s"
+    except OSError as error:
+        problem = f"does not run: {error.strerror}"
+    except ValueError:
+        problem = "does not behave like a Python"
+    else:
+        if (major, minor) >= (3, 11):
+            return Interpreter(path=path, where=where, torch=torch, megatron=megatron)
+        problem = f"is Python {major}.{minor}; 3.11 or newer is needed"
+    return Interpreter(path=path, where=where, problem=problem)
+
+
+def has(name):
+    try:
+        return u.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+print(json.dumps([has("torch"), has("megatron.core"), list(sys.version_info[:2])]))
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interpreter:
+    """One candidate and what it has. `where` says how it was found."""
+
+    path: str
+    where: str
+    torch: bool = False
+    megatron: bool = False
+    problem: str = ""
+
+    def verdict(self) -> str:
+        if self.problem:
+            return self.problem
+        if not self.torch:
+            return "has no torch"
+        return "has torch and megatron.core" if self.megatron else "has torch, but no megatron.core"
+
+
+def candidates() -> list[tuple[str, str]]:
+    """(path, where it comes from) in the order of the search, each once."""
+    found = [(sys.executable, "this interpreter")]
+    roots = [(name, os.environ.get(name)) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]
+    found += [(f"{root}/bin/python", name) for name, root in roots if root]
+    found += [(path, f"{name} on PATH") for name in ("python3", "python") if (path := shutil.which(name))]
+    for pattern in ("*/bin/python", "*/.venv/bin/python", "*/venv/bin/python"):
+        found += [(str(path), "found under /opt") for path in sorted(Path("/opt").glob(pattern))]
+    found += [
+        (path, "usual place on rented boxes") for path in ("/venv/main/bin/python", "/workspace/.venv/bin/python")
+    ]
+    unique: dict[str, tuple[str, str]] = {}
+    for path, where in found:
+        if Path(path).exists():
+            unique.setdefault(path, (path, where))
+    return list(unique.values())
+
+
+@functools.lru_cache(maxsize=64)
+def probe(path: str, where: str) -> Interpreter:
+    """What an interpreter has, without importing any of it."""
+    if path == sys.executable:
+        return Interpreter(path=path, where=where, torch=has("torch"), megatron=has("megatron.core"))
+    try:
+        done = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=30, check=True)
         torch, megatron, version = json.loads(done.stdout)
     except subprocess.CalledProcessError as error:
         said = (error.stderr.strip().splitlines() or [f"it exits with status {error.returncode}"])[-1]

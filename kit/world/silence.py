@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kit.world.channel import ChannelClosed
-from kit.world.crew import Member
+from kit.world.members import Member
 
 LOOK_S = 1.0
 

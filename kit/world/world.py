@@ -18,7 +18,8 @@ from kit.errors import BadInput, KitError
 from kit.world import interpreter
 from kit.world.calls import Call, Interrupted, Observer
 from kit.world.channel import ChannelClosed
-from kit.world.crew import Crew, Member, Plan
+from kit.world.crew import Crew
+from kit.world.members import Member, Plan
 from kit.world.silence import looks, ranks_word
 
 DEVICES = ("auto", "cpu", "cuda")

@@ -8,7 +8,7 @@ from types import FrameType
 
 import pytest
 
-from kit.world.crew import Exit
+from kit.world.members import Exit
 from kit.world.silence import Look, blame
 from kit.world.stacks import current_call, in_collective, users_part
 
