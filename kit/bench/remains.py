@@ -11,6 +11,8 @@ from pathlib import Path
 
 from kit.world import leftovers
 
+END_S = 10.0
+
 
 def marked(fits: Callable[[str], bool]) -> list[int]:
     """Processes whose mark fits; one that has ended and waits to be reaped carries none."""
@@ -36,7 +38,8 @@ def seconds_until_gone(fits: Callable[[str], bool], known: list[int], since: flo
 
 def end(fits: Callable[[str], bool]) -> None:
     """Kill what has the mark until there is nothing: what dies may be replaced by somebody who watched it."""
-    while found := marked(fits):
+    deadline = time.monotonic() + END_S
+    while (found := marked(fits)) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

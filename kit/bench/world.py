@@ -114,7 +114,7 @@ def start(logs: Path, sizes: Sizes) -> Row:
 
 
 def start_with_megatron(logs: Path, sizes: Sizes) -> Row:
-    what = f"{STARTED}, with megatron.core loaded on the ranks"
+    what = f"{STARTED}, with megatron.core"
     found = interpreter.find()
     if not found.megatron:
         return Row(what=what, limit=4.5, aim=3.0, note="not measured: the ranks' interpreter has no megatron.core")
@@ -144,8 +144,8 @@ def step(world: World, sizes: Sizes) -> list[Row]:
     ]
 
 
-def death_once(world: World) -> float:
-    """SIGKILL rank 1 while rank 0 waits in a collective; seconds until the exception that names it."""
+def death_once(world: World, words: list[str]) -> float:
+    """SIGKILL rank 1 while rank 0 waits in a collective; seconds until the exception that names it, and its first line."""
     listener = Listener()
     world.observer = listener
     killed: list[float] = []
@@ -165,6 +165,7 @@ def death_once(world: World) -> float:
         told = time.perf_counter()
         if (error.rank, error.signal, error.phase) != (1, "SIGKILL", "collective"):
             raise
+        words[:] = [f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"]
     finally:
         killer.join()
     world.restart()
@@ -172,7 +173,9 @@ def death_once(world: World) -> float:
 
 
 def death(world: World, sizes: Sizes) -> Row:
-    return row(TOLD, samples(sizes.deaths, lambda: death_once(world), TOLD), limit=0.5, aim=0.05)
+    words: list[str] = []
+    taken = samples(sizes.deaths, lambda: death_once(world, words), TOLD)
+    return row(TOLD, taken, limit=0.5, aim=0.05, note="".join(words))
 
 
 def restart_once(world: World) -> float:
@@ -198,14 +201,18 @@ def kernel_death_once(logs: Path) -> float:
         assert holder.stdout is not None
         said = holder.stdout.readline()
         owner = str(holder.pid)
-        known = remains.marked(lambda value: value.split(":")[1] == owner)
+
+        def fits(mark: str) -> bool:
+            return mark.split(":")[1] == owner
+
+        known = remains.marked(fits)
         began = time.perf_counter()
         holder.kill()
         if said != b"ready\n" or len(known) < 3:
             raise KitError(f"a World in another process did not start; it has the processes {known}")
-        took = remains.seconds_until_gone(lambda value: value.split(":")[1] == owner, known, began, GONE_S)
+        took = remains.seconds_until_gone(fits, known, began, GONE_S)
         if took is None:
-            remains.end(lambda value: value.split(":")[1] == owner)
+            remains.end(fits)
             raise KitError(f"{GONE_S:.0f} s after the SIGKILL of its notebook a World still had processes")
         while any(folder.name.split(":")[1:2] == [owner] for folder in leftovers.base().iterdir()):
             took = time.perf_counter() - began

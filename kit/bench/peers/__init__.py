@@ -36,12 +36,25 @@ ROOT = Path(__file__).resolve().parents[3]
 PREFIX = "kit-bench-peer "
 TRIAL_S = 120.0
 GONE_S = 5.0
-# module here: the distribution that it needs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Library:
+    """The distribution a peer needs, and what stands for a step there."""
+
+    needs: str
+    step: str = ""
+
+
+# by the name of the module here
 PEERS = {
-    "ipyparallel": "ipyparallel",
-    "monarch": "torchmonarch",
-    "nbdistributed": "nbdistributed",
-    "torchrun": "torch",
+    "ipyparallel": Library(needs="ipyparallel", step="DirectView.execute('pass')"),
+    "monarch": Library(needs="torchmonarch", step="an empty endpoint called on both actors"),
+    "nbdistributed": Library(
+        needs="nbdistributed",
+        step="'pass' sent to all by its manager; its cells, which poll for the answer, take longer",
+    ),
+    "torchrun": Library(needs="torch"),
 }
 
 
@@ -50,6 +63,7 @@ class Answers:
     """What one peer's trials came to, in seconds."""
 
     who: str
+    step: str
     start: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
     told: list[float] = field(default_factory=list)
@@ -59,16 +73,16 @@ class Answers:
     failure: str = ""
 
 
-def peers(*, trials: int, steps: int, wanted: dict[str, str] | None = None) -> list[Row]:
+def peers(*, trials: int, steps: int, wanted: dict[str, Library] = PEERS) -> list[Row]:
     """Rows of every peer; of one that is not installed, a row that says so."""
     rows = []
-    for name, distribution in (PEERS if wanted is None else wanted).items():
+    for name, library in wanted.items():
         try:
-            version = importlib.metadata.version(distribution)
+            version = importlib.metadata.version(library.needs)
         except importlib.metadata.PackageNotFoundError:
-            rows.append(Row(what=STARTED, who=name, note=f"not measured: {distribution} is not installed"))
+            rows.append(Row(what=STARTED, who=name, note=f"not measured: {library.needs} is not installed"))
             continue
-        answers = Answers(who=f"{name} {version}")
+        answers = Answers(who=f"{name} {version}", step=library.step)
         progress(f"{answers.who}, {trials} times each")
         try:
             for number in range(trials):
@@ -81,14 +95,16 @@ def peers(*, trials: int, steps: int, wanted: dict[str, str] | None = None) -> l
 
 
 def told(answers: Answers) -> list[Row]:
-    rows = [row(STARTED, answers.start, who=answers.who, note=answers.failure)]
-    if answers.steps:
-        rows.append(row(STEPPED, [1e3 * one for one in answers.steps], who=answers.who, unit="ms"))
-    if answers.told:
-        rows.append(row(TOLD, answers.told, who=answers.who, note=answers.words))
-    if answers.vanished or answers.stayed:
-        rows.append(row(VANISHED, answers.vanished, who=answers.who, note=answers.stayed))
-    return rows
+    """What was measured, and why the rest was not."""
+    who = answers.who
+    steps = [1e3 * one for one in answers.steps]
+    rows = [
+        row(STARTED, answers.start, who=who, note=answers.failure),
+        row(STEPPED, steps, who=who, unit="ms", note=answers.step if steps else ""),
+        row(TOLD, answers.told, who=who, note=answers.words),
+        row(VANISHED, answers.vanished, who=who, note=answers.stayed),
+    ]
+    return [one for one in rows if one.n or one.note]
 
 
 def ask(name: str, answers: Answers, *, steps: int) -> None:
@@ -140,7 +156,7 @@ def trial(name: str, *, steps: int, hold: bool) -> Iterator[tuple[subprocess.Pop
         try:
             yield process, mark
         except EOFError:
-            raise KitError(f"the trial broke: {last_line(errors)}") from None
+            raise KitError(f"a trial broke: {last_line(errors)}") from None
         finally:
             limit.cancel()
             remains.end(mark.__eq__)

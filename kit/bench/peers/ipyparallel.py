@@ -22,29 +22,25 @@ def reduce(rank: int, port: int) -> float:
     return float(value)
 
 
-def wait(rank: int) -> None:
+def wait(sleeper: int) -> None:
+    import os
     import time
 
     import torch.distributed as dist
 
-    if rank == 1:
+    if os.getpid() == sleeper:
         time.sleep(600)
     dist.barrier()
 
 
 class Engines:
     def start(self) -> list[float]:
-        # The default waits are long enough; logs would only go to stderr.
         cluster = library.Cluster(n=2, engines="local", log_level=logging.ERROR)
         self.client = cluster.start_and_connect_sync()
         self.both = self.client[:]
         port = free_port()
-        return [float(one.get(60)) for one in self.send(reduce, port)]
-
-    def send(self, function: Any, *arguments: Any) -> list[Any]:
-        return [
-            self.client[engine].apply_async(function, rank, *arguments) for rank, engine in enumerate(self.client.ids)
-        ]
+        sent = [self.client[engine].apply_async(reduce, rank, port) for rank, engine in enumerate(self.client.ids)]
+        return [float(one.get(60)) for one in sent]
 
     def can_step(self) -> bool:
         return True
@@ -56,11 +52,10 @@ class Engines:
         return list(self.both.apply_sync(os.getpid))
 
     def hang(self) -> None:
-        self.waiting = self.send(wait)
+        self.waiting = self.both.apply_async(wait, self.pids()[1])
 
     def answer(self) -> None:
-        # A cell gets both answers; the one of the rank that died is the one that names it.
-        self.waiting[1].get(60)
+        self.waiting.get(60)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,46 @@
+"""The bench of a World with the least samples: every row is there, in order, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kit import cli
+from kit.bench import world as bench
+from kit.bench.world import Sizes, main
+from kit.errors import KitError
+from kit.world import interpreter
+
+TINY = Sizes(starts=1, megatron=1, steps=3, deaths=1, kernels=1, helps=1, restarts=1, phases=1, peer_trials=0)
+
+
+def test_the_command_line_finds_it() -> None:
+    assert "world" in cli.benches()
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_every_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(True, TINY) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = {one["what"]: one for one in said["rows"] if one["who"] == "kit"}
+    limits = [2.5, 4.5, 0.5, None, 1.0, 0.5, 1.0, 2.0, 0.3]
+    assert [one["limit"] for one in rows.values()] == limits
+    measured = [one for one in rows.values() if not one["note"].startswith("not measured")]
+    assert all(one["low"] <= one["median"] <= one["high"] for one in measured)
+    assert len(measured) == 9 if interpreter.find().megatron else 8
+    assert rows[bench.STEPPED]["n"] == 3
+    assert "rank 1" in rows[bench.TOLD]["note"]
+    assert said["provenance"]["versions"]["torch"]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_what_was_not_loaded_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preload that does nothing must not pass for one: the ranks are asked."""
+    monkeypatch.setattr(bench, "world_of_two", lambda logs, preload: real(logs))
+    with pytest.raises(KitError, match=r"this should be loaded on every rank"):
+        bench.start_once(tmp_path, ["this"])
+
+
+real = bench.world_of_two
