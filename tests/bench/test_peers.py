@@ -6,7 +6,9 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +30,10 @@ def nothing_marked() -> bool:
     return not remains.marked(lambda mark: mark.startswith("peer-") and mark.split(":")[1] == str(os.getpid()))
 
 
+def folders() -> list[Path]:
+    return sorted(path for path in Path(tempfile.gettempdir()).iterdir() if path.name.startswith("kit-bench-"))
+
+
 def test_a_peer_that_is_not_installed_has_a_row_that_says_so() -> None:
     [one] = peers(trials=1, steps=1, wanted={"it": Library(needs="no-such-distribution")})
     assert (one.who, one.n, one.note) == ("it", 0, "not measured: no-such-distribution is not installed")
@@ -46,6 +52,7 @@ def test_a_peer_that_breaks_says_how_and_the_others_go_on() -> None:
 def test_a_real_peer(name: str) -> None:
     if not installed(name):
         pytest.skip(f"{PEERS[name].needs} is not installed")
+    before = folders()
     rows: dict[str, Row] = {one.what: one for one in peers(trials=1, steps=3, wanted={name: PEERS[name]})}
     assert set(rows) >= {STARTED, TOLD, VANISHED}, rows
     assert rows[STARTED].n == 2
@@ -55,11 +62,14 @@ def test_a_real_peer(name: str) -> None:
     assert (STEPPED in rows) == bool(PEERS[name].step)
     assert rows[VANISHED].n or "still there" in rows[VANISHED].note
     assert nothing_marked()
+    assert folders() == before
 
 
-def test_remains_are_found_by_their_mark_and_ended() -> None:
+def test_remains_are_found_by_their_mark_and_ended(tmp_path: Path) -> None:
     mark = leftovers.mark("peer-test")
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=environment(mark))
+    sleeper = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], env=environment(mark, str(tmp_path))
+    )
     other = subprocess.Popen(["sleep", "60"])
     try:
         while remains.marked(mark.__eq__) != [sleeper.pid]:

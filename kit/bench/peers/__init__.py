@@ -149,7 +149,7 @@ def trial(name: str, *, steps: int, hold: bool) -> Iterator[tuple[subprocess.Pop
             stderr=errors,
             text=True,
             cwd=scratch,
-            env=environment(mark),
+            env=environment(mark, scratch),
         )
         limit = threading.Timer(TRIAL_S, remains.end, [mark.__eq__])  # ends what is waited for: the reader sees its end
         limit.start()
@@ -178,13 +178,15 @@ def last_line(errors: IO[str]) -> str:
     return said[-1][:200] if said else f"it said nothing within {TRIAL_S:.0f} s"
 
 
-def environment(mark: str) -> dict[str, str]:
-    """The CPU only, as for the kit; the kit and this very Python found by whatever looks for them."""
+def environment(mark: str, scratch: str) -> dict[str, str]:
+    """The CPU only, as for the kit; the kit and this very Python found by whatever looks for them; files go with the trial."""
     bin_ = str(Path(sys.executable).parent)
     return {
         **os.environ,
         leftovers.MARK: mark,
         "CUDA_VISIBLE_DEVICES": "",
+        "IPYTHONDIR": str(Path(scratch) / "ipython"),
+        "TMPDIR": scratch,
         "PATH": os.pathsep.join([bin_, os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONUNBUFFERED": "1",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from kit.bench.peers.trial import run
@@ -24,8 +23,7 @@ dist.barrier()
 
 class Script:
     def start(self) -> list[float]:
-        self.folder = tempfile.TemporaryDirectory(prefix="kit-bench-")
-        script = Path(self.folder.name) / "script.py"
+        script = Path("script.py")  # in the trial's own folder
         script.write_text(SCRIPT)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

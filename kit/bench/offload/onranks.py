@@ -1,0 +1,188 @@
+"""What `kit bench offload` has its ranks do: each function times one thing again and again and gives its samples back.
+
+The things that are compared take turns within one loop, so that what else happens on the machine befalls them alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from kit.errors import BadInput
+from kit.measure.census import descriptors
+from kit.measure.memory import host_memory
+from kit.megatron import groups, model
+from kit.megatron.config import ModelConfig
+from kit.megatron.tensors import host, native
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kit.megatron.tensors import Item, Mover
+
+# A private mapping of nothing. PROT_READ | PROT_WRITE is 3, MAP_PRIVATE | MAP_ANONYMOUS is 0x22.
+_PROT, _MAP = 3, 0x22
+_BLOCK = 2**30
+
+
+def tensors(*, size: str, cycles: int) -> dict[str, Any]:
+    """Everything a job has, out and back `cycles` times; beside each move the plain copies that it is measured by."""
+    job = model.build(ModelConfig(size=size, seq=16, microbatches=1))
+    job.step(1)
+    try:
+        return _tensors(job, cycles)
+    finally:
+        job.mover.close()
+        groups.destroy()
+
+
+def _tensors(job: model.Training, cycles: int) -> dict[str, Any]:
+    mover, cuda = job.mover, job.device.type == "cuda"
+    items = mover.items()
+    times: dict[str, list[float]] = {"clone": [_cpu(mover.items(), cuda=cuda) for _ in range(2)]}
+    refused = ""
+    try:
+        times["native_out"] = [native.release(job.chunks, job.optimizer, job.device)["seconds"]]
+        times["native_back"] = [native.restore(job.chunks, job.optimizer)["seconds"]]
+    except BadInput as error:
+        refused = str(error)
+    resident: list[tuple[int, int]] = []
+
+    def sample(name: str, seconds: float) -> None:
+        times.setdefault(name, []).append(seconds)
+
+    for cycle in range(cycles + 1):
+        full = host_memory().anon or 0
+        which = "first" if cycle == 0 else "steady"
+        if cycle:
+            sample("copy_out", _warm(mover, out=True))
+        sample(f"{which}_out", mover.release()["seconds"])
+        resident.append((full, host_memory().anon or 0))
+        if cycle and not cuda:
+            arena = mover.arena
+            sample("populate", _populate(arena.address(0), arena.used))
+            sample("pieces", _pieces(arena.address(0), arena.used))
+        sample(f"{which}_back", mover.restore()["seconds"])
+        if cycle:
+            sample("copy_back", _warm(mover, out=False))
+    return {
+        "times": times,
+        "bytes": sum(item.size for item in items),
+        "tensors": len(items),
+        "threads": host.workers(),
+        "refused": refused,
+        "resident": resident,
+    }
+
+
+def _timed(work: Callable[[], object]) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _warm(mover: Mover, *, out: bool) -> float:
+    """A plain copy of as many bytes as the job has, between places that are there: with memcpy on the CPU, in blocks as large as
+    memcpy likes best; on CUDA between each tensor and its place in pinned memory. Nothing may be waiting in the arena."""
+    items, arena = mover.items(), mover.arena
+    total = sum(item.size for item in items)
+    if mover.device.type == "cpu":
+        half = min(_BLOCK, total // 2)
+        whole = _timed(lambda: host.libc.memcpy(arena.address(0), arena.address(half), half))
+        return whole * total / half
+    places = [arena.reserve(item.size) for item in items]
+    arena.clear()
+    pairs = [(arena.view(place, item.size), _flat(item)) for place, item in zip(places, items, strict=True)]
+
+    def copy() -> None:
+        for pinned, flat in pairs:
+            # The way back would undo nothing: the places hold what the tensors held when they left.
+            _ = pinned.copy_(flat, non_blocking=True) if out else torch.empty_like(flat).copy_(pinned, non_blocking=True)
+
+    return _timed(copy)
+
+
+def _flat(item: Item) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=item.storage.device).set_(item.storage)
+
+
+def _cpu(items: list[Item], *, cuda: bool) -> float:
+    """What one line of code does: a plain copy of every tensor into memory that is new."""
+    flats = [_flat(item) for item in items]
+    kept: list[torch.Tensor] = []
+    taken = _timed(lambda: kept.extend(flat.cpu() if cuda else flat.clone() for flat in flats))
+    kept.clear()
+    host.trim()
+    return taken
+
+
+def _fresh(size: int) -> int:
+    address: int = host.libc.mmap(None, size, _PROT, _MAP, -1, 0)
+    if address == host.MAP_FAILED:
+        raise OSError(ctypes.get_errno(), f"mapping {size} bytes failed")
+    host.huge_pages(address, size)
+    return address
+
+
+def _populate(source: int, size: int) -> float:
+    """One thread: as many bytes of new memory, asked to be of large pages, populated whole, then filled by one memcpy."""
+    target = _fresh(size)
+
+    def work() -> None:
+        host.populate(target, size)
+        host.libc.memcpy(target, source, size)
+
+    taken = _timed(work)
+    host.libc.munmap(target, size)
+    return taken
+
+
+def _pieces(source: int, size: int) -> float:
+    """The same memory, populated and filled piece by piece on as many threads as the mover has: what the machine can do."""
+    target = _fresh(size)
+    taken = _timed(lambda: host.transfer([host.Move(target, source, size)], fresh=True, threads=host.workers()))
+    host.libc.munmap(target, size)
+    return taken
+
+
+def communicators(*, mode: str, cycles: int) -> list[dict[str, Any]]:
+    """All groups of a job destroyed and made again; what was still open in between, and after."""
+    size = dist.get_world_size()
+    job = model.build(ModelConfig(tp=2, layers=1))
+    job.step(1)
+    gc.collect()
+    held = descriptors()[1]
+    rows = []
+    for _ in range(cycles):
+        dist.barrier()
+        start = time.perf_counter()
+        stats = groups.destroy(mode)
+        gone = time.perf_counter()
+        released = descriptors()[1]
+        dist.barrier()
+        again = time.perf_counter()
+        groups.reload(stats["snapshot"])
+        back = time.perf_counter()
+        rows.append(
+            {
+                "destroy": gone - start,
+                "reload": back - again,
+                "groups": len(stats["snapshot"]["groups"]),
+                "alive": len(stats["alive"]),
+                "sockets": [held, released, descriptors()[1]],
+                "ranks": size,
+            }
+        )
+    job.mover.close()
+    return rows
+
+
