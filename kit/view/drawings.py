@@ -164,6 +164,38 @@ def verdict_lines(ax: Axes, verdict: Verdict, theme: Theme) -> None:
             ax.text(x, y, text, va="center", transform=ax.transAxes, fontsize=8.5)
 
 
+PASSED_COLUMNS = 4
+
+
+def verdict_height(verdict: Verdict) -> int:
+    """Lines that `verdict_summary` takes."""
+    passed = sum(row.passed is True for row in verdict)
+    return len(verdict) - passed + math.ceil(passed / PASSED_COLUMNS)
+
+
+def verdict_summary(ax: Axes, verdict: Verdict, theme: Theme) -> None:
+    """Many checks in little room: failed ones first and those not measured, with why; of those that passed the names."""
+    passed = [row for row in verdict if row.passed is True]
+    others = sorted((row for row in verdict if row.passed is not True), key=lambda row: row.passed is None)
+    lines = verdict_height(verdict)
+    ax.set_axis_off()
+    for index, row in enumerate(others):
+        mark, colour = ("✗ FAIL", theme.bad) if row.passed is False else ("- not measured", theme.faint)
+        measured = "" if row.measured is None else f"{row.measured:.4g}, limit {row.limit:g} {unit_word(row.unit)}"
+        y = 1 - (index + 0.5) / lines
+        ax.text(0.0, y, mark, va="center", transform=ax.transAxes, color=colour, fontweight="bold", fontsize=8.5)
+        why = textwrap.shorten(row.why.removeprefix("not measured: "), 74, placeholder=" ...")
+        for x, text in ((0.12, row.check), (0.34, measured), (0.5 if measured else 0.34, why)):
+            ax.text(x, y, text, va="center", transform=ax.transAxes, fontsize=8.5)
+    deep = math.ceil(len(passed) / PASSED_COLUMNS)
+    for index, row in enumerate(passed):
+        column, line = divmod(index, deep)
+        y = 1 - (len(others) + line + 0.5) / lines
+        x = column / PASSED_COLUMNS
+        ax.text(x, y, "✓", va="center", transform=ax.transAxes, color=theme.good, fontweight="bold", fontsize=8.5)
+        ax.text(x + 0.015, y, row.check, va="center", transform=ax.transAxes, fontsize=8.5)
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """How a level is drawn: against what, in which unit, with which line, and whether its points are marked."""

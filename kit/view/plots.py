@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from kit.errors import BadInput
-from kit.view import drawings
+from kit.view import drawings, offload
 from kit.view.steps import Steps, steps
 from kit.view.style import Theme, theme
 
@@ -21,6 +22,21 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg", ".pdf")
 COUNTS = {"groups": "Process groups", "fds": "Open files", "threads": "Threads"}
+
+
+class LabPicture(Protocol):
+    """What a module offers that draws the runs of one lab in its own way."""
+
+    def tells(self, seen: Steps) -> bool:
+        """Whether the run has what this picture shows; else it is drawn as any run."""
+
+    def words(self, run: Run, seen: Steps) -> list[str]:
+        """For the heading: what was run, and how often."""
+
+    def draw(self, picture: Figure, seen: Steps, verdict: Verdict, look: Theme) -> None: ...
+
+
+PICTURES: Mapping[str, LabPicture] = {"offload": offload}
 
 
 class Picture(Figure):
@@ -44,14 +60,23 @@ class Picture(Figure):
 
 
 def plot_run(run: Run, *, theme_name: str = "light") -> Picture:
-    """Time, memory and census through the phases, a timeline of ranks and the verdict. `theme_name`: light or dark."""
+    """The lab's own picture, else time, memory and census through the phases, a timeline of ranks and the verdict.
+
+    `theme_name` is light or dark.
+    """
     look, seen, verdict = theme(theme_name), steps(run), run.verdict()
     with mpl.rc_context(look.rc()):
         if not seen.order:
             return nothing(run, look)
         picture = Picture(layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
-        draw(picture, seen, verdict, look)
-        picture.suptitle(heading(run, seen), x=0.01, ha="left", fontsize=11.5)
+        own = PICTURES.get(run.lab)
+        if own is not None and own.tells(seen):
+            own.draw(picture, seen, verdict, look)
+            words = own.words(run, seen)
+        else:
+            draw(picture, seen, verdict, look)
+            words = [count(len(seen.cycles), "cycle")]
+        picture.suptitle(heading(run, seen, words), x=0.01, ha="left", fontsize=11.5)
     return picture
 
 
@@ -91,12 +116,14 @@ def allowed(verdict: Verdict, metric: str) -> float | None:
     return next((row.limit for row in verdict if row.check.startswith(f"{metric}_return")), None)
 
 
-def heading(run: Run, seen: Steps) -> str:
-    words = [run.lab if run.id.startswith(run.lab) else f"{run.lab} {run.id}"]
-    words += [f"{len(seen.ranks)} ranks" if len(seen.ranks) > 1 else "1 rank"]
-    words += [f"{len(seen.cycles)} cycles" if len(seen.cycles) > 1 else "1 cycle"]
-    words += [f"fault: {run.fault}"] if run.fault else []
-    return " · ".join([*words, run.status])
+def heading(run: Run, seen: Steps, words: list[str]) -> str:
+    name = run.lab if run.id.startswith(run.lab) else f"{run.lab} {run.id}"
+    fault = [f"fault: {run.fault}"] if run.fault else []
+    return " · ".join([name, count(len(seen.ranks), "rank"), *words, *fault, run.status])
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def nothing(run: Run, look: Theme) -> Picture:

@@ -1,0 +1,216 @@
+"""What an offload run did from cycle to cycle: times with the first apart, drift while released, and counts before, while, after."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from kit.view.drawings import APART, time_unit, widen
+from kit.view.style import LINES, MARKERS
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+    from kit.results import Verdict
+    from kit.view.steps import Steps
+    from kit.view.style import Theme
+
+# What is timed: a phase, or a part of it that the code under test tells of itself.
+TIMED = (
+    ("release", "seconds", "release"),
+    ("release", "groups_seconds", "its groups"),
+    ("release", "tensors_seconds", "its tensors"),
+    ("reload", "seconds", "reload"),
+    ("reload", "groups_seconds", "its groups"),
+    ("reload", "tensors_seconds", "its tensors"),
+    ("talk", "seconds", "first\ncollective"),
+    ("train", "seconds", "train"),
+)
+CONTROLS = ("control_build", "control", "control_end", "second_control")
+CHECKING = ("fingerprint", "verify", "compare", "rehearse_failure", "ownership")
+COUNTS = {"groups": "Process groups", "fds": "Open files", "sockets": "Sockets", "threads": "Threads"}
+STATES = (("training", "fingerprint", 0), ("released", "idle", 4), ("back", "verify", 2))
+MIB = 2**20
+
+
+def rows_of(seen: Steps, phase: str, metric: str) -> pd.DataFrame:
+    rows = seen.of(metric)
+    return rows[rows["phase"] == phase]
+
+
+def times(ax: Axes, seen: Steps, theme: Theme) -> None:
+    """Time per phase and rank: the first cycle hollow, the later ones filled, with their range and a tick at the median."""
+    shown = [(rows_of(seen, phase, metric), label) for phase, metric, label in TIMED]
+    shown = [(rows, label) for rows, label in shown if not rows.empty]
+    scale, unit = time_unit(max(float(rows["value"].max()) for rows, _ in shown))
+    lanes = [[rank] for rank in seen.ranks] if len(seen.ranks) <= APART else [seen.ranks]
+    for index, (rows, _) in enumerate(shown):
+        for lane, ranks in enumerate(lanes):
+            mine = rows[rows["rank"].isin(ranks)]
+            x = index + (lane - (len(lanes) - 1) / 2) * 0.6 / len(lanes)
+            draw_times(ax, x, mine.set_index("cycle")["value"] * scale, MARKERS[lane], theme)
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    low, high = ax.get_ylim()
+    ax.set_ylim(low, high * 4)  # room for the legend
+    ax.set_xticks(range(len(shown)), [label for _, label in shown])
+    ax.tick_params(axis="x", labelsize=8)
+    for tick, (_, label) in zip(ax.get_xticklabels(), shown, strict=True):
+        tick.set_color(theme.faint if label.startswith("its") else theme.ink)
+    ax.set_xlim(-0.6, len(shown) - 0.4)
+    ax.set_ylabel(f"time [{unit}]")
+    later_n = len({cycle for cycle, phase in seen.order if phase == "release"}) - 1
+    ax.set_title(f"Time per phase{' and rank' if len(lanes) > 1 else ', all ranks'}")
+    marks = [
+        Line2D(
+            [],
+            [],
+            linestyle="",
+            marker=MARKERS[lane],
+            color=theme.faint,
+            label=f"rank {ranks[0]}" if len(lanes) > 1 else f"{len(ranks)} ranks",
+        )
+        for lane, ranks in enumerate(lanes)
+    ]
+    marks.append(
+        Line2D(
+            [], [], linestyle="", marker="o", color=theme.series[1], markerfacecolor="none", label="cycle 1, n = 1 each"
+        )
+    )
+    if later_n > 0:
+        marks.append(
+            Line2D([], [], linestyle="", marker="o", color=theme.series[0], label=f"later, n = {later_n} each")
+        )
+    ax.legend(handles=marks, ncols=len(marks), loc="upper right", handletextpad=0.1, columnspacing=0.8)
+    ax.set_xlabel(aside(seen), color=theme.faint, fontsize=8.5)
+
+
+def draw_times(ax: Axes, x: float, mine: pd.Series[float], marker: str, theme: Theme) -> None:
+    """`mine` has the cycle as its index."""
+    first, later = mine[mine.index == 1], mine[mine.index > 1]
+    if not later.empty:
+        ax.plot(
+            [x, x], [later.min(), later.max()], color=theme.series[0], linewidth=5, alpha=0.3, solid_capstyle="round"
+        )
+        ax.plot([x] * len(later), later, marker, color=theme.series[0], markersize=4.5, markeredgecolor=theme.paper)
+        ax.plot(x, later.median(), "_", color=theme.ink, markersize=10, markeredgewidth=1.4)
+    ax.plot(
+        [x] * len(first),
+        first,
+        marker,
+        color=theme.series[1],
+        markersize=5.5,
+        markerfacecolor="none",
+        markeredgewidth=1.4,
+    )
+
+
+def aside(seen: Steps) -> str:
+    """The time of what is not drawn: the slowest rank of each phase."""
+    slowest = seen.of("seconds").groupby("step").agg({"phase": "first", "value": "max"})
+    sums = {
+        word: float(slowest[slowest["phase"].isin(phases)]["value"].sum())
+        for word, phases in (("controls", CONTROLS), ("hashing and checks", CHECKING))
+    }
+    return "not drawn: " + ", ".join(f"{word} {seconds:.1f} s" for word, seconds in sums.items())
+
+
+def drift(ax: Axes, seen: Steps, verdict: Verdict, theme: Theme) -> None:
+    """Memory while released against the first cycle, by rank; a job that is never released beside it; the limit."""
+    source = "driver_used" if "driver_used" in seen.metrics() else "anon_rss"
+    table = rows_of(seen, "idle", source).pivot_table(index="cycle", columns="rank", values="value")
+    table = (table - table.iloc[0]) / MIB
+    if len(table.columns) <= APART:
+        for lane, rank in enumerate(table.columns):
+            ax.plot(
+                table.index,
+                table[rank],
+                marker=MARKERS[lane],
+                color=theme.series[0],
+                markersize=4.5,
+                linewidth=1.2,
+                label=f"rank {rank}",
+            )
+    else:
+        ax.fill_between(
+            table.index, table.min(axis=1), table.max(axis=1), color=theme.series[0], alpha=0.25, linewidth=0
+        )
+        ax.plot(
+            table.index,
+            table.median(axis=1),
+            marker="o",
+            color=theme.series[0],
+            markersize=4.5,
+            label=f"median and range of {len(table.columns)} ranks",
+        )
+    control = rows_of(seen, "control", source).pivot_table(index="cycle", columns="rank", values="value")
+    control = control[control.index.isin(table.index)]
+    if not control.empty:
+        moved = ((control - control.iloc[0]) / MIB).median(axis=1)
+        ax.plot(
+            moved.index, moved, color=theme.faint, linestyle=LINES[1], linewidth=1.2, label="control, never released"
+        )
+    limit = next((row.limit for row in verdict if row.check == "memory_drift"), None)
+    if limit is not None:
+        ax.axhline(limit, color=theme.bad, linewidth=1.4, linestyle=LINES[2])
+        ax.annotate(
+            f"limit {limit:g} MiB",
+            (1, limit),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            color=theme.bad,
+            fontsize=8.5,
+        )
+        if limit > 8 * float(table.abs().max().max()):
+            ax.set_yscale("symlog", linthresh=1)
+            ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    low, high = ax.get_ylim()
+    ax.set_ylim(min(low, -2), max(high, 2) * (15 if ax.get_yscale() == "symlog" else 1.3))
+    ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)
+    cycle_axis(ax)
+    ax.set_ylabel("since cycle 1 [MiB]")
+    word = {"driver_used": "GPU memory", "anon_rss": "anonymous memory"}[source]
+    ax.set_title(f"Drift of {word} while released")
+    ax.legend(loc="upper left", ncols=3, handletextpad=0.4, columnspacing=0.9)
+
+
+def census(ax: Axes, seen: Steps, metric: str, theme: Theme) -> None:
+    """A count in each cycle while training, while released and once back, with the level of a process without the job."""
+    for place, (word, phase, colour) in enumerate(STATES):
+        groups = rows_of(seen, phase, metric).groupby("cycle")["value"]
+        if not len(groups):
+            continue
+        middle = groups.median()
+        ax.fill_between(middle.index, groups.min(), groups.max(), color=theme.series[colour], alpha=0.25, linewidth=0)
+        ax.plot(
+            middle.index,
+            middle,
+            marker=MARKERS[place],
+            color=theme.series[colour],
+            linewidth=1.2,
+            markersize=(7.5, 5, 3.8)[place],
+            markerfacecolor="none" if place == 0 else theme.series[colour],
+            label=word,
+        )
+    base = rows_of(seen, "baseline", metric)["value"]
+    if not base.empty:
+        ax.axhline(base.median(), color=theme.faint, linewidth=1.2, linestyle=LINES[1], zorder=1)
+    widen(ax, least=4)
+    ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
+    ax.set_ylim(bottom=0, top=ax.get_ylim()[1] * 1.08)
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    cycle_axis(ax)
+    ax.set_ylabel("count")
+    ax.set_title(COUNTS[metric] + ("" if base.empty else f" ({base.median():g} without a job)"))
+
+
+def cycle_axis(ax: Axes) -> None:
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    left, right = ax.get_xlim()
+    if right - left < 1:
+        ax.set_xlim(0.5, 1.5)
+    ax.set_xlabel("cycle")

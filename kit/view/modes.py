@@ -1,0 +1,148 @@
+"""Ways of releasing side by side: what each leaves behind while released, what its groups cost, and which checks see it.
+
+For runs of the offload lab with the same ranks and cycles: its modes, a fault, a person's own code. A way's name is its fault,
+its implementation or its mode, whichever sets it apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from kit.errors import BadInput
+from kit.view.cycles import COUNTS, cycle_axis, rows_of
+from kit.view.offload import OURS
+from kit.view.plots import Picture, count
+from kit.view.steps import Steps, steps
+from kit.view.style import MARKERS, Theme, theme
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from kit.results import Run, Verdict, VerdictRow
+
+MARKS = {True: "✓", False: "✗", None: "-"}
+PARTS = {"release": "destroy groups", "reload": "rebuild groups"}
+
+
+def plot_modes(runs: Sequence[Run], *, theme_name: str = "light") -> Picture:
+    """Two or more offload runs. `theme_name` is light or dark."""
+    if len(runs) < 2 or any(run.lab != "offload" for run in runs):
+        raise BadInput("ways of releasing are compared in two runs or more of lab 'offload'")
+    look, seen = theme(theme_name), {name(run): steps(run) for run in runs}
+    if len(seen) < len(runs):
+        raise BadInput(f"two of these runs are of the same way; there are {', '.join(seen)}")
+    verdicts = {name(run): run.verdict() for run in runs}
+    with mpl.rc_context(look.rc()):
+        picture = Picture(layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
+        draw(picture, seen, verdicts, look)
+        ranks = len(next(iter(seen.values())).ranks)
+        picture.suptitle(f"offload · {count(ranks, 'rank')} · {' / '.join(seen)}", x=0.01, ha="left", fontsize=11.5)
+    return picture
+
+
+def name(run: Run) -> str:
+    own = str(run.config["implementation"])
+    return run.fault or (own.rpartition(":")[2] if not own.startswith(OURS) else str(run.config["mode"]))
+
+
+def draw(picture: Picture, seen: Mapping[str, Steps], verdicts: Mapping[str, Verdict], look: Theme) -> None:
+    counts = [metric for metric in COUNTS if all(metric in one.metrics() for one in seen.values())]
+    table = telling(verdicts)
+    lines = len(table) + 3
+    rows: list[tuple[list[str], float]] = [([metric for metric in counts for _ in range(12 // len(counts))], 2.1)]
+    rows += [(["times"] * 4 + ["checks"] * 8, max(2.2, 0.2 * lines))]
+    picture.set_size_inches(11, sum(height for _, height in rows) + 1.0)
+    names: list[Any] = [row for row, _ in rows]
+    axes = picture.subplot_mosaic(names, height_ratios=[height for _, height in rows])
+    for metric in counts:
+        left_behind(axes[metric], seen, metric, look)
+    axes[counts[0]].legend(loc="upper left", handletextpad=0.4)
+    group_times(axes["times"], seen, look)
+    checks(axes["checks"], table, verdicts, look)
+
+
+def left_behind(ax: Axes, seen: Mapping[str, Steps], metric: str, look: Theme) -> None:
+    """More than a process without the job has, while released: the worst rank of each cycle."""
+    for index, (way, one) in enumerate(seen.items()):
+        base = rows_of(one, "baseline", metric).set_index("rank")["value"]
+        rows = rows_of(one, "idle", metric)
+        more = rows.assign(value=rows["value"] - rows["rank"].map(base)).groupby("cycle")["value"].max()
+        ax.plot(
+            more.index, more, marker=MARKERS[index], color=look.colour(index), linewidth=1.4, markersize=5.5, label=way
+        )
+    low, high = ax.get_ylim()
+    ax.set_ylim(min(low, -1), max(high, 4) * 1.05)
+    ax.axhline(0, color=look.faint, linewidth=1.0, zorder=1)
+    cycle_axis(ax)
+    ax.set_ylabel("more than without a job")
+    ax.set_title(f"{COUNTS[metric]} while released")
+
+
+def group_times(ax: Axes, seen: Mapping[str, Steps], look: Theme) -> None:
+    """What the code under test says its groups took: a point per rank and cycle, a tick at the median."""
+    numbers = set()
+    for index, (way, one) in enumerate(seen.items()):
+        del way
+        for place, phase in enumerate(PARTS):
+            found = rows_of(one, phase, "groups_seconds")["value"] * 1e3
+            if found.empty:
+                continue
+            numbers.add(len(found))
+            x = place + (index - (len(seen) - 1) / 2) * 0.22
+            ax.plot([x] * len(found), found, MARKERS[index], color=look.colour(index), markersize=5, alpha=0.75)
+            ax.plot(x, found.median(), "_", color=look.ink, markersize=14, markeredgewidth=1.6)
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.set_xticks(range(len(PARTS)), list(PARTS.values()))
+    ax.set_xlim(-0.6, len(PARTS) - 0.4)
+    ax.set_ylabel("time [ms]")
+    ax.set_title(f"Cost (n = {', '.join(str(number) for number in sorted(numbers))} each, median)")
+
+
+def telling(verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, VerdictRow]]:
+    """The checks that do not pass for every way, unless none was measured: a row by way."""
+    rows: dict[str, dict[str, VerdictRow]] = {}
+    for way, verdict in verdicts.items():
+        for row in verdict:
+            rows.setdefault(row.check, {})[way] = row
+    return {
+        check: ways
+        for check, ways in rows.items()
+        if len({row.passed for row in ways.values()} | {True}) > 1
+        and not all(row.passed is None for row in ways.values())
+    }
+
+
+def checks(
+    ax: Axes, table: Mapping[str, Mapping[str, VerdictRow]], verdicts: Mapping[str, Verdict], look: Theme
+) -> None:
+    """A line per check on which the ways differ or fail, with what was measured."""
+    ax.set_axis_off()
+    lines = len(table) + 3
+    colours = {True: look.good, False: look.bad, None: look.faint}
+    where = {way: 0.5 + 0.5 * (index + 0.5) / len(verdicts) for index, way in enumerate(verdicts)}
+
+    def write(x: float, line: float, text: str, **how: Any) -> None:
+        ax.text(x, 1 - (line + 0.5) / lines, text, va="center", transform=ax.transAxes, **{"fontsize": 8.5, **how})
+
+    write(0.06, 0, "Checks", fontweight="bold", fontsize=10)
+    for index, (way, x) in enumerate(where.items()):
+        write(x, 0, way, ha="center", fontweight="bold", color=look.colour(index))
+    for line, (check, ways) in enumerate(table.items(), start=1):
+        write(0.06, line, check)
+        for way, row in ways.items():
+            measured = "" if row.measured is None or row.passed else f" {row.measured:g}"
+            word = "not measured" if row.passed is None else measured
+            write(where[way], line, f"{MARKS[row.passed]} {word}".strip(), ha="center", color=colours[row.passed])
+    write(0.06, lines - 1.4, aside(table, verdicts), color=look.faint)
+
+
+def aside(table: Mapping[str, Any], verdicts: Mapping[str, Verdict]) -> str:
+    """How many checks are not drawn."""
+    rest = [row for row in next(iter(verdicts.values())) if row.check not in table]
+    passed = sum(row.passed is True for row in rest)
+    return f"and {passed} that all pass, {len(rest) - passed} not measured in any"
