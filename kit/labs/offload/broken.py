@@ -31,6 +31,8 @@ class Broken(KitReleaser):
         self.last = ctx.rank == ctx.world_size - 1
 
     def destroy(self) -> State:
+        if not self.ctx.config.groups:
+            return super().destroy()
         fault = self.ctx.fault
         if fault == "leak-gloo":
             self.kept.append(dist.new_group(backend="gloo"))
@@ -50,6 +52,8 @@ class Broken(KitReleaser):
         return super().destroy()
 
     def reload(self, stats: State) -> State:
+        if not self.ctx.config.groups:
+            return super().reload(stats)
         fault, snapshot = self.ctx.fault, stats["snapshot"]
         if fault == "dropped-timeout":
             for facts in snapshot["groups"]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kit.labs.offload.config import model_config
-from kit.labs.rankside import load
 from kit.megatron import groups, model, tensors
 
 if TYPE_CHECKING:
@@ -44,13 +43,6 @@ class JobContext:
 def build(ctx: Context) -> Trainable:
     """The kit's own job: megatron-core's GPTModel, DDP, optimizer and scheduler."""
     return model.build(model_config(ctx.config))
-
-
-def make_job(ctx: Context) -> Trainable:
-    """The configured job, over groups that can be released exactly."""
-    groups.install()
-    job: Trainable = load(ctx.config.model)(ctx)
-    return job
 
 
 def context_for(ctx: Context, job: Trainable) -> JobContext:

@@ -6,15 +6,17 @@ import contextlib
 import gc
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from kit.labs.offload import rehearse
-from kit.labs.offload.broken import Broken, double_patched
-from kit.labs.offload.config import KIT_RELEASER
-from kit.labs.offload.job import JobContext, context_for, make_job
-from kit.labs.offload.releaser import make_releaser
-from kit.labs.offload.watch import Watched, any_rank, compare_groups, stale_holders, uninitialised
-from kit.megatron import groups, ownership, tensors
+from kit.labs.offload.broken import double_patched
+from kit.labs.offload.bystander import Bystander
+from kit.labs.offload.job import JobContext, context_for
+from kit.labs.offload.releaser import around, make_releaser
+from kit.labs.offload.watch import Births, Watched, any_rank, compare_groups, stale_holders
+from kit.labs.rankside import load
+from kit.megatron import groups, ownership, standin, tensors
 
 if TYPE_CHECKING:
     from kit.labs.rankside import Context
@@ -29,21 +31,30 @@ class Offload:
         self.ctx = ctx
         self.config = ctx.config
         self.job: Any = None
-        self.of: JobContext
+        self.of: JobContext | None = None
         self.releaser: Any = None
         self.controls: list[tuple[Log, dict[str, str]]] = []
         self.log: Log = []
         self.state: Any = None
+        self.births = Births()
         self.watched: Watched
         self.before: dict[str, str] = {}
         self.broken = False  # handles went stale on some rank: training on would use dead groups
         self.found: dict[str, Any] = {}
         self.scope = contextlib.ExitStack()
+        self.bystander: Bystander | None = None
 
     # -- the controls: the same job without a break -------------------------------------------------------------------
 
     def start(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
-        """What there is before anything of the lab: one process group."""
+        """What there is before anything of the lab: one process group; on CUDA a context, one matmul and a bystander too."""
+        if self.ctx.device.type == "cuda":
+            square = torch.ones(1024, 1024, device=self.ctx.device)
+            (square @ square).sum().item()
+            del square
+            torch.cuda.empty_cache()
+            self.bystander = Bystander(str(self.ctx.device))
+            self._ask_bystander()
         dist.barrier()
 
     def control_build(self, cycle: int) -> None:  # noqa: ARG002 - as above
@@ -76,11 +87,12 @@ class Offload:
 
     def build(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self._enter()
+        self.births = self.scope.enter_context(Births())
+        self.scope.enter_context(around(self.ctx))
         with double_patched() if self.ctx.fault == "double-patch" else contextlib.nullcontext():
             self._build()
         self.of = context_for(self.ctx, self.job)
-        kit_own = self.config.implementation == KIT_RELEASER
-        self.releaser = Broken(self.of) if self.ctx.fault and kit_own else make_releaser(self.of)
+        self.releaser = make_releaser(self.of)
         for row in groups.talk():  # over NCCL a communicator is there only after its first collective
             assert row["exact"], row
 
@@ -92,7 +104,8 @@ class Offload:
 
     def fingerprint(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.before = self._hashes() if self.config.hashes else {}
-        self.watched = Watched()
+        self.watched = Watched(self.births)
+        self.ctx.record("groups_watched", len(self.watched.facts))
         self.ctx.record("resident_bytes", self._resident(), "B")
 
     def release(self, cycle: int) -> None:  # noqa: ARG002 - as above
@@ -104,9 +117,10 @@ class Offload:
         """Nothing is held. What is measured of this phase is what a release is worth."""
         self.ctx.record("left_bytes", self._resident(), "B")
         if self.config.groups:
-            self.ctx.record("initialised", int(not uninitialised()))
+            self.ctx.record("initialised", int(groups.initialised()))
             self.ctx.record("old_groups_alive", len(self.watched.alive()))
             self.ctx.record("stale_usable", len(self.watched.still_usable()))
+        self._ask_bystander()
 
     def reload(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self._record_parts(self.releaser.restore(self.state))
@@ -124,13 +138,17 @@ class Offload:
         self.ctx.record("options_changed", changed)
         stale = stale_holders(chunks=self.job.chunks, optimizer=self.job.optimizer)
         self.ctx.record("stale_holders", len(stale))
+        self.ctx.record("unchecked", int(not self.config.hashes))
         if self.config.hashes:
             after = self._hashes()
             self.ctx.record("tensors_hashed", len(after))
             self.ctx.record("tensors_changed", differences(self.before, after))
-        for line in [*what, *stale[:5]]:
-            print("differs:", line)
+        if not self.broken:
+            for line in [*what, *stale[:3], *([f"... and {len(stale) - 3} more"] if len(stale) > 3 else [])]:
+                print("differs:", line)
         self.broken = self.broken or any_rank(bool(stale))
+        self.ctx.record("broken", int(self.broken))
+        self._ask_bystander()
 
     def compare(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Against the control: every loss, gradient norm, weight and optimizer state."""
@@ -143,11 +161,15 @@ class Offload:
 
     def rehearse_failure(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """A group that cannot be destroyed: the release must say so, by name."""
-        if self.config.groups and self.config.mode == "exact" and not self.broken:
-            self.ctx.record("failure_raised", int(rehearse.failure_raises(self.releaser)))
+        if self.config.groups and self.config.mode == "exact" and not self.broken and groups.initialised():
+            raised = rehearse.failure_raises(self.releaser)
+            if raised is not None:
+                self.ctx.record("failure_hidden", int(not raised))
 
     def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self._leave()
+        if self.bystander is not None:
+            self.bystander.close()
 
     def ownership(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Whose group is it: after success and after an error, with and without a default group of the caller's."""
@@ -162,45 +184,54 @@ class Offload:
         self.found = ownership.describe()
         self.scope = contextlib.ExitStack()
         self.scope.enter_context(ownership.as_found(timeout_s=self.config.meet_timeout_s))
+        groups.install()  # handles first, so that what a person patches lies around them and not below
+        standin.install()
 
     def _build(self) -> None:
         self.log = []
-        self.job = make_job(self.ctx)
+        self.job = load(self.config.model)(self.ctx)
 
     def _leave(self) -> None:
         """Let go of the job and put the state back as it was found."""
-        mover = getattr(self.job, "mover", None)
+        mover = self.of.mover if self.of else getattr(self.job, "mover", None)
         if mover is not None:
             mover.close()
-        self.job = self.releaser = self.state = None
-        with contextlib.suppress(AttributeError):
-            del self.of
+        del mover
+        self.job = self.releaser = self.state = self.of = None
         gc.collect()
         self.scope.close()
         gc.collect()
         tensors.trim()
+
+    def _ask_bystander(self) -> None:
+        if self.bystander is not None:
+            for metric, value in self.bystander.ask().items():
+                self.ctx.record(metric, value, "B")
 
     def _hashes(self) -> dict[str, str]:
         return tensors.hashes(self.job.chunks, self.job.optimizer)
 
     def _resident(self) -> int:
         """Bytes of the job's tensors that are on the device and were to be given back."""
-        sizes: list[int] = [item.size for item in self.of.mover.items() if item.kind in self.config.kinds]
-        return sum(sizes)
+        assert self.of is not None
+        kinds: tuple[str, ...] = self.config.kinds
+        return sum(item.size for item in self.of.mover.items() if item.kind in kinds)
 
     def _record_parts(self, stats: Any) -> None:
-        """What the code under test says of its own parts, where it does."""
-        if not isinstance(stats, dict):
-            return
+        """What the code under test says of its own parts, where it says it as the kit's own does."""
+        parts = {k: v for k, v in stats.items() if isinstance(v, dict)} if isinstance(stats, dict) else {}
         for part in ("groups", "tensors"):
-            one = stats.get(part)
-            if isinstance(one, dict) and isinstance(one.get("seconds"), int | float):
-                self.ctx.record(f"{part}_seconds", one["seconds"], "s")
-        done = stats.get("groups") or {}
-        if "destroyed" in done:
-            self.ctx.record("groups_destroyed", done["destroyed"])
-        moved = (stats.get("tensors") or {}).get("bytes", {})
-        for kind, size in moved.items():
+            if isinstance(seconds := parts.get(part, {}).get("seconds"), int | float):
+                self.ctx.record(f"{part}_seconds", seconds, "s")
+        for part, name, metric in (
+            ("groups", "destroyed", "groups_destroyed"),
+            ("groups", "reloaded", "groups_reloaded"),
+            ("tensors", "addresses_changed", "addresses_changed"),
+        ):
+            if isinstance(count := parts.get(part, {}).get(name), int):
+                self.ctx.record(metric, count)
+        moved = parts.get("tensors", {}).get("bytes")
+        for kind, size in (moved if isinstance(moved, dict) else {}).items():
             self.ctx.record(f"{kind}_bytes", size, "B")
 
 

@@ -23,30 +23,35 @@ REFUSED = "refused on purpose"
 
 
 class Refusing:
-    """A group whose shutdown fails; in all else the group."""
+    """A group whose shutdown fails; in all else the group. `asked` tells whether anybody tried."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
+        self.asked = False
 
     def shutdown(self) -> None:
+        self.asked = True
         raise RuntimeError(REFUSED)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
-def failure_raises(releaser: Any) -> bool:
-    """Does a release in which one group refuses to be destroyed raise, and name that group?"""
-    victim = next(group for group in megatron_groups() if isinstance(group, Handle))
+def failure_raises(releaser: Any) -> bool | None:
+    """Does a release in which one group refuses to be destroyed raise, and name that group? None: nobody tried to destroy it."""
+    victim = megatron_groups()[0]
     name = victim.group_desc
     plain = dist.destroy_process_group
+    inner = victim.kit_inner if isinstance(victim, Handle) else None
+    group_itself = Refusing(inner)
 
     def refusing(group: Any = None) -> None:
         if group is victim:
-            raise RuntimeError(REFUSED)
+            group_itself.shutdown()
         plain(group)
 
-    victim.kit_inner = Refusing(victim.kit_inner)
+    if inner is not None:
+        victim.kit_inner = group_itself
     dist.destroy_process_group = c10d.destroy_process_group = refusing
     try:
         releaser.release()
@@ -54,7 +59,9 @@ def failure_raises(releaser: Any) -> bool:
         return name in str(error)
     finally:
         dist.destroy_process_group = c10d.destroy_process_group = plain
-    return False
+        if isinstance(victim, Handle) and victim.kit_inner is group_itself:
+            victim.kit_inner = inner
+    return False if group_itself.asked else None
 
 
 class OnPurposeError(Exception):

@@ -2,22 +2,28 @@
 
 Ours takes tensors out first (groups may be needed to tell who holds what) and brings groups back first. A person's object has
 `release() -> state` and `restore(state)` for all of it, or `destroy() -> snapshot` and `reload(snapshot)` for groups alone; then the
-kit moves the tensors. What it raises is raised on, as its own.
+kit moves the tensors. If it also has `around(ctx)`, a context manager, the job is built and lives inside of that. What it raises
+is raised on, as its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
+from kit.labs.offload.config import KIT_RELEASER
 from kit.labs.rankside import load
 from kit.megatron import groups
 
 if TYPE_CHECKING:
     from kit.labs.offload.job import JobContext
+    from kit.labs.rankside import Context
 
 State = dict[str, Any]
+BROKEN = "kit.labs.offload.broken:Broken"
+ELSEWHERE = frozenset({"double-patch", "leaves-default-group", "masks-original-error"})  # faults that lie in phases
 
 
 class KitReleaser:
@@ -46,8 +52,8 @@ class KitReleaser:
         return groups.destroy(config.mode, include_world=config.include_world, timeout_s=config.meet_timeout_s)
 
     def reload(self, stats: State) -> State:
-        if not self.ctx.config.groups:
-            return {}
+        if not stats.get("snapshot"):
+            return {}  # nothing was given back: groups=false, or a job without Megatron's groups
         return groups.reload(stats["snapshot"], timeout_s=self.ctx.config.meet_timeout_s)
 
 
@@ -59,19 +65,34 @@ class PairReleaser(KitReleaser):
         self.own = own
 
     def destroy(self) -> State:
+        if not self.ctx.config.groups:
+            return {}
         start = time.perf_counter()
         snapshot = self.own.destroy()
         return {"snapshot": snapshot, "seconds": time.perf_counter() - start}
 
     def reload(self, stats: State) -> State:
+        if not self.ctx.config.groups:
+            return {}
         start = time.perf_counter()
         self.own.reload(stats["snapshot"])
         return {"seconds": time.perf_counter() - start}
 
 
+def around(ctx: Context) -> contextlib.AbstractContextManager[Any]:
+    """What a person's code wants to be in force while the job is built and lives: its `around(ctx)`, if it has one."""
+    own = getattr(load(ctx.config.implementation), "around", None)
+    manager: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if own is None else own(ctx)
+    return manager
+
+
 def make_releaser(ctx: JobContext) -> Any:
-    """The configured code under test, with `release` and `restore`."""
+    """The configured code under test, with `release` and `restore`; the kit's own with the fault, if one is on."""
     target = ctx.config.implementation
+    if ctx.fault is not None and ctx.fault not in ELSEWHERE:
+        if target != KIT_RELEASER:
+            raise BadInput(f"fault {ctx.fault!r} is a bug of the kit's own releaser: leave implementation={target} out")
+        return load(BROKEN)(ctx)
     own = load(target)(ctx)
     if hasattr(own, "release") and hasattr(own, "restore"):
         return own

@@ -12,21 +12,42 @@ import torch.distributed as dist
 
 from kit.megatron import groups
 from kit.megatron.groups.handle import Handle, c10d
-from kit.megatron.groups.snapshot import describe, global_names, groups_in, initialised, megatron_groups, parallel_state
+from kit.megatron.groups.snapshot import describe, global_names, groups_in, megatron_groups, parallel_state
 
 STALE_WAIT = dt.timedelta(seconds=5)
+
+
+class Births:
+    """Every group that torch makes while this is entered, by name and weak reference: the group itself, whatever wraps it."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, weakref.ref[Any]]] = []
+
+    def __enter__(self) -> Births:
+        self._plain = c10d._new_process_group_helper
+        c10d._new_process_group_helper = self._make
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        c10d._new_process_group_helper = self._plain
+
+    def _make(self, *args: Any, **kwargs: Any) -> Any:
+        made = self._plain(*args, **kwargs)
+        if isinstance(made[0], dist.ProcessGroup):
+            self.made.append((made[0].group_name, weakref.ref(made[0])))
+        return made
 
 
 class Watched:
     """Megatron's groups as they are now, held so that holding them keeps none alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, births: Births) -> None:
         live = megatron_groups()
         self.facts = {facts["name"]: facts for facts in map(describe, live)}
         self.members = membership()
         # A handle is the kit's own stand-in and keeps nothing; a plain group must not live on because of this list.
         self.handles = [(describe(g), g if isinstance(g, Handle) else weakref.ref(g)) for g in live]
-        self.inner = [(g.group_desc, weakref.ref(g.kit_inner if isinstance(g, Handle) else g)) for g in live]
+        self.inner = [(name, one) for name, one in births.made if name in self.facts and one() is not None]
 
     def alive(self) -> list[str]:
         """Old groups that something still holds."""
@@ -70,10 +91,10 @@ def options(facts: dict[str, Any]) -> dict[str, Any]:
 
 def compare_groups(before: Watched) -> tuple[int, int, list[str]]:
     """(names that stand for other ranks, groups with other options, what differs) against how it was."""
-    now = Watched()
-    moved = sorted(n for n in {*before.members, *now.members} if before.members.get(n) != now.members.get(n))
+    members = membership()
+    moved = sorted(n for n in {*before.members, *members} if before.members.get(n) != members.get(n))
     old = sorted(str((facts["ranks"], options(facts))) for facts in before.facts.values())
-    new = sorted(str((facts["ranks"], options(facts))) for facts in now.facts.values())
+    new = sorted(str((facts["ranks"], options(facts))) for facts in map(describe, megatron_groups()))
     changed = sum(1 for facts in old if facts not in new)
     return len(moved), changed, [*moved, *(facts for facts in old if facts not in new)][:5]
 
@@ -83,10 +104,6 @@ def stale_holders(**roots: Any) -> list[str]:
     return [
         f"{holder.path} ({holder.group})" for holder in groups.holders(**roots) if not (holder.alive and holder.current)
     ]
-
-
-def uninitialised() -> bool:
-    return not initialised()
 
 
 def any_rank(value: bool) -> bool:
