@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kit.errors import KitError
+from kit.errors import BadInput, KitError
 from kit.results.files import spell
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a run folder holds: its records, how many lines were unreadable, and a sentence per file that had some."""
+    """What a run folder holds: its records, how many lines were unreadable, and a sentence for each thing that is lost."""
 
     records: list[Record]
     torn: int = 0
@@ -119,14 +119,21 @@ def read_records(folder: Path) -> Loaded:
     records: list[Record] = []
     notes: list[str] = []
     torn = 0
-    for path in sorted(folder.glob(PATTERN)):
+    files = sorted(folder.glob(PATTERN))
+    if not files:
+        notes.append("records.jsonl is missing: what was measured is gone")
+    for path in files:
         dropped: list[int] = []
+        try:
+            lines = path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise BadInput(f"cannot read {path}: {error.strerror}") from error
         # A line torn inside a character must not make the others unreadable, hence "replace".
-        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
+        for number, line in enumerate(lines, start=1):
             if not line:
                 continue
             try:
-                records.append(_parse(line))
+                records.append(_parse(line.decode(errors="replace")))
             except (ValueError, KeyError, TypeError):
                 dropped.append(number)
         if dropped:

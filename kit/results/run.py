@@ -43,9 +43,12 @@ class Run:
         path = self.dir / "run.json"
         if not self.dir.is_dir():
             raise BadInput(f"there is no run folder {self.dir}")
-        if not path.is_file():
-            raise BadInput(f"{self.dir} is not a run: it has no run.json")
-        stamp = _stamp([path])
+        try:
+            if not path.is_file():
+                raise BadInput(f"{self.dir} is not a run: it has no run.json")
+            stamp = _stamp([path])
+        except PermissionError:
+            raise BadInput(f"cannot read {path}: Permission denied") from None
         if self._info is None or self._info[0] != stamp:
             self._info = stamp, _checked_info(path, read_json(path))
         return self._info[1]
@@ -81,8 +84,8 @@ class Run:
 
     @property
     def partial(self) -> bool:
-        """The run did not finish, or some of its records are torn."""
-        return self.status != "finished" or self._load()[0].torn > 0
+        """The run did not finish, or some of its records are torn or gone."""
+        return self.status != "finished" or bool(self._load()[0].notes)
 
     @property
     def notes(self) -> list[str]:

@@ -9,7 +9,7 @@ import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from kit.errors import BadInput, KitError
 from kit.results.files import read_json, spelled, write_json
@@ -182,7 +182,7 @@ def exit_code(verdict: Verdict) -> int:
 
 def _answer(check: Check, frame: pd.DataFrame, config: Mapping[str, Any], limit: float) -> VerdictRow:
     try:
-        measured = check.measure(frame, config)
+        measured = check.measure(frame, _Config(config))
     except NotMeasured as missing:
         measured = Measured(None, str(missing))
     passed: bool | None
@@ -193,6 +193,13 @@ def _answer(check: Check, frame: pd.DataFrame, config: Mapping[str, Any], limit:
         passed = bool(check.holds(value, limit))
         why = measured.why or ("measured NaN, which holds no limit" if math.isnan(value) else "")
     return VerdictRow(check.name, value, float(limit), check.unit, passed, why)
+
+
+class _Config(dict[str, Any]):
+    """A run's config. Where it lacks what a check asks for (an older kit wrote it), that check is not measured."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise NotMeasured(f"the run's config has no {key!r}")
 
 
 _HEAD = ("", "check", "measured", "limit", "unit", "why")

@@ -68,6 +68,29 @@ def test_torn_records_make_a_finished_run_partial(folder):
     assert load(folder).partial
 
 
+def test_a_run_that_lost_its_records_says_so(folder):
+    (folder / "records.jsonl").unlink()
+    run = load(folder)
+    assert run.partial
+    assert run.notes == ["records.jsonl is missing: what was measured is gone"]
+
+
+@pytest.mark.parametrize("name", ["records.jsonl", "run.json"])
+def test_a_file_that_cannot_be_read_is_one_sentence(folder, name):
+    """A folder in its place cannot be read by anybody, root included."""
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    with pytest.raises(BadInput, match=f"{name}: Is a directory|has no run.json"):
+        load(folder).frame()
+
+
+def test_a_config_without_what_a_check_asks_for_is_not_measured(folder):
+    """Such as a run of an older kit, or somebody's own run that took a lab's name."""
+    ask = Check("asks", "", "t", 0.0, "1", "==", lambda frame, config: Measured(config["gone"]))
+    (row,) = load(folder, checks=lambda _: [ask]).verdict()
+    assert (row.passed, row.why) == (None, "not measured: the run's config has no 'gone'")
+
+
 def test_a_run_without_any_record_is_an_empty_table(make_run):
     assert load(make_run([])).frame().empty
 
