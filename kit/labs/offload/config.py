@@ -1,4 +1,4 @@
-"""What the offload lab can be told, its phases in order, and whether a job of that size fits this machine."""
+"""What the offload lab can be told, and its phases in order."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from kit.errors import BadInput
 from kit.labs.definition import Step
 from kit.labs.options import LabConfig, Option
-from kit.megatron.config import ModelConfig, check, model_bytes
-from kit.world.capacity import RANK_BYTES, available_bytes
+from kit.megatron.config import ModelConfig, check
 
 CYCLE = ("train", "fingerprint", "release", "idle", "reload", "talk", "verify")
 KIT_MODEL = "kit.labs.offload.job:build"
@@ -124,21 +123,3 @@ def plan(config: OffloadConfig) -> list[Step]:
         Step(0, "end"),
         Step(0, "ownership"),
     ]
-
-
-def fits(config: OffloadConfig) -> None:
-    """Refuse a job that this machine's memory cannot hold, with the arithmetic. CUDA's own memory is not looked at here."""
-    if config.model != KIT_MODEL:
-        return  # its size is its owner's to know
-    stages = [model_bytes(model_config(config), ranks=config.ranks, stage=stage) for stage in range(config.pp)]
-    each = max(stages, key=lambda stage: stage["total"])
-    arena = sum(each[{"weights": "params"}.get(kind, kind)] for kind in config.kinds)
-    on_host = arena + RANK_BYTES + (each["total"] if config.device != "cuda" else 0)
-    free = available_bytes()
-    if on_host * config.ranks > free:
-        gib = 2**30
-        raise BadInput(
-            f"size {config.size} does not fit: {config.ranks} ranks x ({each['total'] / gib:.2f} GiB of weights, gradients and "
-            f"optimizer + {arena / gib:.2f} GiB to keep them while released + {RANK_BYTES / gib:.2f} GiB a process) = "
-            f"{on_host * config.ranks / gib:.1f} GiB, and {free / gib:.1f} GiB are free; take a smaller size, fewer layers, or fewer ranks"
-        )

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def everywhere(config: Mapping[str, Any]) -> str:
-    return f"{config['ranks']} ranks, {config['cycles']} cycles"
+    """How much was looked at."""
+    return ", ".join(f"{config[name]} {name if config[name] > 1 else name[:-1]}" for name in ("ranks", "cycles"))
 
 
 def counted(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, metric: str) -> pd.DataFrame:

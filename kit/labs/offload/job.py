@@ -26,7 +26,8 @@ class Trainable(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class JobContext:
-    """`ctx` for code under test: what there is to work on. `groups` describes Megatron's groups as plain JSON."""
+    """`ctx` for code under test: what there is to work on. `groups` describes Megatron's groups as plain JSON, `around` is what
+    the code's own `around(ctx)` gave."""
 
     rank: int
     world_size: int
@@ -38,6 +39,7 @@ class JobContext:
     scheduler: Any
     groups: list[dict[str, Any]]
     mover: tensors.Mover
+    around: Any = None
 
 
 def build(ctx: Context) -> Trainable:
@@ -45,7 +47,7 @@ def build(ctx: Context) -> Trainable:
     return model.build(model_config(ctx.config))
 
 
-def context_for(ctx: Context, job: Trainable) -> JobContext:
+def context_for(ctx: Context, job: Trainable, around: Any) -> JobContext:
     return JobContext(
         rank=ctx.rank,
         world_size=ctx.world_size,
@@ -57,4 +59,5 @@ def context_for(ctx: Context, job: Trainable) -> JobContext:
         scheduler=getattr(job, "scheduler", None),
         groups=groups.snapshot().get("groups", []),
         mover=getattr(job, "mover", None) or tensors.Mover(job.chunks, job.optimizer, ctx.device),
+        around=around,
     )

@@ -88,10 +88,10 @@ class Offload:
     def build(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self._enter()
         self.births = self.scope.enter_context(Births())
-        self.scope.enter_context(around(self.ctx))
+        given = self.scope.enter_context(around(self.ctx))
         with double_patched() if self.ctx.fault == "double-patch" else contextlib.nullcontext():
             self._build()
-        self.of = context_for(self.ctx, self.job)
+        self.of = context_for(self.ctx, self.job, given)
         self.releaser = make_releaser(self.of)
         for row in groups.talk():  # over NCCL a communicator is there only after its first collective
             assert row["exact"], row
@@ -238,5 +238,5 @@ class Offload:
 def differences(one: Any, other: Any) -> int:
     """How many entries are not exactly the same, those that only one has included. NaN is never the same."""
     if isinstance(one, list):
-        return sum(a != b for a, b in zip(one, other, strict=False)) + abs(len(one) - len(other))
-    return sum(one.get(key) != other.get(key) for key in {*one, *other})
+        return sum(bool(a != b) for a, b in zip(one, other, strict=False)) + abs(len(one) - len(other))
+    return sum(bool(one.get(key) != other.get(key)) for key in {*one, *other})

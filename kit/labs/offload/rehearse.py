@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from kit.megatron import ownership
+from kit.megatron import groups, ownership
+from kit.megatron.groups.exact import DestroyFailed
 from kit.megatron.groups.handle import Handle, c10d
 from kit.megatron.groups.snapshot import megatron_groups
 
@@ -53,15 +54,21 @@ def failure_raises(releaser: Any) -> bool | None:
     if inner is not None:
         victim.kit_inner = group_itself
     dist.destroy_process_group = c10d.destroy_process_group = refusing
+    raised = None
     try:
-        releaser.release()
+        state = releaser.release()
+        if not dist.is_initialized():
+            releaser.restore(state)
+    except DestroyFailed as failure:
+        raised = name in str(failure)
+        groups.reload(failure.stats["snapshot"])
     except Exception as error:  # noqa: BLE001 - any error will do, if it names the group
-        return name in str(error)
+        raised = name in str(error)
     finally:
         dist.destroy_process_group = c10d.destroy_process_group = plain
         if isinstance(victim, Handle) and victim.kit_inner is group_itself:
             victim.kit_inner = inner
-    return False if group_itself.asked else None
+    return False if raised is None and group_itself.asked else raised
 
 
 class OnPurposeError(Exception):

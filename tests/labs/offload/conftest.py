@@ -1,0 +1,103 @@
+"""Real runs of the offload lab, each made once for all tests of a module, with the tests' own code where ranks find it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import kit
+from kit.results import Verdict
+from tests.holdings import holdings, wait_for
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = {"cycles": 1, "steps": 1, "layers": 2, "seq": 8, "microbatches": 1}
+OWN = '''
+import torch
+from kit.labs.offload.releaser import KitReleaser
+
+class Whole:
+    """release and restore of everything, by the kit's means."""
+    def __init__(self, ctx):
+        self.kit = KitReleaser(ctx)
+        assert ctx.chunks and ctx.optimizer and ctx.scheduler and ctx.groups and ctx.config.tp and ctx.device.type
+    def release(self):
+        return self.kit.release()
+    def restore(self, state):
+        return self.kit.restore(state)
+
+class Nothing:
+    def __init__(self, ctx): ...
+    def release(self): ...
+    def restore(self, state): ...
+
+class Raises(Nothing):
+    def release(self):
+        raise LookupError("my own release failed")
+
+class Empty:
+    def __init__(self, ctx): ...
+
+class Plain:
+    """A torch module and optimizer; Megatron has no part in it."""
+    def __init__(self, ctx):
+        torch.manual_seed(ctx.rank)
+        self.net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+        self.chunks = [self.net]
+        self.optimizer = torch.optim.AdamW(self.net.parameters())
+        self.done = 0
+    def step(self, n):
+        return [self.one() for _ in range(n)]
+    def one(self):
+        self.done += 1
+        self.optimizer.zero_grad()
+        loss = self.net(torch.full((4, 64), 1.0 / self.done)).square().sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        self.optimizer.step()
+        return {"loss": loss.item(), "grad_norm": norm.item()}
+'''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs go to a folder of the module; `mine` and the documentation's examples can be imported by ranks. Nothing is left."""
+    folder = tmp_path_factory.mktemp("offload")
+    (folder / "mine.py").write_text(OWN)
+    for example in ("own_pair.py", "own_wrapper.py"):
+        (folder / example).write_text((ROOT / "docs" / "examples" / example).read_text())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KIT_RUNS", str(folder / "runs"))
+        patch.chdir(folder)
+        before = holdings(os.getpid())
+        yield
+        wait_for(lambda: holdings(os.getpid()) == before, 5.0)
+        assert holdings(os.getpid()) == before
+
+
+@pytest.fixture(scope="module")
+def offload() -> Callable[..., kit.Run]:
+    """offload(**config) -> the finished run, a small one; asked for again, the same one."""
+    made: dict[str, kit.Run] = {}
+
+    def run(fault: str | None = None, **config: object) -> kit.Run:
+        key = repr((fault, sorted(config.items())))
+        if key not in made:
+            made[key] = kit.run("offload", fault=fault, **{**SMALL, **config})
+        return made[key]
+
+    return run
+
+
+def failed(verdict: Verdict) -> set[str]:
+    return {row.check for row in verdict if row.passed is False}
+
+
+def unanswered(verdict: Verdict) -> set[str]:
+    return {row.check for row in verdict if row.passed is None}
+
+
+def why(verdict: Verdict, check: str) -> str:
+    return next(row.why for row in verdict if row.check == check)

@@ -1,0 +1,123 @@
+"""Checks of memory on records made up here: what a card would show, and what a leak looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from kit.labs.discover import find
+from kit.results import Record, VerdictRow, judge, to_frame
+
+MIB = 2**20
+CONFIG = {"ranks": 1, "cycles": 10, "groups": True, "weights": True, "grads": True, "optimizer": True}
+CONFIG |= {"hashes": True, "mode": "exact"}
+Row = tuple[int, str, str, float]
+
+
+def answers(rows: Iterable[Row], **config: object) -> dict[str, VerdictRow]:
+    records = [
+        Record(run="r", lab="offload", cycle=c, phase=p, rank=0, metric=m, value=v, unit="1", time=0)
+        for c, p, m, v in rows
+    ]
+    return {row.check: row for row in judge(to_frame(records), {**CONFIG, **config}, find("offload").load_checks())}
+
+
+def card(
+    idle: float, taken: float = 1000.0, left: float = 100.0, moved: float = 0.0, damaged: float = 0.0
+) -> list[Row]:
+    """A card at 500 MiB before the job, with communicators of `taken`, of which `left` stay, and a bystander."""
+    rows: list[Row] = [
+        (0, "start", "driver_used", 500 * MIB),
+        (0, "start", "reserved", 0),
+        (1, "fingerprint", "driver_used", (2500 + taken) * MIB),
+        (1, "fingerprint", "reserved", 2000 * MIB),
+        (1, "idle", "driver_used", idle * MIB),
+        (1, "idle", "reserved", (idle - 500 - left) * MIB),
+    ]
+    for cycle, phase, more in ((0, "start", 0.0), (1, "idle", moved)):
+        rows += [
+            (cycle, phase, "bystander_driver", (600 + more) * MIB),
+            (cycle, phase, "bystander_bytes", 64 * MIB),
+            (cycle, phase, "bystander_damaged", damaged),
+        ]
+    return rows
+
+
+def test_a_card_that_is_given_back() -> None:
+    rows = answers(card(600))
+    assert (rows["residual"].measured, rows["residual"].passed) == (100.0, True)
+    assert (rows["comm_released"].measured, rows["comm_released"].passed) == (0.9, True)
+    assert (rows["others_untouched"].measured, rows["others_untouched"].passed) == (0.0, True)
+
+
+def test_a_card_that_is_not() -> None:
+    rows = answers(card(1400, left=900, moved=-20))
+    assert (rows["residual"].measured, rows["residual"].passed) == (900.0, False)
+    assert rows["comm_released"].measured == pytest.approx(0.1)
+    assert rows["comm_released"].passed is False
+    assert (rows["others_untouched"].measured, rows["others_untouched"].passed) == (20.0, False)
+
+
+def test_a_bystander_that_was_written_to_or_is_not_listed() -> None:
+    row = answers(card(600, damaged=4))["others_untouched"]
+    assert (row.measured, row.passed) == (600.0, False)
+    assert "4 bytes" in row.why
+    hidden = [(c, p, m, 0.0 if m == "bystander_driver" else v) for c, p, m, v in card(600)]
+    assert "its own allocator" in answers(hidden)["others_untouched"].why
+
+
+def test_what_stays_by_choice_is_no_residual() -> None:
+    rows = answers(card(600), weights=False, groups=False)
+    assert "groups, weights stay by choice" in rows["residual"].why
+    assert "groups=false" in rows["comm_released"].why
+
+
+def cycles(level: float, per_cycle: float, control: float = 0.0) -> list[Row]:
+    mine = [(c, "idle", "anon_rss", (level + per_cycle * c) * MIB) for c in range(1, 11)]
+    return mine + [(c, "control", "anon_rss", (level + control * c) * MIB) for c in range(1, 12)]
+
+
+def test_growth_over_cycles() -> None:
+    steady = answers(cycles(300, 0.1))
+    assert steady["memory_slope"].passed
+    assert steady["memory_drift"].measured == pytest.approx(0.9)
+    leak = answers(cycles(300, 16))["memory_slope"]
+    assert leak.measured == pytest.approx(16)
+    assert leak.passed is False
+    # A job that grows by itself, released or not, does not leak by being released.
+    assert answers(cycles(300, 16, control=16))["memory_slope"].measured == 0
+    few = answers(cycles(300, 16), cycles=7)["memory_slope"]
+    assert (few.passed, few.why) == (None, "not measured: a slope needs 8 cycles or more")
+
+
+def weighed(fell: float, peak: float) -> list[Row]:
+    return [
+        (1, "fingerprint", "resident_bytes", 100 * MIB),
+        (1, "idle", "left_bytes", 0),
+        (1, "fingerprint", "anon_rss", 500 * MIB),
+        (1, "idle", "anon_rss", (500 - fell) * MIB),
+        (1, "reload", "peak_rss", peak * MIB),
+        (2, "train", "rss", 600 * MIB),
+    ]
+
+
+def test_bytes_must_leave_the_process_too() -> None:
+    assert answers(weighed(fell=99, peak=600))["tensors_released"].passed
+    kept = answers(weighed(fell=10, peak=600))["tensors_released"]
+    assert kept.measured == pytest.approx(0.1)
+    assert "1.000 by their storages, and anon_rss fell by 0.100" in kept.why
+
+
+def test_the_way_back_against_the_training_after_it() -> None:
+    assert answers(weighed(fell=99, peak=640))["reload_peak"].passed
+    double = answers(weighed(fell=99, peak=720))["reload_peak"]
+    assert (double.measured, double.passed) == (1.2, False)
+    assert "rank 0, cycle 1" in double.why
+
+
+def test_what_is_missing_is_not_judged() -> None:
+    assert {row.passed for row in answers([]).values()} == {None}
+    partial = [(1, "fingerprint", "groups_watched", 20.0), (1, "verify", "stale_holders", 0.0)]
+    row = answers(partial)["handles_alive"]
+    assert (row.passed, "counted 1 times, not 10" in row.why) == (None, True)

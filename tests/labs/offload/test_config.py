@@ -1,0 +1,58 @@
+"""What cannot be is refused in one sentence, before any rank starts."""
+
+from __future__ import annotations
+
+import pytest
+
+import kit
+from kit.errors import BadInput
+from kit.labs.offload import fits
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"mode": "manual", "include_world": True}, "include_world=true needs mode=exact, not 'manual'"),
+        ({"groups": False, "weights": False, "grads": False, "optimizer": False}, "nothing would be given back"),
+        ({"tp": 3}, "tp=3 does not divide 4 heads"),
+        ({"tp": 2, "ranks": 3}, "tp\\*pp=2 does not divide 3 ranks"),
+        ({"pp": 3, "ranks": 3, "tp": 1}, "pp=3 does not divide 4 layers"),
+        ({"experts": 2, "tp": 2}, "Megatron asks for tp=1"),
+        ({"mode": "gentle"}, "mode must be one of exact, manual, official, not 'gentle'"),
+        ({"cycles": 0}, "cycles must be a whole number from 1 to 1000, not 0"),
+        ({"implementation": "mine"}, "implementation must be 'module:attr', not 'mine'"),
+        ({"implementation": "mine:Missing"}, "implementation=mine:Missing cannot be loaded by the ranks' Python"),
+    ],
+)
+def test_one_sentence(config: dict[str, object], sentence: str) -> None:
+    with pytest.raises(BadInput, match=sentence) as caught:
+        kit.lab("offload", **config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fits, "available_bytes", lambda: 10 * GIB)
+    monkeypatch.setattr(fits, "cards", list)
+    kit.lab("offload", size="125m").close()
+    with pytest.raises(
+        BadInput, match=r"size qwen2.5-0.5b does not fit: 2 ranks x \(.* GiB, and 10.0 GiB are free"
+    ) as caught:
+        kit.lab("offload", size="qwen2.5-0.5b")
+    numbers = [
+        float(word.strip("(")) for word in str(caught.value).split() if word.strip("(").replace(".", "").isdigit()
+    ]
+    ranks, job, arena, process, all_of_it, _ = numbers
+    assert ranks * (job + arena + process) == pytest.approx(all_of_it, rel=0.01)
+
+
+def test_a_card_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fits, "available_bytes", lambda: 1000 * GIB)
+    monkeypatch.setattr(fits, "cards", lambda: [80 * GIB, 2 * GIB])
+    kit.lab("offload", size="125m").close()
+    with pytest.raises(
+        BadInput, match=r"of weights, gradients and optimizer for each rank, and 2\.0 GiB are free on a card"
+    ):
+        kit.lab("offload", size="qwen2.5-0.5b")
+    kit.lab("offload", size="qwen2.5-0.5b", device="cpu").close()

@@ -1,0 +1,83 @@
+"""Somebody's own code goes through the same phases and checks; what it raises is reported as its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import kit
+from tests.labs.offload.conftest import ROOT, failed, unanswered, why
+
+Offload = Callable[..., kit.Run]
+
+
+def test_release_and_restore(offload: Offload) -> None:
+    assert failed(offload(implementation="mine:Whole").verdict()) == set()
+
+
+def test_a_wrapper_around_every_group(offload: Offload) -> None:
+    run = offload(implementation="own_wrapper:Wrapping", cycles=2)
+    assert failed(run.verdict()) == set()
+    assert "error named it on all 2 ranks" in why(run.verdict(), "destroy_failure_raises")
+
+
+def test_a_plain_function_pair_is_found_out(offload: Offload) -> None:
+    verdict = offload(implementation="own_pair:OwnPair").verdict()
+    assert failed(verdict) == {
+        "groups_return_to_baseline",
+        "handles_alive",
+        "stale_handle_raises",
+        "old_groups_dead",
+        "fds_return",
+        "threads_return",
+    }
+    assert {"training_continues_bitwise", "destroy_failure_raises"} <= unanswered(verdict)
+
+
+def test_code_that_does_nothing(offload: Offload) -> None:
+    verdict = offload(implementation="mine:Nothing").verdict()
+    assert failed(verdict) == {
+        "groups_return_to_baseline",
+        "model_parallel_uninitialised",
+        "stale_handle_raises",
+        "old_groups_dead",
+        "tensors_released",
+    }
+    # It trains on bit for bit all the same: that alone proves nothing.
+    assert "bit for bit" in why(verdict, "training_continues_bitwise")
+    assert "no group was destroyed" in why(verdict, "destroy_failure_raises")
+
+
+def test_what_it_raises_is_its_own(offload: Offload) -> None:
+    with pytest.raises(kit.RankError, match="LookupError: my own release failed") as caught:
+        offload(implementation="mine:Raises")
+    assert caught.value.phase == "release"
+    assert "mine.py" in caught.value.traceback
+    with pytest.raises(kit.RankError, match="neither release and restore nor destroy and reload"):
+        offload(implementation="mine:Empty")
+
+
+def test_a_bug_of_the_kits_own_code_is_not_put_into_somebodys(offload: Offload) -> None:
+    with pytest.raises(kit.RankError, match="fault 'bit-flip' is a bug of the kit's own releaser"):
+        offload(fault="bit-flip", implementation="mine:Whole")
+
+
+def test_a_job_without_megatron(offload: Offload) -> None:
+    run = offload(model="mine:Plain", cycles=2)
+    verdict = run.verdict()
+    assert failed(verdict) == set()
+    assert "6 steps" in why(verdict, "training_continues_bitwise") or "3 steps" in why(
+        verdict, "training_continues_bitwise"
+    )
+    assert "none changed" in why(verdict, "tensors_restored")
+    frame = run.frame()
+    assert set(frame[(frame["phase"] == "idle") & (frame["metric"] == "left_bytes")]["value"]) == {0.0}
+    assert why(verdict, "handles_alive") == "not measured: the job has no groups of Megatron's"
+
+
+def test_the_docs_show_the_examples_as_they_are() -> None:
+    page = (ROOT / "docs" / "own-code.md").read_text()
+    for example in ("own_pair.py", "own_wrapper.py"):
+        assert f"```python\n{Path(ROOT / 'docs' / 'examples' / example).read_text()}```" in page

@@ -1,0 +1,117 @@
+"""A right run passes, row by row; what cannot be measured says why; what is chosen is what moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import kit
+from kit.errors import BadInput
+from kit.labs.discover import find
+from kit.results import Verdict
+from tests.labs.offload.conftest import failed, unanswered, why
+
+Offload = Callable[..., kit.Run]
+NOT_HERE = {"residual", "comm_released", "others_untouched"}  # asked of a card's driver
+TOO_SMALL = {"memory_slope", "reload_peak"}
+
+
+def of(run: kit.Run, phase: str, metric: str) -> list[float]:
+    frame = run.frame()
+    return list(frame[(frame["phase"] == phase) & (frame["metric"] == metric)]["value"])
+
+
+def test_the_default_run_row_by_row() -> None:
+    run = kit.run("offload")
+    verdict = run.verdict()
+    assert [row.check for row in verdict] == [check.name for check in find("offload").load_checks()]
+    assert failed(verdict) == set()
+    assert unanswered(verdict) == NOT_HERE | TOO_SMALL
+    assert {row.measured for row in verdict if row.unit == "1"} == {0.0}
+    assert why(verdict, "handles_alive") == "holders of a dead or replaced group: none, 2 ranks, 3 cycles"
+    assert "8 steps and every tensor" in why(verdict, "training_continues_bitwise")
+    assert why(verdict, "memory_slope") == "not measured: a slope needs 8 cycles or more"
+    assert why(verdict, "residual") == "not measured: the ranks had no CUDA device"
+    assert set(of(run, "idle", "groups")) == {1.0}
+    assert set(of(run, "verify", "groups")) == {21.0}
+    assert set(of(run, "idle", "left_bytes")) == {0.0}
+    assert min(of(run, "fingerprint", "resident_bytes")) > 2**20
+    assert set(of(run, "release", "groups_destroyed")) == {20.0}
+    # Limits move without a rerun.
+    assert failed(run.verdict(released_share=1.5, threads_more=-1)) == {"tensors_released", "threads_return"}
+    with pytest.raises(BadInput, match="did you mean 'drift_mib'"):
+        run.verdict(drift=1)
+
+
+def test_world_too(offload: Offload) -> None:
+    run = offload(include_world=True, cycles=2)
+    assert failed(run.verdict()) == set()
+    assert set(of(run, "idle", "groups")) == {0.0}
+    assert set(of(run, "release", "groups_destroyed")) == {21.0}
+
+
+@pytest.mark.parametrize("kind", ["weights", "grads", "optimizer"])
+def test_kinds_are_chosen_one_by_one(offload: Offload, kind: str) -> None:
+    others = {other: False for other in ("groups", "weights", "grads", "optimizer") if other != kind}
+    run = offload(**others)
+    verdict = run.verdict()
+    assert failed(verdict) == set()
+    assert why(verdict, "handles_alive") == "not measured: groups=false: no group was given back"
+    assert {"old_groups_dead", "groups_return_to_baseline", "destroy_failure_raises"} <= unanswered(verdict)
+    moved = {kind: of(run, "release", f"{kind}_bytes") for kind in ("weights", "grads", "optimizer")}
+    assert {each for each in moved if any(moved[each])} == {kind}
+    assert moved[kind] == of(run, "fingerprint", "resident_bytes")
+
+
+def test_groups_alone_without_hashes(offload: Offload) -> None:
+    run = offload(hashes=False, weights=False, grads=False, optimizer=False)
+    verdict = run.verdict()
+    assert failed(verdict) == set()
+    assert why(verdict, "tensors_restored") == "not measured: hashes=false, every cycle is unchecked"
+    assert set(of(run, "verify", "unchecked")) == {1.0}
+    assert why(verdict, "tensors_released") == "not measured: nothing was to be given back"
+    assert {"tensors_restored", "tensors_released"} <= unanswered(verdict)
+
+
+MODE_FAILS = {
+    "groups_return_to_baseline",
+    "handles_alive",
+    "stale_handle_raises",
+    "old_groups_dead",
+    "fds_return",
+    "threads_return",
+}
+
+
+@pytest.mark.parametrize(("mode", "destroyed", "left"), [("manual", 17.0, 3), ("official", -1.0, 17)])
+def test_the_ways_in_common_use(offload: Offload, mode: str, destroyed: float, left: int) -> None:
+    run = offload(mode=mode)
+    verdict = run.verdict()
+    assert failed(verdict) == MODE_FAILS
+    assert set(of(run, "release", "groups_destroyed")) == {destroyed}
+    assert f"{left} more on rank 0 in cycle 1" in why(verdict, "groups_return_to_baseline")
+    assert "training ended in cycle 1: layers hold groups" in why(verdict, "training_continues_bitwise")
+    assert f"mode={mode}: a failure is rehearsed" in why(verdict, "destroy_failure_raises")
+    assert {"training_continues_bitwise", "destroy_failure_raises"} <= unanswered(verdict)
+
+
+GRID = [
+    {"ranks": 2, "tp": 1, "pp": 2},
+    {"ranks": 2, "tp": 1},
+    {"ranks": 2, "tp": 1, "distributed_optimizer": True},
+    {"ranks": 2, "tp": 1, "overlap_grad_reduce": True, "dtype": "bfloat16"},
+    {"ranks": 4, "tp": 2, "pp": 2},
+    {"ranks": 2, "tp": 1, "ep": 2, "experts": 2},
+    {"ranks": 4, "tp": 1, "pp": 4, "layers": 4},
+    {"ranks": 4, "tp": 2, "gloo_groups": False, "order": "tp-cp-ep-pp-dp"},
+    {"ranks": 1, "tp": 1},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", GRID, ids=lambda config: "-".join(f"{k}={v}" for k, v in config.items()))
+def test_every_way_of_spreading_a_job(offload: Offload, parallel: dict[str, object]) -> None:
+    verdict: Verdict = offload(cycles=2, **parallel).verdict()
+    assert failed(verdict) == set()
+    assert unanswered(verdict) == NOT_HERE | TOO_SMALL
