@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from kit.view.drawings import APART, time_unit, widen
+from kit.view.drawings import APART, count_word, time_unit, widen
 from kit.view.style import LINES, MARKERS
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ TIMED = (
 CONTROLS = ("control_build", "control", "control_end", "second_control")
 CHECKING = ("fingerprint", "verify", "compare", "rehearse_failure", "ownership")
 COUNTS = {"groups": "Process groups", "fds": "Open files", "sockets": "Sockets", "threads": "Threads"}
-STATES = (("training", "fingerprint", 0), ("released", "idle", 4), ("back", "verify", 2))
+STATES = (("before the release", "fingerprint", 0), ("released", "idle", 4), ("back", "verify", 2))
 MIB = 2**20
 
 
@@ -43,7 +43,7 @@ def rows_of(seen: Steps, phase: str, metric: str) -> pd.DataFrame:
 
 def times(ax: Axes, seen: Steps, theme: Theme) -> None:
     """Time per phase and rank: the first cycle hollow, the later ones filled, with their range and a tick at the median."""
-    shown = [(rows_of(seen, phase, metric), label) for phase, metric, label in TIMED]
+    shown = [(timed(seen, phase, metric), label) for phase, metric, label in TIMED]
     shown = [(rows, label) for rows, label in shown if not rows.empty]
     scale, unit = time_unit(max(float(rows["value"].max()) for rows, _ in shown))
     lanes = [[rank] for rank in seen.ranks] if len(seen.ranks) <= APART else [seen.ranks]
@@ -62,7 +62,6 @@ def times(ax: Axes, seen: Steps, theme: Theme) -> None:
         tick.set_color(theme.faint if label.startswith("its") else theme.ink)
     ax.set_xlim(-0.6, len(shown) - 0.4)
     ax.set_ylabel(f"time [{unit}]")
-    later_n = len({cycle for cycle, phase in seen.order if phase == "release"}) - 1
     ax.set_title(f"Time per phase{' and rank' if len(lanes) > 1 else ', all ranks'}")
     marks = [
         Line2D(
@@ -76,16 +75,23 @@ def times(ax: Axes, seen: Steps, theme: Theme) -> None:
         for lane, ranks in enumerate(lanes)
     ]
     marks.append(
-        Line2D(
-            [], [], linestyle="", marker="o", color=theme.series[1], markerfacecolor="none", label="cycle 1, n = 1 each"
-        )
+        Line2D([], [], linestyle="", marker="o", color=theme.series[1], markerfacecolor="none", label="cycle 1, n = 1")
     )
-    if later_n > 0:
-        marks.append(
-            Line2D([], [], linestyle="", marker="o", color=theme.series[0], label=f"later, n = {later_n} each")
-        )
+    later = {len(mine) for rows, _ in shown for _, mine in rows[rows["cycle"] > 1].groupby("rank")}
+    if later:
+        word = f"later, {count_word(later)}"
+        marks.append(Line2D([], [], linestyle="", marker="o", color=theme.series[0], label=word))
     ax.legend(handles=marks, ncols=len(marks), loc="upper right", handletextpad=0.1, columnspacing=0.8)
     ax.set_xlabel(aside(seen), color=theme.faint, fontsize=8.5)
+
+
+def timed(seen: Steps, phase: str, metric: str) -> pd.DataFrame:
+    """The times of a phase; a training that had to be skipped took none."""
+    rows = rows_of(seen, phase, metric)
+    if phase != "train":
+        return rows
+    trained = seen.of("trained_steps")["step"]
+    return rows[rows["step"].isin(trained)] if len(trained) else rows
 
 
 def draw_times(ax: Axes, x: float, mine: pd.Series[float], marker: str, theme: Theme) -> None:
@@ -96,7 +102,8 @@ def draw_times(ax: Axes, x: float, mine: pd.Series[float], marker: str, theme: T
             [x, x], [later.min(), later.max()], color=theme.series[0], linewidth=5, alpha=0.3, solid_capstyle="round"
         )
         ax.plot([x] * len(later), later, marker, color=theme.series[0], markersize=4.5, markeredgecolor=theme.paper)
-        ax.plot(x, later.median(), "_", color=theme.ink, markersize=10, markeredgewidth=1.4)
+        if len(later) > 1:
+            ax.plot(x, later.median(), "_", color=theme.ink, markersize=10, markeredgewidth=1.4)
     ax.plot(
         [x] * len(first),
         first,
@@ -180,7 +187,7 @@ def drift(ax: Axes, seen: Steps, verdict: Verdict, theme: Theme) -> None:
 
 def census(ax: Axes, seen: Steps, metric: str, theme: Theme) -> None:
     """A count in each cycle while training, while released and once back, with the level of a process without the job."""
-    for place, (word, phase, colour) in enumerate(STATES):
+    for place, (_, phase, colour) in enumerate(STATES):
         groups = rows_of(seen, phase, metric).groupby("cycle")["value"]
         if not len(groups):
             continue
@@ -194,7 +201,6 @@ def census(ax: Axes, seen: Steps, metric: str, theme: Theme) -> None:
             linewidth=1.2,
             markersize=(7.5, 5, 3.8)[place],
             markerfacecolor="none" if place == 0 else theme.series[colour],
-            label=word,
         )
     base = rows_of(seen, "baseline", metric)["value"]
     if not base.empty:
@@ -205,7 +211,25 @@ def census(ax: Axes, seen: Steps, metric: str, theme: Theme) -> None:
     ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     cycle_axis(ax)
     ax.set_ylabel("count")
-    ax.set_title(COUNTS[metric] + ("" if base.empty else f" ({base.median():g} without a job)"))
+    ax.set_title(COUNTS[metric] + ("" if base.empty else f" (without a job {base.median():g})"))
+
+
+def census_legend(ax: Axes, theme: Theme) -> None:
+    """What the lines of the counts are."""
+    ax.set_axis_off()
+    marks = [
+        Line2D(
+            [],
+            [],
+            marker=MARKERS[place],
+            color=theme.series[colour],
+            markerfacecolor="none" if place == 0 else theme.series[colour],
+            label=word,
+        )
+        for place, (word, _, colour) in enumerate(STATES)
+    ]
+    marks.append(Line2D([], [], color=theme.faint, linestyle=LINES[1], label="a process without a job"))
+    ax.legend(handles=marks, ncols=len(marks), loc="center left", borderaxespad=0)
 
 
 def cycle_axis(ax: Axes) -> None:

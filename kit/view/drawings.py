@@ -184,7 +184,7 @@ def verdict_summary(ax: Axes, verdict: Verdict, theme: Theme) -> None:
         measured = "" if row.measured is None else f"{row.measured:.4g}, limit {row.limit:g} {unit_word(row.unit)}"
         y = 1 - (index + 0.5) / lines
         ax.text(0.0, y, mark, va="center", transform=ax.transAxes, color=colour, fontweight="bold", fontsize=8.5)
-        why = textwrap.shorten(row.why.removeprefix("not measured: "), 74, placeholder=" ...")
+        why = textwrap.shorten(row.why.removeprefix("not measured: "), 84 if measured else 110, placeholder=" ...")
         for x, text in ((0.12, row.check), (0.34, measured), (0.5 if measured else 0.34, why)):
             ax.text(x, y, text, va="center", transform=ax.transAxes, fontsize=8.5)
     deep = math.ceil(len(passed) / PASSED_COLUMNS)

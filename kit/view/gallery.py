@@ -7,33 +7,78 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kit.view.plots import plot_run
+from PIL import Image
+
+from kit.view.modes import plot_modes
+from kit.view.plots import Picture, plot_run
 from kit.view.style import THEMES
 
-RUNS: dict[str, dict[str, Any]] = {"smoke": {"cycles": 5}}
+if TYPE_CHECKING:
+    from kit.results import Run
 
 
-def make(out: Path) -> list[Path]:
-    """Run each lab of the gallery and draw it."""
+class Shot(NamedTuple):
+    """A picture of the gallery: a lab, a config for each of its runs, and how they are drawn."""
+
+    lab: str
+    configs: Sequence[Mapping[str, Any]]
+    draw: Callable[[Sequence[Run], str], Picture]
+
+
+def one(runs: Sequence[Run], theme_name: str) -> Picture:
+    return plot_run(runs[0], theme_name=theme_name)
+
+
+def side_by_side(runs: Sequence[Run], theme_name: str) -> Picture:
+    return plot_modes(runs, theme_name=theme_name)
+
+
+# Enough bytes that they stand out beside the interpreter's own memory.
+SEEN = {"size": "125m", "layers": 1, "seq": 16, "steps": 1, "microbatches": 1, "cycles": 5}
+GALLERY = {
+    "smoke": Shot("smoke", [{"cycles": 5}], one),
+    "offload": Shot("offload", [SEEN], one),
+    "offload-modes": Shot(
+        "offload", [{"mode": mode, "cycles": 4} for mode in ("exact", "manual", "official")], side_by_side
+    ),
+}
+
+
+def make(out: Path, names: Sequence[str] = tuple(GALLERY)) -> list[Path]:
+    """Run the labs of the named pictures and draw them."""
     import kit
 
     made = []
     with tempfile.TemporaryDirectory(prefix="kit-gallery-") as folder:
-        for lab, config in RUNS.items():
-            run = kit.run(lab, out=Path(folder) / lab, **config)
-            for name in THEMES:
-                suffix = "" if name == "light" else f"-{name}"
-                made.append(plot_run(run, theme_name=name).save(out / f"{lab}{suffix}.png"))
+        for name in names:
+            shot = GALLERY[name]
+            runs = [
+                kit.run(shot.lab, out=Path(folder) / f"{name}-{index}", **config)
+                for index, config in enumerate(shot.configs)
+            ]
+            for theme_name in THEMES:
+                suffix = "" if theme_name == "light" else f"-{theme_name}"
+                made.append(shrink(shot.draw(runs, theme_name).save(out / f"{name}{suffix}.png")))
     return made
+
+
+def shrink(path: Path) -> Path:
+    """The same picture in 128 colours: a page loads it sooner, and nobody sees a difference."""
+    with Image.open(path) as picture:
+        picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    return path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kit.view.gallery", description="Draw the pictures of the README.")
+    parser.add_argument("--only", choices=GALLERY, action="append", help="a picture; may be given again")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), help="the folder for them")
-    for path in make(parser.parse_args().out):
+    arguments = parser.parse_args()
+    for path in make(arguments.out, arguments.only or list(GALLERY)):
         print(f"{path} {path.stat().st_size / 1024:.0f} KB")
 
 

@@ -40,7 +40,12 @@ def plot_modes(runs: Sequence[Run], *, theme_name: str = "light") -> Picture:
         picture = Picture(layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
         draw(picture, seen, verdicts, look)
         ranks = len(next(iter(seen.values())).ranks)
-        picture.suptitle(f"offload · {count(ranks, 'rank')} · {' / '.join(seen)}", x=0.01, ha="left", fontsize=11.5)
+        picture.suptitle(
+            f"offload · {count(ranks, 'rank')} · {' / '.join(seen)} · counts of the worst rank",
+            x=0.01,
+            ha="left",
+            fontsize=11.5,
+        )
     return picture
 
 
@@ -85,8 +90,7 @@ def left_behind(ax: Axes, seen: Mapping[str, Steps], metric: str, look: Theme) -
 def group_times(ax: Axes, seen: Mapping[str, Steps], look: Theme) -> None:
     """What the code under test says its groups took: a point per rank and cycle, a tick at the median."""
     numbers = set()
-    for index, (way, one) in enumerate(seen.items()):
-        del way
+    for index, one in enumerate(seen.values()):
         for place, phase in enumerate(PARTS):
             found = rows_of(one, phase, "groups_seconds")["value"] * 1e3
             if found.empty:
@@ -100,7 +104,7 @@ def group_times(ax: Axes, seen: Mapping[str, Steps], look: Theme) -> None:
     ax.set_xticks(range(len(PARTS)), list(PARTS.values()))
     ax.set_xlim(-0.6, len(PARTS) - 0.4)
     ax.set_ylabel("time [ms]")
-    ax.set_title(f"Cost (n = {', '.join(str(number) for number in sorted(numbers))} each, median)")
+    ax.set_title(f"Cost of groups (n = {', '.join(str(number) for number in sorted(numbers))} each, median)")
 
 
 def telling(verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, VerdictRow]]:

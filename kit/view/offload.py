@@ -41,6 +41,7 @@ def draw(picture: Figure, seen: Steps, verdict: Verdict, look: Theme) -> None:
     memory = ["host"] * ("anon_rss" in seen.metrics()) + ["device"] * ("driver_used" in seen.metrics())
     rows: list[tuple[list[str], float]] = [([name] * 12, 3.0) for name in memory]
     rows += [(["time"] * 7 + ["drift"] * 5, 2.6)]
+    rows += [(["states"] * 12, 0.1)] if counts else []
     rows += [([name for name in counts for _ in range(12 // len(counts))], 1.7)] if counts else []
     rows += [(["verdict"] * 12, 0.2 * drawings.verdict_height(verdict))] if verdict else []
     picture.set_size_inches(11, sum(height for _, height in rows) + 0.5 * len(rows))
@@ -53,6 +54,6 @@ def draw(picture: Figure, seen: Steps, verdict: Verdict, look: Theme) -> None:
     for name in counts:
         cycles.census(axes[name], seen, name, look)
     if counts:
-        axes[counts[0]].legend(loc="center left", handletextpad=0.4)
+        cycles.census_legend(axes["states"], look)
     if verdict:
         drawings.verdict_summary(axes["verdict"], verdict, look)
