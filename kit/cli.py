@@ -11,6 +11,7 @@ import json
 import os
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -36,6 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `kit show ... | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception:  # noqa: BLE001 - a fault of the kit itself: Python's own exit status 1 would say that a check failed
+        traceback.print_exc()
+        return 3
     return status
 
 
@@ -161,8 +165,14 @@ def compare(args: argparse.Namespace) -> int:
     from kit.public import load
     from kit.results import compare as compared
 
-    table = compared([load(path) for path in args.dirs])
-    print(table.head(COMPARED_ROWS).to_string(index=False))
+    runs = [load(path) for path in args.dirs]
+    labs = list(dict.fromkeys(run.lab for run in runs))
+    if len(labs) > 1:
+        print(f"note: these are runs of different labs: {', '.join(labs)}")
+    table = compared(runs)
+    same = ["base_run", "run"] if len(runs) == 2 else ["base_run"]
+    print(", ".join(f"{name} {table[name].iloc[0]}" for name in same if len(table)))
+    print(table.drop(columns=same).head(COMPARED_ROWS).to_string(index=False))
     if len(table) > COMPARED_ROWS:
         print(f"... and {len(table) - COMPARED_ROWS} rows that changed less")
     return 0
@@ -171,15 +181,22 @@ def compare(args: argparse.Namespace) -> int:
 def export(args: argparse.Namespace) -> int:
     from kit.public import load
 
-    print(load(args.dir).save(args.to))
-    return 0
+    return save(lambda: load(args.dir).save(args.to))
 
 
 def trace(args: argparse.Namespace) -> int:
     from kit.public import load
     from kit.results import write_trace
 
-    print(write_trace(load(args.dir), args.to))
+    return save(lambda: write_trace(load(args.dir), args.to))
+
+
+def save(write: Callable[[], Path]) -> int:
+    """Write and tell where. A place that cannot be written was a bad one to name: no run broke."""
+    try:
+        print(write())
+    except KitError as error:
+        raise BadInput(str(error)) from error
     return 0
 
 

@@ -152,6 +152,34 @@ def test_bad_input_is_one_sentence(cli: Cli, tmp_path: Path) -> None:
     assert not cli.runs.exists()
 
 
+def test_a_place_that_cannot_be_written_is_bad_input(cli: Cli, tmp_path: Path) -> None:
+    cli("run", "smoke", "--set", "cycles=1", "--out", tmp_path / "run")
+    (tmp_path / "table.csv").mkdir()
+    for word, file in (("export", "table.csv"), ("trace", "table.csv"), ("trace", "nowhere/trace.json")):
+        assert f"cannot write {tmp_path / file}" in cli.sentence(word, tmp_path / "run", "--to", tmp_path / file)
+
+
+def test_a_fault_of_the_kit_itself_is_no_failed_check(cli: Cli, tmp_path: Path) -> None:
+    """Python ends with 1 after an exception, and 1 is the word for a check that failed."""
+    (tmp_path / "kit_doctor_breaks.py").write_text("import kit.doctor\nkit.doctor.examine = lambda: {}['gone']\n")
+    code = "import kit_doctor_breaks, kit.cli, sys; sys.exit(kit.cli.main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=cli.env, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert "KeyError: 'gone'" in done.stderr
+
+
+def test_comparing_runs_of_different_labs_says_so(cli: Cli, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        cli("run", "smoke", "--set", "cycles=1", "--out", folder)
+    out, _ = cli("compare", *folders)
+    assert "note:" not in out
+    info = json.loads((folders[1] / "run.json").read_text())
+    (folders[1] / "run.json").write_text(json.dumps({**info, "lab": "mine"}))
+    out, _ = cli("compare", *folders)
+    assert "note: these are runs of different labs: smoke, mine" in out
+
+
 def test_a_run_that_breaks(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SLOW)
     said = cli.json("run", "smoke", "--set", "implementation=mine:Raises", status=3)
