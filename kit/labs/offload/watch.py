@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import gc
 import weakref
 from typing import Any
 
@@ -51,7 +50,6 @@ class Watched:
 
     def alive(self) -> list[str]:
         """Old groups that something still holds."""
-        gc.collect()
         return [name for name, reference in self.inner if reference() is not None]
 
     def still_usable(self) -> list[str]:

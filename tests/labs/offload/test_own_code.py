@@ -13,6 +13,7 @@ from tests.labs.offload.conftest import ROOT, failed, unanswered, why
 Offload = Callable[..., kit.Run]
 
 
+@pytest.mark.slow
 def test_release_and_restore(offload: Offload) -> None:
     assert failed(offload(implementation="mine:Whole").verdict()) == set()
 
@@ -55,10 +56,15 @@ def test_what_it_raises_is_its_own(offload: Offload) -> None:
         offload(implementation="mine:Raises")
     assert caught.value.phase == "release"
     assert "mine.py" in caught.value.traceback
+
+
+@pytest.mark.slow
+def test_an_object_without_the_methods(offload: Offload) -> None:
     with pytest.raises(kit.RankError, match="neither release and restore nor destroy and reload"):
         offload(implementation="mine:Empty")
 
 
+@pytest.mark.slow
 def test_a_bug_of_the_kits_own_code_is_not_put_into_somebodys(offload: Offload) -> None:
     with pytest.raises(kit.RankError, match="fault 'bit-flip' is a bug of the kit's own releaser"):
         offload(fault="bit-flip", implementation="mine:Whole")
@@ -68,9 +74,7 @@ def test_a_job_without_megatron(offload: Offload) -> None:
     run = offload(model="mine:Plain", cycles=2)
     verdict = run.verdict()
     assert failed(verdict) == set()
-    assert "6 steps" in why(verdict, "training_continues_bitwise") or "3 steps" in why(
-        verdict, "training_continues_bitwise"
-    )
+    assert why(verdict, "training_continues_bitwise").startswith("3 steps and every tensor")
     assert "none changed" in why(verdict, "tensors_restored")
     frame = run.frame()
     assert set(frame[(frame["phase"] == "idle") & (frame["metric"] == "left_bytes")]["value"]) == {0.0}

@@ -51,6 +51,7 @@ def test_world_too(offload: Offload) -> None:
     assert set(of(run, "release", "groups_destroyed")) == {21.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["weights", "grads", "optimizer"])
 def test_kinds_are_chosen_one_by_one(offload: Offload, kind: str) -> None:
     others = {other: False for other in ("groups", "weights", "grads", "optimizer") if other != kind}
@@ -64,6 +65,7 @@ def test_kinds_are_chosen_one_by_one(offload: Offload, kind: str) -> None:
     assert moved[kind] == of(run, "fingerprint", "resident_bytes")
 
 
+@pytest.mark.slow
 def test_groups_alone_without_hashes(offload: Offload) -> None:
     run = offload(hashes=False, weights=False, grads=False, optimizer=False)
     verdict = run.verdict()
@@ -84,7 +86,10 @@ MODE_FAILS = {
 }
 
 
-@pytest.mark.parametrize(("mode", "destroyed", "left"), [("manual", 17.0, 3), ("official", -1.0, 17)])
+@pytest.mark.parametrize(
+    ("mode", "destroyed", "left"),
+    [("manual", 17.0, 3), pytest.param("official", -1.0, 17, marks=pytest.mark.slow)],
+)
 def test_the_ways_in_common_use(offload: Offload, mode: str, destroyed: float, left: int) -> None:
     run = offload(mode=mode)
     verdict = run.verdict()

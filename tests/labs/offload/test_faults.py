@@ -1,0 +1,57 @@
+"""A fault's check sees that bug and nothing else: in the same config without the fault it passes. Runs that break say why.
+
+That every fault ends as its entry says, and fails the check it names, is tested with the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import kit
+from kit.labs.definition import Fault
+from kit.labs.offload.faults import FAULTS
+from tests.labs.offload.conftest import failed
+
+Offload = Callable[..., kit.Run]
+CONFIGS = {repr(fault.set): fault for fault in FAULTS}  # faults of one config share the run without them
+SUBTLE = [fault for fault in FAULTS if fault.exit == 1 and not fault.set]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", CONFIGS.values(), ids=lambda fault: fault.name)
+def test_without_the_fault_its_check_passes(fault: Fault) -> None:
+    verdict = kit.run("offload", **fault.set).verdict()
+    assert failed(verdict) == set()
+    named = {other.check for other in FAULTS if other.set == fault.set}
+    assert {row.check: row.passed for row in verdict if row.check in named} == dict.fromkeys(named, True)
+
+
+# What else a bug breaks, apart from the check that it is listed under; most break nothing else.
+ALSO = {
+    "leak-gloo": {"fds_return", "threads_return", "old_groups_dead"},
+    "leak-device": {"fds_return", "threads_return", "old_groups_dead"},
+    "double-patch": {"old_groups_dead", "fds_return", "threads_return"},
+    "kept-handle": {"fds_return", "threads_return"},
+    "bit-flip": {"training_continues_bitwise"},
+    "lost-optimizer-state": {"tensors_restored"},
+    "stale-handles": {"fds_return", "threads_return"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", SUBTLE, ids=lambda fault: fault.name)
+def test_a_fault_fails_its_check_and_hardly_another(offload: Offload, fault: Fault) -> None:
+    broken = failed(offload(fault=fault.name, cycles=2).verdict())
+    assert {fault.check} <= broken <= {fault.check} | ALSO.get(fault.name, set())
+
+
+@pytest.mark.slow
+def test_runs_that_break_say_why(offload: Offload) -> None:
+    with pytest.raises(kit.RankError, match="already initialized") as stale:
+        offload(fault="stale-globals")
+    assert stale.value.phase == "reload"
+    with pytest.raises(kit.RankError, match=r"destroy: rank\(s\) \[1\] did not come within 3 s") as missing:
+        offload(fault="missing-rank-in-destroy")
+    assert missing.value.phase == "release"
