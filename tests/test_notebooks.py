@@ -36,22 +36,7 @@ def text(notebook: nbformat.NotebookNode, ident: str) -> str:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
-    notebook = execute(path, tmp_path, monkeypatch)
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(cell["execution_count"] for cell in cells)
-    for cell in cells:
-        failed = [out for out in cell["outputs"] if out["output_type"] == "error"]
-        assert bool(failed) == ("raises-exception" in cell["metadata"].get("tags", [])), cell["source"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_start_shows_what_it_promises(tmp_path, monkeypatch):
-    notebook = execute(ROOT / "notebooks" / "00_start.ipynb", tmp_path, monkeypatch)
+def start(notebook: nbformat.NotebookNode, runs: Path) -> None:
     assert "torch" in text(notebook, "doctor")
     assert "[0-1] 3.0" in text(notebook, "all-reduce")
     assert "[0] 103.0" in text(notebook, "persist")
@@ -62,6 +47,37 @@ def test_start_shows_what_it_promises(tmp_path, monkeypatch):
     assert "0 failed" in text(notebook, "run")
     assert "image/png" in outputs(notebook, "plot")[-1]["data"]
     assert "FAIL  groups_return_to_baseline" in text(notebook, "fault")
-    runs = [path.parent.name for path in tmp_path.glob("*/run.json")]
-    assert len(runs) == 2
-    assert len(list(tmp_path.glob("*/table.csv"))) == 1
+    assert len(list(runs.glob("*/run.json"))) == 2
+    assert len(list(runs.glob("*/table.csv"))) == 1
+
+
+def offload_reload(notebook: nbformat.NotebookNode, runs: Path) -> None:
+    assert "train, cycle 1" in text(notebook, "build")
+    assert "21 → 1" in text(notebook, "release")
+    assert "1 → 21" in text(notebook, "reload")
+    assert "0 failed" in text(notebook, "run")
+    assert "Is every tensor back, by its hash?" in text(notebook, "checks")
+    assert "passed=False" in text(notebook, "tolerance")
+    fault = text(notebook, "fault")
+    assert "FAIL old_groups_dead" in fault
+    assert "pass training_continues_bitwise" in fault
+    for ident in ("plot", "modes-plot"):
+        assert "image/png" in outputs(notebook, ident)[-1]["data"]
+    assert "old_groups_dead - " in text(notebook, "own")
+    assert len(list(runs.glob("offload-*/verdict.json"))) == 5
+
+
+PROMISES = {"00_start": start, "01_offload_reload": offload_reload}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs_from_top_to_bottom_and_shows_what_it_promises(path, tmp_path, monkeypatch):
+    notebook = execute(path, tmp_path, monkeypatch)
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["execution_count"] for cell in cells)
+    for cell in cells:
+        failed = [out for out in cell["outputs"] if out["output_type"] == "error"]
+        assert bool(failed) == ("raises-exception" in cell["metadata"].get("tags", [])), cell["source"]
+    PROMISES[path.stem](notebook, tmp_path)

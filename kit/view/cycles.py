@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from kit.view.drawings import APART, count_word, time_unit, widen
 from kit.view.style import LINES, MARKERS
@@ -54,6 +54,7 @@ def times(ax: Axes, seen: Steps, theme: Theme) -> None:
             draw_times(ax, x, mine.set_index("cycle")["value"] * scale, MARKERS[lane], theme)
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())
     low, high = ax.get_ylim()
     ax.set_ylim(low, high * 4)  # room for the legend
     ax.set_xticks(range(len(shown)), [label for _, label in shown])
@@ -175,6 +176,7 @@ def drift(ax: Axes, seen: Steps, verdict: Verdict, theme: Theme) -> None:
         if limit > 8 * float(table.abs().max().max()):
             ax.set_yscale("symlog", linthresh=1)
             ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())
     low, high = ax.get_ylim()
     ax.set_ylim(min(low, -2), max(high, 2) * (15 if ax.get_yscale() == "symlog" else 1.3))
     ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)

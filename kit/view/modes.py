@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import NullFormatter
 
 from kit.errors import BadInput
 from kit.view.cycles import COUNTS, cycle_axis, rows_of
@@ -101,6 +102,7 @@ def group_times(ax: Axes, seen: Mapping[str, Steps], look: Theme) -> None:
             ax.plot(x, found.median(), "_", color=look.ink, markersize=14, markeredgewidth=1.6)
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())
     ax.set_xticks(range(len(PARTS)), list(PARTS.values()))
     ax.set_xlim(-0.6, len(PARTS) - 0.4)
     ax.set_ylabel("time [ms]")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kit.view.style import Theme
 
 BEFORE, IN_CYCLE = ("baseline", "build"), ("train", "release", "idle", "reload")
-HOST = {"anon_rss": "anonymous", "shared_rss": "shared (host arena)"}  # parts of the resident set: stacked
+HOST = {"anon_rss": "anonymous", "shared_rss": "shared, with the host arena"}  # parts of the resident set: stacked
 DEVICE = {"driver_used": "whole GPU", "reserved": "reserved", "allocated": "allocated"}  # each holds the next: nested
 TOTAL = {"host": ("rss", "peak_rss"), "device": ("driver_used", "peak_allocated")}
 KINDS = ("weights", "grads", "optimizer")
@@ -69,8 +69,9 @@ class Canvas:
 
 
 def waterfall(ax: Axes, seen: Steps, theme: Theme, where: str) -> None:
-    """`where` is host or device."""
+    """`where` is host or device. The job's tensors are drawn where they live: on the device, if there is one."""
     host = where == "host"
+    at_home = not host or "driver_used" not in seen.metrics()
     sources = {name: word for name, word in (HOST if host else DEVICE).items() if name in seen.metrics()}
     total, peak = TOTAL[where]
     scale, unit = size_unit(float(seen.of(total)["value"].max()))
@@ -85,7 +86,8 @@ def waterfall(ax: Axes, seen: Steps, theme: Theme, where: str) -> None:
         draw_range(canvas, x, found[total] - base[total])
         if place.phase != "baseline":  # its peak is of the control, which ends there
             draw_peak(canvas, x, found[peak] - base[peak.removeprefix("peak_")])
-        draw_job(canvas, x, job(seen, place))
+        if at_home:
+            draw_job(canvas, x, job(seen, place))
     finish(ax, steps, theme)
     ax.set_ylabel(f"above baseline [{unit}]")
     name = "Host memory of a rank" if host else "GPU memory"
@@ -94,7 +96,9 @@ def waterfall(ax: Axes, seen: Steps, theme: Theme, where: str) -> None:
         Patch(facecolor=shades[key], edgecolor=theme.faint, label=word) for key, word in sources.items()
     ]
     marks += [Line2D([], [], color=theme.ink, linewidth=1.6, label="peak in the phase")]
-    marks += [Patch(facecolor=theme.colour(index), label=f"job's {kind}") for index, kind in enumerate(KINDS)]
+    marks += [
+        Patch(facecolor=theme.colour(index), label=f"job's {kind}") for index, kind in enumerate(KINDS) if at_home
+    ]
     ax.legend(handles=marks, ncols=len(marks), loc="upper left", columnspacing=1.1, handlelength=1.2)
 
 

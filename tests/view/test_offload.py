@@ -105,7 +105,7 @@ def test_it_tells_the_story_and_not_the_bookkeeping(make_offload, theme_name):
     shown = words(picture)
     assert {
         "anonymous",
-        "shared (host arena)",
+        "shared, with the host arena",
         "job's weights",
         "job's grads",
         "job's optimizer",
@@ -143,6 +143,7 @@ def test_only_a_driver_speaks_for_the_gpu(make_offload):
     assert axes_of(picture, "GPU memory, 900 MiB at the baseline")
     assert {"whole GPU", "reserved", "allocated"} <= words(picture)
     assert axes_of(picture, "Drift of GPU memory while released")
+    assert len([text for text in picture.findobj(mpl.text.Text) if text.get_text() == "job's weights"]) == 1
 
 
 def test_what_leaks_is_seen_to_rise(make_offload):
