@@ -12,13 +12,16 @@ import torch.distributed as dist
 from kit.labs.offload import rehearse
 from kit.labs.offload.broken import double_patched
 from kit.labs.offload.bystander import Bystander
+from kit.labs.offload.config import KIT_MODEL
 from kit.labs.offload.job import JobContext, context_for
-from kit.labs.offload.releaser import around, make_releaser
-from kit.labs.offload.watch import Births, Watched, any_rank, compare_groups, stale_holders
+from kit.labs.offload.releaser import around, make_releaser, told
+from kit.labs.offload.watch import Births, Watched, any_rank, compare_groups, differences, stale_holders
 from kit.labs.rankside import load
 from kit.megatron import groups, ownership, standin, tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kit.labs.rankside import Context
 
 Log = list[dict[str, float]]
@@ -66,7 +69,8 @@ class Offload:
 
     def control_end(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.controls.append((self.log, self._hashes()))
-        groups.destroy(timeout_s=self.config.meet_timeout_s)  # all at once; leaving alone would take them one by one
+        if self.config.model == KIT_MODEL:
+            groups.destroy(timeout_s=self.config.meet_timeout_s)  # all at once; leaving alone takes them one by one
         self._leave()
 
     def second_control(self, cycle: int) -> None:
@@ -111,7 +115,7 @@ class Offload:
 
     def release(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.state = self.releaser.release()
-        self._record_parts(self.state)
+        self._record(told(self.state))
 
     def idle(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Nothing is held. What is measured of this phase is what a release is worth."""
@@ -124,7 +128,7 @@ class Offload:
         self._ask_bystander()
 
     def reload(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        self._record_parts(self.releaser.restore(self.state))
+        self._record(told(self.releaser.restore(self.state)))
         self.state = None
 
     def talk(self, cycle: int) -> None:  # noqa: ARG002 - as above
@@ -205,8 +209,11 @@ class Offload:
 
     def _ask_bystander(self) -> None:
         if self.bystander is not None:
-            for metric, value in self.bystander.ask().items():
-                self.ctx.record(metric, value, "B")
+            self._record((metric, value, "B") for metric, value in self.bystander.ask().items())
+
+    def _record(self, rows: Iterable[tuple[str, float, str]]) -> None:
+        for row in rows:
+            self.ctx.record(*row)
 
     def _hashes(self) -> dict[str, str]:
         return tensors.hashes(self.job.chunks, self.job.optimizer)
@@ -216,27 +223,3 @@ class Offload:
         assert self.of is not None
         kinds: tuple[str, ...] = self.config.kinds
         return sum(item.size for item in self.of.mover.items() if item.kind in kinds)
-
-    def _record_parts(self, stats: Any) -> None:
-        """What the code under test says of its own parts, where it says it as the kit's own does."""
-        parts = {k: v for k, v in stats.items() if isinstance(v, dict)} if isinstance(stats, dict) else {}
-        for part in ("groups", "tensors"):
-            if isinstance(seconds := parts.get(part, {}).get("seconds"), int | float):
-                self.ctx.record(f"{part}_seconds", seconds, "s")
-        for part, name, metric in (
-            ("groups", "destroyed", "groups_destroyed"),
-            ("groups", "reloaded", "groups_reloaded"),
-            ("tensors", "addresses_changed", "addresses_changed"),
-        ):
-            if isinstance(count := parts.get(part, {}).get(name), int):
-                self.ctx.record(metric, count)
-        moved = parts.get("tensors", {}).get("bytes")
-        for kind, size in (moved if isinstance(moved, dict) else {}).items():
-            self.ctx.record(f"{kind}_bytes", size, "B")
-
-
-def differences(one: Any, other: Any) -> int:
-    """How many entries are not exactly the same, those that only one has included. NaN is never the same."""
-    if isinstance(one, list):
-        return sum(bool(a != b) for a, b in zip(one, other, strict=False)) + abs(len(one) - len(other))
-    return sum(bool(one.get(key) != other.get(key)) for key in {*one, *other})

@@ -18,6 +18,8 @@ from kit.labs.rankside import load
 from kit.megatron import groups
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kit.labs.offload.job import JobContext
     from kit.labs.rankside import Context
 
@@ -101,3 +103,20 @@ def make_releaser(ctx: JobContext) -> Any:
     raise BadInput(
         f"implementation={target}: the object it returned has neither release and restore nor destroy and reload"
     )
+
+
+def told(stats: Any) -> Iterator[tuple[str, float, str]]:
+    """What code under test says of its own parts, where it says it as the kit's own does: metric, value, unit."""
+    parts = {name: part for name, part in stats.items() if isinstance(part, dict)} if isinstance(stats, dict) else {}
+    for part, name, metric, unit in (
+        ("groups", "seconds", "groups_seconds", "s"),
+        ("tensors", "seconds", "tensors_seconds", "s"),
+        ("groups", "destroyed", "groups_destroyed", "1"),
+        ("groups", "reloaded", "groups_reloaded", "1"),
+        ("tensors", "addresses_changed", "addresses_changed", "1"),
+    ):
+        if isinstance(value := parts.get(part, {}).get(name), int | float):
+            yield metric, value, unit
+    moved = parts.get("tensors", {}).get("bytes")
+    for kind, size in (moved if isinstance(moved, dict) else {}).items():
+        yield f"{kind}_bytes", size, "B"

@@ -30,6 +30,9 @@ class Births:
     def __exit__(self, *_: object) -> None:
         c10d._new_process_group_helper = self._plain
 
+    def forget_dead(self) -> None:
+        self.made = [(name, one) for name, one in self.made if one() is not None]
+
     def _make(self, *args: Any, **kwargs: Any) -> Any:
         made = self._plain(*args, **kwargs)
         if isinstance(made[0], dist.ProcessGroup):
@@ -41,12 +44,13 @@ class Watched:
     """Megatron's groups as they are now, held so that holding them keeps none alive."""
 
     def __init__(self, births: Births) -> None:
+        births.forget_dead()
         live = megatron_groups()
         self.facts = {facts["name"]: facts for facts in map(describe, live)}
         self.members = membership()
         # A handle is the kit's own stand-in and keeps nothing; a plain group must not live on because of this list.
         self.handles = [(describe(g), g if isinstance(g, Handle) else weakref.ref(g)) for g in live]
-        self.inner = [(name, one) for name, one in births.made if name in self.facts and one() is not None]
+        self.inner = [(name, one) for name, one in births.made if name in self.facts]
 
     def alive(self) -> list[str]:
         """Old groups that something still holds."""
@@ -111,3 +115,10 @@ def any_rank(value: bool) -> bool:
         flag = flag.cuda()
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
+
+
+def differences(one: Any, other: Any) -> int:
+    """How many entries are not exactly the same, those that only one has included. NaN is never the same."""
+    if isinstance(one, list):
+        return sum(bool(a != b) for a, b in zip(one, other, strict=False)) + abs(len(one) - len(other))
+    return sum(bool(one.get(key) != other.get(key)) for key in {*one, *other})

@@ -7,6 +7,7 @@ import pytest
 import kit
 from kit.errors import BadInput
 from kit.labs.offload import fits
+from kit.labs.offload.config import OffloadConfig
 
 GIB = 2**30
 
@@ -35,7 +36,7 @@ def test_one_sentence(config: dict[str, object], sentence: str) -> None:
 def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits, "available_bytes", lambda: 10 * GIB)
     monkeypatch.setattr(fits, "cards", list)
-    kit.lab("offload", size="125m").close()
+    fits.fits(OffloadConfig(size="125m"))
     with pytest.raises(
         BadInput, match=r"size qwen2.5-0.5b does not fit: 2 ranks x \(.* GiB, and 10.0 GiB are free"
     ) as caught:
@@ -50,9 +51,9 @@ def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_card_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits, "available_bytes", lambda: 1000 * GIB)
     monkeypatch.setattr(fits, "cards", lambda: [80 * GIB, 2 * GIB])
-    kit.lab("offload", size="125m").close()
+    fits.fits(OffloadConfig(size="125m"))
     with pytest.raises(
         BadInput, match=r"of weights, gradients and optimizer for each rank, and 2\.0 GiB are free on a card"
     ):
         kit.lab("offload", size="qwen2.5-0.5b")
-    kit.lab("offload", size="qwen2.5-0.5b", device="cpu").close()
+    fits.fits(OffloadConfig(size="qwen2.5-0.5b", device="cpu"))
