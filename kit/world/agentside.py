@@ -28,7 +28,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from kit.world import processes
+from kit.world import leftovers, processes
 from kit.world.channel import ChannelClosed, Link, Message, connect
 
 ENTRY = Path(__file__).with_name("entry.py")
@@ -63,6 +63,8 @@ class Node:
 
     def end(self) -> None:
         self.on_kill()
+        if value := os.environ.get(leftovers.MARK):
+            leftovers.end_marked(value, spare=os.getpid())
         shutil.rmtree(self.folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 

@@ -271,7 +271,7 @@ class Crew:
             self.hear_agents()
         return agent.answers.pop(number, None)
 
-    def first_exit(self, seconds: float = 1.0) -> Exit | None:
+    def first_exit(self, seconds: float = 5.0) -> Exit | None:
         """The end that came before the others', with its status; waits for the agents' account of it."""
         deadline = time.monotonic() + seconds
         while True:
@@ -351,6 +351,7 @@ class Crew:
             any(m.node == 0 and processes.alive(m.pid, m.started) for m in self.members) and time.monotonic() < deadline
         ):
             time.sleep(0.002)
+        leftovers.end_marked(leftovers.mark(self.id))
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _forget(self) -> None:

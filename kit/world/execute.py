@@ -73,13 +73,21 @@ def failure(error: BaseException) -> Message:
     shown = error.__traceback__
     while shown is not None and shown.tb_frame.f_code.co_filename.startswith(OWN):
         shown = shown.tb_next
+    words = text_of(error)
     return {
-        "error": f"{type(error).__name__}: {error}".strip().removesuffix(":"),
+        "error": f"{type(error).__name__}: {words}".strip().removesuffix(":"),
         "traceback": "".join(traceback.format_exception(type(error), error, shown)),
         # Errors that only tell that another rank is gone or late: never the cause when there is another error.
-        "victim": type(error).__name__.startswith("Dist") or any(mark in str(error) for mark in VICTIM),
+        "victim": type(error).__name__.startswith("Dist") or any(mark in words for mark in VICTIM),
         "exitcode": exit_code(error) if isinstance(error, SystemExit) else None,
     }
+
+
+def text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as worse:  # noqa: BLE001 - a person's own __str__ may raise anything
+        return f"(its text raises {type(worse).__name__})"
 
 
 def exit_code(error: SystemExit) -> int:

@@ -84,6 +84,20 @@ def clean() -> tuple[list[Leftover], list[Path]]:
     return ended, sweep()
 
 
+def end_marked(value: str, spare: int | None = None) -> None:
+    """SIGKILL what carries this mark, but for one, and wait: it may have left its rank's process group."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        left = [pid for pid in pids if pid != spare and marked(pid) == value]
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+
+
 def base() -> Path:
     """The owner-only folder under which Worlds keep their sockets."""
     root = Path(tempfile.gettempdir())

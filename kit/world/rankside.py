@@ -106,8 +106,9 @@ class Rank:
             answer["log"], answer["lost"] = LOG.flushed()
             try:
                 work.send(answer)
-            except (TypeError, ValueError) as error:  # not JSON, or too big for the channel
-                work.send({**execute.failure(error), "id": request["id"], "log": answer["log"], "lost": answer["lost"]})
+            except (TypeError, ValueError, RecursionError) as error:  # not JSON, too big for the channel, or too deep
+                told = TypeError(f"the value cannot be sent: {error}; it must be numbers, text, lists or dicts")
+                work.send({**execute.failure(told), "id": request["id"], "log": answer["log"], "lost": answer["lost"]})
             if answer.get("exiting"):
                 end()
 
@@ -192,6 +193,10 @@ def main() -> None:
         os._exit(1)
     work.send(RANK.hello("work"))
     RANK.phase = "idle"
-    with contextlib.suppress(ChannelClosed):
+    try:
         RANK.serve(work)
-    end()
+    except ChannelClosed:
+        end()
+    except Exception:
+        traceback.print_exc()  # the rank's last words, which the notebook reads from its log
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -50,7 +51,8 @@ class LogStream(io.RawIOBase):
 
     def flushed(self) -> tuple[int, int]:
         """Flush what was printed; the log's size, and how many bytes were lost since the last call."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # a person's code may have closed it, or put anything in its place
+                stream.flush()
         lost, self.lost = self.lost, 0
         return os.fstat(self._fd).st_size, lost

@@ -10,12 +10,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kit.errors import BadInput, KitError
-from kit.world import interpreter
+from kit.world import interpreter, leftovers
 from kit.world.calls import Call, Interrupted, Observer
 from kit.world.channel import ChannelClosed
 from kit.world.crew import Crew
@@ -80,7 +80,7 @@ class World:
                 device=device,
                 python=interpreter.find(python),
                 env=check_env(env or {}),
-                preload=tuple(preload),
+                preload=check_preload(preload),
                 logs=writable_folder(logs),
                 start_timeout_s=start_timeout_s,
                 # Ranks give up on a collective after the notebook did, so that the notebook's diagnosis comes first.
@@ -106,12 +106,12 @@ class World:
         self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> list[str | None]:
         """Like `run`, and the repr of the last line's value per rank, as a notebook's cell shows it."""
-        compile(code, "<ranks>", "exec")  # a typo is told here, before any rank sees it
+        check_code(code, "exec")
         return self._request({"do": "run", "code": code}, "run", ranks, timeout_s)
 
     def eval(self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None) -> list[Any]:
         """The value of an expression on every rank; it must be JSON."""
-        compile(code, "<ranks>", "eval")
+        check_code(code, "eval")
         return self._request({"do": "eval", "code": code}, "eval", ranks, timeout_s)
 
     def call(
@@ -138,6 +138,7 @@ class World:
         with self._lock:
             self._check_open()
             self._crew.kill()
+            leftovers.end_marked(leftovers.mark(self._crew.id), spare=self._crew.torchrun_pid)
             if self._crew.ready_to_launch():
                 self._crew.launch()
             else:
@@ -241,10 +242,11 @@ class World:
     def _chosen(self, ranks: Sequence[int] | None) -> list[Member]:
         if ranks is None:
             return self._crew.members
-        wrong = [r for r in ranks if isinstance(r, bool) or not isinstance(r, int) or not 0 <= r < self.ranks]
-        if wrong or not ranks:
-            raise BadInput(f"ranks must be some of 0 to {self.ranks - 1}, not {list(ranks)!r}")
-        return [self._crew.members[r] for r in sorted(set(ranks))]
+        asked = list(ranks) if isinstance(ranks, Iterable) else []
+        wrong = [r for r in asked if isinstance(r, bool) or not isinstance(r, int) or not 0 <= r < self.ranks]
+        if wrong or not asked:
+            raise BadInput(f"ranks must be a list of some of 0 to {self.ranks - 1}, not {ranks!r}")
+        return [self._crew.members[r] for r in sorted(set(asked))]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -328,7 +330,22 @@ def check_seconds(name: str, value: float) -> None:
         raise BadInput(f"{name} must be a number of seconds above 0, not {value!r}")
 
 
+def check_code(code: str, mode: str) -> None:
+    """A typo is told here, before any rank sees it."""
+    if not isinstance(code, str):
+        raise BadInput(f"code for the ranks is text, not {code!r}; call() runs a function by its name")
+    compile(code, "<ranks>", mode)
+
+
+def check_preload(names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise BadInput(f"preload is a list of modules' names, not {names!r}")
+    return tuple(names)
+
+
 def check_env(env: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(env, Mapping):
+        raise BadInput(f"env must map names to strings; {env!r} does not")
     for name, value in env.items():
         if not isinstance(name, str) or not isinstance(value, str) or not name or "=" in name or "\0" in name + value:
             raise BadInput(f"env must map names to strings; {name!r}: {value!r} does not")

@@ -70,6 +70,14 @@ def test_sigkill_of_the_kernel(kernel: Kernel) -> None:
     assert all_gone(kernel.pid)
 
 
+def test_sigkill_of_the_kernel_ends_what_ranks_started_in_sessions_of_their_own(kernel: Kernel) -> None:
+    kernel.start_world()
+    kernel.do("world.run(\"import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)\")")
+    assert len(holdings(kernel.pid)["processes"]) == 5  # type: ignore[arg-type]
+    os.kill(kernel.pid, signal.SIGKILL)
+    assert all_gone(kernel.pid)
+
+
 def test_sigkill_of_the_kernel_while_ranks_hang_in_a_collective(kernel: Kernel) -> None:
     kernel.start_world()
     kernel.client.execute(

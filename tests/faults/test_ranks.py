@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kit.errors import KitError, RankDied, RankError, RankTimeout
-from kit.world import World
+from kit.world import World, processes
 from tests.holdings import wait_for
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(20)]
@@ -265,6 +265,23 @@ def test_what_a_rank_started_ends_with_it(world: World) -> None:
     children = world.eval("child.pid")
     world.restart()
     assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
+
+
+@pytest.mark.parametrize("end", ["restart", "close"])
+def test_what_a_rank_started_in_a_session_of_its_own_ends_too(tmp_path: Path, end: str) -> None:
+    """As a server that an inference engine starts: no longer in the rank's process group, and nobody's child once the rank is gone."""
+    with World(1, device="cpu", logs=tmp_path) as one:
+        one.run("import subprocess\nchild = subprocess.Popen(['sleep', '600'], start_new_session=True)")
+        (child,) = one.eval("child.pid")
+        assert Path(f"/proc/{child}").exists()
+        getattr(one, end)()
+        assert wait_for(lambda: not alive(child), 1.0)
+
+
+def alive(pid: int) -> bool:
+    """A zombie is not: whoever is its parent now may take its time."""
+    fields = processes.stat_fields(pid)
+    return fields is not None and fields[0] != "Z"
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import stat
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,10 +60,21 @@ def test_some_ranks_only(world: World) -> None:
     assert world.eval("rank", ranks=[1]) == [1]
 
 
-@pytest.mark.parametrize("ranks", [[2], [-1], [], [True], ["0"]])
-def test_ranks_that_do_not_exist_are_refused(world: World, ranks: list[int]) -> None:
+@pytest.mark.parametrize("ranks", [[2], [-1], [], [True], ["0"], 1, "0"])
+def test_ranks_that_do_not_exist_are_refused(world: World, ranks: Any) -> None:
     with pytest.raises(BadInput, match="0 to 1"):
         world.run("1", ranks=ranks)
+
+
+def test_ranks_may_be_named_by_anything_that_gives_them(world: World) -> None:
+    assert world.eval("rank", ranks=range(1, 2)) == [1]
+    assert world.eval("rank", ranks=(rank for rank in (0, 1))) == [0, 1]
+
+
+def test_code_that_is_no_text_is_refused(world: World) -> None:
+    for call in (world.run, world.eval):
+        with pytest.raises(BadInput, match="code for the ranks is text, not"):
+            call(print)  # type: ignore[operator]
 
 
 def test_call_takes_and_gives_json(world: World) -> None:
@@ -75,9 +88,30 @@ def test_call_names_what_is_wrong(world: World) -> None:
         world.call("json:dumps", obj=object())
     with pytest.raises(RankError, match="no_such_module"):
         world.call("no_such_module:f")
-    with pytest.raises(RankError, match="not JSON serializable"):
+    with pytest.raises(RankError, match="not JSON serializable; it must be numbers") as refused:
         world.eval("object()")
+    assert "json" not in refused.value.traceback  # our own way of sending is of no help
     assert world.eval("1") == [1, 1]
+
+
+STRANGE = {
+    "an error without words": "class Mute(Exception):\n    def __str__(self): return str(1 / 0)\nraise Mute()",
+    "a value too deep to send": "deep = []\nfor _ in range(100_000): deep = [deep]",
+    "no stdout": "import sys; sys.stdout.close()",
+    "another stdout": "import sys; sys.stdout = object()",
+}
+
+
+@pytest.mark.parametrize("code", STRANGE.values(), ids=STRANGE)
+def test_strange_things_do_not_end_a_rank(world: World, code: str) -> None:
+    pids = world.pids
+    with contextlib.suppress(RankError):
+        world.run(code)
+    with contextlib.suppress(RankError):
+        world.eval("deep")
+    assert world.eval("rank") == [0, 1]
+    assert world.pids == pids
+    world.restart()  # with a stdout of their own
 
 
 def test_a_result_too_big_for_the_channel_is_an_error_not_the_end(world: World) -> None:
@@ -253,6 +287,9 @@ def test_the_notebook_side_does_not_import_torch() -> None:
         ({"timeout_s": float("nan")}, "timeout_s must be"),
         ({"python": "/nowhere/python"}, "python= names /nowhere/python, which does not run"),
         ({"env": {"A": 1}}, "env must map names to strings"),
+        ({"env": ["A=1"]}, "env must map names to strings"),
+        ({"preload": "numpy"}, "preload is a list of modules' names"),
+        ({"preload": 3}, "preload is a list of modules' names"),
         ({"ranks": 3, "nodes": 2, "endpoint": "h:1"}, "3 ranks cannot be spread evenly over 2 nodes"),
         ({"nodes": 2}, "endpoint='host:port'"),
         ({"endpoint": "h:1"}, "endpoint= is for several nodes"),
