@@ -43,7 +43,7 @@ GALLERY = {
     "smoke": Shot("smoke", [{"cycles": 5}], one),
     "offload": Shot("offload", [SEEN], one),
     "offload-modes": Shot(
-        "offload", [{"mode": mode, "cycles": 4} for mode in ("exact", "manual", "official")], side_by_side
+        "offload", [{"mode": mode, "cycles": 3} for mode in ("exact", "manual", "official")], side_by_side
     ),
 }
 
