@@ -66,5 +66,5 @@ def checks_of(name: str) -> Sequence[Check]:
 
 def hint(name: str, allowed: Sequence[str] | dict[str, Definition]) -> str:
     """What was perhaps meant, and what there is."""
-    near = difflib.get_close_matches(name, allowed, n=1)
+    near = difflib.get_close_matches(str(name), allowed, n=1)
     return (f"did you mean {near[0]!r}? " if near else "") + f"allowed are: {', '.join(sorted(allowed)) or 'none'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,14 @@ from kit.errors import BadInput
 from kit.results.files import read_json, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 
 def checked_tolerances(tolerances: Mapping[str, Any], allowed: Sequence[str] | None = None) -> dict[str, float]:
     """The tolerances as floats; an unknown name or something that is no number is a `BadInput`."""
+    if not isinstance(tolerances, Mapping):
+        raise BadInput(f'tolerances must be names and numbers like {{"drift_mib": 50}}, not {tolerances!r}')
     result: dict[str, float] = {}
     for name, value in tolerances.items():
         if allowed is not None and name not in allowed:

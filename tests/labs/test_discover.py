@@ -36,6 +36,8 @@ def test_smoke_is_there() -> None:
 def test_an_unknown_lab() -> None:
     with pytest.raises(BadInput, match="there is no lab 'smok'; did you mean 'smoke'"):
         find("smok")
+    with pytest.raises(BadInput, match="there is no lab 3; allowed are"):
+        find(3)  # type: ignore[arg-type]
     assert tuple(checks_of("somebody's own script")) == ()
 
 

@@ -156,3 +156,8 @@ def test_tolerance_files(tmp_path):
             load_tolerances(path)
     with pytest.raises(BadInput, match="there is no file"):
         load_tolerances(tmp_path / "gone.json")
+
+
+def test_tolerances_that_are_no_mapping_are_one_sentence():
+    with pytest.raises(BadInput, match=r"tolerances must be names and numbers .* not \[1\]"):
+        judge(to_frame([]), {}, [check(1)], [1])
