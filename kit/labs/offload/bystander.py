@@ -45,8 +45,8 @@ def driver_bytes() -> int:
         listed = subprocess.run(QUERY, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return 0
-    rows = [line.replace(" ", "").split(",") for line in listed.splitlines()]
-    return sum(int(mib) << 20 for pid, mib in rows if pid == str(os.getpid()) and mib.isdigit())
+    rows = [line.replace(" ", "").partition(",") for line in listed.splitlines()]
+    return sum(int(mib) << 20 for pid, _, mib in rows if pid == str(os.getpid()) and mib.isdigit())
 
 
 def stand_by(device: str) -> None:
