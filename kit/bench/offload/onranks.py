@@ -65,8 +65,9 @@ def _tensors(job: model.Training, cycles: int) -> dict[str, Any]:
         resident.append((full, host_memory().anon or 0))
         if cycle and not cuda:
             arena = mover.arena
-            sample("populate", _populate(arena.address(0), arena.used))
+            # Each of these leaves pages behind that the next one gets: the mover and what it is judged by both follow one.
             sample("pieces", _pieces(arena.address(0), arena.used))
+            sample("populate", _populate(arena.address(0), arena.used))
         sample(f"{which}_back", mover.restore()["seconds"])
         if cycle:
             sample("copy_back", _warm(mover, out=False))
@@ -106,7 +107,11 @@ def _warm(mover: Mover, *, out: bool) -> float:
     def copy() -> None:
         for pinned, flat in pairs:
             # The way back would undo nothing: the places hold what the tensors held when they left.
-            _ = pinned.copy_(flat, non_blocking=True) if out else torch.empty_like(flat).copy_(pinned, non_blocking=True)
+            _ = (
+                pinned.copy_(flat, non_blocking=True)
+                if out
+                else torch.empty_like(flat).copy_(pinned, non_blocking=True)
+            )
 
     return _timed(copy)
 
@@ -184,5 +189,3 @@ def communicators(*, mode: str, cycles: int) -> list[dict[str, Any]]:
         )
     job.mover.close()
     return rows
-
-

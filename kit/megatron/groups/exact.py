@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import datetime as dt
 import threading
-import time
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from kit.errors import KitError
 from kit.megatron.groups.handle import Handle, c10d, forget, rekey, state, title
 from kit.megatron.groups.snapshot import decode, global_names, groups_in, make_options, megatron_groups, parallel_state
+from kit.megatron.tensors.host import join
 
 # Handles between a destroy and the reload that fills them again, by group name.
 _released: dict[str, Handle] = {}
@@ -104,11 +103,7 @@ def _let_go(boxes: list[list[Any]]) -> None:
     threads = [threading.Thread(target=box.clear, name="kit-let-go") for box in boxes]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
-        # Python's join comes back a moment before the kernel's thread is gone, and a census would still count it.
-        while Path(f"/proc/self/task/{thread.native_id}").exists():
-            time.sleep(0)
+    join(threads)
 
 
 def reset_globals() -> None:

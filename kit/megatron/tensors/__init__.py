@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kit.errors import BadInput, KitError
-from kit.megatron.tensors.arena import Arena, copy, huge_pages, room, trim
+from kit.megatron.tensors.arena import Arena, room
+from kit.megatron.tensors.host import Move, transfer, trim, workers
 from kit.megatron.tensors.inventory import KINDS, Item, digest, hashes, inventory, named_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = ["KINDS", "Arena", "Item", "Mover", "digest", "hashes", "inventory", "memory", "named_tensors", "trim"]
-
-# Below this the C library serves from its heap and large pages gain nothing.
-_LARGE = 4 * 2**20
 
 
 def memory() -> dict[str, int]:
@@ -72,12 +70,13 @@ class Mover:
         items = [item for item in self.items() if item.kind in wanted]
         if fixed := [item.name for item in items if not item.storage.resizable()]:
             raise KitError(f"the storage of {fixed[0]} cannot be resized, so it cannot be released")
-        self.arena.grow(room([item.size for item in items]))
         before, start = memory(), time.perf_counter()
+        fresh = self.arena.grow(room([item.size for item in items]))
         self._waiting = [(item, self.arena.reserve(item.size), item.storage.data_ptr()) for item in items]
         if self.device.type == "cpu":
-            for item, offset, address in self._waiting:
-                copy(self.arena.address(offset), address, item.size)
+            moves = [Move(self.arena.address(offset), address, item.size) for item, offset, address in self._waiting]
+            transfer(moves, fresh=fresh, threads=workers())
+            for item in items:
                 item.storage.resize_(0)
             trim()
         else:
@@ -92,19 +91,17 @@ class Mover:
     def restore(self) -> dict[str, Any]:
         """Bring everything back to where every view finds it. Nothing away: nothing is done."""
         before, start = memory(), time.perf_counter()
-        moved = 0
-        for item, offset, old in self._waiting:
+        moves = []
+        for item, offset, _ in self._waiting:
             item.storage.resize_(item.size)
             if self.device.type == "cpu":
-                address = item.storage.data_ptr()
-                if item.size >= _LARGE:
-                    huge_pages(address, item.size)
-                copy(address, self.arena.address(offset), item.size)
+                moves.append(Move(item.storage.data_ptr(), self.arena.address(offset), item.size))
             else:
                 _bytes(item).copy_(self.arena.view(offset, item.size), non_blocking=True)
-            moved += item.storage.data_ptr() != old
+        transfer(moves, fresh=True, threads=workers())
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+        moved = sum(item.storage.data_ptr() != old for item, _, old in self._waiting)
         items = [item for item, _, _ in self._waiting]
         self._waiting = []
         self.arena.clear()

@@ -2,46 +2,21 @@
 
 On CUDA it is pinned. On the CPU it is a memfd, mapped shared: what moves there leaves the process's anonymous memory,
 as it would leave a device, and shows up as shared memory instead. Limits: the arena only grows; `close` gives it back.
+How bytes get there and back on the CPU is in `host.py`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from typing import Any
 
 import torch
 
-_libc: Any = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_PROT_READ_WRITE = 3
+from kit.megatron.tensors.host import MAP_FAILED, huge_pages, libc
+
 _MAP_SHARED = 1
-_MAP_FAILED = ctypes.c_void_p(-1).value
-_MADV_HUGEPAGE = 14
-_PAGE = 4096
+_PROT_READ_WRITE = 3
 _ALIGN = 512
-
-
-def copy(target: int, source: int, size: int) -> None:
-    """One plain memory copy between two addresses, without the interpreter's lock."""
-    _libc.memcpy(target, source, size)
-
-
-def huge_pages(address: int, size: int) -> None:
-    """Ask for large pages in a fresh range: the kernel supplies them several times faster. Only a hint: it may refuse."""
-    start = -(-address // _PAGE) * _PAGE
-    length = (address + size - start) // _PAGE * _PAGE
-    if length > 0:
-        _libc.madvise(start, length, _MADV_HUGEPAGE)
-
-
-def trim() -> None:
-    """Give the memory that the C library keeps after frees back to the system."""
-    _libc.malloc_trim(0)
 
 
 class Arena:
@@ -55,25 +30,26 @@ class Arena:
         self._pinned: torch.Tensor | None = None
         self._fd = os.memfd_create("kit-arena") if device.type == "cpu" else -1
 
-    def grow(self, size: int) -> None:
-        """Make room for at least so many bytes; nothing may be waiting in the arena."""
+    def grow(self, size: int) -> bool:
+        """Make room for at least so many bytes; nothing may be waiting in the arena. True: its pages are not there yet."""
         if self.used:
             raise RuntimeError("the arena cannot grow while tensors wait in it")
         if size <= self.size:
-            return
+            return False
         if self.device.type == "cpu":
             self._map(size)
         else:
             self._pinned = None
             self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self.size = size
+        return True
 
     def _map(self, size: int) -> None:
         if self._address:
-            _libc.munmap(self._address, self.size)
+            libc.munmap(self._address, self.size)
         os.ftruncate(self._fd, size)
-        address = _libc.mmap(None, size, _PROT_READ_WRITE, _MAP_SHARED, self._fd, 0)
-        if address == _MAP_FAILED:
+        address = libc.mmap(None, size, _PROT_READ_WRITE, _MAP_SHARED, self._fd, 0)
+        if address == MAP_FAILED:
             raise OSError(ctypes.get_errno(), f"mapping {size} bytes of host arena failed")
         self._address = address
         huge_pages(address, size)
@@ -101,7 +77,7 @@ class Arena:
         """Give the memory back."""
         self.clear()
         if self._address:
-            _libc.munmap(self._address, self.size)
+            libc.munmap(self._address, self.size)
         if self._fd >= 0:
             os.close(self._fd)
         self._address, self._fd, self._pinned, self.size = 0, -1, None, 0

@@ -1,0 +1,97 @@
+"""Tensors out and back beside plain copies of the same bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kit.bench.report import progress
+from kit.bench.rows import Row, row
+from kit.errors import BadInput
+from kit.world import World
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OUT, BACK, ON_CUDA = 1 / 0.7, 1 / 0.8, 1 / 0.8
+GIB = 2**30
+
+
+def rows(model: str, logs: Path, *, trials: int, cycles: int) -> list[Row]:
+    """One rank, no other at work: the copies of several ranks share the memory's bandwidth, and so do memcpy's."""
+    from kit.labs.offload import LAB
+
+    assert LAB.fits is not None
+    try:
+        LAB.fits(LAB.config(size=model, ranks=1, tp=1))  # type: ignore[call-arg]  # fields of this lab's own config
+    except BadInput as error:
+        return [Row(what=f"{model}: tensors", note=f"not measured: {error}")]
+    seen: list[dict[str, Any]] = []
+    with World(1, logs=logs, preload=("megatron.core",), timeout_s=600) as world:
+        for trial in range(trials):
+            progress(f"tensors of {model}, {trial + 1} of {trials}")
+            if trial:
+                world.restart()
+            seen += world.call("kit.bench.offload.onranks:tensors", size=model, cycles=cycles)
+        cuda = world.device.startswith("cuda")
+    return _cuda_rows(model, seen) if cuda else _cpu_rows(model, seen)
+
+
+class Samples:
+    """What the trials say of one model."""
+
+    def __init__(self, model: str, seen: list[dict[str, Any]]) -> None:
+        self.seen = seen
+        self.what = f"{model}, {seen[0]['tensors']} tensors, {seen[0]['bytes'] / GIB:.2f} GiB"
+
+    def of(self, name: str) -> list[float]:
+        return [value for one in self.seen for value in one["times"].get(name, [])]
+
+    def row(self, what: str, name: str, who: str = "kit", **about: Any) -> Row:
+        return row(f"{self.what}: {what}", self.of(name), who=who, **about)
+
+    def ratio(self, what: str, name: str, other: str, limit: float) -> Row:
+        """Cycle by cycle: what disturbs the machine disturbs both."""
+        pairs = zip(self.of(name), self.of(other), strict=True)
+        return row(f"{self.what}: {what}", [a / b for a, b in pairs], unit="x", limit=limit)
+
+    def common(self) -> list[Row]:
+        refused = self.seen[0]["refused"]
+        left = [100 * (1 - (full - empty) / one["bytes"]) for one in self.seen for full, empty in one["resident"]]
+        return [
+            self.row("out", "clone", "a copy of every tensor"),
+            *([] if refused else [self.row("back", "native_back", "Megatron's own")]),
+            self.row("out and back" if refused else "out", "native_out", "Megatron's own", note=refused),
+            row(f"{self.what}: of it still in anonymous memory when out", left, unit="%", limit=10.0),
+        ]
+
+
+def _cpu_rows(model: str, seen: list[dict[str, Any]]) -> list[Row]:
+    s, threads = Samples(model, seen), f"{seen[0]['threads']} thread(s)"
+    rows_ = [
+        s.row("out, first cycle", "first_out", note="the host memory it goes to must be supplied first"),
+        s.row("back, first cycle", "first_back"),
+        s.row("out", "steady_out", note=threads),
+        s.row("out", "copy_out", "memcpy", note="one thread, blocks of at most 1 GiB, both places warm"),
+        s.ratio("out, time over memcpy's", "steady_out", "copy_out", OUT),
+        s.row("back", "steady_back", note=threads),
+        s.row("back", "populate", "populate, then copy", note="one thread, new memory, large pages asked for"),
+        s.row("back", "pieces", "populate and copy by pieces", note=f"the same, but {threads} and 8 MiB at a time"),
+        s.row("back", "copy_back", "memcpy", note="warm: no page has to be supplied"),
+        s.ratio("back, time over populate-then-copy's", "steady_back", "populate", BACK),
+    ]
+    return rows_ + s.common()
+
+
+def _cuda_rows(model: str, seen: list[dict[str, Any]]) -> list[Row]:
+    s = Samples(model, seen)
+    rows_ = [
+        s.row("out, first cycle", "first_out", note="the host memory it goes to must be pinned first"),
+        s.row("back, first cycle", "first_back"),
+        s.row("out", "steady_out"),
+        s.row("out", "copy_out", "pinned copy"),
+        s.ratio("out, time over a pinned copy's", "steady_out", "copy_out", ON_CUDA),
+        s.row("back", "steady_back"),
+        s.row("back", "copy_back", "pinned copy"),
+        s.ratio("back, time over a pinned copy's", "steady_back", "copy_back", ON_CUDA),
+    ]
+    return rows_ + [one for one in s.common() if one.unit != "%"]
