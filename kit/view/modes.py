@@ -128,7 +128,7 @@ def checks(
 ) -> None:
     """A line per check on which the ways differ or fail, with what was measured."""
     ax.set_axis_off()
-    lines = len(table) + 3
+    lines = max(len(table) + 3, 11)
     colours = {True: look.good, False: look.bad, None: look.faint}
     where = {way: 0.5 + 0.5 * (index + 0.5) / len(verdicts) for index, way in enumerate(verdicts)}
 
@@ -144,7 +144,7 @@ def checks(
             measured = "" if row.measured is None or row.passed else f" {row.measured:g}"
             word = "not measured" if row.passed is None else measured
             write(where[way], line, f"{MARKS[row.passed]} {word}".strip(), ha="center", color=colours[row.passed])
-    write(0.06, lines - 1.4, aside(table, verdicts), color=look.faint)
+    write(0.06, len(table) + 1.6, aside(table, verdicts), color=look.faint)
 
 
 def aside(table: Mapping[str, Any], verdicts: Mapping[str, Verdict]) -> str:

@@ -1,10 +1,10 @@
-"""The start notebook in JupyterLab, driven with the mouse as a person would."""
+"""The notebooks in JupyterLab, driven with the mouse as a person would."""
 
 from __future__ import annotations
 
 import pytest
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
 
 def menu(page, *names: str) -> None:
@@ -54,3 +54,22 @@ def test_run_all_shows_verdict_and_picture(page, server, artefacts):
     assert page.errors == []
     assert page.strays == []
     assert len(list((server.folder / "runs").glob("smoke-*/verdict.json"))) == 2
+
+
+def test_offload_is_shown(page, server, artefacts):
+    page.goto(server.page("01_offload_reload.ipynb"))
+    page.locator(".jp-StatusBar-TextItem", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
+    menu(page, "Run", "Run All Cells")
+    judged = cell_with(page, "run.verdict()")
+    judged.locator(".jp-OutputArea", has_text="0 failed,").wait_for(timeout=180_000)
+    modes = cell_with(page, "plot_modes([run, *others])").locator(".jp-OutputArea img")
+    modes.wait_for(timeout=180_000)
+    run = cell_with(page, "run.plot()").locator(".jp-OutputArea img")
+    for name, picture in (("run", run), ("modes", modes)):
+        assert picture.evaluate("image => image.complete && image.naturalWidth") >= 1000
+        picture.scroll_into_view_if_needed()
+        page.screenshot(path=artefacts / f"offload-{name}.png")
+    mine = cell_with(page, "implementation=").locator(".jp-OutputArea", has_text="old_groups_dead")
+    mine.wait_for(timeout=180_000)
+    assert page.errors == []
+    assert page.strays == []
