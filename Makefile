@@ -18,7 +18,7 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 env: ## make or update .venv; instant when nothing changed
-	@$(PYTHON) -c '' || { echo "$(PYTHON) does not run here. Name a Python 3.11 or newer: make env PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c '' || { echo "$(PYTHON) does not run here. Name a Python 3.11 or newer by its path: make env PYTHON=/path/to/python3.12"; exit 1; }
 	@$(PYTHON) .ci/env.py
 
 lab: env ## JupyterLab on the start notebook

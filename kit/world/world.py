@@ -7,6 +7,7 @@ import html
 import json
 import math
 import os
+import shutil
 import sys
 import threading
 import time
@@ -70,6 +71,7 @@ class World:
         self._dead = ""
         self._closed = False
         self._next = 0
+        self._own_logs = logs is None
         if start_timeout_s is None:
             start_timeout_s = START_TIMEOUT_S if nodes == 1 else 3600.0
         self._crew = Crew(
@@ -154,6 +156,8 @@ class World:
         self._closed = True
         atexit.unregister(self.close)
         self._crew.close()
+        if self._own_logs:
+            shutil.rmtree(self.logs, ignore_errors=True)
 
     def stacks(self) -> dict[int, str]:
         """What each rank is doing right now: its Python stack, or its state and why there is none."""
@@ -294,7 +298,7 @@ class World:
         rows = "; ".join(
             f"rank {r['rank']}: pid {r['pid']}, {r['device']}, {r['phase']}, {r['state']}" for r in self.status()
         )
-        return f"<World of {self.ranks} ranks, {self.state}: {rows}>"
+        return f"<World of {count(self.ranks)}, {self.state}: {rows}>"
 
     def _repr_html_(self) -> str:
         columns = ("rank", "pid", "host", "device", "phase", "state")
@@ -304,7 +308,7 @@ class World:
             for row in self.status()
         )
         why = f"<p>{html.escape(self._dead)}</p>" if self._dead else ""
-        return f"<b>World of {self.ranks} ranks, {self.state}</b>{why}<table><tr>{head}</tr>{body}</table>"
+        return f"<b>World of {count(self.ranks)}, {self.state}</b>{why}<table><tr>{head}</tr>{body}</table>"
 
 
 def check_layout(ranks: int, nodes: int, endpoint: str) -> None:
@@ -353,7 +357,7 @@ def check_env(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def writable_folder(logs: str | os.PathLike[str] | None) -> Path:
-    """The logs' folder, made and tried; a new one under the system's temporary folder when none is given."""
+    """The logs' folder, made and tried; when none is given a temporary one that ends with the World."""
     if logs is None:
         import tempfile
 
@@ -367,3 +371,7 @@ def writable_folder(logs: str | os.PathLike[str] | None) -> Path:
     except OSError as error:
         raise BadInput(f"the folder for logs {path} cannot be written: {error.strerror}; give another one") from None
     return path
+
+
+def count(ranks: int) -> str:
+    return f"{ranks} rank{'s' if ranks > 1 else ''}"

@@ -226,6 +226,13 @@ def test_close_is_idempotent_and_a_closed_world_says_so(tmp_path: Path, nothing_
         closed.run("1")
 
 
+def test_logs_that_nobody_asked_for_end_with_the_world(nothing_left: None) -> None:
+    with World(1, device="cpu") as one:
+        one.run("print('hello')")
+        assert "hello" in (one.logs / "rank0.log").read_text()
+    assert not one.logs.exists()
+
+
 def test_two_worlds_at_once(world: World, tmp_path: Path, nothing_left: None) -> None:
     with World(2, logs=tmp_path) as other:
         world.run("where = 'first'")
