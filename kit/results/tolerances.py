@@ -27,7 +27,7 @@ def checked_tolerances(tolerances: Mapping[str, Any], allowed: Sequence[str] | N
             hint = f"did you mean {near[0]!r}? " if near else ""
             names = ", ".join(sorted(set(allowed))) or "none"
             raise BadInput(f"unknown tolerance {name!r}; {hint}allowed are: {names}")
-        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
             raise BadInput(f"tolerance {name!r} is {value!r}; it must be a number")
         result[name] = float(value)
     return result
