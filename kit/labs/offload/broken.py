@@ -94,7 +94,7 @@ class Broken(KitReleaser):
             chunk.zero_grad_buffer = once_nothing(chunk, "zero_grad_buffer")
 
     def leave_a_stale_handle(self) -> None:
-        """The first module that keeps a tensor parallel group gets one that is destroyed."""
+        """The first module that keeps a group gets one that is destroyed."""
         dead = dist.new_group()
         dist.destroy_process_group(dead)
         for module in self.ctx.chunks[0].modules():

@@ -36,7 +36,7 @@ ALSO = {
     "kept-handle": {"fds_return", "threads_return"},
     "bit-flip": {"training_continues_bitwise"},
     "lost-optimizer-state": {"tensors_restored"},
-    "stale-handles": {"fds_return", "threads_return"},
+    "stale-handles": {"old_groups_dead", "fds_return", "threads_return"},
 }
 
 
