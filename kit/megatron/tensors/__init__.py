@@ -2,8 +2,9 @@
 
 Each storage is copied to the arena and then resized to nothing: every view of it (parameters, main_grad, buckets,
 shards) stays a view and finds its bytes again after `restore`. On CUDA copies run asynchronously into pinned memory and
-freed blocks are handed back to the driver. Limits: a released tensor must not be used (torch does not guard it on the
-CPU; `Training.step` does); storages that cannot be resized are refused by name.
+freed blocks are handed back to the driver; on the CPU they run on the rank's share of the cores. Limits: a released
+tensor must not be used (torch does not guard it on the CPU; `Training.step` does); storages that cannot be resized are
+refused by name.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from kit.megatron.tensors.host import MAP_FAILED, huge_pages, libc
+from kit.megatron.tensors.host import MAP_FAILED, libc
 
 _MAP_SHARED = 1
 _PROT_READ_WRITE = 3
@@ -52,7 +52,6 @@ class Arena:
         if address == MAP_FAILED:
             raise OSError(ctypes.get_errno(), f"mapping {size} bytes of host arena failed")
         self._address = address
-        huge_pages(address, size)
 
     def reserve(self, size: int) -> int:
         """The offset of the next free place."""
