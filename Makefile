@@ -27,8 +27,8 @@ lab: env ## JupyterLab on the start notebook
 test: env ## the tests, under 10 minutes on two cores
 	$(IN_VENV) python -m pytest -m "not slow and not browser"
 
-test-all: env ## every test: faults, notebooks and the browser too
-	$(IN_VENV) python -m pytest
+test-all: test ## every test: slow faults, notebooks and the browser too
+	$(IN_VENV) python -m pytest -m "slow or browser"
 
 lint: env ## style, format and types
 	$(IN_VENV) ruff check .

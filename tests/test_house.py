@@ -26,7 +26,7 @@ MAY_IMPORT = {
 }
 ONLY_IN = {"megatron": {"megatron"}, "matplotlib": {"view"}, "ipywidgets": {"view"}, "IPython": {"view"}}
 # In labs everything may run on a rank but these.
-LABS_NOTEBOOK = {"configure.py", "discover.py", "lab.py", "stepped.py", "checks.py"}
+LABS_NOTEBOOK = {"configure.py", "discover.py", "lab.py", "stepped.py", "checks.py", "counts.py", "memory.py"}
 RANK_ROOMS = {"measure", "megatron"}
 # A config's `fits` weighs it against the machine; plain arithmetic of the standard library, harmless where a rank loads it along.
 BOTH_SIDES = "kit.world.capacity."

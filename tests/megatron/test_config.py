@@ -34,7 +34,6 @@ def test_the_distributed_optimizer_divides_the_state_by_the_data_ranks():
         ({"tp": 4}, 4, "tp=4 does not divide 2 key-value heads"),
         ({"tp": 2}, 3, "tp\\*pp=2 does not divide 3 ranks"),
         ({"pp": 3}, 3, "pp=3 does not divide 4 layers"),
-        ({"ep": 2}, 2, "ep=2 needs experts"),
         ({"ep": 2, "experts": 3}, 2, "ep=2 does not divide 3 experts"),
         ({"tp": 2, "experts": 4}, 2, "experts=4 with tp=2 is not supported"),
     ],
