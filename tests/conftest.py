@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.holdings import holdings, wait_for
+
+
+def pytest_configure() -> None:
+    """A shell that starts a job in the background has it ignore SIGINT, and so would every process that a test starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
