@@ -55,8 +55,17 @@ class Picture(Figure):
         path.parent.mkdir(parents=True, exist_ok=True)
         stamp = {"Date": None} if path.suffix == ".svg" else None  # the same run makes the same file
         with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": "kit"}):
+            self._settle()
             self.savefig(path, dpi=110, metadata=stamp)
         return path
+
+    def _settle(self) -> None:
+        """Lay out once and round: the solver's last digits differ from one time to the next, and names in the file with them."""
+        self.draw_without_rendering()
+        self.set_layout_engine("none")
+        for axes in self.axes:
+            x, y, width, height = axes.get_position(original=True).bounds
+            axes.set_position((round(x, 5), round(y, 5), round(width, 5), round(height, 5)))
 
 
 def plot_run(run: Run, *, theme_name: str = "light") -> Picture:
