@@ -43,7 +43,8 @@ class Server:
         self.url, self.token, self.folder = url, token, folder
 
     def page(self, notebook: str) -> str:
-        return f"{self.url}lab/tree/notebooks/{notebook}?token={self.token}"
+        # A workspace of its own: JupyterLab would open another test's notebook again, in a hidden tab that has the same cells.
+        return f"{self.url}lab/workspaces/{Path(notebook).stem}/tree/notebooks/{notebook}?token={self.token}"
 
 
 @pytest.fixture(scope="module")
