@@ -52,7 +52,7 @@ def test_a_torch_without_cuda_is_named_as_the_reason():
         ("tcp://10.0.0.1:29500", "tcp://10.0.0.1:29500"),
         ("http://me:word@host:80", "http://<hidden>@host:80"),
         ("/home/alice/topo.xml", "<path>"),
-        ("a=/home/alice:/root/x", "a=<path>:<path>"),
+        ("a=/home/alice:/srv/x", "a=<path>:<path>"),
         ("file:///home/alice/x", "<path>"),
         ("~alice/x", "<path>"),
         ("hf_abcdefghijklmnop", "<hidden>"),
