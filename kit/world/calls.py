@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kit.errors import KitError, RankDied, RankError, RankTimeout
+from kit.errors import RankDied, RankError, RankTimeout
 from kit.world.channel import ChannelClosed, Message
 from kit.world.crew import Crew
 from kit.world.members import Member, ending, signal_name
-from kit.world.silence import Look, blame, looks, names, ranks_word
+from kit.world.silence import blame, looks, names, ranks_word
 from kit.world.stacks import users_part
 
 TICK_S = 0.05  # how often logs are read and the deadline looked at while ranks work
@@ -233,7 +233,6 @@ class Call:
     def _interrupt(self) -> None:
         """Ask ranks to stop; those that cannot (stopped, or inside a collective) end, so that the World is clearly dead or usable."""
         deadline = time.monotonic() + INTERRUPT_S
-        self.request = {**self.request}
         for member in self.pending():
             interrupt(member)
         while self.pending() and not self.gone and time.monotonic() < deadline:
@@ -282,6 +281,3 @@ def death(crew: Crew, member: Member, status: int | None, phase: str, answer: Me
     elif answer.get("traceback"):
         text += f"\n{answer['traceback'].rstrip()}"
     return RankDied(text, rank=member.rank, phase=phase, **ending(status))
-
-
-__all__ = ["Call", "Interrupted", "KitError", "Look", "Observer"]

@@ -9,6 +9,7 @@ import select
 import shutil
 import subprocess
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ class Crew:
         self._listener: Listener | None = None
         self._unnamed: list[Link] = []  # proved the key, but have not said who they are
         self._joined: dict[int, dict[str, tuple[Link, Message]]] = {}
-        os.register_at_fork(after_in_child=self._forget)
+        mine = weakref.ref(self)  # hooks of fork are never taken back; this one must not keep the World
+        os.register_at_fork(after_in_child=lambda: forget(mine()))
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
@@ -354,7 +356,9 @@ class Crew:
         leftovers.end_marked(leftovers.mark(self.id))
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _forget(self) -> None:
-        """In a process forked from the notebook: close our ends, or they would outlive the notebook."""
-        for link in [*(a.link for a in self.agents.values()), *(x for m in self.members for x in (m.work, m.watch))]:
+
+def forget(crew: Crew | None) -> None:
+    """In a process forked from the notebook: close our ends, or they would outlive the notebook."""
+    if crew is not None:
+        for link in [*(a.link for a in crew.agents.values()), *(x for m in crew.members for x in (m.work, m.watch))]:
             link.close()

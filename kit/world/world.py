@@ -7,6 +7,7 @@ import html
 import json
 import math
 import os
+import select
 import shutil
 import sys
 import threading
@@ -265,18 +266,13 @@ class World:
         for member in self._crew.members:
             if member.busy is None:
                 continue
-            member.work.settimeout(0.0)
             try:
-                if any(message["id"] == member.busy for message in member.work.arrived()):
-                    member.busy, member.phase = None, "idle"
-            except BlockingIOError:
-                pass  # nothing came
-            except ChannelClosed as error:
-                if "timed out" not in str(error) and "unavailable" not in str(error):
-                    self._die(f"rank {member.rank} ended in phase {member.phase!r}")
-                    raise KitError(f"this World is dead: {self._dead}; restart() starts fresh ranks") from None
-            finally:
-                member.work.settimeout(10.0)
+                late = member.work.arrived() if select.select([member.work], [], [], 0)[0] else []
+            except ChannelClosed:
+                self._die(f"rank {member.rank} ended in phase {member.phase!r}")
+                raise KitError(f"this World is dead: {self._dead}; restart() starts fresh ranks") from None
+            if any(message["id"] == member.busy for message in late):
+                member.busy, member.phase = None, "idle"
         if busy := [m for m in members if m.busy is not None]:
             seconds = time.monotonic() - min(m.since for m in busy)
             raise KitError(

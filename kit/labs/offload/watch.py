@@ -68,7 +68,7 @@ class Watched:
                 if work is not None:
                     work.wait(STALE_WAIT)
             except Exception as error:  # noqa: BLE001 - whatever it raises, the question is whether the group is named
-                if facts["description"] in str(error) or facts["name"] in str(error):
+                if facts["description"] in str(error):  # its name is a bare number, which any message may hold
                     continue
             usable.append(facts["description"])
             del group
