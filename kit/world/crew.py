@@ -117,6 +117,10 @@ class Crew:
         for agent in self.agents.values():
             agent.link.send({"do": "launch", "with": self._order(agent.node)})
         joined = self._joined = {}
+        self._assemble(lambda: len(joined) == self.plan.ranks, "ranks")  # each says first that it is there
+        for links in joined.values():
+            with contextlib.suppress(ChannelClosed):  # it has ended since; its agent tells how
+                links["watch"][0].send({"do": "join"})
         self._assemble(lambda: sum(len(links) == 2 for links in joined.values()) == self.plan.ranks, "ranks")
         for rank in sorted(joined):
             (watch, _), (work, hello) = joined[rank]["watch"], joined[rank]["work"]
@@ -218,7 +222,8 @@ class Crew:
             return (
                 f"{len(self.agents)} of {self.plan.nodes} machines have joined; missing: {', '.join(map(str, absent))}"
             )
-        absent = [rank for rank in range(self.plan.ranks) if len(self._joined.get(rank, {})) < 2]
+        steps = [len(self._joined.get(rank, {})) for rank in range(self.plan.ranks)]
+        absent = [rank for rank, done in enumerate(steps) if done < min(1 + min(steps), 2)]
         return f"{self.plan.ranks - len(absent)} of {self.plan.ranks} ranks have joined; missing: {', '.join(map(str, absent))}"
 
     def _last_words(self) -> str:

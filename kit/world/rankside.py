@@ -46,6 +46,7 @@ class Rank:
         self.folder = node.folder
         self.phase = "start"
         self.busy = False
+        self.all_here = threading.Event()
         self.main = threading.main_thread()
         self.device, self.why = choose(self.order["device"], self.local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
         # Cells run as __main__, so that what they define can be pickled among ranks.
@@ -75,7 +76,11 @@ class Rank:
         }
 
     def join(self) -> None:
-        """Make WORLD. A prefix per generation keeps a rebuilt World from reading an earlier one's rendezvous."""
+        """Make WORLD, once every rank is there. A prefix per generation keeps a rebuilt World from reading an earlier one's rendezvous.
+
+        The store lives in the process that forks the ranks. While its thread lets a caller in it holds locks of the C library,
+        and a rank that is forked in that moment would wait for them for ever.
+        """
         seconds = dt.timedelta(seconds=self.order["group_timeout_s"])
         where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(*where, world_size=self.world_size, is_master=False, timeout=seconds)
@@ -116,7 +121,9 @@ class Rank:
         try:
             while True:
                 message = link.recv()
-                if message["do"] == "interrupt":
+                if message["do"] == "join":
+                    self.all_here.set()
+                elif message["do"] == "interrupt":
                     signal.pthread_kill(self.main.ident or 0, signal.SIGINT)
                     link.send({"id": message["id"]})
                 else:
@@ -186,6 +193,7 @@ def main() -> None:
     try:
         for module in node.order["preload"]:
             importlib.import_module(module)
+        RANK.all_here.wait()
         RANK.join()
     except Exception as error:  # noqa: BLE001 - any reason not to start is told by name
         work.send({**RANK.hello("work"), "failed": execute.failure(error), "at": time.time()})

@@ -331,3 +331,37 @@ def test_results_of_ranks_are_never_unpickled(world: World) -> None:
     """What a rank sends is JSON; a pickle arrives as the text it is."""
     text = pickle.dumps(print, protocol=0).decode()
     assert world.eval(repr(text)) == [text, text]
+
+
+SLOW_FORKS = """
+import os, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def forked():
+    (HERE / "forked").open("a").write(f"{time.time()}\\n")
+    time.sleep(0.3)
+
+from kit.world import rankside
+plain = rankside.TCPStore
+
+def store(*args, **kwargs):
+    (HERE / "called").open("a").write(f"{time.time()}\\n")
+    return plain(*args, **kwargs)
+
+if os.environ.get("RANK") is None:
+    os.register_at_fork(after_in_parent=forked)
+    rankside.TCPStore = store
+"""
+
+
+def test_no_rank_calls_the_store_while_others_are_being_forked(tmp_path: Path) -> None:
+    """The store answers from the process that forks: a lock that its thread holds then is held for ever in the new rank."""
+    (tmp_path / "slow_forks.py").write_text(SLOW_FORKS)
+    with World(3, logs=tmp_path / "logs", env={"PYTHONPATH": str(tmp_path)}, preload=["slow_forks"]) as world:
+        assert world.eval("rank") == [0, 1, 2]
+    forked, called = ([float(line) for line in (tmp_path / name).read_text().split()] for name in ("forked", "called"))
+    assert len(forked) >= 3
+    assert len(called) == 3
+    assert min(called) > max(forked)
