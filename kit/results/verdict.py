@@ -32,19 +32,27 @@ class Measured:
 
     value: float | None
     why: str = ""
+    of: str = ""  # of several answers: what this one is about
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A question with a limit. `tolerance` is the keyword that moves the limit; checks may share one."""
+    """A question with a limit. `tolerance` is the keyword that moves the limit; checks may share one.
+
+    A limit that hangs on the run (a coarser type of numbers) is a function of its config. A measure that gives several answers
+    gives a row of the verdict for each, named `check/of`, below a row of the check's own that is the worst of them.
+    """
 
     name: str
     question: str
     tolerance: str
-    limit: float
+    limit: float | Callable[[Mapping[str, Any]], float]
     unit: str
     better: Literal["<=", ">=", "=="]
-    measure: Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
+    measure: Callable[[pd.DataFrame, Mapping[str, Any]], Measured | Sequence[Measured]]
+
+    def limit_for(self, config: Mapping[str, Any]) -> float:
+        return float(self.limit(config) if callable(self.limit) else self.limit)
 
     def holds(self, measured: float, limit: float) -> bool:
         if self.better == "<=":
@@ -142,7 +150,7 @@ def judge(
 ) -> Verdict:
     """Put every check to the records; `tolerances` moves limits by their keyword."""
     moved = checked_tolerances(tolerances or {}, allowed=[check.tolerance for check in checks])
-    return Verdict([_answer(check, frame, config, moved.get(check.tolerance, check.limit)) for check in checks])
+    return Verdict([row for check in checks for row in _answers(check, frame, config, moved)])
 
 
 def select(frame: pd.DataFrame, **wanted: object) -> pd.DataFrame:
@@ -180,11 +188,36 @@ def exit_code(verdict: Verdict) -> int:
     return 0 if verdict.passed else 1
 
 
-def _answer(check: Check, frame: pd.DataFrame, config: Mapping[str, Any], limit: float) -> VerdictRow:
+def _answers(
+    check: Check, frame: pd.DataFrame, config: Mapping[str, Any], moved: Mapping[str, float]
+) -> list[VerdictRow]:
+    limit = moved.get(check.tolerance, check.limit_for(config))
+    measured: Measured | Sequence[Measured]
     try:
         measured = check.measure(frame, _Config(config))
     except NotMeasured as missing:
         measured = Measured(None, str(missing))
+    if isinstance(measured, Measured):
+        return [_row(check, measured, limit)]
+    rows = [_row(check, one, limit) for one in measured]
+    return [_worst_of(check, rows, limit), *rows]
+
+
+def _worst_of(check: Check, rows: Sequence[VerdictRow], limit: float) -> VerdictRow:
+    """What the rows of one check come to: failed where one failed, not measured where one was not."""
+    if not rows:
+        return _row(check, Measured(None, "there was nothing to ask about"), limit)
+    by_answer: dict[bool | None, list[VerdictRow]] = {answer: [] for answer in (False, None, True)}
+    for row in rows:
+        by_answer[row.passed].append(row)
+    passed = next(answer for answer, some in by_answer.items() if some)
+    farthest = min if check.better == ">=" else max
+    worst = farthest(by_answer[passed], key=lambda row: 0.0 if row.measured is None else row.measured)
+    count = f"{len(by_answer[False])} of {len(rows)} fail, worst" if by_answer[False] else f"{len(rows)}, worst"
+    return VerdictRow(check.name, worst.measured, limit, check.unit, passed, f"{count} {worst.why}")
+
+
+def _row(check: Check, measured: Measured, limit: float) -> VerdictRow:
     passed: bool | None
     if measured.value is None:
         value, passed, why = None, None, f"not measured: {measured.why or 'no records for it'}"
@@ -192,7 +225,8 @@ def _answer(check: Check, frame: pd.DataFrame, config: Mapping[str, Any], limit:
         value = float(measured.value)
         passed = bool(check.holds(value, limit))
         why = measured.why or ("measured NaN, which holds no limit" if math.isnan(value) else "")
-    return VerdictRow(check.name, value, float(limit), check.unit, passed, why)
+    name = f"{check.name}/{measured.of}" if measured.of else check.name
+    return VerdictRow(name, value, limit, check.unit, passed, why)
 
 
 class _Config(dict[str, Any]):

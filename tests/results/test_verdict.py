@@ -161,3 +161,40 @@ def test_tolerance_files(tmp_path):
 def test_tolerances_that_are_no_mapping_are_one_sentence():
     with pytest.raises(BadInput, match=r"tolerances must be names and numbers .* not \[1\]"):
         judge(to_frame([]), {}, [check(1)], [1])
+
+
+def test_a_limit_may_hang_on_the_config():
+    question = check(5.0, limit=lambda config: 1.0 if config["dtype"] == "float32" else 10.0)
+    rows = {dtype: judge(to_frame([]), {"dtype": dtype}, [question])[0] for dtype in ("float32", "bfloat16")}
+    assert [(row.limit, row.passed) for row in rows.values()] == [(1.0, False), (10.0, True)]
+    moved = judge(to_frame([]), {"dtype": "float32"}, [question], {"drift_mib": 7})[0]
+    assert (moved.limit, moved.passed) == (7.0, True)
+
+
+def test_several_answers_are_several_rows():
+    def measure(frame, config):
+        return [Measured(value, name, of=name) for name, value in given.items()]
+
+    several = Check("each", "?", "each", 10.0, "1", "<=", measure)
+    given = {"one": 1.0, "two": 99.0, "three": None, "four": 50.0}
+    verdict = judge(to_frame([]), {}, [several, check(1.0)])
+    assert [(row.check, row.passed, row.measured) for row in verdict] == [
+        ("each", False, 99.0),
+        ("each/one", True, 1.0),
+        ("each/two", False, 99.0),
+        ("each/three", None, None),
+        ("each/four", False, 50.0),
+        ("drift", True, 1.0),
+    ]
+    assert [row.why for row in verdict[:4]] == ["2 of 4 fail, worst two", "one", "two", "not measured: three"]
+    assert {row.limit for row in verdict[:5]} == {10.0}
+    assert exit_code(verdict) == 1
+    given = {"one": 1.0, "three": None}
+    assert judge(to_frame([]), {}, [several])[0].passed is None
+    given = {"one": 1.0, "two": 2.0}
+    assert (judge(to_frame([]), {}, [several])[0].passed, judge(to_frame([]), {}, [several])[0].why) == (
+        True,
+        "2, worst two",
+    )
+    given = {}
+    assert judge(to_frame([]), {}, [several])[0].passed is None
