@@ -6,7 +6,7 @@ functions must win.
 """
 
 from kit.measure.census import census, counts
-from kit.measure.cgroup import cgroup_limits
+from kit.measure.cgroup import cgroup_limits, free_memory
 from kit.measure.clock import now
 from kit.measure.memory import device_memory, host_memory, pss, reset_peaks
 from kit.measure.phase import Metric, PhaseMeter, measure_overhead, measure_phase
@@ -21,6 +21,7 @@ __all__ = [
     "cgroup_limits",
     "counts",
     "device_memory",
+    "free_memory",
     "host_memory",
     "measure_overhead",
     "measure_phase",

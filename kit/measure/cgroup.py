@@ -54,6 +54,30 @@ def cgroup_limits(proc: Path = Path("/proc/self")) -> dict[str, int | None]:
     }
 
 
+def free_memory(proc: Path = Path("/proc/self"), meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that may still be taken: what the machine has available, or what a level's limit leaves where that is less.
+
+    Pages of files that nobody uses count as free on both sides: the kernel drops them when it needs room, and a group that
+    has just read a checkpoint is charged for all of it.
+    """
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    version, folders = _folders("memory", proc) or (2, [])
+    maximum_name, used_name = _FILES["memory", version]
+    for folder in folders:
+        maximum, used = _number(folder / maximum_name), _number(folder / used_name)
+        if maximum is not None and used is not None:
+            free = min(free, maximum - used + _dropped_if_needed(folder, version))
+    return max(0, free)
+
+
+def _dropped_if_needed(folder: Path, version: int) -> int:
+    key = "inactive_file" if version == 2 else "total_inactive_file"
+    file = folder / "memory.stat"
+    fields = dict(line.split() for line in file.read_text().splitlines()) if file.exists() else {}
+    return int(fields.get(key, 0))
+
+
 def _folders(controller: str, proc: Path) -> tuple[int, list[Path]] | None:
     """Find the version that holds the controller, and its folders from the own group up to the mount."""
     if not (proc / "cgroup").exists():

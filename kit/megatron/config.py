@@ -71,18 +71,23 @@ GEOMETRIES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """A training job: the model, its parallelism, its batches. `None` means the size's own value."""
+    """A training job: the model, its parallelism, its batches. `None` means the size's own value.
 
-    size: str = "tiny"
+    `size` names one of `GEOMETRIES`, or is a geometry itself: one read from a checkpoint folder, say.
+    """
+
+    size: str | Geometry = "tiny"
     tp: int = 1
     pp: int = 1
     ep: int = 1
     etp: int | None = None
     experts: int = 0
+    aux_loss: float = 0.0  # coefficient of the load-balancing loss of experts
     order: str = "tp-cp-ep-dp-pp"
     gloo_groups: bool = True
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
+    sum_gradients: bool = False  # over data ranks, in place of the mean: the loss is divided by true counts then
     layers: int | None = None
     seq: int | None = None
     micro_batch: int = 1
@@ -94,13 +99,13 @@ class ModelConfig:
     @property
     def geometry(self) -> Geometry:
         """The size's geometry with this config's own layers and sequence length in it."""
-        base = GEOMETRIES[self.size]
+        base = GEOMETRIES[self.size] if isinstance(self.size, str) else self.size
         return dataclasses.replace(base, layers=self.layers or base.layers, seq=self.seq or base.seq)
 
 
 def check(config: ModelConfig, ranks: int) -> None:
     """Raise `BadInput` with one sentence where the config cannot run on so many ranks."""
-    if config.size not in GEOMETRIES:
+    if isinstance(config.size, str) and config.size not in GEOMETRIES:
         raise BadInput(f"size {config.size!r} is unknown: choose one of {', '.join(GEOMETRIES)}")
     if config.dtype not in DTYPE_BYTES:
         raise BadInput(f"dtype {config.dtype!r} is unknown: choose one of {', '.join(DTYPE_BYTES)}")
@@ -111,13 +116,20 @@ def check(config: ModelConfig, ranks: int) -> None:
     for what, total, name, parts in (
         ("heads", g.heads, "tp", config.tp),
         ("key-value heads", g.kv_heads, "tp", config.tp),
+        ("rows of the feed-forward layer", g.ffn, "tp", config.tp),
+        ("rows of the vocabulary", g.vocab, "tp", config.tp),
         ("ranks", ranks, "tp*pp", config.tp * config.pp),
         ("layers", g.layers, "pp", config.pp),
         ("ranks", ranks, "tp*pp*ep", config.tp * config.pp * config.ep),
         ("experts", config.experts, "ep", config.ep),
     ):
         if total % parts:
-            raise BadInput(f"{name}={parts} does not divide {total} {what} of this job (size {config.size!r})")
+            size = f" (size {config.size!r})" if isinstance(config.size, str) else ""
+            raise BadInput(f"{name}={parts} does not divide {total} {what} of this job{size}")
+    if config.experts and config.ep == 1 and config.etp not in {None, config.tp}:
+        raise BadInput(
+            f"etp={config.etp} with ep=1 is not supported: Megatron would average unlike shards of experts; set ep=2 or more"
+        )
     if config.experts and config.tp > 1:
         raise BadInput(f"experts={config.experts} with tp={config.tp} is not supported: Megatron asks for tp=1 here")
 

@@ -7,7 +7,9 @@ continued bit for bit. Limits: the local layer spec (no Transformer Engine), no 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import os
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -18,12 +20,12 @@ import torch.distributed as dist
 from kit.errors import BadInput, KitError
 from kit.megatron import groups, standin, tensors
 from kit.megatron.config import ModelConfig, check
+from kit.train.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LEARNING_RATE = 1e-3
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -125,6 +127,8 @@ def initialise(config: ModelConfig) -> torch.device:
         raise BadInput("torch.distributed is not initialised: call init_process_group (or start a World) first")
     check(config, dist.get_world_size())
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron asks for, or it warns in every step
+    for said in (r"`torch\.distributed\.\w+` is deprecated", r"The \.grad attribute of a Tensor that is not a leaf"):
+        warnings.filterwarnings("ignore", message=said)  # Megatron's own calls, in every step
     # Handles come first: some modules that Megatron imports keep the default group that they find.
     groups.install()
     standin.install()
@@ -149,20 +153,37 @@ def initialise(config: ModelConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def build(config: ModelConfig) -> Training:
+def build(config: ModelConfig, settings: Settings = DEFAULTS) -> Training:
     """Initialise Megatron for this config and build the job; every rank calls it."""
-    device = initialise(config)
-    with warnings.catch_warnings():
+    return assemble(config, initialise(config), settings)
+
+
+def assemble(config: ModelConfig, device: torch.device, settings: Settings = DEFAULTS) -> Training:
+    """The job on groups that are there: a second one of the same layout may stand beside the first."""
+    with warnings.catch_warnings(), _quiet(logging.getLogger("megatron.core")):
         warnings.simplefilter("ignore")  # Megatron warns of every optional package that is missing
         chunk, transformer_config = _chunk(config, device)
-        optimizer = _optimizer(config, [chunk])
-        scheduler = _scheduler(optimizer)
+        optimizer = _optimizer(config, [chunk], settings)
+        scheduler = _scheduler(optimizer, settings)
     from megatron.core.distributed import finalize_model_grads
 
     transformer_config.finalize_model_grads_func = finalize_model_grads
     transformer_config.grad_scale_func = optimizer.scale_loss
     transformer_config.no_sync_func = chunk.no_sync
+    if config.overlap_grad_reduce and config.pp > 1:
+        transformer_config.grad_sync_func = chunk.start_grad_sync
     return Training(config=config, chunks=[chunk], optimizer=optimizer, scheduler=scheduler, device=device)
+
+
+@contextlib.contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """Newer versions announce with every model that it will have a successor."""
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _chunk(config: ModelConfig, device: torch.device) -> tuple[Any, Any]:
@@ -178,7 +199,8 @@ def _chunk(config: ModelConfig, device: torch.device) -> tuple[Any, Any]:
     if config.experts:
         # The alltoall dispatcher wants a CUDA stream at construction; this one does not.
         experts = {"num_moe_experts": config.experts, "moe_router_topk": 2, "moe_token_dispatcher_type": "allgather"}
-        experts["moe_router_load_balancing_type"] = "none"
+        experts["moe_router_load_balancing_type"] = "aux_loss" if config.aux_loss else "none"
+        experts["moe_aux_loss_coeff"] = config.aux_loss
     transformer_config = TransformerConfig(
         num_layers=g.layers,
         hidden_size=g.hidden,
@@ -209,6 +231,7 @@ def _chunk(config: ModelConfig, device: torch.device) -> tuple[Any, Any]:
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         deterministic_mode=device.type == "cuda",
+        calculate_per_token_loss=config.sum_gradients,
         **experts,
     )
     torch.manual_seed(config.seed)
@@ -238,16 +261,18 @@ def _chunk(config: ModelConfig, device: torch.device) -> tuple[Any, Any]:
     return chunk, transformer_config
 
 
-def _optimizer(config: ModelConfig, chunks: list[Any]) -> Any:
+def _optimizer(config: ModelConfig, chunks: list[Any], wanted: Settings) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     settings = OptimizerConfig(
         optimizer="adam",
-        lr=LEARNING_RATE,
-        min_lr=LEARNING_RATE / 10,
-        weight_decay=0.01,
-        adam_eps=1e-8,
-        clip_grad=1.0,
+        lr=wanted.lr,
+        min_lr=wanted.last_lr,
+        weight_decay=wanted.weight_decay,
+        adam_beta1=wanted.betas[0],
+        adam_beta2=wanted.betas[1],
+        adam_eps=wanted.eps,
+        clip_grad=wanted.clip,
         bf16=config.dtype == "bfloat16",
         params_dtype=DTYPES[config.dtype],
         use_distributed_optimizer=config.distributed_optimizer,
@@ -255,19 +280,19 @@ def _optimizer(config: ModelConfig, chunks: list[Any]) -> Any:
     return get_megatron_optimizer(settings, chunks, use_gloo_process_groups=config.gloo_groups)
 
 
-def _scheduler(optimizer: Any) -> Any:
+def _scheduler(optimizer: Any, wanted: Settings) -> Any:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
-        max_lr=LEARNING_RATE,
-        min_lr=LEARNING_RATE / 10,
-        lr_warmup_steps=2,
-        lr_decay_steps=1000,
+        init_lr=wanted.first_lr,
+        max_lr=wanted.lr,
+        min_lr=wanted.last_lr,
+        lr_warmup_steps=wanted.warmup,
+        lr_decay_steps=wanted.decay,
         lr_decay_style="cosine",
-        start_wd=0.01,
-        end_wd=0.01,
-        wd_incr_steps=1000,
+        start_wd=wanted.weight_decay,
+        end_wd=wanted.weight_decay,
+        wd_incr_steps=wanted.decay,
         wd_incr_style="constant",
     )

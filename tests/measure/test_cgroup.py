@@ -2,7 +2,7 @@
 
 import pytest
 
-from kit.measure import cgroup_limits
+from kit.measure import cgroup_limits, free_memory
 
 
 @pytest.fixture
@@ -76,3 +76,41 @@ def test_this_machine_answers():
     limits = cgroup_limits()
     assert limits["version"] in (1, 2, None)
     assert limits["memory_max"] is None or limits["memory_max"] > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("stat", "available_kib", "expected"),
+    [
+        ({}, 100, 2400),
+        ({"pod/memory.stat": "anon 9\ninactive_file 1000"}, 100, 3000),  # then another level has the least room
+        ({}, 1, 1024),
+    ],
+)
+def test_free_memory_is_the_least_of_machine_and_limits(tree, tmp_path, stat, available_kib, expected):
+    files = {
+        "pod/memory.max": 5000,
+        "pod/memory.current": 2600,
+        "pod/box/memory.max": 3100,
+        "pod/box/memory.current": 100,
+    }
+    tree("0::/pod/box\n", V2, files | stat)
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: 900 kB\nMemAvailable: {available_kib} kB\n")
+    assert free_memory(tmp_path / "proc", meminfo) == expected
+
+
+def test_free_memory_in_version_1_and_below_nothing(tree, tmp_path):
+    files = {"memory/memory.limit_in_bytes": 500, "memory/memory.usage_in_bytes": 900}
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable: 10 kB\n")
+    mounts = [("/", "memory", "cgroup", "rw,memory")]
+    tree("5:memory:/\n", mounts, files)
+    assert free_memory(tmp_path / "proc", meminfo) == 0
+    tree("5:memory:/\n", mounts, {"memory/memory.stat": "inactive_file 3\ntotal_inactive_file 450"})
+    assert free_memory(tmp_path / "proc", meminfo) == 50
+
+
+def test_free_memory_without_control_groups_is_the_machines(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable: 10 kB\n")
+    assert free_memory(tmp_path, meminfo) == 10240

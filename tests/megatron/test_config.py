@@ -36,6 +36,7 @@ def test_the_distributed_optimizer_divides_the_state_by_the_data_ranks():
         ({"pp": 3}, 3, "pp=3 does not divide 4 layers"),
         ({"ep": 2, "experts": 3}, 2, "ep=2 does not divide 3 experts"),
         ({"tp": 2, "experts": 4}, 2, "experts=4 with tp=2 is not supported"),
+        ({"etp": 2, "experts": 4}, 2, "etp=2 with ep=1 is not supported"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(settings, ranks, sentence):

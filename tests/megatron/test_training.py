@@ -35,7 +35,11 @@ def ranks(request, runs, launch) -> list[Any]:
     return [rank[name] for rank in runs[count]]
 
 
-every_case = pytest.mark.parametrize("ranks", CASES, indirect=True, ids=[f"{n}ranks-{name}" for n, name in CASES])
+every_case = pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(case, id=f"{case[0]}ranks-{case[1]}", marks=[pytest.mark.slow] * (case[0] > 2)) for case in CASES],
+    indirect=True,
+)
 
 
 @every_case

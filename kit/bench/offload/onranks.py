@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import BadInput
+from kit.measure import host
 from kit.measure.census import descriptors
 from kit.measure.memory import host_memory
 from kit.megatron import groups, model
 from kit.megatron.config import ModelConfig
-from kit.megatron.tensors import host, native
+from kit.megatron.tensors import native
 
 if TYPE_CHECKING:
     from collections.abc import Callable

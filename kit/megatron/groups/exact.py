@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import KitError
+from kit.measure.host import join
 from kit.megatron.groups.handle import Handle, c10d, forget, rekey, state, title
 from kit.megatron.groups.snapshot import decode, global_names, groups_in, make_options, megatron_groups, parallel_state
-from kit.megatron.tensors.host import join
 
 # Handles between a destroy and the reload that fills them again, by group name.
 _released: dict[str, Handle] = {}

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kit.errors import BadInput, KitError
+from kit.measure.host import Move, transfer, trim, workers
 from kit.megatron.tensors.arena import Arena, room
-from kit.megatron.tensors.host import Move, transfer, trim, workers
 from kit.megatron.tensors.inventory import KINDS, Item, digest, hashes, inventory, named_tensors
 
 if TYPE_CHECKING:

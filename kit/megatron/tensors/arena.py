@@ -2,20 +2,17 @@
 
 On CUDA it is pinned. On the CPU it is a memfd, mapped shared: what moves there leaves the process's anonymous memory,
 as it would leave a device, and shows up as shared memory instead. Limits: the arena only grows; `close` gives it back.
-How bytes get there and back on the CPU is in `host.py`.
+How bytes get there and back on the CPU is in `kit.measure.host`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 
 import torch
 
-from kit.megatron.tensors.host import MAP_FAILED, libc
+from kit.measure.host import map_shared, unmap
 
-_MAP_SHARED = 1
-_PROT_READ_WRITE = 3
 _ALIGN = 512
 
 
@@ -46,12 +43,9 @@ class Arena:
 
     def _map(self, size: int) -> None:
         if self._address:
-            libc.munmap(self._address, self.size)
+            unmap(self._address, self.size)
         os.ftruncate(self._fd, size)
-        address = libc.mmap(None, size, _PROT_READ_WRITE, _MAP_SHARED, self._fd, 0)
-        if address == MAP_FAILED:
-            raise OSError(ctypes.get_errno(), f"mapping {size} bytes of host arena failed")
-        self._address = address
+        self._address = map_shared(self._fd, size)
 
     def reserve(self, size: int) -> int:
         """The offset of the next free place."""
@@ -76,7 +70,7 @@ class Arena:
         """Give the memory back."""
         self.clear()
         if self._address:
-            libc.munmap(self._address, self.size)
+            unmap(self._address, self.size)
         if self._fd >= 0:
             os.close(self._fd)
         self._address, self._fd, self._pinned, self.size = 0, -1, None, 0

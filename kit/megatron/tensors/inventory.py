@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,8 +64,11 @@ def ddp_buffers(chunk: Any) -> list[Any]:
 
 def _grads(name: str, param: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
     for attribute in ("main_grad", "grad"):
-        if getattr(param, attribute, None) is not None:
-            yield "grads", f"{name}.{attribute}", getattr(param, attribute)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the distributed optimizer sets gradients of views, which torch finds odd
+            found = getattr(param, attribute, None)
+        if found is not None:
+            yield "grads", f"{name}.{attribute}", found
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:

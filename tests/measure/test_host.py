@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kit.megatron.tensors import host
+from kit.measure import host
 
 MIB = 2**20
 
@@ -19,7 +19,8 @@ def places(tensor):
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("fresh", [True, False])
 def test_every_byte_arrives(threads, fresh):
-    sizes = [1, 511, 4096, 3 * MIB + 17, 8 * MIB, 29 * MIB + 5]
+    # The largest is above 32 MiB: the C library then maps it on its own, and keeps nothing of it for the memory tests here.
+    sizes = [1, 511, 4096, 3 * MIB + 17, 8 * MIB, 37 * MIB + 5]
     sources = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
     # A guard byte on either side: what lies beside a target is not touched.
     targets = [torch.zeros(size + 2, dtype=torch.uint8) for size in sizes]

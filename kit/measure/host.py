@@ -24,6 +24,8 @@ libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 MAP_FAILED = ctypes.c_void_p(-1).value
+_READ_WRITE = 3  # PROT_READ | PROT_WRITE
+_MAP_SHARED = 1
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _PAGE = 4096
@@ -100,6 +102,19 @@ def _work(pieces: Iterator[Move], *, fresh: bool) -> None:
         if fresh:
             populate(target, size)
         libc.memcpy(target, source, size)
+
+
+def map_shared(fd: int, size: int) -> int:
+    """Map a file's first bytes, shared with whoever else maps them; returns the address."""
+    address: int = libc.mmap(None, size, _READ_WRITE, _MAP_SHARED, fd, 0)
+    if address == MAP_FAILED:
+        raise OSError(ctypes.get_errno(), f"mapping {size} bytes of shared memory failed")
+    return address
+
+
+def unmap(address: int, size: int) -> None:
+    """Take a mapping back."""
+    libc.munmap(address, size)
 
 
 def huge_pages(address: int, size: int) -> None:

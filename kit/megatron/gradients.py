@@ -1,0 +1,88 @@
+"""A Megatron job's gradients as its optimizer finds them, and how often each bucket of them was reduced.
+
+With the distributed optimizer a reduction leaves each data rank the sum of its own shard alone: `reduced` puts the shards of
+all ranks together again, on copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def reduced(chunk: Any) -> Callable[[Any], torch.Tensor]:
+    """Where to find a parameter's whole reduced gradient. Collective over data ranks; what it gives are copies."""
+    if not chunk.ddp_config.use_distributed_optimizer:
+        return lambda param: param.main_grad.detach()
+    found: dict[Any, torch.Tensor] = {}
+    for group in bucket_groups(chunk):
+        ranks = group.intra_distributed_optimizer_instance_group
+        for bucket in group.buckets:
+            whole = bucket.grad_data.clone()
+            shards = list(whole.chunk(dist.get_world_size(ranks)))
+            dist.all_gather(shards, shards[dist.get_rank(ranks)].clone(), group=ranks)
+            for param, (start, end) in bucket.param_to_index.items():
+                found[param] = whole[start:end].view(param.shape)
+    return lambda param: found[param]
+
+
+def bucket_groups(chunk: Any) -> list[Any]:
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+
+class Reductions:
+    """How often each bucket went through a reduction since the last reset."""
+
+    def __init__(self, chunk: Any) -> None:
+        self.buckets = [bucket for group in bucket_groups(chunk) for bucket in group.buckets]
+        self.counts = dict.fromkeys(range(len(self.buckets)), 0)
+
+    def saw(self, tensor: Any) -> None:
+        """Buckets are asked where they lie now: memory that was released in between may have moved."""
+        for index, bucket in enumerate(self.buckets):
+            data = bucket.grad_data
+            if isinstance(tensor, torch.Tensor) and (tensor.data_ptr(), tensor.numel()) == (
+                data.data_ptr(),
+                data.numel(),
+            ):
+                self.counts[index] += 1
+
+    def reset(self) -> None:
+        self.counts = dict.fromkeys(self.counts, 0)
+
+
+@contextlib.contextmanager
+def counted(chunk: Any) -> Iterator[Reductions]:
+    """Sees every collective over data ranks that a bucket of gradients goes into, whoever calls it.
+
+    A tied embedding may have a bucket to itself, which pipeline stages then add up as well: that is no reduction over data ranks.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    seen = Reductions(chunk)
+    between_stages = parallel_state.get_embedding_group(check_initialized=False)
+
+    def spy(plain: Callable[..., Any], place: int, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if between_stages is None or all(each is not between_stages for each in (*args, kwargs.get("group"))):
+                seen.saw(args[place] if len(args) > place else kwargs.get(name))
+            return plain(*args, **kwargs)
+
+        return call
+
+    watched = [(dist, "all_reduce", 0, "tensor"), (buffers, "dist_reduce_scatter_func", 1, "input")]
+    plain = [(owner, name, getattr(owner, name)) for owner, name, _, _ in watched]
+    for (owner, name, place, keyword), (_, _, function) in zip(watched, plain, strict=True):
+        setattr(owner, name, spy(function, place, keyword))
+    try:
+        yield seen
+    finally:
+        for owner, name, function in plain:
+            setattr(owner, name, function)

@@ -1,0 +1,378 @@
+"""A Megatron training step in two ways: fed piece by piece (`MegatronSplit`), and as Megatron does it (`MegatronSync`).
+
+Both work on chunks wrapped in DistributedDataParallel, with tensor, pipeline (1F1B), data and expert parallelism, with and
+without overlapped reduction and the distributed optimizer. The piece-wise step accumulates raw sums under `no_sync`, learns
+the true normalizer in finish(), divides, and reduces once.
+
+The load-balancing loss of experts asks for more: its gradient must be the mean over microbatches, whatever the other loss is divided
+by. It is scaled by what each piece would need if all pieces were alike; where the true counts say otherwise, one more
+pass over the pieces adds the difference. That pass costs a step without an update, and is left out where nothing is missing.
+Limits: no context or virtual pipeline parallelism, no loss scaling (float16); with experts, as many microbatches on every data rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from kit.errors import BadInput
+from kit.megatron.balance import aux_metric, aux_scale, balances, clear_aux
+from kit.megatron.gradients import bucket_groups
+from kit.train import metrics
+from kit.train.batch import Batch, counts, cuts, rows
+from kit.train.stream import Misuse, SplitStep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kit.train.protocol import Loss, StepResult
+
+HOOKS = ("grad_sync_func", "no_sync_func", "finalize_model_grads_func")
+Row = dict[str, torch.Tensor]
+
+
+class Job(Protocol):
+    """What is trained: kit.megatron.model.Training, or anything that has these."""
+
+    chunks: list[Any]
+    optimizer: Any
+    scheduler: Any
+    device: torch.device
+
+
+class Fed(NamedTuple):
+    """A piece of a step whose experts' loss may have to be corrected: its microbatches, and the scale it went in with."""
+
+    pieces: list[Batch]
+    scale: float
+
+
+class MegatronSplit(SplitStep):
+    """begin, microbatch ..., finish or abort on a Megatron job."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job.device)
+        self.job = job
+        self.config = job.chunks[0].config
+        self.saved: dict[str, Any] = {}
+        self.random: tuple[Any, ...] = ()
+        self.fed: list[Fed] = []
+        self.microbatches = 0
+        if len(job.chunks) > 1:
+            raise BadInput("virtual pipeline parallelism is not supported: a rank must hold one model chunk")
+        if balances(self.config) and self.config.calculate_per_token_loss:
+            raise BadInput(
+                "experts with a load-balancing loss need DDP to average over data ranks: calculate_per_token_loss must be false"
+            )
+
+    # -- the parts of a step -----------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self.fed, self.microbatches = [], 0
+        self.random = random_states()
+        clear_aux()
+        zero_gradients(self.job)
+        self._hook()
+
+    def _hook(self) -> None:
+        """No schedule reduces by itself, neither in the middle of a chunk of microbatches nor at its end."""
+        self.saved = {name: getattr(self.config, name) for name in HOOKS}
+        self.config.grad_sync_func = None
+        self.config.no_sync_func = contextlib.nullcontext
+        self.config.finalize_model_grads_func = None
+
+    def _restore(self) -> None:
+        for name, value in self.saved.items():
+            setattr(self.config, name, value)
+        self.saved = {}
+
+    def _run(self, pieces: list[Batch]) -> list[Row]:
+        if not pieces:
+            return []
+        self.microbatches += len(pieces)
+        if not balances(self.config):
+            return self._forward_backward(pieces, self._raw_loss)
+        scale = self._aux_guess(pieces)
+        # Copies: the caller may reuse what it passed.
+        self.fed.append(Fed([{"input_ids": piece["input_ids"].clone()} for piece in pieces], scale))
+        with aux_scale(scale * data_ranks()):
+            return self._forward_backward(pieces, self._raw_loss)
+
+    def _aux_guess(self, pieces: list[Batch]) -> float:
+        """Right where every microbatch has as many valid tokens, or sequences, as these."""
+        sequences, tokens = counts(stacked(pieces)).tolist()
+        own: float = tokens if self.loss.level == "tokens" else sequences
+        return own / len(pieces)
+
+    def _forward_backward(self, pieces: list[Batch], loss: Loss | Callable[..., Any]) -> list[Row]:
+        with self.job.chunks[0].no_sync():
+            return forward_backward(self.job, pieces, loss)
+
+    def _raw_loss(self, logprobs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, Row]:
+        return self.loss(logprobs, batch, tokens=1.0, sequences=1.0)
+
+    def _close(self) -> StepResult:
+        group = data_group()
+        if balances(self.config):
+            self._need_even(group)
+        sequences, tokens, own = self._true_counts(group)
+        table = self._metrics(sequences, tokens)
+        self._normalise(own)
+        self._reduce()
+        self._synchronise()
+        return self._update(sequences, tokens, table)
+
+    def _need_even(self, group: Any) -> None:
+        """Megatron averages the experts' loss over data ranks as if all had as many microbatches."""
+        own = torch.tensor([self.microbatches, -self.microbatches], device=self.device)
+        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
+        most, least = own[0].item(), -own[1].item()
+        if most != least:
+            raise Misuse(
+                f"finish: the step is open, and with experts every data rank must have as many microbatches, not {least} to {most}"
+            )
+
+    def _synchronise(self) -> None:
+        """A norm that is taken while the last copies run may miss some of them."""
+        synchronise(self.device)
+
+    def _metrics(self, sequences: float, tokens: float) -> dict[str, float]:
+        table: dict[str, float] = {}
+        if last_stage():
+            table = self._step_metrics(data_group(), sequences, tokens)
+        table = from_last_stage(table, sorted(self.loss.normalizers()), self.device)
+        return {**table, **aux_metric(self.config, self.microbatches)}
+
+    def _normalise(self, own: float) -> None:
+        self.job.chunks[0].scale_gradients(1.0 / own)
+        if self.fed:
+            self._correct_aux(own)
+
+    def _correct_aux(self, own: float) -> None:
+        """What the experts' loss went in with, against what it should have: coefficient times the mean over all microbatches."""
+        total = torch.tensor([float(self.microbatches)], dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=data_group())
+        missing = [1.0 / total.item() - fed.scale / own for fed in self.fed]
+        worst = torch.tensor([max(map(abs, missing)) * total.item()], dtype=torch.float64, device=self.device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        if worst.item() < 1e-9:
+            return
+        for fed, scale in zip(self.fed, missing, strict=True):
+            with aux_scale(scale * data_ranks()):
+                self._forward_backward(fed.pieces, nothing)
+        clear_aux()
+
+    def _reduce(self) -> None:
+        """Once: with overlap finishing only waits, so that somebody must start; without, finishing starts by itself."""
+        chunk = self.job.chunks[0]
+        if chunk.ddp_config.overlap_grad_reduce:
+            chunk.start_grad_sync()
+        self._finalise()
+
+    def _finalise(self) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        (self.saved["finalize_model_grads_func"] or finalize_model_grads)(self.job.chunks)
+
+    def _update(self, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
+        return update(self.job, self.gbs, sequences, tokens, table)
+
+    def _give_up(self) -> None:
+        for group in bucket_groups(self.job.chunks[0]):
+            if group.grad_reduce_handle is not None:
+                group.grad_reduce_handle.wait()
+                group.grad_reduce_handle = None
+        self._restore()
+        zero_gradients(self.job)
+        clear_aux()
+        self.fed = []
+        if self.random:
+            set_random_states(self.random)
+
+
+class MegatronSync:
+    """The plain step, all of it at once, with the true normalizers known before: what the other is compared with."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.version = 0
+
+    def run(self, loss: Loss, data: Batch, gbs: int, mbs: int) -> StepResult:
+        job, group = self.job, data_group()
+        total = counts(data).to(job.device)
+        dist.all_reduce(total, group=group)
+        sequences, tokens = (max(value, 1.0) for value in total.tolist())
+        clear_aux()
+        zero_gradients(job)
+        pieces = list(cuts(data, mbs))
+        seen = forward_backward(
+            job, pieces, lambda logprobs, batch: loss(logprobs, batch, tokens=tokens, sequences=sequences)
+        )
+        table: dict[str, float] = {}
+        if last_stage():
+            table = metrics.over_ranks(metrics.of_microbatches(seen, loss.normalizers()), group, job.device)
+            table = metrics.normalised(table, {}, tokens=1.0, sequences=1.0)
+        table = from_last_stage(table, sorted(loss.normalizers()), job.device)
+        table |= aux_metric(job.chunks[0].config, len(pieces))
+        synchronise(job.device)
+        result = update(job, gbs, float(total[0]), float(total[1]), table)
+        self.version += 1
+        return {**result, "version": self.version}
+
+
+# -- what both do ----------------------------------------------------------------------------------------------------
+
+
+def forward_backward(job: Job, pieces: list[Batch], loss: Callable[..., Any]) -> list[Row]:
+    """Megatron's schedule over these microbatches; `loss` adds up, whatever schedule and DDP divide by."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    config = job.chunks[0].config
+    undo = len(pieces) * (1 if config.calculate_per_token_loss else data_ranks())
+
+    def forward(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+        batch = {name: value.to(job.device) for name, value in next(data).items()}
+        ids = batch["input_ids"]
+        places = torch.arange(ids.shape[1] - 1, device=job.device).expand(ids.shape[0], -1)
+        out = model(ids[:, :-1], places, None, labels=ids[:, 1:].contiguous())
+
+        def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, Row]:
+            value, table = loss(-losses.float(), batch)
+            return value * undo, table
+
+        return out, loss_of
+
+    return list(
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(pieces),
+            model=job.chunks,
+            num_microbatches=len(pieces),
+            seq_length=pieces[0]["input_ids"].shape[1] - 1,
+            micro_batch_size=rows(pieces[0]),
+            forward_only=False,
+        )
+    )
+
+
+def nothing(logprobs: torch.Tensor, _: Batch) -> tuple[torch.Tensor, Row]:
+    """A loss that is zero and has the model run all the same."""
+    return logprobs.sum() * 0.0, {}
+
+
+def update(job: Job, gbs: int, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
+    """Optimizer and scheduler. A loss or gradient that is not finite is thrown away, and the schedule does not move then."""
+    groups = job.optimizer.param_groups
+    lr = max(float(group["lr"]) for group in groups)
+    wd = max(float(group["weight_decay"]) for group in groups)
+    updated = finite_gradients(job) and math.isfinite(table["loss"])
+    norm = math.nan
+    if updated:
+        ok, found, _ = job.optimizer.step()
+        updated, norm = bool(ok), float(found) if found is not None else math.nan
+    else:
+        zero_gradients(job)
+    if updated:
+        job.scheduler.step(increment=gbs)
+    return {
+        "global_loss": table["loss"],
+        "grad_norm": norm,
+        "lr": lr,
+        "wd": wd,
+        "global_valid_seqs": sequences,
+        "global_valid_toks": tokens,
+        "updated": updated,
+        "version": 0,
+        "metrics": table,
+    }
+
+
+def finite_gradients(job: Job) -> bool:
+    """Whether every gradient of every rank is a finite number."""
+    chunk = job.chunks[0]
+    total = torch.zeros(1, dtype=torch.float64, device=job.device)
+    for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+        total += buffer.grad_data.sum(dtype=torch.float64)
+    broken = (~torch.isfinite(total)).int()
+    dist.all_reduce(broken, op=dist.ReduceOp.MAX)
+    return not broken.item()
+
+
+def zero_gradients(job: Job) -> None:
+    for chunk in job.chunks:
+        chunk.zero_grad_buffer()
+    job.optimizer.zero_grad()
+
+
+def hooks(job: Job) -> tuple[Any, ...]:
+    """What a step replaces while it is open."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    config = job.chunks[0].config
+    return *(getattr(config, name) for name in HOOKS), MoEAuxLossAutoScaler.set_loss_scale
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def data_group() -> Any:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group()
+
+
+def data_ranks() -> int:
+    return dist.get_world_size(data_group())
+
+
+def last_stage() -> bool:
+    from megatron.core import parallel_state
+
+    return bool(parallel_state.is_pipeline_last_stage())
+
+
+def from_last_stage(table: dict[str, float], names: list[str], device: torch.device) -> dict[str, float]:
+    """Only the last pipeline stage sees the loss; the others learn its metrics."""
+    from megatron.core import parallel_state
+
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return table
+    values = torch.tensor([table.get(name, 0.0) for name in names], dtype=torch.float64, device=device)
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast(values, last, group=parallel_state.get_pipeline_model_parallel_group())
+    return dict(zip(names, values.tolist(), strict=True))
+
+
+def stacked(pieces: list[Batch]) -> Batch:
+    return {name: torch.cat([piece[name] for piece in pieces]) for name in ("token_mask", "sample_mask")}
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+def random_states() -> tuple[Any, ...]:
+    """Every generator that a forward pass may draw from."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return (
+        torch.get_rng_state(),
+        cuda,
+        {name: value.clone() for name, value in get_cuda_rng_tracker().get_states().items()},
+    )
+
+
+def set_random_states(states: tuple[Any, ...]) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    cpu, cuda, tracker = states
+    get_cuda_rng_tracker().set_states(tracker)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
+    torch.set_rng_state(cpu)

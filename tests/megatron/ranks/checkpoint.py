@@ -1,0 +1,69 @@
+"""What test_checkpoint.py asks of ranks: each function runs on all of them and gives JSON back."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kit.megatron import checkpoint, model, ownership, shards
+from kit.megatron.config import ModelConfig
+from kit.megatron.geometry import read_geometry
+from kit.train.safetensors import Folder
+from tests.megatron.ranks.common import attempt
+from tests.megatron.ranks.shards import _logits, unequal
+
+
+def job(folder: str, **settings: Any) -> model.Training:
+    return model.build(ModelConfig(size=read_geometry(folder), seq=16, microbatches=1, **settings))
+
+
+def there_and_back(folder: str, to: str, **settings: Any) -> list[str]:
+    """Loads and exports. Names whose merged tensors are not the bits of the folder, in the job's dtype."""
+    with ownership.as_found():
+        made = job(folder, **settings)
+        checkpoint.load(made.chunks, folder)
+        checkpoint.export(made.chunks, like=folder, to=to)
+        dtype = model.DTYPES[made.config.dtype]
+        return unequal(
+            {name: value.view(torch.uint8) for name, value in shards.merge(made.chunks).items()},
+            {name: value.to(dtype).view(torch.uint8) for name, value in Folder(folder).items()},
+        )
+
+
+def changed(folder: str, to: str, name: str, **settings: Any) -> None:
+    """Exports weights of which one is another than in the folder."""
+    with ownership.as_found():
+        made = job(folder, **settings)
+        checkpoint.load(made.chunks, folder)
+        full = shards.merge(made.chunks)
+        shards.load_full(made.chunks, full | {name: full[name] + 1})
+        checkpoint.export(made.chunks, like=folder, to=to)
+
+
+def logits(folder: str, tokens: str, out: str, **settings: Any) -> None:
+    """Loads, runs the tokens of a file and leaves the logits in another."""
+    with ownership.as_found():
+        made = job(folder, **settings)
+        checkpoint.load(made.chunks, folder)
+        found = _logits(made, torch.load(tokens))
+    if dist.get_rank() == 0:
+        torch.save(found[0], out)
+
+
+def refused(folder: str, others: list[str], to: str, limit: int = 0, **settings: Any) -> dict[str, Any]:
+    """What a load from this rank's own of the other folders and an export like it say, and what they changed."""
+    with ownership.as_found():
+        made = job(folder, **settings)
+        checkpoint.load(made.chunks, folder)
+        before = shards.merge(made.chunks)
+        other = others[dist.get_rank() % len(others)]
+        loaded = attempt(lambda: checkpoint.load(made.chunks, other))
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if limit and dist.get_rank() == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        exported = attempt(lambda: checkpoint.export(made.chunks, like=other, to=to))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        return {"load": loaded, "export": exported, "changed": unequal(shards.merge(made.chunks), before)}

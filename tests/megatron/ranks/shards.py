@@ -1,0 +1,216 @@
+"""What test_shards.py asks of ranks: each function runs on all of them and gives JSON back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from kit.errors import BadInput
+from kit.megatron import model, ownership, shards
+from kit.megatron.config import GEOMETRIES, Geometry, ModelConfig
+from kit.megatron.gradients import reduced
+from kit.train.plain import Mlp, PlainModel
+
+Tensors = dict[str, torch.Tensor]
+TOPK = 2  # as kit.megatron.model sets it
+# Three query heads to a key, no biases, sizes that are no powers of two.
+GEOMETRIES["odd"] = dataclasses.replace(
+    GEOMETRIES["tiny"], hidden=96, layers=2, heads=12, kv_heads=4, ffn=88, vocab=130, qkv_bias=False
+)
+
+
+class Experts(nn.Module):
+    """Experts in plain torch under the names of Qwen2-MoE: the best by the gate, weighed by a softmax over those."""
+
+    def __init__(self, geometry: Geometry, count: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(geometry.hidden, count, bias=False)
+        self.experts = nn.ModuleList([Mlp(geometry) for _ in range(count)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        best, chosen = self.gate(x).topk(TOPK)
+        shares = torch.zeros_like(self.gate(x)).scatter(-1, chosen, best.softmax(-1))
+        return sum(shares[..., i, None] * expert(x) for i, expert in enumerate(self.experts))  # type: ignore[return-value]
+
+
+def plain(config: ModelConfig) -> PlainModel:
+    made = PlainModel(config.geometry)
+    if config.experts:
+        for layer in made.model.layers:
+            layer.mlp = Experts(config.geometry, config.experts)
+    return made
+
+
+def counted(config: ModelConfig) -> Tensors:
+    """Every element of the whole model is another number, and the dtype holds it exactly."""
+    full, start = {}, 0
+    for name, param in plain(config).named_parameters():
+        full[name] = torch.arange(start, start + param.numel(), dtype=torch.float32).view(param.shape)
+        start += param.numel()
+    assert start < 2**24
+    return full
+
+
+def random(config: ModelConfig) -> Tensors:
+    generator = torch.Generator().manual_seed(8)
+    return {
+        name: torch.randn(param.shape, generator=generator) * (0.1 if param.dim() == 2 else 0.5)
+        for name, param in plain(config).named_parameters()
+    }
+
+
+def unequal(found: Tensors, wanted: Tensors) -> list[str]:
+    """Names whose tensors are not the same bits, and names that only one has."""
+    return sorted(
+        name
+        for name in found.keys() | wanted.keys()
+        if name not in found
+        or name not in wanted
+        or found[name].dtype != wanted[name].dtype
+        or not torch.equal(found[name], wanted[name])
+    )
+
+
+def survey(**settings: Any) -> dict[str, Any]:
+    """All that one layout is asked, on one job."""
+    config = ModelConfig(**settings)
+    with ownership.as_found():
+        job = model.build(config)
+        full = counted(config)
+        shards.load_full(job.chunks, full)
+        merged = shards.merge(job.chunks)
+        kept = {name: value.clone() for name, value in merged.items()}
+        full = random(config)
+        shards.load_full(job.chunks, full)
+        result = {
+            "unequal": unequal(merged, counted(config)),
+            "changed_later": unequal(merged, kept),
+            "unequal_again": unequal(shards.merge(job.chunks), full),
+            "devices": sorted({value.device.type for value in merged.values()}),
+        }
+        tokens, labels = torch.randint(0, config.geometry.vocab, (2, 2, 16), generator=torch.Generator().manual_seed(4))
+        reference = plain(config)
+        reference.load_state_dict(full)
+        wanted = reference(tokens)
+        functional.cross_entropy(wanted.flatten(0, 1), labels.flatten()).backward()
+        result["logits"] = [_far(each, wanted.detach()) for each in _logits(job, tokens)]
+        found = _gradients(job, tokens, labels)
+        exact = {name: param.grad for name, param in reference.named_parameters() if param.grad is not None}
+        result["gradient_names"] = found.keys() == exact.keys()
+        result["gradients"] = {name: _far(found[name], value) for name, value in exact.items() if name in found}
+        result["bfloat16"] = _rounded(job, full)
+    return result
+
+
+def _far(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference beside the largest value. An expert that no token chose has no gradient: then it must be zero too."""
+    assert found.shape == wanted.shape
+    assert found.isfinite().all()
+    apart = float((found.double() - wanted.double()).abs().max())
+    return apart / (float(wanted.abs().max()) or 1.0)
+
+
+def _logits(job: model.Training, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Of the last stage's ranks, columns of all tensor ranks put together; nothing elsewhere."""
+    from megatron.core import parallel_state
+
+    mine = _schedule(job, tokens, None)
+    if not mine:
+        return []
+    group = parallel_state.get_tensor_model_parallel_group()
+    columns = [torch.empty_like(mine[0]) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(columns, mine[0].contiguous(), group=group)
+    return [torch.cat(columns, dim=-1)]
+
+
+def _gradients(job: model.Training, tokens: torch.Tensor, labels: torch.Tensor) -> Tensors:
+    for chunk in job.chunks:
+        chunk.zero_grad_buffer()
+    _schedule(job, tokens, labels)
+    return shards.merge(job.chunks, reduced(job.chunks[0]))
+
+
+def _schedule(job: model.Training, tokens: torch.Tensor, labels: torch.Tensor | None) -> list[Any]:
+    """One microbatch through Megatron's own schedule: logits without labels, forward and backward with them."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape[0], -1)
+
+    def step(_: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
+        def out_of(output: torch.Tensor, *, non_loss_data: bool = False) -> Any:
+            return output.detach() if non_loss_data else (output.float().mean(), {})
+
+        return chunk(tokens, positions, None, labels=labels), out_of
+
+    data: list[Any] = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(()),
+        model=job.chunks,
+        num_microbatches=1,
+        seq_length=tokens.shape[1],
+        micro_batch_size=tokens.shape[0],
+        forward_only=labels is None,
+        collect_non_loss_data=labels is None,
+    )
+    return data
+
+
+def _rounded(job: model.Training, full: Tensors) -> list[str]:
+    """A merge keeps the dtype of what it is given."""
+    narrow = shards.merge(job.chunks, lambda param: param.data.bfloat16())
+    return unequal(narrow, {name: value.bfloat16() for name, value in full.items()})
+
+
+def mixed(name: str, like: str, **settings: Any) -> list[str]:
+    """Names that differ after a merge of weights of which one got another's rows: this must be seen."""
+    config = ModelConfig(**settings)
+    full = counted(config)
+    with ownership.as_found():
+        job = model.build(config)
+        shards.load_full(job.chunks, full | {name: full[like], like: full[name]})
+        return unequal(shards.merge(job.chunks), full)
+
+
+def refused(case: str, **settings: Any) -> dict[str, Any]:
+    """What a load says on this rank, and which tensors it changed all the same."""
+    config = ModelConfig(**settings)
+    gate, up = (f"model.layers.3.mlp.{kind}_proj.weight" for kind in ("gate", "up"))
+    with ownership.as_found():
+        job = model.build(config)
+        before = shards.merge(job.chunks)
+        full = counted(config)
+        if case == "missing" or (case == "missing-on-one" and dist.get_rank() == dist.get_world_size() - 1):
+            del full[gate]
+        elif case == "unknown":
+            full["lm_head.weight"] = torch.zeros(1)
+        elif case == "turned":
+            full[gate] = full[gate].T
+        elif case == "same-together":  # gate and up of wrong sizes, which lie in one shard of the right size
+            full[gate], full[up] = torch.zeros(126, 64), torch.zeros(130, 64)
+        elif case == "longer-vocabulary":
+            full["model.embed_tokens.weight"] = torch.zeros(257, 64)
+        elif case == "many":
+            full = {name: value for name, value in full.items() if ".layers.3." not in name}
+        said = ""
+        try:
+            shards.load_full(job.chunks, full)
+        except BadInput as error:
+            said = str(error)
+        return {"said": said, "changed": unequal(shards.merge(job.chunks), before)}
+
+
+def own_alone(**settings: Any) -> list[str]:
+    """A rank that is given nothing but what its shards are made of loads it all the same."""
+    config = ModelConfig(**settings)
+    full = counted(config)
+    with ownership.as_found():
+        job = model.build(config)
+        needed = {name for chunk in job.chunks for part in shards.parts(chunk) for name in part.full}
+        shards.load_full(job.chunks, {name: full[name] for name in needed})
+        assert len(needed) < len(full)
+        return unequal(shards.merge(job.chunks), full)

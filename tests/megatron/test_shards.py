@@ -1,0 +1,207 @@
+"""Shards and full tensors, there and back: the mapping alone, and on real ranks beside a plain model of the same full weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kit.errors import BadInput
+from kit.megatron.shards import COLUMNS, GATE_UP, QKV, ROWS, WHOLE, Place, cut, join, made_of
+from kit.world import World
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp4": {},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2, "distributed_optimizer": True},
+    "tp2pp2": {"tp": 2, "pp": 2},
+    "pp4": {"pp": 4},
+    "odd": {"tp": 2, "size": "odd"},
+    "ep1": {"experts": 4},
+    "ep2": {"ep": 2, "experts": 4},
+    "ep2pp2": {"ep": 2, "pp": 2, "experts": 4},
+    "ep2etp2": {"ep": 2, "etp": 2, "experts": 4},
+}
+STAGES = {"pp": 2, "tp": 2}
+# The end of what is said of each.
+REFUSED = {
+    "missing": "missing: model.layers.3.mlp.gate_proj.weight",
+    "missing-on-one": "missing: model.layers.3.mlp.gate_proj.weight",
+    "unknown": "unknown to this model: lm_head.weight",
+    "turned": "wrong shape: model.layers.3.mlp.gate_proj.weight is (64, 128) and must be (128, 64)",
+    "same-together": "(126, 64) and must be (128, 64), model.layers.3.mlp.up_proj.weight is (130, 64) and must be (128, 64)",
+    "longer-vocabulary": "wrong shape: model.embed_tokens.weight is (257, 64) and must be (256, 64)",
+    "many": "model.layers.3.mlp.up_proj.weight, model.layers.3.post_attention_layernorm.weight and 7 more",
+}
+
+
+def numbered(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Tensors of which each element is another number."""
+    made, start = [], 0
+    for shape in shapes:
+        count = torch.Size(shape).numel()
+        made.append(torch.arange(start, start + count).view(shape))
+        start += count
+    return made
+
+
+def test_a_rank_has_its_query_groups_one_after_the_other() -> None:
+    q, k, v = (torch.tensor([*names]).T for names in ([range(10, 18)], [range(20, 24)], [range(30, 34)]))
+    # Eight rows of queries, four of keys: heads of one row, two queries share a key, two tensor ranks.
+    place = [Place(rank=rank, size=2, head=1, queries=2) for rank in range(2)]
+    assert cut(QKV, [q, k, v], place[0]).flatten().tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
+    assert cut(QKV, [q, k, v], place[1]).flatten().tolist() == [14, 15, 22, 32, 16, 17, 23, 33]
+
+
+def test_a_rank_has_its_half_of_gate_and_of_up() -> None:
+    gate, up = torch.tensor([[0], [1], [2], [3]]), torch.tensor([[5], [6], [7], [8]])
+    assert cut(GATE_UP, [gate, up], Place(1, 2, 1, 1)).flatten().tolist() == [2, 3, 7, 8]
+
+
+def test_columns_are_cut_and_norms_are_not() -> None:
+    full = numbered((2, 4))
+    assert cut(COLUMNS, full, Place(1, 2, 1, 1)).tolist() == [[2, 3], [6, 7]]
+    assert cut(WHOLE, full, Place(1, 2, 1, 1)) is full[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("how", "shapes"),
+    [
+        (WHOLE, [(24,)]),
+        (ROWS, [(8, 3)]),
+        (COLUMNS, [(3, 8)]),
+        (GATE_UP, [(8, 3), (8, 3)]),
+        (QKV, [(24, 5), (8, 5), (8, 5)]),
+        (QKV, [(24,), (8,), (8,)]),
+    ],
+)
+def test_join_takes_back_what_cut_did(how: str, shapes: list[tuple[int, ...]], size: int) -> None:
+    full = numbered(*shapes)
+    places = [Place(rank=rank, size=size, head=2, queries=3) for rank in range(size)]
+    shards = [cut(how, full, place) for place in places]
+    back = join(how, shards, places[0])
+    assert [each.tolist() for each in back] == [each.tolist() for each in full]
+    if size > 1 and how != WHOLE:
+        assert [each.tolist() for each in join(how, shards[::-1], places[0])] != [each.tolist() for each in full]
+
+
+@pytest.mark.parametrize(
+    ("how", "shapes", "what"),
+    [
+        (ROWS, [(257, 2)], "257 rows do not divide over 2 tensor ranks"),
+        (COLUMNS, [(4, 5)], "5 columns do not divide over 2"),
+        (GATE_UP, [(4, 2), (5, 2)], "5 rows do not divide over 2"),
+        (QKV, [(24, 2), (6, 2), (6, 2)], "3 heads of 2 do not divide over 2"),
+    ],
+)
+def test_what_does_not_divide_is_refused(how: str, shapes: list[tuple[int, ...]], what: str) -> None:
+    with pytest.raises(BadInput, match=what):
+        cut(how, numbered(*shapes), Place(rank=0, size=2, head=2, queries=4))
+
+
+def test_layers_and_experts_are_counted_over_all_ranks() -> None:
+    assert made_of("decoder.layers.1.mlp.linear_fc2.weight", first_layer=2) == (
+        COLUMNS,
+        ("model.layers.3.mlp.down_proj.weight",),
+    )
+    expert = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"
+    owner = "model.layers.4.mlp.experts.7."
+    assert made_of(expert, first_layer=4, first_expert=6) == (
+        GATE_UP,
+        (f"{owner}gate_proj.weight", f"{owner}up_proj.weight"),
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder.layers.0.self_attention.q_layernorm.weight",
+        "decoder.layers.0.mlp.experts.local_experts.0.router.weight",
+        "decoder.layers.0.linear_fc1.weight",
+        "embedding.position_embeddings.weight",
+    ],
+)
+def test_a_parameter_that_is_not_known_is_refused(name: str) -> None:
+    with pytest.raises(BadInput, match=f"{name} is no parameter"):
+        made_of(name)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with World(4, device="cpu", env=environment, logs=tmp_path_factory.mktemp("logs")) as made:
+        yield made
+
+
+def ask(world: World, function: str, **arguments: Any) -> list[Any]:
+    return world.call(f"tests.megatron.ranks.shards:{function}", **arguments)
+
+
+@pytest.fixture(scope="module")
+def surveys() -> dict[str, list[Any]]:
+    return {}
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, world: World, surveys: dict[str, list[Any]]) -> list[Any]:
+    name = request.param
+    if name not in surveys:
+        surveys[name] = ask(world, "survey", **LAYOUTS[name])
+    return surveys[name]
+
+
+every_layout = pytest.mark.parametrize("ranks", LAYOUTS, indirect=True)
+
+
+@every_layout
+def test_full_tensors_come_back_with_the_same_bits(ranks: list[Any]) -> None:
+    for rank in ranks:
+        assert rank["unequal"] == []
+        assert rank["unequal_again"] == []
+        assert rank["bfloat16"] == []
+
+
+@every_layout
+def test_what_was_merged_is_the_callers_own(ranks: list[Any]) -> None:
+    for rank in ranks:
+        assert rank["changed_later"] == []
+        assert rank["devices"] == ["cpu"]
+
+
+@every_layout
+def test_logits_are_those_of_the_plain_model(ranks: list[Any]) -> None:
+    found = [each for rank in ranks for each in rank["logits"]]
+    assert found
+    assert max(found) <= 1e-5
+
+
+@every_layout
+def test_gradients_are_those_of_the_plain_model(ranks: list[Any]) -> None:
+    for rank in ranks:
+        assert rank["gradient_names"]
+        assert {name: far for name, far in rank["gradients"].items() if far > 1e-5} == {}
+
+
+def test_two_tensors_that_changed_places_are_seen(world: World) -> None:
+    names = [f"model.layers.2.self_attn.{kind}_proj.weight" for kind in "kv"]
+    for found in ask(world, "mixed", name=names[0], like=names[1], **STAGES):
+        assert found == names
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_tensors_that_do_not_fit_are_refused_by_name_on_every_rank(world: World, case: str) -> None:
+    found = ask(world, "refused", case=case, **STAGES)
+    assert len({rank["said"] for rank in found}) == 1
+    assert found[0]["said"].startswith("these tensors do not fill the model: ")
+    assert found[0]["said"].endswith(REFUSED[case])
+    for rank in found:
+        assert rank["changed"] == []
+
+
+def test_a_rank_needs_its_own_stages_tensors_alone(world: World) -> None:
+    assert ask(world, "own_alone", **STAGES) == [[]] * 4
