@@ -1,0 +1,213 @@
+"""A GPT in plain torch, of the geometry of the Megatron job and with its parameters under the names of Hugging Face's Qwen2.
+
+RMSNorm, SwiGLU, grouped-query attention, rotary positions (the two halves of a head turned), tied head. Runs in float32, bfloat16
+and float64 on any device. Limits: no dropout, no activation recomputation; padding must be at the end of rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kit.megatron.config import Geometry
+
+STD = 0.02
+Cache = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer, [rows, kv_heads, length, head]
+
+
+class Norm(nn.Module):
+    def __init__(self, hidden: int, eps: float, **made: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden, **made))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, geometry: Geometry, **made: Any) -> None:
+        super().__init__()
+        self.head = geometry.hidden // geometry.heads
+        narrow = geometry.kv_heads * self.head
+        self.repeat = geometry.heads // geometry.kv_heads
+        self.q_proj = nn.Linear(geometry.hidden, geometry.hidden, bias=geometry.qkv_bias, **made)
+        self.k_proj = nn.Linear(geometry.hidden, narrow, bias=geometry.qkv_bias, **made)
+        self.v_proj = nn.Linear(geometry.hidden, narrow, bias=geometry.qkv_bias, **made)
+        self.o_proj = nn.Linear(geometry.hidden, geometry.hidden, bias=False, **made)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        allowed: torch.Tensor | None,
+        cache: Cache | None,
+        start: int,
+    ) -> torch.Tensor:
+        rows, length, hidden = x.shape
+        split = (rows, length, -1, self.head)
+        q = _turned(self.q_proj(x).view(split).transpose(1, 2), turn)
+        k = _turned(self.k_proj(x).view(split).transpose(1, 2), turn)
+        v = self.v_proj(x).view(split).transpose(1, 2)
+        if cache is not None:
+            for kept, new in zip(cache, (k, v), strict=True):
+                kept[:, :, start : start + length] = new
+            k, v = (kept[:, :, : start + length] for kept in cache)
+        k, v = (each.repeat_interleave(self.repeat, dim=1) for each in (k, v))
+        causal = allowed is None and cache is None
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=causal)
+        mixed: torch.Tensor = self.o_proj(out.transpose(1, 2).reshape(rows, length, hidden))
+        return mixed
+
+
+class Mlp(nn.Module):
+    def __init__(self, geometry: Geometry, **made: Any) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(geometry.hidden, geometry.ffn, bias=False, **made)
+        self.up_proj = nn.Linear(geometry.hidden, geometry.ffn, bias=False, **made)
+        self.down_proj = nn.Linear(geometry.ffn, geometry.hidden, bias=False, **made)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Layer(nn.Module):
+    def __init__(self, geometry: Geometry, **made: Any) -> None:
+        super().__init__()
+        self.self_attn = Attention(geometry, **made)
+        self.mlp = Mlp(geometry, **made)
+        self.input_layernorm = Norm(geometry.hidden, geometry.norm_eps, **made)
+        self.post_attention_layernorm = Norm(geometry.hidden, geometry.norm_eps, **made)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        allowed: torch.Tensor | None,
+        cache: Cache | None,
+        start: int,
+    ) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), turn, allowed, cache, start)
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Body(nn.Module):
+    def __init__(self, geometry: Geometry, **made: Any) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(geometry.vocab, geometry.hidden, **made)
+        self.layers = nn.ModuleList([Layer(geometry, **made) for _ in range(geometry.layers)])
+        self.norm = Norm(geometry.hidden, geometry.norm_eps, **made)
+
+
+class PlainModel(nn.Module):
+    """`model.layers.N...` as Hugging Face names them. Made without weights: see `from_weights`."""
+
+    def __init__(
+        self, geometry: Geometry, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__()
+        self.geometry = geometry
+        self.model = Body(geometry, dtype=dtype, device=device)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+        cache: list[Cache] | None = None,
+        start: int = 0,
+    ) -> torch.Tensor:
+        """Logits, [rows, length, vocab], float32 (float64 in float64).
+
+        `segments` numbers the sequences that share a row: a token sees those before it of its own number. With a `cache` the
+        tokens stand at `start` and see what is cached before; one token a call.
+        """
+        length = input_ids.shape[1]
+        if positions is None:
+            positions = torch.arange(start, start + length, device=input_ids.device)[None]
+        x = self.model.embed_tokens(input_ids)
+        turn = _angles(self.geometry, positions, x.dtype)
+        allowed = None if segments is None else _allowed(segments)
+        for index, layer in enumerate(self.model.layers):
+            x = layer(x, turn, allowed, cache[index] if cache else None, start)
+        logits = functional.linear(self.model.norm(x), self.model.embed_tokens.weight)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def empty_cache(self, rows: int, length: int) -> list[Cache]:
+        g, weight = self.geometry, self.model.embed_tokens.weight
+        shape = (g.layers, 2, rows, g.kv_heads, length, g.hidden // g.heads)
+        return [(layer[0], layer[1]) for layer in weight.new_zeros(shape)]
+
+
+def from_weights(
+    geometry: Geometry,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> PlainModel:
+    """A model with copies of these full weights; complains of names that are missing or too many."""
+    # Torch's own initial values would cost time and random numbers.
+    model = PlainModel(geometry, dtype=dtype, device="meta").to_empty(device=device)
+    model.load_state_dict(weights)
+    return model
+
+
+def initial_weights(geometry: Geometry, seed: int) -> dict[str, torch.Tensor]:
+    """float32 on the host: normal matrices, narrower where they write to the residual; norms one, biases zero."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, wanted in PlainModel(geometry, device="meta").named_parameters():
+        if name.endswith("norm.weight"):
+            weights[name] = torch.ones(wanted.shape)
+        elif name.endswith("bias"):
+            weights[name] = torch.zeros(wanted.shape)
+        else:
+            narrower = (2 * geometry.layers) ** 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            weights[name] = torch.randn(wanted.shape, generator=generator) * (STD / narrower)
+    return weights
+
+
+def next_logprobs(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    segments: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[rows, length]: in column t the log-probability of token t + 1. The last column means nothing."""
+    logits = model(input_ids, positions, segments)
+    following = input_ids.roll(-1, dims=1).flatten()
+    return -functional.cross_entropy(logits.flatten(0, 1), following, reduction="none").view(input_ids.shape)
+
+
+def logprobs(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    """Of input_ids[:, 1:], [rows, length - 1], in float32 (float64 in float64)."""
+    return next_logprobs(model, input_ids)[:, :-1]
+
+
+def _angles(geometry: Geometry, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    # In float32 whatever the model is in: bfloat16 cannot count beyond 256.
+    wide = torch.promote_types(dtype, torch.float32)
+    half = torch.arange(0, geometry.hidden // geometry.heads, 2, dtype=wide, device=positions.device)
+    frequency = geometry.rope_base ** (-half / (geometry.hidden // geometry.heads))
+    angle = positions[:, None, :, None].to(wide) * torch.cat([frequency, frequency])
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def _turned(x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * turn[0] + torch.cat([-second, first], dim=-1) * turn[1]
+
+
+def _allowed(segments: torch.Tensor) -> torch.Tensor:
+    length = segments.shape[1]
+    same = segments[:, None, :, None] == segments[:, None, None, :]
+    return same & torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()

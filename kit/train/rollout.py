@@ -1,0 +1,180 @@
+"""Rollouts as a real RL step sees them: answers sampled by an engine's weights, scored, with the log-probabilities of every party.
+
+`prepare` trains a plain model a little on the arithmetic task, samples from a bfloat16 copy, and moves the weights on, so that the four
+sets of log-probabilities differ as they do in life. The same seed gives the same bits on the same machine. Limits: adam only for the few
+updates here; whole model on one device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kit.errors import BadInput
+from kit.train.batch import KEYS, Batch, cuts, rows
+from kit.train.plain import PlainModel, from_weights, initial_weights, logprobs
+from kit.train.task import END, LONGEST, PAD, Problem, encode, problems, reward
+
+if TYPE_CHECKING:
+    from kit.megatron.config import Geometry
+
+LR, WIDTH = 1e-3, 64  # of a model so wide; less for wider ones, which every update throws further
+LESSON = 16  # problems of one supervised update
+AT_ONCE = 8192  # tokens of one forward pass
+MASKED = 8  # one row in so many does not count
+
+
+def prepare(
+    geometry: Geometry,
+    *,
+    seed: int,
+    prompts: int,
+    group: int,
+    length: int,
+    warm_steps: int,
+    device: torch.device | str = "cpu",
+) -> tuple[dict[str, torch.Tensor], Batch]:
+    """The weights that the step starts from, and a batch of prompts * group rows, both on the host.
+
+    initial -> warm_steps -> reference -> half as many -> engine, which samples -> 1 -> prev -> 1 -> where the step starts. The
+    last two updates go far, so that some ratios are clipped.
+    """
+    if length <= LONGEST:
+        raise BadInput(f"length={length} is too short for the arithmetic task: it must be above {LONGEST}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = from_weights(geometry, initial_weights(geometry, seed), device=device)
+        pupil = Pupil(model, seed)
+        pupil.learn(warm_steps)
+        reference = _weights(model)
+        pupil.learn(warm_steps // 2)
+        asked = problems(seed + 1, prompts)
+        batch = sample(
+            from_weights(geometry, _weights(model), dtype=torch.bfloat16, device=device), asked, group, length, seed
+        )
+        pupil.learn(1, far=2.0)
+        batch["prev_logprobs"] = score(model, batch)
+        pupil.learn(1, far=4.0)
+        batch["reference_logprobs"] = score(from_weights(geometry, reference, device=device), batch)
+    batch["advantages"] = _advantages(asked, group, batch)
+    batch["sample_mask"] = _sample_mask(rows(batch), seed)
+    return _weights(model), {name: batch[name] for name in KEYS}
+
+
+def uneven(batch: Batch, ranks: int) -> Batch:
+    """The last data rank's share of rows (of `ranks` equal ones) all masked; one valid token in the first row of the others."""
+    share = rows(batch) // ranks
+    mask = batch["token_mask"].clone()
+    for first in range(0, share * (ranks - 1), share):
+        kept = int(mask[first].argmax())
+        mask[first] = 0.0
+        mask[first, kept] = 1.0
+    mask[share * (ranks - 1) :] = 0.0
+    return {**batch, "token_mask": mask}
+
+
+class Pupil:
+    """A model that is taught answers, some problems an update."""
+
+    def __init__(self, model: PlainModel, seed: int) -> None:
+        self.model = model
+        self.rate = LR * (WIDTH / model.geometry.hidden) ** 1.5
+        self.optimizer = torch.optim.Adam(model.parameters())
+        self.seed, self.updates = seed, 0
+
+    def learn(self, updates: int, far: float = 1.0) -> None:
+        self.optimizer.param_groups[0]["lr"] = self.rate * far
+        for _ in range(updates):
+            self.updates += 1
+            taught = [
+                (encode(problem.prompt), [*encode(problem.answer), END])
+                for problem in problems(self.seed * 1_000_003 + self.updates, LESSON)
+            ]
+            longest = max(len(prompt) + len(answer) for prompt, answer in taught)
+            ids = torch.full((LESSON, longest), PAD)
+            mask = torch.zeros(LESSON, longest)
+            for row, (prompt, answer) in enumerate(taught):
+                end = len(prompt) + len(answer)
+                ids[row, :end] = torch.tensor(prompt + answer)
+                mask[row, len(prompt) : end] = 1.0
+            device = self.model.model.embed_tokens.weight.device
+            loss = -(logprobs(self.model, ids.to(device)) * mask[:, 1:].to(device)).sum() / mask.sum()
+            self.optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+
+
+@torch.no_grad()
+def sample(model: PlainModel, asked: list[Problem], group: int, length: int, seed: int) -> Batch:
+    """`group` answers a prompt at temperature 1. A row ends with END or at a limit of its own, drawn between one token and `length`."""
+    device = model.model.embed_tokens.weight.device
+    starts = [encode(problem.prompt) for problem in asked for _ in range(group)]
+    count = len(starts)
+    prompt = torch.tensor([len(start) for start in starts])
+    generator = torch.Generator().manual_seed(seed)
+    limit = prompt + 1 + (torch.rand(count, generator=generator) * (length - prompt)).long()
+    ids = torch.full((count, length), PAD)
+    for row, start in enumerate(starts):
+        ids[row, : len(start)] = torch.tensor(start)
+    generation = torch.zeros(count, length)
+    lengths = limit.clone()
+    cache = model.empty_cache(count, length)
+    # Prompts are fed token by token too, so that all rows stand at the same position.
+    for at in range(length - 1):
+        after = model(ids[:, at : at + 1].to(device), cache=cache, start=at)[:, 0].log_softmax(-1).cpu()
+        drawn = torch.multinomial(after.exp(), 1, generator=generator)[:, 0]
+        written = (prompt <= at + 1) & (at + 1 < lengths)
+        ids[written, at + 1] = drawn[written]
+        following = ids[:, at + 1]
+        generation[:, at + 1] = after.gather(1, following[:, None])[:, 0]
+        lengths = torch.where(written & (drawn == END), at + 2, lengths)
+        if bool((lengths <= at + 2).all()):
+            break
+    column = torch.arange(length)[None]
+    inside = column < lengths[:, None]
+    mask = inside & (column >= prompt[:, None])
+    return {
+        "input_ids": ids,
+        "input_lengths": lengths,
+        "token_mask": mask.float(),
+        "generation_logprobs": generation * mask,
+    }
+
+
+@torch.no_grad()
+def score(model: PlainModel, batch: Batch) -> torch.Tensor:
+    """Log-probabilities of a batch's tokens, [rows, length]: none for the first token, nor for padding."""
+    device = model.model.embed_tokens.weight.device
+    length = batch["input_ids"].shape[1]
+    parts = [
+        logprobs(model, piece["input_ids"].to(device)).float().cpu() for piece in cuts(batch, max(1, AT_ONCE // length))
+    ]
+    scored = torch.nn.functional.pad(torch.cat(parts), (1, 0))
+    return scored * (torch.arange(length)[None] < batch["input_lengths"][:, None])
+
+
+def _advantages(asked: list[Problem], group: int, batch: Batch) -> torch.Tensor:
+    """Rewards less the mean of their group, over its deviation; one value for all tokens of a row."""
+    ids, lengths = batch["input_ids"].tolist(), batch["input_lengths"].tolist()
+    rewards = torch.tensor(
+        [
+            reward(problem, ids[row][len(problem.prompt) : lengths[row]])
+            for index, problem in enumerate(asked)
+            for row in range(index * group, (index + 1) * group)
+        ]
+    ).view(-1, group)
+    centred = rewards - rewards.mean(1, keepdim=True)
+    each = (centred / (rewards.std(1, correction=0, keepdim=True) + 1e-6)).flatten()
+    return each[:, None].expand_as(batch["input_ids"]) * batch["token_mask"]
+
+
+def _sample_mask(count: int, seed: int) -> torch.Tensor:
+    """All but one row in MASKED count; at least one does."""
+    mask = torch.ones(count)
+    mask[torch.randperm(count, generator=torch.Generator().manual_seed(seed + 2))[: count // MASKED]] = 0.0
+    return mask
+
+
+def _weights(model: PlainModel) -> dict[str, torch.Tensor]:
+    return {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in model.named_parameters()}

@@ -1,0 +1,372 @@
+"""What test_fsdp.py asks of ranks: each function runs on all of them and gives JSON back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kit.errors import KitError
+from kit.megatron.config import GEOMETRIES
+from kit.train import fsdp
+from kit.train.batch import Batch, counts, cut, rows
+from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
+from kit.train.plain import from_weights, logprobs
+from kit.train.rollout import prepare, uneven
+from kit.train.settings import Settings
+
+GEOMETRY = dataclasses.replace(GEOMETRIES["tiny"], layers=2)
+CPU = torch.device("cpu")
+SHARE, MBS = 20, 4  # rows of a rank, rows of a microbatch
+GBS = 2 * SHARE
+SETTINGS = Settings(first_lr=1e-4, warmup=4 * GBS, decay=1000 * GBS)
+BUDGET = 96
+STEPS = 3
+
+
+@functools.cache
+def rollouts() -> tuple[dict[str, torch.Tensor], Batch]:
+    return prepare(GEOMETRY, seed=3, prompts=10, group=4, length=32, warm_steps=8)
+
+
+def mine(batch: Batch | None = None) -> Batch:
+    whole = rollouts()[1] if batch is None else batch
+    start = dist.get_rank() * SHARE
+    return cut(whole, start, start + SHARE)
+
+
+def job(batching: str = "fixed", dtype: str = "float32", settings: Settings = SETTINGS) -> fsdp.FsdpJob:
+    budget = 0 if batching == "fixed" else BUDGET
+    return fsdp.build(
+        GEOMETRY,
+        rollouts()[0],
+        settings=settings,
+        dtype=getattr(torch, dtype),
+        device=CPU,
+        batching=batching,  # type: ignore[arg-type]
+        token_budget=budget,
+    )
+
+
+def a_loss(level: str) -> ClippedPolicyGradient:
+    return ClippedPolicyGradient(level=level, importance="tokens", kl=0.05)  # type: ignore[arg-type]
+
+
+def feed(step: fsdp.FsdpSplit, data: Batch, calls: int) -> None:
+    total = rows(data) // MBS
+    ends = [total * index // calls * MBS for index in range(calls + 1)]
+    for start, end in itertools.pairwise(ends):
+        step.microbatch(cut(data, start, end))
+
+
+def off(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Relative distance over all tensors."""
+    assert found.keys() == wanted.keys()
+    apart = sum(float((found[name].double() - wanted[name].double()).square().sum()) for name in wanted)
+    return float((apart / sum(float(each.double().square().sum()) for each in wanted.values())) ** 0.5)
+
+
+def metrics_off(found: dict[str, float], wanted: dict[str, float]) -> dict[str, float]:
+    """Relative, but to 0.05 where a metric is smaller: a loss is a difference of larger sums in float32."""
+    assert found.keys() == wanted.keys()
+    return {name: abs(found[name] - wanted[name]) / max(abs(wanted[name]), 0.05) for name in wanted}
+
+
+def oracle(loss: Any, batch: Batch) -> dict[str, torch.Tensor]:
+    """Gradients of a step over all rows by one plain float64 model that knows nothing of ranks or microbatches."""
+    model = from_weights(GEOMETRY, rollouts()[0], dtype=torch.float64)
+    wide = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    sequences, tokens = counts(batch).tolist()
+    loss(logprobs(model, wide["input_ids"]), wide, tokens=tokens, sequences=sequences)[0].backward()
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+@contextlib.contextmanager
+def reduce_scatters() -> Iterator[list[int]]:
+    """Sizes that go into a reduce-scatter, whatever this torch calls it."""
+    names = [name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)]
+    plain = {name: getattr(dist, name) for name in names}
+    seen: list[int] = []
+
+    def spy(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = kwargs.get("input", kwargs.get("input_tensor"))
+            seen.append((args[1] if given is None else given).numel())
+            return plain[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, spy(name))
+    try:
+        yield seen
+    finally:
+        for name in names:
+            setattr(dist, name, plain[name])
+
+
+def parity(level: str, batching: str, dtype: str) -> dict[str, Any]:
+    """Several plain steps, and the same cut in 1, 2 and 5 calls."""
+    loss, plain = a_loss(level), job(batching, dtype)
+    sync = fsdp.FsdpSync(plain)
+    wanted = [sync.run(loss, mine(), GBS, MBS) for _ in range(STEPS)]
+    gradients, weights = fsdp.full_gradients(plain), fsdp.full_parameters(plain)
+    found: dict[str, Any] = {}
+    bits = set()
+    for calls in (1, 2, 5):
+        here = job(batching, dtype)
+        step = fsdp.FsdpSplit(here)
+        results = []
+        reductions: list[int] = []
+        with fsdp.counted(here) as counter, reduce_scatters() as scattered:
+            for _ in range(STEPS):
+                counter.reset()
+                step.begin(loss, GBS, MBS)
+                feed(step, mine(), calls)
+                assert not any(counter.counts.values())
+                results.append(step.finish())
+                reductions += counter.counts.values()
+        bits.add(repr(sorted(fsdp.state(here).items())))
+        found[str(calls)] = {
+            "gradients": off(fsdp.full_gradients(here), gradients),
+            "parameters": off(fsdp.full_parameters(here), weights),
+            "loss": max(abs(a["global_loss"] - b["global_loss"]) for a, b in zip(results, wanted, strict=True)),
+            "metrics": [metrics_off(a["metrics"], b["metrics"]) for a, b in zip(results, wanted, strict=True)],
+            "same": [
+                {key: a[key] == b[key] for key in ("lr", "wd", "global_valid_seqs", "global_valid_toks", "version")}  # type: ignore[literal-required]
+                for a, b in zip(results, wanted, strict=True)
+            ],
+            "norms": [abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(results, wanted, strict=True)],
+            "reductions": reductions,
+            "scattered": len(scattered),
+            "groups": fsdp.reduction_groups(here),
+        }
+    return {"calls": found, "different_bits": len(bits), "results": [{**each} for each in wanted]}
+
+
+def one_step(batching: str, level: str, masks: str, cuts: list[list[int]]) -> dict[str, Any]:
+    """A piece-wise step whose gradients are held against the oracle's. `cuts`: for each rank the rows of each call."""
+    whole = rollouts()[1]
+    batch = uneven(whole, 2) if masks == "empty-rank" else whole
+    own = cuts[dist.get_rank()]
+    before = sum(sum(each) for each in cuts[: dist.get_rank()])
+    used = cut(batch, 0, sum(sum(each) for each in cuts))
+    loss, here = a_loss(level), job(batching)
+    step = fsdp.FsdpSplit(here)
+    step.begin(loss, GBS, MBS)
+    for size in own:
+        step.microbatch(cut(batch, before, before + size))
+        before += size
+    found: dict[str, torch.Tensor] = {}
+    plain = here.optimizer.step
+    here.optimizer.step = lambda: (found.update(fsdp.full_gradients(here)), plain())[1]  # type: ignore[method-assign]
+    result = step.finish()
+    return {"off": off(found, oracle(loss, used)), "result": result, "counts": counts(used).tolist()}
+
+
+def nothing_valid() -> dict[str, Any]:
+    batch = {**mine(), "sample_mask": torch.zeros(SHARE)}
+    here = job()
+    before = fsdp.full_parameters(here)
+    step = fsdp.FsdpSplit(here)
+    step.begin(a_loss("tokens"), GBS, MBS)
+    feed(step, batch, 2)
+    result = step.finish()
+    zero = all(not each.any() for each in fsdp.full_gradients(here).values())
+    # Weight decay alone moves weights then, as in a plain step.
+    other = job()
+    fsdp.FsdpSync(other).run(a_loss("tokens"), batch, GBS, MBS)
+    return {
+        "result": result,
+        "zero": zero,
+        "as_plain": off(fsdp.full_parameters(here), fsdp.full_parameters(other)),
+        "shrunk": {
+            name: off({name: value}, {name: before[name]}) for name, value in fsdp.full_parameters(here).items()
+        },
+    }
+
+
+def no_rows_at_all() -> dict[str, Any]:
+    step = fsdp.FsdpSplit(job())
+    step.begin(NegativeLogLikelihood(), GBS, MBS)
+    step.microbatch(cut(mine(), 0, 0))
+    return {**step.finish()}
+
+
+class Breaks:
+    """A loss that raises at its n-th call, in the forward pass or while the backward pass runs."""
+
+    def __init__(self, level: str, at: int, where: str) -> None:
+        self.inner, self.at, self.where = a_loss(level), at, where
+        self.level = self.inner.level
+
+    def normalizers(self) -> Any:
+        return self.inner.normalizers()
+
+    def __call__(self, found: torch.Tensor, batch: Batch, **by: float) -> Any:
+        self.at -= 1
+        if self.at == 0 and self.where == "loss":
+            raise ArithmeticError("broken")
+        if self.at == 0 and self.where == "nan":
+            found = found * float("nan")
+        return self.inner(found, batch, **by)
+
+
+@contextlib.contextmanager
+def broken_layer(here: fsdp.FsdpJob, where: str) -> Iterator[None]:
+    """The first layer's MLP raises in its forward, or its backward pass."""
+    mlp = here.model.model.layers[0].mlp
+
+    def boom(*_: Any) -> None:
+        raise ArithmeticError("broken")
+
+    hook = mlp.register_forward_hook(boom) if where == "forward" else mlp.register_full_backward_hook(boom)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def attempt(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - told
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _step(here: fsdp.FsdpJob, step: fsdp.FsdpSplit) -> dict[str, Any]:
+    step.begin(a_loss("tokens"), GBS, MBS)
+    feed(step, mine(), 2)
+    return {**step.finish(), "state": fsdp.state(here)}
+
+
+def abort(where: str, dtype: str) -> dict[str, Any]:
+    """A step that is given up between two others, or breaks: what it left, and the next step beside one of an undisturbed job."""
+    calm = job(dtype=dtype)
+    steady = fsdp.FsdpSplit(calm)
+    _step(calm, steady)
+    expected = _step(calm, steady)
+
+    here = job(dtype=dtype)
+    step = fsdp.FsdpSplit(here)
+    _step(here, step)
+    hooks, before = fsdp.hooks(here), fsdp.state(here)
+    loss: Any = Breaks("tokens", 3, where) if where == "loss" else a_loss("tokens")
+    step.begin(loss, GBS, MBS)
+    feed(step, cut(mine(), 0, 2 * MBS), 2)
+    torch.rand(3)
+    error = ""
+    if where == "loss":
+        error = attempt(lambda: feed(step, cut(mine(), 0, 2 * MBS), 1))
+    elif where in ("forward", "backward"):
+        with broken_layer(here, where):
+            error = attempt(lambda: feed(step, cut(mine(), 0, 2 * MBS), 1))
+    again = [attempt(step.finish), attempt(lambda: step.microbatch(mine()))] if error else []
+    hooks_after = fsdp.hooks(here)
+    step.abort()
+    after = fsdp.state(here)
+    left = [name for name, param in here.model.named_parameters() if param.grad is not None]
+    version = step.version
+    step.abort()
+    now = _step(here, step)
+    return {
+        "error": error,
+        "again": again,
+        "hooks_back": hooks_after == hooks if error else fsdp.hooks(here) == hooks,
+        "same": after == before,
+        "left": left,
+        "version": version,
+        "next_same": now == expected,
+        "moved": now["state"] != before,
+    }
+
+
+def misuse() -> dict[str, str]:
+    step = fsdp.FsdpSplit(job())
+    said = {"microbatch closed": attempt(lambda: step.microbatch(mine())), "finish closed": attempt(step.finish)}
+    said["abort closed"] = attempt(step.abort)
+    step.begin(a_loss("tokens"), GBS, MBS)
+    said["begin open"] = attempt(lambda: step.begin(a_loss("tokens"), GBS, MBS))
+    said["finish empty"] = attempt(step.finish)
+    step.abort()
+    return said
+
+
+def not_finite() -> dict[str, Any]:
+    here = job()
+    step = fsdp.FsdpSplit(here)
+    _step(here, step)
+    before = fsdp.state(here)
+    step.begin(Breaks("tokens", 2, "nan" if dist.get_rank() else "never"), GBS, MBS)
+    feed(step, mine(), 1)
+    result = step.finish()
+    skipped = fsdp.state(here) == before
+    other = job()
+    plain = fsdp.FsdpSync(other)
+    plain.run(a_loss("tokens"), mine(), GBS, MBS)
+    same = plain.run(Breaks("tokens", 2, "nan" if dist.get_rank() else "never"), mine(), GBS, MBS)
+    return {
+        "updated": [result["updated"], same["updated"]],
+        "version": [result["version"], same["version"]],
+        "finite": result["grad_norm"] < float("inf"),
+        "skipped": skipped,
+        "rates": [result["lr"], same["lr"]],
+        "steps": [here.scheduler.steps, other.scheduler.steps],
+        "next": _step(here, step)["updated"],
+    }
+
+
+def refused() -> list[str]:
+    """One rank has a sequence that its budget does not carry."""
+    here = job("packed")
+    if dist.get_rank():
+        here.token_budget = 8
+    step = fsdp.FsdpSplit(here)
+    step.begin(a_loss("tokens"), GBS, MBS)
+    said = [attempt(lambda: step.microbatch(mine()))]
+    step.abort()
+    here.token_budget = BUDGET
+    said.append(str(_step(here, step)["updated"]))
+    return said
+
+
+def clipping() -> dict[str, Any]:
+    """With a low limit the weights get the clipped gradient, and full_gradients shows it afterwards."""
+    here = job(settings=Settings(first_lr=1e-3, warmup=0, clip=0.01))
+    result = fsdp.FsdpSync(here).run(a_loss("tokens"), mine(), GBS, MBS)
+    after = sum(float(each.square().sum()) for each in fsdp.full_gradients(here).values()) ** 0.5
+    loose = job(settings=Settings(first_lr=1e-3, warmup=0, clip=0.0))
+    fsdp.FsdpSync(loose).run(a_loss("tokens"), mine(), GBS, MBS)
+    whole = sum(float(each.square().sum()) for each in fsdp.full_gradients(loose).values()) ** 0.5
+    return {"norm": result["grad_norm"], "after": after, "loose": whole}
+
+
+def unchanged_inputs() -> bool:
+    """The caller may reuse its tensors as soon as microbatch() is back."""
+    first, second = job(), job()
+    a, b = fsdp.FsdpSplit(first), fsdp.FsdpSplit(second)
+    for step, spoil in ((a, False), (b, True)):
+        step.begin(a_loss("tokens"), GBS, MBS)
+        for start in range(0, SHARE, MBS):
+            piece = {name: value.clone() for name, value in cut(mine(), start, start + MBS).items()}
+            step.microbatch(piece)
+            if spoil:
+                for value in piece.values():
+                    value.zero_()
+        step.finish()
+    return fsdp.state(first) == fsdp.state(second)
+
+
+def build_needs_a_budget() -> str:
+    try:
+        fsdp.build(GEOMETRY, rollouts()[0], settings=SETTINGS, device=CPU, batching="packed")
+    except KitError as error:
+        return str(error)
+    return ""
