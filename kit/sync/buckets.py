@@ -1,0 +1,398 @@
+"""Tensors packed into buckets of bytes: a layout both ends agree on, copies in, views without a copy, copies out.
+
+A layout is made from the tensors' specs alone and goes to the other end as JSON. Tensors lie in order, each at a 512-byte boundary of its
+bucket. One larger than a bucket is refused, or split into pieces over several. Between contiguous tensors of the host bytes move by plain
+copies outside of the interpreter's lock, neighbours on both sides in one; everything else goes through torch in one call a bucket.
+
+Limits: a bucket's unused bytes keep what was in them; a piece of a tensor can be applied to contiguous memory only; autograd's
+version counters do not see plain copies.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+import torch
+
+from kit.errors import BadInput, KitError
+from kit.measure.host import Move, libc, transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+ALIGN = 512
+_PAGE = 4096
+_MIB = 2**20
+
+Key = tuple[str, int]  # name and shard
+
+
+class Spec(NamedTuple):
+    """One tensor, or one shard of it. A tensor that is whole is shard 0."""
+
+    name: str
+    shard: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def key(self) -> Key:
+        return self.name, self.shard
+
+    @property
+    def size(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} (shard {self.shard})"
+
+
+class Piece(NamedTuple):
+    """`size` bytes of tensor number `spec`, from its byte `start` on, at `offset` of a bucket."""
+
+    spec: int
+    start: int
+    size: int
+    offset: int
+
+
+class View(NamedTuple):
+    """Where a tensor lies in a bucket: in its own shape where it is whole, else its elements from `start` on, in one dimension."""
+
+    spec: Spec
+    start: int
+    tensor: torch.Tensor
+
+
+class Mismatch(KitError):  # noqa: N818 - it is what was found
+    """What is there does not fit what the bucket holds; nothing of the bucket was copied. `missing` and `failed` are keys."""
+
+    def __init__(self, message: str, *, bucket: int, missing: tuple[Key, ...], failed: tuple[Key, ...]) -> None:
+        super().__init__(message)
+        self.bucket = bucket
+        self.missing = missing
+        self.failed = failed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Which bytes of which tensor lie where. Made by `lay_out`."""
+
+    specs: tuple[Spec, ...]
+    bucket_bytes: int
+    buckets: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each bucket that are in use."""
+        return tuple(max(piece.offset + piece.size for piece in bucket) for bucket in self.buckets)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.size for spec in self.specs)
+
+    def holding(self, names: Iterable[str]) -> set[int]:
+        """The buckets that hold anything of these tensors, whatever the shard; a name that is not known is refused."""
+        wanted = set(names)
+        unknown = wanted - {spec.name for spec in self.specs}
+        if unknown:
+            raise BadInput(f"no tensor of the layout is called {', '.join(sorted(unknown))}")
+        return {
+            index
+            for index, bucket in enumerate(self.buckets)
+            if any(self.specs[piece.spec].name in wanted for piece in bucket)
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "specs": [[name, shard, _dtype_name(dtype), list(shape)] for name, shard, dtype, shape in self.specs],
+            "bucket_bytes": self.bucket_bytes,
+            "buckets": [[list(piece) for piece in bucket] for bucket in self.buckets],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what `to_json` gave; a layout that does not hold every byte once, in its place, is refused."""
+        layout = cls(
+            specs=tuple(Spec(name, shard, _dtype(dtype), tuple(shape)) for name, shard, dtype, shape in data["specs"]),
+            bucket_bytes=data["bucket_bytes"],
+            buckets=tuple(tuple(Piece(*piece) for piece in bucket) for bucket in data["buckets"]),
+        )
+        layout.check()
+        return layout
+
+    def check(self) -> None:
+        """Refuse pieces that are misaligned, overlap, leave their bucket, or leave out or repeat a tensor's bytes."""
+        _refuse_twice(self.specs)
+        reached = [0] * len(self.specs)
+        for index, bucket in enumerate(self.buckets):
+            end = 0
+            for piece in bucket:
+                spec = self.specs[piece.spec]
+                if piece.offset % ALIGN:
+                    raise BadInput(f"bucket {index}: {spec} lies at {piece.offset}, which is no multiple of {ALIGN}")
+                if piece.offset < end or piece.offset + piece.size > self.bucket_bytes:
+                    raise BadInput(
+                        f"bucket {index}: {spec} lies at {piece.offset} to {piece.offset + piece.size}; free are {end} "
+                        f"to {self.bucket_bytes}"
+                    )
+                if piece.start != reached[piece.spec]:
+                    raise BadInput(f"bucket {index}: {spec} goes on at byte {piece.start}, not {reached[piece.spec]}")
+                end = piece.offset + piece.size
+                reached[piece.spec] += piece.size
+        short = [str(spec) for spec, got in zip(self.specs, reached, strict=True) if got != spec.size]
+        placed = {piece.spec for bucket in self.buckets for piece in bucket}
+        short += [str(spec) for number, spec in enumerate(self.specs) if not spec.size and number not in placed]
+        if short:
+            raise BadInput(f"the layout does not hold all bytes of {', '.join(short)}")
+
+
+def specs_of(tensors: Mapping[Key, torch.Tensor]) -> list[Spec]:
+    """Specs in the mapping's order."""
+    return [Spec(name, shard, t.dtype, tuple(t.shape)) for (name, shard), t in tensors.items()]
+
+
+def lay_out(specs: Sequence[Spec], bucket_bytes: int, *, oversize: Literal["refuse", "split"] = "refuse") -> Layout:
+    """Fill bucket after bucket. A tensor that does not fit what is left starts the next; a split one uses what is left."""
+    if bucket_bytes < ALIGN or bucket_bytes % ALIGN:
+        raise BadInput(f"buckets of {bucket_bytes} bytes: a multiple of {ALIGN} is needed")
+    _refuse_twice(specs)
+    buckets: list[list[Piece]] = []
+    end = bucket_bytes  # of what is filled; there is no bucket yet
+    for number, spec in enumerate(specs):
+        if spec.size > bucket_bytes and oversize == "refuse":
+            raise BadInput(
+                f"{spec} has {spec.size} bytes and a bucket {bucket_bytes}: make buckets larger, or let tensors be split"
+            )
+        if end + spec.size > bucket_bytes >= spec.size or not buckets:
+            buckets.append([])
+            end = 0
+        start = 0
+        while True:
+            if end == bucket_bytes and spec.size:
+                buckets.append([])
+                end = 0
+            size = min(spec.size - start, bucket_bytes - end)
+            buckets[-1].append(Piece(number, start, size, end))
+            end += -(-size // ALIGN) * ALIGN
+            start += size
+            if start == spec.size:
+                break
+    return Layout(specs=tuple(specs), bucket_bytes=bucket_bytes, buckets=tuple(map(tuple, buckets)))
+
+
+def automatic(specs: Sequence[Spec], *, oversize: Literal["refuse", "split"] = "refuse") -> int:
+    """A bucket size from the sizes alone, the same on every rank.
+
+    A 64th of all bytes, so that packing, sending and applying have much to overlap, within 1 to 8 MiB: below, the cost of each
+    message counts; above, a bucket leaves the cache between being packed and being sent. Where the median tensor is larger than half of
+    that, packing gains nothing: a bucket then is one such tensor, up to 64 MiB. There are never more than 256 buckets' worth of
+    bytes. Where tensors are not split, the largest must fit.
+    """
+    sizes = [spec.size for spec in specs] or [0]
+    total, median = sum(sizes), int(statistics.median(sizes))
+    size = min(max(total // 64, _MIB), 8 * _MIB)
+    if median > size // 2:
+        size = min(max(median, _MIB), 64 * _MIB)
+    size = max(size, total // 256, max(sizes) if oversize == "refuse" else 0)
+    return -(-size // _PAGE) * _PAGE
+
+
+def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[View]:
+    """The tensors of a bucket, and pieces of tensors, where they lie in its bytes. No copy."""
+    _check_buffer(layout, index, buffer)
+    found = []
+    for number, start, size, offset in layout.buckets[index]:
+        spec = layout.specs[number]
+        typed = buffer[offset : offset + size].view(spec.dtype)
+        found.append(View(spec, start // spec.dtype.itemsize, typed.view(spec.shape) if size == spec.size else typed))
+    return found
+
+
+def pack(
+    layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor], out: torch.Tensor, *, fresh: bool = False
+) -> None:
+    """Copy a bucket's tensors into `out`. `fresh`: its pages are not there yet and are supplied on the way."""
+    _check_buffer(layout, index, out)
+    _into_bucket(_plan(layout, index, tensors, out, target=False), out, fresh=fresh)
+
+
+def apply(layout: Layout, index: int, buffer: torch.Tensor, targets: Mapping[Key, torch.Tensor]) -> None:
+    """Copy a bucket's tensors into the targets, or raise `Mismatch` and leave them all as they were."""
+    _check_buffer(layout, index, buffer)
+    _out_of_bucket(_plan(layout, index, targets, buffer, target=True), buffer)
+
+
+class Bound:
+    """The same two for tensors that stay: they are looked up and checked once, and again where one has moved since.
+
+    Limits: a tensor that changes its shape where it lies is not noticed; what was copied last is kept alive until the next use.
+    """
+
+    def __init__(self, layout: Layout, tensors: Mapping[Key, torch.Tensor]) -> None:
+        self.layout = layout
+        self.tensors = tensors
+        self._plans: dict[tuple[int, bool, torch.device], _Plan] = {}
+
+    def pack(self, index: int, out: torch.Tensor, *, fresh: bool = False) -> None:
+        _into_bucket(self._plan(index, out, target=False), out, fresh=fresh)
+
+    def apply(self, index: int, buffer: torch.Tensor) -> None:
+        _out_of_bucket(self._plan(index, buffer, target=True), buffer)
+
+    def _plan(self, index: int, buffer: torch.Tensor, *, target: bool) -> _Plan:
+        _check_buffer(self.layout, index, buffer)
+        key = index, target, buffer.device
+        plan = self._plans.get(key)
+        if plan is None or not plan.holds():
+            plan = self._plans[key] = _plan(self.layout, index, self.tensors, buffer, target=target)
+        return plan
+
+
+class _Plan(NamedTuple):
+    """How one bucket is copied: plain copies of so many bytes between addresses and offsets, and what torch has to copy."""
+
+    layout: Layout
+    bucket: int
+    tensors: list[torch.Tensor]
+    pointers: list[int]
+    storages: list[torch.UntypedStorage]
+    addresses: list[int]
+    offsets: list[int]
+    sizes: list[int]
+    by_torch: list[tuple[int, torch.Tensor]]  # by the piece's number in the bucket
+
+    def holds(self) -> bool:
+        """Whether every tensor is where it was, with its bytes."""
+        return [tensor.data_ptr() for tensor in self.tensors] == self.pointers and all(
+            storage.nbytes() for storage in self.storages
+        )
+
+
+def _plan(
+    layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor], buffer: torch.Tensor, *, target: bool
+) -> _Plan:
+    plan = _Plan(layout, index, [], [], [], [], [], [], [])
+    storages: dict[int, torch.UntypedStorage] = {}
+    problems: list[tuple[Key, str]] = []
+    on_host = buffer.is_cpu
+    end_here = end_there = -1
+    # This loop runs once a tensor, thousands of times a model: what is rare is told apart in functions of its own.
+    for place, (number, start, size, offset) in enumerate(layout.buckets[index]):
+        name, shard, dtype, shape = layout.specs[number]
+        tensor = tensors.get((name, shard))
+        if tensor is None or tensor.dtype != dtype or tensor.shape != shape:
+            problems.append(((name, shard), _unlike(layout.specs[number], tensor)))
+            continue
+        if not size:
+            continue
+        pointer, storage = tensor.data_ptr(), tensor.untyped_storage()
+        if not pointer or not storage.nbytes():  # a wrapper, as a DTensor, has a size and no address
+            problems.append(((name, shard), "has no bytes here: they were moved away, or it only wraps other tensors"))
+            continue
+        plan.tensors.append(tensor)
+        plan.pointers.append(pointer)
+        storages[storage.data_ptr()] = storage
+        if not (on_host and tensor.is_cpu and tensor.is_contiguous()):
+            if target and size != layout.specs[number].size and not tensor.is_contiguous():
+                problems.append(((name, shard), "is not contiguous, and comes in pieces"))
+            plan.by_torch.append((place, tensor))
+        elif pointer + start == end_here and offset == end_there:
+            plan.sizes[-1] += size
+            end_here, end_there = end_here + size, end_there + size
+        else:
+            plan.addresses.append(pointer + start)
+            plan.offsets.append(offset)
+            plan.sizes.append(size)
+            end_here, end_there = pointer + start + size, offset + size
+    if problems:
+        raise _mismatch(index, tensors, problems)
+    plan.storages.extend(storages.values())
+    return plan
+
+
+def _into_bucket(plan: _Plan, out: torch.Tensor, *, fresh: bool) -> None:
+    base = out.data_ptr()
+    places = [base + offset for offset in plan.offsets]
+    if fresh and places:
+        transfer([Move(*move) for move in zip(places, plan.addresses, plan.sizes, strict=True)], fresh=True, threads=1)
+    else:
+        _copy_all(places, plan.addresses, plan.sizes)
+    if plan.by_torch:
+        _copy_by_torch(plan, out, target=False)
+
+
+def _out_of_bucket(plan: _Plan, buffer: torch.Tensor) -> None:
+    base = buffer.data_ptr()
+    _copy_all(plan.addresses, [base + offset for offset in plan.offsets], plan.sizes)
+    if plan.by_torch:
+        _copy_by_torch(plan, buffer, target=True)
+
+
+def _copy_all(targets: list[int], sources: list[int], sizes: list[int]) -> None:
+    deque(map(libc.memcpy, targets, sources, sizes), maxlen=0)  # a loop without the interpreter's share of one
+
+
+def _copy_by_torch(plan: _Plan, buffer: torch.Tensor, *, target: bool) -> None:
+    found = views(plan.layout, plan.bucket, buffer)
+    packed = [found[place].tensor for place, _ in plan.by_torch]
+    outside = [_part(tensor.detach(), found[place]) for place, tensor in plan.by_torch]
+    if target:
+        torch._foreach_copy_(outside, packed)
+    else:
+        torch._foreach_copy_(packed, outside)
+
+
+def _part(tensor: torch.Tensor, view: View) -> torch.Tensor:
+    """What of a tensor a view of a bucket stands for: of a contiguous one a view, too."""
+    whole = view.tensor.numel() == tensor.numel()
+    return tensor if whole else tensor.reshape(-1)[view.start : view.start + view.tensor.numel()]
+
+
+def _check_buffer(layout: Layout, index: int, buffer: torch.Tensor) -> None:
+    needed = max(piece.offset + piece.size for piece in layout.buckets[index])
+    if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+        raise BadInput(f"bucket {index}: the buffer must be contiguous bytes in one dimension, torch.uint8")
+    if buffer.numel() < needed:
+        raise BadInput(f"bucket {index} has {needed} bytes and the buffer {buffer.numel()}")
+
+
+def _unlike(spec: Spec, tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "is missing"
+    here, there = f"{_dtype_name(tensor.dtype)} {tuple(tensor.shape)}", f"{_dtype_name(spec.dtype)} {spec.shape}"
+    return f"is {here} here and {there} in the bucket"
+
+
+def _mismatch(index: int, tensors: Mapping[Key, torch.Tensor], problems: list[tuple[Key, str]]) -> Mismatch:
+    told = "; ".join(f"{name} (shard {shard}) {problem}" for (name, shard), problem in problems)
+    keys = [key for key, _ in problems]
+    return Mismatch(
+        f"bucket {index}: {told}",
+        bucket=index,
+        missing=tuple(key for key in keys if key not in tensors),
+        failed=tuple(key for key in keys if key in tensors),
+    )
+
+
+def _refuse_twice(specs: Iterable[Spec]) -> None:
+    seen: set[Key] = set()
+    for spec in specs:
+        if spec.key in seen:
+            raise BadInput(f"{spec} is there twice")
+        seen.add(spec.key)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise BadInput(f"{name!r} is no dtype of this torch")
+    return dtype

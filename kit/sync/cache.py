@@ -1,0 +1,263 @@
+"""Host copies of a trainer's weights by version, packed into buckets that a transport hands over as they are.
+
+There are two places, each a memfd segment for the whole model, so there are never more than two copies: the active version, which receivers
+run, and the latest. A new version goes to the place that is not active; what was only latest is given up for it. Version -1 is the base
+weights, of which there is no copy.
+
+One lock covers building, activating and closing, and whoever transports or tears down holds it with `held`. Another thread that wants
+it meanwhile waits, and is refused with the holder's name when its deadline passes; the holder itself goes straight in.
+
+Limits: with `keep` the place of an old version is written over: receivers must be done with it by then, which the end of a transport is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING
+
+from kit.errors import BadInput, KitError
+from kit.measure.cgroup import free_memory
+from kit.measure.host import Move, transfer
+from kit.sync.buckets import Layout, pack
+from kit.sync.memory import Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    import torch
+
+    from kit.sync.buckets import Key
+
+BASE = -1
+SHARE = 0.8  # of the memory that is free, for both copies
+_PAGE = 4096
+
+
+class CacheBusy(KitError):  # noqa: N818 - it is a state
+    """The lock did not come free in time. `holder` is what it is held for."""
+
+    def __init__(self, wanted: str, holder: str, timeout_s: float) -> None:
+        super().__init__(f"{wanted} waited {timeout_s:g} s for the bucket cache, which is held for {holder}")
+        self.holder = holder
+
+
+class _Place:
+    """Memory for one copy, and which version's bytes each bucket has: None before it was filled."""
+
+    def __init__(self, buckets: int) -> None:
+        self.segment: Segment | None = None
+        self.filled: list[int | None] = [None] * buckets
+
+    def free(self) -> None:
+        if self.segment is not None:
+            self.segment.close()
+        self.segment = None
+        self.filled = [None] * len(self.filled)
+
+
+class Cache:
+    """`latest` was built last, `active` is what receivers run; both are the base, -1, at first.
+
+    `share` of what `room()` says is free must hold both copies. `keep`: memory stays when a version goes, so that the next
+    build finds its pages there; that costs one model between syncs.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        share: float = SHARE,
+        room: Callable[[], int] = free_memory,
+        keep: bool = False,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.layout = layout
+        self.latest = self.active = BASE
+        self.share = share
+        self.keep = keep
+        self.timeout_s = timeout_s
+        self._room = room
+        self._sizes = layout.sizes
+        self._starts, self._size = _starts(self._sizes)
+        self._places: dict[int, _Place] = {}  # by version; one that is kept for the next build is in _spare
+        self._spare: list[_Place] = []
+        self._lock = threading.RLock()
+        self._holder: list[str] = []
+        self._owes_all = False  # a build failed: what its caller called clean may differ from the copy that is left
+        self._closed = False
+        self._check_room()
+
+    @property
+    def copies(self) -> int:
+        """Whole models that are in memory for this cache, kept memory included."""
+        return sum(place.segment is not None for place in [*self._places.values(), *self._spare])
+
+    @property
+    def nbytes(self) -> int:
+        return self.copies * self._size
+
+    @contextlib.contextmanager
+    def held(self, purpose: str, timeout_s: float | None = None) -> Iterator[None]:
+        """Keep every other thread from building, activating and closing: around a whole transport and its teardown."""
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        if not self._lock.acquire(timeout=limit):
+            raise CacheBusy(purpose, self._holder[-1] if self._holder else "a moment", limit)
+        self._holder.append(f"{purpose} ({threading.current_thread().name})")
+        try:
+            yield
+        finally:
+            self._holder.pop()
+            self._lock.release()
+
+    def build(
+        self,
+        version: int,
+        tensors: Mapping[Key, torch.Tensor],
+        dirty: Iterable[str] | None = None,
+        packed: Callable[[int], None] | None = None,
+    ) -> None:
+        """Pack a new version. With `dirty`, names of tensors, only buckets that hold any of them; the others come from the latest copy.
+
+        `packed` is called with each bucket's number as soon as its bytes are in place, clean ones included, so that they can be
+        sent meanwhile. Where anything raises, the version does not exist, `latest` is the active one, and the next build packs all.
+        """
+        with self.held(f"the build of version {version}"):
+            self._refuse_closed()
+            if version <= self.latest:
+                raise BadInput(
+                    f"version {version} cannot be built: {self.latest} is there; versions only grow from {BASE} on"
+                )
+            every = set(range(len(self.layout.buckets)))
+            stale = every if dirty is None else self.layout.holding(dirty)
+            if self.latest == BASE or self._owes_all:
+                stale = every
+            self._refuse_emptied(tensors)
+            self._check_room()
+            source = self._places.get(self.latest)
+            place, fresh = self._free_place()
+            try:
+                self._fill(place, source, version, stale, tensors=tensors, packed=packed, fresh=fresh)
+            except BaseException:
+                self.latest, self._owes_all = self.active, True
+                place.free()
+                raise
+            self._places[version] = place
+            self.latest, self._owes_all = version, False
+
+    def segment(self, version: int) -> Segment:
+        """The memory of a version, to be handed over by its descriptor."""
+        place = self._places.get(version)
+        if place is None or place.segment is None:
+            raise BadInput(f"no copy of version {version}: there are {sorted(self._places) or 'none'}")
+        return place.segment
+
+    def start(self, index: int) -> int:
+        """Where a bucket begins in a version's memory."""
+        return self._starts[index]
+
+    def bucket(self, version: int, index: int) -> torch.Tensor:
+        """A bucket's bytes, where they lie."""
+        start = self._starts[index]
+        return self.segment(version).tensor[start : start + self._sizes[index]]
+
+    def activate(self, version: int) -> None:
+        """Receivers run this version now. What is neither latest nor active is freed, or kept for the next build."""
+        with self.held(f"the activation of version {version}"):
+            self._refuse_closed()
+            if version not in (self.latest, self.active):
+                raise BadInput(
+                    f"version {version} cannot be activated: the latest is {self.latest} and {self.active} is active"
+                )
+            self.active = version
+            for old in [each for each in self._places if each not in (self.latest, self.active)]:
+                self._give_up(old)
+
+    def close(self) -> None:
+        """Free everything; waits for the lock like all others. The cache cannot be used again."""
+        with self.held("the close"):
+            for place in [*self._places.values(), *self._spare]:
+                place.free()
+            self._places, self._spare = {}, []
+            self._closed = True
+
+    def _free_place(self) -> tuple[_Place, bool]:
+        """Where the next version goes, and whether its pages are still to be supplied."""
+        if self.latest != self.active:
+            place = self._places.pop(self.latest)
+        else:
+            place = self._spare.pop() if self._spare else _Place(len(self.layout.buckets))
+        fresh = place.segment is None
+        if place.segment is None:
+            place.segment = Segment(self._size, name="kit-buckets")
+        return place, fresh
+
+    def _fill(
+        self,
+        place: _Place,
+        source: _Place | None,
+        version: int,
+        stale: set[int],
+        *,
+        tensors: Mapping[Key, torch.Tensor],
+        packed: Callable[[int], None] | None,
+        fresh: bool,
+    ) -> None:
+        assert place.segment is not None
+        for index, size in enumerate(self._sizes):
+            start = self._starts[index]
+            out = place.segment.tensor[start : start + size]
+            if index in stale:
+                pack(self.layout, index, tensors, out, fresh=fresh)
+                place.filled[index] = version
+            else:
+                assert source is not None
+                assert source.segment is not None
+                if place.filled[index] != source.filled[index]:
+                    clean = source.segment.tensor[start : start + size]
+                    transfer([Move(out.data_ptr(), clean.data_ptr(), size)], fresh=fresh, threads=1)
+                    place.filled[index] = source.filled[index]
+            if packed is not None:
+                packed(index)
+
+    def _give_up(self, version: int) -> None:
+        place = self._places.pop(version)
+        if self.keep:
+            self._spare.append(place)
+        else:
+            place.free()
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise BadInput("the bucket cache is closed")
+
+    def _refuse_emptied(self, tensors: Mapping[Key, torch.Tensor]) -> None:
+        empty = [name for (name, _), t in tensors.items() if t.numel() and not t.untyped_storage().nbytes()]
+        if empty:
+            more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
+            raise BadInput(
+                f"the storage of {', '.join(empty[:5])}{more} is empty: the weights were offloaded; build before, or bring them back"
+            )
+
+    def _check_room(self) -> None:
+        """Both copies, less what is there already, against the share of what is free now."""
+        wanted, free = 2 * self._size - self.nbytes, self._room()
+        if wanted > self.share * free:
+            held = f", {_gib(self.nbytes)} of it held already" if self.nbytes else ""
+            raise BadInput(
+                f"two copies of {_gib(self._size)} in buckets are {_gib(2 * self._size)}{held}: {_gib(wanted)} are more than "
+                f"{self.share:.0%} of the {_gib(free)} that are free, {_gib(self.share * free)}"
+            )
+
+
+def _starts(sizes: tuple[int, ...]) -> tuple[list[int], int]:
+    """Where each bucket begins, at a page's boundary, and how much they need together."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // _PAGE) * _PAGE
+    return starts, max(end, _PAGE)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.3g} GiB"

@@ -1,0 +1,219 @@
+"""A connection between a sender of weights and one receiver: small JSON messages, raw bytes, and file descriptors beside them.
+
+On one machine it is an abstract Unix socket, which leaves no file behind and takes callers of the same user only; between machines
+TCP, where a caller must know the secret. Every wait has a deadline, and an error names who did not answer, to what. Limits: raw bytes
+are neither encrypted nor signed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from typing import Any, Self
+
+from kit.errors import KitError
+
+HEADER = struct.Struct("!II")  # length of the JSON, how many descriptors come with it
+LIMIT = 64 * 2**20
+FDS = 8
+CREDENTIALS = struct.Struct("3i")
+
+
+class PeerGone(KitError):  # noqa: N818 - it is a state, reported as such
+    """The other end closed the connection, or died."""
+
+    def __init__(self, peer: str, waiting_for: str) -> None:
+        super().__init__(f"{peer} is gone while {waiting_for} was awaited")
+        self.peer = peer
+
+
+class PeerSilent(KitError):  # noqa: N818 - as above
+    """The other end lives and did not answer in time."""
+
+    def __init__(self, peer: str, waiting_for: str, seconds: float) -> None:
+        super().__init__(f"{peer} did not answer within {seconds:g} s: {waiting_for} was awaited")
+        self.peer = peer
+
+
+class Link:
+    """One end. `peer` is what the other is called in errors; `timeout_s` is how long a wait may last."""
+
+    def __init__(self, sock: socket.socket, peer: str, timeout_s: float) -> None:
+        self.peer = peer
+        self.timeout_s = timeout_s
+        self._sock = sock
+        sock.settimeout(timeout_s)
+
+    def send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
+        data = json.dumps(message, separators=(",", ":")).encode()
+        if len(data) > LIMIT:
+            raise KitError(
+                f"a message of {len(data) / 2**20:.0f} MiB to {self.peer}: at most {LIMIT >> 20} MiB are allowed"
+            )
+        fds = fds or []
+        with self._named(f"room for {_name(message)}"):
+            sent = socket.send_fds(self._sock, [HEADER.pack(len(data), len(fds)) + data], fds) if fds else 0
+            self._sock.sendall((HEADER.pack(len(data), len(fds)) + data)[sent:])
+
+    def receive(self, waiting_for: str = "a message") -> tuple[dict[str, Any], list[int]]:
+        """The next message and the descriptors with it, which are the caller's to close."""
+        with self._named(waiting_for):
+            fds: list[int] = []
+            head = b""
+            while len(head) < HEADER.size:
+                more, got, _, _ = socket.recv_fds(self._sock, HEADER.size - len(head), FDS)
+                fds += got
+                if not more:
+                    raise EOFError
+                head += more
+            length, count = HEADER.unpack(head)
+            if length > LIMIT:
+                raise KitError(f"{self.peer} sent a message beyond the limit")
+            body = bytearray(length)
+            fds += self._fill(memoryview(body), descriptors=count - len(fds))
+        message: dict[str, Any] = json.loads(body)
+        return message, fds
+
+    def expect(self, kind: str) -> tuple[dict[str, Any], list[int]]:
+        """A message of this kind; an error that the other end tells is raised here."""
+        message, fds = self.receive(kind)
+        if message.get("kind") != kind:
+            for fd in fds:
+                os.close(fd)
+            raise KitError(
+                f"{self.peer} said {message.get('kind')!r} where {kind} was awaited: {message.get('why', '')}"
+            )
+        return message, fds
+
+    def send_bytes(self, data: memoryview) -> None:
+        with self._named("room for bytes"):
+            self._sock.sendall(data)
+
+    def receive_bytes(self, into: memoryview) -> None:
+        with self._named(f"{len(into)} bytes"):
+            self._fill(into)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _fill(self, into: memoryview, descriptors: int = 0) -> list[int]:
+        fds: list[int] = []
+        done = 0
+        while done < len(into):
+            if descriptors > len(fds):
+                data, got, _, _ = socket.recv_fds(self._sock, len(into) - done, FDS)
+                fds += got
+                into[done : done + len(data)] = data
+                count = len(data)
+            else:
+                count = self._sock.recv_into(into[done:])
+            if not count:
+                raise EOFError
+            done += count
+        return fds
+
+    @contextlib.contextmanager
+    def _named(self, waiting_for: str) -> Any:
+        try:
+            yield
+        except TimeoutError:
+            raise PeerSilent(self.peer, waiting_for, self.timeout_s) from None
+        except (OSError, EOFError):
+            raise PeerGone(self.peer, waiting_for) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Listener:
+    """Where receivers call. `address` goes to them by any way one has; whoever knows it may call."""
+
+    def __init__(self, *, tcp_host: str | None = None) -> None:
+        self._secret = secrets.token_hex(16)
+        if tcp_host is None:
+            self._sock = socket.socket(socket.AF_UNIX)
+            self._sock.bind(b"\0kit-sync-" + secrets.token_hex(8).encode())
+            place = {"unix": self._sock.getsockname()[1:].decode()}
+        else:
+            self._sock = socket.create_server((tcp_host, 0))
+            place = {"host": tcp_host, "port": self._sock.getsockname()[1]}
+        self._sock.listen(64)
+        self.address: dict[str, Any] = {**place, "secret": self._secret}
+
+    def accept(self, names: list[str], timeout_s: float) -> dict[str, Link]:
+        """A link to each of these, in whatever order they call. Strangers are turned away; who did not call is named."""
+        links: dict[str, Link] = {}
+        end = time.monotonic() + timeout_s
+        try:
+            while missing := [name for name in names if name not in links]:
+                self._sock.settimeout(max(0.001, end - time.monotonic()))
+                try:
+                    sock, _ = self._sock.accept()
+                except TimeoutError:
+                    raise PeerSilent(", ".join(missing), "a call", timeout_s) from None
+                name = self._caller(sock, end)
+                if name in missing:
+                    links[name] = Link(sock, name, timeout_s)
+                else:
+                    sock.close()
+        except BaseException:
+            for link in links.values():
+                link.close()
+            raise
+        return links
+
+    def _caller(self, sock: socket.socket, end: float) -> str | None:
+        if sock.family == socket.AF_UNIX:
+            _, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+            if uid != os.getuid():
+                return None
+        link = Link(sock, "a caller", max(0.001, min(5.0, end - time.monotonic())))
+        try:
+            hello, fds = link.receive("its name")
+        except (KitError, ValueError):
+            return None
+        for fd in fds:
+            os.close(fd)
+        known = hmac.compare_digest(str(hello.get("secret", "")), self._secret)
+        return str(hello.get("name")) if known else None
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def call(address: dict[str, Any], name: str, *, peer: str, timeout_s: float) -> Link:
+    """Call a listener, under a name that it awaits."""
+    if "unix" in address:
+        sock = socket.socket(socket.AF_UNIX)
+        place: Any = b"\0" + address["unix"].encode()
+    else:
+        sock = socket.socket(socket.AF_INET)
+        place = (address["host"], address["port"])
+    sock.settimeout(timeout_s)
+    try:
+        sock.connect(place)
+    except OSError:
+        sock.close()
+        raise PeerGone(peer, "a connection") from None
+    link = Link(sock, peer, timeout_s)
+    link.send({"name": name, "secret": address["secret"]})
+    return link
+
+
+def _name(message: dict[str, Any]) -> str:
+    return str(message.get("kind", "a message"))

@@ -1,0 +1,286 @@
+"""Versions are built, activated and freed by the rule, in at most two places; what cannot be is refused before anything changes."""
+
+import threading
+
+import pytest
+import torch
+
+from kit.errors import BadInput, KitError
+from kit.sync import cache as module
+from kit.sync.buckets import Mismatch, lay_out, specs_of, views
+from kit.sync.cache import Cache, CacheBusy
+from kit.sync.memory import segments
+
+LIMIT = 20.0
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    before = segments()
+    yield
+    assert segments() == before
+
+
+def model(version, changed=range(6)):
+    """Six tensors, two a bucket; those that changed are filled with the version, the others with 0."""
+    return {(f"w{n}", 0): torch.full((512,), version if n in changed else 0, dtype=torch.uint8) for n in range(6)}
+
+
+LAYOUT = lay_out(specs_of(model(0)), 1024)
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def of(**config):
+        made.append(Cache(LAYOUT, **{"timeout_s": LIMIT} | config))
+        return made[-1]
+
+    yield of
+    for cache in made:
+        cache.close()
+
+
+def held(cache, version):
+    """What each tensor of a version is filled with."""
+    values = []
+    for index in range(len(LAYOUT.buckets)):
+        for view in views(LAYOUT, index, cache.bucket(version, index)):
+            assert len(view.tensor.unique()) == 1
+            values.append(int(view.tensor[0]))
+    return values
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_versions_come_and_go_by_the_rule(make, keep):
+    cache, before = make(keep=keep), segments()
+    assert (cache.latest, cache.active, cache.copies, cache.nbytes) == (-1, -1, 0, 0)
+    cache.build(1, model(1))
+    assert (cache.latest, cache.active, cache.copies) == (1, -1, 1)
+    cache.activate(1)
+    for version in range(2, 6):
+        cache.build(version, model(version))
+        assert (cache.latest, cache.active, cache.copies) == (version, version - 1, 2)
+        assert held(cache, version) == [version] * 6
+        assert held(cache, version - 1) == [version - 1] * 6
+        cache.activate(version)
+        assert (cache.latest, cache.active, cache.copies) == (version, version, 2 if keep else 1)
+        assert segments() - before == cache.copies
+        with pytest.raises(BadInput, match=rf"no copy of version {version - 1}: there are \[{version}\]"):
+            cache.segment(version - 1)
+    assert cache.nbytes == cache.copies * 3 * 4096
+    cache.close()
+    assert segments() == before
+
+
+def test_a_latest_that_nobody_activated_is_given_up_for_the_next(make):
+    cache = make()
+    cache.build(1, model(1))
+    cache.activate(1)
+    cache.build(2, model(2))
+    cache.build(5, model(5))
+    assert (cache.latest, cache.active, cache.copies) == (5, 1, 2)
+    assert held(cache, 1) == [1] * 6
+    assert held(cache, 5) == [5] * 6
+    with pytest.raises(BadInput, match="no copy of version 2"):
+        cache.segment(2)
+
+
+def test_a_version_twice_or_backwards_and_one_that_is_not_there(make):
+    cache = make()
+    for version in (-1, -2):
+        with pytest.raises(BadInput, match=f"version {version} cannot be built: -1 is there"):
+            cache.build(version, model(0))
+    cache.activate(-1)
+    cache.build(3, model(3))
+    for version in (3, 2):
+        with pytest.raises(BadInput, match=f"version {version} cannot be built: 3 is there"):
+            cache.build(version, model(0))
+    with pytest.raises(BadInput, match="version 2 cannot be activated: the latest is 3 and -1 is active"):
+        cache.activate(2)
+    assert (cache.latest, cache.active) == (3, -1)
+    assert held(cache, 3) == [3] * 6
+
+
+@pytest.fixture
+def packs(monkeypatch):
+    """The buckets that are packed, not taken from a copy."""
+    seen, real = [], module.pack
+    monkeypatch.setattr(
+        module, "pack", lambda layout, index, *rest, **how: (seen.append(index), real(layout, index, *rest, **how))
+    )
+    return seen
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("activate", [False, True])
+def test_only_buckets_that_hold_what_is_dirty_are_packed(make, packs, keep, activate):
+    cache = make(keep=keep)
+    cache.build(1, model(1), dirty=["w0"])  # there is no copy to start from
+    assert packs == [0, 1, 2]
+    cache.activate(1)
+    expected = [1] * 6
+    for version, names in ((2, ["w0"]), (3, ["w3", "w2"]), (4, []), (5, ["w1", "w5"])):
+        packs.clear()
+        changed = {int(name[1]) for name in names}
+        neighbours = {n ^ 1 for n in changed} - changed  # in the same bucket, and as clean as they say
+        tensors = {
+            (f"w{n}", 0): torch.full((512,), version if n in changed else expected[n]).to(torch.uint8) for n in range(6)
+        }
+        cache.build(
+            version, {key: t for key, t in tensors.items() if int(key[0][1]) in changed | neighbours}, dirty=names
+        )
+        expected = [version if n in changed else old for n, old in enumerate(expected)]
+        assert packs == sorted({n // 2 for n in changed})
+        assert held(cache, version) == expected
+        if activate:
+            cache.activate(version)
+    assert cache.copies <= 2
+
+
+def test_a_dirty_name_that_is_unknown(make):
+    cache = make()
+    cache.build(1, model(1))
+    with pytest.raises(BadInput, match="no tensor of the layout is called w9"):
+        cache.build(2, model(2), dirty=["w9"])
+    assert cache.latest == 1
+
+
+@pytest.mark.parametrize("reached", [False, True])
+def test_a_build_that_fails_leaves_the_active_version_and_the_next_packs_all(make, packs, reached):
+    """`reached`: a version that was built in between is lost with it. Its dirty names are owed, too."""
+    cache = make()
+    cache.build(1, model(1))
+    cache.activate(1)
+    if reached:
+        cache.build(2, model(2, changed=[0]), dirty=["w0"])
+    broken = model(3)
+    del broken["w5", 0]
+    with pytest.raises(Mismatch, match=r"bucket 2: w5 \(shard 0\) is missing"):
+        cache.build(3, broken)
+    assert (cache.latest, cache.active, cache.copies) == (1, 1, 1)
+    assert held(cache, 1) == [1] * 6
+    packs.clear()
+    cache.build(3, model(3), dirty=["w2"])
+    assert packs == [0, 1, 2]
+    assert held(cache, 3) == [3] * 6
+    packs.clear()
+    cache.build(4, model(4), dirty=["w2"])
+    assert packs == [1]
+
+
+def test_buckets_are_told_when_they_are_there_and_a_listener_may_fail(make):
+    cache, told = make(), []
+    cache.build(1, model(1), packed=told.append)
+    assert told == [0, 1, 2]
+
+    def fail(index):
+        if index:
+            raise OSError("the receiver is gone")
+
+    with pytest.raises(OSError, match="gone"):
+        cache.build(2, model(2), dirty=["w0"], packed=fail)
+    assert (cache.latest, cache.copies) == (-1, 0)
+
+
+def test_weights_that_were_offloaded_are_named(make):
+    cache, tensors = make(), model(1)
+    cache.build(1, tensors)
+    tensors["w3", 0].untyped_storage().resize_(0)
+    with pytest.raises(BadInput, match="the storage of w3 is empty: the weights were offloaded"):
+        cache.build(2, tensors)
+    for tensor in tensors.values():
+        tensor.untyped_storage().resize_(0)
+    with pytest.raises(BadInput, match="the storage of w0, w1, w2, w3, w4 and 1 more is empty"):
+        cache.build(2, tensors, dirty=["w0"])
+    assert (cache.latest, held(cache, 1)) == (1, [1] * 6)
+
+
+def test_two_copies_must_fit_into_their_share():
+    layout = lay_out(specs_of({("w", 0): torch.empty(3 * GIB, dtype=torch.uint8, device="meta")}), 3 * GIB)
+    with pytest.raises(BadInput) as caught:
+        Cache(layout, room=lambda: 7 * GIB)
+    assert str(caught.value) == (
+        "two copies of 3 GiB in buckets are 6 GiB: 6 GiB are more than 80% of the 7 GiB that are free, 5.6 GiB"
+    )
+    Cache(layout, room=lambda: 8 * GIB).close()
+    Cache(layout, room=lambda: 7 * GIB, share=0.9).close()
+
+
+def test_what_is_held_already_is_not_wanted_again(make):
+    free = [2 * 3 * 4096 / 0.8]
+    cache = make(room=lambda: free[0])
+    cache.build(1, model(1))
+    cache.activate(1)
+    free[0] = 3 * 4096 / 0.8 - 1
+    with pytest.raises(BadInput, match="GiB of it held already"):
+        cache.build(2, model(2))
+    assert (cache.latest, held(cache, 1)) == (1, [1] * 6)
+    free[0] += 1
+    cache.build(2, model(2))
+
+
+def test_the_cgroups_limit_counts(make):
+    assert make()._room is module.free_memory
+
+
+def on_thread(work):
+    raised = []
+
+    def run():
+        try:
+            work()
+        except (KitError, OSError) as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="other", daemon=True)
+    thread.start()
+    return thread, raised
+
+
+@pytest.mark.parametrize("act", [lambda c: c.build(2, model(2)), lambda c: c.activate(1), lambda c: c.close()])
+def test_others_wait_for_the_lock_and_are_refused_after_their_deadline(make, act):
+    cache = make()
+    cache.build(1, model(1))
+    with cache.held("the transport of version 1"):
+        cache.timeout_s = 0.01
+        thread, raised = on_thread(lambda: act(cache))
+        thread.join(LIMIT)
+        assert str(raised[0]).endswith(
+            "waited 0.01 s for the bucket cache, which is held for the transport of version 1 (MainThread)"
+        )
+        assert isinstance(raised[0], CacheBusy)
+        assert (cache.latest, cache.active, cache.copies) == (1, -1, 1)
+        cache.timeout_s = LIMIT
+        thread, raised = on_thread(lambda: act(cache))
+        assert held(cache, 1) == [1] * 6  # whatever the other thread is about to do, it waits
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+    assert not raised
+    assert (cache.latest, cache.active, cache.copies) != (1, -1, 1)
+
+
+def test_the_holder_itself_goes_straight_in(make):
+    cache = make(timeout_s=0.01)
+    with cache.held("a sync"):
+        cache.build(1, model(1))
+        cache.activate(1)
+        with pytest.raises(ZeroDivisionError), cache.held("the teardown"):
+            _ = 1 / 0
+    thread, raised = on_thread(lambda: cache.build(2, model(2)))
+    thread.join(LIMIT)
+    assert not raised
+
+
+def test_closed_is_closed(make):
+    cache = make()
+    cache.build(1, model(1))
+    cache.close()
+    cache.close()
+    for act in (lambda: cache.build(2, model(2)), lambda: cache.activate(1)):
+        with pytest.raises(BadInput, match="the bucket cache is closed"):
+            act()
+    with pytest.raises(BadInput, match="no copy of version 1: there are none"):
+        cache.bucket(1, 0)

@@ -1,0 +1,107 @@
+"""Messages, bytes and descriptors go over; who is gone or silent is named; strangers are turned away."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kit.errors import KitError
+from kit.sync.link import Link, Listener, PeerGone, PeerSilent, call
+
+Pair = tuple[Link, Link]
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """A sender's and a receiver's end."""
+    with Listener(tcp_host="127.0.0.1" if request.param == "tcp" else None) as listener:
+        links: dict[str, Link] = {}
+        thread = threading.Thread(target=lambda: links.update(listener.accept(["receiver 1"], 5)))
+        thread.start()
+        theirs = call(listener.address, "receiver 1", peer="sender", timeout_s=0.3)
+        thread.join()
+    links["receiver 1"].timeout_s = 0.3
+    with links["receiver 1"], theirs:
+        yield links["receiver 1"], theirs
+
+
+def test_messages_in_order_both_ways(pair: Pair) -> None:
+    mine, theirs = pair
+    for number in range(3):
+        mine.send({"kind": "bucket", "number": number})
+    theirs.send({"kind": "done", "text": "ü" * 10_000})
+    assert [theirs.receive()[0]["number"] for _ in range(3)] == [0, 1, 2]
+    assert len(mine.expect("done")[0]["text"]) == 10_000
+
+
+def test_bytes(pair: Pair) -> None:
+    mine, theirs = pair
+    data = os.urandom(3_000_000)
+    thread = threading.Thread(target=lambda: mine.send_bytes(memoryview(data)))
+    thread.start()
+    got = bytearray(len(data))
+    theirs.receive_bytes(memoryview(got))
+    thread.join()
+    assert got == data
+
+
+def test_what_is_not_awaited_is_told_with_its_reason(pair: Pair) -> None:
+    mine, theirs = pair
+    mine.send({"kind": "failed", "why": "bucket 3 is torn"})
+    with pytest.raises(KitError, match="sender said 'failed' where bucket was awaited: bucket 3 is torn"):
+        theirs.expect("bucket")
+
+
+def test_who_closes_is_gone(pair: Pair) -> None:
+    mine, theirs = pair
+    theirs.close()
+    with pytest.raises(PeerGone, match="receiver 1 is gone while an answer was awaited"):
+        mine.receive("an answer")
+
+
+def test_who_says_nothing_is_silent(pair: Pair) -> None:
+    _, theirs = pair
+    with pytest.raises(PeerSilent, match=r"sender did not answer within 0\.3 s: bucket was awaited"):
+        theirs.expect("bucket")
+
+
+def test_descriptors() -> None:
+    a, b = socket.socketpair()
+    fd = os.memfd_create("test")
+    os.write(fd, b"shared")
+    with Link(a, "b", 1) as mine, Link(b, "a", 1) as theirs:
+        mine.send({"kind": "segment"}, [fd])
+        _, (got,) = theirs.expect("segment")
+        assert os.pread(got, 6, 0) == b"shared"
+        os.close(got)
+        mine.send({"kind": "other"}, [fd])
+        before = set(Path("/proc/self/fd").iterdir())
+        with pytest.raises(KitError, match="'other'"):
+            theirs.expect("segment")
+        assert set(Path("/proc/self/fd").iterdir()) <= before  # a descriptor that nobody wanted is closed
+    os.close(fd)
+
+
+def test_strangers_and_those_who_do_not_come() -> None:
+    with Listener(tcp_host="127.0.0.1") as listener:
+        wrong = call({**listener.address, "secret": "no"}, "receiver 1", peer="sender", timeout_s=1)
+        other = call(listener.address, "receiver 7", peer="sender", timeout_s=1)
+        right = call(listener.address, "receiver 2", peer="sender", timeout_s=1)
+        with pytest.raises(PeerSilent, match=r"receiver 1 did not answer within 0\.5 s: a call was awaited"):
+            listener.accept(["receiver 1", "receiver 2"], 0.5)
+        for link in (wrong, other, right):
+            with pytest.raises(PeerGone):
+                link.receive()
+            link.close()
+
+
+def test_nobody_listens() -> None:
+    with Listener() as listener:
+        address = listener.address
+    with pytest.raises(PeerGone, match="sender is gone while a connection was awaited"):
+        call(address, "receiver", peer="sender", timeout_s=1)

@@ -1,0 +1,120 @@
+"""Segments are shared with other processes by descriptor alone, keep their size, and are counted until descriptor and mapping are gone."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from kit.errors import BadInput
+from kit.measure.census import descriptors
+from kit.sync.memory import Segment, segments
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    before = segments(), descriptors()
+    yield
+    assert (segments(), descriptors()) == before
+
+
+def forked(work):
+    """Start a child process that does some work; the function returned waits for it and tells whether that went well."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_another_process_attaches_by_descriptor_and_both_see_what_is_written():
+    here, there = socket.socketpair()
+    before = segments()
+
+    def other():
+        _, fds, _, _ = socket.recv_fds(there, 1, 1)
+        with Segment.attach(fds[0]) as segment:
+            assert segment.size == 3 * MIB + 5
+            assert segment.tensor[-1] == 7
+            segment.tensor[0] = 9
+            assert segments() == before + 1
+        assert segments() == before
+
+    with here, there:
+        went_well = forked(other)  # before the segment is there: nothing is inherited
+        with Segment(3 * MIB + 5) as segment:
+            assert segment.tensor.dtype == torch.uint8
+            assert not segment.tensor.any()
+            segment.tensor[-1] = 7
+            assert os.readlink(f"/proc/self/fd/{segment.fd}").startswith("/memfd:kit-segment")
+            socket.send_fds(here, [b"x"], [segment.fd])
+            assert went_well()
+            assert segment.tensor[0] == 9
+            assert not list(Path("/dev/shm").glob("*kit-segment*"))
+
+
+def test_closing_gives_memory_and_descriptor_back_and_twice_is_once():
+    before = segments()
+    segment = Segment(MIB)
+    assert segments() == before + 1
+    segment.close()
+    segment.close()
+    assert segment.fd == -1
+    assert segments() == before
+    with pytest.raises(BadInput, match="closed"):
+        _ = segment.tensor
+    segment.populate()
+
+
+def test_a_view_that_is_still_held_keeps_bytes_and_is_counted():
+    before = segments()
+    segment = Segment(MIB)
+    segment.tensor.fill_(3)
+    view = segment.tensor[4096:8192].view(torch.int64)
+    segment.close()
+    assert segments() == before + 1
+    assert view[0] == 0x0303030303030303
+    del view
+    assert segments() == before
+
+
+def test_a_descriptor_that_was_forgotten_is_counted():
+    before = segments()
+    fd = os.memfd_create("somebody")
+    assert segments() == before + 1
+    os.close(fd)
+    assert segments() == before
+
+
+def test_nobody_can_cut_it_short():
+    with Segment(8192) as segment:
+        for size in (0, 4096, 16384):
+            with pytest.raises(PermissionError):
+                os.ftruncate(segment.fd, size)
+
+
+def test_populating_supplies_the_pages_and_keeps_what_is_in_them():
+    with Segment(16 * MIB) as segment:
+        segment.tensor[MIB] = 5
+        assert os.fstat(segment.fd).st_blocks * 512 < 8 * MIB
+        segment.populate()
+        assert os.fstat(segment.fd).st_blocks * 512 == 16 * MIB
+        assert segment.tensor[MIB] == 5
+
+
+def test_what_cannot_be():
+    with pytest.raises(BadInput, match="0 bytes: at least 1"):
+        Segment(0)
+    reading, writing = os.pipe()
+    with pytest.raises(BadInput, match="no bytes to map"):
+        Segment.attach(reading)
+    with pytest.raises(OSError, match="bytes of shared memory failed"):
+        Segment(2**62)
+    os.close(reading)
+    os.close(writing)
