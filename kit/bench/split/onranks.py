@@ -1,0 +1,235 @@
+"""What `kit bench split` has its ranks do. What is compared works on the same job and the same rows, and takes turns within one loop."""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from kit.errors import KitError
+from kit.labs.split.backends import chunks_of
+from kit.labs.split.config import SplitConfig, model_config
+from kit.labs.split.recipes import RECIPES
+from kit.measure import clock
+from kit.measure.memory import device_memory, host_memory, reset_peaks
+from kit.megatron import groups, model, split
+from kit.train import fsdp
+from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
+from kit.train.plain import initial_weights
+from kit.train.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kit.labs.split.recipes import Recipe
+    from kit.train.batch import Batch
+    from kit.train.protocol import StepResult
+
+PLAIN, AGAIN = "plain", "plain again"
+UNCORRECTED, CORRECTED = "uncorrected", "corrected"
+WARM = 1  # turn before the first that is timed: optimizer state, buffers, threads
+WORDS = 1000  # a model has 50 to 150 times as many
+AT_ONCE = 10  # passes of a loss in one sample: a single one takes about a millisecond
+# So small a rate that every step meets the same loss: the ways can be seen to do the same work.
+STILL = Settings(lr=1e-12, first_lr=1e-12, last_lr=1e-12)
+
+
+class Bench:
+    """A job, and the ways to step it."""
+
+    def __init__(self, config: SplitConfig) -> None:
+        self.config = config
+        wanted = model_config(config)
+        self.device = model.initialise(wanted)
+        self.job: Any
+        self.plain: Any
+        self.pieces: Any
+        if config.backend == "fsdp2":
+            weights = initial_weights(wanted.geometry, config.seed)
+            self.job = fsdp.build(wanted.geometry, weights, settings=STILL, device=self.device)
+            self.plain, self.pieces = fsdp.FsdpSync(self.job), fsdp.FsdpSplit(self.job)
+        else:
+            self.job = model.assemble(wanted, self.device, STILL)
+            self.plain, self.pieces = split.MegatronSync(self.job), split.MegatronSplit(self.job)
+        self.loss = ClippedPolicyGradient(**RECIPES["grpo"])
+        self.told: dict[str, list[StepResult]] = {}
+
+    def data(self, *, full: bool = False) -> Batch:
+        """Rows of this data rank, noise: answers of half a row to a whole one, or whole rows only."""
+        wanted = model_config(self.config)
+        count = self.config.microbatches * self.config.micro_batch
+        return noise(count, self.config.length, wanted.geometry.vocab, dist.get_rank(split.data_group()), full=full)
+
+    def way(self, name: str, data: Batch, chunks: int | None) -> Callable[[], None]:
+        """A whole step: plain, or in so many calls (0: a microbatch a call). The rows are cut beforehand."""
+        config, results = self.config, self.told.setdefault(name, [])
+        if chunks is None:
+            return lambda: results.append(self.plain.run(self.loss, data, config.batch, config.micro_batch))
+        pieces = chunks_of(data, chunks, config.micro_batch)
+
+        def step() -> None:
+            self.pieces.begin(self.loss, config.batch, config.micro_batch)
+            for piece in pieces:
+                self.pieces.microbatch(piece)
+            results.append(self.pieces.finish())
+
+        return step
+
+    def apart(self, *names: str) -> float:
+        """How far losses and norms of these ways are from each other, relative: a time without a content check is worth little."""
+        results = [result for name in names for result in self.told[name]]
+        if not all(result["updated"] for result in results):
+            raise KitError("a step that was timed made no update: its gradients are not finite")
+        numbers = [[result["global_loss"] for result in results], [result["grad_norm"] for result in results]]
+        return max((max(each) - min(each)) / max(map(abs, each)) for each in numbers)
+
+
+def noise(count: int, length: int, vocab: int, seed: int, *, full: bool = False) -> Batch:
+    """Rows as a loss wants them, with log-probabilities about where those of an untrained model are."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def near(middle: float) -> torch.Tensor:
+        return middle + 0.1 * torch.randn(count, length, generator=generator)
+
+    ids = torch.randint(0, vocab, (count, length), generator=generator)
+    lengths = torch.randint(length // 2, length + 1, (count,), generator=generator)
+    lengths = torch.full((count,), length) if full else lengths
+    return {
+        "input_ids": ids,
+        "input_lengths": lengths,
+        "token_mask": (torch.arange(length)[None] < lengths[:, None]).float(),
+        "sample_mask": torch.ones(count),
+        "advantages": near(0.0) * 10,
+        "prev_logprobs": near(-math.log(vocab)),
+        "generation_logprobs": near(-math.log(vocab)),
+        "reference_logprobs": near(-math.log(vocab)),
+    }
+
+
+def order(count: int, turn: int) -> list[int]:
+    """Who comes when: over `count` turns each stands in every place, and for even counts follows each other as often."""
+    zigzag = [place // 2 + 1 if place % 2 else -(place // 2) for place in range(count)]
+    return [(place + turn) % count for place in zigzag]
+
+
+def turns(works: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each, turn by turn. All ranks begin each work together, and none has rubbish to collect."""
+    names, where = list(works), str(device)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.freeze()  # what was there before is not looked through in every turn
+    for turn in range(-WARM, rounds):
+        for index in order(len(names), turn):
+            gc.collect()
+            dist.barrier()
+            start = clock.now(where)
+            works[names[index]]()
+            taken = clock.now(where) - start
+            if turn >= 0:
+                seconds[names[index]].append(taken)
+    gc.unfreeze()
+    return seconds
+
+
+def steps(*, job: dict[str, Any], chunks: list[int], rounds: int) -> dict[str, Any]:
+    """The plain step, the same once more, and the step cut in so many calls."""
+    bench = Bench(SplitConfig(chunks=tuple(chunks), **job))
+    data = bench.data()
+    ways: dict[str, int | None] = {PLAIN: None, AGAIN: None} | {str(count): count for count in chunks}
+    seconds = turns({name: bench.way(name, data, count) for name, count in ways.items()}, rounds, bench.device)
+    groups.destroy()
+    return {"seconds": seconds, "apart": bench.apart(*ways)}
+
+
+def experts(*, job: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """The plain step, and the one in pieces: on rows that are all alike, and on rows whose experts' loss has to be corrected."""
+    bench = Bench(SplitConfig(chunks=(1,), **job))
+    alike, ragged = bench.data(full=True), bench.data()
+    passes = 0
+
+    def count(*_: object) -> None:
+        nonlocal passes
+        passes += 1
+
+    bench.job.chunks[0].register_forward_pre_hook(count)
+    works = {
+        PLAIN: bench.way(PLAIN, ragged, None),
+        AGAIN: bench.way(AGAIN, ragged, None),
+        UNCORRECTED: bench.way(UNCORRECTED, alike, 1),
+        CORRECTED: bench.way(CORRECTED, ragged, 1),
+    }
+    seen = {}
+    for name, work in works.items():
+        before = passes
+        work()
+        seen[name] = passes - before
+    seconds = turns(works, rounds, bench.device)
+    groups.destroy()
+    return {"seconds": seconds, "apart": bench.apart(PLAIN, AGAIN, CORRECTED), "passes": seen}
+
+
+def peak(*, job: dict[str, Any], chunks: int | None, steps: int) -> int:
+    """The most bytes that this process had, from when the job stood: of the device's allocator, or resident on the host."""
+    bench = Bench(SplitConfig(chunks=(chunks or 1,), **job))
+    work = bench.way("alone", bench.data(), chunks)
+    refused = reset_peaks(str(bench.device))
+    if refused and bench.device.type == "cpu":
+        raise KitError(f"peaks of memory cannot be set back here: {refused}")
+    for _ in range(steps):
+        work()
+    bench.apart("alone")
+    on_device = device_memory(str(bench.device))
+    most = on_device.peak_allocated if on_device else host_memory().peak
+    groups.destroy()
+    if most is None:
+        raise KitError("this kernel does not tell a process's peak of memory (VmHWM)")
+    return most
+
+
+def losses(*, rows: int, length: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Each loss forward and backward, bare and with its metrics: nothing but the loss; and one from the logits of a small vocabulary."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    batch = {name: value.to(device) for name, value in noise(rows, length + 1, 1000, 0).items()}
+    current = (batch["prev_logprobs"][:, 1:] + 0.1).requires_grad_()
+
+    def run(loss: Any) -> Callable[[], None]:
+        def work() -> None:
+            for _ in range(AT_ONCE):
+                current.grad = None
+                value, _ = loss(current, batch, tokens=1000.0, sequences=8.0)
+                value.backward()
+
+        return work
+
+    logits = torch.randn(rows * length, WORDS, device=device).requires_grad_()
+    said = batch["input_ids"][:, 1:].flatten()
+
+    def from_logits(loss: Any) -> Callable[[], None]:
+        def work() -> None:
+            logits.grad = None
+            spoken = -functional.cross_entropy(logits, said, reduction="none").view(rows, length)
+            value, _ = loss(spoken, batch, tokens=1000.0, sequences=8.0)
+            value.backward()
+
+        return work
+
+    ways = ("bare", "metrics")
+    seen = {}
+    for recipe in RECIPES:
+        works = {name: run(loss_of(recipe, metrics=name == "metrics")) for name in ways}
+        taken = turns(works, rounds, device)
+        seen[str(recipe)] = {name: [each / AT_ONCE for each in seconds] for name, seconds in taken.items()}
+    works = {name: from_logits(loss_of("grpo", metrics=name == "metrics")) for name in ways}
+    seen[f"grpo from logits of {WORDS} words"] = turns(works, rounds, device)
+    return seen
+
+
+def loss_of(recipe: Recipe, *, metrics: bool) -> Any:
+    if recipe == "nll":
+        return NegativeLogLikelihood(metrics=metrics)
+    level: Any = "sequences" if recipe == "gspo" else "tokens"
+    return ClippedPolicyGradient(level=level, metrics=metrics, **RECIPES[recipe])
