@@ -76,6 +76,7 @@ def prepare(
     fault: str | None = None,
     out: str | os.PathLike[str] | None = None,
     tolerances: Mapping[str, float] | None = None,
+    world: room.World | None = None,
 ) -> Lab:
     """Make a lab whose config is checked and whose folder is there; its ranks start with its first step."""
     return Lab(
@@ -86,6 +87,7 @@ def prepare(
         tolerances=tolerances,
         observe=lambda calls: Progress(total=calls),
         plotter=plot,
+        world=world,
     )
 
 
@@ -95,10 +97,14 @@ def lab(
     fault: str | None = None,
     out: str | os.PathLike[str] | None = None,
     tolerances: Mapping[str, float] | None = None,
+    world: room.World | None = None,
     **config: Any,
 ) -> Lab:
-    """Start a lab to step by hand. `config` sets its fields, `fault` switches a known bug on, `out` is the run's folder."""
-    return prepare(name, config, fault=fault, out=out, tolerances=tolerances).start()
+    """Start a lab to step by hand. `config` sets its fields, `fault` switches a known bug on, `out` is the run's folder.
+
+    `world` is one that is there already: its ranks are used and left alive.
+    """
+    return prepare(name, config, fault=fault, out=out, tolerances=tolerances, world=world).start()
 
 
 def run(
@@ -107,10 +113,11 @@ def run(
     fault: str | None = None,
     out: str | os.PathLike[str] | None = None,
     tolerances: Mapping[str, float] | None = None,
+    world: room.World | None = None,
     **config: Any,
 ) -> Run:
-    """Run a lab from its first phase to its verdict."""
-    with prepare(name, config, fault=fault, out=out, tolerances=tolerances) as made:
+    """Run a lab from its first phase to its verdict; on the ranks of `world`, if one is given."""
+    with prepare(name, config, fault=fault, out=out, tolerances=tolerances, world=world) as made:
         return made.run()
 
 

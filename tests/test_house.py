@@ -18,23 +18,41 @@ MAY_IMPORT = {
     "world": set(),
     "measure": set(),
     "results": set(),
-    "megatron": {"measure"},
-    "labs": {"world", "results", "measure", "megatron"},
+    "train": {"measure"},
+    "sync": {"measure"},
+    "megatron": {"measure", "train"},
+    "labs": {"world", "results", "measure", "megatron", "train", "sync"},
     "view": {"labs", "results", FACE},
     "bench": {*ROOMS, FACE},
     FACE: set(ROOMS) - {"bench"},
 }
-ONLY_IN = {"megatron": {"megatron"}, "matplotlib": {"view"}, "ipywidgets": {"view"}, "IPython": {"view"}}
+ONLY_IN = {
+    "megatron": {"megatron"},
+    "xxhash": {"sync"},
+    "matplotlib": {"view"},
+    "ipywidgets": {"view"},
+    "IPython": {"view"},
+}
 # In labs everything may run on a rank but these.
-LABS_NOTEBOOK = {"configure.py", "discover.py", "lab.py", "stepped.py", "checks.py", "counts.py", "memory.py"}
-RANK_ROOMS = {"measure", "megatron"}
+LABS_NOTEBOOK = {
+    "configure.py",
+    "discover.py",
+    "lab.py",
+    "stepped.py",
+    "checks.py",
+    "counts.py",
+    "memory.py",
+    "parity.py",
+}
+RANK_ROOMS = {"measure", "megatron", "train", "sync"}
 # A config's `fits` weighs it against the machine; plain arithmetic of the standard library, harmless where a rank loads it along.
 BOTH_SIDES = "kit.world.capacity."
 RANK_FILES = {
     *(KIT / "world" / f"{name}.py" for name in ("__init__", "agent", "agentside", "channel", "device", "entry")),
     *(KIT / "world" / f"{name}.py" for name in ("execute", "processes", "rankside", "stacks", "stream")),
 }
-RANK_PACKAGES = {"torch", "numpy", "megatron", "kit"} | set(sys.stdlib_module_names)
+# xxhash is used by ranks that happen to have it; test_hashes holds that all else works without it.
+RANK_PACKAGES = {"torch", "numpy", "megatron", "kit", "xxhash"} | set(sys.stdlib_module_names)
 HEAVY = {"torch", "numpy", "pandas", "pydantic", "matplotlib", "IPython", "ipywidgets", "megatron", "pyarrow", "jinja2"}
 FILES = sorted(KIT.rglob("*.py"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import nbformat
@@ -67,7 +68,29 @@ def offload_reload(notebook: nbformat.NotebookNode, runs: Path) -> None:
     assert len(list(runs.glob("offload-*/verdict.json"))) == 5
 
 
-PROMISES = {"00_start": start, "01_offload_reload": offload_reload}
+def split_training(notebook: nbformat.NotebookNode, runs: Path) -> None:
+    assert "0 failed" in text(notebook, "verdict")
+    table = outputs(notebook, "metrics")[-1]["data"]["text/html"]
+    assert {"probs_ratio", "num_valid_samples", "one_scalar_error"} <= set(re.findall(r"\w+", table))
+    right, wrong = (float(number) for number in re.findall(r": (\d+\.\d+)", text(notebook, "scalar")))
+    assert abs(right - 1) < 0.1
+    assert wrong > 2
+    assert "k_proj.bias" in outputs(notebook, "tensors")[-1]["data"]["text/html"]
+    for ident in ("tolerance", "own"):
+        assert "FAIL grad_parity" in text(notebook, ident)
+        assert "pass chunk_invariance" in text(notebook, ident)
+    assert "pass loss_parity" in text(notebook, "own")
+    assert "metric_parity" not in text(notebook, "own")
+    assert "double-reduce" in outputs(notebook, "faults")[-1]["data"]["text/html"]
+    assert "FAIL  chunk_invariance" in text(notebook, "fault-verdict")
+    assert "pass  loss_parity" in text(notebook, "fault-verdict")
+    for ident in ("run", "fault"):
+        assert "image/png" in outputs(notebook, ident)[-1]["data"]
+    assert len(list(runs.glob("split-*/verdict.json"))) == 3
+    assert len(list(runs.glob("split-*/metrics.csv"))) == len(list(runs.glob("split-*/table.parquet"))) == 1
+
+
+PROMISES = {"00_start": start, "01_offload_reload": offload_reload, "03_split_training": split_training}
 
 
 @pytest.mark.slow

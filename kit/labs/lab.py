@@ -1,6 +1,7 @@
 """A lab that is stepped: phase by phase by hand, or all at once; both are the same code.
 
-Making one checks the config and makes the run's folder; `start` starts the ranks. Each `step` runs one phase on every rank and
+Making one checks the config and makes the run's folder; `start` starts the ranks, or takes those of a World that was given (whose
+logs stay where they are). Each `step` runs one phase on every rank and
 appends what was measured at once, so that a run that is killed keeps everything. `run` does the steps that are left and
 judges. The first failure ends the run: its folder says so, and the error is raised on.
 """
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from kit.errors import KitError, RankError
+from kit.errors import BadInput, KitError, RankError
 from kit.labs.configure import as_json, configure, find_fault, refuse_device
 from kit.labs.stepped import Stepped
 from kit.measure import provenance
@@ -53,12 +54,18 @@ class Lab:
         tolerances: Mapping[str, float] | None = None,
         observe: Callable[[int], Observer] | None = None,
         plotter: Plotter | None = None,
+        world: World | None = None,
     ) -> None:
         self.definition = definition
         self.name = definition.name
         self._plotter = plotter
         self.fault = fault
+        if world is not None:
+            config = {"ranks": world.ranks, **config}
         self.config = configure(definition, config, find_fault(definition, fault))
+        if world is not None and self.config.ranks != world.ranks:
+            raise BadInput(f"ranks={self.config.ranks}, and the World that was given has {world.ranks}")
+        self._given = world
         self._checks = definition.load_checks()
         self._tolerances = checked_tolerances(tolerances or {}, [check.tolerance for check in self._checks])
         self._plan: Sequence[Step] = definition.plan(self.config)
@@ -81,7 +88,7 @@ class Lab:
         if self._observer is None:
             self._watch(1)
         try:
-            self.world = World(
+            self.world = self._given or World(
                 self.config.ranks,
                 device=self.config.device,
                 timeout_s=self.config.timeout_s,
@@ -129,10 +136,10 @@ class Lab:
         return run
 
     def close(self) -> None:
-        """End the ranks. A run that had not come to its verdict is marked as failed. May be called again."""
+        """End the ranks, unless their World was given. A run that had not come to its verdict is marked as failed. May be called again."""
         if self._run is None and not self._error:
             self._failed(KitError(f"closed before its end: {self._done} of {len(self._plan)} phases were done"))
-        if "world" in vars(self):
+        if "world" in vars(self) and self._given is None:
             self.world.close()
 
     def __enter__(self) -> Self:
@@ -162,7 +169,9 @@ class Lab:
             raise KitError("every phase is done; run() judges what was measured")
         cycle, phase = self._plan[self._done]
         try:
-            answers = self.world.call(f"{RANKSIDE}:step", phase=phase, cycle=cycle, name=phase)
+            answers = self.world.call(
+                f"{RANKSIDE}:step", phase=phase, timeout_s=self.config.timeout_s, cycle=cycle, name=phase
+            )
             records = self._append(cycle, phase, dict(enumerate(answers)))
         except BaseException as error:
             self._failed(error)

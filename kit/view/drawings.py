@@ -285,5 +285,9 @@ def count_word(counts: set[int]) -> str:
     return f"n = {min(counts)}" if len(counts) == 1 else f"n = {min(counts)} to {max(counts)}"
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def ranks_word(steps: Steps) -> str:
     return "1 rank" if len(steps.ranks) == 1 else f"median and range of {len(steps.ranks)} ranks"

@@ -42,6 +42,8 @@ SEEN = {"size": "125m", "layers": 1, "seq": 16, "steps": 1, "microbatches": 1, "
 GALLERY = {
     "smoke": Shot("smoke", [{"cycles": 5}], one),
     "offload": Shot("offload", [SEEN], one),
+    "split": Shot("split", [{}], one),
+    "split-fault": Shot("split", [{"fault": "one-scalar-metrics", "level": "both"}], one),
     "offload-modes": Shot(
         "offload", [{"mode": mode, "cycles": 3} for mode in ("exact", "manual", "official")], side_by_side
     ),

@@ -15,8 +15,9 @@ from matplotlib.ticker import NullFormatter
 
 from kit.errors import BadInput
 from kit.view.cycles import COUNTS, cycle_axis, rows_of
+from kit.view.drawings import counted
 from kit.view.offload import OURS
-from kit.view.plots import Picture, count
+from kit.view.plots import Picture
 from kit.view.steps import Steps, steps
 from kit.view.style import MARKERS, Theme, theme
 
@@ -42,7 +43,7 @@ def plot_modes(runs: Sequence[Run], *, theme_name: str = "light") -> Picture:
         draw(picture, seen, verdicts, look)
         ranks = len(next(iter(seen.values())).ranks)
         picture.suptitle(
-            f"offload · {count(ranks, 'rank')} · {' / '.join(seen)} · counts of the worst rank",
+            f"offload · {counted(ranks, 'rank')} · {' / '.join(seen)} · counts of the worst rank",
             x=0.01,
             ha="left",
             fontsize=11.5,

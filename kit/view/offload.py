@@ -36,7 +36,7 @@ def words(run: Run, seen: Steps) -> list[str]:
     return [", ".join([str(config.get("size", "")), *sizes]), how, f"{number} cycle{'s' * (number != 1)}"]
 
 
-def draw(picture: Figure, seen: Steps, verdict: Verdict, look: Theme) -> None:
+def draw(picture: Figure, run: Run, seen: Steps, verdict: Verdict, look: Theme) -> None:  # noqa: ARG001 - as any picture's
     counts = [name for name in cycles.COUNTS if name in seen.metrics()]
     memory = ["host"] * ("anon_rss" in seen.metrics()) + ["device"] * ("driver_used" in seen.metrics())
     rows: list[tuple[list[str], float]] = [([name] * 12, 3.0) for name in memory]

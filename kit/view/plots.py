@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from kit.errors import BadInput
-from kit.view import drawings, offload
+from kit.view import drawings, offload, split
 from kit.view.steps import Steps, steps
 from kit.view.style import Theme, theme
 
@@ -33,10 +33,10 @@ class LabPicture(Protocol):
     def words(self, run: Run, seen: Steps) -> list[str]:
         """For the heading: what was run, and how often."""
 
-    def draw(self, picture: Figure, seen: Steps, verdict: Verdict, look: Theme) -> None: ...
+    def draw(self, picture: Figure, run: Run, seen: Steps, verdict: Verdict, look: Theme) -> None: ...
 
 
-PICTURES: Mapping[str, LabPicture] = {"offload": offload}
+PICTURES: Mapping[str, LabPicture] = {"offload": offload, "split": split}
 
 
 class Picture(Figure):
@@ -80,11 +80,11 @@ def plot_run(run: Run, *, theme_name: str = "light") -> Picture:
         picture = Picture(layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
         own = PICTURES.get(run.lab)
         if own is not None and own.tells(seen):
-            own.draw(picture, seen, verdict, look)
+            own.draw(picture, run, seen, verdict, look)
             words = own.words(run, seen)
         else:
             draw(picture, seen, verdict, look)
-            words = [count(len(seen.cycles), "cycle")]
+            words = [drawings.counted(len(seen.cycles), "cycle")]
         picture.suptitle(heading(run, seen, words), x=0.01, ha="left", fontsize=11.5)
     return picture
 
@@ -128,11 +128,7 @@ def allowed(verdict: Verdict, metric: str) -> float | None:
 def heading(run: Run, seen: Steps, words: list[str]) -> str:
     name = run.lab if run.id.startswith(run.lab) else f"{run.lab} {run.id}"
     fault = [f"fault: {run.fault}"] if run.fault else []
-    return " · ".join([name, count(len(seen.ranks), "rank"), *words, *fault, run.status])
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return " · ".join([name, drawings.counted(len(seen.ranks), "rank"), *words, *fault, run.status])
 
 
 def nothing(run: Run, look: Theme) -> Picture:

@@ -73,3 +73,30 @@ def test_offload_is_shown(page, server, artefacts):
     mine.wait_for(timeout=180_000)
     assert page.errors == []
     assert page.strays == []
+
+
+def test_a_split_step_is_shown(page, server, artefacts):
+    page.goto(server.page("03_split_training.ipynb"))
+    page.locator(".jp-StatusBar-TextItem", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
+    menu(page, "Run", "Run All Cells")
+    judged = cell_with(page, "run.verdict()")
+    judged.locator(".jp-OutputArea", has_text="0 failed,").wait_for(timeout=180_000)
+    mine = cell_with(page, "implementation=").locator(".jp-OutputArea", has_text="FAIL grad_parity")
+    mine.wait_for(timeout=180_000)
+    shown = {
+        "run": cell_with(page, "run.plot()").locator(".jp-OutputArea img"),
+        "fault": cell_with(page, "broken.plot()").locator(".jp-OutputArea img"),
+        "metrics": cell_with(page, "parity.metrics(").locator(".jp-OutputArea table"),
+        "tensors": cell_with(page, "parity.tensors(").locator(".jp-OutputArea table"),
+        "faults": cell_with(page, "LAB.faults").locator(".jp-OutputArea table"),
+        "own": mine,
+    }
+    for name in ("run", "fault"):
+        assert shown[name].evaluate("image => image.complete && image.naturalWidth") >= 1000
+    for name in ("metrics", "tensors", "faults"):
+        assert shown[name].locator("tbody tr").count() >= 8
+    for name, part in shown.items():
+        part.scroll_into_view_if_needed()
+        page.screenshot(path=artefacts / f"split-{name}.png")
+    assert page.errors == []
+    assert page.strays == []

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import kit
 from kit.errors import BadInput, KitError, RankDied, RankError, RankTimeout
 from kit.labs.definition import Definition
 from kit.labs.lab import Lab
 from kit.results import Run, read_verdict
+from kit.world import World
 
 Make = Callable[..., Lab]
 
@@ -150,6 +152,31 @@ def test_the_context_manager_ends_the_ranks(made: Make) -> None:
         assert lab.world.state == "idle"
     assert lab.world.state == "closed"
     assert info(lab)["status"] == "finished"
+
+
+def test_a_world_that_is_given_is_used_and_left_alive(own: Definition, runs: Path, nothing_left: None) -> None:
+    with World(3, device="cpu") as world:
+        pids = world.pids
+        for _ in range(2):
+            with Lab(own, {}, world=world) as lab:
+                run = lab.run()
+            assert (run.status, run.config["ranks"]) == ("finished", 3)
+            assert set(run.frame().query("phase == 'second'")["rank"]) == {0, 1, 2}
+        assert lab.world is world
+        with pytest.raises(RankError, match="told to raise"):
+            Lab(own, {}, fault="breaks", world=world).run()
+        assert (world.state, world.pids) == ("idle", pids)
+        with pytest.raises(BadInput, match="ranks=2, and the World that was given has 3"):
+            Lab(own, {"ranks": 2}, world=world)
+
+
+def test_a_step_by_hand_and_a_run_take_a_world(nothing_left: None, runs: Path) -> None:
+    with kit.World(2, device="cpu") as world:
+        with kit.lab("smoke", world=world, cycles=1) as lab:
+            lab.step()
+            assert lab.world is world
+        assert kit.run("smoke", world=world, cycles=1).verdict().passed
+        assert world.state == "idle"
 
 
 def test_tolerances(own: Definition, runs: Path) -> None:

@@ -6,8 +6,9 @@ import pytest
 
 import kit
 from kit.errors import BadInput
-from kit.labs.offload import fits
+from kit.labs import fits
 from kit.labs.offload.config import OffloadConfig
+from kit.labs.offload.fits import fits as offload_fits
 
 GIB = 2**30
 
@@ -36,7 +37,7 @@ def test_one_sentence(config: dict[str, object], sentence: str) -> None:
 def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits, "available_bytes", lambda: 10 * GIB)
     monkeypatch.setattr(fits, "cards", list)
-    fits.fits(OffloadConfig(size="125m"))
+    offload_fits(OffloadConfig(size="125m"))
     with pytest.raises(
         BadInput, match=r"size qwen2.5-0.5b does not fit: 2 ranks x \(.* GiB, and 10.0 GiB are free"
     ) as caught:
@@ -51,9 +52,9 @@ def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_card_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits, "available_bytes", lambda: 1000 * GIB)
     monkeypatch.setattr(fits, "cards", lambda: [80 * GIB, 2 * GIB])
-    fits.fits(OffloadConfig(size="125m"))
+    offload_fits(OffloadConfig(size="125m"))
     with pytest.raises(
         BadInput, match=r"of weights, gradients and optimizer for each rank, and 2\.0 GiB are free on a card"
     ):
         kit.lab("offload", size="qwen2.5-0.5b")
-    fits.fits(OffloadConfig(size="qwen2.5-0.5b", device="cpu"))
+    offload_fits(OffloadConfig(size="qwen2.5-0.5b", device="cpu"))

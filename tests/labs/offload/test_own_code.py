@@ -18,6 +18,7 @@ def test_release_and_restore(offload: Offload) -> None:
     assert failed(offload(implementation="mine:Whole").verdict()) == set()
 
 
+@pytest.mark.slow
 def test_a_wrapper_around_every_group(offload: Offload) -> None:
     run = offload(implementation="own_wrapper:Wrapping", cycles=2)
     assert failed(run.verdict()) == set()
@@ -51,6 +52,7 @@ def test_code_that_does_nothing(offload: Offload) -> None:
     assert "no group was destroyed" in why(verdict, "destroy_failure_raises")
 
 
+@pytest.mark.slow
 def test_what_it_raises_is_its_own(offload: Offload) -> None:
     with pytest.raises(kit.RankError, match="LookupError: my own release failed") as caught:
         offload(implementation="mine:Raises")
@@ -70,6 +72,7 @@ def test_a_bug_of_the_kits_own_code_is_not_put_into_somebodys(offload: Offload) 
         offload(fault="bit-flip", implementation="mine:Whole")
 
 
+@pytest.mark.slow
 def test_a_job_without_megatron(offload: Offload) -> None:
     run = offload(model="mine:Plain", cycles=2)
     verdict = run.verdict()

@@ -1,0 +1,45 @@
+"""Whether jobs of that size fit this machine: arithmetic on the notebook's side, before any rank starts."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import TYPE_CHECKING
+
+from kit.errors import BadInput
+from kit.world.capacity import RANK_BYTES, available_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+GIB = 2**30
+QUERY = ("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
+JOB = "weights, gradients and optimizer"
+
+
+def cards() -> Sequence[int]:
+    """Free bytes of each card; none where there is no driver to ask."""
+    try:
+        told = subprocess.run(QUERY, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [int(line) << 20 for line in told.split() if line.isdigit()]
+
+
+def check_fits(size: str, ranks: int, device: str, *, job: int, host: int, kept: str) -> None:
+    """Refuse what this machine cannot hold. `job` are bytes of a rank where it works, `host` those it keeps in memory besides: `kept`."""
+    free_on_cards = [] if device == "cpu" else cards()
+    on_cards = len(free_on_cards) >= ranks
+    if on_cards and job > (least := min(free_on_cards[:ranks])):
+        raise BadInput(
+            f"size {size} does not fit: {job / GIB:.2f} GiB of {JOB} for each rank, "
+            f"and {least / GIB:.1f} GiB are free on a card; take a smaller size, fewer layers, or more tp or pp"
+        )
+    here = 0 if on_cards else job
+    needed = (here + host + RANK_BYTES) * ranks
+    free = available_bytes()
+    if needed > free:
+        raise BadInput(
+            f"size {size} does not fit: {ranks} ranks x ({here / GIB:.2f} GiB of {JOB} + {host / GIB:.2f} GiB {kept} "
+            f"+ {RANK_BYTES / GIB:.2f} GiB a process) = "
+            f"{needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free; take a smaller size, fewer layers, or fewer ranks"
+        )

@@ -1,0 +1,18 @@
+"""Split: a training step that is fed piece by piece comes to the same numbers as the plain one, however it is cut."""
+
+from kit.labs.definition import Definition
+from kit.labs.split.config import SplitConfig, plan
+from kit.labs.split.faults import FAULTS
+from kit.labs.split.fits import fits
+
+LAB = Definition(
+    name="split",
+    summary="a training step cut into a stream of microbatches gives loss, gradients, weights and metrics of the plain one",
+    config=SplitConfig,
+    plan=plan,
+    fits=fits,
+    phases="kit.labs.split.phases:Split",
+    checks="kit.labs.split.checks:CHECKS",
+    faults=FAULTS,
+    preload=("megatron.core",),
+)

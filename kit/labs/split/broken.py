@@ -1,0 +1,221 @@
+"""The faults of the split lab: the kit's own steps with one bug each, and losses that both ways of stepping share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from kit.errors import BadInput
+from kit.labs.rankside import load
+from kit.labs.split.config import KIT_SPLIT
+from kit.megatron import gradients, split
+from kit.train import fsdp, metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kit.labs.rankside import Context
+    from kit.labs.split.backends import SplitContext
+    from kit.labs.split.config import SplitConfig
+    from kit.train.batch import Batch
+    from kit.train.protocol import Loss, Normalizer, Split, StepResult
+
+IN_THE_LOSS = frozenset({"mask-not-shifted"})
+CALLS = ("begin", "microbatch", "finish", "abort", "version")
+NUMBERS = ("global_loss", "grad_norm", "lr", "wd", "global_valid_seqs", "global_valid_toks", "updated")
+
+
+def make_split(ctx: Context, given: SplitContext) -> Split:
+    """The configured code under test; the kit's own with the fault, if one is on."""
+    target = given.config.implementation
+    if ctx.fault is None or ctx.fault in IN_THE_LOSS:
+        own: Split = load(target)(given)
+        missing = [name for name in CALLS if not hasattr(own, name)]
+        if missing:
+            raise BadInput(f"implementation={target}: the object it returned lacks {', '.join(missing)}")
+        return own
+    if target != KIT_SPLIT:
+        raise BadInput(f"fault {ctx.fault!r} is a bug of the kit's own step: leave implementation={target} out")
+    if given.config.backend == "fsdp2":
+        if ctx.fault != "dummy-bins-counted":
+            raise BadInput(f"fault {ctx.fault!r} is a bug of the step on Megatron: leave backend=fsdp2 out")
+        return DummiesCounted(given.job)
+    if ctx.fault == "dummy-bins-counted":
+        raise BadInput("fault 'dummy-bins-counted' is a bug of the step on FSDP2: set backend=fsdp2")
+    return BrokenMegatron(given.job, ctx.fault)
+
+
+def whole_result(config: SplitConfig, result: Any) -> StepResult:
+    """What finish() gave, if all of it is there."""
+    said = (
+        f"implementation={config.implementation}: finish() must return a dict of {', '.join(NUMBERS)}, version, metrics"
+    )
+    if not isinstance(result, dict):
+        raise BadInput(f"{said}; it returned {type(result).__name__}")
+    missing = [name for name in (*NUMBERS, "version", "metrics") if name not in result]
+    if missing:
+        raise BadInput(f"{said}; it lacks {', '.join(missing)}")
+    table = result["metrics"]
+    if not isinstance(table, dict):
+        raise BadInput(f"{said}; its metrics are {type(table).__name__}, and must be a dict of names and numbers")
+    told = {name: result[name] for name in (*NUMBERS, "version")} | table
+    odd = [f"{name}={value!r}" for name, value in told.items() if not is_number(value)]
+    if odd:
+        raise BadInput(f"{said}; these are no numbers: {', '.join(odd)}")
+    whole: Any = result
+    return whole  # type: ignore[no-any-return]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def broken_loss(fault: str | None, loss: Loss) -> Loss:
+    return NotShifted(loss) if fault == "mask-not-shifted" else loss
+
+
+class NotShifted:
+    """A loss that takes the mask of each token for the mask of its prediction: off by one, the same way everywhere."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        self.level = loss.level
+
+    def normalizers(self) -> Mapping[str, Normalizer]:
+        return self.loss.normalizers()
+
+    def __call__(
+        self, logprobs: torch.Tensor, batch: Batch, *, tokens: float, sequences: float
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mask = batch["token_mask"].roll(1, dims=1)
+        return self.loss(logprobs, {**batch, "token_mask": mask}, tokens=tokens, sequences=sequences)
+
+
+class OneScalar:
+    """A loss whose metrics all claim one normalizer."""
+
+    def __init__(self, loss: Loss, wrong: Mapping[str, Normalizer]) -> None:
+        self.loss = loss
+        self.level = loss.level
+        self.wrong = wrong
+
+    def normalizers(self) -> Mapping[str, Normalizer]:
+        return self.wrong
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.loss(*args, **kwargs)
+
+
+class BrokenMegatron(split.MegatronSplit):
+    """The kit's step on Megatron with one bug."""
+
+    def __init__(self, job: split.Job, fault: str) -> None:
+        super().__init__(job)
+        self.fault = fault
+
+    def begin(self, loss: Loss, gbs: int, mbs: int) -> None:
+        right = loss.normalizers()
+        if self.fault == "one-scalar-metrics":
+            loss = OneScalar(loss, dict.fromkeys(right, loss.level))
+        elif self.fault == "counts-normalised":
+            loss = OneScalar(loss, {name: by or loss.level for name, by in right.items()})
+        super().begin(loss, gbs, mbs)
+
+    def microbatch(self, data: Batch) -> None:
+        if self.fault == "release-mid-step" and self.pieces == 1:
+            for buffer in self.job.chunks[0].buffers:
+                storage = buffer.grad_data.untyped_storage()
+                size = storage.size()
+                storage.resize_(0)
+                storage.resize_(size)
+                buffer.grad_data.zero_()
+        super().microbatch(data)
+
+    def abort(self) -> None:
+        opened = self.state == "open"
+        super().abort()
+        if self.fault == "ticks-on-abort" and opened:
+            self.version += 1
+
+    def _hook(self) -> None:
+        super()._hook()
+        if self.fault == "no-sync-leak":
+            self.config.no_sync_func = self.saved["no_sync_func"]
+        elif self.fault == "per-chunk-finalize":
+            self.config.finalize_model_grads_func = self.saved["finalize_model_grads_func"]
+
+    def _restore(self) -> None:
+        if self.fault == "hooks-lost-on-error" and self.failed:
+            return
+        super()._restore()
+
+    def _pieces(self, data: Batch) -> list[Batch]:
+        pieces = super()._pieces(data)
+        return pieces[:-1] if self.fault == "drops-last-microbatch" and len(pieces) > 1 else pieces
+
+    def _aux_guess(self, pieces: list[Batch]) -> float:
+        return 1.0 if self.fault == "moe-aux-unscaled" else super()._aux_guess(pieces)
+
+    def _correct_aux(self, own: float) -> None:
+        if self.fault != "moe-aux-unscaled":
+            super()._correct_aux(own)
+
+    def _step_metrics(self, group: Any, sequences: float, tokens: float) -> dict[str, float]:
+        if self.fault == "replicas-counted-n-times":
+            group = dist.group.WORLD
+        table = super()._step_metrics(group, sequences, tokens)
+        if self.fault == "metrics-on-rank-0-alone" and dist.get_rank(group):
+            names = self.loss.normalizers()
+            own = metrics.of_microbatches(self.seen, names)
+            table = metrics.normalised(own, names, tokens=tokens, sequences=sequences)
+        if self.fault == "loses-a-metric":
+            del table["num_unmasked_tokens"]
+        return table
+
+    def _normalise(self, own: float) -> None:
+        if self.fault == "missing-sync":
+            late: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(late):
+                torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call] # the division comes late, and nobody waits
+                super()._normalise(own)
+        else:
+            super()._normalise(own)
+
+    def _synchronise(self) -> None:
+        if self.fault != "missing-sync":
+            super()._synchronise()
+
+    def _reduce(self) -> None:
+        if self.fault == "no-reduce":
+            return
+        if self.fault == "double-reduce":
+            for group in gradients.bucket_groups(self.job.chunks[0]):
+                group.start_grad_sync()
+        super()._reduce()
+
+    def _update(self, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
+        if self.fault == "schedule-by-steps":
+            return split.update(self.job, 1, sequences, tokens, table)
+        result = super()._update(sequences, tokens, table)
+        if self.fault == "late-lr":
+            result["lr"] = max(float(group["lr"]) for group in self.job.optimizer.param_groups)
+        elif self.fault == "norm-of-sums":
+            result["grad_norm"] *= tokens if self.loss.level == "tokens" else sequences
+        return result
+
+    def _give_up(self) -> None:
+        if self.fault == "abort-keeps-grads":
+            self._restore()
+            return
+        if self.fault == "abort-keeps-random":
+            self.random = ()
+        super()._give_up()
+
+
+class DummiesCounted(fsdp.FsdpSplit):
+    """The kit's step on FSDP2 that fills up with real rows, and counts them."""
+
+    def fill(self, pieces: list[Batch], most: int) -> list[Batch]:
+        return pieces + pieces[:1] * (most - len(pieces))

@@ -1,0 +1,117 @@
+"""The tables of a split run: every metric in both ways of stepping, and every tensor's gradient and weights.
+
+`metrics(frame, config)` and `tensors(frame, config)` are pandas tables to look at and to export.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from kit.labs.split.config import NORMALIZERS, cases_of
+from kit.results import NotMeasured
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Below it errors are absolute: a relative limit of 1e-6 and an absolute one of 1e-8 meet there.
+FLOOR = 1e-2
+# Where a microbatch holds other rows in every cut, each log-probability is rounded in another way, and a loss is a small difference
+# of large terms.
+REGROUPED = 1.0
+NOT_METRICS = frozenset({"grad_norm", "lr", "wd", "global_valid_seqs", "global_valid_toks", "updated", "global_loss"})
+
+
+def values(frame: pd.DataFrame, phase: str, name: str) -> pd.DataFrame:
+    """The numbers `name/step/metric` that rank 0 recorded in a phase, by cycle, step and metric."""
+    rows = frame[(frame["phase"] == phase) & (frame["rank"] == 0)]
+    parts = rows["metric"].str.extract(rf"^{name}/(?P<step>\d+)/(?P<metric>.+)$")
+    found = rows.assign(step=parts["step"], metric=parts["metric"])[parts["metric"].notna()]
+    if found.empty:
+        raise NotMeasured(f"no numbers of {phase}")
+    return found.astype({"step": int})[["cycle", "step", "metric", "value"]]
+
+
+def error(value: pd.Series, base: pd.Series, floor: float) -> pd.Series:
+    """Relative error, absolute below the floor. NaN beside NaN and an infinity beside the same are alike; else infinite."""
+    alike = (value == base) | (value.isna() & base.isna())
+    apart = (value - base).abs() / base.abs().clip(lower=floor)
+    return apart.fillna(float("inf")).where(~alike, 0.0)
+
+
+def worst(table: pd.DataFrame, column: str) -> dict[str, Any]:
+    """The row where a column is largest."""
+    row = table.iloc[int(table[column].to_numpy().argmax())]
+    return {str(name): value for name, value in row.items()}
+
+
+def paired(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
+    """Every number of the plain and of the piece-wise step: cycle, level, chunks, step, metric, sync, split, error."""
+    cut = values(frame, "split", "split")
+    plain = values(frame, "sync", "sync")
+    rows = []
+    base = 0
+    for case in cases_of(config):
+        base = case.cycle if case.first else base
+        one = plain[plain["cycle"] == base].drop(columns="cycle").rename(columns={"value": "sync"})
+        two = cut[cut["cycle"] == case.cycle].drop(columns="cycle").rename(columns={"value": "split"})
+        if two.empty:
+            raise NotMeasured(f"{case.chunks} chunks at level {case.level} were not run")
+        both = one.merge(two, on=["step", "metric"], how="outer", indicator="seen")
+        rows.append(both.assign(cycle=case.cycle, level=case.level, chunks=case.chunks))
+    table = pd.concat(rows, ignore_index=True)
+    floor = FLOOR if config["batching"] == "fixed" else REGROUPED
+    return table.assign(error=error(table["split"], table["sync"], floor))
+
+
+def metrics(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
+    """Every metric of every case and step, its normalizer, and what one scalar for all metrics would have made of it."""
+    table = paired(frame, config)
+    table = table[~table["metric"].isin(NOT_METRICS)]
+    plain = paired(frame, config).pivot_table(index=["cycle", "step"], columns="metric", values="sync", dropna=False)
+    told = frame[(frame["phase"] == "sync") & (frame["rank"] == 0) & frame["metric"].str.startswith("normalizer/")]
+    level = {case.cycle: case.level for case in cases_of(config)}
+    rows = zip(told["cycle"], told["metric"].str.removeprefix("normalizer/"), told["value"], strict=True)
+    by = {(level[cycle], name): NORMALIZERS[int(value)] for cycle, name, value in rows}
+    keys = zip(table["level"], table["metric"], strict=True)
+    table = table.assign(normalizer=[by.get(key) or "none" for key in keys])
+    counts = plain[["global_valid_seqs", "global_valid_toks"]].clip(lower=1)
+    where = pd.MultiIndex.from_frame(table[["cycle", "step"]])
+    sequences = counts["global_valid_seqs"].reindex(where).to_numpy()
+    tokens = counts["global_valid_toks"].reindex(where).to_numpy()
+    own = {"tokens": tokens, "sequences": sequences}
+    right = [own[each][index] if each in own else 1.0 for index, each in enumerate(table["normalizer"])]
+    scalar = [own[level][index] for index, level in enumerate(table["level"])]
+    extreme = table["metric"].str.endswith(("_min", "_max"))
+    table["one_scalar"] = table["sync"].where(extreme, table["sync"] * right / scalar)
+    table["one_scalar_error"] = error(table["one_scalar"], table["sync"], FLOOR)
+    columns = [
+        "level",
+        "chunks",
+        "step",
+        "metric",
+        "normalizer",
+        "sync",
+        "split",
+        "one_scalar",
+        "error",
+        "one_scalar_error",
+    ]
+    return table[columns].sort_values(["level", "chunks", "step", "metric"], ignore_index=True)
+
+
+def tensors(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
+    """Every tensor of every case: relative error of the first gradient and of the weights at the end, and where it is worst."""
+    rows = frame[(frame["phase"] == "compare") & (frame["rank"] == 0)]
+    parts = rows["metric"].str.extract(
+        r"^(?P<what>gradient|parameter|uncertain)/(?P<tensor>.+)/(?P<number>error|index|worst)$"
+    )
+    found = rows.assign(tensor=parts["tensor"], what=parts["what"] + "_" + parts["number"])[parts["tensor"].notna()]
+    if found.empty:
+        raise NotMeasured("no tensors were compared")
+    wide = found.pivot_table(index=["cycle", "tensor"], columns="what", values="value", sort=False).reset_index()
+    which = {case.cycle: case for case in cases_of(config)}
+    wide.insert(0, "level", [which[cycle].level for cycle in wide["cycle"]])
+    wide.insert(1, "chunks", [which[cycle].chunks for cycle in wide["cycle"]])
+    return wide.drop(columns="cycle").rename_axis(columns=None)

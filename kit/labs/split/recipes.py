@@ -1,0 +1,20 @@
+"""Losses by the names in common use. Settings only: the loss itself is made on the ranks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+Recipe = Literal["grpo", "dapo", "gspo", "cispo", "tis", "icepop", "seq-mask-tis", "on-policy", "nll"]
+
+# What kit.train.losses.ClippedPolicyGradient is made with; nll is the negative log-likelihood.
+RECIPES: dict[Recipe, dict[str, Any]] = {
+    "grpo": {"kl": 0.05},
+    "dapo": {"clip_high": 0.28, "dual_clip": 3.0},
+    "gspo": {"ratio": "sequences", "clip_low": 0.03, "clip_high": 0.04},
+    "cispo": {"cispo": True, "clip_high": 0.28},
+    "tis": {"importance": "tokens", "truncation": "tis", "band_high": 2.0},
+    "icepop": {"importance": "tokens", "truncation": "icepop", "band_low": 0.5, "band_high": 2.0},
+    "seq-mask-tis": {"importance": "tokens", "truncation": "seq-mask-tis", "band_low": 0.9, "band_high": 1.1},
+    "on-policy": {"on_policy": True, "importance": "sequences", "kl": 0.05, "kl_kind": "k2"},
+    "nll": {},
+}

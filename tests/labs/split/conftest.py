@@ -1,0 +1,231 @@
+"""Runs of the split lab for all tests of a module, on ranks that stay alive, with the tests' own code where ranks find it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import kit
+from kit.results import Verdict
+from tests.holdings import holdings, wait_for
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = {"steps": 2, "layers": 2, "microbatches": 4, "chunks": [1, 2, 0]}
+OWN = '''
+import torch
+import torch.distributed as dist
+from kit.megatron.split import MegatronSplit
+from own_split import Trainer
+
+
+class Forgets(Trainer):
+    """No gradient of another data rank arrives."""
+    def reduce(self): ...
+
+
+class Raises(Trainer):
+    def finish(self):
+        raise LookupError("my own finish failed")
+
+
+class Empty:
+    def __init__(self, ctx): ...
+
+
+class HalfOfIt:
+    version = 0
+    def __init__(self, ctx): ...
+    def begin(self, loss, gbs, mbs): ...
+    def microbatch(self, data): ...
+
+
+class Kit(MegatronSplit):
+    def __init__(self, ctx):
+        super().__init__(ctx.job)
+
+    def finish(self):
+        return self.changed(super().finish())
+
+    def changed(self, result):
+        return result
+
+
+class Consumes(Kit):
+    """Takes its rows to pieces once it is done with them, which is its right."""
+    def microbatch(self, data):
+        super().microbatch(data)
+        for value in data.values():
+            value.zero_()
+
+
+class Lacks(Kit):
+    def changed(self, result):
+        return {name: value for name, value in result.items() if name not in ("lr", "global_valid_seqs")}
+
+
+class Nothing(Kit):
+    def changed(self, result): ...
+
+
+class Words(Kit):
+    def changed(self, result):
+        return {**result, "metrics": {**result["metrics"], "loss": "small"}}
+
+
+class RankLies(Kit):
+    def changed(self, result):
+        return {**result, "grad_norm": result["grad_norm"] + dist.get_rank()}
+
+
+class NotANumber(Kit):
+    def changed(self, result):
+        return {**result, "metrics": dict.fromkeys(result["metrics"], float("nan"))}
+
+
+class NoRate(Kit):
+    def changed(self, result):
+        return {**result, "lr": float("nan")}
+
+
+class NeverUpdated(Kit):
+    """Says so, which would have nobody ask for its rate."""
+    def changed(self, result):
+        return {**result, "updated": False, "lr": 1.0}
+
+
+class NoDecay(Kit):
+    def changed(self, result):
+        return {**result, "wd": 0.0}
+
+
+class StrayReplica(Kit):
+    """All numbers are right; the weights of one rank are not."""
+    def changed(self, result):
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                for param in self.job.chunks[0].parameters():
+                    param.add_(1e-3)
+        return result
+
+
+class OwnUpdate(Kit):
+    """Goes round the optimizer that it was given."""
+    def finish(self):
+        inside = self.job.optimizer.step
+        self.job.optimizer.step = lambda: (True, 0.5, None)
+        try:
+            return super().finish()
+        finally:
+            self.job.optimizer.step = inside
+
+
+class LateVersion(Kit):
+    """The result has it right; the object itself does not."""
+    @property
+    def version(self):
+        return max(self._version - 1, 0)
+    @version.setter
+    def version(self, value):
+        self._version = value
+    def changed(self, result):
+        return {**result, "version": self._version}
+
+
+class AbortMoves(Kit):
+    def abort(self):
+        was_open = self.state == "open"
+        super().abort()
+        if was_open:
+            with torch.no_grad():
+                next(self.job.chunks[0].parameters()).add_(1e-7)
+
+
+class AbortLosesHooks(Kit):
+    """They come back with the next finish, not with the abort."""
+    def _give_up(self):
+        self.kept = self.kept or self.saved
+        self.saved = {}
+        super()._give_up()
+    def _hook(self):
+        super()._hook()
+        self.saved = self.kept or self.saved
+        self.kept = {}
+    kept = {}
+
+
+class KeepsRandom(Kit):
+    def _give_up(self):
+        self.random = ()
+        super()._give_up()
+
+
+class Swallows(Kit):
+    """An error is nobody's business."""
+    def microbatch(self, data):
+        try:
+            super().microbatch(data)
+        except RuntimeError:
+            pass
+
+
+class RaisesWhenClosed(Kit):
+    def abort(self):
+        if self.state == "closed":
+            raise RuntimeError("nothing to abort")
+        super().abort()
+'''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs go to a folder of the module; `mine` and the documentation's example can be imported by ranks. Nothing is left."""
+    folder = tmp_path_factory.mktemp("split")
+    (folder / "mine.py").write_text(OWN)
+    (folder / "own_split.py").write_text((ROOT / "docs" / "examples" / "own_split.py").read_text())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KIT_RUNS", str(folder / "runs"))
+        patch.chdir(folder)
+        before = holdings(os.getpid())
+        yield
+        wait_for(lambda: holdings(os.getpid()) == before, 5.0)
+        assert holdings(os.getpid()) == before
+
+
+@pytest.fixture(scope="module")
+def world(_places: None) -> Iterator[kit.World]:
+    """Two ranks that every run of the module takes in turn."""
+    with kit.World(2, env={"OMP_NUM_THREADS": "1"}, preload=("megatron.core",)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def split(world: kit.World) -> Callable[..., kit.Run]:
+    """split(**config) -> the finished run, a small one; asked for again, the same one. One that breaks may leave Megatron's groups."""
+    made: dict[str, kit.Run] = {}
+
+    def run(fault: str | None = None, **config: object) -> kit.Run:
+        key = repr((fault, sorted(config.items())))
+        if key not in made:
+            try:
+                made[key] = kit.run("split", fault=fault, world=world, **{**SMALL, **config})
+            except kit.RankError:
+                world.run("from kit.megatron import groups\ngroups.destroy()")
+                raise
+        return made[key]
+
+    return run
+
+
+def failed(verdict: Verdict) -> set[str]:
+    return {row.check.partition("/")[0] for row in verdict if row.passed is False}
+
+
+def unanswered(verdict: Verdict) -> set[str]:
+    return {row.check for row in verdict if row.passed is None}
+
+
+def why(verdict: Verdict, check: str) -> str:
+    return next(row.why for row in verdict if row.check == check)

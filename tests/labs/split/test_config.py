@@ -1,0 +1,77 @@
+"""What cannot be is refused in one sentence, before any rank starts; what is planned is every way to cut, after its plain step."""
+
+from __future__ import annotations
+
+import pytest
+
+import kit
+from kit.errors import BadInput
+from kit.labs import fits
+from kit.labs.split.config import SplitConfig, cases, plan
+from kit.labs.split.fits import fits as split_fits
+
+GIB = 2**30
+EXPERTS = {"experts": 4, "reduce": "mean"}
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"chunks": []}, "chunks is empty: name at least one way to cut a step"),
+        ({"chunks": [1, 11]}, "chunks: 11 calls cannot share 10 microbatches; give 1 to 10, or 0 for all"),
+        ({"chunks": [-1]}, "chunks: -1 calls cannot share 10 microbatches"),
+        ({"chunks": [2, 2]}, r"chunks names a number twice: \[2, 2\]"),
+        ({"tp": 3}, "tp=3 does not divide 4 heads"),
+        ({"tp": 2, "ranks": 3}, "tp\\*pp=2 does not divide 3 ranks"),
+        ({"pp": 3, "ranks": 3}, "pp=3 does not divide 4 layers"),
+        ({"ep": 2}, "ep=2 needs experts: set experts to a multiple of 2"),
+        ({"ep": 2, **EXPERTS, "experts": 3}, "ep=2 does not divide 3 experts"),
+        ({"experts": 4}, "experts need reduce=mean"),
+        ({**EXPERTS, "tp": 2}, "Megatron asks for tp=1"),
+        ({"backend": "fsdp2", "tp": 2}, "backend=fsdp2 shards over data ranks alone: leave tp, pp and experts out"),
+        ({"backend": "fsdp2", "pp": 2}, "leave tp, pp and experts out"),
+        ({"backend": "fsdp2", **EXPERTS}, "leave tp, pp and experts out"),
+        ({"batching": "packed"}, "batching=packed is for backend=fsdp2"),
+        ({"batching": "dynamic"}, "batching=dynamic is for backend=fsdp2"),
+        (
+            {"backend": "fsdp2", "batching": "packed", "token_budget": 31},
+            "token_budget=31 must hold a whole row of length=32",
+        ),
+        ({"recipe": "gspo"}, "recipe=gspo needs level=sequences, not 'both'"),
+        ({"recipe": "gspo", "level": "tokens"}, "recipe=gspo needs level=sequences, not 'tokens'"),
+        ({"masks": "empty-rank", "tp": 2}, "masks=empty-rank needs two data ranks or more"),
+        ({"masks": "empty-rank", "ranks": 1}, "masks=empty-rank needs two data ranks or more"),
+        ({"length": 23}, "length must be a whole number from 24 to 32768, not 23"),
+        ({"steps": 0}, "steps must be a whole number from 1 to 1000, not 0"),
+        ({"dtype": "float16"}, "dtype must be one of float32, bfloat16, not 'float16'"),
+        ({"recipe": "ppo"}, "recipe must be one of grpo"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(f"{k}={v}" for k, v in value.items()),
+)
+def test_one_sentence(config: dict[str, object], sentence: str) -> None:
+    with pytest.raises(BadInput, match=sentence) as caught:
+        kit.lab("split", **config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fits, "available_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr(fits, "cards", list)
+    split_fits(SplitConfig(size="125m", layers=2, steps=1))
+    with pytest.raises(BadInput, match=r"gradients, kept of 9 steps to be compared"):
+        kit.lab("split", size="qwen2.5-0.5b", steps=9)
+
+
+def test_each_level_has_its_plain_step_before_its_cuts() -> None:
+    config = SplitConfig(chunks=(2, 0))
+    assert [(case.cycle, case.level, case.chunks, case.first) for case in cases(config)] == [
+        (1, "tokens", 2, True),
+        (2, "tokens", 0, False),
+        (3, "sequences", 2, True),
+        (4, "sequences", 0, False),
+    ]
+    level = ["sync", "oracle", "split", "compare", "split", "compare"]
+    assert [step.phase for step in plan(config)] == ["prepare", *level, *level, "rehearse", "end"]
+    assert [step.cycle for step in plan(config)] == [0, 1, 1, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4, 0, 0]
+    both = [step.phase for step in plan(SplitConfig(chunks=(1,), level="tokens", backend="fsdp2"))]
+    assert both == ["prepare", "sync", "oracle", "other_backend", "split", "compare", "rehearse", "end"]

@@ -1,0 +1,96 @@
+"""A fault's check sees that bug: in the same config without the fault it passes. What else each bug breaks is known.
+
+That every fault ends as its entry says, and fails the check it names, is tested with the command line too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import kit
+from kit.labs.definition import Fault
+from kit.labs.split.faults import FAULTS
+from tests.labs.split.conftest import failed
+
+Split = Callable[..., kit.Run]
+CONFIGS = {repr(fault.set): fault for fault in FAULTS}  # faults of one config share the run without them
+HERE = {fault.name: fault for fault in FAULTS if fault.exit == 1 and "cpu" in fault.devices}
+GRADIENTS = {"grad_parity", "params_parity", "later_steps", "result_parity"}
+NUMBERS = {"loss_parity", "metric_parity", "later_steps", "replicas_counted_once"}
+# What else a bug breaks, apart from the check that it is listed under.
+ALSO = {
+    "double-reduce": GRADIENTS,
+    "no-reduce": GRADIENTS | {"one_reduction", "ranks_agree"},
+    "per-chunk-finalize": GRADIENTS | {"one_reduction"},
+    "one-scalar-metrics": NUMBERS - {"loss_parity"},
+    "counts-normalised": NUMBERS - {"loss_parity"},
+    "late-lr": {"result_parity"},
+    "hooks-lost-on-error": set(),
+    "moe-aux-unscaled": GRADIENTS,
+    "replicas-counted-n-times": NUMBERS,
+    "mask-not-shifted": set(),
+    "dummy-bins-counted": GRADIENTS | NUMBERS | {"chunk_invariance"},
+    "abort-keeps-grads": set(),
+    "release-mid-step": GRADIENTS,
+    "drops-last-microbatch": GRADIENTS | NUMBERS | {"chunk_invariance"},
+    "metrics-on-rank-0-alone": set(),
+    "abort-keeps-random": set(),
+    "norm-of-sums": {"later_steps"},
+    "loses-a-metric": {"metric_parity", "later_steps"},
+    "ticks-on-abort": {"abort_is_clean"},
+    "schedule-by-steps": {"later_steps", "result_parity"},
+}
+QUICK = ("double-reduce", "one-scalar-metrics", "abort-keeps-grads")
+SMALLER = {"layers": 1, "microbatches": 5}
+
+
+def own(fault: Fault) -> dict[str, object]:
+    """The config of a fault, on a smaller job; what it sets itself stays."""
+    return {**SMALLER, "chunks": [1, 2, 5], **fault.set}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in HERE]
+)
+def test_a_fault_fails_its_check_and_hardly_another(split: Split, name: str) -> None:
+    broken = failed(split(fault=name, **own(HERE[name])).verdict())
+    assert {HERE[name].check} <= broken <= {HERE[name].check} | ALSO[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", CONFIGS.values(), ids=lambda fault: fault.name)
+def test_without_the_fault_its_check_passes(split: Split, fault: Fault) -> None:
+    verdict = split(**own(fault)).verdict()
+    assert failed(verdict) == set()
+    named = {other.check for other in FAULTS if other.set == fault.set}
+    assert {row.check: row.passed for row in verdict if row.check in named} == dict.fromkeys(named, True)
+
+
+@pytest.mark.slow
+def test_a_leak_into_the_next_step_breaks_the_run() -> None:
+    (fault,) = (fault for fault in FAULTS if fault.exit == 3)
+    with pytest.raises(kit.RankError, match="Should not have multiple communication calls outstanding") as caught:
+        kit.run("split", fault=fault.name, **own(fault))
+    assert caught.value.phase == "split"
+
+
+def test_every_fault_is_known_here() -> None:
+    assert ALSO.keys() == HERE.keys()
+    assert {fault.name for fault in FAULTS} - HERE.keys() == {"no-sync-leak", "missing-sync"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "config", "said"),
+    [
+        ("late-lr", {"backend": "fsdp2"}, "leave backend=fsdp2 out"),
+        ("dummy-bins-counted", {"backend": "megatron", "batching": "fixed"}, "set backend=fsdp2"),
+    ],
+)
+def test_a_bug_of_one_backend_is_not_put_into_the_other(
+    split: Split, fault: str, config: dict[str, str], said: str
+) -> None:
+    with pytest.raises(kit.RankError, match=said):
+        split(fault=fault, **config)

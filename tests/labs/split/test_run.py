@@ -1,0 +1,190 @@
+"""A right run passes, row by row; what cannot be measured says why; records hold what the documentation says they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pandas as pd
+import pytest
+
+import kit
+from kit.errors import BadInput
+from kit.labs.discover import find
+from kit.labs.split import parity
+from kit.labs.split.phases import Split as Phases
+from tests.labs.split.conftest import failed, unanswered, why
+
+Split = Callable[..., kit.Run]
+CASES = [("tokens", 1), ("tokens", 2), ("tokens", 0), ("sequences", 1), ("sequences", 2), ("sequences", 0)]
+METRICS = 17  # of a clipped policy gradient
+
+
+def of(run: kit.Run, phase: str, metric: str) -> pd.DataFrame:
+    frame = run.frame()
+    return frame[(frame["phase"] == phase) & (frame["metric"] == metric)]
+
+
+def test_every_check_passes_or_says_why_not(split: Split) -> None:
+    verdict = split().verdict()
+    assert failed(verdict) == set()
+    assert unanswered(verdict) == {"backends_agree"}
+    assert "run backend=fsdp2" in why(verdict, "backends_agree")
+    names = [row.check for row in verdict]
+    assert len(set(names)) == len(names)
+    assert [name for name in names if "/" not in name] == [check.name for check in find("split").load_checks()]
+    assert {name.partition("/")[0] for name in names if "/" in name} == {"metric_parity"}
+    assert {row.measured for row in verdict if row.unit == "1"} == {0.0}
+
+
+def test_a_metric_is_a_row(split: Split) -> None:
+    whole, *rows = [row for row in split().verdict() if row.check.startswith("metric_parity")]
+    table = parity.metrics(split().frame(), split().config)
+    assert [row.why.split(" by ")[0] for row in rows] == sorted(table["metric"].unique())
+    assert [row.check for row in rows] == [f"metric_parity/{name}" for name in sorted(table["metric"].unique())]
+    assert len(rows) == METRICS
+    assert whole.check == "metric_parity"
+    assert whole.measured == max(row.measured for row in rows if row.measured is not None)
+    said = {row.why.split(" by ")[0]: row.why for row in rows}
+    assert "num_valid_samples by none" in said["num_valid_samples"]
+    assert "one scalar for all: 0.9" in said["num_valid_samples"]
+    assert "one scalar" not in said["probs_ratio_max"]
+
+
+def test_reasons_name_what_was_compared(split: Split) -> None:
+    verdict = split().verdict()
+    assert "gradients are bit-identical, cut in 1, 2, all" in why(verdict, "chunk_invariance")
+    assert "reduced exactly once in a step, 2 steps, tokens and sequences, cut in 1, 2, all" in why(
+        verdict, "one_reduction"
+    )
+    assert "the 1e-3 in common use would let it through" in why(verdict, "grad_parity")
+    assert "worst tensor model." in why(verdict, "grad_parity")
+    assert "numbers on 2 ranks, bit for bit" in why(verdict, "ranks_agree")
+    assert "the same 24 keys in both" in why(verdict, "metric_coverage")
+    assert "17 metrics in float64" in why(verdict, "oracle")
+
+
+def test_the_table_of_metrics(split: Split) -> None:
+    run = split()
+    table = parity.metrics(run.frame(), run.config)
+    assert len(table) == len(CASES) * 2 * METRICS
+    assert set(zip(table["level"], table["chunks"], strict=True)) == set(CASES)
+    assert set(table["normalizer"]) == {"tokens", "sequences", "none"}
+    first = table[table["step"] == 1]
+    assert first["error"].max() <= 1e-6
+    assert table["sync"].notna().all()
+    ratio = first[first["metric"] == "probs_ratio"].set_index("level")["one_scalar_error"]
+    assert ratio["tokens"].max() == 0
+    assert ratio["sequences"].min() > 1  # a token's metric, divided by sequences
+    count = first[first["metric"] == "num_valid_samples"]
+    assert count["one_scalar"].max() <= 1 < count["sync"].min()
+
+
+def test_the_table_of_tensors(split: Split) -> None:
+    run = split()
+    table = parity.tensors(run.frame(), run.config)
+    assert set(zip(table["level"], table["chunks"], strict=True)) == set(CASES)
+    assert {"model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.bias"} <= set(table["tensor"])
+    assert table.notna().all(axis=None)
+    by = table.groupby("tensor")["gradient_error"].max()
+    # Adding to all keys of a row changes nothing in a softmax: what a key's bias has as a gradient is rounding.
+    assert by["model.layers.1.self_attn.k_proj.bias"] > 5 * by["model.layers.1.mlp.up_proj.weight"]
+
+
+def test_records_of_every_rank_and_call(split: Split) -> None:
+    run = split()
+    for metric in (
+        "split/1/global_loss",
+        "split/2/grad_norm",
+        "split/1/probs_ratio",
+        "reductions_most",
+        "wrong_versions",
+    ):
+        rows = of(run, "split", metric)
+        assert sorted(zip(rows["cycle"], rows["rank"], strict=True)) == [(c, r) for c in range(1, 7) for r in (0, 1)]
+    assert set(of(run, "compare", "parameter_error")["rank"]) == {0, 1}
+    rows = run.frame().query("phase == 'split' and rank == 1 and metric.str.startswith('call/')")
+    calls = [len(each) for _, each in rows.groupby("cycle")]
+    assert calls == [3, 4, 6] * 2  # begin, the cuts of four microbatches, finish
+    assert (rows["value"] > 0).all()
+    assert float(of(run, "prepare", "ratios_off_one")["value"].min()) > 0.5  # the losses are tried on something
+    assert len(of(run, "sync", "split/1/loss")) == 0
+
+
+def test_the_rate_moves_and_every_step_differs(split: Split) -> None:
+    told = parity.values(split().frame(), "split", "split").query("cycle == 1").set_index(["metric", "step"])["value"]
+    assert told["lr", 1] != told["lr", 2]
+    assert told["global_loss", 1] != told["global_loss", 2]
+    assert told["updated", 1] == 1
+
+
+def test_limits_move_without_a_rerun(split: Split) -> None:
+    run = split()
+    assert failed(run.verdict(grad_rel=0, oracle_rel=0)) == {"grad_parity", "oracle"}
+    assert "metric_parity" in failed(run.verdict(metric_rel=-1))
+    assert {row.limit for row in run.verdict(metric_rel=0.5) if row.check.startswith("metric_parity")} == {0.5}
+    with pytest.raises(BadInput, match="unknown tolerance 'grad_abs'"):
+        run.verdict(grad_abs=1)
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet", "json", "md", "html", "tex"])
+def test_exports(split: Split, ending: str, tmp_path) -> None:
+    path = tmp_path / f"table.{ending}"
+    split().save(path)
+    assert path.stat().st_size > 1000
+
+
+def test_from_disk_the_same_verdict(split: Split) -> None:
+    run = split()
+    assert kit.load(run.dir).verdict() == run.verdict()
+
+
+def test_step_by_step(world: kit.World, split: Split) -> None:
+    """By hand and at once record the same; the ranks are alive afterwards, and a World of another size is refused."""
+    pids = world.pids
+    config = {"steps": 1, "layers": 1, "microbatches": 2, "chunks": [2], "level": "tokens"}
+    with kit.lab("split", world=world, **config) as lab:
+        while lab.phases[-1].status != "done":
+            shown = lab.step()
+            assert callable(getattr(Phases, shown.phase))
+        by_hand = lab.run()
+    assert failed(by_hand.verdict()) == set()
+    assert unanswered(by_hand.verdict()) == {"backends_agree", "chunk_invariance", "later_steps"}
+    assert "name two numbers of chunks" in why(by_hand.verdict(), "chunk_invariance")
+    at_once = split(**config)
+    keys = ["cycle", "phase", "rank", "metric", "unit"]
+    assert by_hand.frame()[keys].to_dict("records") == at_once.frame()[keys].to_dict("records")
+    told = [parity.values(run.frame(), "split", "split") for run in (by_hand, at_once)]
+    assert told[0].reset_index(drop=True).equals(told[1].reset_index(drop=True))  # the same seed, the same bits
+    assert world.pids == pids
+    assert world.eval("dist.get_world_size()") == [2, 2]
+    with pytest.raises(BadInput, match="ranks=4, and the World that was given has 2"):
+        kit.run("split", world=world, ranks=4)
+
+
+@pytest.mark.slow
+def test_both_backends_are_compared(split: Split) -> None:
+    verdict = split(backend="fsdp2").verdict()
+    assert failed(verdict) == set()
+    assert unanswered(verdict) == set()
+    assert "gradients of Megatron and FSDP2 in step 1" in why(verdict, "backends_agree")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tp": 2},
+        {"pp": 2},
+        {"overlap_grad_reduce": True, "distributed_optimizer": True},
+        {"ep": 2, "experts": 4, "reduce": "mean"},
+        {"masks": "empty-rank"},
+        {"masks": "full"},
+        {"dtype": "bfloat16", "tp": 2},
+        {"backend": "fsdp2", "batching": "packed"},
+        *({"recipe": recipe} for recipe in ("dapo", "cispo", "tis", "icepop", "seq-mask-tis", "on-policy", "nll")),
+        {"recipe": "gspo", "level": "sequences"},
+    ],
+    ids=lambda config: "-".join(f"{k}={v}" for k, v in config.items()),
+)
+def test_other_configs_pass_too(split: Split, config: dict[str, object]) -> None:
+    assert failed(split(**config).verdict()) == set()
