@@ -47,7 +47,7 @@ def configure(lab: Definition, given: Mapping[str, Any], fault: Fault | None) ->
     ranks_python = interpreter.find(config.python or None).path
     for field in fields(lab.config):
         target = getattr(config, field.name)
-        if field.option.target and target != field.default:
+        if field.option.target and target != field.default and target not in field.option.names:
             check_target(field.name, target, ranks_python)
     return config
 

@@ -15,7 +15,10 @@ from typing import Annotated, Any, Literal
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What a field is for, the ends of its range (both allowed), and whether it names code (`module:attr`) for the ranks."""
+    """What a field is for, the ends of its range (both allowed), and whether it names code (`module:attr`) for the ranks.
+
+    `names` are what a field of the last kind may be besides code: words of the lab's own, such as "auto".
+    """
 
     help: str
     _: dataclasses.KW_ONLY
@@ -23,9 +26,12 @@ class Option:
     high: float | None = None
     unit: str = ""
     target: bool = False
+    names: tuple[str, ...] = ()
 
     def check(self, value: Any) -> Any:
-        """The value, if it is in the range; for pydantic."""
+        """The value, if it is in the range and could be a name or code; for pydantic."""
+        if self.names and isinstance(value, str) and value not in self.names and ":" not in value:
+            raise ValueError(f"must be {self.range()}")
         if isinstance(value, int | float) and not isinstance(value, bool):
             above = self.low is None or value >= self.low
             below = self.high is None or value <= self.high
@@ -34,6 +40,8 @@ class Option:
         return value
 
     def range(self) -> str:
+        if self.names:
+            return f"one of {', '.join(self.names)}, or module:attr"
         if self.low is None and self.high is None:
             return ""
         if self.high is None:
@@ -82,6 +90,8 @@ class Field:
         """What the field may be, in words."""
         if self.choices:
             return f"one of {', '.join(map(str, self.choices))}"
+        if self.option.names:
+            return " ".join(filter(None, [self.option.range(), "or null" if self.optional else ""]))
         plain = (
             [kind for kind in typing.get_args(self.kind) if kind is not type(None)] if self.optional else [self.kind]
         )

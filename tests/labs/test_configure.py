@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
@@ -12,6 +12,7 @@ from kit.errors import BadInput
 from kit.labs.configure import check_target, configure, find_fault, from_text, validate
 from kit.labs.definition import Definition
 from kit.labs.discover import find
+from kit.labs.options import LabConfig, Option
 
 
 @pytest.mark.parametrize(
@@ -117,3 +118,24 @@ def test_code_that_the_ranks_can_load(own: Definition, monkeypatch: pytest.Monke
 
     monkeypatch.delenv("PYTHONPATH", raising=False)
     check_target("implementation", "own_lab:Phases", sys.executable)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ways(LabConfig):
+    way: Annotated[str, Option("how", target=True, names=("auto", "shm"))] = "auto"
+
+
+def test_only_what_is_no_name_is_asked_of_the_ranks_python(own: Definition, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("kit.labs.configure.check_target", lambda name, target, python: asked.append(target))  # a fake
+    lab = dataclasses.replace(own, config=Ways)
+    for way in ("auto", "shm", "own_lab:Phases"):
+        assert configure(lab, {"way": way}, None).way == way  # type: ignore[attr-defined]
+    assert asked == ["own_lab:Phases"]
+
+
+def test_a_value_that_is_neither_a_name_nor_code(own: Definition) -> None:
+    with pytest.raises(BadInput, match=r"^way must be one of auto, shm, or module:attr, not 'shmm'$"):
+        configure(dataclasses.replace(own, config=Ways), {"way": "shmm"}, None)
+    with pytest.raises(BadInput, match="No module named 'no_such_module'"):
+        configure(dataclasses.replace(own, config=Ways), {"way": "no_such_module:x"}, None)

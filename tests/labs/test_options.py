@@ -47,6 +47,17 @@ def test_ranges() -> None:
         Option("", low=1).check(float("nan"))
 
 
+def test_names_beside_code_in_words() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+    class Config(LabConfig):
+        way: Annotated[str, Option("how", target=True, names=("auto", "shm"))] = "auto"
+        other: Annotated[str | None, Option("how else", target=True, names=("shm",))] = None
+
+    known = {field.name: field for field in fields(Config)}
+    assert known["way"].allowed() == "one of auto, shm, or module:attr"
+    assert known["other"].allowed() == "one of shm, or module:attr or null"
+
+
 def test_configs_are_plain_values() -> None:
     config = LabConfig(ranks=3)
     assert pickle.loads(pickle.dumps(config)) == config
