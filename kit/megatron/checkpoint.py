@@ -54,7 +54,7 @@ def export(chunks: Sequence[Any], *, like: str | Path, to: str | Path) -> None:
         _together(lambda: writers.update(_prepared(files, source, target, partial)) if first else None)
 
         def finish() -> None:
-            _receive(_arriving(chunks, source), writers)
+            _receive(shards.full_tensors(chunks), source, writers)
             files.close()  # a file that lacks a tensor says so here
             if first:
                 partial.rename(target)
@@ -110,47 +110,14 @@ def _prepared(files: contextlib.ExitStack, source: Folder, target: Path, partial
     return writers
 
 
-def _arriving(chunks: Sequence[Any], source: Folder) -> Iterator[tuple[str, torch.Tensor]]:
-    """On rank 0 every full tensor in the folder's dtype, one parameter's at a time; the rest of its replica has its part in it."""
-    from megatron.core import parallel_state
-
-    if parallel_state.get_data_parallel_rank() != 0:
-        return
-    own = [part for chunk in chunks for part in shards.parts(chunk)]
-    stages = parallel_state.get_pipeline_model_parallel_group()
-    stage = dist.get_rank(stages)
-    courier = parallel_state.get_tensor_model_parallel_rank() == 0  # of each stage, in rank 0's own pipeline
-    said: list[Any] = [None] * dist.get_world_size(stages)
-    dist.all_gather_object(said, [part.full for part in own], group=stages)
-    seen: set[str] = set()
-    for at, index, names in ((at, index, names) for at, each in enumerate(said) for index, names in enumerate(each)):
-        if seen.issuperset(names):
-            continue  # the last stage's copy of the tied embedding
-        seen.update(names)
-        values = []
-        if at == stage:
-            part = own[index]
-            full = shards.whole(part, part.param.data)
-            values = [full[name].to(source.entry(name).dtype).contiguous() for name in names] if courier else []
-        elif stage == 0 and courier:
-            entries = [source.entry(name) for name in names]
-            values = [torch.empty(each.shape, dtype=each.dtype, device=own[0].param.device) for each in entries]
-        if stage == 0 and courier:
-            for value in values if at else ():
-                dist.recv(value, group=stages, group_src=at)
-            yield from zip(names, values, strict=True)
-        else:
-            for value in values:
-                dist.send(value, group=stages, group_dst=0)
-
-
-def _receive(arriving: Iterator[tuple[str, torch.Tensor]], writers: Mapping[str, Writer]) -> None:
-    """Write all that arrives. After an error the rest is still taken in: its senders wait."""
+def _receive(arriving: Iterator[tuple[str, torch.Tensor]], source: Folder, writers: Mapping[str, Writer]) -> None:
+    """Write all that arrives, in the folder's dtypes. After an error the rest is still taken in: its senders wait."""
     failed: OSError | KitError | None = None
     for name, value in arriving:
         try:
             if failed is None:
-                writers[name].put(name, value)
+                # A copy: the writer's numpy() would mark a live storage as never to be resized again.
+                writers[name].put(name, value.to(source.entry(name).dtype, copy=True))
         except (OSError, KitError) as error:
             failed = error
     if failed is not None:

@@ -158,15 +158,29 @@ def build(config: ModelConfig, settings: Settings = DEFAULTS) -> Training:
     return assemble(config, initialise(config), settings)
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Megatron warns of every optional package that is missing; newer versions announce that each model will have a successor."""
+    logger = logging.getLogger("megatron.core")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@_quiet()
 def assemble(config: ModelConfig, device: torch.device, settings: Settings = DEFAULTS) -> Training:
     """The job on groups that are there: a second one of the same layout may stand beside the first."""
-    with warnings.catch_warnings(), _quiet(logging.getLogger("megatron.core")):
-        warnings.simplefilter("ignore")  # Megatron warns of every optional package that is missing
-        chunk, transformer_config = _chunk(config, device)
-        optimizer = _optimizer(config, [chunk], settings)
-        scheduler = _scheduler(optimizer, settings)
+    chunk = _chunk(config, device)
+    optimizer = _optimizer(config, [chunk], settings)
+    scheduler = _scheduler(optimizer, settings)
     from megatron.core.distributed import finalize_model_grads
 
+    transformer_config = chunk.config
     transformer_config.finalize_model_grads_func = finalize_model_grads
     transformer_config.grad_scale_func = optimizer.scale_loss
     transformer_config.no_sync_func = chunk.no_sync
@@ -175,20 +189,10 @@ def assemble(config: ModelConfig, device: torch.device, settings: Settings = DEF
     return Training(config=config, chunks=[chunk], optimizer=optimizer, scheduler=scheduler, device=device)
 
 
-@contextlib.contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Newer versions announce with every model that it will have a successor."""
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _chunk(config: ModelConfig, device: torch.device) -> tuple[Any, Any]:
+@_quiet()
+def network(config: ModelConfig, device: torch.device) -> Any:
+    """The bare GPTModel of this rank, with its first weights: no gradient buffers, no optimizer."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
@@ -250,15 +254,22 @@ def _chunk(config: ModelConfig, device: torch.device) -> tuple[Any, Any]:
     ).to(device)
     if dtype != torch.float32:
         model = Float16Module(transformer_config, model)
+    return model
+
+
+def _chunk(config: ModelConfig, device: torch.device) -> Any:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    model = network(config, device)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=config.overlap_grad_reduce,
         use_distributed_optimizer=config.distributed_optimizer,
         check_for_nan_in_grad=False,
     )
-    chunk = DistributedDataParallel(transformer_config, ddp_config, model)
+    chunk = DistributedDataParallel(model.config, ddp_config, model)
     chunk.broadcast_params()
-    return chunk, transformer_config
+    return chunk
 
 
 def _optimizer(config: ModelConfig, chunks: list[Any], wanted: Settings) -> Any:

@@ -1,13 +1,14 @@
 """Shards to names: a Megatron GPT's tensors merged under Hugging Face Qwen2 names, and full tensors cut back into any layout.
 
-`merge` is collective and gives every rank all full tensors, in their own dtype, on the host; `load_full` cuts a rank's own shards out of
-full tensors, in place. Both know the dense model and experts (under Qwen2-MoE names). `made_of`, `cut` and `join` are the mapping itself
-and need no ranks. Limits: the local layer spec of kit.megatron.model, tied embeddings, no padded vocabulary; a rank holds the whole model
-while it merges.
+`merge` is collective and gives every rank all full tensors, in their own dtype, on the host; `full_tensors` gives them to rank 0 one by
+one. `destinations` tells where full tensors go on a rank, in place; `load_full` puts all of them there. All know the dense model and
+experts (under Qwen2-MoE names). `made_of`, `views`, `share` and `join` are the mapping itself and need no ranks. Limits: the local layer
+spec of kit.megatron.model, tied embeddings, no padded vocabulary; a rank holds the whole model while it merges.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, torch.Tensor]
 Shape = tuple[int, ...]
+Destination = tuple[torch.Tensor, "Callable[[torch.Tensor], torch.Tensor]"]
 
 # How full tensors lie in one shard: the same everywhere; cut by rows or by columns; query, key and value by group; gate above up.
 WHOLE, ROWS, COLUMNS, QKV, GATE_UP = "whole", "rows", "columns", "qkv", "gate-up"
@@ -76,9 +78,24 @@ def load_full(chunks: Sequence[Any], full: Mapping[str, torch.Tensor]) -> None:
     (`reload_model_params`).
     """
     check_full(chunks, full)
+    for name, places in destinations(chunks).items():
+        for into, take in places:
+            into.copy_(take(full[name]))
+
+
+def destinations(chunks: Sequence[Any]) -> dict[str, list[Destination]]:
+    """Where each full tensor that this rank needs goes: a view of a live parameter, and a function that takes what belongs there.
+
+    Full tensors are applied one by one in any order: `into.copy_(take(full))`. What is taken is a view of the full tensor, in the
+    shape of `into`; a full tensor of another shape is refused. Views outlive a storage that is resized away and back.
+    """
+    found: dict[str, list[Destination]] = {}
     for chunk in chunks:
         for part in parts(chunk):
-            part.param.data.copy_(cut(part.how, [full[name] for name in part.full], part.place))
+            for (name, shape), into in zip(_shapes(part), views(part.how, part.param.data, part.place), strict=True):
+                take = functools.partial(_taken, part, name, shape, into.shape)
+                found.setdefault(name, []).append((into, take))
+    return found
 
 
 def check_full(chunks: Sequence[Any], full: Mapping[str, torch.Tensor]) -> None:
@@ -119,6 +136,36 @@ def merge(chunks: Sequence[Any], tensors: Callable[[Any], torch.Tensor] = lambda
         own = _shared(own, parallel_state.get_expert_model_parallel_group())
     own = _shared(own, parallel_state.get_pipeline_model_parallel_group())
     return {name: value.to("cpu", copy=True) for name, value in sorted(own.items())}
+
+
+def full_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every full tensor on the job's rank 0, in its own dtype, one parameter's at a time; nothing elsewhere. Collective.
+
+    Each comes from the first rank that has it, experts of all ranks too. Every rank runs it to its end: those that send wait. What
+    no other tensor rank has a part of may be a view of the live weights.
+    """
+    own = [part for chunk in chunks for part in parts(chunk)]
+    rank = dist.get_rank()
+    said: list[Any] = [None] * dist.get_world_size()
+    mine = [(dist.get_process_group_ranks(part.group), part.param.dtype, dict(_shapes(part))) for part in own]
+    dist.all_gather_object(said, mine)
+    seen: set[str] = set()
+    for home, index in ((home, index) for home, each in enumerate(said) for index in range(len(each))):
+        ranks, dtype, shapes = said[home][index]
+        if shapes.keys() <= seen:
+            continue  # another replica's, or the last stage's copy of the tied embedding
+        seen |= shapes.keys()
+        full = whole(own[index], own[index].param.data) if rank in ranks else {}
+        if rank == home == 0:
+            yield from full.items()
+        elif rank == home:
+            for value in full.values():
+                dist.send(value.contiguous(), 0)
+        elif rank == 0:
+            for name, shape in shapes.items():
+                value = torch.empty(shape, dtype=dtype, device=own[0].param.device)
+                dist.recv(value, home)
+                yield name, value
 
 
 def whole(part: Part, tensor: torch.Tensor) -> Tensors:
@@ -167,36 +214,30 @@ def made_of(name: str, *, first_layer: int = 0, first_expert: int = 0) -> tuple[
     return how, tuple(owner + each for each in full)
 
 
-def cut(how: str, full: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
-    """One rank's shard of the full tensors. It may be a view of them."""
-    if how == WHOLE:
-        return full[0]
-    dim, unit = (1, 1) if how == COLUMNS else (0, place.head if how == QKV else 1)
-    for each in full:
-        if each.shape[dim] % (unit * place.size):
-            what = f"heads of {place.head}" if how == QKV else ("rows", "columns")[dim]
-            raise BadInput(
-                f"{each.shape[dim] // unit} {what} do not divide over {place.size} tensor ranks: the kit pads nothing"
-            )
-    own = [each.chunk(place.size, dim)[place.rank] for each in full]
-    if how == QKV:
-        groups = own[1].shape[0] // place.head
-        return torch.cat([each.reshape(groups, -1, *each.shape[1:]) for each in own], dim=1).flatten(0, 1)
-    return torch.cat(own, dim)
+def views(how: str, shard: torch.Tensor, place: Place) -> Sequence[torch.Tensor]:
+    """The parts of a shard, or of all of them joined, that lie in each of the full tensors."""
+    if how == GATE_UP:
+        return shard.chunk(2)
+    if how != QKV:
+        return [shard]
+    groups = shard.view(-1, (place.queries + 2) * place.head, *shard.shape[1:])
+    ends = (0, place.queries * place.head, (place.queries + 1) * place.head, (place.queries + 2) * place.head)
+    return [groups[:, start:end] for start, end in itertools.pairwise(ends)]
+
+
+def share(how: str, full: torch.Tensor, place: Place) -> torch.Tensor:
+    """What one rank has of a full tensor, as a view of it. The view of the shard where it belongs may have one dimension more."""
+    return full if how == WHOLE else full.chunk(place.size, dim=1 if how == COLUMNS else 0)[place.rank]
 
 
 def join(how: str, shards: Sequence[torch.Tensor], place: Place) -> list[torch.Tensor]:
-    """The full tensors of the shards of all ranks in order; `cut` the other way round."""
+    """The full tensors of the shards of all ranks in order; of a single shard they are views where that can be."""
     if how == WHOLE:
         return [shards[0]]
     if how == GATE_UP:
-        return [torch.cat(half) for half in zip(*(shard.chunk(2) for shard in shards), strict=True)]
-    whole = torch.cat(list(shards), dim=1 if how == COLUMNS else 0)
-    if how != QKV:
-        return [whole]
-    groups = whole.view(-1, (place.queries + 2) * place.head, *whole.shape[1:])
-    ends = (0, place.queries * place.head, (place.queries + 1) * place.head, (place.queries + 2) * place.head)
-    return [groups[:, start:end].flatten(0, 1) for start, end in itertools.pairwise(ends)]
+        return [_cat(half) for half in zip(*(views(how, shard, place) for shard in shards), strict=True)]
+    joined = views(how, _cat(shards, dim=1 if how == COLUMNS else 0), place)
+    return [each.flatten(0, 1) for each in joined] if how == QKV else [*joined]
 
 
 def bare(chunk: Any) -> Any:
@@ -216,6 +257,16 @@ def _shapes(part: Part) -> Iterator[tuple[str, Shape]]:
     shares = {QKV: (place.queries, 1, 1), GATE_UP: (1, 1)}.get(part.how, (1,))
     for name, share in zip(part.full, shares, strict=True):
         yield name, (rows * share // sum(shares), *rest)
+
+
+def _taken(part: Part, name: str, shape: Shape, into: Shape, full: torch.Tensor) -> torch.Tensor:
+    if tuple(full.shape) != shape:
+        raise BadInput(f"{name} is {tuple(full.shape)} and must be {shape}")
+    return share(part.how, full, part.place).view(into)
+
+
+def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    return torch.cat(list(tensors), dim) if len(tensors) > 1 else tensors[0]
 
 
 def _some(names: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kit.errors import BadInput
-from kit.megatron.shards import COLUMNS, GATE_UP, QKV, ROWS, WHOLE, Place, cut, join, made_of
+from kit.megatron.shards import COLUMNS, GATE_UP, QKV, ROWS, WHOLE, Place, join, made_of, share, views
 from kit.world import World
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +19,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "pp2": {"pp": 2, "distributed_optimizer": True},
     "tp2pp2": {"tp": 2, "pp": 2},
+    "pp2dp2": {"pp": 2, "order": "tp-cp-ep-pp-dp"},
     "pp4": {"pp": 4},
     "odd": {"tp": 2, "size": "odd"},
     "ep1": {"experts": 4},
@@ -49,6 +50,19 @@ def numbered(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return made
 
 
+def cut(how: str, full: list[torch.Tensor], place: Place) -> torch.Tensor:
+    """One rank's shard, every view of it filled with what belongs there; what no view covers is -1."""
+    own = [share(how, each, place) for each in full]
+    assert [each.untyped_storage().data_ptr() for each in own] == [each.untyped_storage().data_ptr() for each in full]
+    dim = 1 if how == COLUMNS else 0
+    shape = [*own[0].shape]
+    shape[dim] = sum(each.shape[dim] for each in own)
+    shard = torch.full(shape, -1)
+    for into, each in zip(views(how, shard, place), own, strict=True):
+        into.copy_(each.view(into.shape))
+    return shard
+
+
 def test_a_rank_has_its_query_groups_one_after_the_other() -> None:
     q, k, v = (torch.tensor([*names]).T for names in ([range(10, 18)], [range(20, 24)], [range(30, 34)]))
     # Eight rows of queries, four of keys: heads of one row, two queries share a key, two tensor ranks.
@@ -65,7 +79,7 @@ def test_a_rank_has_its_half_of_gate_and_of_up() -> None:
 def test_columns_are_cut_and_norms_are_not() -> None:
     full = numbered((2, 4))
     assert cut(COLUMNS, full, Place(1, 2, 1, 1)).tolist() == [[2, 3], [6, 7]]
-    assert cut(WHOLE, full, Place(1, 2, 1, 1)) is full[0]
+    assert share(WHOLE, full[0], Place(1, 2, 1, 1)) is full[0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -86,22 +100,10 @@ def test_join_takes_back_what_cut_did(how: str, shapes: list[tuple[int, ...]], s
     shards = [cut(how, full, place) for place in places]
     back = join(how, shards, places[0])
     assert [each.tolist() for each in back] == [each.tolist() for each in full]
+    if size == 1 and how != QKV:
+        assert all(each.untyped_storage().data_ptr() == shards[0].untyped_storage().data_ptr() for each in back)
     if size > 1 and how != WHOLE:
         assert [each.tolist() for each in join(how, shards[::-1], places[0])] != [each.tolist() for each in full]
-
-
-@pytest.mark.parametrize(
-    ("how", "shapes", "what"),
-    [
-        (ROWS, [(257, 2)], "257 rows do not divide over 2 tensor ranks"),
-        (COLUMNS, [(4, 5)], "5 columns do not divide over 2"),
-        (GATE_UP, [(4, 2), (5, 2)], "5 rows do not divide over 2"),
-        (QKV, [(24, 2), (6, 2), (6, 2)], "3 heads of 2 do not divide over 2"),
-    ],
-)
-def test_what_does_not_divide_is_refused(how: str, shapes: list[tuple[int, ...]], what: str) -> None:
-    with pytest.raises(BadInput, match=what):
-        cut(how, numbered(*shapes), Place(rank=0, size=2, head=2, queries=4))
 
 
 def test_layers_and_experts_are_counted_over_all_ranks() -> None:
@@ -171,6 +173,27 @@ def test_what_was_merged_is_the_callers_own(ranks: list[Any]) -> None:
     for rank in ranks:
         assert rank["changed_later"] == []
         assert rank["devices"] == ["cpu"]
+
+
+@every_layout
+def test_full_tensors_arrive_one_by_one_on_the_first_rank_alone(ranks: list[Any]) -> None:
+    assert ranks[0]["streamed"] == []
+    assert [rank["streamed_count"] for rank in ranks[1:]] == [0] * 3
+
+
+@every_layout
+def test_full_tensors_are_applied_one_by_one_in_any_order(ranks: list[Any]) -> None:
+    for rank in ranks:
+        assert rank["emptied"] > 0
+        assert rank["applied"] == []
+        assert rank["not_views"] == []
+
+
+def test_a_full_tensor_of_another_shape_is_not_applied(world: World) -> None:
+    found = ask(world, "misapplied", **STAGES)
+    assert found[-1].startswith("BadInput")
+    for said in found:
+        assert said in {"BadInput: model.norm.weight is (1,) and must be (64,)", "no such tensor here"}
 
 
 @every_layout

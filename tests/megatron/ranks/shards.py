@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random as randoms
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from kit.megatron import model, ownership, shards
 from kit.megatron.config import GEOMETRIES, Geometry, ModelConfig
 from kit.megatron.gradients import reduced
 from kit.train.plain import Mlp, PlainModel
+from tests.megatron.ranks.common import attempt
 
 Tensors = dict[str, torch.Tensor]
 TOPK = 2  # as kit.megatron.model sets it
@@ -92,6 +94,8 @@ def survey(**settings: Any) -> dict[str, Any]:
             "changed_later": unequal(merged, kept),
             "unequal_again": unequal(shards.merge(job.chunks), full),
             "devices": sorted({value.device.type for value in merged.values()}),
+            **_streamed(job, full),
+            **_applied(job, full),
         }
         tokens, labels = torch.randint(0, config.geometry.vocab, (2, 2, 16), generator=torch.Generator().manual_seed(4))
         reference = plain(config)
@@ -105,6 +109,43 @@ def survey(**settings: Any) -> dict[str, Any]:
         result["gradients"] = {name: _far(found[name], value) for name, value in exact.items() if name in found}
         result["bfloat16"] = _rounded(job, full)
     return result
+
+
+def _streamed(job: model.Training, full: Tensors) -> dict[str, Any]:
+    """What arrives, each name once; with views of live weights among it."""
+    arrived = list(shards.full_tensors(job.chunks))
+    once = dict(arrived)
+    assert len(once) == len(arrived)
+    return {"streamed": unequal(once, full), "streamed_count": len(arrived)}
+
+
+def _applied(job: model.Training, full: Tensors) -> dict[str, Any]:
+    """Of weights that were emptied and filled again in an order of this rank's own: how many, and which differ from before."""
+    params = dict(job.named_parameters())
+    before = {name: param.detach().clone() for name, param in params.items()}
+    for param in params.values():
+        param.data.fill_(float("nan"))
+    emptied = sum(bool(param.isnan().all()) for param in params.values())
+    where = [(name, *each) for name, places in shards.destinations(job.chunks).items() for each in places]
+    randoms.Random(dist.get_rank()).shuffle(where)
+    not_views = []
+    for name, into, take in where:
+        taken = take(full[name])
+        assert taken.shape == into.shape
+        if taken.untyped_storage().data_ptr() != full[name].untyped_storage().data_ptr():
+            not_views.append(name)
+        into.copy_(taken)
+    after = {name: param.detach() for name, param in params.items()}
+    return {"emptied": emptied, "applied": unequal(after, before), "not_views": not_views}
+
+
+def misapplied(**settings: Any) -> str:
+    """What a destination says to a full tensor that would be spread over it."""
+    with ownership.as_found():
+        places = shards.destinations(model.build(ModelConfig(**settings)).chunks)
+        for _, take in places.get("model.norm.weight", []):
+            return attempt(lambda take=take: take(torch.ones(1)))
+    return "no such tensor here"
 
 
 def _far(found: torch.Tensor, wanted: torch.Tensor) -> float:
