@@ -12,6 +12,7 @@ import hmac
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -90,6 +91,12 @@ class Link:
                 f"{self.peer} said {message.get('kind')!r} where {kind} was awaited: {message.get('why', '')}"
             )
         return message, fds
+
+    def waits(self) -> bool:
+        """Whether there is something to receive, the end of the connection included."""
+        asked = select.poll()
+        asked.register(self._sock, select.POLLIN)
+        return bool(asked.poll(0))
 
     def send_bytes(self, data: memoryview) -> None:
         with self._named("room for bytes"):
