@@ -43,6 +43,7 @@ LABS_NOTEBOOK = {
     "counts.py",
     "memory.py",
     "parity.py",
+    "tables.py",
 }
 RANK_ROOMS = {"measure", "megatron", "train", "sync"}
 # A config's `fits` weighs it against the machine; plain arithmetic of the standard library, harmless where a rank loads it along.

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from kit.errors import BadInput
-from kit.view import drawings, offload, split
+from kit.view import drawings, offload, split, sync
 from kit.view.steps import Steps, steps
 from kit.view.style import Theme, theme
 
@@ -36,7 +36,7 @@ class LabPicture(Protocol):
     def draw(self, picture: Figure, run: Run, seen: Steps, verdict: Verdict, look: Theme) -> None: ...
 
 
-PICTURES: Mapping[str, LabPicture] = {"offload": offload, "split": split}
+PICTURES: Mapping[str, LabPicture] = {"offload": offload, "split": split, "sync": sync}
 
 
 class Picture(Figure):

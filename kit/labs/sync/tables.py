@@ -1,0 +1,117 @@
+"""The tables of a sync run: stages by cycle, transports by the size of their buckets, the order of events, digests.
+
+Each takes `run.frame()` and gives a pandas table to look at and to export; `NotMeasured` where the run did not get there.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from kit.results import NotMeasured
+
+PATHS = ("refresh", "expand")
+SENDER = ("gather", "pack", "send", "verify", "teardown", "finalize", "publish")
+RECEIVER = ("receive", "verify", "apply")
+MEMCPY = "memcpy"
+
+
+def stages(frame: pd.DataFrame) -> pd.DataFrame:
+    """Busy seconds of the sender and of the slowest receiver of each sync: cycle, path, who, rank, stage, seconds.
+
+    The stage `wall` is the time that passed; stages overlap, so that their sum may be more.
+    """
+    rows = frame[frame["phase"].isin(PATHS)]
+    names = rows["metric"].str.extract(r"^(?:stage/(?P<stage>\w+)|(?P<wall>wall))$")
+    rows = rows.assign(stage=names["stage"].fillna(names["wall"]))
+    rows = rows[rows["stage"].notna() & rows["value"].notna()]
+    received = rows[rows["rank"] != 0]
+    walls = received[received["stage"] == "wall"]
+    slowest = walls.loc[walls.groupby(["cycle", "phase"])["value"].idxmax(), ["cycle", "phase", "rank"]]
+    found = pd.concat(
+        [rows[rows["rank"] == 0].assign(who="sender"), received.merge(slowest).assign(who="receiver")],
+        ignore_index=True,
+    )
+    if found.empty:
+        raise NotMeasured("no sync was timed")
+    found = found.rename(columns={"phase": "path", "value": "seconds"})
+    found = found[["cycle", "path", "who", "rank", "stage", "seconds"]]
+    order = found["path"].map(PATHS.index)
+    return (
+        found.assign(order=order)
+        .sort_values(["cycle", "order"], kind="stable", ignore_index=True)
+        .drop(columns="order")
+    )
+
+
+def syncs(frame: pd.DataFrame) -> pd.DataFrame:
+    """A row a sync: what moved, what passed, and what the sender and the slowest receiver were busy with, in seconds."""
+    busy = stages(frame)
+    rows = frame[(frame["rank"] == 0) & frame["phase"].isin(PATHS)]
+    found = []
+    for (cycle, path), mine in busy.groupby(["cycle", "path"], sort=False):
+        told = rows[(rows["cycle"] == cycle) & (rows["phase"] == path)].set_index("metric")["value"]
+        sent, received = (mine[mine["who"] == who].set_index("stage")["seconds"] for who in ("sender", "receiver"))
+        by = told[told.index.str.startswith("transport/")]
+        names = [f"{str(name).removeprefix('transport/')} to {count:g}" for name, count in by.items() if count]
+        found.append(
+            {
+                "cycle": cycle,
+                "path": path,
+                "transport": ", ".join(names),
+                "bytes": told.get("bytes"),
+                "buckets": told.get("buckets"),
+                "wall": sent.get("wall"),
+                **{stage: sent[stage] for stage in SENDER if stage in sent},
+                **{f"receiver {stage}": received[stage] for stage in RECEIVER if stage in received},
+            }
+        )
+    return pd.DataFrame(found)
+
+
+def transports(frame: pd.DataFrame) -> pd.DataFrame:
+    """Every transport and size of bucket that was tried on synthetic bytes: bytes a second, and its share of one large memcpy."""
+    rows = frame[(frame["phase"] == "sweep") & (frame["rank"] == 0)]
+    names = rows["metric"].str.extract(r"^rate/(?P<transport>.+)/(?P<bucket_bytes>\d+)$")
+    rows = rows.assign(transport=names["transport"], bucket_bytes=names["bucket_bytes"])
+    rows = rows[rows["transport"].notna() & rows["value"].notna()]
+    if rows.empty:
+        raise NotMeasured("transports were not compared")
+    found = rows.astype({"bucket_bytes": int}).rename(columns={"value": "rate"})[["transport", "bucket_bytes", "rate"]]
+    return found.assign(of_memcpy=found["rate"] / memcpy(frame)).sort_values(
+        ["transport", "bucket_bytes"], ignore_index=True
+    )
+
+
+def best(frame: pd.DataFrame) -> pd.DataFrame:
+    """Each transport at the size of bucket that suits it best, the fastest first."""
+    found = transports(frame)
+    return found.loc[found.groupby("transport")["rate"].idxmax()].sort_values(
+        "rate", ascending=False, ignore_index=True
+    )
+
+
+def memcpy(frame: pd.DataFrame) -> float:
+    """Bytes a second of one copy of the same bytes; NaN where it was not measured."""
+    rows = frame[(frame["phase"] == "sweep") & (frame["metric"] == f"rate/{MEMCPY}")]["value"]
+    return float(rows.median()) if len(rows) else float("nan")
+
+
+def events(frame: pd.DataFrame, path: str, cycle: int) -> pd.DataFrame:
+    """What happened on each rank, in its order: rank, order, event, seconds since the sender began."""
+    rows = frame[(frame["phase"] == path) & (frame["cycle"] == cycle)]
+    names = rows["metric"].str.extract(r"^event/(?P<order>\d+)/(?P<event>.+)$")
+    rows = rows.assign(order=names["order"], event=names["event"])[names["event"].notna()]
+    if rows.empty:
+        raise NotMeasured(f"no events of {path} in cycle {cycle}")
+    found = rows.astype({"order": int}).rename(columns={"value": "seconds"})
+    return found.sort_values(["rank", "order"], ignore_index=True)[["rank", "order", "event", "seconds"]]
+
+
+def digests(frame: pd.DataFrame) -> pd.DataFrame:
+    """Tensors that each receiver hashed after a cycle, and how many were not the sender's: cycle, rank, hashed, differ."""
+    rows = frame[(frame["phase"] == "verify") & frame["metric"].isin(["tensors_hashed", "tensors_differ"])]
+    if rows.empty:
+        raise NotMeasured("no tensor was hashed on a receiver")
+    wide = rows.pivot_table(index=["cycle", "rank"], columns="metric", values="value").reset_index()
+    wide = wide.rename(columns={"tensors_hashed": "hashed", "tensors_differ": "differ"}).rename_axis(columns=None)
+    return wide.reindex(columns=["cycle", "rank", "hashed", "differ"])
