@@ -1,23 +1,30 @@
 """What a transport is: how packed buckets get from a sender to its receivers. Messages and acknowledgements go over links.
 
-The sender asks for `space` to pack a bucket into, then sends it; a receiver gets it, applies it, and says that it is done with it.
-A sender may be `depth` buckets ahead of the slowest receiver: packing, sending and applying overlap.
+The sender hands over bucket after bucket, whose bytes stay where they are until `flush`; a receiver gets each, applies or stores
+it, and says that it is done with it. A sender is at most `DEPTH` buckets ahead of its slowest receiver, so that packing, sending and
+applying overlap and no link fills up with what nobody reads.
 """
 
 from __future__ import annotations
 
 import abc
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import torch
+from kit.sync.link import PeerFailed, PeerGone, PeerSilent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
+    from kit.errors import KitError
     from kit.sync.link import Link
+    from kit.sync.memory import Segment
 
 DEPTH = 3
+GRACE_S = 0.3  # in which the end of a peer that has just died is seen on its link
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +37,11 @@ class TransportContext:
     sizes: Sequence[int]  # bytes of each bucket
     device: torch.device
     timeout_s: float
+    starts: Sequence[int] = ()  # where each bucket begins in the sender's memory
+    segment: Segment | None = None  # the sender's: all buckets lie in it
     ranks: tuple[int, ...] = ()  # global ranks of sender and receivers, the sender's first, where they share a World
     place: int = 0  # of this rank in that row
-    pieces: Sequence[Sequence[int]] = ()  # bytes of each tensor of each bucket, for what goes one by one
+    pieces: Sequence[Sequence[int]] = ()  # bytes of each tensor of each bucket, as they lie in it
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -42,7 +51,7 @@ class TransportContext:
 
 
 class Transport(abc.ABC):
-    """One end. Made on every rank that takes part, closed by the sender first."""
+    """One end. Made on every rank that takes part, closed by the sender first; closing a second time does nothing."""
 
     def __init__(self, ctx: TransportContext) -> None:
         self.ctx = ctx
@@ -51,29 +60,32 @@ class Transport(abc.ABC):
     # -- the sender ------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def space(self, index: int) -> torch.Tensor:
-        """Bytes to pack bucket `index` into; waits until the slowest receiver leaves room."""
-
-    @abc.abstractmethod
-    def send(self, index: int) -> None:
-        """Hand over what was packed."""
+    def send(self, index: int, buffer: torch.Tensor) -> None:
+        """Hand over bucket `index`: bytes on the host, which stay as they are until `flush`."""
 
     def flush(self) -> None:
         """Wait until every receiver is done with everything."""
         self.wait_for(len(self.ctx.sizes) - 1)
 
+    def ahead(self, index: int, depth: int = DEPTH) -> None:
+        """Wait until bucket `index` is not too far ahead of the slowest receiver."""
+        self.wait_for(index - depth)
+
     def wait_for(self, index: int) -> None:
         """Until every receiver is done with this bucket."""
-        for name, link in self.ctx.links.items():
+        for name in self.ctx.links:
             while self._acknowledged[name] < index:
-                message, _ = link.expect("done")
-                self._acknowledged[name] = int(message["bucket"])
+                try:
+                    self._hear(name)
+                except (PeerSilent, PeerFailed) as error:
+                    gone = self.trouble(f"done with bucket {index}", 0.0)
+                    raise (gone if isinstance(gone, PeerGone) else error) from None
 
     # -- a receiver ------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def receive(self, index: int) -> torch.Tensor:
-        """The bytes of bucket `index`, good until `done`."""
+    def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
+        """The bytes of bucket `index`: in `into`, which has room for just these, or where they already lie, until `close`."""
 
     def done(self, index: int) -> None:
         self.ctx.sender.send({"kind": "done", "bucket": index})
@@ -82,42 +94,36 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give back what was held: groups, segments, memory."""
+        """Give back what was held: groups, segments, memory. It does not wait for the other ends."""
+
+    def trouble(self, awaited: str, seconds: float = GRACE_S) -> KitError | None:
+        """What the links tell within a moment of somebody who is gone or has failed: who is gone first, since others fail by it."""
+        end = time.monotonic() + seconds
+        failed: dict[str, KitError] = {}
+        while True:
+            for name, link in self.ctx.links.items():
+                try:
+                    while name not in failed and link.waits():
+                        self._hear(name)
+                except PeerGone:
+                    return PeerGone(link.peer, awaited)
+                except PeerFailed as error:
+                    failed[name] = error
+            if time.monotonic() >= end:
+                return next(iter(failed.values()), None)
+            time.sleep(0.005)
+
+    def behind(self) -> list[str]:
+        """The receivers that said least."""
+        least = min(self._acknowledged.values(), default=-1)
+        return [self.ctx.links[name].peer for name, last in self._acknowledged.items() if last == least]
+
+    def _hear(self, name: str) -> None:
+        message, _ = self.ctx.links[name].expect("done")
+        self._acknowledged[name] = int(message["bucket"])
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Buffered(Transport):
-    """Buckets pass through memory of each end's own."""
-
-    def __init__(self, ctx: TransportContext) -> None:
-        super().__init__(ctx)
-        largest = max(ctx.sizes, default=0)
-        count = DEPTH if ctx.role == "sender" else 1
-        self.slots = [torch.empty(largest, dtype=torch.uint8, device=self.where()) for _ in range(count)]
-
-    def where(self) -> torch.device:
-        return torch.device("cpu")
-
-    def slot(self, index: int) -> torch.Tensor:
-        return self.slots[index % len(self.slots)][: self.ctx.sizes[index]]
-
-    def space(self, index: int) -> torch.Tensor:
-        self.wait_for(index - DEPTH)
-        return self.slot(index)
-
-    def receive(self, index: int) -> torch.Tensor:
-        buffer = self.slot(index)
-        self.fetch(index, buffer)
-        return buffer
-
-    def close(self) -> None:
-        self.slots = []
-
-    @abc.abstractmethod
-    def fetch(self, index: int, into: torch.Tensor) -> None:
-        """The bytes of a bucket, into memory of this end's."""

@@ -1,108 +1,211 @@
-"""Over process groups that live for one sync: of ranks that share a World, or of two Worlds that meet at a store of their own."""
+"""Over a process group that lives for one sync: a broadcast a bucket among ranks that share a World.
+
+A collective that fails tells little of why. So its error is told anew, by what the links say: who is gone, who has failed, or who has
+said least. Limits: where several receivers wait for the same silent rank, each of them can only name the sender or one between.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+from abc import abstractmethod
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+import torch.distributed.distributed_c10d as _c10d
 
-from kit.errors import BadInput
-from kit.sync.transports.base import Buffered, TransportContext
+from kit.errors import BadInput, KitError
+from kit.sync.buckets import ALIGN
+from kit.sync.link import PeerSilent
+from kit.sync.transports.base import DEPTH, Transport, TransportContext
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+c10d: Any = _c10d  # what is needed of it carries no types
 
 
-class Grouped(Buffered):
-    """A broadcast a bucket, on the ranks' device."""
+class Grouped(Transport):
+    """The group's life and its broadcasts, on the ranks' device. Buckets go from and to host memory directly where that is the host."""
 
-    def where(self) -> torch.device:
-        return self.ctx.device
+    group: Any = None
 
-    def send(self, index: int) -> None:
-        self.broadcast(index, self.slot(index))
+    def __init__(self, ctx: TransportContext) -> None:
+        super().__init__(ctx)
+        self.wait = timedelta(seconds=ctx.timeout_s)
+        self.name = ""
+        self.failed = False
+        self._slots: list[torch.Tensor] = []
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = 0
+        try:
+            self.meet()
+        except BaseException:
+            self.close()
+            raise
 
-    def fetch(self, index: int, into: torch.Tensor) -> None:
-        self.broadcast(index, into)
+    def meet(self) -> None:
+        """Nobody enters the group before all said that they would: a wait inside it could not tell for whom."""
+        links = self.ctx.links.values()
+        if self.ctx.role == "sender":
+            offer = {"name": f"kit-sync-{secrets.token_hex(4)}", "size": 1 + len(links), **self.offer()}
+            self.name = offer["name"]
+            for link in links:
+                link.send({"kind": "group", **offer})
+            for link in links:
+                link.expect("joining")
+            for link in links:
+                link.send({"kind": "join"})
+        else:
+            offer = self.ctx.sender.expect("group")[0]
+            self.name = offer["name"]
+            self.ctx.sender.send({"kind": "joining"})
+            self.ctx.sender.expect("join")
+        self.guarded("its start", lambda: self.join(offer))
 
-    def broadcast(self, index: int, buffer: torch.Tensor) -> None:  # noqa: ARG002 - one by one needs to know which
-        self.share(buffer)
+    def offer(self) -> dict[str, Any]:
+        """What receivers must know to join, beside the name and how many there are."""
+        return {}
 
-    def share(self, buffer: torch.Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def join(self, offer: dict[str, Any]) -> None:
+        """Make `group`."""
+
+    def leave(self, group: Any) -> None:
+        """Give the group back."""
+
+    def send(self, index: int, buffer: torch.Tensor) -> None:
+        self.ahead(index)
+        if self.ctx.device.type != buffer.device.type:
+            buffer = self.slot(index).copy_(buffer)
+        self.broadcast(index, buffer)
+
+    def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
+        direct = self.ctx.device.type == into.device.type
+        there = into if direct else self.slot(index)
+        self.broadcast(index, there)
+        return into if direct else into.copy_(there)
+
+    def broadcast(self, index: int, buffer: torch.Tensor) -> None:
+        self.share(index, buffer)
+
+    def share(self, index: int, buffer: torch.Tensor) -> None:
+        def act() -> None:
+            work = self.group.broadcast([buffer], self._options)
+            # gloo keeps the group's own deadline; NCCL's watchdog would end the process, unless somebody waits with one.
+            work.wait(self.wait) if buffer.is_cuda else work.wait()
+
+        self.guarded(f"bucket {index}", act)
+
+    def slot(self, index: int) -> torch.Tensor:
+        """Memory on the device for a bucket."""
+        if not self._slots:
+            count = DEPTH if self.ctx.role == "sender" else 1
+            largest = max(self.ctx.sizes)
+            self._slots = [torch.empty(largest, dtype=torch.uint8, device=self.ctx.device) for _ in range(count)]
+        return self._slots[index % len(self._slots)][: self.ctx.sizes[index]]
+
+    def done(self, index: int) -> None:
+        if self.ctx.device.type == "cuda":
+            torch.cuda.current_stream(self.ctx.device).synchronize()
+        super().done(index)
+
+    def close(self) -> None:
+        group, self.group = self.group, None
+        self._slots = []
+        if group is not None:
+            self.leave(group)
+
+    def guarded(self, what: str, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except RuntimeError as error:
+            self.failed = True
+            words = " ".join(str(error).partition("\n")[0].split())
+        else:
+            return
+        # Outside of the handler: an error that remembers the group's own would keep the group, and its sockets, alive.
+        raise self.explained(what, words)
+
+    def explained(self, what: str, words: str) -> KitError:
+        """Who is to blame, as far as the links tell."""
+        ctx, awaited = self.ctx, f"{what} by {self.told()}"
+        told = self.trouble(awaited)
+        if told is not None:
+            return told
+        if "time" not in words.lower():  # "Timed out", "timeout"
+            return KitError(f"{awaited} failed: {words}")
+        if ctx.role == "sender":
+            return PeerSilent(", ".join(self.behind()), awaited, ctx.timeout_s)
+        between = " or a receiver between" if len(ctx.ranks) > 2 else ""
+        return PeerSilent(f"{ctx.sender.peer}{between}", awaited, ctx.timeout_s)
+
+    def told(self) -> str:
+        """The group and who is in it."""
+        names = [link.peer for link in self.ctx.links.values()]
+        ranks = f", ranks {', '.join(map(str, self.ctx.ranks))}" if self.ctx.ranks else ""
+        return f"group {self.name} (with {', '.join(names)}{ranks})"
 
 
 class Broadcast(Grouped):
     """A temporary group of sender and receivers in their World: a proper part of it, of a name of its own, destroyed each time."""
 
-    def __init__(self, ctx: TransportContext) -> None:
-        super().__init__(ctx)
-        if len(ctx.ranks) >= dist.get_world_size():
+    def meet(self) -> None:
+        ranks, world = self.ctx.ranks, dist.get_world_size()
+        if len(ranks) >= world:
             raise BadInput(
-                f"broadcast needs a rank that takes no part: {len(ctx.ranks)} of {dist.get_world_size()} would be the whole World"
+                f"broadcast needs a rank that takes no part: {len(ranks)} of {world} would be the whole World"
             )
-        name = agree(ctx, "group", f"kit-sync-{secrets.token_hex(4)}")
-        self.group: Any = dist.new_group(
-            sorted(ctx.ranks),
-            timeout=timedelta(seconds=ctx.timeout_s),
-            use_local_synchronization=True,
-            group_desc=name,
-        )
+        super().meet()
 
-    def share(self, buffer: torch.Tensor) -> None:
-        dist.broadcast(buffer, src=self.ctx.ranks[0], group=self.group)
+    def join(self, offer: dict[str, Any]) -> None:
+        """`new_group` of these ranks alone would name the group after them and a count of groups that differs from rank to rank:
+        names that do not meet, or that are met again with the last group's addresses in the store."""
+        ranks = list(self.ctx.ranks)
+        default = c10d._get_default_group()
+        store = c10d._world.pg_map[default][1]
+        with unbound(default):
+            group, _ = c10d._new_process_group_helper(
+                len(ranks),
+                self.ctx.place,
+                ranks,
+                "nccl" if self.ctx.device.type == "cuda" else "gloo",
+                store,
+                offer["name"],
+                timeout=self.wait,
+                group_desc=offer["name"],
+            )
+        c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+        self.group = group
 
-    def close(self) -> None:
-        if self.group is not None:
-            dist.destroy_process_group(self.group)
-            self.group = None
-        super().close()
+    def leave(self, group: Any) -> None:
+        if self.failed and self.ctx.device.type == "cuda":
+            group.abort()  # destroying would wait for peers that are gone
+        dist.destroy_process_group(group)
 
 
 class PerTensor(Broadcast):
     """The plain way: a broadcast for every tensor."""
 
     def broadcast(self, index: int, buffer: torch.Tensor) -> None:
-        place = 0
+        start = 0
         for size in self.ctx.pieces[index]:
-            self.share(buffer[place : place + size])
-            place += size
+            if size:
+                self.share(index, buffer[start : start + size])
+            start += -(-size // ALIGN) * ALIGN
 
 
-class Rendezvous(Grouped):
-    """A group of its own over a fresh store: for sender and receivers that share no World."""
-
-    def __init__(self, ctx: TransportContext) -> None:
-        super().__init__(ctx)
-        wait = timedelta(seconds=ctx.timeout_s)
-        host = ctx.config.get("host", "127.0.0.1")
-        if ctx.role == "sender":
-            self.store: Any = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
-            place = agree(ctx, "store", self.store.port)
-        else:
-            place = agree(ctx, "store", 0)
-            self.store = TCPStore(host, int(place), is_master=False, wait_for_workers=False, timeout=wait)
-        size = int(ctx.config["size"])
-        made: Any = dist.ProcessGroupNCCL if ctx.device.type == "cuda" else dist.ProcessGroupGloo
-        self.group: Any = made(self.store, ctx.place, size, wait)
-
-    def share(self, buffer: torch.Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self.group.broadcast([buffer], options).wait()
-
-    def close(self) -> None:
-        if self.group is not None:
-            self.group.shutdown()
-            self.group = self.store = None
-        super().close()
-
-
-def agree(ctx: TransportContext, what: str, value: Any) -> Any:
-    """The sender's value on every end."""
-    if ctx.role == "receiver":
-        return ctx.sender.expect(what)[0]["value"]
-    for link in ctx.links.values():
-        link.send({"kind": what, "value": value})
-    return value
+@contextlib.contextmanager
+def unbound(default: Any) -> Iterator[None]:
+    """Where the World is bound to its device, a new communicator would be split off its own, and every rank would have to take part."""
+    device = default.bound_device_id
+    if device is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device

@@ -1,55 +1,71 @@
-"""Shared memory between ranks of one machine: a ring of anonymous segments, whose descriptors go over the links.
+"""Shared memory between ranks of one machine: the sender's own segment, whose descriptor goes over the links once.
 
-The sender packs into a slot, receivers apply from it: nobody copies in between. Small slots stay in the cache between the two.
+Receivers map the memory that the sender packs into, so that nothing is copied in between: not even what a receiver stores until
+all is there is a copy. A small message tells that a bucket is packed.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
-from kit.errors import KitError
+from kit.errors import BadInput, KitError
 from kit.sync.memory import Segment
-from kit.sync.transports.base import DEPTH, Transport, TransportContext
+from kit.sync.transports.base import Transport, TransportContext
 
 if TYPE_CHECKING:
     import torch
 
+DEPTH = 64  # nothing is written over, so that this only keeps links from filling up
+
 
 class Shm(Transport):
-    """Slots that both ends map."""
+    """Views of the sender's segment. The segment itself is the caller's."""
+
+    segment: Segment | None = None
 
     def __init__(self, ctx: TransportContext) -> None:
         super().__init__(ctx)
-        self.slots: list[Segment] = []
         if ctx.role == "receiver":
-            _, fds = ctx.sender.expect("segments")
-            self.slots = [Segment.attach(fd) for fd in fds]
+            self.segment = attach(ctx)
             return
-        largest = max(1, *ctx.sizes)
-        self.slots = [Segment(largest, name="kit-sync") for _ in range(DEPTH)]
-        for slot in self.slots:
-            slot.populate()
+        if ctx.segment is None:
+            raise BadInput("shm needs the segment in which the buckets lie")
         for link in ctx.links.values():
-            link.send({"kind": "segments"}, [slot.fd for slot in self.slots])
+            link.send({"kind": "segment"}, [ctx.segment.fd])
 
-    def slot(self, index: int) -> torch.Tensor:
-        return self.slots[index % len(self.slots)].tensor[: self.ctx.sizes[index]]
-
-    def space(self, index: int) -> torch.Tensor:
-        self.wait_for(index - DEPTH)
-        return self.slot(index)
-
-    def send(self, index: int) -> None:
+    def send(self, index: int, buffer: torch.Tensor) -> None:  # noqa: ARG002 - it lies in the segment
+        self.ahead(index, DEPTH)
         for link in self.ctx.links.values():
-            link.send({"kind": "shared", "bucket": index})
+            link.send({"kind": "packed", "bucket": index})
 
-    def receive(self, index: int) -> torch.Tensor:
-        message, _ = self.ctx.sender.expect("shared")
+    def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the bytes are there already
+        message, _ = self.ctx.sender.expect("packed")
         if message["bucket"] != index:
             raise KitError(f"{self.ctx.sender.peer} sent bucket {message['bucket']} where bucket {index} was awaited")
-        return self.slot(index)
+        if self.segment is None:
+            raise KitError("the transport is closed")
+        start = self.ctx.starts[index]
+        return self.segment.tensor[start : start + self.ctx.sizes[index]]
 
     def close(self) -> None:
-        for slot in self.slots:
-            slot.close()
-        self.slots = []
+        segment, self.segment = self.segment, None
+        if segment is not None:
+            segment.close()
+
+
+def attach(ctx: TransportContext) -> Segment:
+    """The sender's segment, mapped here."""
+    _, fds = ctx.sender.expect("segment")
+    try:
+        (fd,) = fds
+        segment = Segment.attach(fd)
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    needed = max((start + size for start, size in zip(ctx.starts, ctx.sizes, strict=True)), default=0)
+    if segment.size < needed:
+        segment.close()
+        raise KitError(f"{ctx.sender.peer} sent a segment of {segment.size} bytes where the buckets need {needed}")
+    return segment

@@ -1,0 +1,71 @@
+"""Memory of one GPU that two processes use: the sender's staging buffers, whose CUDA handles go over the links once.
+
+Buckets are copied to the card by the sender, and on the card by receivers, which need not wait for each other. Limits: this has
+never run on a card; where memory comes from an allocator that cannot share it (expandable segments), torch refuses.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import torch
+
+from kit.errors import BadInput, KitError
+from kit.sync.transports.base import DEPTH, Transport, TransportContext
+
+
+class Ipc(Transport):
+    """A ring of `DEPTH` buffers on the card, written again when every receiver is done with them."""
+
+    def __init__(self, ctx: TransportContext) -> None:
+        super().__init__(ctx)
+        self.slots: list[torch.Tensor] = []
+        if ctx.device.type != "cuda" or not torch.cuda.is_available():
+            raise BadInput(f"ipc hands over memory of a GPU, and {ctx.name} is on {ctx.device.type}: take shm")
+        if ctx.role == "receiver":
+            message, _ = ctx.sender.expect("handles")
+            self.slots = [opened(handle) for handle in message["slots"]]
+            return
+        largest = max([1, *ctx.sizes])
+        self.slots = [torch.empty(largest, dtype=torch.uint8, device=ctx.device) for _ in range(DEPTH)]
+        for link in ctx.links.values():  # a handle for each receiver: each counts as one use
+            link.send({"kind": "handles", "slots": [handle_of(slot) for slot in self.slots]})
+
+    def slot(self, index: int) -> torch.Tensor:
+        return self.slots[index % DEPTH][: self.ctx.sizes[index]]
+
+    def send(self, index: int, buffer: torch.Tensor) -> None:
+        self.ahead(index)
+        self.slot(index).copy_(buffer)
+        torch.cuda.current_stream(self.ctx.device).synchronize()
+        for link in self.ctx.links.values():
+            link.send({"kind": "staged", "bucket": index})
+
+    def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
+        message, _ = self.ctx.sender.expect("staged")
+        if message["bucket"] != index:
+            raise KitError(f"{self.ctx.sender.peer} sent bucket {message['bucket']} where bucket {index} was awaited")
+        return into.copy_(self.slot(index))
+
+    def done(self, index: int) -> None:
+        torch.cuda.current_stream(self.ctx.device).synchronize()
+        super().done(index)
+
+    def close(self) -> None:
+        if self.slots:
+            self.slots = []
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+
+def handle_of(slot: torch.Tensor) -> list[Any]:
+    """What another process needs to open the memory, as JSON."""
+    shared: tuple[Any, ...] = slot.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+    return [{"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part for part in shared]
+
+
+def opened(handle: list[Any]) -> torch.Tensor:
+    """The other process's memory."""
+    parts = [base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in handle]
+    storage = torch.UntypedStorage._new_shared_cuda(*parts)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
