@@ -19,10 +19,22 @@ if TYPE_CHECKING:
 
     from kit.view.style import Theme
 
-# A stage's colour, by its place in the theme; sending and receiving are two ends of one thing. What is short is one: `finish`.
-STAGES = {"gather": 0, "pack": 3, "send": 1, "verify": 2, "teardown": 5, "finish": None, "receive": 1, "apply": 4}
-SHORT = {"finalize": "finish", "publish": "finish"}
-HATCH = {"receive": "///"}
+# A stage's colour, by its place in the theme. Sending and receiving are two ends of one thing, as are keeping the weights that were
+# and applying the new ones. What is short is one: the rest.
+STAGES = {
+    "gather": 0,
+    "pack": 3,
+    "send": 1,
+    "receive": 1,
+    "verify": 2,
+    "keep": 4,
+    "apply": 4,
+    "teardown": 5,
+    "rest": None,
+}
+WORDS = {**{stage: stage for stage in STAGES}, "keep": "keep, to undo", "rest": "finalize, publish, activate"}
+REST = {"gate": "rest", "finalize": "rest", "publish": "rest", "activate": "rest"}
+HATCH = {"receive": "///", "keep": "..."}
 # Which stage an event ends. What leads to any other is drawn as waiting.
 ENDS = {
     "gathered": "gather",
@@ -30,12 +42,13 @@ ENDS = {
     "sent": "send",
     "received": "receive",
     "verified": "verify",
+    "apply": "apply",
     "applied": "apply",
     "teardown": "teardown",
-    "finalize": "finish",
-    "publish": "finish",
-    "activate": "finish",
-    "end": "finish",
+    "finalize": "rest",
+    "publish": "rest",
+    "activate": "rest",
+    "end": "rest",
 }
 CYCLES = 5  # as many are drawn, the last ones
 LANES = 6
@@ -55,7 +68,7 @@ def stages_legend(ax: Axes, theme: Theme) -> None:
         Patch(
             facecolor=colour(stage, theme), hatch=HATCH.get(stage, ""), edgecolor=theme.paper, linewidth=0, label=word
         )
-        for stage, word in {**{stage: stage for stage in STAGES}, "finish": "finalize, publish"}.items()
+        for stage, word in WORDS.items()
     ]
     marks.append(Line2D([], [], color=theme.ink, linewidth=1.8, label="time that passed"))
     ax.legend(handles=marks, ncols=len(marks), loc="center left", borderaxespad=0, columnspacing=1.2, handlelength=1.4)
@@ -88,7 +101,7 @@ def stages(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
 
 def stack(ax: Axes, x: float, rows: pd.DataFrame, scale: float, theme: Theme) -> None:
     """Stages on one another."""
-    busy = rows.assign(stage=rows["stage"].replace(SHORT)).groupby("stage")["seconds"].sum() * scale
+    busy = rows.assign(stage=rows["stage"].replace(REST)).groupby("stage")["seconds"].sum() * scale
     bottom = 0.0
     for stage in STAGES:
         if stage in busy:

@@ -10,8 +10,8 @@ import pandas as pd
 from kit.results import NotMeasured
 
 PATHS = ("refresh", "expand")
-SENDER = ("gather", "pack", "send", "verify", "teardown", "finalize", "publish")
-RECEIVER = ("receive", "verify", "apply")
+SENDER = ("gather", "pack", "send", "verify", "apply", "teardown", "finalize", "publish", "activate")
+RECEIVER = ("receive", "verify", "keep", "gate", "apply", "teardown", "finalize")
 MEMCPY = "memcpy"
 
 
