@@ -12,14 +12,29 @@ class BadInput(KitError, ValueError):  # noqa: N818 - the contract's name
 
 
 class RankError(KitError):
-    """Code raised on a rank. `rank` is the first that failed; `ranks` are all that failed with the same traceback."""
+    """Code raised on a rank. `rank` is the first that failed; `ranks` are all that failed with the same traceback.
 
-    def __init__(self, message: str, *, rank: int, phase: str, traceback: str, ranks: tuple[int, ...] = ()) -> None:
+    `victim`: it only tells that another rank is gone or late. `at`: when the first failure was heard of, by time.monotonic().
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        phase: str,
+        traceback: str,
+        ranks: tuple[int, ...] = (),
+        victim: bool = False,
+        at: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.phase = phase
         self.traceback = traceback
         self.ranks = ranks or (rank,)
+        self.victim = victim
+        self.at = at
 
 
 class RankDied(KitError):  # noqa: N818 - the contract's name

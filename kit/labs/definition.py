@@ -37,6 +37,7 @@ class Definition:
 
     `phases` names (`module:attr`) what each rank makes once from a Context: an object with a method for every phase of the
     plan, called with the cycle. `checks` names a sequence of kit.results.Check. `preload` is imported before ranks start.
+    `worlds` gives the sizes of the Worlds that a config's ranks live in, in rank order; without it they live in one.
     `fits` is called on the notebook's side and raises BadInput, with the arithmetic, where this machine cannot carry a config.
     """
 
@@ -46,9 +47,17 @@ class Definition:
     plan: Callable[[Any], Sequence[Step]]
     phases: str
     checks: str
+    worlds: Callable[[Any], Sequence[int]] | None = None
     fits: Callable[[Any], None] | None = None
     faults: tuple[Fault, ...] = ()
     preload: tuple[str, ...] = ()
+
+    def world_sizes(self, config: LabConfig) -> tuple[int, ...]:
+        """How many ranks each World has."""
+        sizes = tuple(self.worlds(config)) if self.worlds else (config.ranks,)
+        if sum(sizes) != config.ranks:
+            raise ValueError(f"lab {self.name!r} has Worlds of {sizes} ranks for a config of {config.ranks}")
+        return sizes
 
     def load_checks(self) -> Sequence[Check]:
         module, _, name = self.checks.partition(":")

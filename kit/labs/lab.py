@@ -9,6 +9,7 @@ judges. The first failure ends the run: its folder says so, and the error is rai
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -21,6 +22,7 @@ from kit.results import Record, Run, create_run, runs_dir
 from kit.results.files import write_text
 from kit.results.tolerances import checked_tolerances
 from kit.world import World
+from kit.world.several import Worlds
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,6 +65,11 @@ class Lab:
         if world is not None:
             config = {"ranks": world.ranks, **config}
         self.config = configure(definition, config, find_fault(definition, fault))
+        self._sizes = definition.world_sizes(self.config)
+        if isinstance(world, Worlds):
+            raise BadInput("world= takes one World, not several; leave it out")
+        if world is not None and len(self._sizes) > 1:
+            raise BadInput(f"world= gives one World, and this config needs {len(self._sizes)}; leave it out")
         if world is not None and self.config.ranks != world.ranks:
             raise BadInput(f"ranks={self.config.ranks}, and the World that was given has {world.ranks}")
         self._given = world
@@ -77,7 +84,7 @@ class Lab:
         self._about = provenance()
         self._writer = create_run(runs_dir(), self.name, as_json(self.config), self._about, out=out, fault=fault)
         self.dir = self._writer.dir
-        self.world: World
+        self.world: World | Worlds
 
     # -- what a person does with it ---------------------------------------------------------------------------------
 
@@ -88,15 +95,7 @@ class Lab:
         if self._observer is None:
             self._watch(1)
         try:
-            self.world = self._given or World(
-                self.config.ranks,
-                device=self.config.device,
-                timeout_s=self.config.timeout_s,
-                python=self.config.python or None,
-                preload=self.definition.preload,
-                logs=self.dir / "logs",
-                observer=self._observer,
-            )
+            self.world = self._given or self._make()
             self._begin()
         except BaseException as error:
             self._failed(error)
@@ -162,6 +161,17 @@ class Lab:
             if "world" in vars(self):
                 self.world.observer = self._observer
 
+    def _make(self) -> World | Worlds:
+        settings: dict[str, Any] = {
+            "device": self.config.device,
+            "timeout_s": self.config.timeout_s,
+            "python": self.config.python or None,
+            "preload": self.definition.preload,
+            "logs": self.dir / "logs",
+            "observer": self._observer,
+        }
+        return Worlds(self._sizes, **settings) if len(self._sizes) > 1 else World(self._sizes[0], **settings)
+
     def _step(self) -> Stepped:
         self._check_going()
         self.start()
@@ -191,8 +201,12 @@ class Lab:
             config=as_json(self.config),
             fault=self.fault,
             devices=[row["device"] for row in self.world.status()],
+            world_sizes=self._sizes,
+            meeting=f"kit-{secrets.token_hex(8)}",
         )
         about = {"ranks": self.world.ranks, "device": self.world.device, "why": self.world.status()[0]["why"]}
+        if len(self._sizes) > 1:
+            about["sizes"] = list(self._sizes)
         self._writer.set_provenance({**self._about, "rank0": answers[0]["provenance"], "world": about})
         self._append_pss("pss_before", answers)
 

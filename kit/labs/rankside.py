@@ -6,21 +6,29 @@ The notebook calls `begin` once, `step` for each phase, `last` to learn what was
 from __future__ import annotations
 
 import importlib
+import itertools
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from kit.measure import Metric, PhaseMeter, provenance, pss
 
 
 @dataclass(kw_only=True, slots=True)
 class Context:
-    """What a lab's phases have to work with. `record` adds a number of their own to the phase that runs."""
+    """What a lab's phases have to work with. `record` adds a number of their own to the phase that runs.
+
+    `rank` and `world_size` count through all Worlds of the run, of which this rank is in number `world`. `meeting` is a fresh name,
+    the same on all ranks, by which those of several Worlds find each other.
+    """
 
     rank: int
     world_size: int
+    world_sizes: tuple[int, ...]
+    world: int
+    meeting: str
     device: torch.device
     config: Any
     fault: str | None
@@ -47,14 +55,24 @@ _session: Session | None = None
 
 
 def begin(
-    *, phases: str, config_type: str, config: dict[str, Any], fault: str | None, devices: list[str]
+    *,
+    phases: str,
+    config_type: str,
+    config: dict[str, Any],
+    fault: str | None,
+    devices: list[str],
+    world_sizes: list[int],
+    meeting: str,
 ) -> dict[str, Any]:
     """Make the lab's phases object. Returns this rank's proportional memory, and on rank 0 what it knows of its software."""
     global _session  # noqa: PLW0603 - one rank is one process, and it works for one lab
-    rank = dist.get_rank()
+    rank = int(os.environ["KIT_RANK"])
     context = Context(
         rank=rank,
-        world_size=dist.get_world_size(),
+        world_size=sum(world_sizes),
+        world_sizes=tuple(world_sizes),
+        world=sum(rank >= end for end in itertools.accumulate(world_sizes)),
+        meeting=meeting,
         device=torch.device(devices[rank]),
         config=load(config_type)(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}),
         fault=fault,

@@ -193,6 +193,6 @@ def main() -> None:
             torchrun(order)
         except Exception as failure:  # noqa: BLE001 - whatever torchrun says is passed on; the notebook judges
             said = f"{type(failure).__name__}: {failure}"
-            statuses = {rank: one.exitcode for rank, one in getattr(failure, "failures", {}).items()}
+            statuses = {order["first"] + rank: one.exitcode for rank, one in getattr(failure, "failures", {}).items()}
         with contextlib.suppress(ChannelClosed):
             NODE.link.send({"ended": order["generation"], "error": said, "statuses": statuses})

@@ -48,6 +48,7 @@ class Call:
     answers: dict[int, Message] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     order: list[int] = field(default_factory=list)
+    failed_at: float | None = None
     partial: dict[int, bytes] = field(default_factory=dict)
     shown: dict[int, int] = field(default_factory=dict)
 
@@ -127,6 +128,8 @@ class Call:
                 member.busy, member.phase = None, "idle"
                 self.answers[member.rank] = message
                 self.order.append(member.rank)
+                if "error" in message and self.failed_at is None:
+                    self.failed_at = time.monotonic()
                 if message.get("exiting"):
                     self.gone.add(member.rank)
 
@@ -198,6 +201,8 @@ class Call:
             phase=self.phase,
             traceback=self.answers[first]["traceback"],
             ranks=same,
+            victim=self.answers[first]["victim"],
+            at=self.failed_at,
         )
 
     def _all_wait(self) -> bool:

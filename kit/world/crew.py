@@ -58,13 +58,14 @@ class Crew:
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start this machine's agent, wait for the others, launch the first generation."""
+    def start(self, *, launch: bool = True) -> None:
+        """Start this machine's agent, wait for the others, launch the first generation if that is not left to the caller."""
         try:
             self._listen()
             self._start_agent()
             self._assemble(lambda: len(self.agents) == self.plan.nodes, "agents")
-            self.launch()
+            if launch:
+                self.launch()
         except BaseException:
             self.close()
             raise
@@ -97,11 +98,12 @@ class Crew:
             )
 
     def _agent_log(self) -> Path:
-        return self.plan.logs / "torchrun.log"
+        first = self.plan.part.first  # Worlds that are parts of one whole share a folder
+        return self.plan.logs / (f"torchrun{first}.log" if first else "torchrun.log")
 
     def _environment(self) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
-        threads = max(1, len(os.sched_getaffinity(0)) // (self.plan.ranks // self.plan.nodes))
+        threads = max(1, len(os.sched_getaffinity(0)) // self.plan.neighbours)
         env.setdefault("OMP_NUM_THREADS", str(threads))
         if self.plan.nodes == 1:
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens beyond this machine
@@ -164,6 +166,8 @@ class Crew:
             "torchrun": arguments,
             "address": self._listener.address,
             "loopback": self.plan.nodes == 1,
+            "first": self.plan.part.first,
+            "neighbours": self.plan.neighbours,
             "device": self.plan.device,
             "preload": list(self.plan.preload),
             "logs": str(self.plan.logs),
@@ -222,8 +226,8 @@ class Crew:
             return (
                 f"{len(self.agents)} of {self.plan.nodes} machines have joined; missing: {', '.join(map(str, absent))}"
             )
-        steps = [len(self._joined.get(rank, {})) for rank in range(self.plan.ranks)]
-        absent = [rank for rank, done in enumerate(steps) if done < min(1 + min(steps), 2)]
+        steps = {rank: len(self._joined.get(rank, {})) for rank in self.plan.numbers}
+        absent = [rank for rank, done in steps.items() if done < min(1 + min(steps.values()), 2)]
         return f"{self.plan.ranks - len(absent)} of {self.plan.ranks} ranks have joined; missing: {', '.join(map(str, absent))}"
 
     def _last_words(self) -> str:

@@ -78,7 +78,7 @@ def failure(error: BaseException) -> Message:
         "error": f"{type(error).__name__}: {words}".strip().removesuffix(":"),
         "traceback": "".join(traceback.format_exception(type(error), error, shown)),
         # Errors that only tell that another rank is gone or late: never the cause when there is another error.
-        "victim": type(error).__name__.startswith("Dist") or any(mark in words for mark in VICTIM),
+        "victim": type(error).__name__.startswith(("Dist", "Peer")) or any(mark in words for mark in VICTIM),
         "exitcode": exit_code(error) if isinstance(error, SystemExit) else None,
     }
 

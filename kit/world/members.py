@@ -12,6 +12,14 @@ from kit.world.channel import Link
 from kit.world.interpreter import Interpreter
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where a World stands among several: its ranks' numbers begin at `first`, and all Worlds together have `total` ranks."""
+
+    first: int
+    total: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """What to start. All checked by World before."""
@@ -26,6 +34,17 @@ class Plan:
     logs: Path
     start_timeout_s: float
     group_timeout_s: float
+    part: Part
+
+    @property
+    def numbers(self) -> range:
+        """The ranks' numbers."""
+        return range(self.part.first, self.part.first + self.ranks)
+
+    @property
+    def neighbours(self) -> int:
+        """How many ranks work on one machine, those of other Worlds among them."""
+        return self.part.total // self.nodes
 
 
 @dataclass(slots=True)

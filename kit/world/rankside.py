@@ -36,19 +36,26 @@ from kit.world.stream import LogStream
 
 
 class Rank:
-    """What one rank knows of itself. `names` is the namespace that persists between cells."""
+    """What one rank knows of itself. `names` is the namespace that persists between cells.
+
+    `number` is what the notebook calls it: in one of several Worlds it counts through all of them, `rank` does not.
+    """
 
     def __init__(self, node: agentside.Node) -> None:
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self.order = node.order
+        self.number = number_of(node.order)
+        os.environ["KIT_RANK"] = str(self.number)  # for a lab on this rank
         self.folder = node.folder
         self.phase = "start"
         self.busy = False
         self.all_here = threading.Event()
         self.main = threading.main_thread()
-        self.device, self.why = choose(self.order["device"], self.local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
+        self.device, self.why = choose(
+            self.order["device"], self.order["first"] + self.local_rank, self.order["neighbours"]
+        )
         # Cells run as __main__, so that what they define can be pickled among ranks.
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
@@ -66,7 +73,7 @@ class Rank:
         pid = os.getpid()
         return {
             "role": role,
-            "rank": self.rank,
+            "rank": self.number,
             "node": agentside.NODE.node,
             "pid": pid,
             "started": processes.start_time(pid),
@@ -143,6 +150,10 @@ class Rank:
         }
 
 
+def number_of(order: Message) -> int:
+    return int(order["first"]) + int(os.environ["RANK"])
+
+
 def collective_counts() -> dict[str, int]:
     """Per registered group, by name, how many collectives this rank has entered."""
     counts: dict[str, int] = {}
@@ -179,10 +190,10 @@ def main() -> None:
     for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     tempfile.tempdir = None  # the agent's is the World's own folder
-    LOG = LogStream.install(node.order["logs"], int(os.environ["RANK"]))
+    LOG = LogStream.install(node.order["logs"], number_of(node.order))
     RANK = Rank(node)
     signal.signal(signal.SIGINT, on_interrupt)
-    stacks = (node.folder / f"stack{RANK.rank}").open("a")
+    stacks = (node.folder / f"stack{RANK.number}").open("a")
     faulthandler.register(processes.STACK_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=sys.stderr.fileno(), all_threads=False)
     work, watch = (connect(node.order["address"], node.key) for _ in range(2))

@@ -13,6 +13,7 @@ WAITING_MODULES = (
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",
     "torch.distributed.nn",
+    "kit.sync.link",
 )
 WAITING_CALL = re.compile(
     r"\.(wait|barrier|monitored_barrier|all_?reduce\w*|all_?gather\w*|reduce_scatter\w*|broadcast|send|recv)\($"

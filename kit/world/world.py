@@ -21,7 +21,7 @@ from kit.world import interpreter, leftovers
 from kit.world.calls import Call, Interrupted, Observer
 from kit.world.channel import ChannelClosed
 from kit.world.crew import Crew
-from kit.world.members import Member, Plan
+from kit.world.members import Member, Part, Plan
 from kit.world.silence import looks, ranks_word
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -59,7 +59,9 @@ class World:
         logs: str | os.PathLike[str] | None = None,
         start_timeout_s: float | None = None,
         observer: Observer | None = None,
+        part: Part | None = None,
     ) -> None:
+        """`part` is for Worlds: this one is one of several, and its ranks wait for `launch`."""
         check_layout(ranks, nodes, endpoint)
         check_seconds("timeout_s", timeout_s)
         if device not in DEVICES:
@@ -69,7 +71,7 @@ class World:
         self.timeout_s = timeout_s
         self.observer: Observer = observer or Printer()
         self._lock = threading.RLock()
-        self._dead = ""
+        self.dead = ""  # why, once it is
         self._closed = False
         self._next = 0
         self._own_logs = logs is None
@@ -88,16 +90,21 @@ class World:
                 start_timeout_s=start_timeout_s,
                 # Ranks give up on a collective after the notebook did, so that the notebook's diagnosis comes first.
                 group_timeout_s=max(1800.0, 2 * timeout_s),
+                part=part or Part(0, ranks),
             ),
             say=print,
         )
         atexit.register(self.close)
         try:
-            self._crew.start()
+            self._crew.start(launch=part is None)
         except BaseException:
             atexit.unregister(self.close)
             self._closed = True
             raise
+
+    def launch(self) -> None:
+        """Start the ranks of a World that is one of several."""
+        self._crew.launch()
 
     # -- what a person does with it ---------------------------------------------------------------------------------
 
@@ -127,13 +134,7 @@ class World:
         **arguments: Any,
     ) -> list[Any]:
         """Call `package.module:function` on every rank with JSON keyword arguments; its JSON result per rank."""
-        module, colon, function = target.partition(":")
-        if not (colon and module and function):
-            raise BadInput(f"a function is named 'package.module:function', not {target!r}")
-        try:
-            json.dumps(arguments)
-        except (TypeError, ValueError) as error:
-            raise BadInput(f"arguments for ranks must be JSON values: {error}") from None
+        function = check_call(target, arguments)
         return self._request({"do": "call", "target": target, "with": arguments}, phase or function, ranks, timeout_s)
 
     def restart(self) -> None:
@@ -148,7 +149,7 @@ class World:
                 self._crew.close()
                 self._crew = Crew(self._crew.plan, say=print)
                 self._crew.start()
-            self._dead = ""
+            self.dead = ""
 
     def close(self) -> None:
         """End all ranks and torchrun and wait until they are gone. May be called again."""
@@ -197,6 +198,11 @@ class World:
         return self._crew.plan.ranks
 
     @property
+    def numbers(self) -> range:
+        """The ranks' numbers: from 0 on, or where those of the Worlds before it end."""
+        return self._crew.plan.numbers
+
+    @property
     def device(self) -> str:
         return self._crew.members[0].device.partition(":")[0] if self._crew.members else self._crew.plan.device
 
@@ -213,7 +219,7 @@ class World:
         """idle, busy (a rank has not answered an earlier call), dead or closed."""
         if self._closed:
             return "closed"
-        if self._dead:
+        if self.dead:
             return "dead"
         return "busy" if any(m.busy is not None for m in self._crew.members) else "idle"
 
@@ -225,33 +231,30 @@ class World:
         seconds = self.timeout_s if timeout_s is None else timeout_s
         check_seconds("timeout_s", seconds)
         with self._lock:
-            self._check_open()
-            members = self._chosen(ranks)
-            self._check_usable(members)
+            members = self.ready(ranks)
             self._next += 1
             request = {**what, "id": self._next, "phase": phase}
             call = Call(self._crew, members, request, self.observer, seconds)
             try:
                 return [answer["value"] for answer in call.run()]
             except Interrupted as stop:
-                self._die(f"it was interrupted and {stop}")
+                self.die(f"it was interrupted and {stop}")
                 print(
-                    f"World ended: {self._dead}; restart() starts fresh ranks"
+                    f"World ended: {self.dead}; restart() starts fresh ranks"
                 )  # the prompt is back; say why the ranks are not
                 raise
             except KitError as error:
                 if call.gone:
-                    self._die(str(error).partition("\n")[0])
+                    self.die(str(error).partition("\n")[0])
                 raise
 
-    def _chosen(self, ranks: Sequence[int] | None) -> list[Member]:
-        if ranks is None:
-            return self._crew.members
-        asked = list(ranks) if isinstance(ranks, Iterable) else []
-        wrong = [r for r in asked if isinstance(r, bool) or not isinstance(r, int) or not 0 <= r < self.ranks]
-        if wrong or not asked:
-            raise BadInput(f"ranks must be a list of some of 0 to {self.ranks - 1}, not {ranks!r}")
-        return [self._crew.members[r] for r in sorted(set(asked))]
+    def ready(self, ranks: Sequence[int] | None) -> list[Member]:
+        """The ranks, if they can take a call now; an error that says why not."""
+        self._check_open()
+        chosen = check_chosen(ranks, self.numbers)
+        members = [member for member in self._crew.members if member.rank in chosen]
+        self._check_usable(members)
+        return members
 
     def _check_open(self) -> None:
         if self._closed:
@@ -259,9 +262,9 @@ class World:
 
     def _check_usable(self, members: list[Member]) -> None:
         """Refuse while dead or while a rank that is asked is still in an earlier call; take in answers that came late."""
-        if self._dead:
+        if self.dead:
             raise KitError(
-                f"this World is dead: {self._dead.removesuffix('; restart() starts fresh ranks')}; restart() starts fresh ranks"
+                f"this World is dead: {self.dead.removesuffix('; restart() starts fresh ranks')}; restart() starts fresh ranks"
             )
         for member in self._crew.members:
             if member.busy is None:
@@ -269,8 +272,8 @@ class World:
             try:
                 late = member.work.arrived() if select.select([member.work], [], [], 0)[0] else []
             except ChannelClosed:
-                self._die(f"rank {member.rank} ended in phase {member.phase!r}")
-                raise KitError(f"this World is dead: {self._dead}; restart() starts fresh ranks") from None
+                self.die(f"rank {member.rank} ended in phase {member.phase!r}")
+                raise KitError(f"this World is dead: {self.dead}; restart() starts fresh ranks") from None
             if any(message["id"] == member.busy for message in late):
                 member.busy, member.phase = None, "idle"
         if busy := [m for m in members if m.busy is not None]:
@@ -280,8 +283,9 @@ class World:
                 "wait, look at stacks(), or restart() for fresh ranks"
             )
 
-    def _die(self, why: str) -> None:
-        self._dead = why
+    def die(self, why: str) -> None:
+        """End the ranks and say why; restart() brings fresh ones."""
+        self.dead = why
         self._crew.kill()
 
     def __enter__(self) -> World:
@@ -303,7 +307,7 @@ class World:
             "<tr>" + "".join(f"<td>{html.escape(str(row[name]))}</td>" for name in columns) + "</tr>"
             for row in self.status()
         )
-        why = f"<p>{html.escape(self._dead)}</p>" if self._dead else ""
+        why = f"<p>{html.escape(self.dead)}</p>" if self.dead else ""
         return f"<b>World of {count(self.ranks)}, {self.state}</b>{why}<table><tr>{head}</tr>{body}</table>"
 
 
@@ -323,6 +327,28 @@ def check_layout(ranks: int, nodes: int, endpoint: str) -> None:
     from kit.world.capacity import check_ranks
 
     check_ranks(ranks // nodes)
+
+
+def check_chosen(ranks: Sequence[int] | None, everyone: range) -> list[int]:
+    if ranks is None:
+        return list(everyone)
+    asked = list(ranks) if isinstance(ranks, Iterable) else []
+    wrong = [r for r in asked if isinstance(r, bool) or not isinstance(r, int) or r not in everyone]
+    if wrong or not asked:
+        raise BadInput(f"ranks must be a list of some of {everyone.start} to {everyone.stop - 1}, not {ranks!r}")
+    return sorted(set(asked))
+
+
+def check_call(target: str, arguments: Mapping[str, Any]) -> str:
+    """The function's name in `package.module:function`, if it can be asked for with these arguments."""
+    module, colon, function = target.partition(":")
+    if not (colon and module and function):
+        raise BadInput(f"a function is named 'package.module:function', not {target!r}")
+    try:
+        json.dumps(arguments)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"arguments for ranks must be JSON values: {error}") from None
+    return function
 
 
 def check_seconds(name: str, value: float) -> None:
