@@ -202,6 +202,11 @@ def test_what_is_exported_are_the_jobs_weights(world: World, tmp_path: Path) -> 
     assert [each for each in one if not torch.equal(one[each], other[each])] == [name]
 
 
+def test_what_was_exported_can_still_leave_the_device(world: World, tmp_path: Path) -> None:
+    folder = make(tmp_path / "in", odd=False)
+    assert ask(world, "released", folder=str(folder), to=str(tmp_path / "out"), dtype="bfloat16") == ["", ""]
+
+
 def shorten(folder: Path) -> None:
     os.truncate(folder / "model.safetensors", 5000)
 

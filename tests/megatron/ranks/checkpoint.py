@@ -33,6 +33,16 @@ def there_and_back(folder: str, to: str, **settings: Any) -> list[str]:
         )
 
 
+def released(folder: str, to: str, **settings: Any) -> str:
+    """What a release after an export says."""
+    with ownership.as_found():
+        made = job(folder, **settings)
+        checkpoint.export(made.chunks, like=folder, to=to)
+        said = attempt(made.mover.release)
+        made.mover.close()
+        return said
+
+
 def changed(folder: str, to: str, name: str, **settings: Any) -> None:
     """Exports weights of which one is another than in the folder."""
     with ownership.as_found():
