@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 CPU = torch.device("cpu")
 
@@ -138,6 +138,14 @@ def install() -> Status:
     mode.__enter__()
     _undo.append(lambda: mode.__exit__(None, None, None))
     return status()
+
+
+@contextlib.contextmanager
+def on_this_thread() -> Iterator[None]:
+    """The same on another thread than the one that installed it."""
+    mode: Any = _CudaMeansCpu() if _undo else contextlib.nullcontext()
+    with mode:
+        yield
 
 
 def uninstall() -> Status:

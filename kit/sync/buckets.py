@@ -91,6 +91,11 @@ class Layout:
         return tuple(max(piece.offset + piece.size for piece in bucket) for bucket in self.buckets)
 
     @property
+    def pieces(self) -> tuple[tuple[int, ...], ...]:
+        """Bytes of each piece of each bucket."""
+        return tuple(tuple(piece.size for piece in bucket) for bucket in self.buckets)
+
+    @property
     def total(self) -> int:
         """Bytes of all tensors."""
         return sum(spec.size for spec in self.specs)
@@ -210,6 +215,18 @@ def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[View]:
         spec = layout.specs[number]
         typed = buffer[offset : offset + size].view(spec.dtype)
         found.append(View(spec, start // spec.dtype.itemsize, typed.view(spec.shape) if size == spec.size else typed))
+    return found
+
+
+def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> list[View]:
+    """The same of tensors outside: what `views` would give of a bucket that they were packed into. No copy of contiguous ones."""
+    found = []
+    for number, start, size, _ in layout.buckets[index]:
+        spec = layout.specs[number]
+        tensor = tensors[spec.key].detach()
+        first = start // spec.dtype.itemsize
+        part = tensor if size == spec.size else tensor.reshape(-1)[first : first + size // spec.dtype.itemsize]
+        found.append(View(spec, first, part))
     return found
 
 

@@ -79,11 +79,12 @@ class Cache:
         self.timeout_s = timeout_s
         self._room = room
         self._sizes = layout.sizes
-        self._starts, self._size = _starts(self._sizes)
+        self._starts, self._size = starts(self._sizes)
         self._places: dict[int, _Place] = {}  # by version; one that is kept for the next build is in _spare
         self._spare: list[_Place] = []
         self._lock = threading.RLock()
         self._holder: list[str] = []
+        self._filling: tuple[int, _Place] | None = None
         self._owes_all = False  # a build failed: what its caller called clean may differ from the copy that is left
         self._closed = False
         self._check_room()
@@ -120,7 +121,8 @@ class Cache:
         """Pack a new version. With `dirty`, names of tensors, only buckets that hold any of them; the others come from the latest copy.
 
         `packed` is called with each bucket's number as soon as its bytes are in place, clean ones included, so that they can be
-        sent meanwhile. Where anything raises, the version does not exist, `latest` is the active one, and the next build packs all.
+        sent meanwhile; `segment` and `bucket` know the version from the first call on. Where anything raises, the version does not
+        exist, `latest` is the active one, and the next build packs all.
         """
         with self.held(f"the build of version {version}"):
             self._refuse_closed()
@@ -136,25 +138,38 @@ class Cache:
             self._check_room()
             source = self._places.get(self.latest)
             place, fresh = self._free_place()
+            self._filling = version, place
             try:
                 self._fill(place, source, version, stale, tensors=tensors, packed=packed, fresh=fresh)
             except BaseException:
                 self.latest, self._owes_all = self.active, True
                 place.free()
                 raise
+            finally:
+                self._filling = None
             self._places[version] = place
             self.latest, self._owes_all = version, False
 
+    def discard(self, version: int) -> None:
+        """The latest version did not get to its receivers: it does not exist any more, and the next build packs all."""
+        with self.held(f"the end of version {version}"):
+            if version == self.latest != self.active:
+                self._give_up(version)
+                self.latest, self._owes_all = self.active, True
+
     def segment(self, version: int) -> Segment:
-        """The memory of a version, to be handed over by its descriptor."""
+        """The memory of a version, to be handed over by its descriptor; of one that is being built, too."""
         place = self._places.get(version)
+        if self._filling is not None and self._filling[0] == version:
+            place = self._filling[1]
         if place is None or place.segment is None:
             raise BadInput(f"no copy of version {version}: there are {sorted(self._places) or 'none'}")
         return place.segment
 
-    def start(self, index: int) -> int:
-        """Where a bucket begins in a version's memory."""
-        return self._starts[index]
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each bucket begins in a version's memory."""
+        return tuple(self._starts)
 
     def bucket(self, version: int, index: int) -> torch.Tensor:
         """A bucket's bytes, where they lie."""
@@ -250,7 +265,7 @@ class Cache:
             )
 
 
-def _starts(sizes: tuple[int, ...]) -> tuple[list[int], int]:
+def starts(sizes: tuple[int, ...]) -> tuple[list[int], int]:
     """Where each bucket begins, at a page's boundary, and how much they need together."""
     starts, end = [], 0
     for size in sizes:

@@ -23,6 +23,8 @@ from kit.errors import KitError
 HEADER = struct.Struct("!II")  # length of the JSON, how many descriptors come with it
 LIMIT = 64 * 2**20
 FDS = 8
+FAILED = "failed"  # the kind of a message that says why this end cannot go on
+_PLACE = b"\0kit-sync-"
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -40,6 +42,16 @@ class PeerSilent(KitError):  # noqa: N818 - as above
     def __init__(self, peer: str, waiting_for: str, seconds: float) -> None:
         super().__init__(f"{peer} did not answer within {seconds:g} s: {waiting_for} was awaited")
         self.peer = peer
+
+
+class PeerFailed(KitError):  # noqa: N818 - as above
+    """The other end says that it cannot go on. `said` is its whole message."""
+
+    def __init__(self, peer: str, waiting_for: str, said: dict[str, Any]) -> None:
+        what = f"failed: {said.get('why')}" if said.get("kind") == FAILED else f"said {said.get('kind')!r}"
+        super().__init__(f"{peer} {what} ({waiting_for} was awaited)")
+        self.peer = peer
+        self.said = said
 
 
 class Link:
@@ -87,9 +99,7 @@ class Link:
         if message.get("kind") != kind:
             for fd in fds:
                 os.close(fd)
-            raise KitError(
-                f"{self.peer} said {message.get('kind')!r} where {kind} was awaited: {message.get('why', '')}"
-            )
+            raise PeerFailed(self.peer, kind, message)
         return message, fds
 
     def waits(self) -> bool:
@@ -141,14 +151,20 @@ class Link:
         self.close()
 
 
-class Listener:
-    """Where receivers call. `address` goes to them by any way one has; whoever knows it may call."""
+def address_of(name: str) -> dict[str, Any]:
+    """Where the listener of this machine that was given this name is called."""
+    return {"unix": (_PLACE[1:] + name.encode()).decode(), "secret": name}
 
-    def __init__(self, *, tcp_host: str | None = None) -> None:
-        self._secret = secrets.token_hex(16)
+
+class Listener:
+    """Where receivers call. `address` goes to them by any way one has; whoever knows it may call. With a `name` that both ends know it
+    need not be told: it is `address_of(name)`."""
+
+    def __init__(self, *, tcp_host: str | None = None, name: str | None = None) -> None:
+        self._secret = name or secrets.token_hex(16)
         if tcp_host is None:
             self._sock = socket.socket(socket.AF_UNIX)
-            self._sock.bind(b"\0kit-sync-" + secrets.token_hex(8).encode())
+            self._sock.bind(_PLACE + (name or secrets.token_hex(8)).encode())
             place = {"unix": self._sock.getsockname()[1:].decode()}
         else:
             self._sock = socket.create_server((tcp_host, 0))

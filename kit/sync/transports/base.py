@@ -78,7 +78,7 @@ class Transport(abc.ABC):
                 try:
                     self._hear(name)
                 except (PeerSilent, PeerFailed) as error:
-                    gone = self.trouble(f"done with bucket {index}", 0.0)
+                    gone = self.trouble(f"bucket {index}, done", 0.0, but=name)
                     raise (gone if isinstance(gone, PeerGone) else error) from None
 
     # -- a receiver ------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class Transport(abc.ABC):
         """The bytes of bucket `index`: in `into`, which has room for just these, or where they already lie, until `close`."""
 
     def done(self, index: int) -> None:
-        self.ctx.sender.send({"kind": "done", "bucket": index})
+        self.say({"kind": "done", "bucket": index})
 
     # -- both ------------------------------------------------------------------------------------------------------------
 
@@ -96,14 +96,25 @@ class Transport(abc.ABC):
     def close(self) -> None:
         """Give back what was held: groups, segments, memory. It does not wait for the other ends."""
 
-    def trouble(self, awaited: str, seconds: float = GRACE_S) -> KitError | None:
-        """What the links tell within a moment of somebody who is gone or has failed: who is gone first, since others fail by it."""
+    def say(self, message: dict[str, Any], fds: list[int] | None = None, data: memoryview | None = None) -> None:
+        """To every other end in turn. Who told why before it left is heard."""
+        for link in self.ctx.links.values():
+            try:
+                link.send(message, fds)
+                if data is not None:
+                    link.send_bytes(data)
+            except (PeerGone, PeerSilent) as error:
+                raise (self.trouble(f"room for {message['kind']}", 0.0) or error) from None
+
+    def trouble(self, awaited: str, seconds: float = GRACE_S, but: str = "") -> KitError | None:
+        """What the links tell within a moment of somebody who is gone or has failed, `but` whom: who is gone first, since others
+        fail by it; though not who said why and then left."""
         end = time.monotonic() + seconds
         failed: dict[str, KitError] = {}
         while True:
             for name, link in self.ctx.links.items():
                 try:
-                    while name not in failed and link.waits():
+                    while name not in {but, *failed} and link.waits():
                         self._hear(name)
                 except PeerGone:
                     return PeerGone(link.peer, awaited)

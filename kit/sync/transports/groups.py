@@ -52,16 +52,14 @@ class Grouped(Transport):
         if self.ctx.role == "sender":
             offer = {"name": f"kit-sync-{secrets.token_hex(4)}", "size": 1 + len(links), **self.offer()}
             self.name = offer["name"]
-            for link in links:
-                link.send({"kind": "group", **offer})
+            self.say({"kind": "group", **offer})
             for link in links:
                 link.expect("joining")
-            for link in links:
-                link.send({"kind": "join"})
+            self.say({"kind": "join"})
         else:
             offer = self.ctx.sender.expect("group")[0]
             self.name = offer["name"]
-            self.ctx.sender.send({"kind": "joining"})
+            self.say({"kind": "joining"})
             self.ctx.sender.expect("join")
         self.guarded("its start", lambda: self.join(offer))
 

@@ -39,8 +39,7 @@ class Ipc(Transport):
         self.ahead(index)
         self.slot(index).copy_(buffer)
         torch.cuda.current_stream(self.ctx.device).synchronize()
-        for link in self.ctx.links.values():
-            link.send({"kind": "staged", "bucket": index})
+        self.say({"kind": "staged", "bucket": index})
 
     def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
         message, _ = self.ctx.sender.expect("staged")

@@ -23,9 +23,7 @@ class Serialize(Transport):
 
     def send(self, index: int, buffer: torch.Tensor) -> None:
         self.ahead(index)
-        for link in self.ctx.links.values():
-            link.send({"kind": "bytes", "bucket": index, "size": buffer.numel()})
-            link.send_bytes(memory(buffer))
+        self.say({"kind": "bytes", "bucket": index, "size": buffer.numel()}, data=memory(buffer))
 
     def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
         message, _ = self.ctx.sender.expect("bytes")

@@ -31,13 +31,11 @@ class Shm(Transport):
             return
         if ctx.segment is None:
             raise BadInput("shm needs the segment in which the buckets lie")
-        for link in ctx.links.values():
-            link.send({"kind": "segment"}, [ctx.segment.fd])
+        self.say({"kind": "segment"}, [ctx.segment.fd])
 
     def send(self, index: int, buffer: torch.Tensor) -> None:  # noqa: ARG002 - it lies in the segment
         self.ahead(index, DEPTH)
-        for link in self.ctx.links.values():
-            link.send({"kind": "packed", "bucket": index})
+        self.say({"kind": "packed", "bucket": index})
 
     def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the bytes are there already
         message, _ = self.ctx.sender.expect("packed")

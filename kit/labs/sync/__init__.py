@@ -1,0 +1,19 @@
+"""Sync: weights from trainer shards to inference replicas of another layout; complete, exact, in order, with nothing left behind."""
+
+from kit.labs.definition import Definition
+from kit.labs.sync.config import SyncConfig, plan, worlds
+from kit.labs.sync.faults import FAULTS
+from kit.labs.sync.fits import fits
+
+LAB = Definition(
+    name="sync",
+    summary="weights go from trainer shards to inference replicas, verified and versioned, and no forward sees half-new ones",
+    config=SyncConfig,
+    plan=plan,
+    worlds=worlds,
+    fits=fits,
+    phases="kit.labs.sync.phases:side",
+    checks="kit.labs.sync.checks:CHECKS",
+    faults=FAULTS,
+    preload=("megatron.core",),
+)

@@ -1,0 +1,184 @@
+"""The faults of the sync lab: both ends with one bug each."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+from kit.errors import KitError
+from kit.sync.cache import BASE
+from kit.sync.link import PeerSilent
+from kit.sync.receiver import Call
+from kit.sync.sender import STEPS, Sender
+from kit.sync.transports.groups import Broadcast
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from kit.sync.cache import Cache
+    from kit.sync.link import Link
+    from kit.sync.weights import Destination
+
+KEPT: list[Any] = []  # what leaks
+
+
+def sender_of(fault: str | None) -> type[Sender]:
+    return SENDERS.get(fault, Sender)
+
+
+def call_of(fault: str | None, *, last: bool) -> type[Call]:
+    """What takes part in a sync on a receiver; who dies, stalls or keeps is one rank alone."""
+    alone = fault in {"receiver-dies", "receiver-stalls", "keeps-new-weights"}
+    return CALLS.get(fault, Call) if last or not alone else Call
+
+
+def transport_of(fault: str | None, wanted: str) -> str:
+    return f"{__name__}:LeakyBroadcast" if fault == "leaked-group" else wanted
+
+
+def dirty(fault: str | None, cache: Cache) -> list[str] | None:
+    """Which tensors are taken to have changed: all, which is right after a training step."""
+    if fault != "stale-bucket" or cache.active == BASE:
+        return None
+    kept = {cache.layout.specs[piece.spec].name for piece in cache.layout.buckets[0]}
+    return [spec.name for spec in cache.layout.specs if spec.name not in kept]
+
+
+def places_of(fault: str | None, places: dict[str, list[Destination]]) -> Mapping[str, Sequence[Destination]]:
+    """Where full tensors go on this rank."""
+    if fault != "swapped-shards":
+        return places
+    return {name: [(into, other_rank(take)) for into, take in each] for name, each in places.items()}
+
+
+def other_rank(take: Any) -> Any:
+    """The same cut, as the next rank of the replica makes it."""
+    part, *rest = take.args
+    turned = part.place._replace(rank=(part.place.rank + 1) % part.place.size)
+    return functools.partial(take.func, part._replace(place=turned), *rest)
+
+
+class DoubleBump(Sender):
+    def published(self, path: str, version: int) -> int:
+        return version + 1 if path == "expand" else version
+
+
+class ActivatesFirst(Sender):
+    steps = ("apply", "teardown", "finalize", "activate", "publish")
+
+
+class PublishesFirst(Sender):
+    steps = ("publish", *(step for step in STEPS if step != "publish"))
+
+
+class TrustsTheBase(Sender):
+    def base_agrees(self, differing: dict[str, list[str]]) -> bool:  # noqa: ARG002 - it does not look
+        return True
+
+
+SENDERS: dict[str | None, type[Sender]] = {
+    "double-bump": DoubleBump,
+    "activate-before-publish": ActivatesFirst,
+    "publish-before-apply": PublishesFirst,
+    "resumed-trainer": TrustsTheBase,
+}
+
+
+class LeakyBroadcast(Broadcast):
+    """Keeps its group."""
+
+    def close(self) -> None:
+        KEPT.append(self.group)
+        self.group = None
+        super().close()
+
+
+class PermutedRows(Call):
+    def apply(self, said: dict[str, Any]) -> None:
+        super().apply(said)
+        rows = next(one for one in self.receiver.weights().own() if one.dim() == 2)
+        rows[[0, 1]] = rows[[1, 0]]
+
+
+class DroppedBucket(Call):
+    def apply_bucket(self, index: int, buffer: torch.Tensor) -> None:
+        if index == len(self.layout.buckets) - 1:
+            self.received.applied += 1
+        else:
+            super().apply_bucket(index, buffer)
+
+
+class Misaligned(Call):
+    def apply_bucket(self, index: int, buffer: torch.Tensor) -> None:
+        if index == 0:
+            _, _, size, offset = self.layout.buckets[0][0]
+            buffer = buffer.clone()
+            one = self.layout.specs[0].dtype.itemsize
+            buffer[offset : offset + size - one] = buffer[offset + one : offset + size].clone()
+        super().apply_bucket(index, buffer)
+
+
+class LeakedSegment(Call):
+    def let_go(self) -> None:
+        KEPT.extend(self.stored[:1])
+        super().let_go()
+
+
+class TornRead(Call):
+    """No gate; and a forward that falls between the two halves of the buckets, as one does sooner or later."""
+
+    def apply(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as the right one
+        middle = len(self.stored) // 2
+        for index, buffer in enumerate(self.stored):
+            if index == middle:
+                serving: Any = self.receiver.host  # the lab's own
+                serving.serving.next()
+            self.apply_bucket(index, buffer)
+        self.link.send({"kind": "applied", "buckets": self.received.applied})
+
+
+class Dies(Call):
+    def look(self, index: int, buffer: torch.Tensor) -> None:
+        if index == len(self.layout.buckets) // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().look(index, buffer)
+
+
+class Stalls(Call):
+    def look(self, index: int, buffer: torch.Tensor) -> None:
+        if index == len(self.layout.buckets) // 2:
+            stall(self.link)
+        super().look(index, buffer)
+
+
+def stall(link: Link) -> None:
+    """Read on and answer nothing, until the sender has given up."""
+    while True:
+        try:
+            said, _ = link.receive("the sender's patience")
+        except PeerSilent:
+            continue
+        if said["kind"] == "failed":
+            raise KitError("stalled until the sender gave up")
+
+
+class KeepsNewWeights(Call):
+    def undo(self) -> None:
+        self.before = []
+        super().undo()
+
+
+CALLS: dict[str | None, type[Call]] = {
+    "permuted-rows": PermutedRows,
+    "dropped-bucket": DroppedBucket,
+    "misaligned-offset": Misaligned,
+    "leaked-segment": LeakedSegment,
+    "torn-read": TornRead,
+    "receiver-dies": Dies,
+    "receiver-stalls": Stalls,
+    "keeps-new-weights": KeepsNewWeights,
+}

@@ -1,0 +1,108 @@
+"""What both sides of the sync lab share: who they are, their process groups, and base weights that do not hang on any layout."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from kit.megatron import groups, ownership, standin
+from kit.megatron.roles import as_world
+from kit.megatron.shards import destinations
+from kit.sync.link import address_of
+from kit.sync.memory import segments
+from kit.sync.transports import Place
+from kit.train.plain import PlainModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kit.labs.rankside import Context
+    from kit.labs.sync.config import SyncConfig
+    from kit.megatron.config import Geometry
+    from kit.sync.log import Log
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+ROWS, LENGTH = 2, 8  # of the prompt whose logits are compared
+
+
+class Side:
+    """One rank's side. Its job takes `self.group` for the whole world."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.config: SyncConfig = ctx.config
+        self.address = address_of(ctx.meeting)
+        self.scope = contextlib.ExitStack()
+        self.group: Any = None
+        self.where = place(ctx)
+
+    def enter(self) -> None:
+        """Groups of the trainer and of each replica; everybody makes all of them, in one order."""
+        config = self.config
+        self.scope.enter_context(ownership.as_found(timeout_s=config.deadline_s))
+        groups.install()
+        standin.install()
+        first = config.trainer_ranks
+        roles = [list(range(first))]
+        roles += [list(range(at, at + config.infer_tp)) for at in range(first, config.ranks, config.infer_tp)]
+        before = sum(self.ctx.world_sizes[: self.ctx.world])
+        here = range(before, before + self.ctx.world_sizes[self.ctx.world])
+        for ranks in roles:
+            if ranks[0] in here:
+                made = dist.new_group([rank - before for rank in ranks])
+                if self.ctx.rank in ranks:
+                    self.group = made
+
+    @contextlib.contextmanager
+    def as_job(self) -> Iterator[None]:
+        with as_world(self.group):
+            yield
+
+    def end(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
+        self.scope.close()
+
+    def tell(self, log: Log, began: float) -> None:
+        """Stages and events of one sync."""
+        for stage, seconds in log.seconds.items():
+            self.ctx.record(f"stage/{stage}", seconds, "s")
+        for number, (name, when) in enumerate(log.events):
+            self.ctx.record(f"event/{number:02}/{name}", when - began, "s")
+
+    def count_segments(self, own: int = 0) -> None:
+        """Memory files that this rank holds, less those that are its to keep."""
+        self.ctx.record("segments", segments() - own)
+
+    def prompt(self, vocab: int) -> torch.Tensor:
+        return torch.randint(0, vocab, (ROWS, LENGTH), generator=torch.Generator().manual_seed(self.config.seed))
+
+
+def name_of(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def place(ctx: Context) -> Place:
+    """Where a rank lives, as transports see it."""
+    host = BOOT.read_text().strip() if BOOT.exists() else socket.gethostname()
+    card = ""
+    if ctx.device.type == "cuda":
+        card = str(torch.cuda.get_device_properties(ctx.device).uuid)
+    return Place(host=host, world=f"{ctx.meeting} {ctx.world}", card=card)
+
+
+def fill(chunks: Sequence[Any], geometry: Geometry, dtype: torch.dtype, seed: int) -> None:
+    """The same base weights in every layout: each full tensor is drawn by its name, and cut."""
+    with torch.device("meta"):
+        shapes = {name: param.shape for name, param in PlainModel(geometry).named_parameters()}
+    with torch.no_grad():
+        for name, places in destinations(chunks).items():
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+            full = torch.randn(shapes[name], generator=generator)
+            full = (1 + 0.1 * full if full.dim() == 1 and "norm" in name else 0.05 * full).to(dtype)
+            for into, take in places:
+                into.copy_(take(full))

@@ -1,0 +1,146 @@
+"""Transports and sizes of buckets side by side: the same bytes to one receiver, beside one plain copy of them.
+
+Each turn is a whole sync with a receiver that pauses: from packing to applied weights, and all that belongs to it. Nothing is verified on
+the way. Turns of all ways follow each other, and what is told of a way is the median.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kit.labs.sync.config import ONE_WORLD
+from kit.labs.sync.side import name_of
+from kit.sync.buckets import Spec, automatic, lay_out
+from kit.sync.cache import Cache
+from kit.sync.receiver import Receiver
+from kit.sync.sender import Sender
+from kit.sync.weights import Whole
+
+if TYPE_CHECKING:
+    import contextlib
+
+    from kit.labs.sync.config import SyncConfig
+    from kit.labs.sync.inference import Inference
+    from kit.labs.sync.trainer import Trainer
+    from kit.sync.buckets import Key, Layout
+
+MIB = 2**20
+TENSOR = 256 * 1024  # bytes of each tensor
+SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB)
+TURNS = 3
+
+
+def ways(config: SyncConfig) -> list[tuple[str, int]]:
+    """Transports and sizes; one tensor at a time has no size."""
+    names = (
+        ["shm", "serialize", "rendezvous"]
+        if config.worlds == "two"
+        else ["shm", "broadcast", "serialize", "per-tensor"]
+    )
+    if config.ranks < 3:
+        names = [name for name in names if name not in ONE_WORLD]
+    return [(name, size) for name in names for size in (SIZES if name != "per-tensor" else (automatic(specs(config)),))]
+
+
+def specs(config: SyncConfig) -> list[Spec]:
+    count = max(1, config.sweep_mib * MIB // TENSOR)
+    return [Spec(f"tensor {number}", 0, torch.uint8, (TENSOR,)) for number in range(count)]
+
+
+def buckets(config: SyncConfig, size: int) -> Layout:
+    return lay_out(specs(config), size)
+
+
+def send(side: Trainer) -> None:
+    config = side.config
+    tensors: dict[Key, torch.Tensor] = {spec.key: torch.full(spec.shape, 7, dtype=spec.dtype) for spec in specs(config)}
+    whole = torch.full((len(tensors) * TENSOR,), 7, dtype=torch.uint8)
+    into = torch.empty_like(whole).fill_(0)
+    target = next(one for one in reversed(side.targets()))
+    plain: list[float] = []
+    for turn in range(TURNS):
+        started = time.perf_counter()
+        into.copy_(whole)
+        if turn:
+            plain.append(whole.numel() / (time.perf_counter() - started))
+    side.ctx.record("sweep_bytes", whole.numel(), "B")
+    side.ctx.record("rate/memcpy", statistics.median(plain), "B/s")
+    del whole, into
+    for name, size in ways(config):
+        cache = Cache(buckets(config, size), keep=True)
+        sender = Sender(
+            cache,
+            side.listener,
+            place=side.where,
+            rank=0,
+            device=side.ctx.device,
+            transport=name,
+            verify="none",
+            timeout_s=config.deadline_s,
+        )
+        seconds = []
+        for turn in range(TURNS + 1):
+            report = sender.sync(turn, [paused(target)], lambda: tensors)
+            events = dict(report.log.events)
+            seconds.append(events["apply"] - events["ready"])
+        cache.close()
+        rate = sum(spec.size for spec in specs(config)) / statistics.median(seconds[1:])  # the first brings the pages
+        side.ctx.record(f"rate/{name}/{size}", rate, "B/s")
+
+
+def paused(target: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(target, state="paused")
+
+
+def receive(side: Inference) -> None:
+    tensors: dict[Key, torch.Tensor] = {
+        spec.key: torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs(side.config)
+    }
+    whole = Whole(tensors)
+    receiver = Receiver(
+        name_of(side.ctx.rank),
+        lambda: whole,
+        Idle(side),
+        address=side.address,
+        device=side.ctx.device,
+        timeout_s=side.config.deadline_s,
+    )
+    for _ in ways(side.config):
+        for _ in range(TURNS + 1):
+            receiver.join()
+    arrived = sum(bool((tensor == 7).all()) for tensor in tensors.values())
+    side.ctx.record("sweep_missing", len(tensors) - arrived)
+
+
+class Idle:
+    """A host that serves nothing."""
+
+    def __init__(self, side: Inference) -> None:
+        self.side = side
+
+    def wake(self) -> None:
+        """It does not sleep."""
+
+    def sleep(self) -> None:
+        """As above."""
+
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        return self.side.serving.gate.writing()
+
+    def finalize(self) -> None:
+        """Nothing is derived."""
+
+    def digests(self, algorithm: str) -> dict[str, str]:
+        raise NotImplementedError(f"there is no base to compare by {algorithm}")
+
+
+def memory(flat: torch.Tensor) -> memoryview:
+    """The bytes of a flat tensor on the host, where they lie."""
+    return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")

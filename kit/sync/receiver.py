@@ -1,0 +1,339 @@
+"""A receiver's end of a sync: it does what the sender says, in that order, and goes back to what it had when anything fails.
+
+While it serves, buckets are stored first and weights change at once, between two forwards; forwards wait until the version is
+XX a
+refresh needs its own shards twice for as long as it can be undone, and with every transport but shm room for all buckets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from kit.errors import KitError
+from kit.sync.buckets import Layout, Mismatch, views
+from kit.sync.cache import BASE, starts
+from kit.sync.link import FAILED, Link, PeerFailed, call
+from kit.sync.log import Log
+from kit.sync.transports import make
+from kit.sync.transports.base import TransportContext
+from kit.sync.verify import Digests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kit.sync.transports.base import Transport
+    from kit.sync.weights import Applier, Weights
+
+SENDER = "the sender"
+STREAMS = ("stream", "expand")  # paths in which weights change bucket by bucket
+
+
+class Host(Protocol):
+    """What holds the weights and serves with them."""
+
+    def wake(self) -> None:
+        """Take the weights' memory again."""
+
+    def sleep(self) -> None:
+        """Give the weights' memory back."""
+
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        """No forward runs inside."""
+
+    def finalize(self) -> None:
+        """Once all weights of a version are in place: whatever is derived from them."""
+
+    def digests(self, algorithm: str) -> dict[str, str]:
+        """Of every full tensor."""
+
+
+class WrongBytes(KitError):  # noqa: N818 - it is what was found
+    """What arrived is not what was sent."""
+
+    def __init__(self, message: str, *, bucket: int, tensors: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.bucket = bucket
+        self.tensors = tensors
+
+
+@dataclass(kw_only=True, slots=True)
+class Received:
+    """What a sync came to on this end."""
+
+    path: str = ""
+    version: int = BASE
+    began: float = 0.0  # by the sender's clock
+    applied: int = 0  # buckets
+    finalized: int = 0
+    log: Log = field(default_factory=Log)
+
+
+class Receiver:
+    """`version` is what it published last; `routed` says whether it may serve."""
+
+    def __init__(
+        self,
+        name: str,
+        weights: Callable[[], Weights],
+        host: Host,
+        *,
+        address: dict[str, Any],
+        device: torch.device,
+        timeout_s: float = 60.0,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.weights = weights
+        self.host = host
+        self.address = address
+        self.device = device
+        self.timeout_s = timeout_s
+        self.config = config or {}
+        self.calls: type[Call] = Call  # what takes part in one sync
+        self.version = BASE
+        self.routed = False
+
+    def join(self) -> Received:
+        """Take part in the next sync. It raises what failed here, or what the sender says has failed; all is as before then."""
+        with call(self.address, self.name, peer=SENDER, timeout_s=self.timeout_s) as link:
+            one = self.calls(self, link)
+            try:
+                one.run()
+            except BaseException as error:
+                with contextlib.suppress(KitError):
+                    one.undo()
+                with contextlib.suppress(KitError):
+                    link.send(told(error))
+                raise
+            finally:
+                one.close()
+        return one.received
+
+
+class Call:
+    """One sync. A method for everything that the sender may say."""
+
+    def __init__(self, receiver: Receiver, link: Link) -> None:
+        self.receiver = receiver
+        self.link = link
+        self.received = Received()
+        self.log = self.received.log
+        self.layout: Layout
+        self.applier: Applier
+        self.transport: Transport | None = None
+        self.digests: Digests | None = None
+        self.stored: list[torch.Tensor] = []
+        self.before: list[torch.Tensor] = []  # a copy of the weights, while a refresh can be undone
+        self.was = receiver.version, receiver.routed
+        self.changing = False  # weights that serve may be half new
+        self.writing = contextlib.ExitStack()
+
+    def run(self) -> None:
+        said = self.link.expect("begin")[0]
+        received = self.received
+        received.path, received.version, received.began = said["path"], said["version"], said["began"]
+        self.begin(said)
+        while True:
+            said, _ = self.link.receive("the sender's next step")
+            kind = said["kind"]
+            if kind == FAILED or kind not in STEPS:
+                raise PeerFailed(SENDER, "the next step", said)
+            getattr(self, kind)(said)
+            self.log.event({"verify": "verified", "apply": "applied"}.get(kind, kind))
+            if kind == "end":
+                return
+
+    # -- before ----------------------------------------------------------------------------------------------------------
+
+    def begin(self, said: dict[str, Any]) -> None:
+        if said["path"] == "base":
+            self.log.event("begin")
+            self.link.send({"kind": "base", "digests": self.receiver.host.digests(said["algorithm"])})
+            return
+        if said["path"] in STREAMS:
+            self.receiver.routed = False
+            self.log.event("inactive")
+        if said["path"] == "expand":
+            self.receiver.host.wake()
+            self.log.event("wake")
+        if said["path"] == "stream":
+            self.writing.enter_context(self.receiver.host.writing())
+            self.log.event("gate")
+        self.log.event("begin")
+        self.layout = Layout.from_json(said["layout"])
+        weights = self.receiver.weights()
+        self.applier = weights.bind(self.layout)
+        self.digests = Digests(self.layout, said["version"], algorithm=said["verify"], share=said["share"])
+        self.link.send({"kind": "ready"})
+        self.log.event("ready")
+        with self.log.stage("receive"):
+            self.transport = make(said["transport"], self.context(said))
+        if said["path"] in STREAMS:
+            self.stream(self.transport)
+        else:
+            self.store(self.transport)
+            with self.log.stage("keep"):
+                self.before = [tensor.detach().clone() for tensor in weights.own()]
+        self.log.event("received")
+
+    def stream(self, transport: Transport) -> None:
+        """Every bucket into the weights as it comes."""
+        for index, into in enumerate(self.room(self.layout, len(self.layout.buckets))):
+            with self.log.stage("receive"):
+                buffer = transport.receive(index, into)
+            self.look(index, buffer)
+            with self.log.stage("apply"):
+                self.apply_bucket(index, buffer)
+            if self.digests is not None and buffer.data_ptr() == into.data_ptr():
+                self.digests.wait(index)  # the next bucket comes to the same place
+            transport.done(index)
+
+    def store(self, transport: Transport) -> None:
+        """Every bucket to where it stays until all are there."""
+        for index, into in enumerate(self.room(self.layout, None)):
+            with self.log.stage("receive"):
+                buffer = transport.receive(index, into)
+            self.look(index, buffer)
+            self.stored.append(buffer)
+            transport.done(index)
+
+    # -- what the sender says after --------------------------------------------------------------------------------------
+
+    def verify(self, said: dict[str, Any]) -> None:
+        assert self.digests is not None
+        with self.log.stage("verify"):
+            differing = self.digests.differences(self.layout, said["digests"])
+        if differing:
+            names = tuple(dict.fromkeys(each.name for each in differing))
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise WrongBytes(
+                f"bucket {differing[0].bucket} arrived otherwise than it was sent: {', '.join(names[:3])}{more}",
+                bucket=differing[0].bucket,
+                tensors=names,
+            )
+        self.link.send({"kind": "verified"})
+
+    def apply(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - steps are called alike
+        if self.received.path == "refresh":
+            with self.log.stage("gate"):
+                self.writing.enter_context(self.receiver.host.writing())
+            self.log.event("gate")
+            self.changing = True
+            with self.log.stage("apply"):
+                self.apply_stored()
+        self.link.send({"kind": "applied", "buckets": self.received.applied})
+
+    def teardown(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as above
+        with self.log.stage("teardown"):
+            self.let_go()
+        self.link.send({"kind": "closed"})
+
+    def finalize(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as above
+        with self.log.stage("finalize"):
+            self.receiver.host.finalize()
+        self.received.finalized += 1
+        self.link.send({"kind": "finalized"})
+
+    def publish(self, said: dict[str, Any]) -> None:
+        """From here on there is no way back: forwards run again, with the new weights."""
+        self.receiver.version = said["version"]
+        self.before = []
+        self.writing.close()
+        self.link.send({"kind": "published"})
+
+    def activate(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as above
+        self.receiver.routed = True
+        self.link.send({"kind": "activated"})
+
+    def end(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as above
+        self.link.send({"kind": "ended"})
+
+    # -- how -------------------------------------------------------------------------------------------------------------
+
+    def apply_bucket(self, index: int, buffer: torch.Tensor) -> None:
+        self.applier.apply(index, buffer)
+        self.received.applied += 1
+
+    def apply_stored(self) -> None:
+        for index, buffer in enumerate(self.stored):
+            self.apply_bucket(index, buffer)
+
+    def look(self, index: int, buffer: torch.Tensor) -> None:
+        if self.digests is not None:
+            self.digests.add(index, views(self.layout, index, buffer))
+
+    def room(self, layout: Layout, slots: int | None) -> Iterator[torch.Tensor]:
+        """Where each bucket may be put: memory that is taken when it is first written, of all buckets or of one."""
+        sizes = layout.sizes
+        if slots is None:
+            places, total = starts(sizes)
+            memory = torch.empty(total, dtype=torch.uint8)
+            for place, size in zip(places, sizes, strict=True):
+                yield memory[place : place + size]
+        else:
+            memory = torch.empty(max(sizes), dtype=torch.uint8)
+            for size in sizes:
+                yield memory[:size]
+
+    def context(self, said: dict[str, Any]) -> TransportContext:
+        return TransportContext(
+            role="receiver",
+            name=self.receiver.name,
+            links={SENDER: self.link},
+            sizes=self.layout.sizes,
+            starts=tuple(starts(self.layout.sizes)[0]),
+            device=self.receiver.device,
+            timeout_s=self.receiver.timeout_s,
+            ranks=tuple(said["ranks"]),
+            place=said["place"],
+            pieces=self.layout.pieces,
+            config={**self.receiver.config, "size": len(said["ranks"])},
+        )
+
+    def let_go(self) -> None:
+        transport, self.transport = self.transport, None
+        self.stored = []
+        if transport is not None:
+            transport.close()
+
+    def undo(self) -> None:
+        """Weights, version and route as they were, where they were changed; who was to wake sleeps."""
+        self.receiver.version, self.receiver.routed = self.was
+        if self.before and self.changing:
+            for tensor, old in zip(self.receiver.weights().own(), self.before, strict=True):
+                tensor.detach().copy_(old)
+            self.receiver.host.finalize()
+        if self.received.path in STREAMS:
+            self.receiver.routed = False
+        if self.received.path == "expand":
+            self.receiver.host.sleep()
+
+    def close(self) -> None:
+        """Nothing of the sync is held any more, however it ended."""
+        if self.digests is not None:
+            self.digests.close()
+        with contextlib.suppress(KitError):
+            self.let_go()
+        self.before = []
+        self.writing.close()
+
+
+STEPS = ("verify", "apply", "teardown", "finalize", "publish", "activate", "end")
+
+
+def told(error: BaseException) -> dict[str, Any]:
+    """An error as a message."""
+    message: dict[str, Any] = {"kind": FAILED, "why": str(error)}
+    if isinstance(error, WrongBytes):
+        message |= {"bucket": error.bucket, "tensors": error.tensors}
+    if isinstance(error, Mismatch):
+        message |= {
+            "bucket": error.bucket,
+            "tensors": [name for name, _ in error.failed],
+            "missing": [name for name, _ in error.missing],
+        }
+    return message

@@ -1,0 +1,124 @@
+"""A replica that serves while weights arrive: forwards one after the other on a thread, and a writer who gets in between two of them.
+
+All ranks of a replica run the same forwards, so that a writer must come between the same two on each: before every forward they
+agree whether all of them have a writer waiting. Each forward's output is kept as a digest, which tells by what weights it was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from kit.errors import BadInput, KitError
+from kit.sync.gate import Gate
+from kit.sync.hashes import digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ALGORITHM = "mix128"
+
+
+class Serving:
+    """`start`, `next()` for the digest of a forward that begins from now on, `stop`. `group`: the replica's ranks, where it has several."""
+
+    def __init__(self, forward: Callable[[], torch.Tensor], *, group: Any = None, timeout_s: float = 60.0) -> None:
+        self.forward = forward
+        self.gate = Gate(timeout_s)
+        self.timeout_s = timeout_s
+        self.served: list[str] = []
+        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._stopping = self._wanted = self._open = False
+        self._begun = 0
+
+    def start(self) -> None:
+        if self._thread is not None:
+            raise BadInput("it serves already")
+        self.served, self._error, self._stopping, self._begun = [], None, False, 0
+        self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """After the forward under way. What a forward raised is raised here."""
+        if self._thread is None:
+            return
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(self.timeout_s)
+        hangs, self._thread = self._thread.is_alive(), None
+        if self._error is not None:
+            raise KitError(f"a forward failed while weights arrived: {self._error}") from self._error
+        if hangs:
+            raise KitError(f"a forward did not end within {self.timeout_s:g} s")
+
+    def next(self) -> str:
+        """The digest of a forward that began after this was called."""
+        with self._changed:
+            after = self._begun + 1
+            self._await(lambda: len(self.served) >= after, "a forward")
+            return self.served[after - 1]
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """No forward runs inside, on any rank of the replica: all of them must ask for it."""
+        with self._changed:
+            self._wanted = True
+            if self._thread is not None and self._group is not None:
+                self._await(lambda: self._open, "room between two forwards")
+        try:
+            with self.gate.writing():
+                yield
+        finally:
+            with self._changed:
+                self._wanted = self._open = False
+                self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while not self._all(lambda: self._stopping):
+                if self._group is not None and self._all(lambda: self._wanted):
+                    self._let_writer_in()
+                    continue
+                with self.gate.reading():
+                    with self._changed:
+                        self._begun += 1
+                    made = digest(self.forward(), ALGORITHM)
+                with self._changed:
+                    self.served.append(made)
+                    self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _all(self, wish: Callable[[], bool]) -> bool:
+        """Whether every rank of the replica has it so."""
+        if self._group is None:
+            return wish()
+        flag = torch.tensor([int(wish())])
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(flag.item())
+
+    def _let_writer_in(self) -> None:
+        with self._changed:
+            self._open = True
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: not self._open, self.timeout_s):
+                raise KitError(f"a writer stayed more than {self.timeout_s:g} s")
+
+    def _await(self, there: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + self.timeout_s
+        while not there():
+            if self._error is not None:
+                raise KitError(f"a forward failed while weights arrived: {self._error}") from self._error
+            if not self._changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
+                raise KitError(f"{what} did not come within {self.timeout_s:g} s")

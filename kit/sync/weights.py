@@ -1,0 +1,143 @@
+"""A receiver's own weights, filled from buckets of full tensors: tensors that are kept whole, or shards that are cut out on arrival.
+
+`bind` checks everything before the first byte is copied: a `Mismatch` names every tensor that is missing or does not fit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from kit.errors import KitError
+from kit.sync.buckets import Bound, Mismatch, views
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kit.sync.buckets import Key, Layout, Spec
+
+    Destination = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
+
+
+class Applier(Protocol):
+    """Weights that know how buckets lie."""
+
+    def apply(self, index: int, buffer: torch.Tensor) -> None:
+        """Copy what a bucket holds of them."""
+
+
+class Weights(Protocol):
+    """What a receiver fills."""
+
+    def bind(self, layout: Layout) -> Applier:
+        """For buckets of this layout, or `Mismatch`."""
+
+    def own(self) -> Sequence[torch.Tensor]:
+        """The tensors themselves."""
+
+
+class Whole:
+    """Full tensors under the sender's own names. Of each bucket neighbours are copied in one."""
+
+    def __init__(self, tensors: Mapping[Key, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._bound: Bound | None = None
+
+    def bind(self, layout: Layout) -> Bound:
+        if self._bound is None or self._bound.layout != layout:
+            _refuse(
+                layout, self.tensors.keys(), {spec: _unlike(spec, self.tensors.get(spec.key)) for spec in layout.specs}
+            )
+            self._bound = Bound(layout, self.tensors)
+        return self._bound
+
+    def own(self) -> Sequence[torch.Tensor]:
+        return list(self.tensors.values())
+
+
+class Cut:
+    """Shards: for every full tensor's name where it goes, and what of it. Full tensors are shard 0."""
+
+    def __init__(self, destinations: Mapping[str, Sequence[Destination]], own: Sequence[torch.Tensor]) -> None:
+        self.destinations = destinations
+        self._own = own
+
+    def bind(self, layout: Layout) -> Cutting:
+        wrong = {spec: _uncut(spec, self.destinations.get(spec.name)) for spec in layout.specs}
+        _refuse(layout, {(name, 0) for name in self.destinations}, wrong)
+        return Cutting(layout, self.destinations)
+
+    def own(self) -> Sequence[torch.Tensor]:
+        return self._own
+
+
+class Cutting:
+    """Cuts one sync's buckets. Pieces of a tensor that lies in several buckets wait until it is complete."""
+
+    def __init__(self, layout: Layout, destinations: Mapping[str, Sequence[Destination]]) -> None:
+        self.layout = layout
+        self.destinations = destinations
+        self._partial: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def apply(self, index: int, buffer: torch.Tensor) -> None:
+        for view in views(self.layout, index, buffer):
+            full = self._whole(view.spec, view.start, view.tensor)
+            if full is not None:
+                for into, take in self.destinations[view.spec.name]:
+                    into.copy_(take(full))
+
+    def _whole(self, spec: Spec, start: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        if tensor.shape == spec.shape:
+            return tensor
+        full, missing = self._partial.pop(spec.name, (None, torch.Size(spec.shape).numel()))
+        if full is None:
+            full = torch.empty(spec.shape, dtype=spec.dtype, device=tensor.device)
+        full.view(-1)[start : start + tensor.numel()] = tensor
+        missing -= tensor.numel()
+        if missing:
+            self._partial[spec.name] = full, missing
+            return None
+        return full
+
+
+def _refuse(layout: Layout, here: object, wrong: Mapping[Spec, str]) -> None:
+    sent = {spec.key for spec in layout.specs}
+    missing = sorted(key for key in set(here) - sent)  # type: ignore[call-overload]
+    failed = [(spec, why) for spec, why in wrong.items() if why]
+    if not (missing or failed):
+        return
+    told = [f"{spec} {why}" for spec, why in failed] + [
+        f"{name} (shard {shard}) is not sent" for name, shard in missing
+    ]
+    more = f" and {len(told) - 5} more" if len(told) > 5 else ""
+    holding = {piece.spec: index for index, bucket in enumerate(layout.buckets) for piece in bucket}
+    numbers = {spec: number for number, spec in enumerate(layout.specs)}
+    bucket = holding[numbers[failed[0][0]]] if failed else -1
+    raise Mismatch(
+        f"{'; '.join(told[:5])}{more}",
+        bucket=bucket,
+        missing=tuple(missing),
+        failed=tuple(spec.key for spec, _ in failed),
+    )
+
+
+def _unlike(spec: Spec, tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "is not known here"
+    same = tensor.dtype == spec.dtype and tuple(tensor.shape) == spec.shape
+    return "" if same else f"is {tensor.dtype} {tuple(tensor.shape)} here and {spec.dtype} {spec.shape} as sent"
+
+
+def _uncut(spec: Spec, destinations: Sequence[Destination] | None) -> str:
+    if destinations is None or spec.shard:
+        return "is not known here"
+    full = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    for into, take in destinations:
+        try:
+            fits = take(full).shape == into.shape
+        except (KitError, RuntimeError, IndexError):
+            fits = False
+        if not fits or into.dtype != spec.dtype:
+            return f"does not fit its {into.dtype} {tuple(into.shape)} here: it is {spec.dtype} {spec.shape} as sent"
+    return ""
