@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kit.labs.memory import growth, on_cuda, others_untouched
 from kit.labs.offload.counts import (
     as_found,
     bitwise,
@@ -16,9 +17,6 @@ from kit.labs.offload.counts import (
 )
 from kit.labs.offload.memory import (
     comm_released,
-    drift,
-    on_cuda,
-    others_untouched,
     reload_peak,
     residual,
     slope,
@@ -97,7 +95,7 @@ CHECKS = (
         limit=200,
         unit="MiB",
         better="<=",
-        measure=drift,
+        measure=growth("idle", "while released"),
     ),
     Check(
         name="memory_slope",
@@ -144,7 +142,7 @@ CHECKS = (
         limit=10,
         unit="MiB",
         better="<=",
-        measure=on_cuda(others_untouched),
+        measure=on_cuda(others_untouched("start")),
     ),
     zero(
         "state_as_found",

@@ -1,19 +1,17 @@
-"""Checks of the offload lab that weigh: memory while released, over cycles and on the way back, on the host and on a card."""
+"""Checks of the offload lab that weigh: memory while released, its slope over cycles and on the way back, on the host and on a card."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kit.labs.memory import MIB, levels
 from kit.results import Measured, NotMeasured, select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     import pandas as pd
 
-    Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
-
-MIB = 2**20
 SEEN_BYTES = 64 * MIB  # below this a job's bytes drown in the interpreter's own memory
 SLOPE_FROM, SLOPE_CYCLES = 4, 8
 
@@ -38,24 +36,6 @@ def tensors_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
     return Measured(
         min(share, fell),
         f"of {resident.min() / MIB:.0f} MiB: {share:.3f} by their storages, and {source} fell by {fell:.3f} of them",
-    )
-
-
-def levels(frame: pd.DataFrame, phase: str) -> tuple[pd.DataFrame, str]:
-    """Memory after each cycle's phase: driver memory on CUDA, anonymous memory on the CPU; a column a rank."""
-    source = "driver_used" if (frame["metric"] == "driver_used").any() else "anon_rss"
-    rows = select(frame, phase=phase, metric=source)
-    return rows.pivot_table(index="cycle", columns="rank", values="value"), source
-
-
-def drift(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-    table, source = levels(frame, "idle")
-    if len(table) < 2:
-        raise NotMeasured("a drift needs two cycles or more")
-    grown = (table.iloc[-1] - table.iloc[0]) / MIB
-    return Measured(
-        float(grown.max()),
-        f"{source} while released, cycle {table.index[-1]} against cycle {table.index[0]}, rank {grown.idxmax()}",
     )
 
 
@@ -109,17 +89,6 @@ def reload_peak(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     )
 
 
-def on_cuda(ask: Measure) -> Measure:
-    """A question to the driver, which only a card's has an answer to."""
-
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-        if not (frame["metric"] == "driver_used").any():
-            raise NotMeasured("the ranks had no CUDA device")
-        return ask(frame, config)
-
-    return measure
-
-
 def residual(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Driver memory while released above the level after a context and one matrix product, per card."""
     stays = [kind for kind in ("groups", "weights", "grads", "optimizer") if not config[kind]]
@@ -146,21 +115,3 @@ def comm_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     return Measured(
         float(((outside["fingerprint"] - outside["idle"]) / taken).min()), f"of {taken.max() / MIB:.0f} MiB a rank"
     )
-
-
-def others_untouched(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-    """How far the memory of a process beside the job moved from where it was at the start."""
-    rows = frame[frame["metric"] == "bystander_driver"]
-    source = "the driver"
-    if not rows["value"].all():
-        rows, source = frame[frame["metric"] == "bystander_bytes"], "its own allocator (the driver does not list it)"
-    if rows.empty:
-        raise NotMeasured("there was no bystander on the card")
-    first = rows[rows["phase"] == "start"].set_index("rank")["value"]
-    moved = (rows["value"] - rows["rank"].map(first)).abs()
-    damaged = select(frame, metric="bystander_damaged")["value"].max()
-    if damaged:
-        return Measured(
-            float(first.max()) / MIB, f"{damaged:g} bytes of a bystander's memory were changed: all of it counts"
-        )
-    return Measured(float(moved.max()) / MIB, f"asked {len(rows)} times over all ranks, by {source}")

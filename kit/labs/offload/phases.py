@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from kit.labs.bystander import Bystander
 from kit.labs.offload import rehearse
 from kit.labs.offload.broken import double_patched
-from kit.labs.offload.bystander import Bystander
 from kit.labs.offload.config import KIT_MODEL
 from kit.labs.offload.job import JobContext, context_for
 from kit.labs.offload.releaser import around, make_releaser, told

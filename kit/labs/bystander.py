@@ -1,4 +1,4 @@
-"""A bystander: a process of its own with some memory on the card, which must not notice what the lab does there. CUDA only.
+"""A bystander: a process of its own with some memory on the card, which must not notice what a lab does there. CUDA only.
 
 Run as a script it holds a block of known numbers and answers each line on its input with one line of JSON, until the input ends:
 when the rank that started it is gone, so is it. Its bytes are the driver's, as nvidia-smi lists them by process; where that does not

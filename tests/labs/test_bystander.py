@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kit.labs.offload.bystander import BLOCK, Bystander
+from kit.labs.bystander import BLOCK, Bystander
 
 
 def test_it_answers_and_ends() -> None:
