@@ -1,0 +1,98 @@
+"""What ranks of Worlds of 1 and 2 do in tests. Ranks 0 and 2 are linked from World to World, rank 1 shares a World with rank 2."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from kit.errors import KitError
+from kit.sync.link import Link, Listener, PeerGone, address_of, call
+
+FOR_EVER = 600.0
+
+
+def number() -> int:
+    return int(os.environ["KIT_RANK"])
+
+
+def numbers() -> list[int]:
+    """The number, and rank and size in the group of its own World."""
+    return [number(), dist.get_rank(), dist.get_world_size()]
+
+
+def say() -> None:
+    print(f"here is {number()}")
+
+
+def meet(*, name: str) -> int:
+    """Only where all Worlds run at the same time."""
+    if number() != 1:
+        with linked(name) as link:
+            link.send({"kind": "hello"})
+            link.expect("hello")
+    return number()
+
+
+def fail(*, numbers: list[int]) -> None:
+    if number() in numbers:
+        raise ValueError(f"{number()} is told to raise")
+
+
+def fail_while_others_sleep() -> None:
+    """Rank 0 raises, and the others do not notice."""
+    if number() == 0:
+        raise ValueError("told to raise")
+    time.sleep(FOR_EVER)
+
+
+def sleep() -> None:
+    print("asleep")
+    time.sleep(FOR_EVER)
+
+
+def stuck() -> None:
+    """Rank 1 waits where an interrupt does not reach it."""
+    print("asleep")
+    if number() == 1:
+        dist.barrier()
+    time.sleep(FOR_EVER)
+
+
+def wait_for_rank_2(*, name: str, does: str, gate: str = "") -> None:
+    """Rank 0 waits for it at a link and rank 1 in a collective."""
+    if number() == 0:
+        with linked(name) as link:
+            try:
+                link.receive("a word")
+            except PeerGone:
+                print("the peer is gone")
+                raise
+    elif number() == 1:
+        dist.barrier()
+    else:
+        with linked(name):
+            if does == "hang":
+                time.sleep(FOR_EVER)
+            if does == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        while not Path(gate).exists():
+            time.sleep(0.01)
+        raise ValueError("the cause")
+
+
+def linked(name: str) -> Link:
+    if number() == 0:
+        with Listener(name=name) as listener:
+            return listener.accept(["rank 2"], FOR_EVER)["rank 2"]
+    end = time.monotonic() + 60
+    while True:
+        try:
+            return call(address_of(name), "rank 2", peer="rank 0", timeout_s=FOR_EVER)
+        except KitError:  # it does not listen yet
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.01)
