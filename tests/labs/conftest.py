@@ -37,6 +37,11 @@ class Phases:
     def first(self, cycle):
         self.seen.append(cycle)
         self.ctx.record("words", len(self.ctx.config.words))
+        self.ctx.record("world", self.ctx.world)
+        self.ctx.record("world_size", self.ctx.world_size)
+        self.ctx.record("worlds", len(self.ctx.world_sizes))
+        self.ctx.record("own_size", dist.get_world_size())
+        self.ctx.record("meeting", int(self.ctx.meeting.removeprefix("kit-")[:8], 16))
         assert self.ctx.config.words == tuple(self.ctx.config.words)
     def second(self, cycle):
         self.ctx.record("seen", len(self.seen), "1")

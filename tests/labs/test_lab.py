@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from kit.labs.definition import Definition
 from kit.labs.lab import Lab
 from kit.results import Run, read_verdict
 from kit.world import World
+from kit.world.several import Worlds
 
 Make = Callable[..., Lab]
 
@@ -195,10 +197,77 @@ def test_a_fault_for_another_device_is_refused(own: Definition, runs: Path) -> N
 
 
 def test_a_phases_object_that_cannot_be_made(own: Definition, runs: Path, nothing_left: None) -> None:
-    import dataclasses
-
     lab = Lab(dataclasses.replace(own, phases="own_lab:Nothing"), {})
     with pytest.raises(RankError, match="Nothing"):
         lab.start()
     assert lab.world.state == "closed"
     assert info(lab)["status"] == "failed"
+
+
+@pytest.fixture
+def two(own: Definition, runs: Path, nothing_left: None) -> Definition:
+    """The tests' own lab in two Worlds: rank 0 in one, all others in another."""
+    return dataclasses.replace(own, worlds=lambda config: (1, config.ranks - 1))
+
+
+def values(run: Run, metric: str) -> list[float]:
+    return [float(value) for value in run.frame().query("metric == @metric").sort_values("rank")["value"]]
+
+
+def test_a_lab_in_two_worlds(two: Definition) -> None:
+    with Lab(two, {"ranks": 3}) as lab:
+        assert lab.step().phase == "first"
+        run = lab.run()
+        pids = lab.world.pids
+    assert (run.status, lab.world.state, len(set(pids))) == ("finished", "closed", 3)
+    assert values(run, "world") == [0, 1, 1]
+    assert values(run, "world_size") == [3, 3, 3]
+    assert values(run, "worlds") == [2, 2, 2]
+    assert values(run, "own_size") == [1, 2, 2]
+    assert len(set(values(run, "meeting"))) == 1
+    assert len(values(run, "pss")) == len(values(run, "pss_before")) == 3
+    assert run.provenance["rank0"]["versions"]["torch"]
+    assert (run.provenance["world"]["ranks"], run.provenance["world"]["sizes"]) == (3, [1, 2])
+    assert {path.name for path in (lab.dir / "logs").iterdir()} >= {"rank0.log", "rank1.log", "rank2.log"}
+
+
+def test_a_lab_in_one_world_sees_it_so_and_every_run_has_a_meeting_of_its_own(own: Definition, runs: Path) -> None:
+    with World(2, device="cpu") as world:
+        made = [Lab(own, {}, world=world).run() for _ in range(2)]
+    assert values(made[0], "world") == [0, 0]
+    assert values(made[0], "world_size") == values(made[0], "own_size") == [2, 2]
+    assert values(made[0], "worlds") == [1, 1]
+    assert "sizes" not in made[0].provenance["world"]
+    assert values(made[0], "meeting") != values(made[1], "meeting")
+
+
+def test_a_phase_that_raises_in_the_second_world_is_recorded_on_all_ranks(two: Definition) -> None:
+    with Lab(two, {"ranks": 3}, fault="breaks") as lab, pytest.raises(RankError, match="told to raise") as caught:
+        lab.run()
+    assert (caught.value.rank, caught.value.phase) == (1, "second")
+    second = Run(lab.dir).frame().query("phase == 'second'")
+    assert set(second["rank"]) == {0, 1, 2}
+    assert set(second.query("metric == 'failed'")["rank"]) == {1}
+
+
+def test_a_rank_of_the_second_world_that_dies(two: Definition) -> None:
+    with Lab(two, {"ranks": 3, "do": "kill"}) as lab, pytest.raises(RankDied) as caught:
+        lab.run()
+    assert (caught.value.rank, caught.value.signal) == (1, "SIGKILL")
+    assert "rank 1" in str(info(lab)["error"])
+
+
+def test_worlds_that_do_not_fit_are_refused_before_a_folder_is_made(
+    two: Definition, own: Definition, runs: Path
+) -> None:
+    with World(3, device="cpu") as world:
+        with pytest.raises(BadInput, match=r"^world= gives one World, and this config needs 2; leave it out$"):
+            Lab(two, {}, world=world)
+        with (
+            Worlds((1, 2), device="cpu") as several,
+            pytest.raises(BadInput, match="world= takes one World, not several"),
+        ):
+            Lab(own, {}, world=several)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"lab 'own' has Worlds of \(1, 2\) ranks for a config of 2"):
+        Lab(dataclasses.replace(own, worlds=lambda _: (1, 2)), {})
+    assert not runs.exists()
