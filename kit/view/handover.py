@@ -32,7 +32,7 @@ STAGES = {
     "teardown": 5,
     "rest": None,
 }
-WORDS = {**{stage: stage for stage in STAGES}, "keep": "keep, to undo", "rest": "finalize, publish, activate"}
+WORDS = {**{stage: stage for stage in STAGES}, "keep": "copy to undo", "rest": "finalize to activate"}
 REST = {"gate": "rest", "finalize": "rest", "publish": "rest", "activate": "rest"}
 HATCH = {"receive": "///", "keep": "..."}
 # Which stage an event ends. What leads to any other is drawn as waiting.
@@ -52,8 +52,9 @@ ENDS = {
 }
 CYCLES = 5  # as many are drawn, the last ones
 LANES = 6
-LANE = 0.46  # inches
+LANE = 0.52  # inches
 LETTER = 0.0057  # of the width of the drawing, at this size of type
+LONG = 28  # letters in a line
 WIDTH = 0.36
 
 
@@ -71,7 +72,7 @@ def stages_legend(ax: Axes, theme: Theme) -> None:
         for stage, word in WORDS.items()
     ]
     marks.append(Line2D([], [], color=theme.ink, linewidth=1.8, label="time that passed"))
-    ax.legend(handles=marks, ncols=len(marks), loc="center left", borderaxespad=0, columnspacing=1.2, handlelength=1.4)
+    ax.legend(handles=marks, ncols=len(marks), loc="center left", borderaxespad=0, columnspacing=1.0, handlelength=1.2)
 
 
 def stages(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
@@ -156,11 +157,11 @@ def timeline(ax: Axes, frame: pd.DataFrame, config: Mapping[str, object], theme:
     left, right = (edge * scale for edge in (low - 0.01 * (high - low), high))
     for _ in range(3):  # the last names need room, which makes all others narrower
         ends = [written[-1] for written in (labels(lane, LETTER * (right - left)) for lane in moments)]
-        right = max(left + (x - left) / (1 - LETTER * len(word)) for x, word in ends)
+        right = max(left + (x - left) / (1 - LETTER * wide(word)) for x, word in ends)
     for lane, mine in enumerate(moments):
         draw_lane(ax, lane, mine, theme)
         for x, word in labels(mine, LETTER * (right - left)):
-            ax.text(x, lane - 0.3, word, fontsize=7.5, va="bottom")
+            ax.text(x, lane - 0.27, fold(word), fontsize=7.5, va="bottom", linespacing=1.0)
     ax.set_yticks(range(len(ranks)), [named(rank, config) for rank in ranks])
     ax.set_ylim(len(ranks) - 0.6, -0.85)
     ax.set_xlim(left, right)
@@ -170,7 +171,7 @@ def timeline(ax: Axes, frame: pd.DataFrame, config: Mapping[str, object], theme:
     receivers = events["rank"].nunique() - (0 in ranks)
     some = f", {len(ranks) - 1} of {receivers} receivers" if receivers > LANES - 1 else ""
     word = {"expand": "Expansion", "refresh": "Refresh"}[path]
-    ax.set_title(f"{word} of cycle {cycle}, event by event{some}")
+    ax.set_title(f"{word} of cycle {cycle}, event by event{some} (grey: preparing, waiting)")
 
 
 def told(events: pd.DataFrame, scale: float) -> list[tuple[float, str]]:
@@ -194,18 +195,30 @@ def draw_lane(ax: Axes, lane: int, moments: Sequence[tuple[float, str]], theme: 
                 linewidth=0,
                 zorder=2,
             )
-        ax.plot([x, x], [lane - 0.27, lane + 0.2], color=theme.ink, linewidth=1.0, zorder=3)
+        ax.plot([x, x], [lane - 0.24, lane + 0.2], color=theme.ink, linewidth=1.0, zorder=3)
 
 
 def labels(moments: Sequence[tuple[float, str]], letter: float) -> list[tuple[float, str]]:
     """Where names are written: each at its event, but those that would run into the one before are joined to it."""
     found: list[tuple[float, str]] = []
     for x, name in moments:
-        if found and x < found[-1][0] + (len(found[-1][1]) + 1) * letter:
+        if found and x < found[-1][0] + (wide(found[-1][1]) + 1) * letter:
             found[-1] = found[-1][0], f"{found[-1][1]}, {name}"
         else:
             found.append((x, name))
     return found
+
+
+def fold(word: str) -> str:
+    """Long names in two lines."""
+    if len(word) <= LONG:
+        return word
+    cut = min((at for at, letter in enumerate(word) if letter == " "), key=lambda at: abs(at - len(word) / 2))
+    return f"{word[:cut]}\n{word[cut + 1 :]}"
+
+
+def wide(word: str) -> int:
+    return max(map(len, fold(word).split("\n")))
 
 
 def named(rank: int, config: Mapping[str, object]) -> str:

@@ -118,7 +118,7 @@ def test_it_tells_the_story(make_sync, theme_name):
     ]  # fmt: skip
     assert {
         "gather",
-        "keep, to undo",
+        "copy to undo",
         "time that passed",
         "one memcpy, 12",
         "sender, rank 0",
@@ -157,7 +157,7 @@ def test_events_lie_where_they_happened(make_sync):
     axes = axes_of(plot_run(make_sync()), "Expansion of cycle 3")
     lane = [bar for bar in bars(axes) if abs(bar.get_y() + bar.get_height() / 2 - 1) < 0.1]
     assert [bar.get_x() for bar in lane] == pytest.approx([7 * index for index in range(-2, 9)])
-    names = [text.get_text() for text in axes.texts if round(text.get_position()[1] + 0.3) == 1]
+    names = [text.get_text() for text in axes.texts if round(text.get_position()[1] + 0.27) == 1]
     assert ", ".join(names) == "inactive, wake, " + ", ".join(ARRIVED)
 
 
