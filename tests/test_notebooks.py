@@ -68,6 +68,29 @@ def offload_reload(notebook: nbformat.NotebookNode, runs: Path) -> None:
     assert len(list(runs.glob("offload-*/verdict.json"))) == 5
 
 
+def weight_sync(notebook: nbformat.NotebookNode, runs: Path) -> None:
+    assert "0 failed" in text(notebook, "verdict")
+    stages = outputs(notebook, "stages")[-1]["data"]["text/html"]
+    assert {"gather", "apply", "wall", "refresh", "expand"} <= set(re.findall(r"\w+", stages))
+    rates = outputs(notebook, "transports")[-1]["data"]["text/html"]
+    assert {"shm", "broadcast", "serialize"} <= set(re.findall(r"\w+", rates))
+    looks = dict(re.findall(r"(\w+) .*(same|DIFFER)", text(notebook, "blind")))
+    assert looks == {"sum": "same", "least": "same", "largest": "same", "sha256": "DIFFER"}
+    assert "receiver-stalls" in outputs(notebook, "faults")[-1]["data"]["text/html"]
+    assert "FAIL  bit_exact" in text(notebook, "fault-verdict")
+    assert "pass  version_order" in text(notebook, "fault-verdict")
+    found = re.findall(r"^ +(\d) +(\d) +(\d+).0 +(\d+).0$", text(notebook, "own"), flags=re.MULTILINE)
+    assert {(rank, differ != "0") for _, rank, _, differ in found} == {("2", False), ("3", False), ("4", True)}
+    assert "FAIL  bit_exact" in text(notebook, "own-verdict")
+    assert "pass  no_torn_reads" in text(notebook, "own-verdict")
+    assert "pass bit_exact" in text(notebook, "tolerance")
+    assert "FAIL logits_equal" in text(notebook, "tolerance")
+    for ident in ("run", "fault"):
+        assert "image/png" in outputs(notebook, ident)[-1]["data"]
+    assert len(list(runs.glob("sync-*/verdict.json"))) == 3
+    assert len(list(runs.glob("sync-*/syncs.csv"))) == len(list(runs.glob("sync-*/table.parquet"))) == 1
+
+
 def split_training(notebook: nbformat.NotebookNode, runs: Path) -> None:
     assert "0 failed" in text(notebook, "verdict")
     table = outputs(notebook, "metrics")[-1]["data"]["text/html"]
@@ -90,7 +113,12 @@ def split_training(notebook: nbformat.NotebookNode, runs: Path) -> None:
     assert len(list(runs.glob("split-*/metrics.csv"))) == len(list(runs.glob("split-*/table.parquet"))) == 1
 
 
-PROMISES = {"00_start": start, "01_offload_reload": offload_reload, "03_split_training": split_training}
+PROMISES = {
+    "00_start": start,
+    "01_offload_reload": offload_reload,
+    "02_weight_sync": weight_sync,
+    "03_split_training": split_training,
+}
 
 
 @pytest.mark.slow

@@ -75,6 +75,34 @@ def test_offload_is_shown(page, server, artefacts):
     assert page.strays == []
 
 
+def test_a_weight_sync_is_shown(page, server, artefacts):
+    page.goto(server.page("02_weight_sync.ipynb"))
+    page.locator(".jp-StatusBar-TextItem", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
+    menu(page, "Run", "Run All Cells")
+    judged = cell_with(page, "run.verdict()")
+    judged.locator(".jp-OutputArea", has_text="0 failed,").wait_for(timeout=180_000)
+    mine = cell_with(page, "mine.verdict()").locator(".jp-OutputArea", has_text="bit_exact")
+    mine.wait_for(timeout=180_000)
+    assert "✗ FAIL" in mine.inner_text()
+    shown = {
+        "run": cell_with(page, "run.plot()").locator(".jp-OutputArea img"),
+        "fault": cell_with(page, "broken.plot()").locator(".jp-OutputArea img"),
+        "stages": cell_with(page, "tables.syncs(").locator(".jp-OutputArea table"),
+        "transports": cell_with(page, "tables.transports(").locator(".jp-OutputArea table"),
+        "faults": cell_with(page, "LAB.faults").locator(".jp-OutputArea table"),
+        "own": mine,
+    }
+    for name in ("run", "fault"):
+        assert shown[name].evaluate("image => image.complete && image.naturalWidth") >= 1000
+    for name, rows in (("stages", 10), ("transports", 4), ("faults", 12)):
+        assert shown[name].locator("tbody tr").count() >= rows
+    for name, part in shown.items():
+        part.scroll_into_view_if_needed()
+        page.screenshot(path=artefacts / f"sync-{name}.png")
+    assert page.errors == []
+    assert page.strays == []
+
+
 def test_a_split_step_is_shown(page, server, artefacts):
     page.goto(server.page("03_split_training.ipynb"))
     page.locator(".jp-StatusBar-TextItem", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
