@@ -2,56 +2,35 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from kit.errors import KitError
-from kit.sync.link import Listener, PeerSilent, call
-from kit.sync.memory import segments
-from kit.sync.transports.base import DEPTH, Transport, TransportContext
-from kit.sync.transports.groups import Rendezvous
-from kit.sync.transports.serialize import Serialize
-from kit.sync.transports.shm import Shm
-
-SIZES = [4096, 1024, 512, 4096, 0, 2048]
-Act = Callable[[Transport], Any]
+from kit.errors import BadInput, KitError
+from kit.sync.link import Listener, PeerFailed, PeerGone, PeerSilent
+from kit.sync.memory import Segment, segments
+from kit.sync.transports import NAMES, Place, base, by_name, choose, shm
+from kit.sync.transports.base import DEPTH, Transport
+from kit.sync.transports.ipc import Ipc
+from tests.sync.ranks.transports import SIZES, Act, as_receiver, as_sender, bucket, context, receive, send
 
 
-def bucket(index: int) -> torch.Tensor:
-    return torch.randint(0, 256, (SIZES[index],), dtype=torch.uint8, generator=torch.Generator().manual_seed(index))
-
-
-def between(kind: type[Transport], send: Act, *receive: Act, timeout_s: float = 5.0) -> list[Any]:
+def between(kind: Any, send: Act, *receive: Act, timeout_s: float = 5.0, **more: Any) -> list[Any]:
     """A sender and receivers, each on a thread; what they gave, or raised."""
     names = [f"receiver {number}" for number in range(len(receive))]
     done: list[Any] = [None] * (len(receive) + 1)
 
     def end(place: int, act: Act) -> None:
-        shared = {
-            "sizes": SIZES,
-            "device": torch.device("cpu"),
-            "timeout_s": timeout_s,
-            "place": place,
-            "config": {"size": len(done)},
-        }
         try:
             if place == 0:
-                links = listener.accept(names, timeout_s)
+                done[0] = as_sender(kind, listener, names, timeout_s, act, place=0, **more)
             else:
-                links = {"sender": call(listener.address, names[place - 1], peer="sender", timeout_s=timeout_s)}
-            context = TransportContext(
-                role="receiver" if place else "sender", name=f"end {place}", links=links, **shared
-            )
-            with kind(context) as transport:
-                done[place] = act(transport)
-            for link in links.values():
-                link.close()
+                done[place] = as_receiver(kind, listener.address, names[place - 1], timeout_s, act, place=place, **more)
         except KitError as error:
-            done[place] = error
+            done[place] = error.with_traceback(None)
 
     with Listener() as listener:
         threads = [threading.Thread(target=end, args=(place, act)) for place, act in enumerate([send, *receive])]
@@ -59,71 +38,207 @@ def between(kind: type[Transport], send: Act, *receive: Act, timeout_s: float = 
             thread.start()
         for thread in threads:
             thread.join(30)
+        assert not any(thread.is_alive() for thread in threads)
     return done
 
 
-def send_all(transport: Transport) -> None:
-    for index in range(len(SIZES)):
-        transport.space(index).copy_(bucket(index))
-        transport.send(index)
-    transport.flush()
+def mapped() -> int:
+    """Segments that somebody holds, and not only an error's frames."""
+    gc.collect()
+    return segments()
 
 
-def receive_all(transport: Transport) -> list[torch.Tensor]:
-    got = []
-    for index in range(len(SIZES)):
-        got.append(transport.receive(index).clone())
-        transport.done(index)
-    return got
-
-
-@pytest.mark.parametrize("kind", [Shm, Serialize, Rendezvous])
+@pytest.mark.parametrize("kind", ["shm", "serialize", "rendezvous"])
 @pytest.mark.parametrize("receivers", [1, 3])
-def test_every_byte_arrives(kind: type[Transport], receivers: int) -> None:
-    _, *got = between(kind, send_all, *[receive_all] * receivers)
-    for received in got:
-        assert all(torch.equal(one, bucket(index)) for index, one in enumerate(received))
-        assert len(received) == len(SIZES)
+def test_every_byte_arrives(kind: str, receivers: int) -> None:
+    before = mapped()
+    _, *differ = between(kind, send, *[receive] * receivers)
+    assert differ == [[]] * receivers
+    assert mapped() == before
 
 
-def test_the_sender_waits_for_the_slowest() -> None:
-    """It may be DEPTH buckets ahead of a receiver that does not say that it is done, and no more."""
-    ahead: list[int] = []
+def test_shared_memory_is_not_copied() -> None:
+    """What a receiver has of a bucket is what the sender has: a later write is seen there."""
+    written = threading.Event()
+
+    def writes(transport: Transport) -> None:
+        send(transport)
+        assert transport.ctx.segment is not None
+        transport.ctx.segment.tensor.fill_(7)
+        written.set()
+
+    def reads(transport: Transport) -> set[int]:
+        got = []
+        for index, size in enumerate(SIZES):
+            got.append(transport.receive(index, torch.zeros(size, dtype=torch.uint8)))
+            transport.done(index)
+        assert written.wait(5)
+        return {value for one in got for value in one.unique().tolist()}
+
+    assert between("shm", writes, reads)[1] == {7}
+
+
+@pytest.mark.parametrize("kind", ["serialize", "rendezvous"])
+def test_other_transports_fill_what_they_are_given(kind: str) -> None:
+    def takes(transport: Transport) -> bool:
+        into = torch.zeros(SIZES[0], dtype=torch.uint8)
+        got = transport.receive(0, into)
+        transport.done(0)
+        receive(transport, range(1, len(SIZES)))
+        return got.data_ptr() == into.data_ptr() and torch.equal(into, bucket(0))
+
+    assert between(kind, send, takes)[1] is True
+
+
+@pytest.mark.parametrize(("kind", "depth"), [("serialize", DEPTH), ("rendezvous", DEPTH), ("shm", shm.DEPTH)])
+def test_the_sender_waits_for_the_slowest(kind: str, depth: int) -> None:
+    """It is so many buckets ahead of a receiver that does not say that it is done, and no more."""
+    sent: list[int] = []
     given_up = threading.Event()
+    many = {"sizes": [512] * (depth + 2), "starts": [0] * (depth + 2)}
 
     def eager(transport: Transport) -> None:
-        for index in range(len(SIZES)):
-            try:
-                transport.space(index).copy_(bucket(index))
-            except KitError:
-                given_up.set()
-                raise
-            transport.send(index)
-            ahead.append(index)
+        assert transport.ctx.segment is not None
+        try:
+            for index in range(depth + 2):
+                transport.send(index, transport.ctx.segment.tensor[:512])
+                sent.append(index)
+        finally:
+            given_up.set()
 
     def idle(transport: Transport) -> None:
-        for index in range(DEPTH):
-            transport.receive(index)
+        for index in range(depth):
+            transport.receive(index, torch.zeros(512, dtype=torch.uint8))
         given_up.wait(10)
 
-    sender, _ = between(Serialize, eager, idle, timeout_s=0.5)
+    sender, _ = between(kind, eager, idle, timeout_s=1.0, **many)
     assert isinstance(sender, PeerSilent)
-    assert str(sender) == "receiver 0 did not answer within 0.5 s: done was awaited"
-    assert ahead == list(range(DEPTH))
+    assert str(sender) == "receiver 0 did not answer within 1 s: done was awaited"
+    assert sent == list(range(depth))
 
 
 def test_another_bucket_than_the_awaited_one_is_refused() -> None:
     def skips(transport: Transport) -> None:
-        transport.space(1).copy_(bucket(1))
-        transport.send(1)
+        send(transport, [1])
 
-    _, receiver = between(Serialize, skips, lambda transport: transport.receive(0))
-    assert str(receiver) == "sender sent 1024 bytes of bucket 1 where bucket 0 of 4096 was awaited"
-    _, receiver = between(Shm, skips, lambda transport: transport.receive(0))
-    assert str(receiver) == "sender sent bucket 1 where bucket 0 was awaited"
+    def takes(transport: Transport) -> None:
+        receive(transport, [0])
+
+    assert str(between("serialize", skips, takes)[1]) == (
+        f"the sender sent {SIZES[1]} bytes of bucket 1 where bucket 0 of 4096 was awaited"
+    )
+    assert str(between("shm", skips, takes)[1]) == "the sender sent bucket 1 where bucket 0 was awaited"
 
 
-def test_no_segment_is_left() -> None:
-    before = segments()
-    between(Shm, send_all, receive_all, receive_all)
-    assert segments() == before
+def test_a_segment_that_is_too_small_is_refused() -> None:
+    def short(ctx: Any) -> Transport:
+        with Segment(4096) as segment:
+            return shm.Shm(context("sender", ctx.links, 5.0, segment=segment))
+
+    class Ends:
+        def __call__(self, ctx: Any) -> Transport:
+            return short(ctx) if ctx.role == "sender" else shm.Shm(ctx)
+
+    before = mapped()
+    _, receiver = between(Ends(), lambda _: None, receive)
+    assert str(receiver).startswith("the sender sent a segment of 4096 bytes where the buckets need ")
+    assert mapped() == before
+
+
+@pytest.mark.parametrize("kind", ["shm", "serialize", "rendezvous"])
+def test_a_receiver_that_goes_is_named(kind: str) -> None:
+    def leaves(transport: Transport) -> None:
+        receive(transport, [0])
+
+    sender, *_ = between(kind, send, leaves, receive)
+    assert isinstance(sender, PeerGone)
+    assert sender.peer == "receiver 0"
+
+
+def test_who_waits_in_the_group_hears_why_the_sender_gave_up() -> None:
+    """The word on the link counts, not what the broken group says."""
+
+    def gives_up(transport: Transport) -> None:
+        send_one = transport.ctx.segment
+        assert send_one is not None
+        transport.send(0, send_one.tensor[: SIZES[0]])
+        for link in transport.ctx.links.values():
+            link.send({"kind": "failed", "why": "the disk is full"})
+
+    _, receiver = between("rendezvous", gives_up, receive)
+    assert isinstance(receiver, PeerFailed)
+    assert str(receiver).startswith("the sender failed: the disk is full")
+
+
+def test_who_is_gone_comes_before_who_failed_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receiver 0 complains, and receiver 1, which is asked later, is the one that left."""
+    left, complained, heard = threading.Event(), threading.Event(), threading.Event()
+
+    def complains(transport: Transport) -> None:
+        transport.ctx.sender.send({"kind": "failed", "why": "the group broke"})
+        complained.set()
+        heard.wait(5)
+
+    def waits(transport: Transport) -> None:
+        left.wait(5)
+        complained.wait(5)
+        try:
+            transport.wait_for(0)
+        finally:
+            heard.set()
+
+    def leaves(transport: Transport) -> None:
+        transport.ctx.sender.close()
+        left.set()
+
+    sender, *_ = between("shm", waits, complains, leaves)
+    assert isinstance(sender, PeerGone)
+    assert sender.peer == "receiver 1"
+
+
+def test_who_says_why_and_leaves_is_not_just_gone() -> None:
+    def complains(transport: Transport) -> None:
+        transport.ctx.sender.send({"kind": "failed", "why": "the disk is full"})
+
+    sender, _ = between("serialize", send, complains)
+    assert isinstance(sender, PeerFailed)
+    assert sender.said["why"] == "the disk is full"
+
+
+@pytest.mark.parametrize(
+    ("receiver", "expected"),
+    [
+        (Place("a", 0, "GPU-1"), "ipc"),
+        (Place("a", 1, "GPU-1"), "ipc"),
+        (Place("a", 0, "GPU-2"), "shm"),
+        (Place("a", 1), "shm"),
+        (Place("b", 0, "GPU-1"), "broadcast"),
+        (Place("b", 1, "GPU-1"), "rendezvous"),
+    ],
+)
+def test_the_choice(receiver: Place, expected: str) -> None:
+    assert choose(Place("a", 0, "GPU-1"), receiver) == expected
+
+
+def test_hosts_without_cards_share_memory() -> None:
+    assert choose(Place("a", 0), Place("a", 0)) == "shm"
+
+
+def test_names() -> None:
+    for name in NAMES:
+        assert issubclass(by_name(name), Transport)  # type: ignore[arg-type]
+    assert by_name("kit.sync.transports.base:Transport") is base.Transport
+    with pytest.raises(
+        BadInput, match=r"there is no transport 'telepathy'; allowed are shm, broadcast, .* and module:attr"
+    ):
+        by_name("telepathy")
+    with pytest.raises(BadInput, match=r"the transport kit\.sync:no cannot be had on this rank: module 'kit.sync'"):
+        by_name("kit.sync:no")
+    with pytest.raises(BadInput, match="something that takes a TransportContext is needed"):
+        by_name("kit.sync.transports.base:DEPTH")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_no_handles_without_a_card() -> None:
+    with pytest.raises(BadInput, match="ipc hands over memory of a GPU, and sender is on cpu: take shm"):
+        Ipc(context("sender", {}, 1.0))

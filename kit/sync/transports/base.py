@@ -8,11 +8,12 @@ applying overlap and no link fills up with what nobody reads.
 from __future__ import annotations
 
 import abc
+import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from kit.sync.link import PeerFailed, PeerGone, PeerSilent
+from kit.sync.link import PeerFailed, PeerGone
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,6 +57,7 @@ class Transport(abc.ABC):
     def __init__(self, ctx: TransportContext) -> None:
         self.ctx = ctx
         self._acknowledged = dict.fromkeys(ctx.links, -1)
+        self._reached = dict.fromkeys(ctx.links, -1.0)  # a half where it waits for the next bucket
 
     # -- the sender ------------------------------------------------------------------------------------------------------
 
@@ -77,8 +79,8 @@ class Transport(abc.ABC):
             while self._acknowledged[name] < index:
                 try:
                     self._hear(name)
-                except (PeerSilent, PeerFailed) as error:
-                    gone = self.trouble(f"bucket {index}, done", 0.0, but=name)
+                except PeerFailed as error:
+                    gone = self.trouble(f"done with bucket {index}", 0.0, but=name)
                     raise (gone if isinstance(gone, PeerGone) else error) from None
 
     # -- a receiver ------------------------------------------------------------------------------------------------------
@@ -103,35 +105,48 @@ class Transport(abc.ABC):
                 link.send(message, fds)
                 if data is not None:
                     link.send_bytes(data)
-            except (PeerGone, PeerSilent) as error:
+            except PeerGone as error:
                 raise (self.trouble(f"room for {message['kind']}", 0.0) or error) from None
 
     def trouble(self, awaited: str, seconds: float = GRACE_S, but: str = "") -> KitError | None:
         """What the links tell within a moment of somebody who is gone or has failed, `but` whom: who is gone first, since others
         fail by it; though not who said why and then left."""
         end = time.monotonic() + seconds
-        failed: dict[str, KitError] = {}
+        gone: list[KitError] = []
+        failed: list[KitError] = []
+        over = {but}
         while True:
-            for name, link in self.ctx.links.items():
+            for name in [name for name in self.ctx.links if name not in over]:
+                link = self.ctx.links[name]
                 try:
-                    while name not in {but, *failed} and link.waits():
+                    while link.waits():
                         self._hear(name)
                 except PeerGone:
-                    return PeerGone(link.peer, awaited)
+                    over.add(name)
+                    if self._acknowledged[name] < len(self.ctx.sizes) - 1:  # else it has all, and may leave
+                        gone.append(PeerGone(link.peer, awaited))
                 except PeerFailed as error:
-                    failed[name] = error
-            if time.monotonic() >= end:
-                return next(iter(failed.values()), None)
+                    over.add(name)
+                    failed.append(error)
+            if gone or time.monotonic() >= end:
+                return next(iter([*gone, *failed]), None)
             time.sleep(0.005)
 
-    def behind(self) -> list[str]:
-        """The receivers that said least."""
-        least = min(self._acknowledged.values(), default=-1)
-        return [self.ctx.links[name].peer for name, last in self._acknowledged.items() if last == least]
+    def absent(self, index: int) -> list[str]:
+        """The receivers that did not say that they come for this bucket."""
+        return [self.ctx.links[name].peer for name, last in self._reached.items() if last < index - 0.5]
 
     def _hear(self, name: str) -> None:
-        message, _ = self.ctx.links[name].expect("done")
-        self._acknowledged[name] = int(message["bucket"])
+        link = self.ctx.links[name]
+        message, fds = link.receive("done")
+        for fd in fds:
+            os.close(fd)
+        kind, bucket = message.get("kind"), int(message.get("bucket", -1))
+        if kind == "done":
+            self._acknowledged[name] = bucket
+        elif kind != "here":
+            raise PeerFailed(link.peer, "done", message)
+        self._reached[name] = bucket if kind == "done" else bucket - 0.5
 
     def __enter__(self) -> Self:
         return self

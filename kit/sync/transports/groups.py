@@ -81,6 +81,7 @@ class Grouped(Transport):
         self.broadcast(index, buffer)
 
     def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
+        self.say({"kind": "here", "bucket": index})  # where the group gets stuck, the sender knows who came
         direct = self.ctx.device.type == into.device.type
         there = into if direct else self.slot(index)
         self.broadcast(index, there)
@@ -95,7 +96,7 @@ class Grouped(Transport):
             # gloo keeps the group's own deadline; NCCL's watchdog would end the process, unless somebody waits with one.
             work.wait(self.wait) if buffer.is_cuda else work.wait()
 
-        self.guarded(f"bucket {index}", act)
+        self.guarded(f"bucket {index}", act, index)
 
     def slot(self, index: int) -> torch.Tensor:
         """Memory on the device for a bucket."""
@@ -116,7 +117,7 @@ class Grouped(Transport):
         if group is not None:
             self.leave(group)
 
-    def guarded(self, what: str, act: Callable[[], None]) -> None:
+    def guarded(self, what: str, act: Callable[[], None], index: int = -1) -> None:
         try:
             act()
         except RuntimeError as error:
@@ -125,24 +126,27 @@ class Grouped(Transport):
         else:
             return
         # Outside of the handler: an error that remembers the group's own would keep the group, and its sockets, alive.
-        raise self.explained(what, words)
+        raise self.explained(f"{what} by {self.told()}", words, index)
 
-    def explained(self, what: str, words: str) -> KitError:
-        """Who is to blame, as far as the links tell."""
-        ctx, awaited = self.ctx, f"{what} by {self.told()}"
+    def explained(self, awaited: str, words: str, index: int) -> KitError:
+        """Who is to blame, as far as the links tell. Whoever waited in vain for a silent one says so, too, and is not the one."""
+        ctx, late = self.ctx, "time" in words.lower()  # "Timed out", "timeout"
         told = self.trouble(awaited)
+        absent = self.absent(index) if ctx.role == "sender" else []
+        if late and absent and getattr(told, "peer", None) not in absent:
+            return PeerSilent(", ".join(absent), awaited, ctx.timeout_s)
         if told is not None:
             return told
-        if "time" not in words.lower():  # "Timed out", "timeout"
+        if not late:
             return KitError(f"{awaited} failed: {words}")
         if ctx.role == "sender":
-            return PeerSilent(", ".join(self.behind()), awaited, ctx.timeout_s)
+            return PeerSilent(", ".join(sorted(link.peer for link in ctx.links.values())), awaited, ctx.timeout_s)
         between = " or a receiver between" if len(ctx.ranks) > 2 else ""
         return PeerSilent(f"{ctx.sender.peer}{between}", awaited, ctx.timeout_s)
 
     def told(self) -> str:
         """The group and who is in it."""
-        names = [link.peer for link in self.ctx.links.values()]
+        names = sorted(link.peer for link in self.ctx.links.values())
         ranks = f", ranks {', '.join(map(str, self.ctx.ranks))}" if self.ctx.ranks else ""
         return f"group {self.name} (with {', '.join(names)}{ranks})"
 
