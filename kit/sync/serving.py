@@ -39,6 +39,10 @@ class Serving:
         self._stopping = self._wanted = self._open = False
         self._begun = 0
 
+    @property
+    def running(self) -> bool:
+        return self._thread is not None
+
     def start(self) -> None:
         if self._thread is not None:
             raise BadInput("it serves already")

@@ -132,11 +132,12 @@ class TornRead(Call):
     """No gate; and a forward that falls between the two halves of the buckets, as one does sooner or later."""
 
     def apply(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as the right one
+        host: Any = self.receiver.host  # the lab's own
         middle = len(self.stored) // 2
+        self.changing = True
         for index, buffer in enumerate(self.stored):
-            if index == middle:
-                serving: Any = self.receiver.host  # the lab's own
-                serving.serving.next()
+            if index == middle and host.serving.running:
+                host.serving.next()
             self.apply_bucket(index, buffer)
         self.link.send({"kind": "applied", "buckets": self.received.applied})
 

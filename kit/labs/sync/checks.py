@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kit.labs.memory import growth, on_cuda, others_untouched
 from kit.results import Check, Measured, NotMeasured, select
 
 if TYPE_CHECKING:
@@ -241,9 +242,27 @@ CHECKS = (
     zero("base_equal", "Were all base weights equal where the base was published?", base_equal, "base_differ"),
     zero("groups_return_to_baseline", "Is no group left?", back("groups", "groups"), "groups_more"),
     zero("segments_return_to_baseline", "Is no shared memory left?", back("segments", "segments"), "segments_more"),
+    Check(
+        name="memory_growth",
+        question="Does memory stay where it was after the first version?",
+        tolerance="growth_mib",
+        limit=200,
+        unit="MiB",
+        better="<=",
+        measure=growth("verify", "after a version is on all replicas"),
+    ),
     zero("cache_bounded", "Are there two copies at most?", cache_bounded, "copies", 2),
     zero(
         "failure_is_clean", "Does a sync that fails leave all as it was, by name?", failure_is_clean, "failures_unclean"
+    ),
+    Check(
+        name="others_untouched",
+        question="Does a process beside the job keep its memory on the card?",
+        tolerance="others_mib",
+        limit=10,
+        unit="MiB",
+        better="<=",
+        measure=on_cuda(others_untouched("prepare")),
     ),
     zero("sweep_arrived", "Did the bytes of the comparison arrive?", sweep_arrived, "sweep_missing"),
 )

@@ -57,13 +57,13 @@ class Inference(Side):
             name_of(self.ctx.rank), self.weights, self, address=self.address, device=self.ctx.device, timeout_s=wait
         )
         self.receiver.calls = broken.call_of(self.ctx.fault, last=self.sweeps)
-        self.count_segments()
+        self.count()
 
     def base(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.told(self.receiver.join())
         if self.sleeper:
             self.leave()
-        self.count_segments()
+        self.count()
 
     def train(self, cycle: int) -> None:
         """The trainer's."""
@@ -73,7 +73,7 @@ class Inference(Side):
         if not self.sleeper:
             with self.hammered():
                 self.told(self.receiver.join())
-        self.count_segments()
+        self.count()
 
     def offload(self, cycle: int) -> None:
         """The trainer's."""
@@ -81,7 +81,7 @@ class Inference(Side):
     def expand(self, cycle: int) -> None:  # noqa: ARG002 - as above
         if self.sleeper:
             self.told(self.receiver.join())
-        self.count_segments()
+        self.count()
 
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """What this replica has against what the trainer had: a digest of every tensor, and logits."""
@@ -104,12 +104,12 @@ class Inference(Side):
         record("logits_error", float(apart) if math.isfinite(float(apart)) else math.inf)
         record("logits_same", int(torch.equal(logits, wanted)))
         self.tell_state()
-        self.count_segments()
+        self.count()
 
     def shrink(self, cycle: int) -> None:  # noqa: ARG002 - as above
         if self.sleeper:
             self.leave()
-        self.count_segments()
+        self.count()
 
     def sweep(self, cycle: int) -> None:  # noqa: ARG002 - as above
         if self.sweeps:
@@ -117,7 +117,7 @@ class Inference(Side):
 
     def rehearse(self, cycle: int) -> None:  # noqa: ARG002 - as above
         rehearse.inference(self)
-        self.count_segments()
+        self.count()
 
     def end(self, cycle: int) -> None:
         del self.replica

@@ -6,6 +6,7 @@ Everything is counted; right is 0. The last serving rank fails on purpose, each 
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import distributed_c10d as c10d
@@ -44,11 +45,11 @@ def trainer(side: Trainer) -> None:
             side.gather()
         return
     sender, targets = side.sender, side.targets(sleeping=False)
-    version = sender.version
     found = {"accepted": accepted(side), "unnamed": 0, "kept_version": 0, "left_segments": 0, "left_groups": 0}
     groups, held = len(pg_map()), segments() - side.cache.copies
     for scene in scenes(side.config):
-        error = failed(lambda: sender.sync(version + 1, targets, side.gather))
+        version = sender.version
+        error = failed(functools.partial(sender.sync, version + 1, targets, side.gather))
         named = error is not None and error.peer == targets[-1].name and f"version {version} stays" in str(error)
         if scene != "late":
             named = named and error is not None and bool(error.tensors) and error.tensors[0] in str(error)
@@ -58,6 +59,7 @@ def trainer(side: Trainer) -> None:
         found["kept_version"] += sender.version != version
         found["left_segments"] += max(0, segments() - side.cache.copies - held)
         found["left_groups"] += max(0, len(pg_map()) - groups)
+    version = sender.version
     report = sender.sync(version + 1, targets, side.gather)
     found["next_failed"] = int(sender.version != version + 1 or report.answered != len(targets))
     tell(side, found)

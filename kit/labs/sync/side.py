@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from kit.labs.bystander import Bystander
 from kit.megatron import groups, ownership, standin
 from kit.megatron.roles import as_world
 from kit.megatron.shards import destinations
@@ -40,11 +41,15 @@ class Side:
         self.address = address_of(ctx.meeting)
         self.scope = contextlib.ExitStack()
         self.group: Any = None
+        self.bystander: Bystander | None = None
         self.where = place(ctx)
 
     def enter(self) -> None:
         """Groups of the trainer and of each replica; everybody makes all of them, in one order."""
         config = self.config
+        if self.ctx.device.type == "cuda":
+            self.bystander = Bystander(str(self.ctx.device))
+            self.scope.callback(self.bystander.close)
         self.scope.enter_context(ownership.as_found(timeout_s=config.deadline_s))
         groups.install()
         standin.install()
@@ -74,9 +79,12 @@ class Side:
         for number, (name, when) in enumerate(log.events):
             self.ctx.record(f"event/{number:02}/{name}", when - began, "s")
 
-    def count_segments(self, own: int = 0) -> None:
-        """Memory files that this rank holds, less those that are its to keep."""
+    def count(self, own: int = 0) -> None:
+        """Memory files that this rank holds, less those that are its to keep; and what a process beside the job has."""
         self.ctx.record("segments", segments() - own)
+        if self.bystander is not None:
+            for metric, value in self.bystander.ask().items():
+                self.ctx.record(metric, value, "B")
 
     def prompt(self, vocab: int) -> torch.Tensor:
         return torch.randint(0, vocab, (ROWS, LENGTH), generator=torch.Generator().manual_seed(self.config.seed))

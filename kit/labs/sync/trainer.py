@@ -200,8 +200,8 @@ class Trainer(Side):
         self.tell(report.log, report.began)
         return report
 
-    def count(self) -> None:
-        self.count_segments(self.cache.copies if self.sends else 0)
+    def count(self, own: int = 0) -> None:
+        super().count(own + (self.cache.copies if self.sends else 0))
 
 
 def layout(config: Any, tensors: dict[Key, torch.Tensor]) -> Layout:
