@@ -1,0 +1,106 @@
+"""Somebody's own transport goes through the same phases and checks; a wrong one is found out, and one that raises says so."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kit
+from kit.labs.sync import tables
+from tests.holdings import holdings, wait_for
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = {"cycles": 2, "layers": 2, "sweep": False, "replicas": 2, "tp": 1}
+OWN = '''
+import os
+import mmap
+import torch
+from kit.sync.transports.base import Transport
+from own_transport import Files
+
+
+class OneBuffer(Transport):
+    """What the notebook tries: right for those who apply at once, wrong for those who store."""
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        if ctx.role == "sender":
+            fd = os.memfd_create("one-buffer")
+            os.ftruncate(fd, max(ctx.sizes))
+            for link in ctx.links.values():
+                link.send({"kind": "buffer"}, [fd])
+        else:
+            _, (fd,) = ctx.sender.expect("buffer")
+        self.buffer = torch.frombuffer(mmap.mmap(fd, max(ctx.sizes)), dtype=torch.uint8)
+        os.close(fd)
+
+    def send(self, index, buffer):
+        self.wait_for(index - 1)
+        self.buffer[: len(buffer)] = buffer
+        for link in self.ctx.links.values():
+            link.send({"kind": "bucket"})
+
+    def receive(self, index, into):
+        self.ctx.sender.expect("bucket")
+        return self.buffer[: self.ctx.sizes[index]]
+
+    def close(self):
+        self.buffer = None
+
+
+class Raises(Files):
+    def receive(self, index, into):
+        if index == 1:
+            raise LookupError("my own receive failed")
+        return super().receive(index, into)
+'''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs go to a folder of the module; `mine` and the documentation's example can be imported by ranks. Nothing is left."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "mine.py").write_text(OWN)
+    (folder / "own_transport.py").write_text((ROOT / "docs" / "examples" / "own_transport.py").read_text())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KIT_RUNS", str(folder / "runs"))
+        patch.chdir(folder)
+        before = holdings(os.getpid())
+        yield
+        wait_for(lambda: holdings(os.getpid()) == before, 5.0)
+        assert holdings(os.getpid()) == before
+
+
+def run(transport: str, **config: object) -> kit.Run:
+    return kit.run("sync", ranks=3, device="cpu", transport=transport, **{**SMALL, **config})
+
+
+def test_the_documentations_transport_passes() -> None:
+    finished = run("own_transport:Files")
+    assert not finished.verdict().failed
+    assert {"bit_exact", "failure_is_clean"} <= {row.check for row in finished.verdict() if row.passed}
+    assert set(tables.syncs(finished.frame())["transport"]) == {"own_transport:Files to 1"}
+
+
+@pytest.mark.slow
+def test_a_buffer_that_is_used_again_is_found_out_where_buckets_are_stored() -> None:
+    finished = run("mine:OneBuffer", verify="none")
+    assert "bit_exact" in {row.check for row in finished.verdict().failed}
+    wrong = tables.digests(finished.frame()).groupby("rank")["differ"].min() > 0
+    assert wrong.to_dict() == {1: False, 2: True}  # who wakes applies at once, who serves stores
+
+
+@pytest.mark.slow
+def test_one_that_raises_ends_the_run_and_its_error_is_told() -> None:
+    with pytest.raises(kit.RankError, match="my own receive failed") as caught:
+        run("mine:Raises")
+    assert caught.value.phase == "refresh"
+    assert "mine.py" in str(caught.value)
+
+
+def test_the_documentation_names_the_example() -> None:
+    page = (ROOT / "docs" / "own-code.md").read_text()
+    assert "[examples/own_transport.py](examples/own_transport.py)" in page
+    assert "kit run sync --set transport=own_transport:Files" in page
