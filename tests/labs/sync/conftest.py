@@ -1,0 +1,98 @@
+"""Runs of the sync lab for all tests of a module, on ranks that stay alive, with the tests' own code where ranks find it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import kit
+from kit.results import Verdict
+from tests.holdings import holdings, wait_for
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = {"layers": 2, "cycles": 2, "sweep": False, "deadline_s": 10}
+OWN = '''
+from kit.sync.transports.serialize import Serialize
+
+
+class Slow(Serialize):
+    """Nothing but another name."""
+
+
+class FlipsABit(Serialize):
+    def receive(self, index, into):
+        got = super().receive(index, into)
+        got[0] ^= 1
+        return got
+
+
+class Raises(Serialize):
+    def send(self, index, buffer):
+        raise LookupError("my own send failed")
+
+
+class KeepsRunning(Serialize):
+    def close(self):
+        raise LookupError("my own close failed")
+
+
+class Empty:
+    def __init__(self, ctx): ...
+'''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs go to a folder of the module; `mine` and the documentation's example can be imported by ranks. Nothing is left."""
+    folder = tmp_path_factory.mktemp("sync")
+    (folder / "mine.py").write_text(OWN)
+    (folder / "own_transport.py").write_text((ROOT / "docs" / "examples" / "own_transport.py").read_text())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KIT_RUNS", str(folder / "runs"))
+        patch.chdir(folder)
+        before = holdings(os.getpid())
+        yield
+        wait_for(lambda: holdings(os.getpid()) == before, 5.0)
+        assert holdings(os.getpid()) == before
+
+
+@pytest.fixture(scope="module")
+def sync(_places: None) -> Iterator[Callable[..., kit.Run]]:
+    """sync(**config) -> the finished run, a small one; asked for again, the same one. Runs of as many ranks share a World."""
+    made: dict[str, kit.Run] = {}
+    worlds: dict[int, kit.World] = {}
+
+    def run(fault: str | None = None, **config: object) -> kit.Run:
+        given = {**SMALL, **config}
+        key = repr((fault, sorted(given.items())))
+        if key not in made:
+            shared = {"world": on(int(str(given.get("ranks", 5))))} if given.get("worlds") != "two" else {}
+            made[key] = kit.run("sync", fault=fault, **shared, **given)
+        return made[key]
+
+    def on(ranks: int) -> kit.World:
+        if ranks not in worlds:
+            for other in worlds.values():
+                other.close()
+            worlds.clear()
+            worlds[ranks] = kit.World(ranks, env={"OMP_NUM_THREADS": "1"}, preload=("megatron.core",))
+        return worlds[ranks]
+
+    yield run
+    for world in worlds.values():
+        world.close()
+
+
+def failed(verdict: Verdict) -> set[str]:
+    return {row.check for row in verdict if row.passed is False}
+
+
+def unanswered(verdict: Verdict) -> set[str]:
+    return {row.check for row in verdict if row.passed is None}
+
+
+def why(verdict: Verdict, check: str) -> str:
+    return next(row.why for row in verdict if row.check == check)

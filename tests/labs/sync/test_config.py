@@ -1,0 +1,89 @@
+"""Who may work where is checked before any rank starts, in one sentence for each rule; the plan follows from who sleeps."""
+
+from __future__ import annotations
+
+import pytest
+
+import kit
+from kit.errors import BadInput
+from kit.labs import fits
+from kit.labs.sync.config import SyncConfig, plan, worlds
+from kit.labs.sync.fits import fits as sync_fits
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"ranks": 4}, "3 replicas of infer_tp=1 leave 1 ranks to the trainer, which needs a multiple of tp x pp = 2"),
+        ({"ranks": 3}, "leave 0 ranks to the trainer"),
+        ({"ranks": 8, "replicas": 2, "tp": 3, "infer_tp": 1}, "tp=3 does not divide 4 heads"),
+        ({"ranks": 8, "replicas": 2, "infer_tp": 3}, "infer_tp=3 does not divide|tp=3 does not divide 4 heads"),
+        ({"trainer_on": [0]}, r"trainer_on=\[0\] must name a device of its own for each of 2 ranks"),
+        ({"trainer_on": [1, 1]}, "must name a device of its own"),
+        ({"trainer_on": [2, 3]}, r"devices \[2, 3\] must all be of the pool, 0 to 2, once one of them is"),
+        ({"placement": "apart", "trainer_on": [2, 3]}, r"the trainer shares devices \[2\] with replicas: take overlap"),
+        ({"ranks": 4, "replicas": 2}, "takes all 2 devices of the pool: it must leave some"),
+        ({"ranks": 3, "replicas": 1, "infer_tp": 2, "tp": 1}, "sharing devices needs two replicas or more"),
+        (
+            {"ranks": 6, "replicas": 2, "infer_tp": 2, "trainer_on": [1, 2]},
+            "each of 2 replicas shares a device with the trainer",
+        ),
+        ({"asynchronous": False}, "sharing devices needs asynchronous=true"),
+        ({"worlds": "two", "transport": "broadcast"}, "makes a group inside of one World"),
+        (
+            {"ranks": 2, "tp": 1, "replicas": 1, "placement": "apart", "transport": "broadcast"},
+            "needs a rank that takes no part",
+        ),
+        ({"transport": "pigeon"}, "transport"),
+        ({"transport": "ipc", "device": "cpu"}, "transport=ipc hands over CUDA memory"),
+        (
+            {"oversize": "refuse", "bucket_mib": 0.01},
+            "is less than the largest tensor, 0.0625 MiB, and oversize=refuse",
+        ),
+        ({"verify_share": 0}, "verify_share must be a number from 0.001 to 1, not 0"),
+        ({"verify": "crc"}, "verify must be one of none, mix128, xxh3, sha256"),
+        ({"cycles": 0}, "cycles must be a whole number from 1"),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
+)
+def test_one_sentence(config: dict[str, object], sentence: str) -> None:
+    with pytest.raises(BadInput, match=sentence) as caught:
+        kit.lab("sync", **config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_world_of_ones_own_cannot_be_two(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path))
+    with kit.World(1) as world, pytest.raises(BadInput):
+        kit.lab("sync", world=world, worlds="two")
+
+
+def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fits, "available_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr(fits, "cards", list)
+    sync_fits(SyncConfig(size="125m", layers=2))
+    with pytest.raises(BadInput, match="of copies between them"):
+        sync_fits(SyncConfig(size="qwen2.5-0.5b"))
+
+
+def test_replicas_are_counted_not_devices() -> None:
+    """Two trainer devices may cost one replica or two."""
+    one = SyncConfig(ranks=6, replicas=2, infer_tp=2)
+    assert [one.sleeps(replica) for replica in range(2)] == [True, False]
+    assert SyncConfig(ranks=8, replicas=3, infer_tp=2, trainer_on=(1, 2)).awake == 1
+    assert not SyncConfig(ranks=4, tp=1, trainer_on=(3,)).shares
+
+
+def test_only_who_shares_a_device_wakes() -> None:
+    phases = [step.phase for step in plan(SyncConfig(cycles=1))]
+    assert phases == [
+        "prepare", "base", "train", "refresh", "offload", "expand", "verify", "shrink", "sweep", "rehearse", "end",
+    ]  # fmt: skip
+    apart = SyncConfig(cycles=2, ranks=4, replicas=2, placement="apart", sweep=False)
+    assert [step.phase for step in plan(apart)] == [
+        "prepare", "base", "train", "refresh", "verify", "train", "refresh", "verify", "rehearse", "end",
+    ]  # fmt: skip
+    assert worlds(apart) == (4,)
+    assert worlds(SyncConfig(worlds="two")) == (2, 3)

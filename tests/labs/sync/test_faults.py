@@ -1,0 +1,71 @@
+"""A fault's check sees that bug: in the same config without the fault it passes. What else each bug breaks is known.
+
+That every fault ends as its entry says is tested with the command line too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import kit
+from kit.labs.definition import Fault
+from kit.labs.sync.faults import FAULTS
+from tests.labs.sync.conftest import failed, unanswered
+
+Sync = Callable[..., kit.Run]
+CONFIGS = {repr(fault.set): fault for fault in FAULTS}  # faults of one config share the run without them
+HERE = {fault.name: fault for fault in FAULTS if fault.exit == 1}
+# What else a bug breaks, apart from the check that it is listed under.
+ALSO = {
+    "permuted-rows": {"logits_equal"},
+    "stale-bucket": {"logits_equal"},
+    "cache-after-offload": {"logits_equal"},
+    "publish-before-apply": {"failure_is_clean"},  # it cannot be taken back then
+    "dropped-bucket": {"logits_equal"},
+    "swapped-shards": {"logits_equal"},
+    "misaligned-offset": {"logits_equal"},
+    "leaked-group": {"failure_is_clean"},
+    "leaked-segment": {"failure_is_clean"},
+    "torn-read": {"version_order"},  # nobody asked for the gate
+}
+QUICK = ("permuted-rows", "double-bump", "leaked-segment")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in HERE]
+)
+def test_a_fault_fails_its_check_and_hardly_another(sync: Sync, name: str) -> None:
+    broken = failed(sync(fault=name, **HERE[name].set).verdict())
+    assert {HERE[name].check} <= broken <= {HERE[name].check} | ALSO.get(name, set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", CONFIGS.values(), ids=lambda fault: fault.name)
+def test_without_the_fault_its_check_passes(sync: Sync, fault: Fault) -> None:
+    verdict = sync(**fault.set).verdict()
+    assert failed(verdict) == set()
+    assert not unanswered(verdict) & {other.check for other in FAULTS if other.set == fault.set}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["permuted-rows", "stale-bucket", "cache-after-offload", "misaligned-offset"])
+def test_what_is_compared_on_the_way_sees_what_happens_on_the_way(name: str) -> None:
+    """With digests on, a run either breaks by the tensor's name, or the bug comes after them: rows that are permuted in the weights."""
+    if name in {"permuted-rows", "misaligned-offset", "cache-after-offload"}:
+        run = kit.run("sync", fault=name, **{**HERE[name].set, "verify": "mix128"})
+        assert HERE[name].check in failed(run.verdict())
+        return
+    with pytest.raises(kit.RankError, match="arrived otherwise than it was sent: "):
+        kit.run("sync", fault=name, **{**HERE[name].set, "verify": "mix128"})
+
+
+@pytest.mark.slow
+def test_who_does_not_answer_is_named() -> None:
+    with pytest.raises(kit.RankError, match=r"rank 4 did not answer within 3 s.*version -1 stays active") as stalled:
+        kit.run("sync", fault="receiver-stalls", layers=2)
+    assert stalled.value.phase == "refresh"
+    with pytest.raises(kit.RankDied, match="SIGKILL") as died:
+        kit.run("sync", fault="receiver-dies", layers=2)
+    assert (died.value.rank, died.value.phase) == (4, "refresh")
