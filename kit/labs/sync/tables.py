@@ -114,4 +114,4 @@ def digests(frame: pd.DataFrame) -> pd.DataFrame:
         raise NotMeasured("no tensor was hashed on a receiver")
     wide = rows.pivot_table(index=["cycle", "rank"], columns="metric", values="value").reset_index()
     wide = wide.rename(columns={"tensors_hashed": "hashed", "tensors_differ": "differ"}).rename_axis(columns=None)
-    return wide.reindex(columns=["cycle", "rank", "hashed", "differ"])
+    return wide.reindex(columns=["cycle", "rank", "hashed", "differ"]).astype({"hashed": "Int64", "differ": "Int64"})
