@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from typing import Any
 
@@ -76,6 +77,34 @@ def test_shared_memory_is_not_copied() -> None:
         return {value for one in got for value in one.unique().tolist()}
 
     assert between("shm", writes, reads)[1] == {7}
+
+
+def test_mappings_that_are_kept_are_used_again_and_not_too_many() -> None:
+    before, kept = mapped(), shm.Kept()
+    segments_ = [Segment(4096) for _ in range(3)]
+    first, second, again, third = (kept.attach(os.dup(segments_[place].fd)) for place in (0, 1, 0, 2))
+    assert first is again
+    assert first.tensor.data_ptr() == again.tensor.data_ptr()
+    assert first is not second
+    with pytest.raises(BadInput, match="closed"):  # the one that was not used for longest
+        _ = second.tensor
+    kept.close()
+    for segment in [*segments_, third]:
+        segment.close()
+    del first, second, again, third, segments_, segment
+    assert mapped() == before
+
+
+def test_a_kept_mapping_shows_the_next_syncs_bytes() -> None:
+    before, kept = mapped(), shm.Kept()
+
+    def twice(kind: str) -> list[Any]:
+        return between(kind, send, receive, kept=kept)[1:]
+
+    assert [twice("shm"), twice("shm")] == [[[]], [[]]]
+    assert mapped() == before + 2  # each sync here has a segment of its own
+    kept.close()
+    assert mapped() == before
 
 
 @pytest.mark.parametrize("kind", ["serialize", "rendezvous"])

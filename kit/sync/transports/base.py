@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kit.errors import KitError
     from kit.sync.link import Link
     from kit.sync.memory import Segment
+    from kit.sync.transports.shm import Kept
 
 DEPTH = 3
 GRACE_S = 0.3  # in which the end of a peer that has just died is seen on its link
@@ -43,6 +44,7 @@ class TransportContext:
     ranks: tuple[int, ...] = ()  # global ranks of sender and receivers, the sender's first, where they share a World
     place: int = 0  # of this rank in that row
     pieces: Sequence[Sequence[int]] = ()  # bytes of each tensor of each bucket, as they lie in it
+    kept: Kept | None = None  # a receiver's: mappings that stay from sync to sync
     config: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -1,7 +1,8 @@
 """Shared memory between ranks of one machine: the sender's own segment, whose descriptor goes over the links once.
 
 Receivers map the memory that the sender packs into, so that nothing is copied in between: not even what a receiver stores until
-all is there is a copy. A small message tells that a bucket is packed.
+all is there is a copy. A small message tells that a bucket is packed. Where pages are small, a new mapping costs about as much as a copy
+of the bytes, for each page is looked up once; so a receiver may keep its mappings from sync to sync.
 """
 
 from __future__ import annotations
@@ -17,6 +18,33 @@ if TYPE_CHECKING:
     import torch
 
 DEPTH = 64  # nothing is written over, so that this only keeps links from filling up
+
+
+class Kept:
+    """Mappings that stay, the last used ones: as many as a sender's cache has places. Its owner closes it. Only for a sender that
+    keeps its memory, too: pages that it gave up would stay with whoever maps them."""
+
+    def __init__(self, most: int = 2) -> None:
+        self.most = most
+        self._segments: dict[int, Segment] = {}  # by inode, which is nobody else's while it is mapped here
+
+    def attach(self, fd: int) -> Segment:
+        """The segment behind a descriptor, which is taken over."""
+        inode = os.fstat(fd).st_ino
+        segment = self._segments.pop(inode, None)
+        if segment is None:
+            segment = Segment.attach(fd)
+        else:
+            os.close(fd)
+        self._segments[inode] = segment
+        while len(self._segments) > self.most:
+            self._segments.pop(next(iter(self._segments))).close()
+        return segment
+
+    def close(self) -> None:
+        for segment in self._segments.values():
+            segment.close()
+        self._segments = {}
 
 
 class Shm(Transport):
@@ -48,7 +76,7 @@ class Shm(Transport):
 
     def close(self) -> None:
         segment, self.segment = self.segment, None
-        if segment is not None:
+        if segment is not None and self.ctx.kept is None:
             segment.close()
 
 
@@ -57,13 +85,14 @@ def attach(ctx: TransportContext) -> Segment:
     _, fds = ctx.sender.expect("segment")
     try:
         (fd,) = fds
-        segment = Segment.attach(fd)
+        segment = Segment.attach(fd) if ctx.kept is None else ctx.kept.attach(fd)
     except BaseException:
         for fd in fds:
             os.close(fd)
         raise
     needed = max((start + size for start, size in zip(ctx.starts, ctx.sizes, strict=True)), default=0)
     if segment.size < needed:
-        segment.close()
+        if ctx.kept is None:
+            segment.close()
         raise KitError(f"{ctx.sender.peer} sent a segment of {segment.size} bytes where the buckets need {needed}")
     return segment
