@@ -193,14 +193,14 @@ def lay_out(specs: Sequence[Spec], bucket_bytes: int, *, oversize: Literal["refu
 def automatic(specs: Sequence[Spec], *, oversize: Literal["refuse", "split"] = "refuse") -> int:
     """A bucket size from the sizes alone, the same on every rank.
 
-    A 64th of all bytes, so that packing, sending and applying have much to overlap, within 1 to 8 MiB: below, the cost of each
-    message counts; above, a bucket leaves the cache between being packed and being sent. Where the median tensor is larger than half of
+    A 32nd of all bytes, so that packing, sending and applying have much to overlap, within 1 to 16 MiB: below, the cost of each
+    message counts; above, little is gained, and each end holds more. Where the median tensor is larger than half of
     that, packing gains nothing: a bucket then is one such tensor, up to 64 MiB. There are never more than 256 buckets' worth of
     bytes. Where tensors are not split, the largest must fit.
     """
     sizes = [spec.size for spec in specs] or [0]
     total, median = sum(sizes), int(statistics.median(sizes))
-    size = min(max(total // 64, _MIB), 8 * _MIB)
+    size = min(max(total // 32, _MIB), 16 * _MIB)
     if median > size // 2:
         size = min(max(median, _MIB), 64 * _MIB)
     size = max(size, total // 256, max(sizes) if oversize == "refuse" else 0)

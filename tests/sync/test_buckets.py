@@ -313,13 +313,13 @@ def of(count, size):
 @pytest.mark.parametrize(
     ("specs", "refuse", "split"),
     [
-        (of(8192, 32 * 1024), 4 * MIB, 4 * MIB),  # a 64th of 256 MiB
-        (of(64, 4 * MIB), 4 * MIB, 4 * MIB),  # one tensor a bucket
-        (of(64, 4 * MIB + 1), 4 * MIB + 4096, 4 * MIB + 4096),  # whole pages
+        (of(8192, 32 * 1024), 8 * MIB, 8 * MIB),  # a 32nd of 256 MiB
+        (of(16, 4 * MIB), 4 * MIB, 4 * MIB),  # one tensor a bucket
+        (of(16, 4 * MIB + 1), 4 * MIB + 4096, 4 * MIB + 4096),  # whole pages
         (of(100, 1024), MIB, MIB),  # never below
         (of(4096, MIB), 16 * MIB, 16 * MIB),  # 4 GiB: no more than 256 buckets' worth
         (of(2, 200 * MIB), 200 * MIB, 64 * MIB),
-        ([*of(1000, 32 * 1024), Spec("embed", 0, torch.uint8, (272 * MIB,))], 272 * MIB, 303 * MIB // 64),
+        ([*of(1000, 32 * 1024), Spec("embed", 0, torch.uint8, (272 * MIB,))], 272 * MIB, 303 * MIB // 32),
     ],
 )
 def test_the_automatic_size(specs, refuse, split):

@@ -1,0 +1,316 @@
+"""What `kit bench sync` has its ranks do: rank 0 sends, the next ones receive, the others look on, so that groups are real parts.
+
+What is compared brings the same weights to the same receivers and takes turns within one loop; in a turn before those it is seen that
+every byte arrived. A time goes from when all are ready until the last receiver has applied everything; the making of the transport is
+in it, its end is not. Pages, plans of copies and mappings stay from turn to turn, as they do from step to step.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from kit.bench.sync import files
+from kit.bench.sync.weights import weights
+from kit.errors import KitError
+from kit.measure.host import libc
+from kit.sync import buckets
+from kit.sync.buckets import Bound, Layout, lay_out, specs_of, views
+from kit.sync.cache import Cache, starts
+from kit.sync.hashes import algorithms, digest
+from kit.sync.link import Listener, address_of, call
+from kit.sync.memory import Segment
+from kit.sync.transports import make
+from kit.sync.transports.base import TransportContext
+from kit.sync.transports.shm import Kept
+from kit.sync.verify import NONE, Digests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kit.sync.link import Link
+    from kit.sync.transports.base import Transport
+
+MIB = 2**20
+TIMEOUT_S = 120.0
+SENDER = "the sender"
+PAGE = 4096
+RING = 4
+SOURCES = ("cache", "ring")
+
+
+class Bench:
+    """A rank's part in all ways: the weights, a link to the other end, and one segment into which every layout packs."""
+
+    def __init__(self, wanted: dict[str, Any], receivers: int, meeting: str) -> None:
+        self.rank = dist.get_rank()
+        self.part = tuple(range(receivers + 1))
+        self.taking = self.rank in self.part
+        self.tensors = weights(wanted, filled=self.rank == 0) if self.taking else {}
+        self.total = sum(tensor.nbytes for tensor in self.tensors.values())
+        self.links = self.meet(meeting)
+        self.opened: list[Transport | Digests] = []
+        self.kept = Kept()
+        self.segment: Segment | None = None
+        self.cache: Cache | None = None
+        self._layouts: dict[int, Layout] = {}
+        self._pieces: dict[int, list[list[int]]] = {}
+        self._sizes: dict[int, tuple[int, ...]] = {}
+        self._bound: dict[int, Bound] = {}
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._copied: torch.Tensor | None = None
+
+    def meet(self, meeting: str) -> dict[str, Link]:
+        names = [f"receiver {rank}" for rank in self.part[1:]]
+        if self.rank == 0:
+            with Listener(name=meeting) as listener:
+                dist.barrier()
+                return listener.accept(names, TIMEOUT_S)
+        dist.barrier()
+        if not self.taking:
+            return {}
+        return {SENDER: call(address_of(meeting), names[self.rank - 1], peer=SENDER, timeout_s=TIMEOUT_S)}
+
+    def layout(self, size: int) -> Layout:
+        """0 is the automatic size."""
+        if size not in self._layouts:
+            specs = specs_of(self.tensors)
+            bucket = size or buckets.automatic(specs, oversize="split")
+            self._layouts[size] = lay_out(specs, bucket, oversize="split")
+        return self._layouts[size]
+
+    def sizes(self, size: int) -> tuple[int, ...]:
+        if size not in self._sizes:
+            self._sizes[size] = self.layout(size).sizes
+        return self._sizes[size]
+
+    def bound(self, size: int) -> Bound:
+        if size not in self._bound:
+            self._bound[size] = Bound(self.layout(size), self.tensors)
+        return self._bound[size]
+
+    def context(self, size: int, places: Sequence[int], segment: Segment | None) -> TransportContext:
+        layout, sizes = self.layout(size), self.sizes(size)
+        if size not in self._pieces:
+            self._pieces[size] = [[piece.size for piece in bucket] for bucket in layout.buckets]
+        return TransportContext(
+            role="receiver" if self.rank else "sender",
+            name=f"rank {self.rank}",
+            links=self.links,
+            sizes=sizes,
+            starts=places,
+            segment=segment,
+            device=torch.device("cpu"),
+            timeout_s=TIMEOUT_S,
+            ranks=self.part,
+            place=self.rank,
+            pieces=self._pieces[size],
+            kept=self.kept if self.rank else None,
+        )
+
+    # -- ways --------------------------------------------------------------------------------------------------------------
+
+    def way(self, name: str) -> Callable[[], None]:
+        """`memcpy`, `file:NAME`, or `TRANSPORT[+cache][+ALGORITHM][@MIB]`: by way of the cache as a service does it, verified."""
+        if name == "memcpy":
+            return self.memcpy
+        if name.startswith("file:"):
+            way = files.WAYS[name.removeprefix("file:")]
+            return partial(files.bring, way, self.tensors, self.links, sends=self.rank == 0)
+        rest, _, mib = name.partition("@")
+        kind, *extras = rest.split("+")
+        algorithm = next((extra for extra in extras if extra not in SOURCES), NONE)
+        size = int(float(mib or 0) * MIB)
+        if self.rank == 0:
+            if "cache" in extras:
+                return lambda: self.send_cached(kind, size, algorithm)
+            return lambda: self.send_bound(kind, size, algorithm, ring="ring" in extras)
+        return lambda: self.receive(kind, size, algorithm, ring="ring" in extras)
+
+    def memcpy(self) -> None:
+        """One copy of all bytes at once, on the sender: what the machine could do at best."""
+        if self.rank == 0:
+            if self._copied is None:
+                self._copied = torch.zeros(self.total, dtype=torch.uint8)
+            libc.memcpy(self._copied.data_ptr(), self.memory(self.total).tensor.data_ptr(), self.total)
+
+    def memory(self, size: int) -> Segment:
+        if self.segment is None or self.segment.size < size:
+            if self.segment is not None:
+                self.segment.close()
+            self.segment = Segment(size + size // 8 + 64 * MIB, name="kit-bench")
+            self.segment.populate()
+        return self.segment
+
+    def places(self, size: int, *, ring: bool) -> Sequence[int]:
+        """Where buckets begin: one behind the other, or in a few places by turns, which stay in the processor's cache."""
+        if not ring:
+            return starts(self.sizes(size))[0]
+        room = -(-max(self.sizes(size)) // PAGE) * PAGE
+        return [index % RING * room for index in range(len(self.sizes(size)))]
+
+    def send_bound(self, kind: str, size: int, algorithm: str, *, ring: bool = False) -> None:
+        """Tensors that stay where they are: looked up and checked once."""
+        layout, bound, sizes = self.layout(size), self.bound(size), self.sizes(size)
+        places = self.places(size, ring=ring)
+        segment = self.memory(max(start + count for start, count in zip(places, sizes, strict=True)))
+        transport, digests = self.open(kind, size, algorithm, segment, places)
+        for index, (start, count) in enumerate(zip(places, sizes, strict=True)):
+            if ring:
+                transport.ahead(index, RING)
+            out = segment.tensor[start : start + count]
+            bound.pack(index, out)
+            if digests:
+                digests.add(index, views(layout, index, out))
+            transport.send(index, out)
+        self.finish(transport, digests)
+
+    def send_cached(self, kind: str, size: int, algorithm: str) -> None:
+        """Through the cache, which takes the tensors for new ones in every version."""
+        layout = self.layout(size)
+        if self.cache is None or self.cache.layout != layout:
+            self.cache = Cache(layout, keep=True)
+        cache, version = self.cache, self.cache.latest + 1
+        opened: list[tuple[Transport, Digests | None]] = []
+
+        def packed(index: int) -> None:
+            if not opened:
+                opened.append(self.open(kind, size, algorithm, cache.segment(version), cache.starts))
+            transport, digests = opened[0]
+            out = cache.bucket(version, index)
+            if digests:
+                digests.add(index, views(layout, index, out))
+            transport.send(index, out)
+
+        cache.build(version, self.tensors, packed=packed)
+        self.finish(*opened[0])
+
+    def finish(self, transport: Transport, digests: Digests | None) -> None:
+        transport.flush()
+        if digests:
+            table = digests.table()
+            for link in self.links.values():
+                link.send({"kind": "digests", "table": table})
+            for link in self.links.values():
+                link.expect("same")
+
+    def receive(self, kind: str, size: int, algorithm: str, *, ring: bool) -> None:
+        layout, bound, sizes = self.layout(size), self.bound(size), self.sizes(size)
+        if self._room.numel() < max(sizes):
+            self._room = torch.zeros(max(sizes), dtype=torch.uint8)
+        transport, digests = self.open(kind, size, algorithm, None, self.places(size, ring=ring))
+        for index, count in enumerate(sizes):
+            buffer = transport.receive(index, self._room[:count])
+            if digests:
+                digests.add(index, views(layout, index, buffer))
+            bound.apply(index, buffer)
+            if digests and buffer.data_ptr() == self._room.data_ptr():
+                digests.wait(index)  # the next bucket comes to the same place
+            transport.done(index)
+        if digests:
+            said, _ = self.links[SENDER].expect("digests")
+            if digests.differences(layout, said["table"]):
+                raise KitError(f"{kind} brought other bytes than were sent")
+            self.links[SENDER].send({"kind": "same"})
+
+    def open(
+        self, kind: str, size: int, algorithm: str, segment: Segment | None, places: Sequence[int]
+    ) -> tuple[Transport, Digests | None]:
+        digests = None if algorithm == NONE else Digests(self.layout(size), 0, algorithm=algorithm)
+        transport = make(kind, self.context(size, places, segment))
+        self.opened += [transport] if digests is None else [transport, digests]
+        return transport, digests
+
+    # -- around them -------------------------------------------------------------------------------------------------------
+
+    def end_turn(self) -> None:
+        """The sender's end first."""
+        if self.rank == 0:
+            self.close_opened()
+        dist.barrier()
+        self.close_opened()
+
+    def close_opened(self) -> None:
+        opened, self.opened = self.opened, []
+        for one in opened:
+            one.close()
+
+    def close(self) -> None:
+        self.close_opened()
+        self.kept.close()
+        for holder in (self.segment, self.cache, *self.links.values()):
+            if holder is not None:
+                holder.close()
+
+    def forget(self) -> None:
+        """What was received."""
+        for tensor in self.tensors.values() if self.rank else ():
+            tensor.zero_()
+
+    def content(self) -> str:
+        return "" if not self.taking else str([digest(each, algorithms()[0]) for each in self.tensors.values()])
+
+
+def rates(*, shape: dict[str, Any], receivers: int, meeting: str, ways: Sequence[str], rounds: int) -> dict[str, Any]:
+    """Seconds of each way, turn by turn, as the sender saw them; who takes which place moves on with every turn."""
+    bench = Bench(shape, receivers, meeting)
+    works = {name: bench.way(name) for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    gc.collect()
+    gc.freeze()  # what was there before is not looked through in every turn
+    try:
+        for turn in range(-1, rounds):
+            shift = turn % len(ways)
+            for name in [*ways[shift:], *ways[:shift]]:
+                taken = timed(bench, name, works[name], first=turn < 0)
+                if turn >= 0:
+                    seconds[name].append(taken)
+    finally:
+        gc.unfreeze()
+        bench.close()
+    automatic = bench.layout(0).bucket_bytes if bench.taking else 0
+    return {"bytes": bench.total, "automatic": automatic, "seconds": seconds}
+
+
+def timed(bench: Bench, name: str, work: Callable[[], None], *, first: bool) -> float:
+    if first:
+        bench.forget()
+    gc.collect()
+    dist.barrier()
+    start = time.perf_counter()
+    if bench.taking:
+        work()
+    taken = time.perf_counter() - start
+    bench.end_turn()
+    if first and name != "memcpy":
+        contents: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(contents, digest_of(bench.content()))
+        if len({contents[rank] for rank in bench.part}) > 1:
+            raise KitError(f"{name} did not bring what was sent")
+    return taken
+
+
+def digest_of(text: str) -> str:
+    return digest(torch.tensor(list(text.encode()), dtype=torch.uint8), "sha256")
+
+
+def hashing(*, each: int, count: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds per 10^9 bytes of every algorithm, on the first rank."""
+    if dist.get_rank():
+        return {}
+    tensors = weights({"each": each, "count": count}, filled=True).values()
+    total = sum(tensor.nbytes for tensor in tensors)
+    seconds: dict[str, list[float]] = {name: [] for name in algorithms()}
+    for turn in range(-1, rounds):
+        for name, taken in seconds.items():
+            start = time.perf_counter()
+            for tensor in tensors:
+                digest(tensor, name)
+            if turn >= 0:
+                taken.append((time.perf_counter() - start) / total * 1e9)
+    return seconds

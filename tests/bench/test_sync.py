@@ -1,0 +1,156 @@
+"""`kit bench sync`, small: every part really runs, on real ranks, and every byte arrives; what is judged is judged by the right thing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kit.bench import sync
+from kit.bench.rows import Row, row
+from kit.bench.sync import Sizes, files, main, measured, parts, weights
+from kit.bench.sync.parts import Shape
+from kit.errors import BadInput, KitError
+
+TINY = Sizes(
+    shapes=(
+        Shape(name="tiny model", model="tiny", at_most=parts.LARGE),
+        Shape(name="9 x 32 KiB", count=9, each=32 * 1024, at_most=parts.SMALL),
+    ),
+    rounds=2,
+    slow_rounds=1,
+    buckets_mib=(0.0625, 1),
+    hash_mib=1,
+    growth_mb=(1, 2),
+    receivers=(1, 2),
+    receivers_mb=1,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_small_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(True, TINY) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["bench"] == "sync"
+    rows = said["rows"]
+    silent = {(row["what"], row["who"]): row["note"] for row in rows if row["median"] is None}
+    assert set(silent.values()) <= {"not installed", "installed, and not wired up here"}, silent
+
+    def named(*words: str) -> dict[str, Any]:
+        (found,) = [row for row in rows if all(word in row["what"] for word in words)]
+        return dict(found)
+
+    for shape, limit in (("tiny model", 1.25), ("9 x 32 KiB", 1 / 0.6)):
+        here = f"{shape}, 1 receiver"
+        over = named(f"{here}: shm, time over memcpy's")
+        assert (over["limit"], over["n"]) == (pytest.approx(limit), 2)
+        assert over["median"] == pytest.approx(1 / float(over["note"].split()[0]), rel=0.5, abs=0.5)
+        assert named(f"{here}: shm over the best by a group")["limit"] == 0.25
+        best = named(f"{here}: broadcast over the best of")
+        assert best["limit"] == 1.1
+        assert best["note"].endswith("; automatic buckets are of 1 MiB")
+        for way in ("serialize", "per-tensor", "rendezvous", "broadcast, buckets of 0.0625 MiB"):
+            assert named(f"{here}: {way}")["note"].endswith(" GB/s")
+        assert named(f"{here}: shm, verified by mix128, time over unverified")["n"] == 2
+        assert named(f"{shape}, 2 receivers: serialize, time over")["limit"] is None
+        assert named(f"{here}, files: dcp over shm")["note"] == "in /dev/shm"
+    assert named("digests of 1 GB in tensors of 32 KiB: sha256")["unit"] == "s"
+    assert named("growth: 2 MB, 1 receiver: shm")["n"] == 2
+    assert named("growth: 1 MB, 2 receivers: broadcast")["n"] == 2
+
+
+@pytest.mark.parametrize("shape", [*parts.SHAPES, TINY.shapes[0]], ids=lambda shape: str(shape.name))
+def test_sizes_are_those_of_the_weights(shape: Shape) -> None:
+    """Vectors, as norms and biases, are left out of the arithmetic."""
+    elements = sum(torch.Size(each).numel() for each in weights.shapes_of(shape.told()))
+    assert shape.size() == pytest.approx(2 * elements, rel=0.03)
+
+
+def test_noise_differs_from_tensor_to_tensor() -> None:
+    made = weights.weights({"count": 3, "each": 4096}, filled=True)
+    first, second, third = made.values()
+    assert first.numel() == 2048
+    assert not torch.equal(first, second)
+    assert not torch.equal(second, third)
+    assert not any(tensor.any() for tensor in weights.weights({"count": 3, "each": 4096}, filled=False).values())
+
+
+def test_ways_are_told_in_words() -> None:
+    assert parts.called("broadcast@16") == "broadcast, buckets of 16 MiB"
+    assert parts.called("shm+cache") == "shm, by way of the cache"
+    assert parts.called("shm+sha256") == "shm, verified by sha256"
+    assert parts.called("file:dcp") == "dcp"
+
+
+def told(**seconds: list[float]) -> dict[str, Any]:
+    return {"bytes": 10**9, "automatic": 2**22, "seconds": seconds}
+
+
+def test_ratios_are_taken_turn_by_turn_against_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks' samples are made up."""
+    made = told(
+        memcpy=[1.0, 2.0], shm=[2.0, 2.0], serialize=[9.0, 9.0], broadcast=[12.0, 10.0], rendezvous=[20.0, 20.0]
+    )
+    made["seconds"] |= {
+        "shm+cache": [4.0, 4.0],
+        "shm+ring": [1.0, 1.0],
+        "per-tensor": [8.0, 8.0],
+        "broadcast@4": [10.0, 10.0],
+    }
+    monkeypatch.setattr(parts, "rates", lambda *_, **__: made)
+    rows = {
+        row.what.partition(": ")[2]: row for row in parts.transports(None, TINY.shapes[1], rounds=2, buckets_mib=[4])
+    }  # type: ignore[arg-type]
+    over = rows["shm, time over memcpy's"]
+    assert (over.low, over.median, over.high, over.met) == (1.0, 1.5, 2.0, True)
+    group = rows["shm over the best by a group, time"]
+    assert (group.median, group.met, group.note) == (0.25, True, "that is per-tensor")
+    automatic = rows["broadcast over the best of per-tensor and fixed sizes, time"]
+    assert (automatic.median, automatic.met) == (1.375, False)
+    assert automatic.note == "that is per-tensor; automatic buckets are of 4 MiB"
+
+
+def test_a_part_that_breaks_is_a_row_that_says_so_and_costs_the_ranks() -> None:
+    restarts: list[int] = []
+    world: Any = SimpleNamespace(restart=lambda: restarts.append(1))  # has nothing but a way to start anew
+
+    def breaks() -> list[Any]:
+        raise KitError("rank 1 died\nand more")
+
+    (made,) = measured(world, "this", breaks)
+    assert (made.what, made.median, made.note, restarts) == ("this", None, "not measured: rank 1 died", [1])
+
+
+def test_what_was_measured_before_an_interrupt_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks are none, and so are the parts."""
+
+    def interrupted() -> list[Row]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parts, "ranks", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(sync, "works", lambda *_: {"a": lambda: [row("a", [1.0])], "b": interrupted, "c": interrupted})
+    assert main(True, TINY) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(one["what"], one["median"]) for one in said["rows"]] == [("a", 1.0), ("the rest", None)]
+
+
+def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "available_bytes", lambda: 2**30)
+    world: Any = None
+    with pytest.raises(BadInput, match=r"64 x 4 MiB needs 1\.8 GiB here, and 1\.0 GiB are free"):
+        parts.rates(world, parts.SHAPES[2], ["shm"], receivers=2, rounds=1)
+
+
+def test_files_lie_in_memory_where_there_is_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(files, "IN_MEMORY", tmp_path)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert files.place_for(799) == tmp_path
+    assert files.place_for(800) is None
