@@ -20,6 +20,10 @@ RANKS = "tests.sync.ranks.transports"
 ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+def kinds(*often: str, slow: tuple[str, ...]) -> list[Any]:
+    return [*often, *(pytest.param(kind, marks=pytest.mark.slow) for kind in slow)]
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with World(4, device="cpu", env=ENV, logs=tmp_path_factory.mktemp("logs")) as made:
@@ -44,9 +48,9 @@ def test_every_byte_arrives_and_nothing_is_left(world: World, kind: str, ranks: 
             assert (receiver["error"], receiver["left"], receiver["differ"]) == (None, {}, [])
 
 
-@pytest.mark.parametrize("kind", ["shm", "broadcast", "per-tensor", "rendezvous", "serialize"])
+@pytest.mark.parametrize("kind", kinds("shm", "broadcast", slow=("per-tensor", "rendezvous", "serialize")))
 def test_a_receiver_that_stalls_is_named_in_time_and_nothing_is_left(world: World, kind: str) -> None:
-    sender, victim, _ = said = sync(world, [0, 1, 2], kind=kind, stalls=2, deadline_s=1.5)
+    sender, victim, _ = said = sync(world, [0, 1, 2], kind=kind, stalls=2, deadline_s=2.0)
     name, words, peer = sender["error"]
     assert (name, peer) == ("PeerSilent", "receiver 2"), words
     if kind in {"broadcast", "per-tensor", "rendezvous"}:
@@ -67,7 +71,7 @@ def test_the_whole_world_is_refused(world: World) -> None:
         assert rank["left"] == {}
 
 
-@pytest.mark.parametrize("kind", ["rendezvous", "shm", "serialize"])
+@pytest.mark.parametrize("kind", kinds("rendezvous", slow=("shm", "serialize")))
 def test_two_worlds(world: World, kind: str, tmp_path: Path) -> None:
     """The sender and a receiver in one World, the other receiver in another one, whose ranks count from 4 on."""
     with World(1, device="cpu", env=ENV, logs=tmp_path) as other, ThreadPoolExecutor(2) as pool:
@@ -81,9 +85,7 @@ def test_two_worlds(world: World, kind: str, tmp_path: Path) -> None:
             assert [each.get("differ") for each in said] == [None, None, None, [], []]
 
 
-@pytest.mark.parametrize(
-    "kind", ["broadcast", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("shm", "rendezvous", "serialize"))]
-)
+@pytest.mark.parametrize("kind", kinds("broadcast", slow=("shm", "rendezvous", "serialize")))
 def test_a_receiver_that_is_killed_is_named(kind: str, tmp_path: Path) -> None:
     """Four processes without torchrun, which would end all when one is killed: ranks 0 to 2 take part, and 2 is killed half-way."""
     command = [sys.executable, "-m", RANKS]
