@@ -73,6 +73,7 @@ def as_sender(kind: Any, listener: Listener, names: list[str], timeout_s: float,
         for link in links.values():
             link._sock.settimeout(timeout_s)
             link.timeout_s = timeout_s
+            link.send({"kind": "begin"})
         with Segment(STARTS[-1] + SIZES[-1], name="kit-test") as segment:
             given = context("sender", links, timeout_s, segment=segment, **more)
             with make(kind, given) as transport:
@@ -87,6 +88,9 @@ def as_receiver(
 ) -> Any:
     """Who fails says so before it leaves."""
     with call(address, name, peer="the sender", timeout_s=timeout_s) as link:
+        link._sock.settimeout(30.0)  # as the other end has to wait for all who call
+        link.expect("begin")
+        link._sock.settimeout(timeout_s)
         try:
             with make(kind, context("receiver", {"the sender": link}, timeout_s, **more)) as transport:
                 return act(transport)
