@@ -41,7 +41,7 @@ TIMEOUT_S = 120.0
 SENDER = "the sender"
 PAGE = 4096
 RING = 4
-SOURCES = ("cache", "ring")
+EXTRAS = ("cache", "ring", "fresh")
 
 
 class Bench:
@@ -94,7 +94,7 @@ class Bench:
             self._bound[size] = Bound(self.layout(size), self.tensors)
         return self._bound[size]
 
-    def context(self, size: int, places: Sequence[int], segment: Segment | None) -> TransportContext:
+    def context(self, size: int, places: Sequence[int], segment: Segment | None, kept: Kept | None) -> TransportContext:
         layout, sizes = self.layout(size), self.sizes(size)
         if size not in self._pieces:
             self._pieces[size] = [[piece.size for piece in bucket] for bucket in layout.buckets]
@@ -110,13 +110,13 @@ class Bench:
             ranks=self.part,
             place=self.rank,
             pieces=self._pieces[size],
-            kept=self.kept if self.rank else None,
+            kept=kept,
         )
 
     # -- ways --------------------------------------------------------------------------------------------------------------
 
     def way(self, name: str) -> Callable[[], None]:
-        """`memcpy`, `file:NAME`, or `TRANSPORT[+cache][+ALGORITHM][@MIB]`: by way of the cache as a service does it, verified."""
+        """`memcpy`, `file:NAME`, or `TRANSPORT[+cache][+ring][+fresh][+ALGORITHM][@MIB]`."""
         if name == "memcpy":
             return self.memcpy
         if name.startswith("file:"):
@@ -124,13 +124,14 @@ class Bench:
             return partial(files.bring, way, self.tensors, self.links, sends=self.rank == 0)
         rest, _, mib = name.partition("@")
         kind, *extras = rest.split("+")
-        algorithm = next((extra for extra in extras if extra not in SOURCES), NONE)
+        algorithm = next((extra for extra in extras if extra not in EXTRAS), NONE)
         size = int(float(mib or 0) * MIB)
         if self.rank == 0:
             if "cache" in extras:
                 return lambda: self.send_cached(kind, size, algorithm)
             return lambda: self.send_bound(kind, size, algorithm, ring="ring" in extras)
-        return lambda: self.receive(kind, size, algorithm, ring="ring" in extras)
+        kept = None if "fresh" in extras else self.kept
+        return lambda: self.receive(kind, size, algorithm, ring="ring" in extras, kept=kept)
 
     def memcpy(self) -> None:
         """One copy of all bytes at once, on the sender: what the machine could do at best."""
@@ -159,7 +160,7 @@ class Bench:
         layout, bound, sizes = self.layout(size), self.bound(size), self.sizes(size)
         places = self.places(size, ring=ring)
         segment = self.memory(max(start + count for start, count in zip(places, sizes, strict=True)))
-        transport, digests = self.open(kind, size, algorithm, segment, places)
+        transport, digests = self.open(kind, size, algorithm, segment=segment, places=places)
         for index, (start, count) in enumerate(zip(places, sizes, strict=True)):
             if ring:
                 transport.ahead(index, RING)
@@ -180,7 +181,7 @@ class Bench:
 
         def packed(index: int) -> None:
             if not opened:
-                opened.append(self.open(kind, size, algorithm, cache.segment(version), cache.starts))
+                opened.append(self.open(kind, size, algorithm, segment=cache.segment(version), places=cache.starts))
             transport, digests = opened[0]
             out = cache.bucket(version, index)
             if digests:
@@ -199,11 +200,13 @@ class Bench:
             for link in self.links.values():
                 link.expect("same")
 
-    def receive(self, kind: str, size: int, algorithm: str, *, ring: bool) -> None:
+    def receive(self, kind: str, size: int, algorithm: str, *, ring: bool, kept: Kept | None) -> None:
         layout, bound, sizes = self.layout(size), self.bound(size), self.sizes(size)
         if self._room.numel() < max(sizes):
             self._room = torch.zeros(max(sizes), dtype=torch.uint8)
-        transport, digests = self.open(kind, size, algorithm, None, self.places(size, ring=ring))
+        transport, digests = self.open(
+            kind, size, algorithm, segment=None, places=self.places(size, ring=ring), kept=kept
+        )
         for index, count in enumerate(sizes):
             buffer = transport.receive(index, self._room[:count])
             if digests:
@@ -219,10 +222,17 @@ class Bench:
             self.links[SENDER].send({"kind": "same"})
 
     def open(
-        self, kind: str, size: int, algorithm: str, segment: Segment | None, places: Sequence[int]
+        self,
+        kind: str,
+        size: int,
+        algorithm: str,
+        *,
+        segment: Segment | None,
+        places: Sequence[int],
+        kept: Kept | None = None,
     ) -> tuple[Transport, Digests | None]:
         digests = None if algorithm == NONE else Digests(self.layout(size), 0, algorithm=algorithm)
-        transport = make(kind, self.context(size, places, segment))
+        transport = make(kind, self.context(size, places, segment, kept))
         self.opened += [transport] if digests is None else [transport, digests]
         return transport, digests
 

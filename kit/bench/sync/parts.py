@@ -111,7 +111,7 @@ def times(what: str, told: dict[str, Any], names: Sequence[str]) -> list[Row]:
 def called(name: str) -> str:
     rest, _, mib = name.partition("@")
     kind, *extras = rest.removeprefix("file:").split("+")
-    words = {"cache": "by way of the cache", "ring": "through a ring of 4 buckets"}
+    words = {"cache": "by way of the cache", "ring": "through a ring of 4 buckets", "fresh": "mapped anew"}
     size = [f"buckets of {mib} MiB"] * bool(mib)
     return ", ".join([kind, *(words.get(extra, f"verified by {extra}") for extra in extras), *size])
 
@@ -126,7 +126,7 @@ def who(name: str) -> str:
 def transports(world: World, shape: Shape, *, rounds: int, buckets_mib: Sequence[float]) -> list[Row]:
     """Every transport to one receiver; shared memory against one copy and against groups, and the automatic size against fixed ones."""
     fixed = [f"broadcast@{mib:g}" for mib in buckets_mib]
-    ways = ["memcpy", "shm", "shm+cache", "shm+ring", "serialize", *GROUPS, *fixed]
+    ways = ["memcpy", "shm", "shm+fresh", "shm+cache", "shm+ring", "serialize", *GROUPS, *fixed]
     told = rates(world, shape, ways, receivers=1, rounds=rounds)
     seconds, what = told["seconds"], f"{shape.name}, 1 receiver"
     group = quickest(seconds, [*GROUPS, *fixed])
@@ -134,7 +134,7 @@ def transports(world: World, shape: Shape, *, rounds: int, buckets_mib: Sequence
     automatic = f"automatic buckets are of {told['automatic'] / MIB:.3g} MiB"
     return [
         *times(what, told, ways),
-        *(over_memcpy(what, seconds, name, shape.at_most) for name in ("shm", "shm+cache", "shm+ring")),
+        *(over_memcpy(what, seconds, name, shape.at_most) for name in ("shm", "shm+fresh", "shm+cache", "shm+ring")),
         row(
             f"{what}: shm over the best by a group, time",
             ratios(seconds["shm"], seconds[group]),
