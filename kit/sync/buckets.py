@@ -221,6 +221,10 @@ def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[View]:
 def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> list[View]:
     """The same of tensors outside: what `views` would give of a bucket that they were packed into. No copy of contiguous ones."""
     found = []
+    missing = [layout.specs[piece.spec].key for piece in layout.buckets[index]]
+    missing = [key for key in missing if key not in tensors]
+    if missing:
+        raise _mismatch(index, tensors, [(key, "is missing") for key in missing])
     for number, start, size, _ in layout.buckets[index]:
         spec = layout.specs[number]
         tensor = tensors[spec.key].detach()

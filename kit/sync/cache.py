@@ -151,11 +151,14 @@ class Cache:
             self.latest, self._owes_all = version, False
 
     def discard(self, version: int) -> None:
-        """The latest version did not get to its receivers: it does not exist any more, and the next build packs all."""
+        """A version that did not get to its receivers, built or not: there is none, and the next build packs all. The active one stays."""
         with self.held(f"the end of version {version}"):
-            if version == self.latest != self.active:
+            if version == self.active:
+                return
+            if version == self.latest:
                 self._give_up(version)
-                self.latest, self._owes_all = self.active, True
+                self.latest = self.active
+            self._owes_all = True
 
     def segment(self, version: int) -> Segment:
         """The memory of a version, to be handed over by its descriptor; of one that is being built, too."""

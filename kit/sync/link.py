@@ -16,9 +16,12 @@ import select
 import socket
 import struct
 import time
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kit.errors import KitError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 HEADER = struct.Struct("!II")  # length of the JSON, how many descriptors come with it
 LIMIT = 64 * 2**20
@@ -63,6 +66,11 @@ class Link:
         self._sock = sock
         sock.settimeout(timeout_s)
 
+    def wait_at_most(self, timeout_s: float) -> None:
+        """From now on."""
+        self.timeout_s = timeout_s
+        self._sock.settimeout(timeout_s)
+
     def send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
         data = json.dumps(message, separators=(",", ":")).encode()
         if len(data) > LIMIT:
@@ -104,9 +112,18 @@ class Link:
 
     def waits(self) -> bool:
         """Whether there is something to receive, the end of the connection included."""
-        asked = select.poll()
-        asked.register(self._sock, select.POLLIN)
-        return bool(asked.poll(0))
+        return bool(ready([self], 0.0))
+
+    def last_words(self, awaited: str) -> PeerFailed | None:
+        """Why the other end left, if it said so."""
+        with contextlib.suppress(KitError, ValueError):
+            while True:
+                said, fds = self.receive(awaited)
+                for fd in fds:
+                    os.close(fd)
+                if said.get("kind") == FAILED:
+                    return PeerFailed(self.peer, awaited, said)
+        return None
 
     def send_bytes(self, data: memoryview) -> None:
         with self._named("room for bytes"):
@@ -151,6 +168,15 @@ class Link:
         self.close()
 
 
+def ready(links: Iterable[Link], timeout_s: float) -> list[Link]:
+    """Those that have something to receive, the end of a connection included, once any has or the time is over."""
+    asked, found = select.poll(), {}
+    for link in links:
+        asked.register(link._sock, select.POLLIN)
+        found[link._sock.fileno()] = link
+    return [found[fd] for fd, _ in asked.poll(max(0.0, timeout_s * 1000))]
+
+
 def address_of(name: str) -> dict[str, Any]:
     """Where the listener of this machine that was given this name is called."""
     return {"unix": (_PLACE[1:] + name.encode()).decode(), "secret": name}
@@ -170,29 +196,46 @@ class Listener:
             self._sock = socket.create_server((tcp_host, 0))
             place = {"host": tcp_host, "port": self._sock.getsockname()[1]}
         self._sock.listen(64)
+        self._called: dict[str, Link] = {}
         self.address: dict[str, Any] = {**place, "secret": self._secret}
 
     def accept(self, names: list[str], timeout_s: float) -> dict[str, Link]:
-        """A link to each of these, in whatever order they call. Strangers are turned away; who did not call is named."""
-        links: dict[str, Link] = {}
+        """A link to each of these, in whatever order they call; who does not call is named. Whoever has left again did not call, and of two
+        calls under one name the later counts. Strangers are turned away; who is not of these is kept for the next time."""
         end = time.monotonic() + timeout_s
         try:
-            while missing := [name for name in names if name not in links]:
-                self._sock.settimeout(max(0.001, end - time.monotonic()))
+            while True:
+                # Nobody speaks before it is spoken to: what there is to receive is the end.
+                self._forget(*(name for name, link in self._called.items() if link.waits()))
+                missing = [name for name in names if name not in self._called]
+                self._sock.settimeout(max(0.001, end - time.monotonic()) if missing else 0.0)
                 try:
                     sock, _ = self._sock.accept()
-                except TimeoutError:
-                    raise PeerSilent(", ".join(missing), "a call", timeout_s) from None
+                except (TimeoutError, BlockingIOError):
+                    if missing:
+                        raise PeerSilent(", ".join(missing), "a call", timeout_s) from None
+                    break
                 name = self._caller(sock, end)
-                if name in missing:
-                    links[name] = Link(sock, name, timeout_s)
-                else:
+                if name is None:
                     sock.close()
-        except BaseException:
-            for link in links.values():
-                link.close()
+                    continue
+                self._forget(name, why=f"another one calls itself {name}, too")
+                self._called[name] = Link(sock, name, timeout_s)
+        except BaseException as error:
+            self._forget(*names, why=str(error))
             raise
+        links = {name: self._called.pop(name) for name in dict.fromkeys(names)}
+        for link in links.values():
+            link.wait_at_most(timeout_s)
         return links
+
+    def _forget(self, *names: str, why: str = "") -> None:
+        for name in names:
+            link = self._called.pop(name, None)
+            if link is not None:
+                with contextlib.suppress(KitError):
+                    link.send({"kind": FAILED, "why": why})
+                link.close()
 
     def _caller(self, sock: socket.socket, end: float) -> str | None:
         if sock.family == socket.AF_UNIX:
@@ -210,6 +253,7 @@ class Listener:
         return str(hello.get("name")) if known else None
 
     def close(self) -> None:
+        self._forget(*self._called, why="nobody listens any more")
         self._sock.close()
 
     def __enter__(self) -> Self:

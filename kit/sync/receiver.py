@@ -1,13 +1,16 @@
 """A receiver's end of a sync: it does what the sender says, in that order, and goes back to what it had when anything fails.
 
-While it serves, buckets are stored first and weights change at once, between two forwards; forwards wait until the version is
-XX a
-refresh needs its own shards twice for as long as it can be undone, and with every transport but shm room for all buckets.
+While it serves, buckets are stored first and weights change at once, between two forwards; forwards wait until it is activated. Up to
+then all can be undone: weights, version and route are as before, whoever failed. While it pauses or wakes, buckets go into its weights as
+they come, and after a failure nothing is routed to it. It is twice as patient as the sender, which may wait its whole deadline for another
+receiver and then tells who that was. Limits: a refresh needs its own shards twice for as long as it can be undone, and with every
+transport but shm room for all buckets.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +19,7 @@ import torch
 from kit.errors import KitError
 from kit.sync.buckets import Layout, Mismatch, views
 from kit.sync.cache import BASE, starts
-from kit.sync.link import FAILED, Link, PeerFailed, call
+from kit.sync.link import FAILED, Link, PeerFailed, PeerGone, call
 from kit.sync.log import Log
 from kit.sync.transports import make
 from kit.sync.transports.base import TransportContext
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 SENDER = "the sender"
 STREAMS = ("stream", "expand")  # paths in which weights change bucket by bucket
+PATIENCE = 2  # deadlines
 
 
 class Host(Protocol):
@@ -98,16 +102,22 @@ class Receiver:
         self.routed = False
 
     def join(self) -> Received:
-        """Take part in the next sync. It raises what failed here, or what the sender says has failed; all is as before then."""
-        with call(self.address, self.name, peer=SENDER, timeout_s=self.timeout_s) as link:
+        """Take part in the next sync. It raises what failed here, or what the sender says has failed; all is as before then, or, where
+        even that fails, nothing is routed here any more."""
+        with call(self.address, self.name, peer=SENDER, timeout_s=PATIENCE * self.timeout_s) as link:
             one = self.calls(self, link)
             try:
                 one.run()
             except BaseException as error:
-                with contextlib.suppress(KitError):
+                try:
                     one.undo()
+                except Exception as worse:  # noqa: BLE001 - the first error is the one to raise
+                    self.routed = False
+                    error.add_note(f"it could not be undone, and nothing is routed here any more: {worse}")
                 with contextlib.suppress(KitError):
                     link.send(told(error))
+                if isinstance(error, PeerGone) and (words := link.last_words("the sender's next step")):
+                    raise words from None
                 raise
             finally:
                 one.close()
@@ -130,6 +140,7 @@ class Call:
         self.before: list[torch.Tensor] = []  # a copy of the weights, while a refresh can be undone
         self.was = receiver.version, receiver.routed
         self.changing = False  # weights that serve may be half new
+        self.woke = self.activated = False
         self.writing = contextlib.ExitStack()
 
     def run(self) -> None:
@@ -138,7 +149,9 @@ class Call:
         received.path, received.version, received.began = said["path"], said["version"], said["began"]
         self.begin(said)
         while True:
-            said, _ = self.link.receive("the sender's next step")
+            said, fds = self.link.receive("the sender's next step")
+            for fd in fds:
+                os.close(fd)
             kind = said["kind"]
             if kind == FAILED or kind not in STEPS:
                 raise PeerFailed(SENDER, "the next step", said)
@@ -159,6 +172,7 @@ class Call:
             self.log.event("inactive")
         if said["path"] == "expand":
             self.receiver.host.wake()
+            self.woke = True
             self.log.event("wake")
         if said["path"] == "stream":
             self.writing.enter_context(self.receiver.host.writing())
@@ -239,14 +253,14 @@ class Call:
         self.link.send({"kind": "finalized"})
 
     def publish(self, said: dict[str, Any]) -> None:
-        """From here on there is no way back: forwards run again, with the new weights."""
         self.receiver.version = said["version"]
-        self.before = []
-        self.writing.close()
         self.link.send({"kind": "published"})
 
     def activate(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as above
-        self.receiver.routed = True
+        """From here on there is no way back: forwards run again, with the new weights."""
+        self.activated = self.receiver.routed = True
+        self.before = []
+        self.writing.close()
         self.link.send({"kind": "activated"})
 
     def end(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as above
@@ -301,25 +315,27 @@ class Call:
             transport.close()
 
     def undo(self) -> None:
-        """Weights, version and route as they were, where they were changed; who was to wake sleeps."""
+        """Weights, version and route as they were, where they were changed; who woke sleeps."""
+        if self.activated:
+            return
         self.receiver.version, self.receiver.routed = self.was
         if self.before and self.changing:
             for tensor, old in zip(self.receiver.weights().own(), self.before, strict=True):
                 tensor.detach().copy_(old)
             self.receiver.host.finalize()
-        if self.received.path in STREAMS:
+        if self.received.path == "stream" or self.woke:
             self.receiver.routed = False
-        if self.received.path == "expand":
+        if self.woke:
             self.receiver.host.sleep()
 
     def close(self) -> None:
         """Nothing of the sync is held any more, however it ended."""
-        if self.digests is not None:
-            self.digests.close()
-        with contextlib.suppress(KitError):
-            self.let_go()
-        self.before = []
-        self.writing.close()
+        with self.writing:  # forwards must run again, whatever is raised before
+            if self.digests is not None:
+                self.digests.close()
+            with contextlib.suppress(KitError):
+                self.let_go()
+            self.before = []
 
 
 STEPS = ("verify", "apply", "teardown", "finalize", "publish", "activate", "end")
@@ -327,13 +343,13 @@ STEPS = ("verify", "apply", "teardown", "finalize", "publish", "activate", "end"
 
 def told(error: BaseException) -> dict[str, Any]:
     """An error as a message."""
-    message: dict[str, Any] = {"kind": FAILED, "why": str(error)}
+    kind = "" if isinstance(error, KitError) else f"{type(error).__name__}: "
+    message: dict[str, Any] = {"kind": FAILED, "why": "; ".join([f"{kind}{error}", *getattr(error, "__notes__", ())])}
     if isinstance(error, WrongBytes):
         message |= {"bucket": error.bucket, "tensors": error.tensors}
     if isinstance(error, Mismatch):
         message |= {
-            "bucket": error.bucket,
-            "tensors": [name for name, _ in error.failed],
-            "missing": [name for name, _ in error.missing],
+            "bucket": error.bucket if error.failed else None,
+            "tensors": [name for name, _ in (*error.failed, *error.missing)],
         }
     return message

@@ -10,8 +10,10 @@
 - the **base**, version -1: nothing moves, and only where all weights are equal.
 
 Then, for all of them alike: apply, teardown (here first), finalize once, publish, activate. Whatever fails, on either end, ends the
-sync with an error that names who and what: nobody has the new version, the active one stays, and the next sync starts afresh. One
-lock is held from the build to the end. Limits: one sync at a time; the sender's host holds the whole model, gathered and packed.
+sync with an error that names who and what: nobody has the new version, the active one stays, and the next sync starts afresh. That
+holds until all have published: the version is active from then on, and whoever fails later is named and goes back alone.
+One lock is held throughout. Limits: one sync at a time; the sender's host holds the whole model, gathered and packed; where the sender
+dies while it activates, some receivers have the new version and some the old, each under its own number.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from kit.errors import BadInput, KitError
 from kit.sync.buckets import live
 from kit.sync.cache import BASE
 from kit.sync.hashes import digest
-from kit.sync.link import FAILED, PeerFailed, PeerGone, PeerSilent
+from kit.sync.link import FAILED, PeerFailed, PeerGone, PeerSilent, ready
 from kit.sync.log import Log
 from kit.sync.transports import Place, choose, make
-from kit.sync.transports.base import TransportContext
+from kit.sync.transports.base import GRACE_S, TransportContext
 from kit.sync.verify import NONE, Digests
 
 if TYPE_CHECKING:
@@ -59,14 +61,29 @@ class Target:
 
 
 class SyncFailed(KitError):  # noqa: N818 - it is what happened
-    """No receiver has the version. `peer` is the receiver that failed, where one did; `bucket` and `tensors` what of."""
+    """No receiver has the version; where it is active nevertheless, whoever was not activated has not. `peer` is the receiver that
+    failed, where one did; `bucket` and `tensors` what of."""
 
-    def __init__(self, what: str, stays: int, error: KitError) -> None:
-        super().__init__(f"{what} failed: {error}; version {stays} stays active")
+    def __init__(self, what: str, active: int, error: KitError, *, published: bool = False) -> None:
+        super().__init__(
+            f"{what} failed: {error}; version {active} {'is active already' if published else 'stays active'}"
+        )
         said = error.said if isinstance(error, PeerFailed) else {}
         self.peer: str | None = getattr(error, "peer", None)
         self.bucket: int | None = said.get("bucket")
-        self.tensors: tuple[str, ...] = tuple(said.get("tensors", ()))
+        self.tensors: tuple[str, ...] = tuple(said.get("tensors", getattr(error, "tensors", ())))
+
+
+class OtherBase(KitError):  # noqa: N818 - it is what was found
+    """A receiver's base weights are not the trainer's."""
+
+    def __init__(self, peer: str, tensors: Sequence[str], count: int) -> None:
+        super().__init__(
+            f"{peer} has other base weights than the trainer: {len(tensors)} of {count} tensors, {tensors[0]} first; "
+            "a trainer that resumed from elsewhere must send a version"
+        )
+        self.peer = peer
+        self.tensors = tuple(tensors)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -120,10 +137,7 @@ class Sender:
         self.share = share
         self.timeout_s = timeout_s
         self.config = config or {}
-        self.digests: tuple[int, dict[str, list[str]]] = (
-            BASE,
-            {},
-        )  # of the live weights that the latest version was built from
+        self.digests: dict[str, list[str]] = {}  # of the live weights that the active version was built from
 
     @property
     def version(self) -> int:
@@ -138,17 +152,32 @@ class Sender:
         *,
         dirty: Iterable[str] | None = None,
     ) -> Report:
-        """Bring a version to these receivers, each of which joins meanwhile. `gather` gives the live weights; an expansion needs none."""
-        path = self._path(version, targets, gather)
+        """Bring a version to these receivers, each of which joins meanwhile. `gather` gives all live weights; an expansion needs none.
+        `dirty` are those that have changed since the last version."""
+        with contextlib.ExitStack() as scope:
+            try:
+                scope.enter_context(self.cache.held(f"the sync of version {version}"))
+            except KitError as error:
+                raise SyncFailed(f"the sync of version {version}", self.cache.active, error) from error
+            return self._sync(self._path(version, targets, gather), version, targets, gather, dirty)
+
+    def _sync(
+        self,
+        path: str,
+        version: int,
+        targets: Sequence[Target],
+        gather: Callable[[], Tensors] | None,
+        dirty: Iterable[str] | None,
+    ) -> Report:
         report = Report(path=path, version=version, began=time.time(), receivers=len(targets))
-        one = _Call(self, report, targets)
         report.log.event("begin")
         started = time.perf_counter()
         try:
-            with self.cache.held(f"the sync of version {version}"):
-                one.run(gather, dirty)
+            _Call(self, report, targets).run(gather, dirty)
         except KitError as error:
-            raise SyncFailed(f"the {path} with version {version}", self.cache.active, error) from error
+            active = self.cache.active
+            published = path in BUILDS and active == version
+            raise SyncFailed(f"the {path} with version {version}", active, error, published=published) from error
         report.copies = max(report.copies, self.cache.copies)
         report.wall = time.perf_counter() - started
         return report
@@ -164,6 +193,10 @@ class Sender:
     def _path(self, version: int, targets: Sequence[Target], gather: object) -> str:
         if not targets:
             raise BadInput("a sync needs a receiver")
+        names = [target.name for target in targets]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise BadInput(f"several receivers are called {', '.join(twice)}: each needs a name of its own")
         states = {target.state for target in targets}
         if len(states) > 1:
             raise BadInput(
@@ -199,11 +232,12 @@ class _Call:
         self.links: dict[str, Link] = {}
         self.transports: list[Transport] = []
         self.digests: Digests | None = None
+        self.table: dict[str, list[str]] = {}
 
     def run(self, gather: Callable[[], Tensors] | None, dirty: Iterable[str] | None) -> None:
         sender, report = self.sender, self.report
-        self.links = sender.listener.accept([target.name for target in self.targets], sender.timeout_s)
         try:
+            self.links = sender.listener.accept([target.name for target in self.targets], sender.timeout_s)
             tensors: Tensors = {}
             if gather is not None:
                 with self.log.stage("gather"):
@@ -241,10 +275,7 @@ class _Call:
         self.report.verified = len(mine)
         if not self.sender.base_agrees(differing):
             peer, names = next((peer, names) for peer, names in differing.items() if names)
-            raise KitError(
-                f"{peer} has other base weights than the trainer: {len(names)} of {len(mine)} tensors, {names[0]} first; "
-                "a trainer that resumed from elsewhere must send a version"
-            )
+            raise OtherBase(peer, names, len(mine))
 
     def send(self, tensors: Tensors, dirty: Iterable[str] | None) -> None:
         sender, report, layout, version = self.sender, self.report, self.layout, self.report.version
@@ -255,21 +286,20 @@ class _Call:
         report.verified, report.said = self.digests.count, self.digests.said
         for kind in kinds.values():
             report.transports[kind] = report.transports.get(kind, 0) + 1
-        data = layout.to_json()
-        for name, link in self.links.items():
-            told = {"transport": kinds[name], "ranks": self.ranks(kinds, kinds[name]), "place": self.spot(kinds, name)}
-            link.send(
-                {
-                    "kind": "begin",
-                    "path": report.path,
-                    "version": version,
-                    "layout": data,
-                    "verify": sender.verify,
-                    "share": sender.share,
-                    "began": report.began,
-                    **told,
-                }
-            )
+        self.tell(
+            "begin",
+            lambda name: {
+                "transport": kinds[name],
+                "ranks": self.ranks(kinds, kinds[name]),
+                "place": self.spot(kinds, name),
+            },
+            path=report.path,
+            version=version,
+            layout=layout.to_json(),
+            verify=sender.verify,
+            share=sender.share,
+            began=report.began,
+        )
         self.hear("ready")
         self.log.event("ready")
         last = time.perf_counter()
@@ -301,9 +331,8 @@ class _Call:
                 transport.flush()
         self.log.event("sent")
         with self.log.stage("verify"):
-            if builds:
-                self.sender.digests = version, self.digests.table()
-            self.tell("verify", digests=self.sender.digests[1])
+            self.table = self.digests.table() if builds else sender.digests
+            self.tell("verify", digests=self.table)
             self.hear("verified")
         self.log.event("verified")
 
@@ -330,6 +359,7 @@ class _Call:
             self.hear("published")
             if report.path in BUILDS:
                 self.cache.activate(report.version)
+                self.sender.digests = self.table
         self.log.event("publish")
 
     def activate(self) -> None:
@@ -345,21 +375,40 @@ class _Call:
         self.log.event(kind)
         return len(answers)
 
-    def tell(self, kind: str, **message: Any) -> None:
-        for link in self.links.values():
-            link.send({"kind": kind, **message})
-
-    def hear(self, kind: str) -> dict[str, dict[str, Any]]:
-        """From everybody, the failed ones last: who answers is heard even where another one does not."""
-        answers: dict[str, dict[str, Any]] = {}
+    def tell(self, kind: str, each: Callable[[str], dict[str, Any]] = lambda _: {}, **message: Any) -> None:
+        """Everybody, and only then raise: who is gone must not keep the others from what they are told."""
         failed: list[KitError] = []
         for name, link in self.links.items():
             try:
-                answers[name] = link.expect(kind)[0]
-            except (PeerFailed, PeerGone, PeerSilent) as error:
+                link.send({"kind": kind, **each(name), **message})
+            except PeerGone as error:
+                failed.append(link.last_words(kind) or error)
+            except PeerSilent as error:
                 failed.append(error)
         if failed:
             raise failed[0]
+
+    def hear(self, kind: str) -> dict[str, dict[str, Any]]:
+        """From everybody within one deadline. Once somebody has failed the others get a moment: who is gone is named first, since others
+        may fail by that, and who is silent last."""
+        answers: dict[str, dict[str, Any]] = {}
+        failed: list[KitError] = []
+        waiting = dict(self.links)
+        end = time.monotonic() + self.sender.timeout_s
+        while waiting:
+            there = ready(waiting.values(), end - time.monotonic())
+            if not there:
+                break
+            for name in [name for name, link in waiting.items() if link in there]:
+                try:
+                    answers[name] = waiting.pop(name).expect(kind)[0]
+                except (PeerFailed, PeerGone, PeerSilent) as error:
+                    failed.append(error)
+                    end = min(end, time.monotonic() + GRACE_S)
+        if failed:
+            raise min(failed, key=lambda error: not isinstance(error, PeerGone))
+        if waiting:
+            raise PeerSilent(", ".join(waiting), kind, self.sender.timeout_s)
         return answers
 
     def kind(self, target: Target) -> str:
@@ -398,14 +447,17 @@ class _Call:
 
     def close(self) -> None:
         transports, self.transports = self.transports, []
-        for transport in transports:
-            transport.close()
+        with contextlib.ExitStack() as scope:  # all of them, whatever one raises
+            for transport in reversed(transports):
+                scope.callback(transport.close)
 
     def abandon(self, error: BaseException) -> None:
         """Tell everybody that still listens, give everything back, and forget the version. The error goes on its way."""
         for link in self.links.values():
             with contextlib.suppress(KitError):
                 link.send({"kind": FAILED, "why": f"given up by the sender: {error}"})
-        with contextlib.suppress(KitError):
-            self.close()
-        self.cache.discard(self.report.version)
+        try:
+            with contextlib.suppress(KitError):
+                self.close()
+        finally:
+            self.cache.discard(self.report.version)

@@ -2,6 +2,7 @@
 
 All ranks of a replica run the same forwards, so that a writer must come between the same two on each: before every forward they
 agree whether all of them have a writer waiting. Each forward's output is kept as a digest, which tells by what weights it was made.
+Who waits for a writer inside waits twice as long as a writer waits for a forward: the writer's own sender has deadlines, too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ALGORITHM = "mix128"
+PATIENCE = 2  # deadlines
 
 
 class Serving:
@@ -29,14 +31,14 @@ class Serving:
 
     def __init__(self, forward: Callable[[], torch.Tensor], *, group: Any = None, timeout_s: float = 60.0) -> None:
         self.forward = forward
-        self.gate = Gate(timeout_s)
+        self.gate = Gate(PATIENCE * timeout_s)
         self.timeout_s = timeout_s
         self.served: list[str] = []
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._stopping = self._wanted = self._open = False
+        self._stopping = self._wanted = self._open = self._ended = False
         self._begun = 0
 
     @property
@@ -46,7 +48,8 @@ class Serving:
     def start(self) -> None:
         if self._thread is not None:
             raise BadInput("it serves already")
-        self.served, self._error, self._stopping, self._begun = [], None, False, 0
+        self.served, self._error, self._begun = [], None, 0
+        self._stopping = self._ended = False
         self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
         self._thread.start()
 
@@ -58,11 +61,11 @@ class Serving:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join(self.timeout_s)
-        hangs, self._thread = self._thread.is_alive(), None
+        if self._thread.is_alive():
+            raise KitError(f"a forward did not end within {self.timeout_s:g} s")
+        self._thread = None
         if self._error is not None:
             raise KitError(f"a forward failed while weights arrived: {self._error}") from self._error
-        if hangs:
-            raise KitError(f"a forward did not end within {self.timeout_s:g} s")
 
     def next(self) -> str:
         """The digest of a forward that began after this was called."""
@@ -76,10 +79,11 @@ class Serving:
         """No forward runs inside, on any rank of the replica: all of them must ask for it."""
         with self._changed:
             self._wanted = True
-            if self._thread is not None and self._group is not None:
-                self._await(lambda: self._open, "room between two forwards")
         try:
-            with self.gate.writing():
+            with self._changed:
+                if self._thread is not None and self._group is not None:
+                    self._await(lambda: self._open or self._stopped, "room between two forwards")
+            with self.gate.writing(self.timeout_s):
                 yield
         finally:
             with self._changed:
@@ -100,9 +104,16 @@ class Serving:
                     self.served.append(made)
                     self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
+            self._error = error
+        finally:
             with self._changed:
-                self._error = error
+                self._ended = True
                 self._changed.notify_all()
+
+    @property
+    def _stopped(self) -> bool:
+        """No forward comes any more, on any rank of the replica."""
+        return self._ended and self._error is None
 
     def _all(self, wish: Callable[[], bool]) -> bool:
         """Whether every rank of the replica has it so."""
@@ -114,15 +125,17 @@ class Serving:
 
     def _let_writer_in(self) -> None:
         with self._changed:
-            self._open = True
+            self._open = self._wanted  # not where the writer has given up since
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: not self._open, self.timeout_s):
-                raise KitError(f"a writer stayed more than {self.timeout_s:g} s")
+            if not self._changed.wait_for(lambda: not self._open, PATIENCE * self.timeout_s):
+                raise KitError(f"a writer stayed more than {PATIENCE * self.timeout_s:g} s")
 
     def _await(self, there: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + self.timeout_s
         while not there():
             if self._error is not None:
                 raise KitError(f"a forward failed while weights arrived: {self._error}") from self._error
+            if self._thread is None or self._ended:
+                raise KitError(f"{what} was awaited, and nobody serves")
             if not self._changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
                 raise KitError(f"{what} did not come within {self.timeout_s:g} s")

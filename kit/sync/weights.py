@@ -43,13 +43,21 @@ class Whole:
     def __init__(self, tensors: Mapping[Key, torch.Tensor]) -> None:
         self.tensors = tensors
         self._bound: Bound | None = None
+        self._seen: list[torch.Tensor] = []
 
     def bind(self, layout: Layout) -> Bound:
-        if self._bound is None or self._bound.layout != layout:
-            _refuse(
-                layout, self.tensors.keys(), {spec: _unlike(spec, self.tensors.get(spec.key)) for spec in layout.specs}
-            )
-            self._bound = Bound(layout, self.tensors)
+        split = {
+            piece.spec for bucket in layout.buckets for piece in bucket if piece.size < layout.specs[piece.spec].size
+        }
+        wrong = {
+            spec: _unlike(spec, self.tensors.get(spec.key), split=number in split)
+            for number, spec in enumerate(layout.specs)
+        }
+        _refuse(layout, self.tensors.keys(), wrong)
+        now = list(self.tensors.values())
+        same = len(now) == len(self._seen) and all(a is b for a, b in zip(now, self._seen, strict=True))
+        if self._bound is None or self._bound.layout != layout or not same:
+            self._bound, self._seen = Bound(layout, self.tensors), now
         return self._bound
 
     def own(self) -> Sequence[torch.Tensor]:
@@ -122,11 +130,19 @@ def _refuse(layout: Layout, here: object, wrong: Mapping[Spec, str]) -> None:
     )
 
 
-def _unlike(spec: Spec, tensor: torch.Tensor | None) -> str:
+def _unlike(spec: Spec, tensor: torch.Tensor | None, *, split: bool) -> str:
     if tensor is None:
         return "is not known here"
-    same = tensor.dtype == spec.dtype and tuple(tensor.shape) == spec.shape
-    return "" if same else f"is {tensor.dtype} {tuple(tensor.shape)} here and {spec.dtype} {spec.shape} as sent"
+    if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
+        return f"is {tensor.dtype} {tuple(tensor.shape)} here and {spec.dtype} {spec.shape} as sent"
+    if split and not tensor.is_contiguous():
+        return "is not contiguous here, and comes in pieces"
+    return _emptied(tensor)
+
+
+def _emptied(tensor: torch.Tensor) -> str:
+    there = not tensor.numel() or (tensor.untyped_storage().nbytes() and tensor.data_ptr())
+    return "" if there else "has no bytes here: they were moved away, or it only wraps other tensors"
 
 
 def _uncut(spec: Spec, destinations: Sequence[Destination] | None) -> str:
@@ -140,4 +156,6 @@ def _uncut(spec: Spec, destinations: Sequence[Destination] | None) -> str:
             fits = False
         if not fits or into.dtype != spec.dtype:
             return f"does not fit its {into.dtype} {tuple(into.shape)} here: it is {spec.dtype} {spec.shape} as sent"
+        if empty := _emptied(into):
+            return empty
     return ""

@@ -53,7 +53,7 @@ def test_bytes(pair: Pair) -> None:
 def test_what_is_not_awaited_is_told_with_its_reason(pair: Pair) -> None:
     mine, theirs = pair
     mine.send({"kind": "failed", "why": "bucket 3 is torn"})
-    with pytest.raises(KitError, match="sender said 'failed' where bucket was awaited: bucket 3 is torn"):
+    with pytest.raises(KitError, match=r"sender failed: bucket 3 is torn \(bucket was awaited\)"):
         theirs.expect("bucket")
 
 
@@ -94,10 +94,28 @@ def test_strangers_and_those_who_do_not_come() -> None:
         right = call(listener.address, "receiver 2", peer="sender", timeout_s=1)
         with pytest.raises(PeerSilent, match=r"receiver 1 did not answer within 0\.5 s: a call was awaited"):
             listener.accept(["receiver 1", "receiver 2"], 0.5)
-        for link in (wrong, other, right):
+        with wrong, right, other:
             with pytest.raises(PeerGone):
-                link.receive()
-            link.close()
+                wrong.receive()
+            with pytest.raises(KitError, match="sender failed: receiver 1 did not answer within"):
+                right.expect("begin")
+            (kept,) = listener.accept(["receiver 7"], 5).values()  # it was early
+            with kept:
+                kept.send({"kind": "begin"})
+                other.expect("begin")
+
+
+def test_of_two_calls_under_one_name_the_later_counts_and_who_has_left_did_not_call() -> None:
+    with Listener() as listener:
+        first, second = (call(listener.address, "receiver 1", peer="sender", timeout_s=5) for _ in range(2))
+        call(listener.address, "receiver 2", peer="sender", timeout_s=5).close()
+        with pytest.raises(PeerSilent, match="receiver 2 did not answer"):
+            listener.accept(["receiver 2"], 0.1)
+        with first, second, listener.accept(["receiver 1"], 5)["receiver 1"] as link:
+            link.send({"kind": "begin"})
+            second.expect("begin")
+            with pytest.raises(KitError, match="sender failed: another one calls itself receiver 1, too"):
+                first.expect("begin")
 
 
 def test_nobody_listens() -> None:

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from kit.sync.link import PeerFailed, PeerGone
+from kit.sync.link import FAILED, PeerFailed, PeerGone, PeerSilent, ready
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,9 +76,13 @@ class Transport(abc.ABC):
         self.wait_for(index - depth)
 
     def wait_for(self, index: int) -> None:
-        """Until every receiver is done with this bucket."""
-        for name in self.ctx.links:
-            while self._acknowledged[name] < index:
+        """Until every receiver is done with this bucket. Who fails is heard although another one is slow."""
+        links = self.ctx.links
+        while late := [name for name in links if self._acknowledged[name] < index]:
+            there = ready([links[name] for name in late], self.ctx.timeout_s)
+            if not there:
+                raise PeerSilent(", ".join(links[name].peer for name in late), "done", self.ctx.timeout_s)
+            for name in [name for name in late if links[name] in there]:
                 try:
                     self._hear(name)
                 except PeerFailed as error:
@@ -146,9 +150,15 @@ class Transport(abc.ABC):
         kind, bucket = message.get("kind"), int(message.get("bucket", -1))
         if kind == "done":
             self._acknowledged[name] = bucket
+        elif self.ctx.role == "receiver" and kind != FAILED:
+            self.skip(message)
+            return
         elif kind != "here":
             raise PeerFailed(link.peer, "done", message)
         self._reached[name] = bucket if kind == "done" else bucket - 0.5
+
+    def skip(self, message: dict[str, Any]) -> None:  # noqa: B027 - most have nothing to do
+        """What the sender had sent before it left; where it is more than this message, the rest is read, too."""
 
     def __enter__(self) -> Self:
         return self

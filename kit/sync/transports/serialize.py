@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +35,10 @@ class Serialize(Transport):
         there = self.host(into)
         self.ctx.sender.receive_bytes(memory(there))
         return into if there is into else into.copy_(there)
+
+    def skip(self, message: dict[str, Any]) -> None:
+        if message.get("kind") == "bytes":
+            self.ctx.sender.receive_bytes(memoryview(bytearray(message["size"])))
 
     def host(self, into: torch.Tensor) -> torch.Tensor:
         """Where bytes can come to from a socket."""

@@ -204,9 +204,10 @@ def process(folder: Path, meeting: str, who: str, transport: str, dies: str) -> 
         error = raised(receiver.join)
         gave = {"version": receiver.version, "routed": receiver.routed, "old": host.has(1), "does": host.does}
     seconds = time.monotonic() - began
+    about = [type(error).__name__, str(error), getattr(error, "peer", None)]
+    del error  # its frames hold memory
     after = held()
     left = {key: after[key] - before[key] for key in after if after[key] > before[key]}
-    about = [type(error).__name__, str(error), getattr(error, "peer", None)]
     (folder / f"{who}.json").write_text(json.dumps({**gave, "error": about, "seconds": seconds, "left": left}))
 
 
