@@ -79,8 +79,11 @@ class Link:
             )
         fds = fds or []
         with self._named(f"room for {_name(message)}"):
-            sent = socket.send_fds(self._sock, [HEADER.pack(len(data), len(fds)) + data], fds) if fds else 0
-            self._sock.sendall((HEADER.pack(len(data), len(fds)) + data)[sent:])
+            rest = HEADER.pack(len(data), len(fds)) + data
+            if fds:
+                rest = rest[socket.send_fds(self._sock, [rest], fds) :]
+            if rest:  # where it has all the other end may have closed, which is no failure to send
+                self._sock.sendall(rest)
 
     def receive(self, waiting_for: str = "a message") -> tuple[dict[str, Any], list[int]]:
         """The next message and the descriptors with it, which are the caller's to close."""

@@ -1,0 +1,291 @@
+"""Forwards while weights arrive: each is of one version alone, on one rank and on several; without the gate some are of two."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kit.errors import BadInput, KitError
+from kit.sync.hashes import digest
+from kit.sync.link import Listener
+from kit.sync.serving import ALGORITHM, Serving
+from tests.sync.ranks.service import KINDS, Host, Tensors, at_once, held, receiver_of, sender_of, target, tensors
+
+REFRESHES = 20
+
+
+def read(weights: Tensors) -> torch.Tensor:
+    """Something of each tensor, slowly."""
+    seen = []
+    for name in KINDS:
+        seen.append(weights[name, 0].float().flatten()[:1])
+        time.sleep(0.001)
+    return torch.cat(seen)
+
+
+class Served(Host):
+    """A replica that serves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.serving = Serving(lambda: read(self.tensors), timeout_s=10.0)
+
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        return self.serving.writing()
+
+
+class Ungated(Served):
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def hammered(host: Served) -> list[str]:
+    """What was served while versions came, by two transports in turn."""
+    with Listener() as listener:
+        sender = sender_of(listener)
+        receiver = receiver_of("r1", host, listener.address)
+        host.serving.start()
+        try:
+            for version in range(1, REFRESHES + 1):
+                sender.transport = ("shm", "serialize")[version % 2]
+                gave = at_once(
+                    lambda version=version: sender.sync(version, [target("r1")], lambda: tensors(version)),
+                    receiver.join,
+                )
+                assert not [each for each in gave if isinstance(each, Exception)], gave
+            host.serving.next()
+        finally:
+            host.serving.stop()
+            sender.cache.close()
+    return host.serving.served
+
+
+def test_every_forward_is_of_one_version_alone() -> None:
+    before = held()
+    versions = [digest(read(tensors(version)), ALGORITHM) for version in range(REFRESHES + 1)]
+    served = [versions.index(one) for one in hammered(Served())]  # one that is of none raises
+    assert served == sorted(served)  # nobody goes back
+    assert {0, REFRESHES} <= set(served)
+    after = held()
+    assert {key: after[key] - before[key] for key in after if after[key] > before[key]} == {}
+
+
+def test_without_the_gate_some_forwards_are_of_two_versions() -> None:
+    """The proof that the test before can fail."""
+    versions = {digest(read(tensors(version)), ALGORITHM) for version in range(REFRESHES + 1)}
+    assert set(hammered(Ungated())) - versions
+
+
+# -- on its own ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_next_forward_began_after_it_was_asked_for() -> None:
+    cell, entered, go = [0], threading.Event(), threading.Event()
+
+    def forward() -> torch.Tensor:
+        value = torch.tensor(cell[0])
+        entered.set()
+        go.wait(10)
+        return value
+
+    serving = Serving(forward)
+    serving.start()
+    entered.wait(10)  # one runs with the old value
+    cell[0] = 1
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(serving.next)
+        while not serving._changed.acquire(blocking=False) or not serving._changed._waiters:  # type: ignore[attr-defined]
+            with contextlib.suppress(RuntimeError):
+                serving._changed.release()
+        serving._changed.release()
+        go.set()
+        assert asked.result(10) == digest(torch.tensor(1), ALGORITHM)
+    serving.stop()
+    assert serving.served[0] == digest(torch.tensor(0), ALGORITHM)
+
+
+def test_a_forward_that_raises_is_told_to_whoever_waits_and_at_the_end() -> None:
+    def forward() -> torch.Tensor:
+        raise ValueError("no such token")
+
+    serving = Serving(forward, timeout_s=10.0)
+    serving.start()
+    for act in (serving.next, serving.stop):
+        with pytest.raises(KitError, match="a forward failed while weights arrived: no such token"):
+            act()
+    assert not serving.running
+    serving.stop()
+    with serving.writing():  # weights can still come
+        pass
+    serving.forward = lambda: torch.zeros(1)
+    serving.start()
+    assert serving.next() == digest(torch.zeros(1), ALGORITHM)
+    with pytest.raises(BadInput, match="it serves already"):
+        serving.start()
+    serving.stop()
+
+
+def test_who_waits_where_nobody_serves_is_told_at_once() -> None:
+    serving = Serving(lambda: torch.zeros(1))
+    for _ in range(2):
+        with pytest.raises(KitError, match="a forward was awaited, and nobody serves"):
+            serving.next()
+        serving.start()
+        serving.stop()
+
+
+def test_a_forward_that_hangs_is_told_and_is_not_forgotten() -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    def forward() -> torch.Tensor:
+        entered.set()
+        go.wait(10)
+        return torch.zeros(1)
+
+    serving = Serving(forward, timeout_s=0.05)
+    serving.start()
+    entered.wait(10)
+    with pytest.raises(KitError, match=r"a forward did not end within 0\.05 s"):
+        serving.stop()
+    with pytest.raises(BadInput, match="it serves already"):
+        serving.start()  # two threads would run forwards
+    go.set()
+    serving.timeout_s = 10.0
+    serving.stop()
+
+
+def test_readers_are_more_patient_than_writers_are_slow() -> None:
+    """A writer inside waits for its sender, which waits a whole deadline for another receiver."""
+    serving = Serving(lambda: torch.zeros(1), timeout_s=0.2)
+    serving.start()
+    with serving.writing():
+        time.sleep(0.3)  # more than a deadline, less than two
+    assert serving.next() == digest(torch.zeros(1), ALGORITHM)
+    serving.stop()
+
+
+# -- several ranks of a replica, as threads with a group each --------------------------------------------------------------
+
+
+class Replica:
+    """Two ranks whose forwards meet in a collective, as those of a sharded model do."""
+
+    def __init__(self, folder: Path, deadlines: tuple[float, float] = (10.0, 10.0)) -> None:
+        def join(rank: int) -> Any:
+            store = dist.PrefixStore("replica", dist.FileStore(str(folder / "store"), 2))
+            group: Any = dist.ProcessGroupGloo(store, rank, 2)
+            return group
+
+        self.groups = at_once(lambda: join(0), lambda: join(1))
+        self.values = [torch.zeros(1), torch.zeros(1)]
+        self.ranks = [Serving(self.forward(rank), timeout_s=deadlines[rank]) for rank in range(2)]
+        for rank, serving in enumerate(self.ranks):
+            serving._group = self.groups[rank]
+            serving._all = agree(self.groups[rank])  # type: ignore[method-assign]
+
+    def forward(self, rank: int) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            total = self.values[rank].clone()
+            self.groups[rank].allreduce([total]).wait()
+            return total
+
+        return run
+
+    def start(self) -> None:
+        for serving in self.ranks:
+            serving.start()
+
+    def stop(self) -> list[Any]:
+        return at_once(*(serving.stop for serving in self.ranks))
+
+
+def agree(group: Any) -> Callable[[Callable[[], bool]], bool]:
+    """As `Serving._all` does it by a group that the process's registry knows, which two ranks of one process cannot have."""
+
+    def of_all(wish: Callable[[], bool]) -> bool:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        flag = torch.tensor([int(wish())])
+        group.allreduce([flag], options).wait()
+        return bool(flag.item())
+
+    return of_all
+
+
+@pytest.fixture
+def replica(tmp_path: Path) -> Iterator[Replica]:
+    made = Replica(tmp_path)
+    yield made
+    made.stop()
+    for group in made.groups:
+        group.shutdown()
+
+
+def test_a_writer_comes_between_the_same_two_forwards_on_every_rank(replica: Replica) -> None:
+    replica.start()
+
+    def write(rank: int, value: int) -> None:
+        with replica.ranks[rank].writing():
+            time.sleep(0.001 * rank)  # they need not be equally fast
+            replica.values[rank] = torch.full((1,), float(value))
+
+    for value in range(1, 11):
+        assert at_once(lambda value=value: write(0, value), lambda value=value: write(1, value)) == [None, None]
+    at_once(*(serving.next for serving in replica.ranks))
+    assert replica.stop() == [None, None]
+    whole = {digest(torch.full((1,), 2.0 * value), ALGORITHM) for value in range(11)}
+    assert set(replica.ranks[0].served) <= whole
+    assert replica.ranks[0].served == replica.ranks[1].served
+
+
+def test_a_writer_that_gives_up_does_not_hold_forwards_off(replica: Replica) -> None:
+    """Only one rank's writer comes. It is told so in time, and when later both come all is as if it had not been."""
+    replica.start()
+    replica.ranks[0].timeout_s = 0.1
+    with (
+        pytest.raises(KitError, match=r"room between two forwards did not come within 0\.1 s"),
+        replica.ranks[0].writing(),
+    ):
+        pass
+    assert not replica.ranks[0]._wanted
+    replica.ranks[0].timeout_s = 10.0
+
+    def write(rank: int) -> None:
+        with replica.ranks[rank].writing():
+            pass
+
+    assert at_once(lambda: write(0), lambda: write(1)) == [None, None]
+    assert [isinstance(each, str) for each in at_once(*(serving.next for serving in replica.ranks))] == [True, True]
+    assert replica.stop() == [None, None]
+
+
+def test_a_writer_that_waits_when_the_serving_stops_gets_in(replica: Replica) -> None:
+    replica.start()
+    waiting = threading.Event()
+    serving = replica.ranks[0]
+    plain = serving._await
+
+    def heard(there: Callable[[], bool], what: str) -> None:
+        waiting.set()
+        plain(there, what)
+
+    serving._await = heard  # type: ignore[method-assign]
+
+    def write() -> str:
+        with serving.writing():
+            return "inside"
+
+    def stop() -> Any:
+        waiting.wait(10)
+        return replica.stop()
+
+    assert at_once(write, stop) == ["inside", [None, None]]

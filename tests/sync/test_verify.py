@@ -1,0 +1,103 @@
+"""Both ends look at the same tensors, others with every version; what differs is named by bucket and tensor; no thread is left."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from kit.errors import BadInput
+from kit.sync.buckets import Layout, Mismatch, live, pack, views
+from kit.sync.verify import Difference, Digests
+from tests.sync.ranks.service import KINDS, LAYOUT, Tensors, tensors
+
+
+def packed(layout: Layout, source: Tensors) -> list[torch.Tensor]:
+    made = [torch.zeros(size, dtype=torch.uint8) for size in layout.sizes]
+    for index, buffer in enumerate(made):
+        pack(layout, index, source, buffer)
+    return made
+
+
+def ends(version: int, share: float, algorithm: str = "mix128") -> tuple[Digests, Digests]:
+    return Digests(LAYOUT, version, algorithm=algorithm, share=share), Digests(
+        LAYOUT, version, algorithm=algorithm, share=share
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["mix128", "sha256"])
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.01])
+def test_live_tensors_and_what_arrived_have_the_same_digests(share: float, algorithm: str) -> None:
+    """bf16, fp8 and split tensors among them; what a table says is what goes over a link."""
+    counts = set()
+    for version in range(1, 30):
+        source = tensors(version)
+        sender, receiver = ends(version, share, algorithm)
+        for index, buffer in enumerate(packed(LAYOUT, source)):
+            sender.add(index, live(LAYOUT, index, source))
+            receiver.add(index, views(LAYOUT, index, buffer))
+        assert receiver.differences(LAYOUT, sender.table()) == []
+        assert sender.count == receiver.count
+        counts.add(sender.count)
+        sender.close()
+        receiver.close()
+    assert counts == {len(KINDS)} if share == 1 else len(counts) > 1 or counts == {0, 1}
+    assert max(counts) >= 1  # even a small share comes to something over the versions
+
+
+def test_one_changed_bit_is_found_wherever_it_is_looked_for() -> None:
+    """In each piece in turn: also in each of the pieces of a tensor that lies in several buckets."""
+    source = tensors(1)
+    for index, bucket in enumerate(LAYOUT.buckets):
+        for piece in bucket:
+            buffers = packed(LAYOUT, source)
+            buffers[index][piece.offset + piece.size - 1] ^= 1
+            sender, receiver = ends(1, 1.0)
+            for number, buffer in enumerate(buffers):
+                sender.add(number, live(LAYOUT, number, source))
+                receiver.add(number, views(LAYOUT, number, buffer))
+            assert receiver.differences(LAYOUT, sender.table()) == [Difference(index, LAYOUT.specs[piece.spec].name)]
+            sender.close()
+            receiver.close()
+
+
+def test_a_table_that_is_short_or_empty_differs() -> None:
+    source = tensors(1)
+    sender, receiver = ends(1, 1.0)
+    for index in range(len(LAYOUT.buckets)):
+        receiver.add(index, live(LAYOUT, index, source))
+    every = [(index, LAYOUT.specs[piece.spec].name) for index, row in enumerate(LAYOUT.buckets) for piece in row]
+    assert receiver.differences(LAYOUT, sender.table()) == every
+    short = receiver.table()
+    short["0"] = short["0"][:-1]
+    assert receiver.differences(LAYOUT, short) == [every[len(LAYOUT.buckets[0]) - 1]]
+    sender.close()
+    receiver.close()
+
+
+def test_nothing_is_looked_at_where_nothing_is_wanted() -> None:
+    mine, theirs = ends(1, 1.0, "none")
+    mine.add(0, live(LAYOUT, 0, tensors(1)))
+    assert (mine.table(), mine.count, mine.said) == ({}, 0, "no tensor was verified on the way")
+    assert mine.differences(LAYOUT, theirs.table()) == []
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kit-digests")]
+
+
+def test_its_thread_ends_with_it_also_where_hashing_raises() -> None:
+    source = tensors(1)
+    digests, _ = ends(1, 1.0)
+    source["small", 0].untyped_storage().resize_(0)
+    digests.add(0, live(LAYOUT, 0, source))
+    with pytest.raises(BadInput, match="without bytes"):
+        digests.table()
+    digests.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kit-digests")]
+
+
+def test_what_cannot_be_had_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"verify=md5 cannot be had here: none, .*mix128, sha256 are there"):
+        Digests(LAYOUT, 1, algorithm="md5")
+    gone = {key: tensor for key, tensor in tensors(1).items() if key[0] != "small"}
+    with pytest.raises(Mismatch, match=r"bucket 0: small \(shard 0\) is missing"):
+        live(LAYOUT, 0, gone)

@@ -1,0 +1,136 @@
+"""What a receiver fills: everything is checked before the first byte, by name; pieces of a tensor wait for one another."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from kit.errors import KitError
+from kit.sync.buckets import Layout, Mismatch, lay_out, pack, specs_of
+from kit.sync.weights import Cut, Whole
+from tests.sync.ranks.service import LAYOUT, Tensors, table, tensors
+
+
+def bring(layout: Layout, source: Tensors, applier: Any, order: list[int] | None = None) -> None:
+    for index in order or range(len(layout.buckets)):
+        buffer = torch.zeros(layout.sizes[index], dtype=torch.uint8)
+        pack(layout, index, source, buffer)
+        applier.apply(index, buffer)
+
+
+def places(of: Tensors) -> dict[str, Any]:
+    return {name: [(tensor, lambda full: full)] for (name, _), tensor in of.items()}
+
+
+def cut(of: Tensors) -> Cut:
+    return Cut(places(of), [*of.values()])
+
+
+@pytest.mark.parametrize("kind", [Whole, cut])
+def test_every_dtype_and_what_is_split_arrives(kind: Any) -> None:
+    assert sum(spec.size > LAYOUT.bucket_bytes for spec in LAYOUT.specs) == 1
+    mine = tensors(0)
+    weights = kind(mine)
+    for version in (1, 2):
+        bring(LAYOUT, tensors(version), weights.bind(LAYOUT))
+        assert table(mine) == table(tensors(version))
+    assert [one.data_ptr() for one in weights.own()] == [one.data_ptr() for one in mine.values()]
+
+
+def test_shards_are_cut_out_in_any_order_of_buckets() -> None:
+    """Of `large`, which lies in three buckets, columns and rows go to two places; of `half` nothing is wanted here."""
+    source = tensors(1)
+    columns, rows = torch.zeros(40, 128)[:, ::2], torch.zeros(20, 64)
+    mine = {key: tensor for key, tensor in tensors(0).items() if key[0] not in {"large", "half"}}
+    both = [(columns, lambda full: full), (rows, lambda full: full[20:])]
+    weights = Cut({**places(mine), "large": both, "half": []}, [columns, rows, *mine.values()])
+    order = list(range(len(LAYOUT.buckets)))
+    for seed in range(5):
+        random.Random(seed).shuffle(order)
+        columns.zero_()
+        rows.zero_()
+        bring(LAYOUT, source, weights.bind(LAYOUT), order)
+        assert torch.equal(columns, source["large", 0])
+        assert torch.equal(rows, source["large", 0][20:])
+        assert table(mine) == {name: one for name, one in table(source).items() if name not in {"large", "half"}}
+
+
+def test_a_sync_that_broke_off_leaves_no_pieces_to_the_next() -> None:
+    mine = tensors(0)
+    weights = cut(mine)
+    bring(LAYOUT, tensors(1), weights.bind(LAYOUT), [0, 1])
+    bring(LAYOUT, tensors(2), weights.bind(LAYOUT))
+    assert table(mine) == table(tensors(2))
+
+
+@pytest.mark.parametrize("kind", [Whole, cut])
+def test_what_is_missing_on_either_end_or_does_not_fit_is_named_before_a_byte_moves(kind: Any) -> None:
+    mine = tensors(0)
+    mine["extra", 0] = torch.zeros(2)
+    mine["small", 0] = torch.zeros(3, 6)
+    mine["half", 0] = mine["half", 0].float()
+    del mine["one", 0]
+    with pytest.raises(Mismatch) as caught:
+        kind(mine).bind(LAYOUT)
+    error = caught.value
+    assert error.failed == (("small", 0), ("half", 0), ("one", 0))
+    assert error.missing == (("extra", 0),)
+    assert error.bucket == 0
+    for told in ("(3, 6)", "torch.float32 (64, 16)", "torch.bfloat16 (64, 16)", "one (shard 0) is not known here"):
+        assert told in str(error)
+    assert "extra (shard 0) is not sent" in str(error)
+
+
+@pytest.mark.parametrize("kind", [Whole, cut])
+def test_weights_that_are_away_are_named(kind: Any) -> None:
+    """A replica that sleeps: to copy into its storages would be to write where nothing is."""
+    mine = tensors(0)
+    mine["eighth", 0].untyped_storage().resize_(0)
+    with pytest.raises(Mismatch, match=r"eighth \(shard 0\) has no bytes here"):
+        kind(mine).bind(LAYOUT)
+
+
+def test_a_cut_that_cannot_be_made_is_named() -> None:
+    mine = tensors(0)
+
+    def refuses(full: torch.Tensor) -> torch.Tensor:
+        raise KitError("three heads do not go into two parts")
+
+    with pytest.raises(Mismatch, match=r"last \(shard 0\) does not fit its torch.bfloat16 \(16, 8\) here"):
+        Cut({**places(mine), "last": [(mine["last", 0], refuses)]}, []).bind(LAYOUT)
+
+
+def test_a_strided_tensor_that_comes_in_pieces_is_refused_and_a_whole_one_is_not() -> None:
+    mine = tensors(0)
+    mine["half", 0] = torch.zeros(16, 64, dtype=torch.bfloat16).t()
+    bring(LAYOUT, tensors(1), Whole(mine).bind(LAYOUT))
+    assert table(mine) == table(tensors(1))
+    mine["large", 0] = torch.zeros(64, 40).t()
+    with pytest.raises(Mismatch, match=r"large \(shard 0\) is not contiguous here, and comes in pieces"):
+        Whole(mine).bind(LAYOUT)
+
+
+def test_a_tensor_that_was_replaced_is_the_one_that_is_filled() -> None:
+    mine = tensors(0)
+    weights = Whole(mine)
+    bring(LAYOUT, tensors(1), weights.bind(LAYOUT))
+    assert weights.bind(LAYOUT) is weights.bind(LAYOUT)
+    old = mine["half", 0]
+    mine["half", 0] = torch.zeros_like(old)
+    bring(LAYOUT, tensors(2), weights.bind(LAYOUT))
+    assert table(mine) == table(tensors(2))
+    mine["half", 0] = torch.zeros(3)
+    with pytest.raises(Mismatch, match=r"half \(shard 0\) is torch.float32 \(3,\) here"):
+        weights.bind(LAYOUT)
+
+
+def test_another_layout_is_bound_anew() -> None:
+    mine = tensors(0)
+    weights = Whole(mine)
+    bring(LAYOUT, tensors(1), weights.bind(LAYOUT))
+    other = lay_out(specs_of(mine), 16384)
+    bring(other, tensors(2), weights.bind(other))
+    assert table(mine) == table(tensors(2))
