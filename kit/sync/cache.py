@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from kit.errors import BadInput, KitError
 from kit.measure.cgroup import free_memory
 from kit.measure.host import Move, transfer
-from kit.sync.buckets import Layout, pack
+from kit.sync.buckets import Bound, Layout
 from kit.sync.memory import Segment
 
 if TYPE_CHECKING:
@@ -114,11 +114,12 @@ class Cache:
     def build(
         self,
         version: int,
-        tensors: Mapping[Key, torch.Tensor],
+        tensors: Mapping[Key, torch.Tensor] | Bound,
         dirty: Iterable[str] | None = None,
         packed: Callable[[int], None] | None = None,
     ) -> None:
-        """Pack a new version. With `dirty`, names of tensors, only buckets that hold any of them; the others come from the latest copy.
+        """Pack a new version. Tensors that stay are best given as `Bound`, so that they are looked up once. With `dirty`, names of
+        tensors, only buckets that hold any of them; the others come from the latest copy.
 
         `packed` is called with each bucket's number as soon as its bytes are in place, clean ones included, so that they can be
         sent meanwhile; `segment` and `bucket` know the version from the first call on. Where anything raises, the version does not
@@ -134,13 +135,14 @@ class Cache:
             stale = every if dirty is None else self.layout.holding(dirty)
             if self.latest == BASE or self._owes_all:
                 stale = every
-            self._refuse_emptied(tensors)
+            bound = tensors if isinstance(tensors, Bound) else Bound(self.layout, tensors)
+            self._refuse_emptied(bound.tensors)
             self._check_room()
             source = self._places.get(self.latest)
             place, fresh = self._free_place()
             self._filling = version, place
             try:
-                self._fill(place, source, version, stale, tensors=tensors, packed=packed, fresh=fresh)
+                self._fill(place, source, version, stale, bound=bound, packed=packed, fresh=fresh)
             except BaseException:
                 self.latest, self._owes_all = self.active, True
                 place.free()
@@ -217,7 +219,7 @@ class Cache:
         version: int,
         stale: set[int],
         *,
-        tensors: Mapping[Key, torch.Tensor],
+        bound: Bound,
         packed: Callable[[int], None] | None,
         fresh: bool,
     ) -> None:
@@ -226,7 +228,7 @@ class Cache:
             start = self._starts[index]
             out = place.segment.tensor[start : start + size]
             if index in stale:
-                pack(self.layout, index, tensors, out, fresh=fresh)
+                bound.pack(index, out, fresh=fresh)
                 place.filled[index] = version
             else:
                 assert source is not None

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kit.sync.transports.base import Transport
+    from kit.sync.transports.shm import Kept
     from kit.sync.weights import Applier, Weights
 
 SENDER = "the sender"
@@ -77,7 +78,8 @@ class Received:
 
 
 class Receiver:
-    """`version` is what it published last; `routed` says whether it may serve."""
+    """`version` is what it published last; `routed` says whether it may serve. `kept`: mappings of the caller's that stay from sync to
+    sync, for a sender that keeps its memory."""
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class Receiver:
         device: torch.device,
         timeout_s: float = 60.0,
         config: dict[str, Any] | None = None,
+        kept: Kept | None = None,
     ) -> None:
         self.name = name
         self.weights = weights
@@ -97,6 +100,7 @@ class Receiver:
         self.device = device
         self.timeout_s = timeout_s
         self.config = config or {}
+        self.kept = kept
         self.calls: type[Call] = Call  # what takes part in one sync
         self.version = BASE
         self.routed = False
@@ -305,6 +309,7 @@ class Call:
             ranks=tuple(said["ranks"]),
             place=said["place"],
             pieces=self.layout.pieces,
+            kept=self.receiver.kept,
             config={**self.receiver.config, "size": len(said["ranks"])},
         )
 

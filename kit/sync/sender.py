@@ -24,29 +24,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from kit.errors import BadInput, KitError
-from kit.sync.buckets import live
 from kit.sync.cache import BASE
-from kit.sync.hashes import digest
-from kit.sync.link import FAILED, PeerFailed, PeerGone, PeerSilent, ready
+from kit.sync.link import PeerFailed
 from kit.sync.log import Log
-from kit.sync.transports import Place, choose, make
-from kit.sync.transports.base import GRACE_S, TransportContext
-from kit.sync.verify import NONE, Digests
+from kit.sync.sending import BUILDS, Sending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
-    from kit.sync.buckets import Key
     from kit.sync.cache import Cache
-    from kit.sync.link import Link, Listener
-    from kit.sync.transports.base import Transport
-
-    Tensors = Mapping[Key, torch.Tensor]
+    from kit.sync.link import Listener
+    from kit.sync.sending import Gathered
+    from kit.sync.transports import Place
 
 AUTO = "auto"
-BUILDS = ("refresh", "stream")  # paths that make a version
 STEPS = ("apply", "teardown", "finalize", "publish", "activate")
 
 
@@ -72,18 +65,6 @@ class SyncFailed(KitError):  # noqa: N818 - it is what happened
         self.peer: str | None = getattr(error, "peer", None)
         self.bucket: int | None = said.get("bucket")
         self.tensors: tuple[str, ...] = tuple(said.get("tensors", getattr(error, "tensors", ())))
-
-
-class OtherBase(KitError):  # noqa: N818 - it is what was found
-    """A receiver's base weights are not the trainer's."""
-
-    def __init__(self, peer: str, tensors: Sequence[str], count: int) -> None:
-        super().__init__(
-            f"{peer} has other base weights than the trainer: {len(tensors)} of {count} tensors, {tensors[0]} first; "
-            "a trainer that resumed from elsewhere must send a version"
-        )
-        self.peer = peer
-        self.tensors = tuple(tensors)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -148,11 +129,12 @@ class Sender:
         self,
         version: int,
         targets: Sequence[Target],
-        gather: Callable[[], Tensors] | None = None,
+        gather: Callable[[], Gathered] | None = None,
         *,
         dirty: Iterable[str] | None = None,
     ) -> Report:
-        """Bring a version to these receivers, each of which joins meanwhile. `gather` gives all live weights; an expansion needs none.
+        """Bring a version to these receivers, each of which joins meanwhile. `gather` gives all live weights, or a `Bound` of them where
+        they stay; an expansion needs none.
         `dirty` are those that have changed since the last version."""
         with contextlib.ExitStack() as scope:
             try:
@@ -166,14 +148,14 @@ class Sender:
         path: str,
         version: int,
         targets: Sequence[Target],
-        gather: Callable[[], Tensors] | None,
+        gather: Callable[[], Gathered] | None,
         dirty: Iterable[str] | None,
     ) -> Report:
         report = Report(path=path, version=version, began=time.time(), receivers=len(targets))
         report.log.event("begin")
         started = time.perf_counter()
         try:
-            _Call(self, report, targets).run(gather, dirty)
+            Sending(self, report, targets).run(gather, dirty)
         except KitError as error:
             active = self.cache.active
             published = path in BUILDS and active == version
@@ -217,247 +199,3 @@ class Sender:
         if version == BASE:
             return "base"
         return "refresh" if state == "serving" else "stream"
-
-
-class _Call:
-    """One sync."""
-
-    def __init__(self, sender: Sender, report: Report, targets: Sequence[Target]) -> None:
-        self.sender = sender
-        self.report = report
-        self.targets = targets
-        self.log = report.log
-        self.cache = sender.cache
-        self.layout = sender.cache.layout
-        self.links: dict[str, Link] = {}
-        self.transports: list[Transport] = []
-        self.digests: Digests | None = None
-        self.table: dict[str, list[str]] = {}
-
-    def run(self, gather: Callable[[], Tensors] | None, dirty: Iterable[str] | None) -> None:
-        sender, report = self.sender, self.report
-        try:
-            self.links = sender.listener.accept([target.name for target in self.targets], sender.timeout_s)
-            tensors: Tensors = {}
-            if gather is not None:
-                with self.log.stage("gather"):
-                    tensors = gather()
-                self.log.event("gathered")
-            if report.path == "base":
-                self.compare_base(tensors)
-            else:
-                self.send(tensors, dirty)
-            for step in sender.steps:
-                if report.path != "base" or step in ("publish", "activate"):
-                    getattr(self, step)()
-            self.command("end", "ended")
-        except BaseException as error:
-            self.abandon(error)
-            raise
-        finally:
-            if self.digests is not None:
-                self.digests.close()
-            for link in self.links.values():
-                link.close()
-
-    # -- what goes before ----------------------------------------------------------------------------------------------
-
-    def compare_base(self, tensors: Tensors) -> None:
-        algorithm = self.sender.verify if self.sender.verify != NONE else "sha256"
-        self.tell("begin", path="base", version=BASE, algorithm=algorithm, began=self.report.began)
-        mine = {name: digest(tensor, algorithm) for (name, _), tensor in tensors.items()}
-        theirs = self.hear("base")
-        differing = {
-            peer: sorted(name for name in {*mine, *said["digests"]} if mine.get(name) != said["digests"].get(name))
-            for peer, said in theirs.items()
-        }
-        self.report.base_differs = differing
-        self.report.verified = len(mine)
-        if not self.sender.base_agrees(differing):
-            peer, names = next((peer, names) for peer, names in differing.items() if names)
-            raise OtherBase(peer, names, len(mine))
-
-    def send(self, tensors: Tensors, dirty: Iterable[str] | None) -> None:
-        sender, report, layout, version = self.sender, self.report, self.layout, self.report.version
-        self.digests = Digests(layout, version, algorithm=sender.verify, share=sender.share)
-        kinds = {target.name: self.kind(target) for target in self.targets}
-        report.tensors = len(layout.specs)
-        report.bytes, report.buckets, report.bucket_bytes = layout.total, len(layout.buckets), layout.bucket_bytes
-        report.verified, report.said = self.digests.count, self.digests.said
-        for kind in kinds.values():
-            report.transports[kind] = report.transports.get(kind, 0) + 1
-        self.tell(
-            "begin",
-            lambda name: {
-                "transport": kinds[name],
-                "ranks": self.ranks(kinds, kinds[name]),
-                "place": self.spot(kinds, name),
-            },
-            path=report.path,
-            version=version,
-            layout=layout.to_json(),
-            verify=sender.verify,
-            share=sender.share,
-            began=report.began,
-        )
-        self.hear("ready")
-        self.log.event("ready")
-        last = time.perf_counter()
-        builds = report.path in BUILDS
-
-        def packed(index: int) -> None:
-            nonlocal last
-            assert self.digests is not None
-            if builds:
-                self.log.add("pack", time.perf_counter() - last)
-            with self.log.stage("send"):
-                if not self.transports:
-                    self.open(kinds)
-                if builds:
-                    self.digests.add(index, live(layout, index, tensors))
-                for transport in self.transports:
-                    transport.send(index, self.cache.bucket(version, index))
-            last = time.perf_counter()
-
-        if builds:
-            self.cache.build(version, tensors, dirty, packed)
-            report.copies = self.cache.copies
-            self.log.event("packed")
-        else:
-            for index in range(len(layout.buckets)):
-                packed(index)
-        with self.log.stage("send"):
-            for transport in self.transports:
-                transport.flush()
-        self.log.event("sent")
-        with self.log.stage("verify"):
-            self.table = self.digests.table() if builds else sender.digests
-            self.tell("verify", digests=self.table)
-            self.hear("verified")
-        self.log.event("verified")
-
-    # -- what goes after, in the order of `Sender.steps` ---------------------------------------------------------------
-
-    def apply(self) -> None:
-        with self.log.stage("apply"):
-            self.command("apply", "applied")
-
-    def teardown(self) -> None:
-        """The sender's ends first, then everybody else's."""
-        with self.log.stage("teardown"):
-            self.close()
-            self.command("teardown", "closed")
-
-    def finalize(self) -> None:
-        with self.log.stage("finalize"):
-            self.command("finalize", "finalized")
-
-    def publish(self) -> None:
-        report = self.report
-        with self.log.stage("publish"):
-            self.tell("publish", version=self.sender.published(report.path, report.version))
-            self.hear("published")
-            if report.path in BUILDS:
-                self.cache.activate(report.version)
-                self.sender.digests = self.table
-        self.log.event("publish")
-
-    def activate(self) -> None:
-        with self.log.stage("activate"):
-            self.report.answered = self.command("activate", "activated")
-
-    # -- how -----------------------------------------------------------------------------------------------------------
-
-    def command(self, kind: str, answer: str) -> int:
-        """How many have done it: all, or it raises."""
-        self.tell(kind)
-        answers = self.hear(answer)
-        self.log.event(kind)
-        return len(answers)
-
-    def tell(self, kind: str, each: Callable[[str], dict[str, Any]] = lambda _: {}, **message: Any) -> None:
-        """Everybody, and only then raise: who is gone must not keep the others from what they are told."""
-        failed: list[KitError] = []
-        for name, link in self.links.items():
-            try:
-                link.send({"kind": kind, **each(name), **message})
-            except PeerGone as error:
-                failed.append(link.last_words(kind) or error)
-            except PeerSilent as error:
-                failed.append(error)
-        if failed:
-            raise failed[0]
-
-    def hear(self, kind: str) -> dict[str, dict[str, Any]]:
-        """From everybody within one deadline. Once somebody has failed the others get a moment: who is gone is named first, since others
-        may fail by that, and who is silent last."""
-        answers: dict[str, dict[str, Any]] = {}
-        failed: list[KitError] = []
-        waiting = dict(self.links)
-        end = time.monotonic() + self.sender.timeout_s
-        while waiting:
-            there = ready(waiting.values(), end - time.monotonic())
-            if not there:
-                break
-            for name in [name for name, link in waiting.items() if link in there]:
-                try:
-                    answers[name] = waiting.pop(name).expect(kind)[0]
-                except (PeerFailed, PeerGone, PeerSilent) as error:
-                    failed.append(error)
-                    end = min(end, time.monotonic() + GRACE_S)
-        if failed:
-            raise min(failed, key=lambda error: not isinstance(error, PeerGone))
-        if waiting:
-            raise PeerSilent(", ".join(waiting), kind, self.sender.timeout_s)
-        return answers
-
-    def kind(self, target: Target) -> str:
-        named = self.sender.transport
-        return choose(self.sender.place, target.place) if named == AUTO else named
-
-    def sharing(self, kinds: Mapping[str, str], kind: str) -> list[Target]:
-        """Receivers by one transport."""
-        return [target for target in self.targets if kinds[target.name] == kind]
-
-    def ranks(self, kinds: Mapping[str, str], kind: str) -> list[int]:
-        return [self.sender.rank, *(target.rank for target in self.sharing(kinds, kind))]
-
-    def spot(self, kinds: Mapping[str, str], name: str) -> int:
-        return 1 + [target.name for target in self.sharing(kinds, kinds[name])].index(name)
-
-    def open(self, kinds: Mapping[str, str]) -> None:
-        for kind in dict.fromkeys(kinds.values()):
-            names = [target.name for target in self.sharing(kinds, kind)]
-            ranks = self.ranks(kinds, kind)
-            context = TransportContext(
-                role="sender",
-                name="the sender",
-                links={name: self.links[name] for name in names},
-                sizes=self.layout.sizes,
-                starts=self.cache.starts,
-                segment=self.cache.segment(self.report.version),
-                pieces=self.layout.pieces,
-                device=self.sender.device,
-                timeout_s=self.sender.timeout_s,
-                ranks=tuple(ranks),
-                place=0,
-                config={**self.sender.config, "size": len(ranks)},
-            )
-            self.transports.append(make(kind, context))
-
-    def close(self) -> None:
-        transports, self.transports = self.transports, []
-        with contextlib.ExitStack() as scope:  # all of them, whatever one raises
-            for transport in reversed(transports):
-                scope.callback(transport.close)
-
-    def abandon(self, error: BaseException) -> None:
-        """Tell everybody that still listens, give everything back, and forget the version. The error goes on its way."""
-        for link in self.links.values():
-            with contextlib.suppress(KitError):
-                link.send({"kind": FAILED, "why": f"given up by the sender: {error}"})
-        try:
-            with contextlib.suppress(KitError):
-                self.close()
-        finally:
-            self.cache.discard(self.report.version)

@@ -7,7 +7,7 @@ import torch
 
 from kit.errors import BadInput, KitError
 from kit.sync import cache as module
-from kit.sync.buckets import Mismatch, lay_out, specs_of, views
+from kit.sync.buckets import Bound, Mismatch, lay_out, specs_of, views
 from kit.sync.cache import Cache, CacheBusy
 from kit.sync.memory import segments
 
@@ -107,9 +107,9 @@ def test_a_version_twice_or_backwards_and_one_that_is_not_there(make):
 @pytest.fixture
 def packs(monkeypatch):
     """The buckets that are packed, not taken from a copy."""
-    seen, real = [], module.pack
+    seen, real = [], Bound.pack
     monkeypatch.setattr(
-        module, "pack", lambda layout, index, *rest, **how: (seen.append(index), real(layout, index, *rest, **how))
+        Bound, "pack", lambda bound, index, *rest, **how: (seen.append(index), real(bound, index, *rest, **how))
     )
     return seen
 

@@ -6,24 +6,26 @@ the way. Turns of all ways follow each other, and what is told of a way is the m
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from kit.labs.sync.config import ONE_WORLD
 from kit.labs.sync.side import name_of
-from kit.sync.buckets import Spec, automatic, lay_out
+from kit.sync.buckets import Bound, Spec, automatic, lay_out
 from kit.sync.cache import Cache
 from kit.sync.receiver import Receiver
 from kit.sync.sender import Sender
+from kit.sync.transports.shm import Kept
 from kit.sync.weights import Whole
 
 if TYPE_CHECKING:
-    import contextlib
-
     from kit.labs.sync.config import SyncConfig
     from kit.labs.sync.inference import Inference
     from kit.labs.sync.trainer import Trainer
@@ -61,7 +63,7 @@ def send(side: Trainer) -> None:
     tensors: dict[Key, torch.Tensor] = {spec.key: torch.full(spec.shape, 7, dtype=spec.dtype) for spec in specs(config)}
     whole = torch.full((len(tensors) * TENSOR,), 7, dtype=torch.uint8)
     into = torch.empty_like(whole).fill_(0)
-    target = next(one for one in reversed(side.targets()))
+    target = replace(side.targets()[-1], state="paused")
     plain: list[float] = []
     for turn in range(TURNS):
         started = time.perf_counter()
@@ -72,7 +74,8 @@ def send(side: Trainer) -> None:
     side.ctx.record("rate/memcpy", statistics.median(plain), "B/s")
     del whole, into
     for name, size in ways(config):
-        cache = Cache(buckets(config, size), keep=True)
+        layout = buckets(config, size)
+        cache, bound = Cache(layout, keep=True), Bound(layout, tensors)
         sender = Sender(
             cache,
             side.listener,
@@ -85,7 +88,7 @@ def send(side: Trainer) -> None:
         )
         seconds = []
         for turn in range(TURNS + 1):
-            report = sender.sync(turn, [paused(target)], lambda: tensors)
+            report = sender.sync(turn, [target], functools.partial(as_it_is, bound))
             events = dict(report.log.events)
             seconds.append(events["apply"] - events["ready"])
         cache.close()
@@ -93,10 +96,8 @@ def send(side: Trainer) -> None:
         side.ctx.record(f"rate/{name}/{size}", rate, "B/s")
 
 
-def paused(target: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(target, state="paused")
+def as_it_is(bound: Bound) -> Bound:
+    return bound
 
 
 def receive(side: Inference) -> None:
@@ -113,8 +114,9 @@ def receive(side: Inference) -> None:
         timeout_s=side.config.deadline_s,
     )
     for _ in ways(side.config):
-        for _ in range(TURNS + 1):
-            receiver.join()
+        with contextlib.closing(Kept()) as receiver.kept:
+            for _ in range(TURNS + 1):
+                receiver.join()
     arrived = sum(bool((tensor == 7).all()) for tensor in tensors.values())
     side.ctx.record("sweep_missing", len(tensors) - arrived)
 
