@@ -136,6 +136,8 @@ class Cache:
             if self.latest == BASE or self._owes_all:
                 stale = every
             bound = tensors if isinstance(tensors, Bound) else Bound(self.layout, tensors)
+            if bound.layout != self.layout:
+                raise BadInput("the weights are bound to another layout than the cache's: bind them to `cache.layout`")
             self._refuse_emptied(bound.tensors)
             self._check_room()
             source = self._places.get(self.latest)

@@ -185,6 +185,48 @@ def test_buckets_are_told_when_they_are_there_and_a_listener_may_fail(make):
     assert (cache.latest, cache.copies) == (-1, 0)
 
 
+def test_bound_weights_are_packed_and_those_of_another_layout_refused(make):
+    cache = make()
+    cache.build(1, Bound(LAYOUT, model(1)))
+    assert held(cache, 1) == [1] * 6
+    other = lay_out(specs_of(model(0)), 2048)
+    with pytest.raises(BadInput, match="bound to another layout than the cache's"):
+        cache.build(2, Bound(other, model(2)))
+    assert (cache.latest, held(cache, 1)) == (1, [1] * 6)
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_a_version_that_is_discarded_was_not_and_the_next_build_packs_all(make, packs, built):
+    cache = make(keep=True)
+    cache.build(1, model(1))
+    cache.activate(1)
+    cache.discard(1)  # what is active stays
+    assert held(cache, 1) == [1] * 6
+    if built:
+        cache.build(2, model(2))
+    cache.discard(2)
+    assert (cache.latest, cache.active) == (1, 1)
+    packs.clear()
+    cache.build(2, model(2), dirty=["w0"])
+    assert packs == [0, 1, 2]
+    assert held(cache, 2) == [2] * 6
+
+
+def test_a_version_has_its_segment_while_it_is_built(make):
+    cache, seen = make(), []
+    cache.build(1, model(1), packed=lambda index: seen.append(cache.bucket(1, index).clone()))
+    assert [int(one[0]) for one in seen] == [1, 1, 1]
+
+    def fail(index):
+        cache.segment(2)
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        cache.build(2, model(2), packed=fail)
+    with pytest.raises(BadInput, match="no copy of version 2"):
+        cache.segment(2)
+
+
 def test_weights_that_were_offloaded_are_named(make):
     cache, tensors = make(), model(1)
     cache.build(1, tensors)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-import kit.sync.sender as module
+import kit.sync.sending as module
 from kit.errors import BadInput, KitError
 from kit.sync.cache import BASE
 from kit.sync.link import Listener, PeerFailed, PeerSilent
