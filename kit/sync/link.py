@@ -63,6 +63,7 @@ class Link:
     def __init__(self, sock: socket.socket, peer: str, timeout_s: float) -> None:
         self.peer = peer
         self.timeout_s = timeout_s
+        self.hello: dict[str, Any] = {}  # what a caller said beside its name
         self._sock = sock
         sock.settimeout(timeout_s)
 
@@ -218,12 +219,14 @@ class Listener:
                     if missing:
                         raise PeerSilent(", ".join(missing), "a call", timeout_s) from None
                     break
-                name = self._caller(sock, end)
-                if name is None:
+                hello = self._caller(sock, end)
+                if hello is None:
                     sock.close()
                     continue
+                name = str(hello["name"])
                 self._forget(name, why=f"another one calls itself {name}, too")
                 self._called[name] = Link(sock, name, timeout_s)
+                self._called[name].hello = hello
         except BaseException as error:
             self._forget(*names, why=str(error))
             raise
@@ -240,7 +243,7 @@ class Listener:
                     link.send({"kind": FAILED, "why": why})
                 link.close()
 
-    def _caller(self, sock: socket.socket, end: float) -> str | None:
+    def _caller(self, sock: socket.socket, end: float) -> dict[str, Any] | None:
         if sock.family == socket.AF_UNIX:
             _, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
             if uid != os.getuid():
@@ -253,7 +256,7 @@ class Listener:
         for fd in fds:
             os.close(fd)
         known = hmac.compare_digest(str(hello.get("secret", "")), self._secret)
-        return str(hello.get("name")) if known else None
+        return hello if known and "name" in hello else None
 
     def close(self) -> None:
         self._forget(*self._called, why="nobody listens any more")
@@ -266,8 +269,10 @@ class Listener:
         self.close()
 
 
-def call(address: dict[str, Any], name: str, *, peer: str, timeout_s: float) -> Link:
-    """Call a listener, under a name that it awaits."""
+def call(
+    address: dict[str, Any], name: str, *, peer: str, timeout_s: float, hello: dict[str, Any] | None = None
+) -> Link:
+    """Call a listener, under a name that it awaits. `hello` is what it shall know at once."""
     if "unix" in address:
         sock = socket.socket(socket.AF_UNIX)
         place: Any = b"\0" + address["unix"].encode()
@@ -281,7 +286,7 @@ def call(address: dict[str, Any], name: str, *, peer: str, timeout_s: float) -> 
         sock.close()
         raise PeerGone(peer, "a connection") from None
     link = Link(sock, peer, timeout_s)
-    link.send({"name": name, "secret": address["secret"]})
+    link.send({**(hello or {}), "name": name, "secret": address["secret"]})
     return link
 
 

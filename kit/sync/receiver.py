@@ -21,6 +21,7 @@ from kit.sync.buckets import Layout, Mismatch, views
 from kit.sync.cache import BASE, starts
 from kit.sync.link import FAILED, Link, PeerFailed, PeerGone, call
 from kit.sync.log import Log
+from kit.sync.sending import LAYOUT
 from kit.sync.transports import make
 from kit.sync.transports.base import TransportContext
 from kit.sync.verify import Digests
@@ -102,13 +103,15 @@ class Receiver:
         self.config = config or {}
         self.kept = kept
         self.calls: type[Call] = Call  # what takes part in one sync
+        self.layout: tuple[str, Layout | None] = "", None  # which the sender told last: it need not be told again
         self.version = BASE
         self.routed = False
 
     def join(self) -> Received:
         """Take part in the next sync. It raises what failed here, or what the sender says has failed; all is as before then, or, where
         even that fails, nothing is routed here any more."""
-        with call(self.address, self.name, peer=SENDER, timeout_s=PATIENCE * self.timeout_s) as link:
+        hello = {LAYOUT: self.layout[0]}
+        with call(self.address, self.name, peer=SENDER, timeout_s=PATIENCE * self.timeout_s, hello=hello) as link:
             one = self.calls(self, link)
             try:
                 one.run()
@@ -182,7 +185,12 @@ class Call:
             self.writing.enter_context(self.receiver.host.writing())
             self.log.event("gate")
         self.log.event("begin")
-        self.layout = Layout.from_json(said["layout"])
+        if said["layout"] is not None:
+            self.receiver.layout = said[LAYOUT], Layout.from_json(said["layout"])
+        known = self.receiver.layout[1]
+        if known is None:
+            raise KitError("the sender told no layout of its buckets")
+        self.layout = known
         weights = self.receiver.weights()
         self.applier = weights.bind(self.layout)
         self.digests = Digests(self.layout, said["version"], algorithm=said["verify"], share=said["share"])
@@ -281,7 +289,7 @@ class Call:
             self.apply_bucket(index, buffer)
 
     def look(self, index: int, buffer: torch.Tensor) -> None:
-        if self.digests is not None:
+        if self.digests is not None and self.digests.count:
             self.digests.add(index, views(self.layout, index, buffer))
 
     def room(self, layout: Layout, slots: int | None) -> Iterator[torch.Tensor]:

@@ -19,6 +19,8 @@ dies while it activates, some receivers have the new version and some the old, e
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -118,6 +120,8 @@ class Sender:
         self.share = share
         self.timeout_s = timeout_s
         self.config = config or {}
+        self.layout_json = cache.layout.to_json()
+        self.layout_id = hashlib.sha256(json.dumps(self.layout_json).encode()).hexdigest()
         self.digests: dict[str, list[str]] = {}  # of the live weights that the active version was built from
 
     @property

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     Gathered = Mapping[Key, torch.Tensor] | Bound
 
+LAYOUT = "layout_id"  # of the buckets that a receiver has seen last
 BUILDS = ("refresh", "stream")  # paths that make a version
 
 
@@ -115,10 +116,11 @@ class Sending:
                 "transport": kinds[name],
                 "ranks": self.ranks(kinds, kinds[name]),
                 "place": self.spot(kinds, name),
+                "layout": None if self.links[name].hello.get(LAYOUT) == sender.layout_id else sender.layout_json,
             },
             path=report.path,
             version=version,
-            layout=layout.to_json(),
+            layout_id=sender.layout_id,
             verify=sender.verify,
             share=sender.share,
             began=report.began,
@@ -136,7 +138,7 @@ class Sending:
             with self.log.stage("send"):
                 if not self.transports:
                     self.open(kinds)
-                if builds:
+                if builds and self.digests.count:
                     self.digests.add(index, live(layout, index, named(weights)))
                 for transport in self.transports:
                     transport.send(index, self.cache.bucket(version, index))

@@ -114,7 +114,9 @@ def failing(receiver: Receiver, scene: str) -> Iterator[None]:
     class Failing(plain):  # type: ignore[misc]
         def begin(self, said: dict[str, Any]) -> None:
             if scene == "missing":
-                name = said["layout"]["specs"][-1][0]
+                _, known = receiver.layout
+                assert known is not None  # versions came before
+                name = known.specs[-1].name
                 receiver_weights = receiver.weights
                 receiver.weights = lambda: without(receiver_weights(), name)
                 try:
