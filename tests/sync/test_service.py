@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -270,8 +271,9 @@ def test_a_failure_after_the_publication_keeps_the_version_where_it_arrived(
     scene.works(1)
     scene.receivers["r2"].calls = failing(step, trouble, after=after)
     error, first, _ = scene.sync(2)
-    assert str(error) == (
-        "the refresh with version 2 failed: r2 failed: the disk is on fire (activated was awaited); version 2 is active already"
+    assert re.fullmatch(  # it may have left before it is told, or after
+        r"the refresh with version 2 failed: r2 failed: the disk is on fire \(activated? was awaited\); version 2 is active already",
+        str(error),
     )
     assert scene.sender.version == 2
     assert isinstance(first, PeerFailed)
