@@ -255,8 +255,9 @@ class Listener:
             return None
         for fd in fds:
             os.close(fd)
-        known = hmac.compare_digest(str(hello.get("secret", "")), self._secret)
-        return hello if known and "name" in hello else None
+        if not isinstance(hello, dict) or "name" not in hello:
+            return None
+        return hello if hmac.compare_digest(str(hello.get("secret", "")), self._secret) else None
 
     def close(self) -> None:
         self._forget(*self._called, why="nobody listens any more")

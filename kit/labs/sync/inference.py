@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from kit.errors import KitError
 from kit.labs.sync import broken, rehearse, sweep
 from kit.labs.sync.config import replica_model
 from kit.labs.sync.side import Side, fill, name_of
@@ -170,8 +171,11 @@ class Inference(Side):
             old = self.serving.next()
             yield
             new = self.serving.next()
-        finally:
-            self.serving.stop()
+        except BaseException:
+            with contextlib.suppress(KitError):  # what went wrong first is what is told
+                self.serving.stop()
+            raise
+        self.serving.stop()
         made = self.serving.served
         first = made.index(new)
         self.ctx.record("served", len(made))
