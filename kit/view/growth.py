@@ -1,0 +1,95 @@
+"""How the cost of a sync grows, with bytes and with receivers, from what `kit bench sync --json` wrote.
+
+`python -m kit.view.growth BENCH.json --out docs/images` draws it for light and for dark pages. Bars are the least and the greatest sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from kit.errors import BadInput
+from kit.view.plots import Picture
+from kit.view.style import LINES, MARKERS, THEMES, theme
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from kit.view.style import Theme
+
+ROW = re.compile(r"growth: (\d+) MB, (\d+) receivers?: (.+)")
+MS = 1e3
+
+
+def growth(bench: dict[str, Any]) -> pd.DataFrame:
+    """megabytes, receivers, way, and its seconds: median, low, high."""
+    rows = [
+        {"megabytes": int(found[1]), "receivers": int(found[2]), "way": found[3]}
+        | {key: row[key] for key in ("median", "low", "high")}
+        for row in bench["rows"]
+        if (found := ROW.fullmatch(row["what"])) and row["median"] is not None
+    ]
+    if bench.get("bench") != "sync" or not rows:
+        raise BadInput("these are no rows of `kit bench sync --json` that tell how its cost grows")
+    return pd.DataFrame(rows).drop_duplicates(["megabytes", "receivers", "way"])
+
+
+def plot_growth(bench: dict[str, Any], *, theme_name: str = "light") -> Picture:
+    """By bytes to one receiver, and by receivers of the same bytes."""
+    table, look = growth(bench), theme(theme_name)
+    with mpl.rc_context(look.rc()):
+        picture = Picture(figsize=(11, 3.6), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
+        left, right = picture.subplots(1, 2)
+        lines(left, table[table["receivers"] == 1], "megabytes", look)
+        left.set(xscale="log", yscale="log", xlabel="MB, to one receiver", ylabel="time [ms]")
+        left.set_title("A larger model")
+        some = table[table["receivers"] > 1]["megabytes"]
+        same = table[table["megabytes"] == (some.iloc[0] if len(some) else table["megabytes"].iloc[0])]
+        lines(right, same, "receivers", look)
+        right.set(xlabel=f"receivers of {same['megabytes'].iloc[0]} MB", ylabel="time [ms]", ylim=(0, None))
+        right.set_title("More receivers, on the same cores")
+    return picture
+
+
+def lines(ax: Axes, table: pd.DataFrame, by: str, look: Theme) -> None:
+    for index, (way, rows) in enumerate(table.groupby("way", sort=False)):
+        ordered = rows.sort_values(by)
+        middle = ordered["median"] * MS
+        spread = [middle - ordered["low"] * MS, ordered["high"] * MS - middle]
+        ax.errorbar(
+            ordered[by],
+            middle,
+            yerr=spread,
+            label=str(way),
+            color=look.colour(index),
+            marker=MARKERS[index],
+            linestyle=LINES[index],
+            markersize=5.5,
+            capsize=3,
+        )
+    places = sorted(table[by].unique())
+    ax.set_xticks(places, [f"{place:g}" for place in places])
+    ax.minorticks_off()
+    ax.legend(loc="upper left")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m kit.view.growth", description="Draw how the cost of a sync grows.")
+    parser.add_argument("bench", type=Path, help="what `kit bench sync --json` wrote")
+    parser.add_argument("--out", type=Path, default=Path("docs/images"), help="the folder for the pictures")
+    arguments = parser.parse_args()
+    bench = json.loads(arguments.bench.read_text().splitlines()[-1])
+    for theme_name in THEMES:
+        suffix = "" if theme_name == "light" else f"-{theme_name}"
+        print(plot_growth(bench, theme_name=theme_name).save(arguments.out / f"sync-growth{suffix}.png"))
+
+
+if __name__ == "__main__":
+    main()

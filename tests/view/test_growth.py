@@ -1,0 +1,46 @@
+"""The picture of a sync's growing cost, from rows that are made up here, in the shape of the bench's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kit.bench.rows import row
+from kit.bench.sync.parts import times
+from kit.errors import BadInput
+from kit.view.growth import growth, plot_growth
+
+
+def bench() -> dict[str, Any]:
+    rows = []
+    for megabytes, receivers in ((10, 1), (100, 1), (100, 2), (1000, 1)):
+        seconds = {way: [slow * megabytes / 1e4 * receivers] * 3 for way, slow in (("memcpy", 1.0), ("shm", 1.4))}
+        what = f"growth: {megabytes} MB, {receivers} receiver{'s' * (receivers > 1)}"
+        rows += times(what, {"seconds": seconds, "bytes": megabytes * 10**6}, ["memcpy", "shm"])
+    rows.append(row("something else", [1.0]))
+    return {"bench": "sync", "rows": [each.to_json() for each in rows]}
+
+
+def test_rows_become_a_table() -> None:
+    table = growth(bench())
+    assert len(table) == 8
+    assert set(table["way"]) == {"memcpy", "shm"}
+    assert table.set_index(["megabytes", "receivers", "way"])["median"][100, 2, "shm"] == pytest.approx(0.028)
+
+
+@pytest.mark.parametrize("theme_name", ["light", "dark"])
+def test_it_is_drawn(theme_name: str, tmp_path: Path) -> None:
+    picture = plot_growth(bench(), theme_name=theme_name)
+    left, right = picture.axes
+    assert [line.get_text() for line in left.get_legend().get_texts()] == ["memcpy", "shm"]
+    assert list(right.containers[1].lines[0].get_xdata()) == [1, 2]
+    assert picture.save(tmp_path / "growth.png").stat().st_size > 10_000
+
+
+def test_other_benches_are_refused() -> None:
+    with pytest.raises(BadInput, match="no rows of `kit bench sync --json`"):
+        growth({"bench": "split", "rows": bench()["rows"]})
+    with pytest.raises(BadInput, match="no rows of `kit bench sync --json`"):
+        growth({"bench": "sync", "rows": []})
