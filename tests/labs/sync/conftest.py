@@ -1,10 +1,9 @@
-"""Runs of the sync lab for all tests of a module, on ranks that stay alive, with the tests' own code where ranks find it."""
+"""Runs of the sync lab for all tests of a module, on ranks that stay alive."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,44 +11,13 @@ import kit
 from kit.results import Verdict
 from tests.holdings import holdings, wait_for
 
-ROOT = Path(__file__).resolve().parents[3]
 SMALL = {"layers": 2, "cycles": 2, "sweep": False, "deadline_s": 10}
-OWN = '''
-from kit.sync.transports.serialize import Serialize
-
-
-class Slow(Serialize):
-    """Nothing but another name."""
-
-
-class FlipsABit(Serialize):
-    def receive(self, index, into):
-        got = super().receive(index, into)
-        got[0] ^= 1
-        return got
-
-
-class Raises(Serialize):
-    def send(self, index, buffer):
-        raise LookupError("my own send failed")
-
-
-class KeepsRunning(Serialize):
-    def close(self):
-        raise LookupError("my own close failed")
-
-
-class Empty:
-    def __init__(self, ctx): ...
-'''
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs go to a folder of the module; `mine` and the documentation's example can be imported by ranks. Nothing is left."""
+    """Runs go to a folder of the module, and nothing is left."""
     folder = tmp_path_factory.mktemp("sync")
-    (folder / "mine.py").write_text(OWN)
-    (folder / "own_transport.py").write_text((ROOT / "docs" / "examples" / "own_transport.py").read_text())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KIT_RUNS", str(folder / "runs"))
         patch.chdir(folder)

@@ -30,7 +30,7 @@ ALSO = {
     "leaked-segment": {"failure_is_clean"},
     "torn-read": {"version_order"},  # nobody asked for the gate
 }
-QUICK = ("permuted-rows", "double-bump", "leaked-segment")
+QUICK = ("permuted-rows",)
 
 
 @pytest.mark.parametrize(

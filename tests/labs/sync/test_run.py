@@ -52,20 +52,22 @@ def test_every_way_of_the_comparison_has_a_rate(sync: Sync) -> None:
     assert len(rates) == 1 + 3 * 4 + 1
 
 
+@pytest.mark.slow
 def test_equal_layouts_give_the_same_bits(sync: Sync) -> None:
     verdict = sync(**EQUAL).verdict()
     assert failed(verdict) == set()
     assert "8 of 8 are the same bits" in why(verdict, "logits_equal")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
         {"transport": "broadcast"},
         {"transport": "serialize", "verify_share": 0.3},
-        pytest.param({"transport": "per-tensor", "dtype": "bfloat16"}, marks=pytest.mark.slow),
-        pytest.param({"pp": 2, "tp": 1, "bucket_mib": 0.03}, marks=pytest.mark.slow),
-        pytest.param({"verify": "sha256", "oversize": "refuse"}, marks=pytest.mark.slow),
+        {"transport": "per-tensor", "dtype": "bfloat16"},
+        {"pp": 2, "tp": 1, "bucket_mib": 0.03},
+        {"verify": "sha256", "oversize": "refuse"},
         pytest.param(
             {"ranks": 6, "tp": 1, "replicas": 3, "verify": "none"}, marks=pytest.mark.slow
         ),  # three data ranks
@@ -78,13 +80,15 @@ def test_other_ways(sync: Sync, config: dict[str, object]) -> None:
     assert unanswered(verdict) <= {"others_untouched", "sweep_arrived"}
 
 
+@pytest.mark.slow
 def test_what_was_compared_on_the_way_is_said(sync: Sync) -> None:
     said = why(sync(transport="serialize", verify_share=0.3).verdict(), "bit_exact")
     part = int(said.split("on the way ")[1].split(" of ")[0])
     assert 0 < part < 26
 
 
-@pytest.mark.parametrize("refresh", ["staged", pytest.param("paused", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("refresh", ["staged", "paused"])
 def test_apart_nobody_sleeps(sync: Sync, refresh: str) -> None:
     run = sync(**APART, refresh=refresh)
     verdict = run.verdict()

@@ -32,8 +32,11 @@ def meet(*, name: str) -> int:
     """Only where all Worlds run at the same time."""
     if number() != 1:
         with linked(name) as link:
-            link.send({"kind": "hello"})
+            if number() == 0:  # who was called speaks first
+                link.send({"kind": "hello"})
             link.expect("hello")
+            if number() != 0:
+                link.send({"kind": "hello"})
     return number()
 
 
