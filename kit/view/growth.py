@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 import pandas as pd
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import StrMethodFormatter
 
 from kit.errors import BadInput
 from kit.view.plots import Picture
@@ -47,8 +48,8 @@ def plot_growth(bench: dict[str, Any], *, theme_name: str = "light") -> Picture:
     with mpl.rc_context(look.rc()):
         picture = Picture(figsize=(11, 3.6), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
         left, right = picture.subplots(1, 2)
-        lines(left, table[table["receivers"] == 1], "megabytes", look)
         left.set(xscale="log", yscale="log", xlabel="MB, to one receiver", ylabel="time [ms]")
+        lines(left, table[table["receivers"] == 1], "megabytes", look)
         left.set_title("A larger model")
         some = table[table["receivers"] > 1]["megabytes"]
         same = table[table["megabytes"] == (some.iloc[0] if len(some) else table["megabytes"].iloc[0])]
@@ -77,6 +78,7 @@ def lines(ax: Axes, table: pd.DataFrame, by: str, look: Theme) -> None:
     places = sorted(table[by].unique())
     ax.set_xticks(places, [f"{place:g}" for place in places])
     ax.minorticks_off()
+    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     ax.legend(loc="upper left")
 
 
