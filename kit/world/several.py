@@ -231,12 +231,13 @@ def together(shares: Sequence[Share], news: News, observer: Observer) -> None:
                     share.start()
             show(news, observer, TICK_S)
             observer.tick([rank for share in shares for rank in share.answered])
-            if patience == math.inf and any(share.error is not None for share in shares):
+            # Who was interrupted has a time of its own to stop in.
+            if raised is None and patience == math.inf and any(share.error is not None for share in shares):
                 patience = time.monotonic() + GRACE_S
             if time.monotonic() > patience:
                 stop_all(shares, Stopped)
         except KeyboardInterrupt as error:
-            raised = error
+            raised, patience = error, math.inf
             stop_all(shares, KeyboardInterrupt)
         except BaseException as error:  # noqa: BLE001 - an observer's failure must not leave threads behind
             raised = raised or error

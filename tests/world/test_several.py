@@ -142,6 +142,7 @@ def test_who_raised_is_blamed_before_who_noticed_it_first(own: Worlds, tmp_path:
     assert "PeerGone" in info.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_the_others_get_a_short_time_after_a_failure(own: Worlds) -> None:
     with pytest.raises(RankError) as info:
         own.call(f"{ACROSS}:fail_while_others_sleep", timeout_s=500)
@@ -167,6 +168,7 @@ def test_a_rank_that_is_killed_ends_all_worlds(own: Worlds) -> None:
         own.call(f"{ACROSS}:numbers", ranks=[0])
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_the_culprit_of_those_in_the_other_world(own: Worlds) -> None:
     with pytest.raises(RankTimeout) as info:
         own.call(f"{ACROSS}:wait_for_rank_2", name=fresh(), does="hang", timeout_s=3)
@@ -187,6 +189,7 @@ def test_an_interrupt_reaches_the_ranks_of_all_worlds(own: Worlds) -> None:
     assert own.pids == pids
 
 
+@pytest.mark.slow
 def test_an_interrupt_that_a_rank_does_not_take_ends_all_worlds(
     own: Worlds, capsys: pytest.CaptureFixture[str]
 ) -> None:

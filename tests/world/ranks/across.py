@@ -69,6 +69,7 @@ def wait_for_rank_2(*, name: str, does: str, gate: str = "") -> None:
     """Rank 0 waits for it at a link and rank 1 in a collective."""
     if number() == 0:
         with linked(name) as link:
+            link.send({"kind": "hello"})  # a caller that has left before it was spoken to did not call
             try:
                 link.receive("a word")
             except PeerGone:
@@ -77,7 +78,8 @@ def wait_for_rank_2(*, name: str, does: str, gate: str = "") -> None:
     elif number() == 1:
         dist.barrier()
     else:
-        with linked(name):
+        with linked(name) as link:
+            link.expect("hello")
             if does == "hang":
                 time.sleep(FOR_EVER)
             if does == "kill":
