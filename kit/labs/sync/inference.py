@@ -19,6 +19,7 @@ from kit.sync.hashes import digest
 from kit.sync.link import call
 from kit.sync.receiver import SENDER, Receiver
 from kit.sync.serving import Serving
+from kit.sync.transports.serialize import memory
 from kit.sync.weights import Cut
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Inference(Side):
         with call(self.address, name_of(self.ctx.rank), peer=SENDER, timeout_s=self.config.deadline_s) as link:
             truth, _ = link.expect("truth")
             wanted = torch.empty(truth["shape"], dtype=torch.float32)
-            link.receive_bytes(sweep.memory(wanted.view(-1).view(torch.uint8)))
+            link.receive_bytes(memory(wanted.view(-1).view(torch.uint8)))
             own = self.digests(PROOF)
             differing = sorted(
                 name for name in {*own, *truth["digests"]} if own.get(name) != truth["digests"].get(name)

@@ -7,7 +7,6 @@ the way. Turns of all ways follow each other, and what is told of a way is the m
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import statistics
 import time
@@ -141,8 +140,3 @@ class Idle:
 
     def digests(self, algorithm: str) -> dict[str, str]:
         raise NotImplementedError(f"there is no base to compare by {algorithm}")
-
-
-def memory(flat: torch.Tensor) -> memoryview:
-    """The bytes of a flat tensor on the host, where they lie."""
-    return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")

@@ -16,6 +16,7 @@ from kit.sync.cache import BASE, Cache
 from kit.sync.hashes import digest
 from kit.sync.link import Listener
 from kit.sync.sender import Target
+from kit.sync.transports.serialize import memory
 from kit.train.settings import DEFAULTS
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class Trainer(Side):
             logits = self.logits.cpu().contiguous()
             for link in links.values():
                 link.send({"kind": "truth", "digests": self.digests, "shape": list(logits.shape)})
-                link.send_bytes(sweep.memory(logits.view(-1).view(torch.uint8)))
+                link.send_bytes(memory(logits.view(-1).view(torch.uint8)))
             for link in links.values():
                 link.expect("judged")
                 link.close()
