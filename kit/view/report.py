@@ -1,0 +1,204 @@
+"""One page that tells of runs to somebody who has none of them: `kit report DIR... --to report.html`.
+
+Everything is inside the file: pictures as data, style, a few lines that sort tables. It asks no network for anything (and forbids itself
+to), reads without scripts, on a phone, light and dark.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from PIL import Image
+
+import kit
+from kit.errors import BadInput
+from kit.labs.discover import checks_of
+from kit.labs.stepped import show
+from kit.results import read_verdict
+from kit.results.files import to_json, write_text
+from kit.view.plots import plot_run
+from kit.view.report_tables import compared, tables
+from kit.view.style import THEMES
+
+if TYPE_CHECKING:
+    from kit.results import Run, Verdict, VerdictRow
+    from kit.view.plots import Picture
+
+SUFFIXES = (".html", ".htm")
+TAIL = 60  # lines of a rank's log
+WIDE = 2000  # characters of a line of it
+DPI = 120
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+SIGNS = {"<=": "≤", ">=": "≥", "==": "="}
+ANSWERS = {False: ("bad", "✗ FAIL"), None: ("open", "- not measured"), True: ("good", "✓ pass")}
+
+
+def write_report(runs: Sequence[Run], to: str | Path) -> Path:
+    """Write the page. The file is whole or not there."""
+    target = Path(to).expanduser()
+    if target.suffix.lower() not in SUFFIXES:
+        raise BadInput(f"a report is written as {' or '.join(SUFFIXES)}, not {target.name!r}")
+    if not target.parent.is_dir():
+        raise BadInput(f"cannot write {target}: there is no folder {target.parent}")
+    write_text(target, page(runs))
+    return target
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The whole report as one HTML document."""
+    if not runs:
+        raise BadInput("a report needs at least one run")
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    chapters = [chapter(run, number) for number, run in enumerate(runs, start=1)]
+    return environment.get_template("report.html").render(
+        title=f"Lifecycle Kit: {', '.join(dict.fromkeys(run.lab for run in runs))}",
+        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        kit=kit.__version__,
+        chapters=chapters,
+        worst_first=sorted(chapters, key=lambda chapter: chapter["weight"]),
+        compared=compared(runs) if len(runs) > 1 else None,
+    )
+
+
+def chapter(run: Run, number: int) -> dict[str, Any]:
+    """What the page tells of one run."""
+    stored = run.dir / "verdict.json"
+    verdict = read_verdict(stored) if stored.is_file() else run.verdict()
+    told, kind, weight = outcome(run, verdict)
+    return {
+        "anchor": f"run-{number}",
+        "id": run.id,
+        "lab": run.lab,
+        "fault": run.fault or "",
+        "outcome": told,
+        "kind": kind,
+        "weight": weight,
+        "partial": run.partial,
+        "notes": run.notes,
+        "facts": facts(run),
+        "checks": answers(run, verdict),
+        "pictures": {name: data_uri(plot_run(run, theme_name=name)) for name in THEMES},
+        "tables": tables(run),
+        "logs": logs(run) if run.status == "failed" else [],
+        "config": {name: to_json(value) for name, value in run.config.items()},
+        "provenance": to_json(run.provenance, indent=1),
+    }
+
+
+def outcome(run: Run, verdict: Verdict) -> tuple[str, str, int]:
+    """In words, its colour, and its place among others: the worst first."""
+    rows = [row for row in verdict if "/" not in row.check]
+    counts = {answer: sum(row.passed is answer for row in rows) for answer in ANSWERS}
+    words = f"{counts[False]} failed, {counts[None]} not measured, {counts[True]} passed" if rows else "no checks"
+    if run.status == "failed":
+        return f"the run broke; {words}", "bad", 0
+    if counts[False]:
+        return words, "bad", 1
+    if run.status == "running":
+        return f"unfinished; {words}", "open", 2
+    return words, "open" if counts[None] or not rows else "good", 3
+
+
+def facts(run: Run) -> dict[str, str]:
+    """When and where, as far as the run knows."""
+    info, about = run.info(), run.provenance
+    on = about.get("rank0") or about
+    cpu, gpu, world = (on.get(name) or {} for name in ("cpu", "gpu", "world"))
+    world = about.get("world") or world
+    cards = [str(card.get("name")) for card in gpu.get("gpus") or []]
+    versions = [f"{name} {version}" for name, version in (on.get("versions") or {}).items() if version]
+    commit = (about.get("git") or {}).get("commit")
+    found = {
+        "lab": run.lab,
+        "fault": f"{run.fault} (a known bug, switched on)" if run.fault else "",
+        "when": when(info.get("started"), info.get("finished")),
+        "where": ", ".join(filter(None, [on.get("host"), cpu.get("model"), cores(cpu), *cards])),
+        "ranks": f"{world['ranks']} on {world['device']}: {world['why']}"
+        if {"ranks", "device", "why"} <= set(world)
+        else "",
+        "software": ", ".join([f"kit {info.get('kit') or about.get('kit')}", *versions, f"Python {on.get('python')}"]),
+        "commit": f"{commit[:12]}{' with local changes' if about['git'].get('dirty') else ''}" if commit else "",
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def cores(cpu: dict[str, Any]) -> str:
+    return f"{cpu['affinity']} cores" if cpu.get("affinity") else ""
+
+
+def when(started: str | None, finished: str | None) -> str:
+    if not started:
+        return ""
+    begin = datetime.fromisoformat(started)
+    text = f"{begin.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    if not finished:
+        return text
+    return f"{text}, took {show((datetime.fromisoformat(finished) - begin).total_seconds(), 's')}"
+
+
+def answers(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
+    """The checks, worst first, each with its question and the rows that say what it is about in detail."""
+    asked = {check.name: check for check in checks_of(run.lab)}
+    made = []
+    for row in sorted(verdict, key=lambda row: list(ANSWERS).index(row.passed)):
+        if "/" in row.check:
+            continue
+        check = asked.get(row.check)
+        parts = [part for part in verdict if part.check.startswith(f"{row.check}/")]
+        own = check.limit_for(run.config) if check else row.limit
+        moved = f"moved: the lab's own is {measured(own, row.unit)}" if own != row.limit else ""
+        parts.sort(key=lambda part: list(ANSWERS).index(part.passed))
+        made.append(
+            {
+                **told(row),
+                "question": check.question if check else "",
+                "better": SIGNS[check.better] if check else "",
+                "moved": moved,
+                "parts": [told(part) for part in parts],
+            }
+        )
+    return made
+
+
+def told(row: VerdictRow) -> dict[str, str]:
+    kind, mark = ANSWERS[row.passed]
+    limits = {"measured": measured(row.measured, row.unit), "limit": measured(row.limit, row.unit)}
+    return {"kind": kind, "mark": mark, "check": row.check, "why": row.why, **limits}
+
+
+def measured(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:.6g}{'' if unit == '1' else f' {unit}'}"
+
+
+def data_uri(picture: Picture) -> str:
+    """The picture inside the page, in 128 colours: half the bytes, and nobody sees a difference."""
+    buffer = io.BytesIO()
+    picture.savefig(buffer, format="png", dpi=DPI)
+    small = io.BytesIO()
+    Image.open(buffer).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(small.getvalue()).decode()}"
+
+
+def logs(run: Run) -> list[tuple[str, str]]:
+    """What was said when the run broke, and the last lines of each rank."""
+    files = [
+        run.dir / "logs" / "error.txt",
+        *sorted(run.dir.glob("logs/rank*.log"), key=lambda path: (len(path.name), path.name)),
+    ]
+    return [(path.name, text) for path in files if path.is_file() and (text := tail(path))]
+
+
+def tail(path: Path) -> str:
+    lines = ESCAPES.sub("", path.read_text(errors="replace")).rstrip().splitlines()
+    left = [f"... {len(lines) - TAIL} lines before"] if len(lines) > TAIL else []
+    return "\n".join([*left, *(line[:WIDE] for line in lines[-TAIL:])])
