@@ -1,0 +1,113 @@
+"""How a panel looks: one style sheet in JupyterLab's own colours, and the small pieces of HTML that its parts share.
+
+Every colour is a variable of the theme with a fallback for another page, so that light and dark both fit. Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+import ipywidgets as widgets
+
+GOOD = "var(--jp-success-color1, #00704f)"
+BAD = "var(--jp-error-color1, #b33a00)"
+BUSY = "var(--jp-brand-color1, #0072b2)"
+FAINT = "var(--jp-ui-font-color2, #57606a)"
+LINE = "var(--jp-border-color2, #d0d7de)"
+
+# A state is told by its sign and its word as well as by its colour.
+SIGNS = {"waiting": "·", "running": "▶", "done": "✓", "failed": "✗"}
+
+CSS = f"""
+.kit-panel {{ color: var(--jp-ui-font-color1, inherit); max-width: 100%; }}
+.kit-panel .widget-html-content {{ line-height: 1.45; white-space: normal; }}
+.kit-panel .widget-html {{ height: auto; min-width: 0; }}
+.kit-panel h3 {{ margin: 0; font-size: 1.15em; }}
+.kit-panel p {{ margin: 0; }}
+.kit-faint {{ color: {FAINT}; }}
+.kit-bad {{ color: {BAD}; }}
+.kit-good {{ color: {GOOD}; }}
+.kit-busy {{ color: {BUSY}; }}
+.kit-panel :focus-visible {{ outline: 2px solid {BUSY}; outline-offset: 1px; }}
+.kit-fields {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(350px, 100%), 1fr)); gap: 2px 18px; }}
+.kit-fields > * {{ width: auto; min-width: 0; }}
+.kit-wrong {{ outline: 2px solid {BAD}; outline-offset: 1px; border-radius: 3px; }}
+.kit-number {{ flex-flow: row nowrap; }}
+.kit-wrap {{ display: flex; flex-flow: row wrap; gap: 4px 8px; align-items: center; }}
+.kit-scroll {{ overflow-x: auto; max-width: 100%; }}
+.kit-scroll.kit-follow {{ scroll-snap-type: x mandatory; }}
+.kit-follow .kit-now {{ scroll-snap-align: center; }}
+.kit-strip {{ border-collapse: separate; border-spacing: 2px; font-variant-numeric: tabular-nums; }}
+.kit-strip th {{ font-weight: normal; color: {FAINT}; text-align: left; padding: 0 4px; white-space: nowrap; }}
+.kit-strip th.kit-phase {{ writing-mode: vertical-rl; transform: rotate(180deg); padding: 4px 0; max-height: 11em; }}
+.kit-strip th.kit-cycle {{ border-bottom: 1px solid {LINE}; text-align: center; }}
+.kit-strip th.kit-rank {{ position: sticky; left: 0; z-index: 1; background: var(--jp-layout-color0, Canvas); }}
+.kit-strip td {{ min-width: 38px; height: 32px; padding: 0 2px; text-align: center; line-height: 1.1; border-radius: 3px;
+  border: 1px solid {LINE}; }}
+.kit-strip td small {{ display: block; font-size: .78em; color: {FAINT}; }}
+.kit-strip td.kit-done {{ color: {GOOD}; border-color: {GOOD}; }}
+.kit-strip td.kit-running {{ color: {BUSY}; border: 2px solid {BUSY}; font-weight: bold; }}
+.kit-strip td.kit-failed {{ color: {BAD}; border: 2px solid {BAD}; font-weight: bold; }}
+.kit-strip tr.kit-culprit th.kit-rank {{ color: {BAD}; font-weight: bold; }}
+.kit-bar {{ height: 8px; border-radius: 4px; overflow: hidden; background: var(--jp-border-color3, #e4e7eb); }}
+.kit-bar > div {{ height: 100%; background: {BUSY}; }}
+.kit-failure {{ border-left: 4px solid {BAD}; padding: 4px 10px; overflow-wrap: anywhere; }}
+.kit-panel details > summary {{ cursor: pointer; color: {FAINT}; }}
+.kit-panel details[open] > summary {{ margin-bottom: 4px; }}
+.kit-panel pre {{ margin: 0; padding: 6px 8px; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .92em;
+  line-height: 1.35; color: inherit; background: var(--jp-layout-color2, transparent); border-radius: 3px; }}
+.kit-log {{ display: flex; flex-direction: column-reverse; max-height: 26em; overflow-y: auto; }}
+.kit-check {{ display: flex; flex-flow: row wrap; gap: 2px 14px; align-items: flex-start; padding: 5px 2px;
+  border-bottom: 1px solid {LINE}; }}
+.kit-check > .widget-html {{ flex: 1 1 300px; }}
+.kit-check > .widget-box {{ flex: 0 1 auto; }}
+.kit-panel .widget-tab > .widget-tab-contents, .kit-panel .jupyter-widget-TabPanel-tabContents {{ padding: 8px 6px; overflow: auto; }}
+"""
+
+
+def sheet() -> widgets.HTML:
+    """The style sheet, as the first child of a panel."""
+    return widgets.HTML(f"<style>{CSS}</style>", layout=widgets.Layout(display="none"))
+
+
+def classed(widget: Any, *names: str) -> Any:
+    """The widget, with CSS classes of the sheet."""
+    for name in names:
+        widget.add_class(name)
+    return widget
+
+
+def box(*children: Any, names: Sequence[str] = ("kit-wrap",)) -> widgets.Box:
+    """Things in a row that wraps where it is narrow."""
+    return classed(widgets.Box(list(children)), *names)
+
+
+def text(value: object) -> str:
+    """Plain text in HTML, attributes included."""
+    return html.escape(str(value), quote=True)
+
+
+def span(kind: str, value: object) -> str:
+    """Words in one of the sheet's colours: faint, bad, good or busy."""
+    return f'<span class="kit-{kind}">{text(value)}</span>'
+
+
+def folded(summary: str, inside: str) -> str:
+    """Plain text under a line that opens it."""
+    return f"<details><summary>{text(summary)}</summary><pre>{text(inside)}</pre></details>"
+
+
+def number(value: float, unit: str = "") -> str:
+    """A number as short as it can be said, with its unit; "1" is the unit of a count and goes unsaid."""
+    said = f"{value:.0f}" if abs(value) < 1e6 and value == round(value) else f"{value:.4g}"
+    return f"{said} {unit}" if unit not in {"", "1"} else said
+
+
+def duration(seconds: float) -> str:
+    """0.31 s, 12 s, 3 min 5 s."""
+    if seconds < 9.95:
+        return f"{seconds:.2g} s" if seconds < 0.995 else f"{seconds:.1f} s"
+    whole = round(seconds)
+    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60} s"

@@ -1,0 +1,211 @@
+"""Where a lab is: every phase and every rank in one grid, a bar with words, what was said last, and a failure with its traceback.
+
+States are told by a sign and a word besides their colour. The grid is one piece of HTML, built anew a few times a second; the
+traceback is another, so that it stays unfolded while the grid moves. Only phases near the one under way are shown of a long plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as widgets
+
+from kit.view.panel import look
+
+if TYPE_CHECKING:
+    from kit.view.panel.model import Failure, PanelModel, PhaseState, Progress
+
+COLUMNS = 60  # more in one page are slow to lay out, and nobody reads them
+UNDER_WAY = {"starting", "running", "stopping"}
+# A state of the panel, in words and with a sign.
+STATES = {
+    "idle": ("·", "faint", "not started"),
+    "starting": ("▶", "busy", "starting ranks"),
+    "ready": ("✓", "good", "ranks are ready"),
+    "running": ("▶", "busy", "running"),
+    "stopping": ("▶", "busy", "stopping"),
+    "finished": ("✓", "good", "finished"),
+    "failed": ("✗", "bad", "failed"),
+}
+
+
+class Strip:
+    """Observes phases, progress, failure and what is said."""
+
+    def __init__(self, model: PanelModel) -> None:
+        self.model = model
+        self.said = look.classed(widgets.HTML(), "kit-said")
+        self.bar = widgets.HTML()
+        self.grid = widgets.HTML()
+        self.failure = widgets.HTML()
+        self.scroll = look.classed(widgets.Box([self.grid]), "kit-scroll", "kit-follow")
+        self.first = widgets.IntSlider(
+            min=0,
+            max=0,
+            description="from phase",
+            tooltip="the first phase that is shown of a long plan",
+            continuous_update=False,
+            style={"description_width": "6.5em"},
+        )
+        self.follow = widgets.Checkbox(
+            True,
+            description="follow",
+            indent=False,
+            tooltip="keep the phase under way in sight",
+            layout={"width": "auto"},
+        )
+        self.where = look.box(self.first, self.follow)
+        self.widget = widgets.VBox([self.said, self.bar, self.scroll, self.where, self.failure])
+        self.first.observe(self._chosen, "value")
+        self.follow.observe(self._draw, "value")
+        model.observe(self._draw, ["phases", "state"])
+        model.observe(self._tick, "progress")
+        model.observe(self._tell, ["said", "state"])
+        model.observe(self._fail, "failure")
+        self._moving = False
+        self._draw()
+        self._tell()
+        self._fail()
+
+    def _tick(self, _: Any = None) -> None:
+        self.bar.value = bar_html(self.model.progress, self.model.phases, self.model.state)
+        if self.model.state in UNDER_WAY:
+            self._draw_grid()
+
+    def _draw(self, _: Any = None) -> None:
+        self.bar.value = bar_html(self.model.progress, self.model.phases, self.model.state)
+        self._draw_grid()
+
+    def _draw_grid(self) -> None:
+        phases = self.model.phases
+        last = max(0, len(phases) - COLUMNS)
+        if self.follow.value:
+            # The phase under way, with some of what was done before it.
+            self._move(min(last, max(0, current(phases) - COLUMNS // 2)), last)
+        else:
+            self._move(min(self.first.value, last), last)
+        (self.scroll.add_class if self.follow.value else self.scroll.remove_class)("kit-follow")
+        begin = self.first.value
+        self.grid.value = grid_html(phases[begin : begin + COLUMNS], self.model.size, self.model.failure)
+
+    def _move(self, first: int, last: int) -> None:
+        self._moving = True
+        self.first.max = last
+        self.first.value = first
+        self._moving = False
+        self.first.layout.display = None if last else "none"
+
+    def _chosen(self, _: Any) -> None:
+        """A person who moves the slider wants to look there, not to be taken away again."""
+        if not self._moving:
+            self.follow.value = False
+            self._draw_grid()
+
+    def _tell(self, _: Any = None) -> None:
+        sign, kind, word = STATES.get(self.model.state, ("·", "faint", self.model.state))
+        said = f" {look.text(self.model.said)}" if self.model.said else ""
+        self.said.value = (
+            f'<div role="status" aria-live="polite"><b class="kit-{kind}">{sign} {look.text(word)}</b>{said}</div>'
+        )
+
+    def _fail(self, _: Any = None) -> None:
+        self.failure.value = failure_html(self.model.failure)
+        self._draw_grid()
+
+
+def current(phases: Sequence[PhaseState]) -> int:
+    """The place of the phase under way, else of the next one, else of the last."""
+    for wanted in ("running", "failed", "next"):
+        for index, phase in enumerate(phases):
+            if phase.status == wanted:
+                return index
+    return max(0, len(phases) - 1) if phases and phases[0].status == "done" else 0
+
+
+def grid_html(phases: Sequence[PhaseState], size: int, failure: Failure | None) -> str:
+    """A row for each rank, a column for each phase; cycles above. Times are what was measured, or since when it runs."""
+    if not phases:
+        return ""
+    now, here = time.monotonic(), current(phases)
+    cycles = [(cycle, len(list(some))) for cycle, some in groupby(phases, key=lambda phase: phase.cycle)]
+    above = "".join(
+        f'<th class="kit-cycle" scope="colgroup" colspan="{wide}">{_cycle(cycle, wide)}</th>' for cycle, wide in cycles
+    )
+    heads = "".join(
+        f'<th class="kit-phase{" kit-now" if index == here else ""}" scope="col">{look.text(phase.phase)}</th>'
+        for index, phase in enumerate(phases)
+    )
+    culprits = set(failure.ranks) if failure else set()
+    rows = []
+    for rank in range(size):
+        cells = "".join(_cell(phase, rank, now) for phase in phases)
+        mark = ("✗ ", ' class="kit-culprit"') if rank in culprits else ("", "")
+        rows.append(f'<tr{mark[1]}><th class="kit-rank" scope="row">{mark[0]}rank {rank}</th>{cells}</tr>')
+    return (
+        '<table class="kit-strip" aria-label="phases and ranks">'
+        f'<thead><tr><th class="kit-rank"></th>{above}</tr><tr><th class="kit-rank"></th>{heads}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table>"
+    )
+
+
+def _cycle(cycle: int, wide: int) -> str:
+    """Cycle 0 is what is done once; a single narrow column has no room for the word."""
+    if cycle == 0:
+        return ""
+    return f"cycle {cycle}" if wide > 1 else f'<span title="cycle {cycle}">c{cycle}</span>'
+
+
+def _cell(phase: PhaseState, rank: int, now: float) -> str:
+    state = phase.ranks[rank] if rank < len(phase.ranks) else "waiting"
+    seconds = phase.seconds[rank] if rank < len(phase.seconds) else None
+    if seconds is None and state == "running" and phase.began is not None:
+        seconds = max(0.0, now - phase.began)
+    took = "" if seconds is None else look.duration(seconds)
+    title = look.text(f"{phase.phase}, cycle {phase.cycle}, rank {rank}: {' '.join(filter(None, [state, took]))}")
+    small = f"<small>{took}</small>" if took else ""
+    return f'<td class="kit-{state}" title="{title}" aria-label="{title}">{look.SIGNS.get(state, "·")}{small}</td>'
+
+
+def bar_html(progress: Progress | None, phases: Sequence[PhaseState], state: str) -> str:
+    """How far it is, as a bar and in words."""
+    if progress is None or not progress.total:
+        return ""
+    words = progress_words(progress, phases, state)
+    share = 100 * min(1.0, progress.done / progress.total)
+    return (
+        f'<div class="kit-bar" role="progressbar" aria-label="phases done" aria-valuemin="0" aria-valuemax="{progress.total}" '
+        f'aria-valuenow="{progress.done}" aria-valuetext="{look.text(words)}"><div style="width:{share:.1f}%"></div></div>'
+        f'<p class="kit-faint">{look.text(words)}</p>'
+    )
+
+
+def progress_words(progress: Progress, phases: Sequence[PhaseState], state: str) -> str:
+    """phase 7 of 22 (train, cycle 2), 12 s, about 20 s left."""
+    words = [f"{progress.done} of {progress.total} phases done"]
+    if state == "running" and phases:
+        phase = phases[current(phases)]
+        name = f"{phase.phase}, cycle {phase.cycle}" if phase.cycle else phase.phase
+        words = [f"phase {min(progress.done + 1, progress.total)} of {progress.total} ({name})"]
+    if progress.elapsed > 0:
+        words.append(look.duration(progress.elapsed))
+    if state == "running" and progress.left is not None:
+        words.append(f"about {look.duration(progress.left)} left")
+    return ", ".join(words)
+
+
+def failure_html(failure: Failure | None) -> str:
+    """What went wrong and whose doing it was, in red; its traceback or the ranks' stacks folded beneath."""
+    if failure is None:
+        return ""
+    ranks = ", ".join(map(str, failure.ranks))
+    who = f"{'rank' if len(failure.ranks) == 1 else 'ranks'} {ranks}" if failure.ranks else "no rank is to blame"
+    where = f", in phase {failure.phase}" if failure.phase else ""
+    more = look.folded(f"traceback of {who}" if failure.ranks else "details", failure.detail) if failure.detail else ""
+    head = failure.message.partition("\n")[0]
+    return (
+        f'<div class="kit-failure" role="alert"><b class="kit-bad">✗ {look.text(failure.kind)}: {look.text(who + where)}</b>'
+        f"<div>{look.text(head)}</div>{more}</div>"
+    )

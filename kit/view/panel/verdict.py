@@ -1,0 +1,238 @@
+"""The verdict, worst first, with each limit's slider beside it: moving one judges the stored records again, and the row flips.
+
+Checks that share a tolerance share its slider. Rows keep their places while a limit is moved, so that none runs away from
+under the mouse; they are put in order again with the next run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as widgets
+
+from kit.errors import KitError
+from kit.view.panel import look
+
+if TYPE_CHECKING:
+    from kit.results import VerdictRow
+    from kit.view.panel.model import Limit, PanelModel
+
+MARKS = {False: ("✗ FAIL", "bad"), None: ("- not measured", "faint"), True: ("✓ pass", "good")}
+ORDER = list(MARKS)
+FEW = 6  # rows of a check of many answers that are written out
+FILE = "tolerances.json"
+
+
+class LimitRow:
+    """The checks of one tolerance, and the slider and the exact number that move it."""
+
+    def __init__(self, model: PanelModel, limit: Limit) -> None:
+        self.model, self.limit = model, limit
+        self._taking = False
+        self.html = widgets.HTML()
+        self.undo = widgets.Button(
+            icon="undo",
+            tooltip=f"{limit.tolerance} as the lab has it: {look.number(limit.default, limit.unit)}",
+            layout={"width": "34px"},
+        )
+        self.slider: Any = None
+        self.exact: Any = None
+        parts: list[Any] = [self.html]
+        if limit.better != "==":
+            self.slider = slider(limit)
+            self.exact = widgets.FloatText(
+                value=limit.default, step=None, tooltip=f"{limit.tolerance}, exactly", layout={"width": "110px"}
+            )
+            self.exact.continuous_update = False
+            unit = widgets.HTML(look.span("faint", "" if limit.unit == "1" else limit.unit))
+            parts.append(look.box(self.slider, self.exact, unit, self.undo))
+            self.slider.observe(self._moved, "value")
+            self.exact.observe(self._moved, "value")
+            self.undo.on_click(lambda _: self.reset())
+        self.widget = look.box(*parts, names=("kit-check",))
+
+    def _moved(self, change: Any) -> None:
+        if not self._taking and change["new"] is not None and math.isfinite(change["new"]):
+            self.model.move(self.limit.tolerance, float(change["new"]))
+
+    def reset(self) -> None:
+        moved = self.model.tolerances
+        self.model.take({name: value for name, value in moved.items() if name != self.limit.tolerance})
+
+    def show(self, rows: Sequence[VerdictRow]) -> None:
+        moved = self.model.tolerances.get(self.limit.tolerance)
+        value = self.limit.default if moved is None else moved
+        self.html.value = check_html(self.limit, rows, moved=moved is not None)
+        if self.slider is None:
+            return
+        self._taking = True
+        try:
+            if self.exact.value != value:
+                self.exact.value = value
+            place = within(self.slider, value)
+            if not same_place(self.slider, place):
+                self.slider.value = place
+            self.undo.disabled = moved is None
+        finally:
+            self._taking = False
+
+
+class VerdictTab:
+    """Observes the verdict and the tolerances."""
+
+    def __init__(self, model: PanelModel) -> None:
+        self.model = model
+        self.visible = True  # rows are cheap: they follow while nobody looks, too
+        self.rows = {limit.tolerance: LimitRow(model, limit) for limit in model.limits}
+        self.head = widgets.HTML()
+        wide = {"description_width": "initial"}
+        self.preset = widgets.Dropdown(
+            options=[("choose...", ""), *((name, name) for name in model.presets)],
+            description="tolerances",
+            tooltip="a set of tolerances in place of the present one",
+            style=wide,
+            layout={"width": "auto"},
+        )
+        self.path = widgets.Text(
+            FILE,
+            description="file",
+            tooltip="a JSON file of tolerances, which kit run --tolerances takes too",
+            style=wide,
+            layout={"width": "auto", "flex": "1 1 160px", "max_width": "360px"},
+        )
+        self.save = widgets.Button(
+            description="Save",
+            icon="download",
+            tooltip="write the moved tolerances to the file",
+            layout={"width": "auto"},
+        )
+        self.load = widgets.Button(
+            description="Load", icon="upload", tooltip="take the tolerances of the file", layout={"width": "auto"}
+        )
+        self.said = widgets.HTML()
+        self.body = widgets.VBox()
+        controls = look.box(self.preset, self.path, self.save, self.load)
+        self.widget = widgets.VBox([self.head, controls, self.said, self.body])
+        self.preset.observe(self._preset, "value")
+        self.save.on_click(lambda _: self._file(save=True))
+        self.load.on_click(lambda _: self._file(save=False))
+        model.observe(self._show, ["verdict", "tolerances"])
+        model.observe(self._order, ["run", "state"])
+        self._order()
+
+    def _preset(self, change: Any) -> None:
+        if change["new"]:
+            self.model.take(self.model.presets[change["new"]])
+            self._say(f"{len(self.model.tolerances)} limits moved from where the lab has them")
+
+    def _file(self, *, save: bool) -> None:
+        path = Path(self.path.value.strip() or FILE).expanduser()
+        try:
+            if save:
+                self._say(f"saved {len(self.model.tolerances)} tolerances to {self.model.save_tolerances(path)}")
+            else:
+                self.model.load_tolerances(path)
+                self._say(f"took {len(self.model.tolerances)} tolerances from {path}")
+        except (KitError, OSError) as error:
+            self._say(str(error), bad=True)
+
+    def _say(self, words: str, *, bad: bool = False) -> None:
+        self.said.value = f'<div role="status" aria-live="polite">{look.span("bad" if bad else "faint", words)}</div>'
+
+    def _order(self, _: Any = None) -> None:
+        """The worst first. Limits and the ends of sliders hang on the run, and stay where they are while it does."""
+        for limit in self.model.limits:
+            known = self.rows.get(limit.tolerance)
+            if known is None or known.limit != limit:
+                self.rows[limit.tolerance] = LimitRow(self.model, limit)
+        ordered = sorted(self.rows.values(), key=lambda row: worst(self._answers(row.limit)))
+        children = tuple(row.widget for row in ordered)
+        if self.body.children != children:
+            self.body.children = children
+        self._show()
+
+    def _answers(self, limit: Limit) -> list[VerdictRow]:
+        verdict = self.model.verdict or ()
+        return [row for row in verdict if row.check.partition("/")[0] in limit.checks]
+
+    def _show(self, change: Any = None) -> None:
+        if change is not None and change["name"] == "verdict" and change["old"] is None:
+            self._order()
+            return
+        self.head.value = head_html(self.model.verdict)
+        for row in self.rows.values():
+            row.show(self._answers(row.limit))
+        if self.preset.value and self.model.tolerances != self.model.presets[self.preset.value]:
+            self.preset.value = ""
+
+
+def slider(limit: Limit) -> Any:
+    """By powers where the range spans them, in whole steps for counts, else even."""
+    options: dict[str, Any] = {
+        "tooltip": f"{limit.question} Moves the limit {limit.tolerance}",
+        "readout": False,
+        "layout": {"width": "190px"},
+    }
+    if limit.low > 0 and limit.high / limit.low >= 100:
+        low, high = math.log10(limit.low), math.log10(limit.high)
+        made: Any = widgets.FloatLogSlider(min=low, max=high, step=(high - low) / 400, **options)
+    elif limit.unit == "1" and all(float(end).is_integer() for end in (limit.low, limit.high, limit.default)):
+        made = widgets.IntSlider(min=int(limit.low), max=int(limit.high), **options)
+    else:
+        made = widgets.FloatSlider(min=limit.low, max=limit.high, step=(limit.high - limit.low) / 400, **options)
+    made.value = within(made, limit.default)
+    return made
+
+
+def within(made: Any, value: float) -> float:
+    """The place on a slider that is nearest to a limit, which the exact number may put beyond its ends."""
+    low, high = (10**made.min, 10**made.max) if isinstance(made, widgets.FloatLogSlider) else (made.min, made.max)
+    place: float = min(max(value, low), high)
+    return round(place) if isinstance(made, widgets.IntSlider) else place
+
+
+def same_place(made: Any, value: float) -> bool:
+    return math.isclose(made.value, value, rel_tol=1e-9)
+
+
+def worst(rows: Sequence[VerdictRow]) -> int:
+    return min((ORDER.index(row.passed) for row in rows), default=1)
+
+
+def head_html(verdict: Any) -> str:
+    if verdict is None or not len(verdict):
+        return '<p class="kit-faint">Nothing is judged yet: run the lab to its end, or show a run from the Compare tab.</p>'
+    counts = {passed: sum(row.passed is passed for row in verdict) for passed in MARKS}
+    failed = f'<b class="kit-{"bad" if counts[False] else "good"}">{"✗" if counts[False] else "✓"} {counts[False]} failed</b>'
+    return f"<div role='status' aria-live='polite'>{failed}, {counts[True]} passed, {counts[None]} not measured</div>"
+
+
+def check_html(limit: Limit, rows: Sequence[VerdictRow], *, moved: bool) -> str:
+    """A check's answer; of one with many answers the failed ones too, the worst few."""
+    heads = [row for row in rows if "/" not in row.check]
+    parts = [look.span("faint", f"{name}: not judged yet") for name in limit.checks if not rows]
+    for row in heads:
+        below = [one for one in rows if one.check.startswith(f"{row.check}/")]
+        failed = [one for one in below if one.passed is False]
+        parts.append(row_html(limit, row, moved=moved))
+        parts += [f"&emsp;{row_html(limit, one, moved=False, brief=True)}" for one in failed[:FEW]]
+        if below:
+            left = len(failed) - FEW
+            parts.append(look.span("faint", f"{len(below)} answers" + (f", {left} more fail" if left > 0 else "")))
+    asked = look.span("faint", limit.question)
+    return "".join(f"<div>{part}</div>" for part in [*parts, asked])
+
+
+def row_html(limit: Limit, row: VerdictRow, *, moved: bool, brief: bool = False) -> str:
+    word, kind = MARKS[row.passed]
+    measured = "" if row.measured is None else look.number(row.measured, row.unit)
+    held = f"{measured} {limit.better} {look.number(row.limit, row.unit)}" if measured else ""
+    if row.passed is False:
+        held = f"{measured}, limit {limit.better} {look.number(row.limit, row.unit)}"
+    lab = look.span("busy", f" (lab: {look.number(limit.default, limit.unit)})") if moved else ""
+    name = row.check.partition("/")[2] if brief else row.check
+    why = look.span("faint", row.why) if row.why else ""
+    return f'<b class="kit-{kind}">{word}</b> <b>{look.text(name)}</b> {look.text(held)}{lab} {why}'
