@@ -31,6 +31,7 @@ TIMED = (
 )
 CONTROLS = ("control_build", "control", "control_end", "second_control")
 CHECKING = ("fingerprint", "verify", "compare", "rehearse_failure", "ownership")
+DRIFT = ("memory_drift", "memory_growth")  # the checks that limit it
 COUNTS = {"groups": "Process groups", "fds": "Open files", "sockets": "Sockets", "threads": "Threads"}
 STATES = (("before the release", "fingerprint", 0), ("released", "idle", 4), ("back", "verify", 2))
 MIB = 2**20
@@ -126,11 +127,39 @@ def aside(seen: Steps) -> str:
     return "not drawn: " + ", ".join(f"{word} {seconds:.1f} s" for word, seconds in sums.items())
 
 
-def drift(ax: Axes, seen: Steps, verdict: Verdict, theme: Theme) -> None:
-    """Memory while released against the first cycle, by rank; a job that is never released beside it; the limit."""
+def drift(ax: Axes, seen: Steps, verdict: Verdict, theme: Theme, phase: str = "idle") -> None:
+    """Memory after a phase of each cycle against the first cycle, by rank; a job that is never released beside it; the limit."""
     source = "driver_used" if "driver_used" in seen.metrics() else "anon_rss"
-    table = rows_of(seen, "idle", source).pivot_table(index="cycle", columns="rank", values="value")
+    table = rows_of(seen, phase, source).pivot_table(index="cycle", columns="rank", values="value")
     table = (table - table.iloc[0]) / MIB
+    draw_ranks(ax, table, theme)
+    control = rows_of(seen, "control", source).pivot_table(index="cycle", columns="rank", values="value")
+    control = control[control.index.isin(table.index)]
+    if not control.empty:
+        moved = ((control - control.iloc[0]) / MIB).median(axis=1)
+        ax.plot(
+            moved.index, moved, color=theme.faint, linestyle=LINES[1], linewidth=1.2, label="control, never released"
+        )
+    limit = next((row.limit for row in verdict if row.check in DRIFT), None)
+    if limit is not None:
+        draw_limit(ax, limit, f"limit {limit:g} MiB", theme)
+        if limit > 8 * float(table.abs().max().max()):
+            ax.set_yscale("symlog", linthresh=1)
+            ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    low, high = ax.get_ylim()
+    ax.set_ylim(min(low, -2), max(high, 2) * (15 if ax.get_yscale() == "symlog" else 1.3))
+    ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)
+    cycle_axis(ax)
+    ax.set_ylabel(f"since cycle {table.index[0]} [MiB]")
+    word = {"driver_used": "GPU memory", "anon_rss": "anonymous memory"}[source]
+    when = "while released" if phase == "idle" else f"after {phase}"
+    ax.set_title(f"Drift of {word} {when}")
+    ax.legend(loc="upper left", ncols=3, handletextpad=0.4, columnspacing=0.9)
+
+
+def draw_ranks(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
+    """A line a rank, a point a cycle; many ranks are their median and range."""
     if len(table.columns) <= APART:
         for lane, rank in enumerate(table.columns):
             ax.plot(
@@ -142,53 +171,37 @@ def drift(ax: Axes, seen: Steps, verdict: Verdict, theme: Theme) -> None:
                 linewidth=1.2,
                 label=f"rank {rank}",
             )
-    else:
-        ax.fill_between(
-            table.index, table.min(axis=1), table.max(axis=1), color=theme.series[0], alpha=0.25, linewidth=0
-        )
-        ax.plot(
-            table.index,
-            table.median(axis=1),
-            marker="o",
-            color=theme.series[0],
-            markersize=4.5,
-            label=f"median and range of {len(table.columns)} ranks",
-        )
-    control = rows_of(seen, "control", source).pivot_table(index="cycle", columns="rank", values="value")
-    control = control[control.index.isin(table.index)]
-    if not control.empty:
-        moved = ((control - control.iloc[0]) / MIB).median(axis=1)
-        ax.plot(
-            moved.index, moved, color=theme.faint, linestyle=LINES[1], linewidth=1.2, label="control, never released"
-        )
-    limit = next((row.limit for row in verdict if row.check == "memory_drift"), None)
-    if limit is not None:
-        ax.axhline(limit, color=theme.bad, linewidth=1.4, linestyle=LINES[2])
-        ax.annotate(
-            f"limit {limit:g} MiB",
-            (1, limit),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            va="bottom",
-            color=theme.bad,
-            fontsize=8.5,
-        )
-        if limit > 8 * float(table.abs().max().max()):
-            ax.set_yscale("symlog", linthresh=1)
-            ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    ax.yaxis.set_minor_formatter(NullFormatter())
-    low, high = ax.get_ylim()
-    ax.set_ylim(min(low, -2), max(high, 2) * (15 if ax.get_yscale() == "symlog" else 1.3))
-    ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)
-    cycle_axis(ax)
-    ax.set_ylabel("since cycle 1 [MiB]")
-    word = {"driver_used": "GPU memory", "anon_rss": "anonymous memory"}[source]
-    ax.set_title(f"Drift of {word} while released")
-    ax.legend(loc="upper left", ncols=3, handletextpad=0.4, columnspacing=0.9)
+        return
+    ax.fill_between(table.index, table.min(axis=1), table.max(axis=1), color=theme.series[0], alpha=0.25, linewidth=0)
+    ax.plot(
+        table.index,
+        table.median(axis=1),
+        marker="o",
+        color=theme.series[0],
+        markersize=4.5,
+        label=f"median and range of {len(table.columns)} ranks",
+    )
 
 
-def census(ax: Axes, seen: Steps, metric: str, theme: Theme) -> None:
-    """A count in each cycle while training, while released and once back, with the level of a process without the job."""
+def draw_limit(ax: Axes, limit: float, word: str, theme: Theme) -> None:
+    """A limit across the drawing, named at its right end."""
+    ax.axhline(limit, color=theme.bad, linewidth=1.4, linestyle=LINES[2], gid="limit")
+    ax.annotate(
+        word,
+        (1, limit),
+        xycoords=("axes fraction", "data"),
+        ha="right",
+        va="bottom",
+        color=theme.bad,
+        fontsize=8.5,
+    )
+
+
+def census(ax: Axes, seen: Steps, metric: str, theme: Theme, *, allowed: float | None = None) -> None:
+    """A count in each cycle while training, while released and once back, with the level of a process without the job.
+
+    `allowed` is by how much the check of it lets it grow, above what that check starts from.
+    """
     for place, (_, phase, colour) in enumerate(STATES):
         groups = rows_of(seen, phase, metric).groupby("cycle")["value"]
         if not len(groups):
@@ -207,6 +220,10 @@ def census(ax: Axes, seen: Steps, metric: str, theme: Theme) -> None:
     base = rows_of(seen, "baseline", metric)["value"]
     if not base.empty:
         ax.axhline(base.median(), color=theme.faint, linewidth=1.2, linestyle=LINES[1], zorder=1)
+    judged = rows_of(seen, "baseline" if metric == "groups" else "build", metric)["value"]
+    if allowed is not None and not judged.empty:
+        level = float(judged.median()) + allowed
+        draw_limit(ax, level, f"limit {allowed:+g}: {level:g}", theme)
     widen(ax, least=4)
     ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
     ax.set_ylim(bottom=0, top=ax.get_ylim()[1] * 1.08)

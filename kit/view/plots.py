@@ -68,12 +68,15 @@ class Picture(Figure):
             axes.set_position((round(x, 5), round(y, 5), round(width, 5), round(height, 5)))
 
 
-def plot_run(run: Run, *, theme_name: str = "light") -> Picture:
+def plot_run(
+    run: Run, *, theme_name: str = "light", tolerances: Mapping[str, float] | None = None, seen: Steps | None = None
+) -> Picture:
     """The lab's own picture, else time, memory and census through the phases, a timeline of ranks and the verdict.
 
-    `theme_name` is light or dark.
+    `theme_name` is light or dark; `tolerances` move the limits that are drawn. `seen` are the run's steps, where they are known.
     """
-    look, seen, verdict = theme(theme_name), steps(run), run.verdict()
+    look, verdict = theme(theme_name), run.verdict(**(tolerances or {}))
+    seen = steps(run) if seen is None else seen
     with mpl.rc_context(look.rc()):
         if not seen.order:
             return nothing(run, look)
@@ -85,7 +88,7 @@ def plot_run(run: Run, *, theme_name: str = "light") -> Picture:
         else:
             draw(picture, seen, verdict, look)
             words = [drawings.counted(len(seen.cycles), "cycle")]
-        picture.suptitle(heading(run, seen, words), x=0.01, ha="left", fontsize=11.5)
+        picture.suptitle(heading(run, seen, [*words, *moved_words(tolerances)]), x=0.01, ha="left", fontsize=11.5)
     return picture
 
 
@@ -129,6 +132,13 @@ def heading(run: Run, seen: Steps, words: list[str]) -> str:
     name = run.lab if run.id.startswith(run.lab) else f"{run.lab} {run.id}"
     fault = [f"fault: {run.fault}"] if run.fault else []
     return " · ".join([name, drawings.counted(len(seen.ranks), "rank"), *words, *fault, run.status])
+
+
+def moved_words(tolerances: Mapping[str, float] | None) -> list[str]:
+    """A picture with limits that a person moved says so."""
+    return (
+        [f"limits moved: {', '.join(f'{name} {value:g}' for name, value in tolerances.items())}"] if tolerances else []
+    )
 
 
 def nothing(run: Run, look: Theme) -> Picture:
