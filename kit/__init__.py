@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kit.errors import BadInput, KitError, RankDied, RankError, RankTimeout
-    from kit.public import World, lab, load, run
+    from kit.public import World, lab, load, panel, run
     from kit.results import Run
 
     __version__: str
@@ -26,12 +26,13 @@ __all__ = [
     "lab",
     "load",
     "load_ipython_extension",
+    "panel",
     "run",
 ]
 
 _HOMES = {
     **dict.fromkeys(("BadInput", "KitError", "RankDied", "RankError", "RankTimeout"), "kit.errors"),
-    **dict.fromkeys(("World", "lab", "load", "run"), "kit.public"),
+    **dict.fromkeys(("World", "lab", "load", "panel", "run"), "kit.public"),
     "Run": "kit.results",
 }
 

@@ -18,6 +18,7 @@ from kit.results import load as load_run
 from kit.view.progress import Progress
 
 if TYPE_CHECKING:
+    from kit.view.panel.panel import Panel
     from kit.world.calls import Observer
 
 
@@ -87,6 +88,7 @@ def prepare(
         tolerances=tolerances,
         observe=lambda calls: Progress(total=calls),
         plotter=plot,
+        panel=panel_of,
         world=world,
     )
 
@@ -119,6 +121,22 @@ def run(
     """Run a lab from its first phase to its verdict; on the ranks of `world`, if one is given."""
     with prepare(name, config, fault=fault, out=out, tolerances=tolerances, world=world) as made:
         return made.run()
+
+
+def panel(
+    name: str, *, fault: str | None = None, out: str | os.PathLike[str] | None = None, **config: Any
+) -> Panel:
+    """A panel of a lab: its settings, buttons, a strip of phases and ranks, and the run. Ranks start with its Start."""
+    from kit.view.panel import make
+
+    return make(find(name), config, fault=fault, out=out, plotter=plot)
+
+
+def panel_of(lab: Lab) -> Panel:
+    """What `lab.panel()` gives: a panel of the lab as it stands."""
+    from kit.view.panel import adopt
+
+    return adopt(lab, plotter=plot)
 
 
 def load(path: str | os.PathLike[str]) -> Run:

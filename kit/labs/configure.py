@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kit.errors import BadInput
 from kit.labs.discover import hint
@@ -36,14 +37,8 @@ if not callable(found):
 def configure(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -> LabConfig:
     """The lab's defaults, under what the fault needs, under what was given; checked against this machine too."""
     config = validate(lab, {**(fault.set if fault else {}), **given})
-    driver = any(path.exists() for path in GPU_DRIVERS)
-    if config.device == "cuda" and not driver:
-        raise BadInput("device=cuda needs a GPU driver, and this machine has none; use cpu or auto")
-    if fault is not None:
-        refuse_device(fault, "cuda" if driver and config.device != "cpu" else "cpu")
-    check_ranks(config.ranks)
-    if lab.fits is not None:
-        lab.fits(config)
+    for _, rule in machine_rules(lab, config, fault):
+        rule()
     ranks_python = interpreter.find(config.python or None).path
     for field in fields(lab.config):
         target = getattr(config, field.name)
@@ -52,8 +47,52 @@ def configure(lab: Definition, given: Mapping[str, Any], fault: Fault | None) ->
     return config
 
 
+def machine_rules(lab: Definition, config: LabConfig, fault: Fault | None) -> list[tuple[str, Callable[[], object]]]:
+    """What this machine must allow, each with the field it is about ("" for no single one); a rule raises BadInput."""
+    driver = any(path.exists() for path in GPU_DRIVERS)
+    rules: list[tuple[str, Callable[[], object]]] = [("device", lambda: check_driver(config, driver=driver))]
+    if fault is not None:
+        rules.append(("", lambda: refuse_device(fault, "cuda" if driver and config.device != "cpu" else "cpu")))
+    rules.append(("ranks", lambda: check_ranks(config.ranks)))
+    fits = lab.fits
+    if fits is not None:
+        rules.append(("", lambda: fits(config)))
+    return rules
+
+
+def check_driver(config: LabConfig, *, driver: bool) -> None:
+    if config.device == "cuda" and not driver:
+        raise BadInput("device=cuda needs a GPU driver, and this machine has none; use cpu or auto")
+
+
+def complaints(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -> dict[str, str]:
+    """What `configure` would refuse, a sentence for each field, under "" for a rule among several; empty where nothing is wrong.
+
+    Quick enough to ask at every change: code that is named (`module:attr`) is not looked for.
+    """
+    values = {**(fault.set if fault else {}), **given}
+    found = _read(lab, values)
+    if isinstance(found, dict):
+        return found
+    wrong: dict[str, str] = {}
+    for name, rule in machine_rules(lab, found, fault):
+        try:
+            rule()
+        except BadInput as error:
+            wrong.setdefault(name, str(error))
+    return wrong
+
+
 def validate(lab: Definition, values: Mapping[str, Any]) -> LabConfig:
     """A config of the lab from plain values."""
+    config = _read(lab, values)
+    if isinstance(config, dict):
+        raise BadInput("; ".join(dict.fromkeys(config.values())))
+    return config
+
+
+def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, str]:
+    """The config, or what is wrong by field; what no field can be blamed for raises."""
     import pydantic
 
     known = {field.name: field for field in fields(lab.config)}
@@ -69,10 +108,20 @@ def validate(lab: Definition, values: Mapping[str, Any]) -> LabConfig:
         ) from None
     try:
         # Strict, so that "3" is no number; by way of JSON, so that a list may fill a tuple.
-        config: LabConfig = pydantic.TypeAdapter(lab.config).validate_json(text, strict=True)
+        config: LabConfig = _adapter(cast("Hashable", lab.config)).validate_json(text, strict=True)
     except pydantic.ValidationError as error:
-        raise BadInput("; ".join(dict.fromkeys(_sentence(row, known, values) for row in error.errors()))) from None
+        found: dict[str, str] = {}
+        for row in error.errors():
+            found.setdefault(str(row["loc"][0]) if row["loc"] else "", _sentence(row, known, values))
+        return found
     return config
+
+
+@functools.cache
+def _adapter(config: Any) -> Any:
+    import pydantic
+
+    return pydantic.TypeAdapter(config)
 
 
 def from_text(lab: Definition, pairs: Mapping[str, str]) -> dict[str, Any]:

@@ -63,3 +63,10 @@ class Definition:
         module, _, name = self.checks.partition(":")
         checks: Sequence[Check] = getattr(import_module(module), name)
         return checks
+
+    def load_presets(self) -> Mapping[str, Mapping[str, float]]:
+        """Sets of tolerances by name: `PRESETS` beside the checks, if there are any."""
+        presets: Mapping[str, Mapping[str, float]] = getattr(
+            import_module(self.checks.partition(":")[0]), "PRESETS", {}
+        )
+        return presets

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
+import time
 from typing import TYPE_CHECKING
 
 from kit.errors import BadInput
@@ -12,12 +14,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GIB = 2**30
+FRESH_S = 3.0
 QUERY = ("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
 JOB = "weights, gradients and optimizer"
 
 
 def cards() -> Sequence[int]:
-    """Free bytes of each card; none where there is no driver to ask."""
+    """Free bytes of each card, asked for every few seconds at most; none where there is no driver to ask."""
+    return _asked(int(time.monotonic() / FRESH_S))
+
+
+@functools.lru_cache(maxsize=1)
+def _asked(when: int) -> Sequence[int]:  # noqa: ARG001 - a new time is a new question
     try:
         told = subprocess.run(QUERY, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -56,14 +56,18 @@ class Lab:
         tolerances: Mapping[str, float] | None = None,
         observe: Callable[[int], Observer] | None = None,
         plotter: Plotter | None = None,
+        panel: Callable[[Lab], object] | None = None,
         world: World | None = None,
     ) -> None:
+        """`observe` makes who looks on at so many calls; `plotter` and `panel` are of a room that labs do not know."""
         self.definition = definition
         self.name = definition.name
         self._plotter = plotter
+        self._panel = panel
         self.fault = fault
         if world is not None:
             config = {"ranks": world.ranks, **config}
+        self.given = dict(config)
         self.config = configure(definition, config, find_fault(definition, fault))
         self._sizes = definition.world_sizes(self.config)
         if isinstance(world, Worlds):
@@ -74,12 +78,12 @@ class Lab:
             raise BadInput(f"ranks={self.config.ranks}, and the World that was given has {world.ranks}")
         self._given = world
         self._checks = definition.load_checks()
-        self._tolerances = checked_tolerances(tolerances or {}, [check.tolerance for check in self._checks])
+        self.tolerances = checked_tolerances(tolerances or {}, [check.tolerance for check in self._checks])
         self._plan: Sequence[Step] = definition.plan(self.config)
         self._done = 0
         self._error = ""
         self._run: Run | None = None
-        self._observe = observe
+        self.observe = observe
         self._observer: Observer | None = None
         self._about = provenance()
         self._writer = create_run(runs_dir(), self.name, as_json(self.config), self._about, out=out, fault=fault)
@@ -90,7 +94,7 @@ class Lab:
 
     def start(self) -> Self:
         """Start the ranks and the lab on them, if that is not done yet. `step` and `run` do it by themselves."""
-        if "world" in vars(self):
+        if self.started:
             return self
         if self._observer is None:
             self._watch(1)
@@ -126,7 +130,7 @@ class Lab:
         try:
             self._append_pss("pss", self.world.call(f"{RANKSIDE}:end"))
             run = Run(self.dir, checks=lambda _: self._checks, plotter=self._plotter)
-            self._writer.write_verdict(run.verdict(**self._tolerances))
+            self._writer.write_verdict(run.verdict(**self.tolerances))
             self._writer.finish()
         except BaseException as error:
             self._failed(error)
@@ -134,11 +138,32 @@ class Lab:
         self._run = run
         return run
 
+    @property
+    def started(self) -> bool:
+        """Whether its ranks were started, however they are now."""
+        return "world" in vars(self)
+
+    @property
+    def error(self) -> str:
+        """What ended it, in one line; empty where nothing did."""
+        return self._error
+
+    @property
+    def judged(self) -> Run | None:
+        """The run, once it has its verdict."""
+        return self._run
+
+    def panel(self) -> object:
+        """A panel of this lab as it stands, to show in a notebook."""
+        if self._panel is None:
+            raise BadInput("this lab was made without a panel; make it with kit.lab, or take kit.panel")
+        return self._panel(self)
+
     def close(self) -> None:
         """End the ranks, unless their World was given. A run that had not come to its verdict is marked as failed. May be called again."""
         if self._run is None and not self._error:
             self._failed(KitError(f"closed before its end: {self._done} of {len(self._plan)} phases were done"))
-        if "world" in vars(self) and self._given is None:
+        if self.started and self._given is None:
             self.world.close()
 
     def __enter__(self) -> Self:
@@ -156,9 +181,9 @@ class Lab:
 
     def _watch(self, calls: int) -> None:
         """A new onlooker for so many calls: a step by hand is watched by itself, however long after the one before."""
-        if self._observe is not None:
-            self._observer = self._observe(calls)
-            if "world" in vars(self):
+        if self.observe is not None:
+            self._observer = self.observe(calls)
+            if self.started:
                 self.world.observer = self._observer
 
     def _make(self) -> World | Worlds:
@@ -245,7 +270,8 @@ class Lab:
     def _failed(self, error: BaseException) -> None:
         """Keep what can be known of the failure. Whatever goes wrong here must not hide the error itself."""
         text = str(error)
-        said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        name = "stopped" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+        said = f"{name}: {text}" if text else name
         self._error = said.partition("\n")[0]
         with contextlib.suppress(KitError):
             if isinstance(error, RankError) and self._done < len(self._plan):

@@ -7,7 +7,7 @@ from kit.results.compare import compare
 from kit.results.create import RunWriter, create_run, runs_dir
 from kit.results.export import Exported, export, read_export
 from kit.results.records import COLUMNS, Loaded, Record, RecordWriter, read_records, to_frame
-from kit.results.run import Run, list_runs, load
+from kit.results.run import Run, list_runs, load, newest_run
 from kit.results.tolerances import load_tolerances, save_tolerances
 from kit.results.trace import trace, write_trace
 from kit.results.verdict import (
@@ -43,6 +43,7 @@ __all__ = [
     "list_runs",
     "load",
     "load_tolerances",
+    "newest_run",
     "read_export",
     "read_records",
     "read_verdict",

@@ -6,7 +6,9 @@ from outside, since this room knows neither labs nor views.
 
 from __future__ import annotations
 
+import contextlib
 import html
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,8 @@ from kit.errors import BadInput
 from kit.results.export import export
 from kit.results.files import read_json
 from kit.results.records import PATTERN, Loaded, read_records, to_frame
-from kit.results.verdict import Check, Verdict, judge, read_verdict
+from kit.results.tolerances import checked_tolerances
+from kit.results.verdict import Answer, Check, Verdict, hold, measure, read_verdict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,6 +27,7 @@ Checks = Callable[[str], Sequence[Check]]
 Plotter = Callable[["Run"], object]
 Stamp = tuple[tuple[str, int, int], ...]
 
+NAMED = re.compile(r"(?P<lab>.+)-\d{8}-\d{6}-[0-9a-f]{4}")  # as create_run names them
 STATUSES = ("running", "finished", "failed")
 
 
@@ -36,6 +40,7 @@ class Run:
         self._plotter = plotter
         self._info: tuple[Stamp, dict[str, Any]] | None = None
         self._loaded: tuple[Stamp, Loaded, pd.DataFrame] | None = None
+        self._answers: tuple[pd.DataFrame, dict[str, Any], Sequence[Answer]] | None = None
         self.info()
 
     def info(self) -> dict[str, Any]:
@@ -101,13 +106,22 @@ class Run:
         """The lab's checks put to the records; where the lab has none here, the verdict that the run stored."""
         checks = self._checks(self.lab) if self._checks else ()
         if checks:
-            return judge(self.frame(), self.config, checks, tolerances)
+            moved = checked_tolerances(tolerances, allowed=[check.tolerance for check in checks])
+            return hold(self._measured(checks), self.config, moved)
         if tolerances:
             raise BadInput(
                 f"lab {self.lab!r} has no checks here, so it takes no tolerances (got {', '.join(tolerances)})"
             )
         path = self.dir / "verdict.json"
         return read_verdict(path) if path.exists() else Verdict([])
+
+    def _measured(self, checks: Sequence[Check]) -> Sequence[Answer]:
+        """What the checks found, kept until the records grow: limits are moved far more often than records are made."""
+        frame, config = self._load()[1], self.config
+        known = self._answers
+        if known is None or known[0] is not frame or known[1] != config:
+            known = self._answers = frame, config, measure(frame.copy(), config, checks)
+        return known[2]
 
     def save(self, path: str | Path) -> Path:
         """Export the table to .csv, .parquet, .md, .tex, .html or .json, with what one must know about its origin."""
@@ -158,6 +172,20 @@ def list_runs(folder: str | Path) -> list[Path]:
     """The run folders directly inside `folder`, the one whose run.json changed last first."""
     found = [(path.stat().st_mtime_ns, path.parent) for path in Path(folder).expanduser().glob("*/run.json")]
     return [parent for _, parent in sorted(found, reverse=True)]
+
+
+def newest_run(folder: str | Path, lab: str) -> Path | None:
+    """The newest run of a lab, if there is one. A folder whose name tells another lab is not opened."""
+    for path in list_runs(folder):
+        named = NAMED.fullmatch(path.name)
+        if named:
+            if named["lab"] == lab:
+                return path
+        else:
+            with contextlib.suppress(BadInput):
+                if read_json(path / "run.json").get("lab") == lab:
+                    return path
+    return None
 
 
 def _stamp(paths: Sequence[Path]) -> Stamp:

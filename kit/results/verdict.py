@@ -61,6 +61,14 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """A check and what it found in the records of one run."""
+
+    check: Check
+    found: Measured | Sequence[Measured]
+
+
+@dataclass(frozen=True, slots=True)
 class VerdictRow:
     """One check's answer. `passed` is None where it was not measured."""
 
@@ -121,7 +129,7 @@ class Verdict(Sequence[VerdictRow]):
             ).rstrip()
             for row in table
         ]
-        return "\n".join([self._summary(), *(lines if self.rows else [])])
+        return "\n".join([self.summary(), *(lines if self.rows else [])])
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{cell}</th>" for cell in _HEAD)
@@ -129,12 +137,13 @@ class Verdict(Sequence[VerdictRow]):
             "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row)) + "</tr>"
             for row in self._worst_first()
         )
-        return f"<div><p>{self._summary()}</p><table><tr>{head}</tr>{body}</table></div>"
+        return f"<div><p>{self.summary()}</p><table><tr>{head}</tr>{body}</table></div>"
 
     def _worst_first(self) -> list[VerdictRow]:
         return sorted(self.rows, key=lambda row: {False: 0, None: 1, True: 2}[row.passed])
 
-    def _summary(self) -> str:
+    def summary(self) -> str:
+        """How many failed, passed and were not measured."""
         if not self.rows:
             return "no checks"
         passed = sum(row.passed is True for row in self.rows)
@@ -150,7 +159,17 @@ def judge(
 ) -> Verdict:
     """Put every check to the records; `tolerances` moves limits by their keyword."""
     moved = checked_tolerances(tolerances or {}, allowed=[check.tolerance for check in checks])
-    return Verdict([row for check in checks for row in _answers(check, frame, config, moved)])
+    return hold(measure(frame, config, checks), config, moved)
+
+
+def measure(frame: pd.DataFrame, config: Mapping[str, Any], checks: Sequence[Check]) -> list[Answer]:
+    """What each check found in the records. Limits have no part in it, so that they may be moved without asking again."""
+    return [Answer(check, _ask(check, frame, config)) for check in checks]
+
+
+def hold(answers: Sequence[Answer], config: Mapping[str, Any], moved: Mapping[str, float]) -> Verdict:
+    """Hold what was found against the limits; `moved` are those by keyword that a person moved."""
+    return Verdict([row for answer in answers for row in _held(answer, config, moved)])
 
 
 def select(frame: pd.DataFrame, **wanted: object) -> pd.DataFrame:
@@ -188,15 +207,16 @@ def exit_code(verdict: Verdict) -> int:
     return 0 if verdict.passed else 1
 
 
-def _answers(
-    check: Check, frame: pd.DataFrame, config: Mapping[str, Any], moved: Mapping[str, float]
-) -> list[VerdictRow]:
-    limit = moved.get(check.tolerance, check.limit_for(config))
-    measured: Measured | Sequence[Measured]
+def _ask(check: Check, frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured | Sequence[Measured]:
     try:
-        measured = check.measure(frame, _Config(config))
+        return check.measure(frame, _Config(config))
     except NotMeasured as missing:
-        measured = Measured(None, str(missing))
+        return Measured(None, str(missing))
+
+
+def _held(answer: Answer, config: Mapping[str, Any], moved: Mapping[str, float]) -> list[VerdictRow]:
+    check, measured = answer.check, answer.found
+    limit = moved.get(check.tolerance, check.limit_for(config))
     if isinstance(measured, Measured):
         return [_row(check, measured, limit)]
     rows = [_row(check, one, limit) for one in measured]

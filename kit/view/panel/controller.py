@@ -1,0 +1,317 @@
+"""Drives a lab for its panel, in one thread that lives as long as the panel: ranks end with the thread that started them.
+
+Its buttons' methods return at once. What happens on the ranks reaches the model in the kernel's own thread, a few times a second at
+most, so that views need no locks and the kernel stays free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from kit.errors import BadInput
+from kit.labs.lab import Lab
+from kit.view.panel.watch import Watch, told
+
+if TYPE_CHECKING:
+    import os
+
+    from kit.view.panel.model import PanelModel
+
+EVERY_S = 0.2  # between two updates of what only ticks
+POLL_S = 0.02
+CLOSE_S = 10.0
+
+Post = Callable[[Callable[[], None]], None]
+
+
+class Controller:
+    """`start`, `step`, `run_all`, `stop`, `restart`, `close`, as a panel's buttons. `wait` is for scripts."""
+
+    def __init__(
+        self,
+        model: PanelModel,
+        *,
+        lab: Lab | None = None,
+        post: Post | None = None,
+        out: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.model = model
+        self._post = post or here()
+        self._out = None if out is None else Path(out)
+        self._given = lab  # its ranks were not started here
+        self._lab: Lab | None = None
+        self._orders: SimpleQueue[str] = SimpleQueue()
+        self._busy = 0
+        self._stopping = threading.Event()
+        self._closed = False
+        self._updates: deque[Callable[[], None]] = deque()
+        self._drains = threading.RLock()
+        self._watch = Watch(self._stopping, self._flush, EVERY_S)
+        self._thread = threading.Thread(target=self._work, daemon=True, name=f"kit-panel-{model.definition.name}")
+        if lab is not None:
+            self._adopt(lab)
+
+    # -- what the buttons do --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the ranks, and the lab on them."""
+        self._order("start", "starting")
+
+    def step(self) -> None:
+        """Run the next phase on every rank."""
+        self._order("step", "running" if self.model.state == "ready" else "starting")
+
+    def run_all(self) -> None:
+        """Run the phases that are left, and judge."""
+        self._order("run", "running" if self.model.state == "ready" else "starting")
+
+    def stop(self) -> None:
+        """End the ranks, whatever they do. What was measured stays."""
+        if self._allowed("stop"):
+            self._stopping.set()
+            waiting = self.model.state == "ready"
+            self.model.state = "stopping"
+            self.model.said = "stopping: ranks are asked to stop, and ended if they do not"
+            if waiting:
+                self._send("stop")
+
+    def restart(self) -> None:
+        """End the ranks and start a new run of the settings as they are."""
+        self._order("restart", "starting")
+
+    def close(self) -> None:
+        """End the ranks and the thread. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._orders.put("close")
+            self._thread.join(CLOSE_S)
+        elif self._lab is not None and self._lab is not self._given:
+            self._lab.close()
+        self._drain()
+
+    def wait(self, timeout_s: float = 60.0) -> None:
+        """Until nothing is under way. The model is up to date then, in a kernel's cell too."""
+        deadline = time.monotonic() + timeout_s
+        while self._busy:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the panel is still {self.model.state} after {timeout_s:g} s")
+            self._drain()
+            time.sleep(POLL_S)
+        self._drain()
+
+    # -- in the caller's thread ---------------------------------------------------------------------------------------------
+
+    def _order(self, name: str, state: str) -> None:
+        if self._allowed(name):
+            self._stopping.clear()
+            with self.model.hold_trait_notifications():
+                self.model.failure = None
+                self.model.state = state
+            self._send(name)
+
+    def _allowed(self, name: str) -> bool:
+        model = self.model
+        if name in model.can and not self._closed:
+            return True
+        problem = next(iter(model.problems.values()), "")
+        why = "the panel is closed" if self._closed else problem or f"the lab is {model.state}"
+        model.said = f"{name} is not possible now: {why}"
+        return False
+
+    def _send(self, name: str) -> None:
+        with self._drains:
+            self._busy += 1
+        if not self._thread.is_alive():
+            self._thread.start()
+        self._orders.put(name)
+
+    def _drain(self) -> None:
+        """Bring the model up to date; in the kernel's thread, or under the lock where there is none."""
+        with self._drains:
+            while self._updates:
+                self._updates.popleft()()
+
+    def _adopt(self, lab: Lab) -> None:
+        self._lab = lab
+        state = "idle"
+        if lab.judged is not None:
+            state = "finished"
+        elif lab.error:
+            state = "failed"
+        elif lab.started:
+            state = "ready"
+        self._watch.take(lab)
+        self.model.state = state
+        if lab.started:
+            self._show(lab)
+        self._flush()
+        self._drain()
+
+    # -- in the controller's thread -------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            name = self._orders.get()
+            if name == "close":
+                break
+            try:
+                self._do(name)
+            except BadInput as error:
+                self._end("idle", self.model.refuse, str(error))
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this run and is shown; the panel stays
+                self._failed(error)
+            self._flush()
+            self._update(self._less_busy)
+        if self._lab is not None:
+            self._lab.close()
+
+    def _less_busy(self) -> None:
+        self._busy -= 1
+
+    def _do(self, name: str) -> None:
+        if name == "stop":
+            self._check_stop()
+        self._watch.begin(all_of_it=name == "run")
+        if name in {"start", "restart"} or self._lab is None or self._lab.judged or self._lab.error:
+            self._make(all_of_it=name == "run")
+        lab = self._lab
+        assert lab is not None
+        if not lab.started:
+            lab.start()
+            self._show(lab)
+        self._check_stop()
+        if name == "step":
+            self._state("running")
+            self._step(lab)
+        elif name == "run":
+            self._state("running")
+            while self._watch.left:
+                self._check_stop()
+                self._step(lab)
+        if self._watch.left:
+            self._end("ready", self._say, self._watch.words())
+            return
+        self._state("running")
+        run = lab.run()
+        if lab is not self._given:
+            lab.close()
+        self._end("finished", self.model.finished, run)
+
+    def _make(self, *, all_of_it: bool) -> None:
+        """A new lab of the settings as they are; a lab that has its ranks already when it is adopted stays as it is."""
+        old, self._lab = self._lab, None
+        if old is not None and not old.started and not old.error and old.given == self.model.given:
+            self._lab = old
+            return
+        if old is not None:
+            old.close()
+        model = self.model
+        made = Lab(
+            model.definition,
+            model.given,
+            fault=model.fault,
+            out=self._folder(),
+            tolerances=model.tolerances,
+            plotter=model.plotter,
+        )
+        self._lab = made
+        self._watch.take(made)
+        self._watch.aim(all_of_it=all_of_it)
+        self._flush()
+
+    def _folder(self) -> Path | None:
+        """The folder that was asked for; later runs of the panel go beside it."""
+        folder, number = self._out, 1
+        while folder is not None and self._out is not None and (folder / "run.json").exists():
+            number += 1
+            folder = self._out.with_name(f"{self._out.name}-{number}")
+        return folder
+
+    def _step(self, lab: Lab) -> None:
+        began = time.monotonic()
+        self._watch.step()
+        stepped = lab.step()
+        self._watch.stepped(stepped, time.monotonic() - began)
+
+    def _failed(self, error: BaseException) -> None:
+        watch = self._watch
+        done = f"{watch.done} phases were done, and what they measured is kept"
+        failure = told(error, watch.stacks, done)
+        failure = failure._replace(phase=failure.phase or watch.phase)
+        if self._lab is not None:
+            self._lab.close()
+        watch.failed(failure)
+        self._update(lambda: setattr(self.model, "failure", failure))
+        self._end("failed", self._say, failure.message)
+
+    def _check_stop(self) -> None:
+        if self._stopping.is_set():
+            raise KeyboardInterrupt
+
+    def _show(self, lab: Lab) -> None:
+        """What the panel shows is from now on the run that grows."""
+        self._update(lambda: self.model.show(self.model.open(lab.dir)))
+
+    def _say(self, text: str) -> None:
+        self.model.said = text
+
+    def _state(self, state: str) -> None:
+        def change() -> None:
+            if self.model.state != "stopping":
+                self.model.state = state
+
+        self._update(change)
+
+    def _end(self, state: str, then: Callable[[Any], None], what: Any) -> None:
+        def change() -> None:
+            with self.model.hold_trait_notifications():
+                self.model.state = state
+                then(what)
+                self.model.judge()
+
+        self._watch.rest()
+        self._flush()
+        self._update(change)
+
+    def _flush(self) -> None:
+        """Hand on how far it is."""
+        phases, progress, log = self._watch.seen()
+        grew, self._watch.grew = self._watch.grew, False
+
+        def change() -> None:
+            with self.model.hold_trait_notifications():
+                self.model.size = len(phases[0].ranks) if phases else 0
+                self.model.phases, self.model.progress, self.model.log = phases, progress, log
+                if grew:
+                    self.model.grown()
+
+        self._update(change)
+
+    def _update(self, change: Callable[[], None]) -> None:
+        self._updates.append(change)
+        self._post(self._drain)
+
+
+def here() -> Post:
+    """How to reach the thread that this is called in: by its event loop, as in a kernel; without one there is nothing to go by."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return lambda call: call()
+
+    def post(call: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            loop.call_soon_threadsafe(call)
+
+    return post

@@ -1,0 +1,349 @@
+"""What a panel knows, for views to observe: settings, the plan and how far it is, the run, its verdict and the limits.
+
+Plain data in traits that are replaced, never changed in place. No widget is needed: a script or a test drives it as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from traitlets import Any as AnyTrait
+from traitlets import Dict, HasTraits, Instance, Int, Tuple, Unicode
+
+from kit.errors import BadInput, KitError
+from kit.labs.configure import complaints, find_fault, validate
+from kit.labs.options import Field, fields
+from kit.results import Run, load_tolerances, newest_run, runs_dir, save_tolerances
+from kit.results.tolerances import checked_tolerances
+from kit.view.panel.limits import Limit, limits_of
+
+if TYPE_CHECKING:
+    import os
+
+    from kit.labs.definition import Definition
+    from kit.results.run import Plotter
+
+LOG_LINES = 2000
+AS_IT_IS = "as the lab has it"
+CAN = {
+    "idle": {"start", "step", "run"},
+    "starting": {"stop"},
+    "ready": {"step", "run", "stop", "restart"},
+    "running": {"stop"},
+    "stopping": set[str](),
+    "finished": {"start", "step", "run", "restart"},
+    "failed": {"start", "step", "run", "restart"},
+}
+FRESH = {"start", "restart"}  # of these, and of step and run where no ranks live, new ranks come
+
+
+class PhaseState(NamedTuple):
+    """One phase of the plan on every rank. `began` is time.monotonic() of its start while it runs."""
+
+    cycle: int
+    phase: str
+    status: str  # to do, next, running, done, failed
+    ranks: tuple[str, ...]  # waiting, running, done, failed
+    seconds: tuple[float | None, ...]
+    began: float | None = None
+
+
+class Failure(NamedTuple):
+    """What ended a run. `ranks` are those that are to blame, `detail` a traceback or what ranks were doing."""
+
+    kind: str  # raised, died, timeout, stopped, error
+    message: str
+    ranks: tuple[int, ...]
+    phase: str
+    detail: str
+
+
+class Progress(NamedTuple):
+    """Phases, and seconds; `left` is None where nothing is known of what is to come."""
+
+    done: int = 0
+    total: int = 0
+    elapsed: float = 0.0
+    left: float | None = None
+
+
+class PanelModel(HasTraits):
+    """A lab's panel without widgets. A controller moves what lives; `set`, `move`, `show` and the like are for people."""
+
+    values = Dict()
+    fault = Unicode(None, allow_none=True)
+    fault_sets = Dict()  # what the fault sets, as it comes into force: a person's own value goes before it
+    problems = Dict()
+    refused = Dict()
+    state = Unicode("idle")
+    phases = Tuple()
+    size = Int(0)
+    progress = Instance(Progress, args=())
+    failure = Instance(Failure, allow_none=True)
+    log = Tuple()
+    said = Unicode("")
+    run = AnyTrait(None)
+    revision = Int(0)
+    limits = Tuple()
+    tolerances = Dict()
+    verdict = AnyTrait(None)
+
+    def __init__(
+        self,
+        definition: Definition,
+        config: Mapping[str, Any] | None = None,
+        *,
+        fault: str | None = None,
+        tolerances: Mapping[str, float] | None = None,
+        plotter: Plotter | None = None,
+    ) -> None:
+        super().__init__()
+        self.definition = definition
+        self.fields: list[Field] = fields(definition.config)
+        self.checks = definition.load_checks()
+        self.presets: dict[str, dict[str, float]] = {AS_IT_IS: {}}
+        self.presets |= {name: dict(some) for name, some in definition.load_presets().items()}
+        self.plotter = plotter
+        self._given: dict[str, Any] = plain(config or {})
+        self._late: tuple[str, Any, str] | None = None
+        find_fault(definition, fault)
+        unknown = set(self._given) - {field.name for field in self.fields}
+        if unknown:
+            validate(definition, self._given)  # says which, and what there is
+        self.fault = fault
+        self.tolerances = checked_tolerances(tolerances or {}, [check.tolerance for check in self.checks])
+        self._settle()
+        last = newest_run(runs_dir(), definition.name)
+        if last is not None:
+            self._show_last(last)
+        self.judge()
+
+    # -- settings -----------------------------------------------------------------------------------------------------
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that a person chose; the rest is the fault's or the lab's own."""
+        return dict(self._given)
+
+    def set(self, field: str, value: Any) -> None:
+        """Give a setting a value; what it had by itself is no choice of the person's."""
+        base = self._base()
+        if field not in base:
+            validate(self.definition, {field: value})  # says that there is none, and what there is
+        (value,) = plain({field: value}).values()
+        if value == base[field] and type(value) is type(base[field]):
+            self._given.pop(field, None)
+        else:
+            self._given[field] = value
+        if self._late is not None and self._late[0] in {field, ""}:
+            self._late = None
+        self._settle()
+
+    def set_fault(self, name: str | None) -> None:
+        """Switch a known bug on, or off; the settings that expose it go below those that a person chose."""
+        fault = find_fault(self.definition, name or None)
+        self.fault = name or None
+        self._settle()
+        kept = {} if fault is None else {key: value for key, value in fault.set.items() if key in self._given}
+        if fault is None:
+            self.said = "no fault is switched on"
+        elif kept:
+            wanted = ", ".join(f"{key}={value}" for key, value in kept.items())
+            self.said = f"fault {name}: {fault.breaks}; it wants {wanted}, and your own values stand"
+        else:
+            self.said = f"fault {name}: {fault.breaks}"
+
+    def reset(self) -> None:
+        """All settings as the lab has them, and no fault."""
+        self._given = {}
+        self._late = None
+        self.fault = None
+        self._settle()
+        self.said = "all settings are as the lab has them"
+
+    def refuse(self, sentence: str) -> None:
+        """Something that only a start found out, such as code that cannot be loaded. It stands until that setting changes."""
+        name = sentence.partition("=")[0]
+        name = name if name in self.values else ""
+        self._late = (name, self.values.get(name), sentence)
+        self.said = sentence
+        self._settle()
+
+    # -- limits ---------------------------------------------------------------------------------------------------------
+
+    def move(self, tolerance: str, value: float) -> None:
+        """Move one limit; the run that is shown is judged again at once, from what was measured."""
+        moved = checked_tolerances({tolerance: value}, [check.tolerance for check in self.checks])
+        self._take({**self.tolerances, **moved})
+
+    def take(self, tolerances: Mapping[str, float]) -> None:
+        """Replace all moved limits."""
+        self._take(checked_tolerances(tolerances, [check.tolerance for check in self.checks]))
+
+    def save_tolerances(self, path: str | os.PathLike[str]) -> Path:
+        """The moved limits as a JSON file that `kit run --tolerances` takes too."""
+        target = Path(path).expanduser()
+        save_tolerances(target, self.tolerances)
+        self.said = f"{count(len(self.tolerances), 'tolerance')} saved to {target}"
+        return target
+
+    def load_tolerances(self, path: str | os.PathLike[str]) -> None:
+        source = Path(path).expanduser()
+        self.take(load_tolerances(source))
+        self.said = f"{count(len(self.tolerances), 'tolerance')} taken from {source}"
+
+    # -- the run that is shown --------------------------------------------------------------------------------------------
+
+    def show(self, run: Run | None) -> None:
+        """Show another run of this lab, or none."""
+        if run is not None and run.lab != self.definition.name:
+            self.said = f"{run.dir.name} is a run of lab {run.lab}, and this panel is of lab {self.definition.name}"
+            return
+        with self.hold_trait_notifications():
+            self.run = run
+            self.revision += 1
+            self.judge()
+        if run is not None:
+            self.said = f"shown is {described(run)}"
+
+    def finished(self, run: Run) -> None:
+        """A run came to its verdict."""
+        if self.run is None or self.run.dir != run.dir:
+            self.run = run
+        self.revision += 1
+        self.judge()
+        self.said = f"{run.dir.name} is finished: {'no verdict' if self.verdict is None else self.verdict.summary()}"
+
+    def open(self, folder: Path) -> Run:
+        """A run of this lab from disk, with the checks that the panel knows."""
+        return Run(folder, checks=lambda _: self.checks, plotter=self.plotter)
+
+    def grown(self) -> None:
+        """The records of the run grew."""
+        self.revision += 1
+
+    def judge(self) -> None:
+        """Put the limits to what the run measured. While ranks work on it, it waits for them."""
+        verdict = None
+        run: Run | None = self.run
+        if run is not None and self.state not in {"starting", "running", "stopping"}:
+            try:
+                verdict = run.verdict(**self.tolerances)
+            except KitError as error:
+                self.said = str(error)
+            except Exception as error:  # noqa: BLE001 - a check may stumble over part of a run; the panel must stay
+                self.said = f"{run.dir.name} cannot be judged: {type(error).__name__}: {error}"
+        self.verdict = verdict
+        config = self.values if run is None else {**self.values, **run.config}
+        self.limits = limits_of(self.checks, config, verdict, self.tolerances)
+
+    @property
+    def can(self) -> frozenset[str]:
+        """What makes sense now, of start, step, run, stop and restart."""
+        now = CAN[self.state]
+        wrong = {text for text in self.problems.values() if self._late is None or text != self._late[2]}
+        if wrong:
+            now = now - (FRESH if self.state == "ready" else {*FRESH, "step", "run"})
+        return frozenset(now)
+
+    # -- how ---------------------------------------------------------------------------------------------------------------
+
+    def _base(self) -> dict[str, Any]:
+        """The values where a person chose none."""
+        fault = find_fault(self.definition, self.fault)
+        own = {f.name: None if f.default is dataclasses.MISSING else f.default for f in self.fields}
+        return plain({**own, **(fault.set if fault else {})})
+
+    def _settle(self) -> None:
+        """Bring what follows from the settings in step with them."""
+        fault = find_fault(self.definition, self.fault)
+        values = {**self._base(), **self._given}
+        problems = self._complaints(values)
+        refused = {}
+        for field in self.fields:
+            refused[field.name] = {
+                choice: sentence
+                for choice in choices(field)
+                if choice != values[field.name]
+                and (sentence := first_new(self._complaints({**values, field.name: choice}), problems))
+            }
+        if self._late is not None and values.get(self._late[0]) == self._late[1]:
+            problems.setdefault(self._late[0], self._late[2])
+        with self.hold_trait_notifications():
+            self.values = values
+            self.fault_sets = plain(fault.set) if fault else {}
+            self.problems = problems
+            self.refused = {name: sentences for name, sentences in refused.items() if sentences}
+            if self.state == "idle":
+                self._plan(values)
+
+    def _complaints(self, values: Mapping[str, Any]) -> dict[str, str]:
+        missing = {f.name for f in self.fields if f.default is dataclasses.MISSING and values[f.name] is None}
+        given = {name: value for name, value in values.items() if name not in missing}
+        return complaints(self.definition, given, find_fault(self.definition, self.fault))
+
+    def _plan(self, values: Mapping[str, Any]) -> None:
+        if self.problems:
+            self.phases = ()
+            return
+        config = validate(self.definition, values)
+        self.size = config.ranks
+        steps = self.definition.plan(config)
+        nothing: tuple[None, ...] = (None,) * config.ranks
+        self.phases = tuple(
+            PhaseState(step.cycle, step.phase, "to do" if index else "next", ("waiting",) * config.ranks, nothing)
+            for index, step in enumerate(steps)
+        )
+        self.progress = Progress(0, len(steps))
+
+    def _take(self, tolerances: dict[str, float]) -> None:
+        with self.hold_trait_notifications():
+            self.tolerances = tolerances
+            self.judge()
+
+    def _show_last(self, folder: Path) -> None:
+        """The newest run, so that a notebook that is opened again shows where its owner left off."""
+        try:
+            self.run = self.open(folder)
+            self.said = f"shown is the last run, {described(self.run)}"
+        except KitError as error:
+            self.said = f"the last run cannot be shown: {error}"
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON has them: tuples are lists. What JSON has no word for stays, for the check to refuse by name."""
+    try:
+        result: dict[str, Any] = json.loads(json.dumps(dict(values)))
+    except (TypeError, ValueError):
+        return dict(values)
+    return result
+
+
+def choices(field: Field) -> Sequence[Any]:
+    """The values among which a drop-down or a checkbox of the field lets a person choose."""
+    if field.choices:
+        return field.choices
+    if field.kind is bool:
+        return (True, False)
+    return (None,) if field.optional else ()
+
+
+def first_new(found: Mapping[str, str], known: Mapping[str, str]) -> str:
+    """The first complaint that is not there already: what the choice itself would bring."""
+    return next((text for text in found.values() if text not in known.values()), "")
+
+
+def described(run: Run) -> str:
+    fault = f", fault {run.fault}" if run.fault else ""
+    return f"{run.dir.name} ({run.status}{fault})"
+
+
+def count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+__all__ = ["BadInput", "Failure", "Limit", "PanelModel", "PhaseState", "Progress"]
