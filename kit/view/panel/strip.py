@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as widgets
 
 from kit.view.panel import look
+from kit.view.progress import ranks_short
 
 if TYPE_CHECKING:
     from kit.view.panel.model import Failure, PanelModel, PhaseState, Progress
@@ -29,6 +30,15 @@ STATES = {
     "stopping": ("▶", "busy", "stopping"),
     "finished": ("✓", "good", "finished"),
     "failed": ("✗", "bad", "failed"),
+}
+
+# What a failure's ranks did; without ranks, what became of the run.
+ENDS = {
+    "raised": "raised",
+    "died": "died",
+    "timeout": "did not answer in time",
+    "stopped": "stopped",
+    "error": "failed",
 }
 
 
@@ -200,12 +210,12 @@ def failure_html(failure: Failure | None) -> str:
     """What went wrong and whose doing it was, in red; its traceback or the ranks' stacks folded beneath."""
     if failure is None:
         return ""
-    ranks = ", ".join(map(str, failure.ranks))
-    who = f"{'rank' if len(failure.ranks) == 1 else 'ranks'} {ranks}" if failure.ranks else "no rank is to blame"
-    where = f", in phase {failure.phase}" if failure.phase else ""
-    more = look.folded(f"traceback of {who}" if failure.ranks else "details", failure.detail) if failure.detail else ""
+    who = f"{'rank' if len(failure.ranks) == 1 else 'ranks'} {ranks_short(failure.ranks)}" if failure.ranks else ""
+    words = " ".join(filter(None, [who, ENDS.get(failure.kind, failure.kind)]))
+    where = f" in phase {failure.phase}" if failure.phase else ""
+    more = look.folded(f"what {who or 'the ranks'} did: traceback", failure.detail) if failure.detail else ""
     head = failure.message.partition("\n")[0]
     return (
-        f'<div class="kit-failure" role="alert"><b class="kit-bad">✗ {look.text(failure.kind)}: {look.text(who + where)}</b>'
+        f'<div class="kit-failure" role="alert"><b class="kit-bad">✗ {look.text(words + where)}</b>'
         f"<div>{look.text(head)}</div>{more}</div>"
     )

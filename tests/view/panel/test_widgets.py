@@ -1,0 +1,466 @@
+"""The panel's widgets without a browser: what they show of the model, and what they tell it. The model is the real one."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import ipywidgets as widgets
+import pytest
+import traitlets
+
+import kit
+from kit.labs.discover import find
+from kit.view.panel import logs, look, strip, verdict
+from kit.view.panel.model import Failure, PanelModel, PhaseState, Progress
+from kit.view.panel.panel import Buttons, Panel
+from kit.view.panel.parameters import Number, Parameters
+
+LABS = ("smoke", "offload", "split", "sync")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A real run of two ranks and two cycles."""
+    return kit.run("smoke", cycles=2, out=tmp_path_factory.mktemp("run") / "run")
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path, monkeypatch):
+    """An empty runs folder: no panel shows what somebody else ran."""
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
+
+
+def tree(widget):
+    yield widget
+    for child in getattr(widget, "children", ()):
+        yield from tree(child)
+
+
+def other(control, value):
+    """Another value for a control, and the part to set it with."""
+    part = control.parts[0]
+    if isinstance(part, widgets.Checkbox):
+        return part, not part.value
+    if isinstance(part, widgets.Dropdown):
+        return part, next(choice for _, choice in pairs(part) if choice != value and ":" not in str(choice))
+    if isinstance(part, widgets.Text):
+        return part, "3, 4" if isinstance(value, list) else "other.module:thing"
+    return part, part.min if part.value == part.max else min(part.value + 1, part.max)
+
+
+def pairs(drop):
+    return [one if isinstance(one, tuple) else (one, one) for one in drop.options]
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_every_control_tells_the_model_and_shows_it(lab):
+    model = PanelModel(find(lab))
+    settings = Parameters(model)
+    assert set(settings.controls) == {field.name for field in model.fields}
+    for name, control in settings.controls.items():
+        model.reset()
+        if model.values[name] is None:  # left open: a tick opens it
+            control.parts[1].value = False
+            assert model.values[name] == control.parts[0].value
+            continue
+        part, value = other(control, model.values[name])
+        part.value = value
+        assert model.values[name] == ([3, 4] if value == "3, 4" else value), name
+        model.reset()
+        assert control.parts[0].value != value or model.values[name] == value
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_every_control_has_a_label_and_says_what_it_is_for(lab):
+    model = PanelModel(find(lab))
+    tab = verdict.VerdictTab(model)
+    asked = [
+        *tree(Parameters(model).widget),
+        *tree(tab.widget),
+        *tree(logs.LogsTab(model).widget),
+        *tree(strip.Strip(model).widget),
+    ]
+    controls = [
+        one
+        for one in asked
+        if isinstance(one, widgets.ValueWidget | widgets.Button) and not isinstance(one, widgets.HTML)
+    ]
+    assert len(controls) > 20
+    for one in controls:
+        assert one.tooltip or one.description, one
+    for control in Parameters(model).controls.values():
+        assert control.parts[0].description == control.label
+        assert control.field.option.help in control.parts[0].tooltip
+
+
+def test_a_refused_choice_is_marked_and_explained():
+    model = PanelModel(find("offload"))
+    settings = Parameters(model)
+    drop = settings.controls["mode"].parts[0]
+    assert [label for label, _ in pairs(drop)] == ["exact", "manual", "official"]
+    settings.controls["include_world"].parts[0].value = True
+    assert [label for label, _ in pairs(drop)] == ["exact", "manual (no)", "official (no)"]
+    assert drop.value == "exact"
+    assert "needs mode=exact" in drop.tooltip
+    assert "needs mode=exact" in settings.refused.value
+    drop.value = "manual"
+    assert "include_world=true needs mode=exact" in settings.problems.value
+    assert "start" not in model.can
+    drop.value = "exact"
+    assert settings.problems.value == ""
+
+
+def test_a_tick_that_would_be_refused_is_greyed_out():
+    model = PanelModel(find("offload"), {"mode": "manual"})
+    tick = Parameters(model).controls["include_world"].parts[0]
+    assert tick.disabled
+    assert "needs mode=exact" in tick.tooltip
+    model.set("mode", "exact")
+    assert not tick.disabled
+
+
+def test_what_is_wrong_is_marked_where_it_is():
+    model = PanelModel(find("split"))
+    settings = Parameters(model)
+    box = settings.controls["chunks"]
+    box.parts[0].value = "one, two"
+    assert "kit-wrong" in box.widget._dom_classes
+    assert "chunks must be" in settings.problems.value
+    assert "✗" in settings.problems.value
+    box.parts[0].value = "1, 5"
+    assert model.values["chunks"] == [1, 5]
+    assert "kit-wrong" not in box.widget._dom_classes
+
+
+def test_small_ranges_have_sliders_and_wide_ones_an_exact_number_too():
+    model = PanelModel(find("offload"))
+    settings = Parameters(model)
+    assert isinstance(settings.controls["tp"].parts[0], widgets.IntSlider)
+    cycles = settings.controls["cycles"]
+    assert isinstance(cycles, Number)
+    exact, rough = cycles.parts
+    rough.value = 10**1.5
+    assert model.values["cycles"] == exact.value == 32
+    exact.value = 700
+    assert model.values["cycles"] == 700
+    assert rough.value == pytest.approx(700)
+    assert len(settings.controls["seed"].parts) == 1
+
+
+def test_own_code_goes_beside_the_labs_own_words():
+    model = PanelModel(find("sync"))
+    drop, own = Parameters(model).controls["transport"].parts
+    assert own.layout.display == "none"
+    drop.value = drop.options[-1]
+    assert own.layout.display is None
+    own.value = "mine:Transport"
+    assert model.values["transport"] == "mine:Transport"
+    model.set("transport", "shm")
+    assert (drop.value, own.layout.display) == ("shm", "none")
+
+
+def test_a_fault_says_what_it_breaks_who_catches_it_and_what_it_sets():
+    model = PanelModel(find("offload"))
+    settings = Parameters(model)
+    settings.fault.value = "missing-rank-in-destroy"
+    assert model.fault == "missing-rank-in-destroy"
+    assert settings.controls["meet_timeout_s"].parts[0].value == 3.0
+    for words in (
+        "last rank does not take part",
+        "groups_return_to_baseline",
+        "meet_timeout_s=3.0",
+        "run itself must break",
+    ):
+        assert words in settings.about.value
+    settings.reset.click()
+    assert (model.fault, settings.fault.value, settings.about.value) == (None, "", "")
+
+
+def test_settings_are_locked_while_ranks_work():
+    model = PanelModel(find("smoke"))
+    settings = Parameters(model)
+    model.state = "running"
+    assert all(part.disabled for control in settings.controls.values() for part in control.parts)
+    assert settings.fault.disabled
+    model.state = "finished"
+    assert not settings.controls["cycles"].parts[0].disabled
+
+
+# -- buttons --------------------------------------------------------------------------------------------------------
+
+
+class Pressed:
+    """A stand-in for the controller that only notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def __getattr__(self, name):
+        return lambda: self.told.append(name)
+
+
+def test_buttons_are_pressable_where_they_make_sense():
+    model, told = PanelModel(find("smoke")), Pressed()
+    buttons = Buttons(model, told)
+    for state in ("idle", "starting", "ready", "running", "stopping", "finished", "failed"):
+        model.state = state
+        assert {name for name, button in buttons.of.items() if not button.disabled} == set(model.can)
+    model.state = "idle"
+    model.set("ranks", 0)
+    assert all(button.disabled for button in buttons.of.values())
+    for button in buttons.of.values():
+        assert button.description
+        assert button.icon
+        button.click()
+    assert told.told == ["start", "step", "run_all", "stop", "restart"]
+
+
+# -- strip ----------------------------------------------------------------------------------------------------------
+
+DONE = PhaseState(0, "baseline", "done", ("done", "done"), (0.5, 12.0), None)
+
+
+def test_each_phase_and_rank_has_a_sign_a_word_and_a_time():
+    running = PhaseState(1, "make", "running", ("done", "running"), (0.2, None), time.monotonic() - 65)
+    to_do = PhaseState(1, "talk", "to do", ("waiting", "waiting"), (None, None), None)
+    rows = re.findall(r"<tr>.*?</tr>", strip.grid_html((DONE, running, to_do), 2, None).partition("<tbody>")[2])
+    assert [re.findall(r'<td class="kit-(\w+)".*?>(\S)(?:<small>(.*?)</small>)?</td>', row) for row in rows] == [
+        [("done", "✓", "0.5 s"), ("done", "✓", "0.2 s"), ("waiting", "·", "")],
+        [("done", "✓", "12 s"), ("running", "▶", "65 s"), ("waiting", "·", "")],
+    ]
+    assert 'aria-label="make, cycle 1, rank 1: running 65 s"' in rows[1]
+
+
+def test_the_culprit_is_red_and_its_traceback_is_folded():
+    model = PanelModel(find("smoke"))
+    shown = strip.Strip(model)
+    model.size = 2
+    model.phases = (PhaseState(1, "talk", "failed", ("waiting", "failed"), (None, None), None),)
+    model.failure = Failure("raised", "rank 1 raised <b>ValueError</b>\nmore", (1,), "talk", "Traceback:\n  <script>")
+    assert shown.grid.value.count('<tr class="kit-culprit">') == 1
+    assert '<tr class="kit-culprit"><th class="kit-rank" scope="row">✗ rank 1</th>' in shown.grid.value
+    assert '<td class="kit-failed"' in shown.grid.value
+    said = shown.failure.value
+    assert "<details><summary>" in said
+    assert "✗ rank 1 raised in phase talk" in said
+    assert "&lt;b&gt;ValueError" in said
+    assert "&lt;script&gt;" in said
+    assert "<script>" not in said
+    model.failure = None
+    assert shown.failure.value == ""
+
+
+def test_a_tick_leaves_the_unfolded_traceback_alone():
+    model = PanelModel(find("smoke"))
+    shown = strip.Strip(model)
+    model.failure = Failure("died", "rank 0 died", (0,), "talk", "stack")
+    sent = []
+    shown.failure.observe(sent.append, "value")
+    model.state = "running"
+    model.progress = Progress(1, 5, 2.0, None)
+    assert sent == []
+
+
+def test_the_bar_says_in_words_how_far_it_is():
+    phases = (DONE, PhaseState(1, "make", "running", ("running", "running"), (None, None), time.monotonic()))
+    words = strip.progress_words(Progress(6, 22, 12.3, 20.4), phases, "running")
+    assert words == "phase 7 of 22 (make, cycle 1), 12 s, about 20 s left"
+    assert strip.progress_words(Progress(6, 22, 12.3, None), phases, "running").endswith("12 s")
+    bar = strip.bar_html(Progress(11, 22, 12.3, None), phases, "ready")
+    for part in (
+        'role="progressbar"',
+        'aria-valuenow="11"',
+        'aria-valuemax="22"',
+        "width:50.0%",
+        "11 of 22 phases done",
+    ):
+        assert part in bar
+
+
+def test_what_is_said_is_a_live_line():
+    model = PanelModel(find("smoke"))
+    shown = strip.Strip(model)
+    model.said = "a <tag>"
+    assert shown.said.value == (
+        '<div role="status" aria-live="polite"><b class="kit-faint">· not started</b> a &lt;tag&gt;</div>'
+    )
+
+
+def test_of_a_long_plan_the_phases_near_the_one_under_way_are_shown():
+    model = PanelModel(find("offload"), {"cycles": 30})
+    shown = strip.Strip(model)
+    total = len(model.phases)
+    assert shown.grid.value.count('scope="col"') == strip.COLUMNS < total
+    phases = [phase._replace(status="done" if index < 100 else "to do") for index, phase in enumerate(model.phases)]
+    phases[100] = phases[100]._replace(status="running")
+    model.phases = tuple(phases)
+    assert shown.first.value == 100 - strip.COLUMNS // 2
+    assert shown.grid.value.count("kit-now") == 1
+    shown.first.value = 0  # a person looks back
+    assert not shown.follow.value
+    model.progress = Progress(100, total, 1.0, None)
+    assert shown.first.value == 0
+    shown.follow.value = True
+    assert shown.first.value == 100 - strip.COLUMNS // 2
+
+
+# -- logs -----------------------------------------------------------------------------------------------------------
+
+
+def test_logs_by_rank_the_last_lines_and_the_error():
+    model = PanelModel(find("smoke"))
+    tab = logs.LogsTab(model)
+    model.log = tuple((index % 2, f"line {index} <i>") for index in range(600))
+    assert tab.lines.value == ""  # nobody looks
+    tab.visible = True
+    assert "200 of 600 lines" in tab.lines.value
+    assert "line 599 &lt;i&gt;" in tab.lines.value
+    assert "line 399" not in tab.lines.value
+    tab.rank.value = "rank 1"
+    assert "line 599" in tab.lines.value
+    assert "line 598" not in tab.lines.value
+    tab.follow.value = False
+    model.log = (*model.log, (1, "new"))
+    assert "new" not in tab.lines.value
+    tab.follow.value = True
+    assert "new" in tab.lines.value
+    model.failure = Failure("raised", "it broke", (0,), "talk", "")
+    assert "it broke" not in tab.lines.value
+    tab.rank.value = logs.ALL
+    assert '<span class="kit-bad">✗ raised: it broke</span>' in tab.lines.value
+
+
+# -- verdict --------------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_that_moves_flips_its_row_and_rebuilds_nothing(run):
+    model = PanelModel(find("smoke"))
+    tab = verdict.VerdictTab(model)
+    assert "Nothing is judged yet" in tab.head.value
+    model.show(run)
+    assert "0 failed, 5 passed" in re.sub("<.*?>", "", tab.head.value)
+    rows, children = dict(tab.rows), tab.body.children
+    row = rows["groups_more"]
+    row.exact.value = -1
+    assert "✗ FAIL" in row.html.value
+    assert "limit &lt;= -1" in row.html.value
+    assert "(lab: 0)" in row.html.value
+    assert "1 failed, 4 passed" in re.sub("<.*?>", "", tab.head.value)
+    row.slider.value = 3
+    assert "✓ pass" in row.html.value
+    assert row.exact.value == 3
+    assert model.tolerances == {"groups_more": 3.0}
+    row.undo.click()
+    assert model.tolerances == {}
+    assert row.slider.value == row.exact.value == 0
+    assert (tab.rows, tab.body.children) == (rows, children)
+
+
+def test_the_worst_come_first(run):
+    model = PanelModel(find("smoke"))
+    tab = verdict.VerdictTab(model)
+    model.take({"drift_mib": -1e6})
+    model.show(run)
+    assert tab.body.children[0] is tab.rows["drift_mib"].widget
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_every_limit_has_one_row_and_its_slider_holds_the_default(lab):
+    model = PanelModel(find(lab))
+    tab = verdict.VerdictTab(model)
+    assert len(tab.body.children) == len({check.tolerance for check in model.checks})
+    assert {name for row in tab.rows.values() for name in row.limit.checks} == {check.name for check in model.checks}
+    for row in tab.rows.values():
+        if row.limit.better == "==":
+            assert row.slider is None
+        else:
+            assert row.slider.value == pytest.approx(row.limit.default)
+    assert model.tolerances == {}
+
+
+def test_presets_and_files(run, tmp_path):
+    model = PanelModel(find("smoke"))
+    tab = verdict.VerdictTab(model)
+    model.show(run)
+    tab.rows["drift_mib"].exact.value = 7
+    tab.path.value = str(tmp_path / "mine.json")
+    tab.save.click()
+    assert json.loads((tmp_path / "mine.json").read_text()) == {"drift_mib": 7.0}
+    for name, preset in model.presets.items():
+        tab.preset.value = name
+        assert model.tolerances == preset
+    tab.load.click()
+    assert model.tolerances == {"drift_mib": 7.0}
+    assert tab.rows["drift_mib"].exact.value == 7
+    assert tab.preset.value == ""
+    tab.path.value = str(tmp_path / "none.json")
+    tab.load.click()
+    assert "kit-bad" in tab.said.value
+    assert "none.json" in tab.said.value
+    assert model.tolerances == {"drift_mib": 7.0}
+
+
+def test_of_many_answers_the_failed_ones_are_written_out():
+    limit = verdict_limit()
+    rows = [answer("parity", 2.0, passed=False), *(answer(f"parity/t{n}", 2.0, passed=n > 8) for n in range(12))]
+    shown = verdict.check_html(limit, rows, moved=False)
+    assert shown.count("✗ FAIL") == 1 + verdict.FEW
+    assert "12 answers, 3 more fail" in shown
+
+
+def answer(check, measured, *, passed):
+    from kit.results import VerdictRow
+
+    return VerdictRow(check, measured, 1.0, "ratio", passed, "")
+
+
+def verdict_limit():
+    from kit.view.panel.limits import Limit
+
+    return Limit("parity_rel", ("parity",), "Are they equal?", 1.0, "ratio", "<=", 0.0, 2.0)
+
+
+# -- all of it ------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_and_times_are_short():
+    assert [
+        look.number(value, unit) for value, unit in ((0.0, "1"), (1e-7, "ratio"), (200.0, "MiB"), (float("nan"), "1"))
+    ] == [
+        "0",
+        "1e-07 ratio",
+        "200 MiB",
+        "nan",
+    ]
+    assert [look.duration(value) for value in (0.031, 1.24, 12.4, 185)] == ["0.031 s", "1.2 s", "12 s", "3 min 5 s"]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_panel_is_stepped_with_its_buttons():
+    panel = kit.panel("smoke", cycles=1)
+    assert isinstance(panel, Panel)
+    assert panel.tab.titles == ("Plots", "Verdict", "Records", "Logs", "Compare", "Export")
+    assert [tab.visible for tab in panel.tabs.values()] == [True, False, False, False, False, False]
+    assert "application/vnd.jupyter.widget-view+json" in panel._repr_mimebundle_()
+    try:
+        panel.buttons.of["step"].click()
+        panel.controller.wait(60)
+        assert panel.strip.grid.value.count('class="kit-done"') == 2
+        panel.buttons.of["run"].click()
+        panel.controller.wait(60)
+        assert panel.strip.grid.value.count('class="kit-done"') == 10
+        assert "✓ finished" in panel.strip.said.value
+        assert "0 failed" in panel.tabs["Verdict"].head.value
+    finally:
+        panel.close()
+
+
+def test_nothing_fetched_is_named_in_the_sheet():
+    assert "http" not in look.CSS
+    assert "url(" not in look.CSS
+    assert isinstance(look.sheet(), traitlets.HasTraits)
