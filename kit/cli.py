@@ -1,7 +1,8 @@
 """`kit ...`. Only what a command needs is imported, and only when it runs: `kit --help` loads no torch and no pandas.
 
 Exit status: 0 no check failed; 1 a check failed; 2 bad input; 3 the run broke (a rank raised, died or timed out);
-130 interrupted, the ranks are ended. `show`, `compare`, `export` and `trace` end with 0 when they could do their work.
+130 interrupted, the ranks are ended. `show`, `compare`, `export`, `trace`, `report` and `notebook` end with 0 when they
+could do their work; a notebook whose cell fails ends with 3.
 """
 
 from __future__ import annotations
@@ -75,6 +76,16 @@ def parser() -> argparse.ArgumentParser:
     for made in (table, timeline):
         made.add_argument("dir", metavar="DIR")
         made.add_argument("--to", metavar="FILE", type=Path, required=True)
+    page = add("report", report, "runs as one page to send to somebody: verdicts, pictures, tables, provenance")
+    page.add_argument("dirs", metavar="DIR", nargs="+")
+    page.add_argument("--to", metavar="FILE.html", type=Path, required=True)
+    headless = add("notebook", notebook, "run a notebook without a browser and keep it with its outputs")
+    headless.add_argument("name", metavar="NAME", help="01, 01_offload_reload, or a path")
+    headless.add_argument(
+        "-p", metavar=("KEY", "VALUE"), nargs=2, action="append", default=[], dest="given",
+        help="a parameter of the notebook; may be repeated",
+    )  # fmt: skip
+    headless.add_argument("--to", metavar="FILE", type=Path, help=".ipynb or .html; without it one beside the runs")
     add("faults", faults, "the known bugs that can be switched on").add_argument("--json", action="store_true")
     measured = add("bench", bench, "side-by-side measurements")
     measured.add_argument("name", metavar="NAME")
@@ -189,6 +200,22 @@ def trace(args: argparse.Namespace) -> int:
     from kit.results import write_trace
 
     return save(lambda: write_trace(load(args.dir), args.to))
+
+
+def report(args: argparse.Namespace) -> int:
+    from kit.public import load
+    from kit.view.report import write_report
+
+    runs = [load(path) for path in args.dirs]
+    return save(lambda: write_report(runs, args.to))
+
+
+def notebook(args: argparse.Namespace) -> int:
+    from kit.view.notebooks import on_terminal, run_notebook
+
+    tell = on_terminal if sys.stderr.isatty() else None
+    print(run_notebook(args.name, dict(args.given), args.to, tell=tell))
+    return 0
 
 
 def save(write: Callable[[], Path]) -> int:

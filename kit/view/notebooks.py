@@ -1,0 +1,289 @@
+"""A notebook without a browser: `kit notebook 01 -p cycles 5` runs it in a fresh kernel and keeps it with its outputs.
+
+Parameters are papermill's: one cell is tagged `parameters`, and what is given goes into a cell `injected-parameters` right after it. So
+papermill runs the same notebooks; here names and kinds of values are checked before a kernel starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import nbformat
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, DeadKernelError
+from nbformat.v4 import new_code_cell
+
+import kit
+from kit.errors import BadInput, KitError
+from kit.labs.discover import hint
+from kit.results import runs_dir
+from kit.results.files import write_text
+
+SUFFIXES = (".ipynb", ".html")
+GIVEN = "injected-parameters"
+WIDGET = "application/vnd.jupyter.widget-view+json"
+# nbconvert's page without what it would load from elsewhere: require.js, MathJax, mermaid, the manager of widgets.
+PAGE = """{%- extends 'lab/index.html.j2' -%}
+{%- block html_head_js -%}
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; img-src data:; font-src data:; style-src 'unsafe-inline'">
+{%- endblock -%}
+{%- block jupyter_widgets -%}{%- endblock -%}
+{%- block html_head_js_mathjax -%}{%- endblock -%}
+{%- block html_head_js_mermaidjs -%}{%- endblock -%}
+"""
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    dict: "an object",
+}
+
+
+class Parameter(NamedTuple):
+    """What a notebook may be given. `kinds` are the types that it takes; empty: any."""
+
+    name: str
+    default: str
+    kinds: tuple[type, ...]
+
+    def allowed(self) -> str:
+        return " or ".join(WORDS.get(kind, "null") for kind in self.kinds)
+
+
+def run_notebook(
+    name: str, given: Mapping[str, str], to: Path | None = None, *, tell: Callable[[str], object] | None = None
+) -> Path:
+    """Run a notebook from top to bottom and write it to `to` (.ipynb or .html). What ran is kept if a cell fails.
+
+    `given` are texts, as on a command line. `tell` hears of each cell: its number and heading when it starts, its time when it is done.
+    """
+    path = find(name)
+    notebook = read(path)
+    values = checked(path, notebook, given)
+    target = place(path, to)
+    if values:
+        inject(notebook, values)
+    try:
+        execute(notebook, path, target, tell)
+    finally:
+        save(notebook, target, path.stem)
+    return target
+
+
+def find(name: str) -> Path:
+    """A notebook by its path, its name, or the beginning of its name ("01")."""
+    path = Path(name).expanduser()
+    if path.suffix == ".ipynb" or len(path.parts) > 1:
+        if not path.is_file():
+            raise BadInput(f"there is no notebook {path}")
+        return path
+    folder = Path(kit.__file__).resolve().parents[1] / "notebooks"
+    named = {one.stem: one for one in sorted(folder.glob("*.ipynb"))}
+    if not named:
+        raise BadInput(f"the kit is not installed from a checkout, so it has no notebook {name!r}; give a path")
+    fitting = [name] if name in named else [stem for stem in named if name and stem.startswith(name)]
+    if len(fitting) != 1:
+        raise BadInput(f"there is no one notebook {name!r}; {hint(name, list(named))}, or a path")
+    return named[fitting[0]]
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    try:
+        notebook: nbformat.NotebookNode = nbformat.read(path, as_version=4)
+    except (nbformat.reader.NotJSONError, nbformat.ValidationError, KeyError, UnicodeDecodeError, OSError) as error:
+        raise BadInput(f"{path} cannot be read as a notebook: {str(error).partition(chr(10))[0]}") from None
+    return notebook
+
+
+def place(path: Path, to: Path | None) -> Path:
+    """Where the notebook goes with its outputs; a name of its own beside the runs, if none was given."""
+    if to is None:
+        folder = runs_dir() / "notebooks"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"cannot make the folder {folder}: {error.strerror}") from error
+        return folder / f"{path.stem}-{datetime.now().astimezone():%Y%m%d-%H%M%S}.ipynb"
+    target = to.expanduser().absolute()
+    if target.suffix not in SUFFIXES:
+        raise BadInput(f"a notebook is written as {' or '.join(SUFFIXES)}, not {target.name!r}")
+    if not target.parent.is_dir():
+        raise BadInput(f"cannot write {target}: there is no folder {target.parent}")
+    if target.is_dir():
+        raise BadInput(f"cannot write {target}: it is a folder")
+    if target == path.resolve():
+        raise BadInput(f"cannot write {target}: it is the notebook itself, which stays without outputs")
+    return target
+
+
+# -- parameters -----------------------------------------------------------------------------------------------------
+
+
+def tagged(notebook: nbformat.NotebookNode, tag: str) -> list[int]:
+    return [index for index, cell in enumerate(notebook.cells) if tag in cell.metadata.get("tags", [])]
+
+
+def parameters(notebook: nbformat.NotebookNode) -> list[Parameter]:
+    """The assignments of the cell tagged `parameters`. A type comes from an annotation (`int | None`), else from the default."""
+    found = []
+    for index in tagged(notebook, "parameters")[:1]:
+        for node in ast.parse(notebook.cells[index].source).body:
+            target: ast.expr | None = node.target if isinstance(node, ast.AnnAssign) else None
+            if isinstance(node, ast.Assign) and len(node.targets) == 1:
+                target = node.targets[0]
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name) and node.value is not None:
+                kinds = annotated(node.annotation) if isinstance(node, ast.AnnAssign) else kinds_of(node.value)
+                found.append(Parameter(target.id, ast.unparse(node.value), kinds))
+    return found
+
+
+def annotated(node: ast.expr) -> tuple[type, ...]:
+    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    kinds = [kind for kind in WORDS if kind.__name__ in names]
+    null = any(isinstance(part, ast.Constant) and part.value is None for part in ast.walk(node))
+    return (*kinds, *([type(None)] if null and kinds else []))
+
+
+def kinds_of(node: ast.expr) -> tuple[type, ...]:
+    """Of a default that is written out. None says nothing of what else it may be, nor does a call."""
+    try:
+        kind = type(ast.literal_eval(node))
+    except ValueError:
+        return ()
+    return (list,) if kind is tuple else (kind,) if kind in WORDS else ()
+
+
+def checked(path: Path, notebook: nbformat.NotebookNode, given: Mapping[str, str]) -> dict[str, Any]:
+    """The values for the names that are given: JSON, else text, of the kind that the notebook has there."""
+    known = {parameter.name: parameter for parameter in parameters(notebook)}
+    values = {}
+    for name, text in given.items():
+        if name not in known:
+            raise BadInput(f"{path.name} has no parameter {name!r}; {hint(name, list(known))}")
+        value = text if known[name].kinds == (str,) else plain(text)
+        if known[name].kinds and not any(fits(value, kind) for kind in known[name].kinds):
+            raise BadInput(f"{name} must be {known[name].allowed()}, not {text!r}")
+        values[name] = value
+    return values
+
+
+def plain(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def fits(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float) if kind is float else isinstance(value, kind)
+
+
+def inject(notebook: nbformat.NotebookNode, values: Mapping[str, Any]) -> None:
+    """After the cell of parameters, in the place of what an earlier run put there."""
+    cell = new_code_cell("\n".join(["# Parameters", *(f"{name} = {value!r}" for name, value in values.items())]))
+    cell.metadata["tags"] = [GIVEN]
+    for index in reversed(tagged(notebook, GIVEN)):
+        del notebook.cells[index]
+    notebook.cells.insert(tagged(notebook, "parameters")[0] + 1, cell)
+
+
+# -- running and keeping --------------------------------------------------------------------------------------------
+
+
+class Kernel(AsyncKernelManager):
+    """A kernel of this very interpreter, whatever other kernels this machine's folders tell of."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "kernel_spec_manager": KernelSpecManager(kernel_dirs=[])})
+
+
+def execute(
+    notebook: nbformat.NotebookNode, path: Path, target: Path, tell: Callable[[str], object] | None = None
+) -> None:
+    """Run all cells, keeping the notebook after each one. A cell that fails, and is not tagged for it, ends this."""
+    cells = [(index, cell) for index, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
+    for _, cell in cells:
+        cell.outputs, cell.execution_count = [], None
+    client = NotebookClient(
+        notebook,
+        timeout=None,
+        kernel_name="python3",
+        kernel_manager_class=Kernel,
+        extra_arguments=["--log-level=40"],  # errors alone: the kernel has this process's stderr
+        resources={"metadata": {"path": str(path.parent)}},
+    )
+    client.log.setLevel(logging.CRITICAL)  # what goes wrong is told once, below
+    # Cell by cell, and not by its `execute`: that catches an interrupt, and then stumbles over the kernel it ended.
+    with client.setup_kernel():
+        for number, (index, cell) in enumerate(cells, start=1):
+            began, where = time.monotonic(), f"code cell {number} of {len(cells)} ({heading(cell)})"
+            if tell:
+                tell(f"{number} of {len(cells)}: {heading(cell)} ... ")
+            try:
+                client.execute_cell(cell, index)
+            except CellExecutionError as error:
+                why = f"failed in {where}: {error.ename}: {error.evalue}".partition("\n")[0]
+                raise KitError(f"{path.name} {why}; what ran is in {target}") from None
+            except DeadKernelError:
+                raise KitError(f"{path.name}: the kernel died in {where}; what ran is in {target}") from None
+            except KeyboardInterrupt:
+                client.shutdown_kernel = "immediate"
+                raise
+            finally:
+                if tell:
+                    tell(f"{time.monotonic() - began:.1f} s\n")
+                if target.suffix == ".ipynb":
+                    save(notebook, target, path.stem)
+
+
+def heading(cell: nbformat.NotebookNode) -> str:
+    """The cell's first line of code."""
+    lines = [line for line in cell.source.splitlines() if line.strip() and not line.startswith("#")]
+    return str(lines[0][:70]) if lines else "(empty)"
+
+
+def save(notebook: nbformat.NotebookNode, target: Path, title: str) -> None:
+    text = nbformat.writes(notebook) + "\n" if target.suffix == ".ipynb" else to_html(notebook, title)
+    write_text(target, text)
+
+
+def to_html(notebook: nbformat.NotebookNode, title: str) -> str:
+    """One page that loads nothing from anywhere."""
+    from jinja2 import DictLoader
+    from nbconvert import HTMLExporter
+
+    exporter = HTMLExporter(extra_loaders=[DictLoader({"kit.html.j2": PAGE})], template_file="kit.html.j2")
+    exporter.embed_images = True
+    body, _ = exporter.from_notebook_node(without_widgets(notebook), {"metadata": {"name": title}})
+    return str(body)
+
+
+def without_widgets(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """A widget lives in a kernel: in its place stands what else the cell showed, or a sentence."""
+    copy: nbformat.NotebookNode = nbformat.from_dict(notebook)
+    for cell in copy.cells:
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if data.pop(WIDGET, None) is not None and not {"text/html", "text/markdown", "image/png"} & set(data):
+                data["text/html"] = "<p><em>Controls stand here when the notebook is open in JupyterLab.</em></p>"
+    return copy
+
+
+def on_terminal(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
