@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from kit.errors import BadInput, KitError
 from kit.measure.cgroup import free_memory
 from kit.measure.host import Move, transfer
-from kit.sync.buckets import Bound, Layout
+from kit.sync.buckets import Bound
+from kit.sync.layout import Layout
 from kit.sync.memory import Segment
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kit.sync.buckets import Key
+    from kit.sync.layout import Key
 
 BASE = -1
 SHARE = 0.8  # of the memory that is free, for both copies

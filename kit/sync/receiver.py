@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from kit.errors import KitError
-from kit.sync.buckets import Layout, Mismatch, views
+from kit.sync.buckets import Mismatch, views
 from kit.sync.cache import BASE, starts
+from kit.sync.layout import Layout
 from kit.sync.link import FAILED, Link, PeerFailed, PeerGone, call
 from kit.sync.log import Log
 from kit.sync.sending import LAYOUT

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kit.sync.buckets import Key
+    from kit.sync.layout import Key
     from kit.sync.link import Link
     from kit.sync.sender import Report, Sender, Target
     from kit.sync.transports.base import Transport

@@ -17,7 +17,8 @@ from kit.sync.hashes import algorithms, digest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kit.sync.buckets import Layout, View
+    from kit.sync.buckets import View
+    from kit.sync.layout import Layout
 
 NONE = "none"
 

@@ -8,20 +8,8 @@ import torch
 
 from kit.errors import BadInput
 from kit.sync import buckets
-from kit.sync.buckets import (
-    ALIGN,
-    Bound,
-    Layout,
-    Mismatch,
-    Piece,
-    Spec,
-    apply,
-    automatic,
-    lay_out,
-    pack,
-    specs_of,
-    views,
-)
+from kit.sync.buckets import Bound, Mismatch, apply, pack, views
+from kit.sync.layout import ALIGN, Layout, Piece, Spec, automatic, lay_out, specs_of
 
 MIB = 2**20
 MIXED = {
@@ -313,13 +301,14 @@ def of(count, size):
 @pytest.mark.parametrize(
     ("specs", "refuse", "split"),
     [
-        (of(8192, 32 * 1024), 8 * MIB, 8 * MIB),  # a 32nd of 256 MiB
+        (of(8192, 32 * 1024), 16 * MIB, 16 * MIB),  # a 16th of 256 MiB
         (of(16, 4 * MIB), 4 * MIB, 4 * MIB),  # one tensor a bucket
         (of(16, 4 * MIB + 1), 4 * MIB + 4096, 4 * MIB + 4096),  # whole pages
         (of(100, 1024), MIB, MIB),  # never below
-        (of(4096, MIB), 16 * MIB, 16 * MIB),  # 4 GiB: no more than 256 buckets' worth
+        (of(4096, MIB), 64 * MIB, 64 * MIB),  # never above
+        (of(32768, MIB), 128 * MIB, 128 * MIB),  # but for more than 256 buckets' worth
         (of(2, 200 * MIB), 200 * MIB, 64 * MIB),
-        ([*of(1000, 32 * 1024), Spec("embed", 0, torch.uint8, (272 * MIB,))], 272 * MIB, 303 * MIB // 32),
+        ([*of(1000, 32 * 1024), Spec("embed", 0, torch.uint8, (272 * MIB,))], 272 * MIB, 303 * MIB // 16),
     ],
 )
 def test_the_automatic_size(specs, refuse, split):

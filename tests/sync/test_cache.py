@@ -7,8 +7,9 @@ import torch
 
 from kit.errors import BadInput, KitError
 from kit.sync import cache as module
-from kit.sync.buckets import Bound, Mismatch, lay_out, specs_of, views
+from kit.sync.buckets import Bound, Mismatch, views
 from kit.sync.cache import Cache, CacheBusy
+from kit.sync.layout import lay_out, specs_of
 from kit.sync.memory import segments
 
 LIMIT = 20.0

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kit.errors import BadInput
-from kit.sync.buckets import Layout, Mismatch, live, pack, views
+from kit.sync.buckets import Mismatch, live, pack, views
+from kit.sync.layout import Layout
 from kit.sync.verify import Difference, Digests
 from tests.sync.ranks.service import KINDS, LAYOUT, Tensors, tensors
 

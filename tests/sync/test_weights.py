@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kit.errors import KitError
-from kit.sync.buckets import Layout, Mismatch, lay_out, pack, specs_of
+from kit.sync.buckets import Mismatch, pack
+from kit.sync.layout import Layout, lay_out, specs_of
 from kit.sync.weights import Cut, Whole
 from tests.sync.ranks.service import LAYOUT, Tensors, table, tensors
 

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 
 from kit.bench.sync import files
+from kit.bench.sync.objects import ObjectStore
 from kit.bench.sync.weights import weights
 from kit.errors import KitError
 from kit.measure.host import libc
-from kit.sync import buckets
-from kit.sync.buckets import Bound, Layout, lay_out, specs_of, views
+from kit.sync.buckets import Bound, views
 from kit.sync.cache import Cache, starts
 from kit.sync.hashes import algorithms, digest
+from kit.sync.layout import Layout, automatic, lay_out, specs_of
 from kit.sync.link import Listener, address_of, call
 from kit.sync.memory import Segment
 from kit.sync.transports import make
@@ -42,6 +43,7 @@ SENDER = "the sender"
 PAGE = 4096
 RING = 4
 EXTRAS = ("cache", "ring", "fresh")
+COPYING = ("memcpy", "copies")  # they bring nothing
 
 
 class Bench:
@@ -64,6 +66,7 @@ class Bench:
         self._bound: dict[int, Bound] = {}
         self._room = torch.empty(0, dtype=torch.uint8)
         self._copied: torch.Tensor | None = None
+        self._objects = ObjectStore(self.tensors, self.links, sends=self.rank == 0)
 
     def meet(self, meeting: str) -> dict[str, Link]:
         names = [f"receiver {rank}" for rank in self.part[1:]]
@@ -80,7 +83,7 @@ class Bench:
         """0 is the automatic size."""
         if size not in self._layouts:
             specs = specs_of(self.tensors)
-            bucket = size or buckets.automatic(specs, oversize="split")
+            bucket = size or automatic(specs, oversize="split")
             self._layouts[size] = lay_out(specs, bucket, oversize="split")
         return self._layouts[size]
 
@@ -116,9 +119,10 @@ class Bench:
     # -- ways --------------------------------------------------------------------------------------------------------------
 
     def way(self, name: str) -> Callable[[], None]:
-        """`memcpy`, `file:NAME`, or `TRANSPORT[+cache][+ring][+fresh][+ALGORITHM][@MIB]`."""
-        if name == "memcpy":
-            return self.memcpy
+        """`memcpy`, `copies`, `ray`, `file:NAME`, or `TRANSPORT[+cache][+ring][+fresh][+ALGORITHM][@MIB]`."""
+        plain = {"memcpy": self.memcpy, "copies": self.copies, "ray": self._objects.bring}
+        if name in plain:
+            return plain[name]
         if name.startswith("file:"):
             way = files.WAYS[name.removeprefix("file:")]
             return partial(files.bring, way, self.tensors, self.links, sends=self.rank == 0)
@@ -136,9 +140,20 @@ class Bench:
     def memcpy(self) -> None:
         """One copy of all bytes at once, on the sender: what the machine could do at best."""
         if self.rank == 0:
-            if self._copied is None:
-                self._copied = torch.zeros(self.total, dtype=torch.uint8)
-            libc.memcpy(self._copied.data_ptr(), self.memory(self.total).tensor.data_ptr(), self.total)
+            self.copy()
+
+    def copies(self) -> None:
+        """One such copy on each end at the same time: the least for bytes that one end packs while the other applies them."""
+        self.copy()
+        for link in self.links.values():
+            link.send({"kind": "copied"})
+        for link in self.links.values():
+            link.expect("copied")
+
+    def copy(self) -> None:
+        if self._copied is None:
+            self._copied = torch.zeros(self.total, dtype=torch.uint8)
+        libc.memcpy(self._copied.data_ptr(), self.memory(self.total).tensor.data_ptr(), self.total)
 
     def memory(self, size: int) -> Segment:
         if self.segment is None or self.segment.size < size:
@@ -252,6 +267,7 @@ class Bench:
 
     def close(self) -> None:
         self.close_opened()
+        self._objects.close()
         self.kept.close()
         for holder in (self.segment, self.cache, *self.links.values()):
             if holder is not None:
@@ -297,7 +313,7 @@ def timed(bench: Bench, name: str, work: Callable[[], None], *, first: bool) -> 
         work()
     taken = time.perf_counter() - start
     bench.end_turn()
-    if first and name != "memcpy":
+    if first and name not in COPYING:
         contents: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(contents, digest_of(bench.content()))
         if len({contents[rank] for rank in bench.part}) > 1:

@@ -33,6 +33,7 @@ COPIES = (
 # Copies of less than some 190 MB go through the processor's cache otherwise, which fetches what is only to be overwritten.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x8000"}
 NOT_HERE = "not installed"
+PEERS = {"file:own": "kit", "file:safetensors": "safetensors", "file:dcp": "torch", "ray": "ray"}  # and their packages
 GROUPS = ("broadcast", "per-tensor", "rendezvous")
 
 
@@ -111,13 +112,21 @@ def times(what: str, told: dict[str, Any], names: Sequence[str]) -> list[Row]:
 def called(name: str) -> str:
     rest, _, mib = name.partition("@")
     kind, *extras = rest.removeprefix("file:").split("+")
+    if name == "copies":
+        return "a copy on each end at once"
     words = {"cache": "by way of the cache", "ring": "through a ring of 4 buckets", "fresh": "mapped anew"}
     size = [f"buckets of {mib} MiB"] * bool(mib)
     return ", ".join([kind, *(words.get(extra, f"verified by {extra}") for extra in extras), *size])
 
 
 def who(name: str) -> str:
-    return {"memcpy": "memcpy", "file:safetensors": "safetensors", "file:dcp": "torch"}.get(name, "kit")
+    return {
+        "memcpy": "memcpy",
+        "copies": "memcpy",
+        "ray": "ray",
+        "file:safetensors": "safetensors",
+        "file:dcp": "torch",
+    }.get(name, "kit")
 
 
 # -- the parts -----------------------------------------------------------------------------------------------------------
@@ -126,7 +135,7 @@ def who(name: str) -> str:
 def transports(world: World, shape: Shape, *, rounds: int, buckets_mib: Sequence[float]) -> list[Row]:
     """Every transport to one receiver; shared memory against one copy and against groups, and the automatic size against fixed ones."""
     fixed = [f"broadcast@{mib:g}" for mib in buckets_mib]
-    ways = ["memcpy", "shm", "shm+fresh", "shm+cache", "shm+ring", "serialize", *GROUPS, *fixed]
+    ways = ["memcpy", "copies", "shm", "shm+fresh", "shm+cache", "shm+ring", "serialize", *GROUPS, *fixed]
     told = rates(world, shape, ways, receivers=1, rounds=rounds)
     seconds, what = told["seconds"], f"{shape.name}, 1 receiver"
     group = quickest(seconds, [*GROUPS, *fixed])
@@ -134,6 +143,7 @@ def transports(world: World, shape: Shape, *, rounds: int, buckets_mib: Sequence
     automatic = f"automatic buckets are of {told['automatic'] / MIB:.3g} MiB"
     return [
         *times(what, told, ways),
+        over_memcpy(what, seconds, "copies"),
         *(over_memcpy(what, seconds, name, shape.at_most) for name in ("shm", "shm+fresh", "shm+cache", "shm+ring")),
         row(
             f"{what}: shm over the best by a group, time",
@@ -155,7 +165,7 @@ def transports(world: World, shape: Shape, *, rounds: int, buckets_mib: Sequence
 def over_memcpy(what: str, seconds: Seconds, name: str, limit: float | None = None) -> Row:
     over = ratios(seconds[name], seconds["memcpy"])
     note = f"{1 / statistics.median(over):.2f} of its speed"
-    return row(f"{what}: {called(name)}, time over memcpy's", over, unit="x", limit=limit, note=note)
+    return row(f"{what}: {called(name)}, time over memcpy's", over, who=who(name), unit="x", limit=limit, note=note)
 
 
 def two_receivers(world: World, shape: Shape, *, rounds: int) -> list[Row]:
@@ -184,7 +194,7 @@ def verified(world: World, shape: Shape, algorithms: Sequence[str], *, rounds: i
 
 def through_files(world: World, shape: Shape, *, rounds: int) -> list[Row]:
     """Against what others do: files in memory, and an object store."""
-    peers = {"file:own": "", "file:safetensors": files.missing("safetensors"), "file:dcp": ""}
+    peers = {name: files.missing(package) for name, package in PEERS.items()}
     ways = ["shm", *(name for name, why in peers.items() if not why)]
     told = rates(world, shape, ways, receivers=1, rounds=rounds)
     what = f"{shape.name}, 1 receiver, files"
@@ -194,10 +204,12 @@ def through_files(world: World, shape: Shape, *, rounds: int) -> list[Row]:
     for name in ways[1:]:
         over = ratios(told["seconds"][name], told["seconds"]["shm"])
         made += times(what, told, [name])
-        made.append(row(f"{what}: {called(name)} over shm, time", over, who=who(name), unit="x", note=place))
-    made += [Row(what=f"{what}: {called(name)}", who=who(name), note=why) for name, why in peers.items() if why]
-    why = files.missing("ray") or "installed, and not wired up here"
-    return [*made, Row(what=f"{what}: object store", who="ray", note=why)]
+        note = "the object store's own memory" if name == "ray" else place
+        made.append(row(f"{what}: {called(name)} over shm, time", over, who=who(name), unit="x", note=note))
+    return [
+        *made,
+        *(Row(what=f"{what}: {called(name)}", who=who(name), note=why) for name, why in peers.items() if why),
+    ]
 
 
 def digests(world: World, size_mib: int, *, rounds: int) -> list[Row]:

@@ -17,8 +17,9 @@ import torch
 
 from kit.labs.sync.config import ONE_WORLD
 from kit.labs.sync.side import name_of
-from kit.sync.buckets import Bound, Spec, automatic, lay_out
+from kit.sync.buckets import Bound
 from kit.sync.cache import Cache
+from kit.sync.layout import Spec, automatic, lay_out
 from kit.sync.receiver import Receiver
 from kit.sync.sender import Sender
 from kit.sync.transports.shm import Kept
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from kit.labs.sync.config import SyncConfig
     from kit.labs.sync.inference import Inference
     from kit.labs.sync.trainer import Trainer
-    from kit.sync.buckets import Key, Layout
+    from kit.sync.layout import Key, Layout
 
 MIB = 2**20
 TENSOR = 256 * 1024  # bytes of each tensor

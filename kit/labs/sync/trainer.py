@@ -11,9 +11,9 @@ from kit.labs.sync import broken, rehearse, sweep
 from kit.labs.sync.config import trainer_model
 from kit.labs.sync.side import Side, fill, name_of
 from kit.megatron import model, serve, shards
-from kit.sync.buckets import ALIGN, Spec, automatic, lay_out
 from kit.sync.cache import BASE, Cache
 from kit.sync.hashes import digest
+from kit.sync.layout import ALIGN, Spec, automatic, lay_out
 from kit.sync.link import Listener
 from kit.sync.sender import Target
 from kit.sync.transports.serialize import memory
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kit.labs.rankside import Context
-    from kit.sync.buckets import Key, Layout
+    from kit.sync.layout import Key, Layout
     from kit.sync.sender import Report, Sender
 
 MOVES = dataclasses.replace(DEFAULTS, first_lr=DEFAULTS.lr)  # no warm-up: the first step makes other weights, too

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as _c10d
 
 from kit.errors import BadInput, KitError
-from kit.sync.buckets import ALIGN
+from kit.sync.layout import ALIGN
 from kit.sync.link import PeerSilent
 from kit.sync.transports.base import DEPTH, Transport, TransportContext
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.measure import counts
-from kit.sync.buckets import ALIGN
+from kit.sync.layout import ALIGN
 from kit.sync.link import Listener, call
 from kit.sync.memory import Segment, segments
 from kit.sync.transports import make
