@@ -75,6 +75,7 @@ def chapter(run: Run, number: int) -> dict[str, Any]:
     stored = run.dir / "verdict.json"
     verdict = read_verdict(stored) if stored.is_file() else run.verdict()
     told, kind, weight = outcome(run, verdict)
+    limits = moved(run, verdict)
     return {
         "anchor": f"run-{number}",
         "id": run.id,
@@ -87,7 +88,7 @@ def chapter(run: Run, number: int) -> dict[str, Any]:
         "notes": run.notes,
         "facts": facts(run),
         "checks": answers(run, verdict),
-        "pictures": {name: data_uri(plot_run(run, theme_name=name)) for name in THEMES},
+        "pictures": {name: data_uri(plot_run(run, theme_name=name, tolerances=limits)) for name in THEMES},
         "tables": tables(run),
         "logs": logs(run) if run.status == "failed" else [],
         "config": {name: to_json(value) for name, value in run.config.items()},
@@ -116,7 +117,7 @@ def facts(run: Run) -> dict[str, str]:
     cpu, gpu, world = (on.get(name) or {} for name in ("cpu", "gpu", "world"))
     world = about.get("world") or world
     cards = [str(card.get("name")) for card in gpu.get("gpus") or []]
-    versions = [f"{name} {version}" for name, version in (on.get("versions") or {}).items() if version]
+    versions = {"kit": info.get("kit"), **(on.get("versions") or {}), "Python": on.get("python")}
     commit = (about.get("git") or {}).get("commit")
     found = {
         "lab": run.lab,
@@ -126,7 +127,7 @@ def facts(run: Run) -> dict[str, str]:
         "ranks": f"{world['ranks']} on {world['device']}: {world['why']}"
         if {"ranks", "device", "why"} <= set(world)
         else "",
-        "software": ", ".join([f"kit {info.get('kit') or about.get('kit')}", *versions, f"Python {on.get('python')}"]),
+        "software": ", ".join([f"{name} {version}" for name, version in versions.items() if version]),
         "commit": f"{commit[:12]}{' with local changes' if about['git'].get('dirty') else ''}" if commit else "",
     }
     return {name: value for name, value in found.items() if value}
@@ -146,6 +147,15 @@ def when(started: str | None, finished: str | None) -> str:
     return f"{text}, took {show((datetime.fromisoformat(finished) - begin).total_seconds(), 's')}"
 
 
+def moved(run: Run, verdict: Verdict) -> dict[str, float]:
+    """The tolerances under which a stored verdict was given, where they are not the lab's own."""
+    limits = {row.check: row.limit for row in verdict}
+    checks = [check for check in checks_of(run.lab) if check.name in limits]
+    return {
+        check.tolerance: limits[check.name] for check in checks if limits[check.name] != check.limit_for(run.config)
+    }
+
+
 def answers(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
     """The checks, worst first, each with its question and the rows that say what it is about in detail."""
     asked = {check.name: check for check in checks_of(run.lab)}
@@ -156,14 +166,13 @@ def answers(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
         check = asked.get(row.check)
         parts = [part for part in verdict if part.check.startswith(f"{row.check}/")]
         own = check.limit_for(run.config) if check else row.limit
-        moved = f"moved: the lab's own is {measured(own, row.unit)}" if own != row.limit else ""
         parts.sort(key=lambda part: list(ANSWERS).index(part.passed))
         made.append(
             {
                 **told(row),
                 "question": check.question if check else "",
                 "better": SIGNS[check.better] if check else "",
-                "moved": moved,
+                "moved": f"moved: the lab's own is {measured(own, row.unit)}" if own != row.limit else "",
                 "parts": [told(part) for part in parts],
             }
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.errors import BadInput
-from kit.labs.stepped import show
+from kit.labs.stepped import HIDDEN, show
 from kit.results import NotMeasured, compare
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 APART = 8  # ranks that get a column each; beyond it they are summed up
 MOST = 200  # rows of a table on the page
+CHANGES = 60  # of a comparison
 LEVELS = ("anon_rss", "rss", "pss", "driver_used", "allocated", "reserved", "groups", "fds", "sockets", "threads")
 
 
@@ -83,7 +84,8 @@ def levels(frame: pd.DataFrame) -> Table:
 def compared(runs: Sequence[Run]) -> Table:
     """What changed most against the first run."""
     found = compare(runs)
-    changed = found[(found["base"] != found["value"]) & ~(found["base"].isna() & found["value"].isna())]
+    changed = found[(found["found_in"] == "both") & (found["base"] != found["value"]) & found["value"].notna()]
+    changed = changed[~changed["metric"].str.endswith("_before") & ~changed["metric"].isin(HIDDEN)]
     rows = [
         [
             Cell(str(row["run"])),
@@ -95,12 +97,13 @@ def compared(runs: Sequence[Run]) -> Table:
             Cell("-" if math.isnan(row["ratio"]) else f"{row['ratio']:.3g}", row["ratio"]),
             Cell(f"{row['base_n']} / {row['n']}", row["n"]),
         ]
-        for row in changed.head(MOST).to_dict("records")
+        for row in changed.head(CHANGES).to_dict("records")
     ]
     head = ["run", "phase", "rank", "metric", f"in {runs[0].id}", "here", "ratio", "n"]
-    note = f"Medians over the cycles against {runs[0].id}. What changed most comes first; what is equal is left out."
+    note = f"Medians over the cycles against {runs[0].id}. What changed most comes first; what is equal or in one alone is left out."
     right = [False, False, True, False, True, True, True, True]
-    return Table("Runs compared", head, right, rows, note, left_out(len(changed)))
+    more = f"{len(changed) - CHANGES} rows that changed less are left out." if len(changed) > CHANGES else ""
+    return Table("Runs compared", head, right, rows, note, more)
 
 
 def _own(run: Run, frame: pd.DataFrame) -> list[Table]:

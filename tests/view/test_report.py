@@ -1,0 +1,168 @@
+"""The report: one page that holds everything it shows, the worst first, and says what is partial."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+import kit
+from kit.errors import BadInput
+from kit.results import VerdictRow
+from kit.results.verdict import Verdict
+from kit.view.report import page, tail, write_report
+from kit.view.report_tables import APART, CHANGES, MOST, amount, compared, of_frame, times
+
+
+@pytest.fixture
+def make_run(make_run):
+    """As the command loads a run: with the checks of its lab."""
+    return lambda **options: kit.load(make_run(**options).dir)
+
+
+class Reader(HTMLParser):
+    """What a page would load, what it shows as text, and its headings and tables."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loads += [value for name, value in attrs if name in {"src", "srcset", "href", "data", "action"}]
+
+    def handle_data(self, data):
+        if self.tags[-1:] not in (["style"], ["script"]):
+            self.text.append(data)
+
+    def words(self) -> str:
+        return " ".join(" ".join(self.text).split())
+
+
+def test_everything_is_inside_the_page(make_run):
+    run = make_run()
+    text = page([run])
+    read = Reader(text)
+    assert all(load.startswith(("data:image/png;base64,", "#")) for load in read.loads)
+    assert sum(load.startswith("data:") for load in read.loads) == 2  # light and dark
+    assert "@import" not in text
+    assert "url(" not in text
+    assert "default-src 'none'" in text
+    assert 'content="width=device-width' in text
+    assert 'media="(prefers-color-scheme: dark)" srcset="data:' in text
+    assert len(text) < 700_000
+    words = read.words()
+    assert run.id in words
+    assert "Time per phase and rank" in words
+    assert "Partial" not in words
+    assert "Does memory stay where it was" in words  # a check's question
+
+
+def test_the_worst_comes_first(make_run):
+    run = make_run()
+    rows = [
+        VerdictRow("memory_drift", 1.0, 50.0, "MiB", True, "fine"),
+        VerdictRow("fds_return", None, 0.0, "1", None, "not measured: nobody looked"),
+        VerdictRow("groups_return_to_baseline", 3.0, 2.0, "1", False, "rank 1 keeps <three>"),
+    ]
+    Verdict(rows).write(run.dir / "verdict.json")
+    words = Reader(page([run])).words()
+    assert "1 failed, 1 not measured, 1 passed" in words
+    places = [words.index(row.check) for row in rows]
+    assert places == sorted(places, reverse=True)
+    assert "limit" in words
+    assert "≤ 2 moved: the lab's own is 0" in words  # the stored verdict's limit, not the lab's
+    assert "rank 1 keeps <three>" in words  # as text, not as a tag
+
+
+def test_runs_are_told_worst_first_and_compared(make_run, tmp_path):
+    good = make_run()
+    slow = make_run(more=(("groups_made", 2, "1"),))
+    broken = make_run(finish=False)
+    info = json.loads((broken.dir / "run.json").read_text())
+    (broken.dir / "run.json").write_text(json.dumps({**info, "status": "failed", "error": "RankDied: rank 1 <gone>"}))
+    (broken.dir / "logs" / "error.txt").write_text("RankDied: rank 1 <gone>\nsee dmesg\n")
+    (broken.dir / "logs" / "rank1.log").write_text("\x1b[31mlast words\x1b[0m\n")
+    lines = (
+        (slow.dir / "records.jsonl")
+        .read_text()
+        .replace('"value": 20.0', '"value": 40.0')
+        .replace('"value":20', '"value":40')
+    )
+    (slow.dir / "records.jsonl").write_text(lines)
+    words = Reader(page([good, slow, broken])).words()
+    first = words[: words.index("What changed most")]
+    assert first.index(broken.id) < first.index(good.id)
+    assert "the run broke" in first
+    assert (
+        "Partial: numbers and answers are those of what was measured. the run failed: RankDied: rank 1 <gone>" in words
+    )
+    assert "RankDied: rank 1 <gone> see dmesg" in words
+    assert "last words" in words
+    table = compared([good, slow, broken])
+    assert [cell.text for cell in table.rows[0]][:4] == [slow.id, "create", "0", "fds"]
+    assert table.rows[0][6] == ("2", 2.0)
+    assert len(table.rows) <= CHANGES
+
+
+def test_a_run_that_has_only_begun_and_one_of_a_script(make_run, tmp_path):
+    empty = make_run(cycles=0, finish=False)
+    words = Reader(page([empty])).words()
+    assert "unfinished" in words
+    assert "the run has not finished, or was killed" in words
+    info = json.loads((empty.dir / "run.json").read_text())
+    (empty.dir / "run.json").write_text(json.dumps({**info, "lab": "mine", "status": "finished"}))
+    assert "no checks" in Reader(page([empty])).words()
+
+
+def test_times_beyond_a_few_ranks_name_the_slowest(make_run):
+    few = times(make_run(ranks=2).frame())
+    assert few.head == ["phase", "n", "rank 0", "rank 1"]
+    assert [cell.text for cell in few.rows[0]] == ["create", "3", "10 ms", "10 ms"]
+    frame = make_run(ranks=APART + 1, cycles=1).frame()
+    frame.loc[(frame["metric"] == "seconds") & (frame["rank"] == 4), "value"] = 0.5
+    many = times(frame)
+    assert [cell.text for cell in many.rows[0]] == ["create", "1", "10 ms (10 ms to 500 ms)", "rank 4: 500 ms"]
+
+
+def test_long_tables_say_what_is_left_out(make_run):
+    frame = make_run(ranks=4, cycles=6).frame()[["metric", "value"]]
+    assert len(frame) > MOST
+    table = of_frame(frame, "everything", {})
+    assert len(table.rows) == MOST
+    assert table.more.startswith(f"{len(frame) - MOST} more rows")
+    assert of_frame(frame.head(3), "few", {}).more == ""
+
+
+def test_amounts():
+    assert [amount(*pair) for pair in ((0.9996, "s"), (0.0123, "s"), (2**21, "B"), (2.5e9, "B/s"), (3.0, "1"))] == [
+        "1 s", "12.3 ms", "2.0 MiB", "2.5 GB/s", "3",
+    ]  # fmt: skip
+    assert amount(float("nan"), "s") == "-"
+    assert amount(float("inf"), "ratio") == "inf"
+
+
+def test_a_tail_says_how_much_came_before(tmp_path):
+    path = tmp_path / "rank0.log"
+    path.write_text("\n".join(f"line {number}" for number in range(100)))
+    lines = tail(path).splitlines()
+    assert lines[0] == "... 40 lines before"
+    assert lines[-1] == "line 99"
+
+
+def test_bad_places_and_no_runs(make_run, tmp_path):
+    run = make_run(cycles=1)
+    with pytest.raises(BadInput, match=r"written as .html or .htm, not 'report.pdf'"):
+        write_report([run], tmp_path / "report.pdf")
+    with pytest.raises(BadInput, match="there is no folder"):
+        write_report([run], tmp_path / "nowhere" / "report.html")
+    with pytest.raises(BadInput, match="at least one run"):
+        page([])
+    written = write_report([run], tmp_path / "report.html")
+    assert re.match("<!DOCTYPE html>", written.read_text())
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
