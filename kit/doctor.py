@@ -38,7 +38,7 @@ with contextlib.redirect_stdout(sys.stderr):
         import torch
         from kit.measure.provenance import cuda_state
         from kit.world.device import choose
-        device, why = choose("auto", 0, 1)
+        device, why, _ = choose("auto", 0, 1)
         said.update(cuda_state(), device=device.type, device_why=why, gpus=torch.cuda.device_count())
         said["torch"] = torch.__version__
 print(json.dumps(said))

@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "bench": {*ROOMS, FACE},
     FACE: set(ROOMS) - {"bench"},
 }
+EVERYBODYS = {"errors", "nccl"}  # modules beside the rooms
 ONLY_IN = {
     "megatron": {"megatron"},
     "xxhash": {"sync"},
@@ -49,6 +50,7 @@ RANK_ROOMS = {"measure", "megatron", "train", "sync"}
 # A config's `fits` weighs it against the machine; plain arithmetic of the standard library, harmless where a rank loads it along.
 BOTH_SIDES = "kit.world.capacity."
 RANK_FILES = {
+    KIT / "nccl.py",
     *(KIT / "world" / f"{name}.py" for name in ("__init__", "agent", "agentside", "channel", "device", "entry")),
     *(KIT / "world" / f"{name}.py" for name in ("execute", "processes", "rankside", "stacks", "stream")),
 }
@@ -87,9 +89,9 @@ def _imports(node: ast.AST) -> Iterator[str]:
 
 
 def rooms_of(names: set[str]) -> set[str]:
-    """The rooms that names lie in. kit.errors is everybody's."""
+    """The rooms that names lie in. kit.errors and kit.nccl are everybody's."""
     seconds = {name.split(".")[1] if "." in name else FACE for name in names if name.split(".")[0] == "kit"}
-    return {second if second in ROOMS else FACE for second in seconds if second != "errors"}
+    return {second if second in ROOMS else FACE for second in seconds if second not in EVERYBODYS}
 
 
 def test_the_rules_cover_every_room() -> None:

@@ -59,7 +59,7 @@ class LabConfig:
 
     ranks: Annotated[int, Option("how many ranks", low=1, high=4096)] = 2
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], Option("where ranks work; auto takes CUDA if each rank gets a card")
+        Literal["auto", "cpu", "cuda"], Option("where ranks work; auto takes CUDA where it is usable")
     ] = "auto"
     timeout_s: Annotated[float, Option("how long a phase may take", low=0.1, high=86400, unit="s")] = 120.0
     python: Annotated[

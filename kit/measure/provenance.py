@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kit import nccl
 from kit.measure.cgroup import cgroup_limits
 from kit.measure.clock import utc
 
@@ -87,7 +88,7 @@ def cuda_state() -> dict[str, Any]:
         return {"cuda": None, "nccl": None, "why": "this torch is built without CUDA"}
     if not torch.distributed.is_nccl_available():
         return {"cuda": torch.version.cuda, "nccl": None, "why": "this torch is built without NCCL"}
-    return {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version())), "why": None}
+    return {"cuda": torch.version.cuda, "nccl": nccl.written(nccl.running()), "why": None}
 
 
 def gpu_state() -> dict[str, Any]:

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 
+from kit import nccl
 
-def choose(wanted: str, local_rank: int, local_size: int) -> tuple[torch.device, str]:
-    """`wanted` is auto, cpu or cuda. Auto takes CUDA when every rank of the node gets a card of its own."""
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Seat(NamedTuple):
+    """A rank's device, why it is that one, and what NCCL must find in the environment before its first communicator."""
+
+    device: torch.device
+    why: str
+    env: Mapping[str, str]
+
+
+def choose(wanted: str, number: int, neighbours: int) -> Seat:
+    """`wanted` is auto, cpu or cuda; `number` counts the ranks of this machine, of which there are `neighbours`.
+
+    Auto takes CUDA where it is usable. Fewer cards than ranks are shared, in a way that the NCCL of this process knows.
+    """
     if wanted == "cpu":
-        return torch.device("cpu"), "asked for"
+        return Seat(torch.device("cpu"), "asked for", {})
     if torch.version.cuda is None and torch.version.hip is None:
         reason = f"torch {torch.__version__} is a build without CUDA"
     elif not torch.cuda.is_available():
         reason = "torch finds no usable CUDA device"
-    elif torch.cuda.device_count() < local_size:
-        reason = f"{torch.cuda.device_count()} CUDA devices for {local_size} ranks; each rank needs its own"
     else:
-        return torch.device("cuda", local_rank), f"{torch.cuda.device_count()} CUDA devices for {local_size} ranks"
+        cards = torch.cuda.device_count()
+        counted = f"{cards} CUDA device{'s' * (cards > 1)} for {neighbours} rank{'s' * (neighbours > 1)}"
+        if cards >= neighbours:
+            return Seat(torch.device("cuda", number), counted, {})
+        shared = nccl.sharing(nccl.running(), number)
+        if shared is not None:
+            return Seat(torch.device("cuda", number % cards), f"{counted}, shared {shared.told}", shared.env)
+        reason = f"{counted}; without NCCL each rank needs its own"
     if wanted == "cuda":
         raise RuntimeError(f"device='cuda' cannot be had: {reason}")
-    return torch.device("cpu"), reason
+    return Seat(torch.device("cpu"), reason, {})

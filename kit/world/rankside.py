@@ -53,9 +53,11 @@ class Rank:
         self.busy = False
         self.all_here = threading.Event()
         self.main = threading.main_thread()
-        self.device, self.why = choose(
+        self.device, self.why, needed = choose(
             self.order["device"], self.order["first"] + self.local_rank, self.order["neighbours"]
         )
+        for name, value in needed.items():
+            os.environ.setdefault(name, value)  # a person's own setting stays
         # Cells run as __main__, so that what they define can be pickled among ranks.
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module

@@ -1,0 +1,83 @@
+"""What the NCCL that a process runs can do: read from the library itself, decided from its version, so that it can be asked without a card.
+
+Every room may use it, and ranks do. Nothing here touches a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LIBRARY = "libnccl.so.2"  # torch has loaded it under this name, wherever it lies
+SUSPENDS = (2, 29, 7)
+SUSPENDS_TORCH = (2, 12)
+SHARES_CARDS = (2, 30, 0)
+MOST_CTAS = "4"  # a communicator's kernels must fit on the card beside those of the ranks it waits for
+
+Version = tuple[int, int, int]
+
+
+def running() -> Version | None:
+    """The version of the library in this process, which a preload may have changed; None where torch brought none."""
+    try:
+        library = ctypes.CDLL(LIBRARY)
+        number = ctypes.c_int()
+        if library.ncclGetVersion(ctypes.byref(number)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return decoded(number.value)
+
+
+def decoded(number: int) -> Version:
+    """NCCL's own number as a version: 22907 is 2.29.7, and before 2.9 the parts were of one digit."""
+    if number < 10_000:
+        return number // 1000, number // 100 % 10, number % 100
+    return number // 10_000, number // 100 % 100, number % 100
+
+
+def written(version: Version | None) -> str | None:
+    return None if version is None else ".".join(map(str, version))
+
+
+def no_suspend(nccl: Version | None, torch: str) -> str:
+    """Why communicators cannot be suspended; empty where they can."""
+    if nccl is None:
+        return "there is no NCCL: this torch is built without CUDA"
+    if nccl < SUSPENDS:
+        return f"NCCL {written(nccl)} cannot suspend communicators: {written(SUSPENDS)} or newer is needed"
+    if release(torch) < SUSPENDS_TORCH:
+        return f"torch {torch} does not show how communicators are suspended: 2.12 or newer is needed"
+    return ""
+
+
+def release(version: str) -> tuple[int, int]:
+    """2.13.0+cu130 as (2, 13)."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+class Sharing(NamedTuple):
+    """How several ranks work on one card: what NCCL must find in a rank's environment, and what to tell a person."""
+
+    env: Mapping[str, str]
+    told: str
+
+
+def sharing(nccl: Version | None, number: int) -> Sharing | None:
+    """For rank `number`; None where there is no NCCL at all.
+
+    From 2.30 on NCCL has a flag for it. Before, it refuses two ranks that see the same card on the same host, so that each rank
+    calls itself a host of its own, and their data goes over sockets.
+    """
+    if nccl is None:
+        return None
+    if nccl >= SHARES_CARDS:
+        env = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": MOST_CTAS, "NCCL_NVLS_ENABLE": "0"}
+        return Sharing(env, f"by the multi-rank flag of NCCL {written(nccl)}")
+    env = {"NCCL_HOSTID": f"{os.uname().nodename}-kit-{number}", "NCCL_NET": "Socket", "NCCL_MAX_CTAS": MOST_CTAS}
+    return Sharing(env, f"by ranks that call themselves hosts of their own: NCCL {written(nccl)} has no flag for it")

@@ -1,0 +1,114 @@
+"""What is decided from NCCL's version, held against the versions that PyTorch's own builds carry."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kit import nccl
+from kit.world import device
+from kit.world.device import choose
+
+
+@pytest.mark.parametrize(
+    ("number", "version"),
+    [(22907, (2, 29, 7)), (22809, (2, 28, 9)), (23004, (2, 30, 4)), (21000, (2, 10, 0)), (2804, (2, 8, 4))],
+)
+def test_nccls_own_numbers_are_read(number, version):
+    assert nccl.decoded(number) == version
+    assert nccl.written(version) == ".".join(map(str, version))
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch brings NCCL")
+def test_a_torch_without_cuda_has_none():
+    assert nccl.running() is None
+    assert nccl.written(None) is None
+
+
+def test_a_library_that_is_loaded_is_asked_itself(tmp_path, monkeypatch):
+    """A stand-in library with NCCL's one call, since this machine need not have NCCL."""
+    source = tmp_path / "nccl.c"
+    source.write_text("int ncclGetVersion(int *v) { *v = 23001; return 0; }")
+    library = tmp_path / "libnccl-stand-in.so"
+    try:
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no C compiler on this machine")
+    monkeypatch.setattr(nccl, "LIBRARY", str(library))
+    assert nccl.running() == (2, 30, 1)
+
+
+# torch, and the NCCL of its wheels: 2.11 for CUDA 12 and 13; 2.12 and 2.13 for CUDA 13 and for CUDA 12.6.
+WHEELS = [
+    ("2.11.0", (2, 28, 9), "2.28.9 cannot suspend"),
+    ("2.12.1+cu130", (2, 29, 7), ""),
+    ("2.13.0+cu130", (2, 29, 7), ""),
+    ("2.13.0+cu126", (2, 29, 3), "2.29.3 cannot suspend"),
+    ("2.11.0", (2, 29, 7), "torch 2.11.0 does not show"),
+    ("2.13.0+cpu", None, "there is no NCCL"),
+    ("2.14.0a0+git1234", (2, 30, 4), ""),
+]
+
+
+@pytest.mark.parametrize(("torch_version", "version", "why"), WHEELS)
+def test_who_can_suspend(torch_version, version, why):
+    said = nccl.no_suspend(version, torch_version)
+    assert why in said
+    assert bool(why) == bool(said)
+
+
+def test_cards_are_shared_by_the_flag_where_there_is_one():
+    flagged, hosts = nccl.sharing((2, 30, 0), 1), nccl.sharing((2, 29, 7), 1)
+    assert flagged.env["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert "NCCL_HOSTID" not in flagged.env
+    assert hosts.env["NCCL_HOSTID"] != nccl.sharing((2, 29, 7), 2).env["NCCL_HOSTID"]
+    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in hosts.env
+    assert int(flagged.env["NCCL_MAX_CTAS"]) == int(hosts.env["NCCL_MAX_CTAS"]) <= 8
+    assert nccl.sharing(None, 0) is None
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """A torch that says it has so many cards, and an NCCL of a version: stand-ins for a machine with cards."""
+
+    def have(count, version):
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(device.nccl, "running", lambda: version)
+
+    return have
+
+
+def test_every_rank_gets_a_card_of_its_own_where_there_are_enough(cards):
+    cards(4, (2, 28, 9))
+    seats = [choose("auto", number, 4) for number in range(4)]
+    assert [str(seat.device) for seat in seats] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert not any(seat.env for seat in seats)
+
+
+@pytest.mark.parametrize("version", [(2, 28, 9), (2, 30, 0)])
+def test_fewer_cards_than_ranks_are_shared_and_it_is_said(cards, version):
+    cards(2, version)
+    seats = [choose(wanted, number, 4) for number, wanted in enumerate(("auto", "cuda", "auto", "cuda"))]
+    assert [str(seat.device) for seat in seats] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    for number, seat in enumerate(seats):
+        assert seat.why.startswith("2 CUDA devices for 4 ranks, shared by ")
+        assert seat.env == nccl.sharing(version, number).env
+
+
+def test_where_cards_cannot_be_shared_auto_takes_the_host_and_cuda_is_refused(cards):
+    cards(1, None)
+    seat = choose("auto", 1, 2)
+    assert (str(seat.device), seat.why) == ("cpu", "1 CUDA device for 2 ranks; without NCCL each rank needs its own")
+    with pytest.raises(RuntimeError, match="cannot be had: 1 CUDA device for 2 ranks; without NCCL"):
+        choose("cuda", 1, 2)
+
+
+def test_it_asks_no_card_and_loads_nothing_heavy():
+    code = "import sys; from kit import nccl; print(nccl.sharing((2, 28, 9), 0) is None, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
