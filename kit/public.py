@@ -144,7 +144,7 @@ def load(path: str | os.PathLike[str]) -> Run:
     return load_run(Path(path), checks=checks_of, plotter=plot)
 
 
-def plot(run: Run) -> object:
-    from kit.view.plots import plot_run
+def plot(run: Run, name: str = "overview", **options: Any) -> object:
+    from kit.view.named import plot as draw
 
-    return plot_run(run)
+    return draw(run, name, **options)

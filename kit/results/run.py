@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from kit.errors import BadInput
 from kit.results.export import export
 from kit.results.files import read_json
-from kit.results.records import PATTERN, Loaded, read_records, to_frame
+from kit.results.reading import Reader
+from kit.results.records import PATTERN
 from kit.results.tolerances import checked_tolerances
 from kit.results.verdict import Answer, Check, Verdict, hold, measure, read_verdict
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Checks = Callable[[str], Sequence[Check]]
-Plotter = Callable[["Run"], object]
+Plotter = Callable[..., object]  # of a run, a drawing's name, and how it is to look
 Stamp = tuple[tuple[str, int, int], ...]
 
 NAMED = re.compile(r"(?P<lab>.+)-\d{8}-\d{6}-[0-9a-f]{4}")  # as create_run names them
@@ -39,7 +40,8 @@ class Run:
         self._checks = checks
         self._plotter = plotter
         self._info: tuple[Stamp, dict[str, Any]] | None = None
-        self._loaded: tuple[Stamp, Loaded, pd.DataFrame] | None = None
+        self._reader = Reader(self.dir)
+        self._loaded: tuple[Stamp, pd.DataFrame, list[str]] | None = None
         self._answers: tuple[pd.DataFrame, dict[str, Any], Sequence[Answer]] | None = None
         self.info()
 
@@ -90,17 +92,17 @@ class Run:
     @property
     def partial(self) -> bool:
         """The run did not finish, or some of its records are torn or gone."""
-        return self.status != "finished" or bool(self._load()[0].notes)
+        return self.status != "finished" or bool(self._load()[1])
 
     @property
     def notes(self) -> list[str]:
         """What a reader of the numbers should know, a sentence each."""
         status = {"finished": [], "failed": [f"the run failed: {self.error or 'no reason was recorded'}"]}
-        return [*status.get(self.status, ["the run has not finished, or was killed"]), *self._load()[0].notes]
+        return [*status.get(self.status, ["the run has not finished, or was killed"]), *self._load()[1]]
 
     def frame(self) -> pd.DataFrame:
         """The records as a table: run, lab, cycle, phase, rank, metric, value, unit, time. Yours to change."""
-        return self._load()[1].copy()
+        return self._load()[0].copy()
 
     def verdict(self, **tolerances: float) -> Verdict:
         """The lab's checks put to the records; where the lab has none here, the verdict that the run stored."""
@@ -117,7 +119,7 @@ class Run:
 
     def _measured(self, checks: Sequence[Check]) -> Sequence[Answer]:
         """What the checks found, kept until the records grow: limits are moved far more often than records are made."""
-        frame, config = self._load()[1], self.config
+        frame, config = self._load()[0], self.config
         known = self._answers
         if known is None or known[0] is not frame or known[1] != config:
             known = self._answers = frame, config, measure(frame.copy(), config, checks)
@@ -136,30 +138,28 @@ class Run:
         }
         return export(self.frame(), {**self.provenance, "run": about}, path)
 
-    def plot(self) -> object:
+    def plot(self, name: str = "overview", **options: Any) -> object:
+        """A picture of the run: all of it, or the drawing of that name. `theme` is light or dark, `tolerances` move its limits."""
         if self._plotter is None:
             raise BadInput("this Run was made without a plotter; load it with kit.load to plot it")
-        return self._plotter(self)
+        return self._plotter(self, name, **options)
 
     def __repr__(self) -> str:
-        return (
-            f"Run({self.id!r}, lab={self.lab!r}, {self._state()}, {len(self._load()[0].records)} records, {self.dir})"
-        )
+        return f"Run({self.id!r}, lab={self.lab!r}, {self._state()}, {len(self._load()[0])} records, {self.dir})"
 
     def _repr_html_(self) -> str:
         rows = {"run": self.id, "lab": self.lab, "status": self._state(), "folder": str(self.dir)}
-        rows |= {"records": str(len(self._load()[0].records)), "notes": "; ".join(self.notes)}
+        rows |= {"records": str(len(self._load()[0])), "notes": "; ".join(self.notes)}
         cells = (f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in rows.items() if value)
         return f"<table>{''.join(cells)}</table>"
 
     def _state(self) -> str:
         return f"{self.status} (partial)" if self.partial else self.status
 
-    def _load(self) -> tuple[Loaded, pd.DataFrame]:
+    def _load(self) -> tuple[pd.DataFrame, list[str]]:
         stamp = _stamp(sorted(self.dir.glob(PATTERN)))
         if self._loaded is None or self._loaded[0] != stamp:
-            loaded = read_records(self.dir)
-            self._loaded = stamp, loaded, to_frame(loaded.records)
+            self._loaded = stamp, *self._reader.read()
         return self._loaded[1:]
 
 

@@ -51,6 +51,7 @@ class Call:
     failed_at: float | None = None
     partial: dict[int, bytes] = field(default_factory=dict)
     shown: dict[int, int] = field(default_factory=dict)
+    ticked: float = 0.0
 
     @property
     def phase(self) -> str:
@@ -105,7 +106,11 @@ class Call:
         links = {m.work.fileno(): m for m in self.pending()}
         agents = [agent.link.fileno() for agent in self.crew.agents.values()]
         ready, _, _ = select.select([*links, *agents], [], [], seconds)
-        if not ready:
+        now = time.monotonic()
+        if (
+            not ready or now - self.ticked >= TICK_S
+        ):  # agents and ranks that are always heard from must not keep it away
+            self.ticked = now
             self._show()
             self.observer.tick(self.order)
         if any(fd in agents for fd in ready):

@@ -37,9 +37,11 @@ NOT_INHERITED = {
 class Crew:
     """Agents and ranks of one World, through however many generations of ranks."""
 
-    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, say: Callable[[str], None], tick: Callable[[], None] = lambda: None) -> None:
+        """`tick` is called often while they start; what it raises ends the start."""
         self.plan = plan
         self._say = say
+        self._tick = tick
         self.id = secrets.token_hex(3)
         self.members: list[Member] = []
         self.agents: dict[int, AgentEnd] = {}
@@ -188,6 +190,7 @@ class Crew:
             self._unnamed += self._listener.welcome()
             self.hear_agents()
             self._check_start(what)
+            self._tick()
             if time.monotonic() > deadline:
                 raise KitError(f"{self._missing(what)} after {self.plan.start_timeout_s:g} s; {self._last_words()}")
             if time.monotonic() - told > 5 and self.plan.nodes > 1:

@@ -66,6 +66,7 @@ class Worlds:
                     preload=preload,
                     logs=logs,
                     start_timeout_s=start_timeout_s,
+                    observer=self.observer,
                     part=Part(first, sum(sizes)),
                 )
                 self.worlds.append(made)

@@ -93,6 +93,7 @@ class World:
                 part=part or Part(0, ranks),
             ),
             say=print,
+            tick=self._tick,
         )
         atexit.register(self.close)
         try:
@@ -147,7 +148,7 @@ class World:
                 self._crew.launch()
             else:
                 self._crew.close()
-                self._crew = Crew(self._crew.plan, say=print)
+                self._crew = Crew(self._crew.plan, say=print, tick=self._tick)
                 self._crew.start()
             self.dead = ""
 
@@ -239,14 +240,19 @@ class World:
                 return [answer["value"] for answer in call.run()]
             except Interrupted as stop:
                 self.die(f"it was interrupted and {stop}")
-                print(
-                    f"World ended: {self.dead}; restart() starts fresh ranks"
-                )  # the prompt is back; say why the ranks are not
+                if (
+                    threading.current_thread() is threading.main_thread()
+                ):  # the prompt is back; say why the ranks are not
+                    print(f"World ended: {self.dead}; restart() starts fresh ranks")
                 raise
             except KitError as error:
                 if call.gone:
                     self.die(str(error).partition("\n")[0])
                 raise
+
+    def _tick(self) -> None:
+        """While ranks start nobody has answered; who looks on may end the start, as it may a call."""
+        self.observer.tick(())
 
     def ready(self, ranks: Sequence[int] | None) -> list[Member]:
         """The ranks, if they can take a call now; an error that says why not."""

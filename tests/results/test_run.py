@@ -3,10 +3,24 @@ from __future__ import annotations
 import json
 import os
 
+import pandas as pd
 import pytest
 
 from kit.errors import BadInput
-from kit.results import Check, Measured, Verdict, VerdictRow, list_runs, load, select
+from kit.results import (
+    Check,
+    Measured,
+    RecordWriter,
+    Verdict,
+    VerdictRow,
+    create_run,
+    list_runs,
+    load,
+    newest_run,
+    reading,
+    select,
+)
+from kit.results.records import read_bytes
 
 
 def drift(frame, config):
@@ -113,7 +127,11 @@ def test_a_lab_without_checks_shows_the_stored_verdict(folder):
 
 
 def test_plot_goes_to_the_plotter(folder):
-    assert load(folder, plotter=lambda run: run.id).plot() == load(folder).id
+    assert load(folder, plotter=lambda run, name, theme: (run.id, name, theme)).plot("drift", theme="dark") == (
+        load(folder).id,
+        "drift",
+        "dark",
+    )
     with pytest.raises(BadInput, match="plotter"):
         load(folder).plot()
 
@@ -158,3 +176,71 @@ def test_list_runs_newest_first(make_run, tmp_path):
     (tmp_path / "no-run").mkdir()
     assert list_runs(tmp_path) == [new, old]
     assert list_runs(tmp_path / "gone") == []
+
+
+def test_what_is_appended_is_read_without_the_rest(folder, record, monkeypatch):
+    with RecordWriter(folder / "records.jsonl") as writer:
+        writer.append([record()] * 5)
+    run = load(folder)
+    first = run.frame()
+    size = (folder / "records.jsonl").stat().st_size
+    starts = []
+    monkeypatch.setattr(reading, "read_bytes", lambda path, start=0: starts.append(start) or read_bytes(path, start))
+    with RecordWriter(folder / "records.jsonl") as writer:
+        writer.append([record(cycle=7), record(cycle=8)])
+    assert list(run.frame()["cycle"]) == [*first["cycle"], 7, 8]
+    assert starts == [size - reading.KNOWN_BY]
+    pd.testing.assert_frame_equal(run.frame(), load(folder).frame())
+
+
+def test_lines_are_counted_through_what_was_read_before(folder, record):
+    path = folder / "records.jsonl"
+    run = load(folder)
+    lines = len(run.frame())
+    path.write_bytes(path.read_bytes() + b"torn\n" + record(cycle=9).to_line().encode())
+    assert run.notes == [f"records.jsonl: 1 incomplete line was dropped (line {lines + 1})"]
+    path.write_bytes(path.read_bytes() + b"\nagain\n" + record(cycle=9).to_line().encode())
+    assert run.notes == load(folder).notes
+    assert run.notes == [f"records.jsonl: 2 incomplete lines were dropped (lines {lines + 1}, {lines + 4})"]
+
+
+def test_a_file_that_was_cut_or_written_anew_is_read_as_it_is(folder, record):
+    path = folder / "records.jsonl"
+    run = load(folder)
+    whole = path.read_bytes()
+    assert len(run.frame())
+    path.write_bytes(whole.replace(b'"cycle":', b'"cycle": ') + record(cycle=5).to_line().encode())
+    pd.testing.assert_frame_equal(run.frame(), load(folder).frame())
+    path.write_bytes(whole[: len(whole) // 2])
+    pd.testing.assert_frame_equal(run.frame(), load(folder).frame())
+    path.write_bytes(whole)
+    pd.testing.assert_frame_equal(run.frame(), load(folder).frame())
+
+
+def test_checks_are_asked_once_until_records_grow(folder, record):
+    asked = []
+
+    def measure(frame, config):
+        asked.append(len(frame))
+        return Measured(3.0)
+
+    run = load(folder, checks=lambda lab: [Check("c", "?", "c_max", 5, "1", "<=", measure)])
+    assert [run.verdict(c_max=limit)[0].passed for limit in (5, 2, 3)] == [True, False, True]
+    assert len(asked) == 1
+    with RecordWriter(folder / "records.jsonl") as writer:
+        writer.append([record()])
+    assert run.verdict()[0].passed
+    assert asked == [asked[0], asked[0] + 1]
+
+
+def test_the_newest_run_of_a_lab(make_run, tmp_path):
+    for name, lab, second in (("own", "mine", 3), ("offload-20260101-000000-abcd", "offload", 2), ("old", "mine", 1)):
+        writer = create_run(tmp_path, lab, {}, {}, out=tmp_path / name)
+        writer.finish()
+        os.utime(writer.dir / "run.json", (second, second))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("{")
+    assert newest_run(tmp_path, "mine") == tmp_path / "own"
+    assert newest_run(tmp_path, "offload") == tmp_path / "offload-20260101-000000-abcd"
+    assert newest_run(tmp_path, "other") is None
+    assert newest_run(tmp_path / "nowhere", "mine") is None
