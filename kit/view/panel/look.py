@@ -17,11 +17,17 @@ BUSY = "var(--jp-brand-color1, #0072b2)"
 FAINT = "var(--jp-ui-font-color2, #57606a)"
 LINE = "var(--jp-border-color2, #d0d7de)"
 
+# ipywidgets' own arrow is black, which a dark page hides. Drawn here in a grey that both themes show.
+ARROW = (
+    "url(\"data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 18 18'%3E"
+    "%3Cpath d='M4 7l5 5 5-5' fill='none' stroke='%23888' stroke-width='2'/%3E%3C/svg%3E\")"
+)
 # A state is told by its sign and its word as well as by its colour.
 SIGNS = {"waiting": "·", "running": "▶", "done": "✓", "failed": "✗"}
 
 CSS = f"""
 .kit-panel {{ color: var(--jp-ui-font-color1, inherit); max-width: 100%; }}
+.kit-panel .widget-dropdown > select {{ background-image: {ARROW}; }}
 .kit-panel .widget-html-content {{ line-height: 1.45; white-space: normal; }}
 .kit-panel .widget-html {{ height: auto; min-width: 0; }}
 .kit-panel h3 {{ margin: 0; font-size: 1.15em; }}
@@ -106,8 +112,12 @@ def number(value: float, unit: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """0.31 s, 12 s, 3 min 5 s."""
+    """8.1 µs, 2.2 ms, 0.31 s, 12 s, 3 min 5 s."""
+    if seconds < 0.0000995:
+        return f"{1e6 * seconds:.2g} µs"
+    if seconds < 0.0995:
+        return f"{1000 * seconds:.2g} ms"
     if seconds < 9.95:
-        return f"{seconds:.2g} s" if seconds < 0.995 else f"{seconds:.1f} s"
+        return f"{seconds:.2g} s"
     whole = round(seconds)
     return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60} s"

@@ -263,7 +263,7 @@ class Parameters:
     def __init__(self, model: PanelModel) -> None:
         self.model = model
         self.controls = {field.name: control(field, model.set) for field in model.fields}
-        first = [name for name in FIRST if name in self.controls]
+        first = [name for name in FIRST if name in self.controls and not isinstance(self.controls[name], Switch)]
         more = [name for name in self.controls if name not in first]
         self.fault = widgets.Dropdown(
             options=[
@@ -279,7 +279,7 @@ class Parameters:
             description="Defaults",
             icon="undo",
             tooltip="every setting as the lab has it, and no fault",
-            layout={"width": "auto"},
+            layout={"width": "auto", "align_self": "flex-start"},
         )
         self.about = widgets.HTML()
         self.problems = widgets.HTML()

@@ -51,7 +51,7 @@ class Strip:
         self.bar = widgets.HTML()
         self.grid = widgets.HTML()
         self.failure = widgets.HTML()
-        self.scroll = look.classed(widgets.Box([self.grid]), "kit-scroll", "kit-follow")
+        self.scroll = look.classed(widgets.Box([self.grid]), "kit-scroll")
         self.first = widgets.IntSlider(
             min=0,
             max=0,
@@ -62,7 +62,7 @@ class Strip:
         )
         self.follow = widgets.Checkbox(
             True,
-            description="follow",
+            description="keep the phase under way in sight",
             indent=False,
             tooltip="keep the phase under way in sight",
             layout={"width": "auto"},
@@ -73,7 +73,7 @@ class Strip:
         self.follow.observe(self._draw, "value")
         model.observe(self._draw, ["phases", "state"])
         model.observe(self._tick, "progress")
-        model.observe(self._tell, ["said", "state"])
+        model.observe(self._tell, ["said", "state", "verdict"])
         model.observe(self._fail, "failure")
         self._moving = False
         self._draw()
@@ -97,7 +97,9 @@ class Strip:
             self._move(min(last, max(0, current(phases) - COLUMNS // 2)), last)
         else:
             self._move(min(self.first.value, last), last)
-        (self.scroll.add_class if self.follow.value else self.scroll.remove_class)("kit-follow")
+        # Held in place only while it moves: whoever reads what was done scrolls as they like.
+        held = self.follow.value and self.model.state in {*UNDER_WAY, "ready"}
+        (self.scroll.add_class if held else self.scroll.remove_class)("kit-follow")
         begin = self.first.value
         self.grid.value = grid_html(phases[begin : begin + COLUMNS], self.model.size, self.model.failure)
 
@@ -116,6 +118,8 @@ class Strip:
 
     def _tell(self, _: Any = None) -> None:
         sign, kind, word = STATES.get(self.model.state, ("·", "faint", self.model.state))
+        if self.model.state == "finished" and self.model.verdict is not None and not self.model.verdict.passed:
+            sign, kind = "✗", "bad"  # the run is well, what it measured is not
         said = f" {look.text(self.model.said)}" if self.model.said else ""
         self.said.value = (
             f'<div role="status" aria-live="polite"><b class="kit-{kind}">{sign} {look.text(word)}</b>{said}</div>'

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MARKS = {False: ("✗ FAIL", "bad"), None: ("- not measured", "faint"), True: ("✓ pass", "good")}
 ORDER = list(MARKS)
+SIGNS = {"<=": "≤", ">=": "≥", "==": "="}
 FEW = 6  # rows of a check of many answers that are written out
 FILE = "tolerances.json"
 
@@ -47,7 +48,7 @@ class LimitRow:
                 value=limit.default, step=None, tooltip=f"{limit.tolerance}, exactly", layout={"width": "110px"}
             )
             self.exact.continuous_update = False
-            unit = widgets.HTML(look.span("faint", "" if limit.unit == "1" else limit.unit))
+            unit = widgets.HTML(look.span("faint", "" if limit.unit == "1" else limit.unit), layout={"width": "70px"})
             parts.append(look.box(self.slider, self.exact, unit, self.undo))
             self.slider.observe(self._moved, "value")
             self.exact.observe(self._moved, "value")
@@ -229,9 +230,9 @@ def check_html(limit: Limit, rows: Sequence[VerdictRow], *, moved: bool) -> str:
 def row_html(limit: Limit, row: VerdictRow, *, moved: bool, brief: bool = False) -> str:
     word, kind = MARKS[row.passed]
     measured = "" if row.measured is None else look.number(row.measured, row.unit)
-    held = f"{measured} {limit.better} {look.number(row.limit, row.unit)}" if measured else ""
+    held = f"{measured} {SIGNS[limit.better]} {look.number(row.limit, row.unit)}" if measured else ""
     if row.passed is False:
-        held = f"{measured}, limit {limit.better} {look.number(row.limit, row.unit)}"
+        held = f"{measured}, limit {SIGNS[limit.better]} {look.number(row.limit, row.unit)}"
     lab = look.span("busy", f" (lab: {look.number(limit.default, limit.unit)})") if moved else ""
     name = row.check.partition("/")[2] if brief else row.check
     why = look.span("faint", row.why) if row.why else ""

@@ -8,7 +8,6 @@ import time
 
 import ipywidgets as widgets
 import pytest
-import traitlets
 
 import kit
 from kit.labs.discover import find
@@ -348,7 +347,7 @@ def test_a_limit_that_moves_flips_its_row_and_rebuilds_nothing(run):
     row = rows["groups_more"]
     row.exact.value = -1
     assert "✗ FAIL" in row.html.value
-    assert "limit &lt;= -1" in row.html.value
+    assert "limit ≤ -1" in row.html.value
     assert "(lab: 0)" in row.html.value
     assert "1 failed, 4 passed" in re.sub("<.*?>", "", tab.head.value)
     row.slider.value = 3
@@ -437,7 +436,13 @@ def test_numbers_and_times_are_short():
         "200 MiB",
         "nan",
     ]
-    assert [look.duration(value) for value in (0.031, 1.24, 12.4, 185)] == ["0.031 s", "1.2 s", "12 s", "3 min 5 s"]
+    assert [look.duration(value) for value in (8.1e-6, 0.031, 1.24, 12.4, 185)] == [
+        "8.1 µs",
+        "31 ms",
+        "1.2 s",
+        "12 s",
+        "3 min 5 s",
+    ]
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -460,7 +465,17 @@ def test_a_panel_is_stepped_with_its_buttons():
         panel.close()
 
 
-def test_nothing_fetched_is_named_in_the_sheet():
-    assert "http" not in look.CSS
-    assert "url(" not in look.CSS
-    assert isinstance(look.sheet(), traitlets.HasTraits)
+def test_nothing_is_fetched_for_the_sheet():
+    assert re.findall(r"url\(.{6}", look.sheet().value) == ['url("data:']
+    assert "@import" not in look.CSS
+
+
+def test_the_phase_under_way_is_held_in_sight_only_while_it_moves():
+    model = PanelModel(find("smoke"))
+    shown = strip.Strip(model)
+    for state, held in (("idle", False), ("running", True), ("ready", True), ("finished", False), ("failed", False)):
+        model.state = state
+        assert ("kit-follow" in shown.scroll._dom_classes) is held
+    model.state = "running"
+    shown.follow.value = False
+    assert "kit-follow" not in shown.scroll._dom_classes
