@@ -13,7 +13,7 @@ ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 # As the server's default address, so that the printed URL leads to it as well.
 START := /lab/tree/notebooks/00_start.ipynb
 
-.PHONY: help env lab test test-all lint pins
+.PHONY: help env lab notebooks test test-all lint pins
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
@@ -23,6 +23,12 @@ env: ## make or update .venv; instant when nothing changed
 
 lab: env ## JupyterLab on the start notebook
 	$(IN_VENV) JUPYTER_CONFIG_PATH="$(CURDIR)/.jupyter" python -m jupyterlab --ServerApp.ip=127.0.0.1 --LabApp.default_url=$(START) $(ROOT)
+
+notebooks: env ## runs all notebooks and renders them to build/notebooks/*.html
+	@mkdir -p build/notebooks
+	@set -e; for file in notebooks/*.ipynb; do \
+		$(IN_VENV) KIT_RUNS="$(CURDIR)/build/runs" python -m kit notebook $$file --to build/notebooks/$$(basename $$file .ipynb).html; \
+	done
 
 test: env ## the tests, under 10 minutes on two cores
 	$(IN_VENV) python -m pytest -m "not slow and not browser"

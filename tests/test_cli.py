@@ -76,7 +76,21 @@ def cli(tmp_path: Path) -> Cli:
 
 def test_help(cli: Cli) -> None:
     out, _ = cli("--help")
-    for command in ("doctor", "labs", "run", "show", "compare", "export", "trace", "faults", "bench", "clean"):
+    commands = (
+        "doctor",
+        "labs",
+        "run",
+        "show",
+        "compare",
+        "export",
+        "trace",
+        "report",
+        "notebook",
+        "faults",
+        "bench",
+        "clean",
+    )
+    for command in commands:
         assert f"\n    {command} " in out
     assert "3 the run broke" in out
     cli(status=2)
@@ -110,6 +124,32 @@ def test_a_run_and_what_is_made_of_it(cli: Cli, tmp_path: Path) -> None:
     assert "no known ending" in cli.sentence("export", tmp_path / "one", "--to", tmp_path / "table.xls")
     cli("trace", tmp_path / "one", "--to", tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    out, _ = cli("report", tmp_path / "two", tmp_path / "one", "--to", tmp_path / "report.html")
+    page = Path(out.strip()).read_text()
+    assert all(json.loads((tmp_path / name / "run.json").read_text())["run"] in page for name in ("one", "two"))
+    assert "written as .html" in cli.sentence("report", tmp_path / "one", "--to", tmp_path / "report.pdf")
+    assert "there is no run folder" in cli.sentence("report", tmp_path / "three", "--to", tmp_path / "report.html")
+
+
+def test_a_notebook_without_a_browser(cli: Cli, tmp_path: Path) -> None:
+    told = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}}
+    more = {"cell_type": "code", "execution_count": None, "outputs": []}
+    cells = [
+        {**more, "id": "given", "source": "n = 1", "metadata": {"tags": ["parameters"]}},
+        {**more, "id": "work", "source": "print('n is', 10 // n)", "metadata": {}},
+    ]
+    path = tmp_path / "mine.ipynb"
+    path.write_text(json.dumps({**told, "cells": cells}))
+    out, err = cli("notebook", path, "-p", "n", "5")
+    made = Path(out.strip())
+    assert made.parent == cli.runs / "notebooks"
+    assert "n is 2" in made.read_text()
+    assert err == ""  # nobody watches: no progress
+    assert "mine.ipynb has no parameter 'm'; allowed are: n" in cli.sentence("notebook", path, "-p", "m", "5")
+    assert "there is no one notebook '9'" in cli.sentence("notebook", "9")
+    _, err = cli("notebook", path, "-p", "n", "0", "--to", tmp_path / "broken.html", status=3)
+    assert "failed in code cell 3 of 3 (print('n is', 10 // n)): ZeroDivisionError" in err
+    assert "ZeroDivisionError" in (tmp_path / "broken.html").read_text()
 
 
 FAULTS = [

@@ -276,6 +276,7 @@ def to_html(notebook: nbformat.NotebookNode, title: str) -> str:
 def without_widgets(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """A widget lives in a kernel: in its place stands what else the cell showed, or a sentence."""
     copy: nbformat.NotebookNode = nbformat.from_dict(notebook)
+    copy.metadata.pop("widgets", None)
     for cell in copy.cells:
         for output in cell.get("outputs", []):
             data = output.get("data", {})
