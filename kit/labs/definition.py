@@ -36,7 +36,8 @@ class Definition:
     """A lab. `plan` lists its phases for a config.
 
     `phases` names (`module:attr`) what each rank makes once from a Context: an object with a method for every phase of the
-    plan, called with the cycle. `checks` names a sequence of kit.results.Check. `preload` is imported before ranks start.
+    plan, called with the cycle. `checks` names a sequence of kit.results.Check, `presets` sets of their
+    tolerances by name. `preload` is imported before ranks start.
     `worlds` gives the sizes of the Worlds that a config's ranks live in, in rank order; without it they live in one.
     `fits` is called on the notebook's side and raises BadInput, with the arithmetic, where this machine cannot carry a config.
     """
@@ -47,6 +48,7 @@ class Definition:
     plan: Callable[[Any], Sequence[Step]]
     phases: str
     checks: str
+    presets: str = ""
     worlds: Callable[[Any], Sequence[int]] | None = None
     fits: Callable[[Any], None] | None = None
     faults: tuple[Fault, ...] = ()
@@ -65,8 +67,9 @@ class Definition:
         return checks
 
     def load_presets(self) -> Mapping[str, Mapping[str, float]]:
-        """Sets of tolerances by name: `PRESETS` beside the checks, if there are any."""
-        presets: Mapping[str, Mapping[str, float]] = getattr(
-            import_module(self.checks.partition(":")[0]), "PRESETS", {}
-        )
+        """Sets of tolerances by name; none where the lab names none."""
+        if not self.presets:
+            return {}
+        module, _, name = self.presets.partition(":")
+        presets: Mapping[str, Mapping[str, float]] = getattr(import_module(module), name)
         return presets

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+WORDS = {"Infinity": math.inf, "-Infinity": -math.inf}  # as files spell them
+
+
 def checked_tolerances(tolerances: Mapping[str, Any], allowed: Sequence[str] | None = None) -> dict[str, float]:
     """The tolerances as floats; an unknown name or something that is no number is a `BadInput`."""
     if not isinstance(tolerances, Mapping):
@@ -38,8 +41,11 @@ def load_tolerances(path: Path) -> dict[str, float]:
     data = read_json(path)
     if not isinstance(data, dict):
         raise BadInput(f'{path} holds no tolerance set; it must be one JSON object like {{"drift_mib": 50}}')
-    return checked_tolerances(data)
+    return checked_tolerances(
+        {name: WORDS.get(value, value) if isinstance(value, str) else value for name, value in data.items()}
+    )
 
 
 def save_tolerances(path: Path, tolerances: Mapping[str, float]) -> None:
+    """The file that `load_tolerances` and `kit run --tolerances` take."""
     write_json(path, checked_tolerances(tolerances))

@@ -143,8 +143,8 @@ def test_a_verdict_is_a_sequence_in_the_order_of_the_checks():
 
 def test_tolerance_files(tmp_path):
     path = tmp_path / "mine.json"
-    save_tolerances(path, {"drift_mib": 50, "seconds": 0.1})
-    assert load_tolerances(path) == {"drift_mib": 50.0, "seconds": 0.1}
+    save_tolerances(path, {"drift_mib": 50, "seconds": 0.1, "slope": math.inf})
+    assert load_tolerances(path) == {"drift_mib": 50.0, "seconds": 0.1, "slope": math.inf}
     for text, sentence in [
         ("[1]", "one JSON object"),
         ("{", "not valid JSON"),

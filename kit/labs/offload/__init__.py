@@ -13,6 +13,7 @@ LAB = Definition(
     fits=fits.fits,
     phases="kit.labs.offload.phases:Offload",
     checks="kit.labs.offload.checks:CHECKS",
+    presets="kit.labs.offload.presets:PRESETS",
     faults=FAULTS,
     preload=("megatron.core",),
 )

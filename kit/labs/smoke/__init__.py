@@ -11,5 +11,6 @@ LAB = Definition(
     plan=plan,
     phases="kit.labs.smoke.phases:Smoke",
     checks="kit.labs.smoke.checks:CHECKS",
+    presets="kit.labs.smoke.presets:PRESETS",
     faults=FAULTS,
 )

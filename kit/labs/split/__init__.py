@@ -13,6 +13,7 @@ LAB = Definition(
     fits=fits,
     phases="kit.labs.split.phases:Split",
     checks="kit.labs.split.checks:CHECKS",
+    presets="kit.labs.split.presets:PRESETS",
     faults=FAULTS,
     preload=("megatron.core",),
 )

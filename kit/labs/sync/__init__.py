@@ -14,6 +14,7 @@ LAB = Definition(
     fits=fits,
     phases="kit.labs.sync.phases:side",
     checks="kit.labs.sync.checks:CHECKS",
+    presets="kit.labs.sync.presets:PRESETS",
     faults=FAULTS,
     preload=("megatron.core",),
 )

@@ -1,0 +1,31 @@
+"""Sets of tolerances of the labs: names that exist, and values that are what the set's name says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kit.labs.configure import as_json, configure
+from kit.labs.definition import Definition
+from kit.labs.discover import discover
+
+LABS = list(discover().labs.values())
+
+
+@pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)
+def test_every_preset_moves_tolerances_of_the_lab_in_the_direction_of_its_name(lab: Definition) -> None:
+    presets = lab.load_presets()
+    assert list(presets) == ["strict", "common practice"]
+    config = as_json(configure(lab, {}, None))
+    own = {check.tolerance: (check.better, check.limit_for(config)) for check in lab.load_checks()}
+    for name, tolerances in presets.items():
+        assert set(tolerances) <= set(own)
+        for tolerance, value in tolerances.items():
+            better, limit = own[tolerance]
+            looser = value > limit if better == "<=" else value < limit
+            assert value == limit or looser == (name == "common practice"), (name, tolerance)
+
+
+def test_a_lab_needs_no_presets() -> None:
+    assert dataclasses.replace(LABS[0], presets="").load_presets() == {}
