@@ -21,7 +21,7 @@ from kit.view.waterfall import waterfall
 if TYPE_CHECKING:
     from kit.results import Run, Verdict
 
-WIDTH = 10.0  # inches
+WIDTH = 11.0  # inches, as the whole picture
 DRIFT_AFTER = {"offload": "idle", "sync": "verify", "smoke": "count"}
 DRIFT_OF = ("driver_used", "anon_rss")
 ALL = "*"  # every check's limit is in the drawing
@@ -55,8 +55,14 @@ class NamedPlot:
     def draw(self, run: Run, theme: str = "light", tolerances: Mapping[str, float] | None = None) -> Picture:
         return self.of(Sight.of(run), theme, tolerances)
 
-    def of(self, sight: Sight, theme_name: str = "light", tolerances: Mapping[str, float] | None = None) -> Picture:
-        """As `draw`, of a run that was read before."""
+    def of(
+        self,
+        sight: Sight,
+        theme_name: str = "light",
+        tolerances: Mapping[str, float] | None = None,
+        like: Picture | None = None,
+    ) -> Picture:
+        """As `draw`, of a run that was read before; laid out as `like`, the same drawing under other limits, which saves half the time."""
         look = theme(theme_name)
         if self.paint is None:
             return plots.plot_run(sight.run, theme_name=theme_name, tolerances=tolerances, seen=sight.seen)
@@ -68,11 +74,23 @@ class NamedPlot:
             words = LABS[sight.own].words(sight.run, sight.seen) if sight.own else cycles_word(sight)
             heading = plots.heading(sight.run, sight.seen, [*words, *plots.moved_words(tolerances)])
             picture.suptitle(heading, x=0.01, ha="left", fontsize=9, color=look.faint)
+            if like is not None:
+                same_layout(picture, like)
         return picture
 
     def moves_with(self, tolerances: Mapping[str, Sequence[str]], moved: set[str]) -> bool:
         """Whether the drawing changes when these tolerances move; `tolerances` has the checks of each."""
         return any(ALL in self.limits or set(self.limits) & set(tolerances.get(name, ())) for name in moved)
+
+
+def same_layout(picture: Picture, like: Picture) -> None:
+    """Put the axes where the other picture has them, if it is of the same size and parts."""
+    pairs = list(zip(picture.axes, like.axes, strict=False))
+    if len(picture.axes) != len(like.axes) or tuple(picture.get_size_inches()) != tuple(like.get_size_inches()):
+        return
+    picture.set_layout_engine("none")
+    for axes, other in pairs:
+        axes.set_position(other.get_position(original=True))
 
 
 def cycles_word(sight: Sight) -> list[str]:

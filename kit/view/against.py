@@ -1,0 +1,159 @@
+"""Runs against the first of them: what changed most, each as the medians and spreads of both and their ratio."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from kit.errors import BadInput
+from kit.results import compare
+from kit.view.drawings import count_word, counted
+from kit.view.plots import Picture
+from kit.view.style import MARKERS, theme
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+    from kit.results import Run
+    from kit.view.style import Theme
+
+ROWS = 14
+EVEN = 1.02  # a ratio that is no change
+UNITS = {"s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")), "B": ((2**30, "GiB"), (2**20, "MiB"), (1.0, "B"))}
+MOMENT = ("_before",)  # what was measured before a phase is what the phase before it left
+
+
+def plot_against(
+    runs: Sequence[Run], *, theme_name: str = "light", rows: int = ROWS, table: pd.DataFrame | None = None
+) -> Picture:
+    """The first run is what the others are held against. `table` is what `compare(runs)` gave, if that is known."""
+    if len({run.id for run in runs}) < 2:
+        raise BadInput("runs are compared in a picture of two different ones or more")
+    look = theme(theme_name)
+    table = compare(runs) if table is None else table
+    shown = most(table, rows)
+    with mpl.rc_context(look.rc()):
+        if shown.empty:
+            return nothing(runs, look)
+        keys = list(dict.fromkeys(zip(shown["phase"], shown["metric"], shown["unit"], strict=True)))
+        picture = Picture(
+            figsize=(11, 1.6 + (0.2 + 0.16 * len(runs)) * len(keys)),
+            layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08),
+        )
+        draw(picture.subplots(), table, keys, runs, look)
+        word = f"against {runs[0].id}" + (f", fault {runs[0].fault}" if runs[0].fault else "")
+        picture.suptitle(
+            f"{runs[0].lab} · what changed most {word} · {counted(len(runs) - 1, 'other run')}",
+            x=0.01,
+            ha="left",
+            fontsize=11.5,
+        )
+    return picture
+
+
+def most(table: pd.DataFrame, rows: int) -> pd.DataFrame:
+    """The phases and metrics that changed most, each at the rank where it did; what no ratio can tell is left to the table."""
+    both = table[(table["found_in"] == "both") & (table["base"] > 0) & (table["value"] > 0)]
+    both = both[~both["metric"].str.endswith(MOMENT)]
+    apart = both["ratio"].where(both["ratio"] >= 1, 1 / both["ratio"])
+    both = both.assign(apart=apart)[apart > EVEN]
+    both = both.sort_values("apart", ascending=False, kind="stable")
+    return both.drop_duplicates(["phase", "metric", "run"]).drop_duplicates(["phase", "metric"]).head(rows)
+
+
+def draw(ax: Axes, table: pd.DataFrame, keys: Sequence[tuple[str, str, str]], runs: Sequence[Run], look: Theme) -> None:
+    """A line at 1 is the first run. A bar is from the least to the greatest that the spreads allow."""
+    others = [run.id for run in runs[1:]]
+    low, high = 1.0, 1.0
+    numbers: set[int] = set()
+    for place, (phase, metric, unit) in enumerate(keys):
+        mine = table[(table["phase"] == phase) & (table["metric"] == metric) & (table["found_in"] == "both")]
+        for lane, other in enumerate(others):
+            rows = mine[(mine["run"] == other) & (mine["base"] > 0) & (mine["value"] > 0)]
+            if rows.empty:
+                continue
+            row = rows.iloc[int(rows["ratio"].map(math.log).abs().to_numpy().argmax())]
+            numbers |= {int(row["n"]), int(row["base_n"])}
+            y = place + (lane - (len(others) - 1) / 2) * 0.6 / len(others)
+            base, value, ratio = float(row["base"]), float(row["value"]), float(row["ratio"])
+            half = float(row["spread"]) / 2 / base
+            left, right = max(ratio - half, ratio / 10), ratio + half
+            colour = look.colour(lane)
+            ax.plot([left, right], [y, y], color=colour, linewidth=5, alpha=0.3, solid_capstyle="round")
+            ax.plot(ratio, y, MARKERS[lane % len(MARKERS)], color=colour, markersize=6, markeredgecolor=look.paper)
+            words = f"{quantity(base, unit)} → {quantity(value, unit)}, rank {row['rank']}"
+            ax.annotate(words, (right, y), (7, 0), textcoords="offset points", va="center", fontsize=8, color=look.ink)
+            low, high = min(low, left), max(high, right)
+    base_spread(ax, table, keys, look)
+    ax.axvline(1, color=look.ink, linewidth=1.2)
+    ax.set_xscale("log")
+    reach = max(high / low, 1.5)
+    ax.set_xlim(low / reach**0.06, high * reach**0.42)  # room for the words
+    ticks = ratios(low, high)
+    ax.xaxis.set_major_locator(FixedLocator(ticks))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} x"))
+    ax.set_yticks(range(len(keys)), [f"{phase}  {metric}" for phase, metric, _ in keys])
+    ax.set_ylim(len(keys) - 0.4, -0.6 - 0.5 * (len(others) > 1))
+    ax.grid(visible=False, axis="y")
+    ax.grid(visible=True, axis="x")
+    ax.set_xlabel(
+        f"ratio of medians over cycles ({count_word(numbers)}); bars: the spread of the cycles; grey: that of the first run"
+    )
+    if len(others) > 1:
+        for lane, run in enumerate(runs[1:]):
+            ax.plot([], [], MARKERS[lane % len(MARKERS)], color=look.colour(lane), label=named(run))
+        ax.legend(loc="lower right", ncols=min(3, len(others)), handletextpad=0.3)
+    else:
+        ax.set_title(named(runs[1]))
+
+
+def base_spread(ax: Axes, table: pd.DataFrame, keys: Sequence[tuple[str, str, str]], look: Theme) -> None:
+    """How far the first run is from its own median: a change within it may be none."""
+    for place, (phase, metric, _) in enumerate(keys):
+        rows = table[(table["phase"] == phase) & (table["metric"] == metric) & (table["base"] > 0)]
+        half = float((rows["base_spread"] / rows["base"]).max()) / 2
+        if half > 0:
+            ends = [max(1 - half, 0.1), 1 + half]
+            ax.plot(ends, [place, place], color=look.faint, linewidth=9, alpha=0.25, solid_capstyle="butt", zorder=1)
+
+
+def ratios(low: float, high: float) -> list[float]:
+    """Ticks at 1 and at round ratios to both sides of it."""
+    steps = [1.1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100, 1e3, 1e4, 1e6, 1e9]
+    all_ = [1 / step for step in reversed(steps)] + [1.0, *steps]
+    inside = [tick for tick in all_ if low / 1.05 <= tick <= high * 1.05]
+    every = math.ceil(len(inside) / 9)
+    return [float(f"{tick:.3g}") for index, tick in enumerate(inside) if (index - inside.index(1.0)) % every == 0]
+
+
+def quantity(value: float, unit: str) -> str:
+    for scale, word in UNITS.get(unit, ()):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g} {word}"
+    return f"{value:.4g}" + ("" if unit in {"", "1"} else f" {unit}")
+
+
+def named(run: Run) -> str:
+    return run.id + (f", fault {run.fault}" if run.fault else "")
+
+
+def settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """The settings in which the runs differ, by name: what each of them had."""
+    configs: list[Mapping[str, Any]] = [{**run.config, "fault": run.fault, "lab": run.lab} for run in runs]
+    names = list(dict.fromkeys(name for config in configs for name in config))
+    found = {name: [config.get(name) for config in configs] for name in names}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+
+
+def nothing(runs: Sequence[Run], look: Theme) -> Picture:
+    picture = Picture(figsize=(8, 1.2))
+    words = f"nothing that both measured changed by more than {EVEN - 1:.0%} against {runs[0].id}"
+    picture.text(0.5, 0.5, words, ha="center", va="center", color=look.faint)
+    return picture

@@ -1,0 +1,153 @@
+"""The plots of the run, one at a time, in the notebook's own theme; a limit that moves is drawn again, and nothing else."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as widgets
+
+from kit.errors import KitError
+from kit.view import named
+from kit.view.inline import SHEET, inline
+from kit.view.panel import look
+from kit.view.sight import Sight
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kit.results import Run
+    from kit.view.panel.model import PanelModel
+    from kit.view.plots import Picture
+
+THEMES = {"as the notebook": "auto", "light": "light", "dark": "dark"}
+
+
+class PlotsTab:
+    """Draws when it is looked at: on new records, another plot, another theme, and on a limit that is in the drawing."""
+
+    def __init__(self, model: PanelModel) -> None:
+        self.model = model
+        self._visible = self._offering = False
+        self._sight: Sight | None = None
+        self._read: tuple[Run | None, int] | None = None  # of which records the sight is
+        self._took = self._last = 0.0  # how long the last drawing took, and when that was
+        self._picture: Picture | None = None
+        self._drawn: tuple[str, object] = ("", None)  # which plot the picture is, under which limits
+        self._shown = ""  # in which theme it is on the page
+        self._salt = secrets.token_hex(4)
+        self.choice = widgets.Dropdown(description="Plot", tooltip="which drawing of the run", layout={"width": "20em"})
+        self.theme = widgets.Dropdown(
+            description="Colours", options=THEMES, tooltip="light or dark", layout={"width": "15em"}
+        )
+        self.png, self.svg = (
+            widgets.Button(
+                description=f"Save {kind.upper()}",
+                icon="picture-o",
+                tooltip=f"write this plot into the run's folder as .{kind}",
+                layout={"width": "auto"},
+            )
+            for kind in ("png", "svg")
+        )
+        self.said = widgets.HTML()
+        self.picture = widgets.HTML(layout={"width": "100%", "min_height": "120px"})
+        self.png.on_click(lambda _: self.save("png"))
+        self.svg.on_click(lambda _: self.save("svg"))
+        sheet = widgets.HTML(f"<style>{SHEET}</style>", layout={"display": "none"})
+        controls = look.box(self.choice, self.theme, self.png, self.svg)
+        self.widget = widgets.VBox([sheet, controls, self.said, self.picture])
+        model.observe(self._changed, ["run", "revision", "tolerances", "state"])
+        for control in (self.choice, self.theme):
+            control.observe(self._changed, "value")
+        self._changed()
+
+    @property
+    def visible(self) -> bool:
+        return self._visible
+
+    @visible.setter
+    def visible(self, seen: bool) -> None:
+        self._visible = seen
+        self._changed()
+
+    def _changed(self, _: Any = None) -> None:
+        if not self._visible or self._offering:
+            return
+        try:
+            self._show()
+        except KitError as error:
+            self._say(str(error), bad=True)
+
+    def _show(self) -> None:
+        began = time.monotonic()
+        run = self.model.run
+        records = (run, self.model.revision)
+        if self._read != records:
+            if self._too_soon():
+                return
+            self._sight = None if run is None else Sight.of(run)
+            self._read, self._picture, self._shown = records, None, ""
+            self._offer()
+        for button in (self.png, self.svg, self.choice, self.theme):
+            button.disabled = self._sight is None
+        if self._sight is None:
+            self.picture.value = (
+                f"<p>{look.span('faint', 'There is no run yet: press Start, then Step or Run all.')}</p>"
+            )
+            return
+        if self.choice.value is not None:
+            self._draw(self._sight, self.choice.value)
+        self._took = time.monotonic() - began
+        self._last = time.monotonic()
+
+    def _too_soon(self) -> bool:
+        """While ranks work, drawing takes a tenth of the kernel's time at most; when they rest, it catches up."""
+        same = self._read is not None and self._read[0] is self.model.run
+        return same and self.model.state == "running" and time.monotonic() - self._last < 10 * self._took
+
+    def _draw(self, sight: Sight, name: str) -> None:
+        plot = named.PLOTS[name]
+        checks = {limit.tolerance: limit.checks for limit in self.model.limits}
+        moved = {key: value for key, value in self.model.tolerances.items() if plot.moves_with(checks, {key})}
+        drawing, shown = (name, tuple(moved.items())), self.theme.value
+        if self._picture is None or self._drawn != drawing:
+            like = self._picture if self._drawn[0] == name else None
+            self._picture, self._drawn = plot.of(sight, tolerances=moved, like=like), drawing
+        elif self._shown == shown:
+            return
+        self.picture.value = inline(self._picture, f"{plot.title} of {sight.run.id}", theme_name=shown, salt=self._salt)
+        self._shown = shown
+
+    def _offer(self) -> None:
+        """The plots that the run has something for; the one that was shown stays, if it can."""
+        names = [] if self._sight is None else named.names_of(self._sight)
+        names.sort(key=lambda name: name == "overview")  # it takes longest: a person asks for it
+        options = [(named.PLOTS[name].title, name) for name in names]
+        if list(self.choice.options) == options:
+            return
+        before = self.choice.value
+        self._offering = True
+        self.choice.options = options
+        self.choice.value = before if before in names else next(iter(names), None)
+        self._offering = False
+
+    def save(self, kind: str) -> Path | None:
+        """Write the plot that is chosen into the run's folder, in the theme that is chosen; the page's own is saved as light."""
+        if self._sight is None or self.choice.value is None:
+            return None
+        dark = self.theme.value == "dark"
+        name = f"{self.choice.value}{'-dark' if dark else ''}.{kind}"
+        try:
+            picture = named.PLOTS[self.choice.value].of(
+                self._sight, "dark" if dark else "light", dict(self.model.tolerances)
+            )
+            path = picture.save(self._sight.run.dir / name)
+        except (KitError, OSError) as error:
+            self._say(f"{name} could not be written: {error}", bad=True)
+            return None
+        self._say(f"written: {path}")
+        return path
+
+    def _say(self, words: str, *, bad: bool = False) -> None:
+        self.said.value = f'<p role="status">{look.span("bad" if bad else "faint", words)}</p>'
