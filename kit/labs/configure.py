@@ -95,7 +95,7 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
     """The config, or what is wrong by field; what no field can be blamed for raises."""
     import pydantic
 
-    known = {field.name: field for field in fields(lab.config)}
+    known = _known(cast("Hashable", lab.config))
     for name in values:
         if name not in known:
             raise BadInput(f"lab {lab.name!r} has no setting {name!r}; {hint(name, list(known))}")
@@ -115,6 +115,11 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
             found.setdefault(str(row["loc"][0]) if row["loc"] else "", _sentence(row, known, values))
         return found
     return config
+
+
+@functools.cache
+def _known(config: Any) -> dict[str, Field]:
+    return {field.name: field for field in fields(config)}
 
 
 @functools.cache

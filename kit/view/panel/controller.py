@@ -77,11 +77,9 @@ class Controller:
         """End the ranks, whatever they do. What was measured stays."""
         if self._allowed("stop"):
             self._stopping.set()
-            waiting = self.model.state == "ready"
             self.model.state = "stopping"
             self.model.said = "stopping: ranks are asked to stop, and ended if they do not"
-            if waiting:
-                self._send("stop")
+            self._send("stop")  # for ranks that wait for orders; where a call is under way its next tick ends it
 
     def restart(self) -> None:
         """End the ranks and start a new run of the settings as they are."""
@@ -96,7 +94,7 @@ class Controller:
         if self._thread.is_alive():
             self._orders.put("close")
             self._thread.join(CLOSE_S)
-        elif self._lab is not None and self._lab is not self._given:
+        elif self._lab is not None:
             self._lab.close()
         self._drain()
 
@@ -180,10 +178,14 @@ class Controller:
         self._busy -= 1
 
     def _do(self, name: str) -> None:
+        lab = self._lab
+        over = lab is None or lab.judged is not None or bool(lab.error)
         if name == "stop":
-            self._check_stop()
+            if not over:
+                raise KeyboardInterrupt
+            return
         self._watch.begin(all_of_it=name == "run")
-        if name in {"start", "restart"} or self._lab is None or self._lab.judged or self._lab.error:
+        if over or name in {"start", "restart"} or not (lab and lab.started):
             self._make(all_of_it=name == "run")
         lab = self._lab
         assert lab is not None
@@ -199,19 +201,25 @@ class Controller:
             while self._watch.left:
                 self._check_stop()
                 self._step(lab)
+        self._check_stop()
         if self._watch.left:
             self._end("ready", self._say, self._watch.words())
             return
         self._state("running")
-        run = lab.run()
+        lab.run()
         if lab is not self._given:
             lab.close()
-        self._end("finished", self.model.finished, run)
+        self._end("finished", self.model.finished)
 
     def _make(self, *, all_of_it: bool) -> None:
         """A new lab of the settings as they are; a lab that has its ranks already when it is adopted stays as it is."""
         old, self._lab = self._lab, None
-        if old is not None and not old.started and not old.error and old.given == self.model.given:
+        if (
+            old is not None
+            and not old.started
+            and not old.error
+            and (old.given, old.fault) == (self.model.given, self.model.fault)
+        ):
             self._lab = old
             return
         if old is not None:
@@ -261,7 +269,7 @@ class Controller:
 
     def _show(self, lab: Lab) -> None:
         """What the panel shows is from now on the run that grows."""
-        self._update(lambda: self.model.show(self.model.open(lab.dir)))
+        self._update(lambda: self.model.follow(lab.dir))
 
     def _say(self, text: str) -> None:
         self.model.said = text
@@ -273,11 +281,11 @@ class Controller:
 
         self._update(change)
 
-    def _end(self, state: str, then: Callable[[Any], None], what: Any) -> None:
+    def _end(self, state: str, then: Callable[..., None], *what: Any) -> None:
         def change() -> None:
             with self.model.hold_trait_notifications():
                 self.model.state = state
-                then(what)
+                then(*what)
                 self.model.judge()
 
         self._watch.rest()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,6 +39,7 @@ CAN = {
     "finished": {"start", "step", "run", "restart"},
     "failed": {"start", "step", "run", "restart"},
 }
+BUSY = {"starting", "running", "stopping"}
 FRESH = {"start", "restart"}  # of these, and of step and run where no ranks live, new ranks come
 
 
@@ -69,6 +71,13 @@ class Progress(NamedTuple):
     total: int = 0
     elapsed: float = 0.0
     left: float | None = None
+
+
+class Late(NamedTuple):
+    """What only a start found wrong. It keeps nobody from starting again: the cure may lie outside of the settings."""
+
+    field: str
+    sentence: str
 
 
 class PanelModel(HasTraits):
@@ -108,8 +117,9 @@ class PanelModel(HasTraits):
         self.presets: dict[str, dict[str, float]] = {AS_IT_IS: {}}
         self.presets |= {name: dict(some) for name, some in definition.load_presets().items()}
         self.plotter = plotter
+        self._live: Path | None = None
         self._given: dict[str, Any] = plain(config or {})
-        self._late: tuple[str, Any, str] | None = None
+        self._late: Late | None = None
         find_fault(definition, fault)
         unknown = set(self._given) - {field.name for field in self.fields}
         if unknown:
@@ -139,7 +149,7 @@ class PanelModel(HasTraits):
             self._given.pop(field, None)
         else:
             self._given[field] = value
-        if self._late is not None and self._late[0] in {field, ""}:
+        if self._late is not None and self._late.field in {field, ""}:
             self._late = None
         self._settle()
 
@@ -167,9 +177,9 @@ class PanelModel(HasTraits):
 
     def refuse(self, sentence: str) -> None:
         """Something that only a start found out, such as code that cannot be loaded. It stands until that setting changes."""
-        name = sentence.partition("=")[0]
-        name = name if name in self.values else ""
-        self._late = (name, self.values.get(name), sentence)
+        first = re.match(r"\w*", sentence)
+        name = first[0] if first and first[0] in self.values else ""
+        self._late = Late(name, sentence)
         self.said = sentence
         self._settle()
 
@@ -177,8 +187,13 @@ class PanelModel(HasTraits):
 
     def move(self, tolerance: str, value: float) -> None:
         """Move one limit; the run that is shown is judged again at once, from what was measured."""
-        moved = checked_tolerances({tolerance: value}, [check.tolerance for check in self.checks])
-        self._take({**self.tolerances, **moved})
+        moved = {
+            **self.tolerances,
+            **checked_tolerances({tolerance: value}, [check.tolerance for check in self.checks]),
+        }
+        if any(limit.tolerance == tolerance and limit.default == value for limit in self.limits):
+            moved.pop(tolerance)
+        self._take(moved)
 
     def take(self, tolerances: Mapping[str, float]) -> None:
         """Replace all moved limits."""
@@ -210,12 +225,20 @@ class PanelModel(HasTraits):
         if run is not None:
             self.said = f"shown is {described(run)}"
 
-    def finished(self, run: Run) -> None:
-        """A run came to its verdict."""
-        if self.run is None or self.run.dir != run.dir:
-            self.run = run
+    def follow(self, folder: Path) -> None:
+        """Show the run that ranks work on from now on."""
+        self._live = folder
+        self.show(self.open(folder))
+
+    def finished(self) -> None:
+        """The run that ranks worked on came to its verdict."""
+        if self._live is None:
+            return
+        if self.run is None or self.run.dir != self._live:
+            self.run = self.open(self._live)
         self.revision += 1
         self.judge()
+        run = self.run
         self.said = f"{run.dir.name} is finished: {'no verdict' if self.verdict is None else self.verdict.summary()}"
 
     def open(self, folder: Path) -> Run:
@@ -230,7 +253,7 @@ class PanelModel(HasTraits):
         """Put the limits to what the run measured. While ranks work on it, it waits for them."""
         verdict = None
         run: Run | None = self.run
-        if run is not None and self.state not in {"starting", "running", "stopping"}:
+        if run is not None and not (run.dir == self._live and self.state in BUSY):
             try:
                 verdict = run.verdict(**self.tolerances)
             except KitError as error:
@@ -245,8 +268,7 @@ class PanelModel(HasTraits):
     def can(self) -> frozenset[str]:
         """What makes sense now, of start, step, run, stop and restart."""
         now = CAN[self.state]
-        wrong = {text for text in self.problems.values() if self._late is None or text != self._late[2]}
-        if wrong:
+        if self.problems and not (self._late and self._late.sentence in self.problems.values()):
             now = now - (FRESH if self.state == "ready" else {*FRESH, "step", "run"})
         return frozenset(now)
 
@@ -271,15 +293,13 @@ class PanelModel(HasTraits):
                 if choice != values[field.name]
                 and (sentence := first_new(self._complaints({**values, field.name: choice}), problems))
             }
-        if self._late is not None and values.get(self._late[0]) == self._late[1]:
-            problems.setdefault(self._late[0], self._late[2])
         with self.hold_trait_notifications():
             self.values = values
             self.fault_sets = plain(fault.set) if fault else {}
-            self.problems = problems
+            self.problems = problems | ({self._late.field: self._late.sentence} if self._late and not problems else {})
             self.refused = {name: sentences for name, sentences in refused.items() if sentences}
             if self.state == "idle":
-                self._plan(values)
+                self._plan({} if problems else values)
 
     def _complaints(self, values: Mapping[str, Any]) -> dict[str, str]:
         missing = {f.name for f in self.fields if f.default is dataclasses.MISSING and values[f.name] is None}
@@ -287,7 +307,7 @@ class PanelModel(HasTraits):
         return complaints(self.definition, given, find_fault(self.definition, self.fault))
 
     def _plan(self, values: Mapping[str, Any]) -> None:
-        if self.problems:
+        if not values:
             self.phases = ()
             return
         config = validate(self.definition, values)

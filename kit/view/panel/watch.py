@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kit.errors import KitError, RankDied, RankError, RankTimeout
+from kit.results import Run
 from kit.view.panel.model import LOG_LINES, Failure, PhaseState, Progress
 
 if TYPE_CHECKING:
@@ -50,10 +51,19 @@ class Watch:
         self._lab = lab
         lab.observe = lambda _: self
         ranks = lab.config.ranks
-        nothing: tuple[None, ...] = (None,) * ranks
+        known: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
+        if lab.started:
+            frame = Run(lab.dir).frame()
+            rows = frame[frame["metric"] == "seconds"]
+            for cycle, phase, rank, value in rows[["cycle", "phase", "rank", "value"]].to_numpy().tolist():
+                known[cycle, phase][rank] = value
         self._phases = [
             PhaseState(
-                row.cycle, row.phase, row.status, ("done" if row.status == "done" else "waiting",) * ranks, nothing
+                row.cycle,
+                row.phase,
+                row.status,
+                ("done" if row.status == "done" else "waiting",) * ranks,
+                tuple(known[row.cycle, row.phase].get(rank) for rank in range(ranks)),
             )
             for row in lab.phases
         ]
