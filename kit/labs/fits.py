@@ -36,12 +36,16 @@ def _asked(when: int) -> Sequence[int]:  # noqa: ARG001 - a new time is a new qu
 def check_fits(size: str, ranks: int, device: str, *, job: int, host: int, kept: str) -> None:
     """Refuse what this machine cannot hold. `job` are bytes of a rank where it works, `host` those it keeps in memory besides: `kept`."""
     free_on_cards = [] if device == "cpu" else cards()
-    on_cards = len(free_on_cards) >= ranks
-    if on_cards and job > (least := min(free_on_cards[:ranks])):
-        raise BadInput(
-            f"size {size} does not fit: {job / GIB:.2f} GiB of {JOB} for each rank, "
-            f"and {least / GIB:.1f} GiB are free on a card; take a smaller size, fewer layers, or more tp or pp"
-        )
+    on_cards = len(free_on_cards) > 0
+    if on_cards:
+        sharing = -(-ranks // len(free_on_cards))  # ranks on the fullest card
+        least = min(free_on_cards[:ranks])
+        if sharing * job > least:
+            many = f" on each of {sharing} ranks that share a card" if sharing > 1 else " for each rank"
+            raise BadInput(
+                f"size {size} does not fit: {job / GIB:.2f} GiB of {JOB}{many}, "
+                f"and {least / GIB:.1f} GiB are free on a card; take a smaller size, fewer layers, or more tp or pp"
+            )
     here = 0 if on_cards else job
     needed = (here + host + RANK_BYTES) * ranks
     free = available_bytes()

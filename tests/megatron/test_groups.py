@@ -22,7 +22,7 @@ def test_bad_input_is_a_value_error_in_one_sentence(ranks):
         seen = rank["uninitialised"]
         assert seen["errors_are_value_errors"]
         assert "the snapshot is empty" in seen["empty"]
-        assert "mode 'hard' is unknown: choose one of exact, manual, official" in seen["mode"]
+        assert "mode 'hard' is unknown: choose one of exact, manual, official, suspend" in seen["mode"]
         assert "include_world is not allowed with mode 'manual'" in seen["world"]
 
 

@@ -42,8 +42,8 @@ class OffloadConfig(LabConfig):
     steps: Annotated[int, Option("training steps between two releases", low=1, high=1000)] = 2
     cycles: Annotated[int, Option("how often everything is given back", low=1, high=1000)] = 3
     mode: Annotated[
-        Literal["exact", "manual", "official"],
-        Option("how groups are destroyed: exact, or one of the two ways in common use"),
+        Literal["exact", "manual", "official", "suspend"],
+        Option("how groups are released: exact, one of the two ways in common use, or suspended by NCCL"),
     ] = "exact"
     include_world: Annotated[bool, Option("whether WORLD is destroyed and rebuilt too (exact only)")] = False
     groups: Annotated[bool, Option("whether communicators are given back")] = True
@@ -70,8 +70,12 @@ class OffloadConfig(LabConfig):
     def __post_init__(self) -> None:
         if self.model == KIT_MODEL:
             check(model_config(self), self.ranks)
-        if self.include_world and self.mode != "exact":
-            raise BadInput(f"include_world=true needs mode=exact, not {self.mode!r}: only that can rebuild WORLD")
+        if self.include_world and self.mode not in ("exact", "suspend"):
+            raise BadInput(
+                f"include_world=true needs mode=exact or suspend, not {self.mode!r}: it cannot bring WORLD back"
+            )
+        if self.mode == "suspend" and self.device == "cpu":
+            raise BadInput("mode=suspend needs CUDA: only NCCL can suspend communicators, and device=cpu has none")
         if not (self.groups or self.kinds):
             raise BadInput("nothing would be given back: set one of groups, weights, grads, optimizer to true")
 

@@ -42,6 +42,12 @@ def need_groups(frame: pd.DataFrame, config: Mapping[str, Any]) -> None:
         raise NotMeasured("the job has no groups of Megatron's")
 
 
+def need_destroyed(config: Mapping[str, Any]) -> None:
+    """Suspended groups are there all the time: only their memory goes."""
+    if config["mode"] == "suspend":
+        raise NotMeasured("mode=suspend keeps its groups and gives back their memory")
+
+
 def count_of(phase: str, metric: str, what: str) -> Measure:
     """The largest number that the ranks themselves counted of something wrong; right is 0."""
 
@@ -77,8 +83,14 @@ def more_than(metric: str, phase: str, base: str) -> Measure:
     return measure
 
 
+def uninitialised(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    need_destroyed(config)
+    return count_of("idle", "initialised", "ranks whose Megatron still calls itself initialised")(frame, config)
+
+
 def groups_return(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Registered groups: while released against the start, and once back against before."""
+    need_destroyed(config)
     released = more_than("groups", "idle", "start")(frame, config)
     back = more_than("groups", "verify", "build")(frame, config)
     return max(released, back, key=lambda one: one.value or 0)
@@ -87,6 +99,7 @@ def groups_return(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 def old_groups(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Groups that something still holds while released, and the sockets and threads above the level without a job."""
     need_groups(frame, config)
+    need_destroyed(config)
     alive, where = most(counted(frame, config, "idle", "old_groups_alive"))
     sockets = max(0.0, most(beyond(frame, config, "sockets", "idle", "baseline")[0])[0])
     threads = max(0.0, most(beyond(frame, config, "threads", "idle", "baseline")[0])[0])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kit.labs.fits import check_fits
+from kit.errors import BadInput
+from kit.labs.fits import cards, check_fits
 from kit.labs.offload.config import KIT_MODEL, model_config
 from kit.megatron.config import model_bytes
 
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
 
 
 def fits(config: OffloadConfig) -> None:
+    if config.mode == "suspend" and not cards():
+        raise BadInput(
+            "mode=suspend needs CUDA: only NCCL can suspend communicators, and this machine has no GPU driver"
+        )
     if config.model != KIT_MODEL:
         return  # its size is its owner's to know
     stages = [model_bytes(model_config(config), ranks=config.ranks, stage=stage) for stage in range(config.pp)]

@@ -46,6 +46,8 @@ class Offload:
         self.found: dict[str, Any] = {}
         self.scope = contextlib.ExitStack()
         self.bystander: Bystander | None = None
+        if self.config.mode in groups.KEEPING:
+            groups.refuse_keeping()
 
     # -- the controls: the same job without a break -------------------------------------------------------------------
 
@@ -124,7 +126,8 @@ class Offload:
         if self.config.groups:
             self.ctx.record("initialised", int(groups.initialised()))
             self.ctx.record("old_groups_alive", len(self.watched.alive()))
-            self.ctx.record("stale_usable", len(self.watched.still_usable()))
+            kept = self.config.mode in groups.KEEPING  # some groups cannot be suspended, and stay in use
+            self.ctx.record("stale_usable", len(self.watched.still_usable(but_kept=kept)))
         self._ask_bystander()
 
     def reload(self, cycle: int) -> None:  # noqa: ARG002 - as above

@@ -16,6 +16,7 @@ from kit.errors import BadInput
 from kit.labs.offload.config import KIT_RELEASER
 from kit.labs.rankside import load
 from kit.megatron import groups
+from kit.megatron.groups.suspend import STATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,3 +121,10 @@ def told(stats: Any) -> Iterator[tuple[str, float, str]]:
     moved = parts.get("tensors", {}).get("bytes")
     for kind, size in (moved if isinstance(moved, dict) else {}).items():
         yield f"{kind}_bytes", size, "B"
+    snapshot = parts.get("groups", {}).get("snapshot")
+    kept = snapshot.get("suspended") if isinstance(snapshot, dict) else None
+    if kept:  # the library's own statistics, summed over this rank's communicators
+        for when in ("before", "after"):
+            for name in STATS:
+                yield f"comm_{name}_{when}", sum(one[when].get(name, 0) for one in kept["suspended"]), "B"
+        yield "groups_skipped", len(kept["skipped"]), "1"

@@ -56,13 +56,16 @@ class Watched:
         """Old groups that something still holds."""
         return [name for name, reference in self.inner if reference() is not None]
 
-    def still_usable(self) -> list[str]:
-        """Old groups over which a collective still goes through. The right answer is an error in Python that names the group."""
+    def still_usable(self, *, but_kept: bool = False) -> list[str]:
+        """Old groups over which a collective still goes through. The right answer is an error in Python that names the group.
+        `but_kept`: not those that were left as they are, on purpose."""
         usable = []
         for facts, held in self.handles:
             group = held() if isinstance(held, weakref.ref) else held
             if group is None:
                 continue  # nobody can use what is gone
+            if but_kept and isinstance(group, Handle) and group.kit_inner is not None:
+                continue
             try:
                 work = dist.all_reduce(torch.zeros(1), group=group, async_op=True)
                 if work is not None:

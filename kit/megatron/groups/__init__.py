@@ -2,7 +2,8 @@
 
 `install()` once, before Megatron makes its groups (`kit.megatron.model.build` does it). Then `destroy(mode)` gives the
 groups back and `reload(snapshot)` brings them back. Modes: `exact` (really released, every holder lives on), `manual`
-and `official` (the two ways in common use, with their leaks). Every rank calls; order matters as for any collective.
+and `official` (the two ways in common use, with their leaks), and `suspend` (NCCL keeps the communicators and gives back
+what memory it can). Every rank calls; order matters as for any collective.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from typing import Any
 
 from kit.errors import BadInput
 from kit.megatron.groups import common, exact
+from kit.megatron.groups import suspend as keeping
 from kit.megatron.groups.census import holders, talk
 from kit.megatron.groups.exact import DestroyFailed, registered_left
 from kit.megatron.groups.handle import GroupReleased, Handle, install, uninstall
 from kit.megatron.groups.snapshot import initialised, snapshot
+from kit.megatron.groups.suspend import refuse as refuse_keeping
 from kit.megatron.tensors import memory
 
 __all__ = [
+    "KEEPING",
     "MODES",
     "DestroyFailed",
     "GroupReleased",
@@ -28,13 +32,15 @@ __all__ = [
     "holders",
     "initialised",
     "install",
+    "refuse_keeping",
     "reload",
     "snapshot",
     "talk",
     "uninstall",
 ]
 
-MODES = ("exact", "manual", "official")
+MODES = ("exact", "manual", "official", "suspend")
+KEEPING = ("suspend",)  # groups stay, without their memory
 
 
 def destroy(mode: str = "exact", *, include_world: bool = False, timeout_s: float = 60.0) -> dict[str, Any]:
@@ -44,8 +50,10 @@ def destroy(mode: str = "exact", *, include_world: bool = False, timeout_s: floa
     """
     if mode not in MODES:
         raise BadInput(f"mode {mode!r} is unknown: choose one of {', '.join(MODES)}")
-    if include_world and mode != "exact":
-        raise BadInput(f"include_world is not allowed with mode {mode!r}: only exact can rebuild the default group")
+    if include_world and mode not in ("exact", *KEEPING):
+        raise BadInput(f"include_world is not allowed with mode {mode!r}: it cannot bring the default group back")
+    if mode in KEEPING:
+        keeping.refuse()
     stats: dict[str, Any] = {"initialised": initialised(), "mode": mode, "destroyed": 0, "left": 0, "left_names": []}
     stats |= {"alive": [], "bytes": {}, "seconds": 0.0, "snapshot": {}}
     if not stats["initialised"]:
@@ -57,6 +65,11 @@ def destroy(mode: str = "exact", *, include_world: bool = False, timeout_s: floa
     if mode == "exact":
         destroyed, failed, reasons, stats["alive"] = exact.destroy(include_world=include_world, timeout_s=timeout_s)
         stats["destroyed"] = destroyed
+    elif mode in KEEPING:
+        kept = keeping.suspend(include_world=include_world, timeout_s=timeout_s)
+        taken["suspended"] = kept
+        stats["destroyed"] = len(kept["suspended"])
+        failed, reasons = [name for name, _ in kept["failed"]], [f"{name}: {why}" for name, why in kept["failed"]]
     elif mode == "manual":
         stats["destroyed"], failed, reasons = common.manual()
     else:
@@ -77,10 +90,12 @@ def reload(taken: dict[str, Any], *, timeout_s: float = 60.0) -> dict[str, Any]:
     """Bring back what a snapshot of `destroy` describes. Already initialised: nothing is done. Stats: reloaded, seconds."""
     if not taken or taken.get("mode") not in MODES:
         raise BadInput("the snapshot is empty or not one that destroy() made: there is nothing to reload")
-    if initialised():
+    if initialised() and not keeping.asleep():
         return {"mode": taken["mode"], "reloaded": 0, "seconds": 0.0}
     start = time.perf_counter()
-    if taken["mode"] == "exact":
+    if taken["mode"] in KEEPING:
+        count = keeping.resume(timeout_s=timeout_s)
+    elif taken["mode"] == "exact":
         count = exact.reload(taken, timeout_s=timeout_s)
     else:
         common.reload(taken)

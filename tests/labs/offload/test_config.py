@@ -16,13 +16,13 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"mode": "manual", "include_world": True}, "include_world=true needs mode=exact, not 'manual'"),
+        ({"mode": "manual", "include_world": True}, "include_world=true needs mode=exact or suspend, not 'manual'"),
         ({"groups": False, "weights": False, "grads": False, "optimizer": False}, "nothing would be given back"),
         ({"tp": 3}, "tp=3 does not divide 4 heads"),
         ({"tp": 2, "ranks": 3}, "tp\\*pp=2 does not divide 3 ranks"),
         ({"pp": 3, "ranks": 3, "tp": 1}, "pp=3 does not divide 4 layers"),
         ({"experts": 2, "tp": 2}, "Megatron asks for tp=1"),
-        ({"mode": "gentle"}, "mode must be one of exact, manual, official, not 'gentle'"),
+        ({"mode": "gentle"}, "mode must be one of exact, manual, official, suspend, not 'gentle'"),
         ({"cycles": 0}, "cycles must be a whole number from 1 to 1000, not 0"),
         ({"implementation": "mine"}, "implementation must be 'module:attr', not 'mine'"),
         ({"implementation": "mine:Missing"}, "implementation=mine:Missing cannot be loaded by the ranks' Python"),
@@ -58,3 +58,21 @@ def test_a_card_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         kit.lab("offload", size="qwen2.5-0.5b")
     offload_fits(OffloadConfig(size="qwen2.5-0.5b", device="cpu"))
+
+
+def test_a_card_that_is_too_small_for_those_who_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fits, "available_bytes", lambda: 1000 * GIB)
+    monkeypatch.setattr(fits, "cards", lambda: [12 * GIB])
+    offload_fits(OffloadConfig(size="qwen2.5-0.5b", tp=1, ranks=1))
+    with pytest.raises(BadInput, match=r"on each of 2 ranks that share a card, and 12\.0 GiB are free on a card"):
+        offload_fits(OffloadConfig(size="qwen2.5-0.5b", tp=1, ranks=2))
+
+
+def test_suspending_needs_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInput, match=r"mode=suspend needs CUDA: .* and device=cpu has none"):
+        kit.lab("offload", mode="suspend", device="cpu")
+    monkeypatch.setattr("kit.labs.offload.fits.cards", list)
+    with pytest.raises(BadInput, match=r"mode=suspend needs CUDA: .* and this machine has no GPU driver"):
+        kit.lab("offload", mode="suspend")
+    monkeypatch.setattr("kit.labs.offload.fits.cards", lambda: [80 * GIB])
+    offload_fits(OffloadConfig(mode="suspend"))

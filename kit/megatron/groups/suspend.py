@@ -1,0 +1,100 @@
+"""Give communicators' memory back and keep the communicators: NCCL's suspend and resume, a third way beside destroying.
+
+All ranks meet, then every group that can be suspended is, in the order of creation, since it is collective. A group that never ran a
+collective has no communicator yet, and one over gloo none on the card: they are skipped, and listed. While suspended a group's handle
+is empty, so that a use raises in Python: nothing in NCCL guards it, and the card could fault.
+
+Limits: NCCL keeps what it cannot give back (`persist` in its statistics) and refuses communicators that share their memory with others.
+Has not run on a card yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kit import nccl
+from kit.errors import BadInput
+from kit.megatron.groups.exact import meet
+from kit.megatron.groups.handle import Handle, c10d, title
+from kit.megatron.groups.snapshot import megatron_groups
+
+STATS = ("suspend", "persist", "total")  # bytes; NCCL also tells whether it is suspended now
+NEVER_USED = "never used, so that it has no communicator"
+
+# Handles between suspend and resume, in the order in which both go.
+_asleep: list[tuple[Handle, Any]] = []
+
+
+def refuse() -> None:
+    """Where this process cannot suspend anything."""
+    if why := nccl.no_suspend(nccl.running(), torch.__version__):
+        raise BadInput(f"mode=suspend cannot be had: {why}")
+
+
+def suspend(*, include_world: bool, timeout_s: float) -> dict[str, Any]:
+    """Suspend; gives what was suspended with the library's statistics before and after, what was skipped and why, what failed and why."""
+    default = c10d._world.default_pg
+    targets = [*([default] if include_world else []), *megatron_groups()]
+    meet("suspend", dist.get_rank(), dist.get_world_size(), timeout_s)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    done: list[dict[str, Any]] = []
+    skipped: list[tuple[str, str]] = []
+    failed: list[tuple[str, str]] = []
+    for handle in targets:
+        name, backend = title(handle.kit_facts), on_card(handle)
+        if backend is None:
+            skipped.append((name, "over gloo"))
+            continue
+        try:
+            before = backend.memory_stats()
+        except RuntimeError as error:
+            if "not initialized" not in str(error):
+                raise
+            skipped.append((name, NEVER_USED))
+            continue
+        try:
+            backend.suspend()
+        except RuntimeError as error:
+            failed.append((name, " ".join(str(error).partition("\n")[0].split())))
+            continue
+        after = backend.memory_stats()
+        done.append({"group": name, "before": picked(before), "after": picked(after)})
+        _asleep.append((handle, handle.kit_inner))
+        handle.kit_inner = None
+    return {"suspended": done, "skipped": skipped, "failed": failed}
+
+
+def resume(*, timeout_s: float) -> int:
+    """Bring every suspended group back into its handle, in the same order; gives how many."""
+    meet("resume", dist.get_rank(), dist.get_world_size(), timeout_s)
+    count = len(_asleep)
+    while _asleep:
+        handle, inner = _asleep[0]
+        handle.kit_inner = inner
+        try:
+            on_card(handle).resume()
+        except BaseException:
+            handle.kit_inner = None  # still asleep: a use would fault
+            raise
+        _asleep.pop(0)
+    return count
+
+
+def asleep() -> int:
+    """How many groups are suspended now."""
+    return len(_asleep)
+
+
+def on_card(handle: Handle) -> Any:
+    """The group's NCCL part; None where it has none."""
+    if "nccl" not in str(c10d._world.pg_backend_config.get(handle, "")):
+        return None
+    return handle._get_backend(torch.device("cuda"))
+
+
+def picked(stats: dict[str, int]) -> dict[str, int]:
+    return {name: stats[name] for name in STATS if name in stats}
