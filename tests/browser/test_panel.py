@@ -1,0 +1,286 @@
+"""The panel in JupyterLab, used with mouse and keyboard as a person would."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import re
+import statistics
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+
+import kit
+from kit.world import leftovers
+from tests.browser.test_notebooks import menu
+from tests.holdings import wait_for
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+
+# Codes under test that are well in the baseline, which makes two groups. Then one rank hangs, or raises.
+BROKEN = """
+import time
+import torch.distributed as dist
+
+class Hangs:
+    def __init__(self, ctx):
+        self.ctx, self.made = ctx, 0
+
+    def make(self, ranks):
+        self.made += 1
+        if self.made > 2 and self.ctx.rank == 1:
+            self.wrong()
+        return dist.new_group(ranks)
+
+    def wrong(self):
+        time.sleep(600)
+
+    def destroy(self, group):
+        dist.destroy_process_group(group)
+
+class Raises(Hangs):
+    def wrong(self):
+        raise ValueError("rank one has <no> group")
+"""
+
+
+def notebook(server, name: str, *cells: str) -> str:
+    """A notebook of these cells beside the others."""
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    book.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
+    folder = server.folder / "root" / "notebooks"
+    nbformat.write(book, folder / f"{name}.ipynb")
+    (folder / "broken_code.py").write_text(BROKEN)
+    return f"{name}.ipynb"
+
+
+def opened(page, server, name: str, *cells: str):
+    """The panel that the first cell of a new notebook shows."""
+    page.goto(server.page(notebook(server, name, *cells)))
+    page.locator(".jp-StatusBar-TextItem", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
+    menu(page, "Run", "Run All Cells")
+    return shown(page)
+
+
+def shown(page):
+    panel = page.locator(".kit-panel")
+    panel.locator(".kit-strip").wait_for(timeout=60_000)
+    return panel
+
+
+def press(panel, name: str) -> None:
+    panel.locator("button.jupyter-button", has_text=name).first.click()
+
+
+def said(panel, words: str, *, timeout_s: float = 60) -> None:
+    panel.locator(".kit-said", has_text=words).wait_for(timeout=1000 * timeout_s)
+
+
+def tab(panel, name: str) -> None:
+    panel.locator(".lm-TabBar-tabLabel", has_text=name).click()
+
+
+def row(panel, check: str):
+    return panel.locator(".kit-check", has_text=check)
+
+
+def choose(panel, label: str, choice: str) -> None:
+    panel.locator(".widget-dropdown", has_text=label).first.locator("select").select_option(choice)
+
+
+def write(panel, label: str, words: str) -> None:
+    box = panel.locator(".widget-text", has_text=label).first.locator("input")
+    box.fill(words)
+    box.press("Enter")
+
+
+def snap(page, artefacts, name: str, part=None) -> None:
+    if part is not None:
+        part.scroll_into_view_if_needed()
+    page.screenshot(path=artefacts / f"panel-{name}.png")
+
+
+def dark(page) -> None:
+    menu(page, "Settings", "Theme", "JupyterLab Dark")
+    page.locator('body[data-jp-theme-light="false"]').wait_for(state="attached", timeout=30_000)
+    page.locator("#jupyterlab-splash").wait_for(state="detached", timeout=30_000)
+
+
+def clean(page) -> None:
+    assert page.errors == []
+    assert page.strays == []
+
+
+def ranks_of(server) -> list[int]:
+    """Processes of Worlds that this server's kernels started, and that are still there."""
+    setting, found = f"KIT_RUNS={server.folder / 'runs'}".encode(), []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and setting in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return [pid for pid in found if leftovers.marked(pid) is not None]
+
+
+def test_a_lab_is_stepped_a_fault_is_seen_and_a_limit_flips_the_verdict(page, server, artefacts):
+    panel = opened(page, server, "smoke", 'import kit\npanel = kit.panel("smoke", cycles=2)\npanel')
+    snap(page, artefacts, "fresh", panel)
+    press(panel, "Start")
+    said(panel, "ranks are ready")
+    press(panel, "Step")
+    panel.locator(".kit-strip td.kit-done").nth(1).wait_for(timeout=30_000)
+    assert panel.locator(".kit-strip td.kit-done").count() == 2
+    press(panel, "Run all")
+    said(panel, "finished")
+    assert panel.locator(".kit-strip td.kit-done").count() == 2 * 9
+    tab(panel, "Verdict")
+    panel.locator("[role=status]", has_text="0 failed, 5 passed").last.wait_for(timeout=10_000)
+    snap(page, artefacts, "verdict", row(panel, "memory_drift"))
+
+    choose(panel, "fault", "leaked-group")
+    panel.locator(".kit-bad", has_text="leaked-group").wait_for(timeout=10_000)
+    press(panel, "Run all")
+    leak = row(panel, "groups_return_to_baseline")
+    leak.locator(".kit-bad", has_text="FAIL").wait_for(timeout=60_000)
+    snap(page, artefacts, "fault", leak)
+    handle = leak.locator(".noUi-handle")
+    handle.focus()
+    for _ in range(10):
+        handle.press("ArrowRight")
+    leak.locator(".kit-good", has_text="pass").wait_for(timeout=10_000)
+    assert "(lab: 0)" in leak.inner_text()
+    snap(page, artefacts, "flipped", leak)
+
+    tab(panel, "Export")
+    press(panel, "Export")
+    done = panel.locator("p[role=status]", has_text="written: ")
+    done.wait_for(timeout=30_000)
+    written = Path(re.search(r"written: (\S+\.csv)", done.inner_text())[1])
+    runs = sorted((server.folder / "runs").glob("smoke-*"))
+    assert written.parent == runs[-1]
+    with written.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    kept = kit.load(runs[-1]).frame()
+    assert [float(line["value"]) for line in rows] == kept["value"].tolist()
+    with page.expect_download() as download:
+        panel.locator("a[download]").click()
+    assert Path(download.value.path()).read_bytes() == written.read_bytes()
+    snap(page, artefacts, "export", done)
+    for name in ("Plots", "Records", "Compare", "Logs"):
+        tab(panel, name)
+        page.locator(".kit-panel .lm-TabBar-tab.lm-mod-current", has_text=name).wait_for()
+        page.wait_for_load_state("networkidle")
+        snap(
+            page,
+            artefacts,
+            name.lower(),
+            panel.locator(".jupyter-widget-TabPanel-tabContents, .widget-tab-contents").first,
+        )
+    clean(page)
+
+
+def test_ranks_work_and_the_kernel_answers(page, server, artefacts):
+    """Four ranks of the offload lab, with another mode than the lab's own, while a cell is run again and again."""
+    cells = ('import kit\npanel = kit.panel("offload", ranks=4, tp=2, cycles=2)\npanel', "1+1", "panel.model.state")
+    panel = opened(page, server, "offload", *cells)
+    choose(panel, "mode", "manual")
+    panel.locator(".widget-checkbox", has_text="include_world")
+    press(panel, "Run all")
+    panel.locator(".kit-strip td.kit-running").first.wait_for(timeout=60_000)
+    sums, states = page.locator(".jp-CodeCell").nth(1), page.locator(".jp-CodeCell").nth(2)
+    answered, took = [], []
+    while len(took) < 15:
+        took.append(again(page, sums))
+        assert sums.locator(".jp-OutputArea-output").inner_text() == "2"
+        again(page, states)
+        answered.append(states.locator(".jp-OutputArea-output").inner_text())
+    snap(page, artefacts, "running", panel)
+    print(
+        f"1+1 while four ranks ran: median {statistics.median(took):.0f} ms, {min(took):.0f} to {max(took):.0f}, n={len(took)}; {answered}"
+    )
+    assert "'running'" in answered
+    said(panel, "finished", timeout_s=150)
+    tab(panel, "Verdict")
+    row(panel, "groups_return_to_baseline").locator(".kit-bad", has_text="FAIL").wait_for(timeout=10_000)
+    snap(page, artefacts, "mode", panel)
+    dark(page)
+    snap(page, artefacts, "dark", panel)
+    snap(page, artefacts, "dark-verdict", row(panel, "memory_drift"))
+    page.set_viewport_size({"width": 600, "height": 1000})
+    page.locator('.jp-SideBar .lm-TabBar-tab[title^="File Browser"]').click()  # folds it
+    snap(page, artefacts, "narrow", panel)
+    wide = panel.evaluate("panel => panel.scrollWidth - panel.clientWidth")
+    assert wide <= 0
+    snap(page, artefacts, "narrow-strip", panel.locator(".kit-strip"))
+    snap(page, artefacts, "narrow-verdict", row(panel, "memory_drift"))
+    clean(page)
+
+
+def again(page, cell) -> float:
+    """Run a cell again; milliseconds from the key to its new number."""
+    before = cell.locator(".jp-InputPrompt").inner_text()
+    cell.locator(".jp-InputArea-editor").click()
+    began = time.monotonic()
+    page.keyboard.press("Control+Enter")
+    cell.locator(".jp-InputPrompt").filter(has_text=re.compile(r"\[\d+\]")).filter(has_not_text=before).wait_for(
+        timeout=20_000
+    )
+    return 1000 * (time.monotonic() - began)
+
+
+def test_a_rank_that_hangs_is_stopped_and_one_that_raises_is_named(page, server, artefacts):
+    panel = opened(
+        page,
+        server,
+        "broken",
+        'import kit\npanel = kit.panel("smoke", cycles=1, implementation="broken_code:Hangs")\npanel',
+    )
+    press(panel, "Run all")
+    panel.locator('.kit-strip td.kit-running[aria-label^="make"]').nth(1).wait_for(timeout=60_000)
+    snap(page, artefacts, "hangs", panel)
+    press(panel, "Stop")
+    said(panel, "stopped")
+    assert wait_for(lambda: ranks_of(server) == [], 20)
+    assert panel.locator('td.kit-done[aria-label^="baseline"]').count() == 2  # what was done before stays
+    snap(page, artefacts, "stopped", panel)
+
+    write(panel, "implementation", "broken_code:Raises")
+    press(panel, "Run all")
+    failure = panel.locator(".kit-failure", has_text="rank 1 raised in phase make")
+    failure.wait_for(timeout=60_000)
+    assert "rank one has <no> group" in failure.inner_text()
+    assert panel.locator("tr.kit-culprit").inner_text().startswith("✗ rank 1")
+    trace = failure.locator("pre")
+    assert not trace.is_visible()
+    failure.locator("summary").click()
+    assert "broken_code.py" in trace.inner_text()
+    snap(page, artefacts, "raised", failure)
+    tab(panel, "Logs")
+    panel.locator("pre[role=log]", has_text="rank one has <no> group").wait_for(timeout=10_000)
+    snap(page, artefacts, "logs", panel.locator("pre[role=log]"))
+
+    write(panel, "implementation", "nowhere:Nothing")
+    press(panel, "Run all")
+    panel.locator(".kit-bad", has_text="cannot be loaded").first.wait_for(timeout=30_000)
+    snap(page, artefacts, "refused", panel)
+    clean(page)
+
+
+def test_a_restarted_kernel_leaves_no_ranks_and_the_last_run_is_shown_again(page, server, artefacts):
+    panel = opened(page, server, "again", 'import kit\npanel = kit.panel("smoke", cycles=2)\npanel')
+    press(panel, "Start")
+    said(panel, "ranks are ready")
+    press(panel, "Step")
+    panel.locator(".kit-strip td.kit-done").nth(1).wait_for(timeout=30_000)
+    assert ranks_of(server)
+    menu(page, "Kernel", "Restart Kernel and Clear Outputs of All Cells…")
+    page.locator(".jp-Dialog-button", has_text="Restart").last.click()
+    panel.wait_for(state="detached", timeout=60_000)
+    assert wait_for(lambda: ranks_of(server) == [], 20)
+    page.locator(".jp-StatusBar-TextItem", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
+    menu(page, "Run", "Run All Cells")
+    panel = shown(page)
+    said(panel, "shown is the last run, smoke-")
+    snap(page, artefacts, "again", panel)
+    clean(page)
