@@ -37,7 +37,15 @@ def text(notebook: nbformat.NotebookNode, ident: str) -> str:
     )
 
 
+def panel(notebook: nbformat.NotebookNode, lab: str) -> None:
+    """The panel is there and nothing else happened: ranks start with its Start."""
+    (out,) = outputs(notebook, "panel")
+    assert "application/vnd.jupyter.widget-view+json" in out["data"]
+    assert f'kit.panel("{lab}"' in next(cell for cell in notebook["cells"] if cell["id"] == "panel")["source"]
+
+
 def start(notebook: nbformat.NotebookNode, runs: Path) -> None:
+    panel(notebook, "smoke")
     assert "torch" in text(notebook, "doctor")
     assert "[0-1] 3.0" in text(notebook, "all-reduce")
     assert "[0] 103.0" in text(notebook, "persist")
@@ -53,6 +61,7 @@ def start(notebook: nbformat.NotebookNode, runs: Path) -> None:
 
 
 def offload_reload(notebook: nbformat.NotebookNode, runs: Path) -> None:
+    panel(notebook, "offload")
     assert "train, cycle 1" in text(notebook, "build")
     assert "21 → 1" in text(notebook, "release")
     assert "1 → 21" in text(notebook, "reload")
@@ -69,6 +78,7 @@ def offload_reload(notebook: nbformat.NotebookNode, runs: Path) -> None:
 
 
 def weight_sync(notebook: nbformat.NotebookNode, runs: Path) -> None:
+    panel(notebook, "sync")
     assert "0 failed" in text(notebook, "verdict")
     stages = outputs(notebook, "stages")[-1]["data"]["text/html"]
     assert {"gather", "apply", "wall", "refresh", "expand"} <= set(re.findall(r"\w+", stages))
@@ -92,6 +102,7 @@ def weight_sync(notebook: nbformat.NotebookNode, runs: Path) -> None:
 
 
 def split_training(notebook: nbformat.NotebookNode, runs: Path) -> None:
+    panel(notebook, "split")
     assert "0 failed" in text(notebook, "verdict")
     table = outputs(notebook, "metrics")[-1]["data"]["text/html"]
     assert {"probs_ratio", "num_valid_samples", "one_scalar_error"} <= set(re.findall(r"\w+", table))
