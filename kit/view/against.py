@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ROWS = 14
 EVEN = 1.02  # a ratio that is no change
 UNITS = {"s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")), "B": ((2**30, "GiB"), (2**20, "MiB"), (1.0, "B"))}
-MOMENT = ("_before",)  # what was measured before a phase is what the phase before it left
+NOISE = ("_before", "overhead_seconds")  # what the phase before left, and the meter's own time
 
 
 def plot_against(
@@ -43,7 +43,7 @@ def plot_against(
             return nothing(runs, look)
         keys = list(dict.fromkeys(zip(shown["phase"], shown["metric"], shown["unit"], strict=True)))
         picture = Picture(
-            figsize=(11, 1.6 + (0.2 + 0.16 * len(runs)) * len(keys)),
+            figsize=(11, 1.5 + (0.08 + 0.18 * (len(runs) - 1)) * len(keys)),
             layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08),
         )
         draw(picture.subplots(), table, keys, runs, look)
@@ -60,7 +60,7 @@ def plot_against(
 def most(table: pd.DataFrame, rows: int) -> pd.DataFrame:
     """The phases and metrics that changed most, each at the rank where it did; what no ratio can tell is left to the table."""
     both = table[(table["found_in"] == "both") & (table["base"] > 0) & (table["value"] > 0)]
-    both = both[~both["metric"].str.endswith(MOMENT)]
+    both = both[~both["metric"].str.endswith(NOISE)]
     apart = both["ratio"].where(both["ratio"] >= 1, 1 / both["ratio"])
     both = both.assign(apart=apart)[apart > EVEN]
     both = both.sort_values("apart", ascending=False, kind="stable")
@@ -88,28 +88,31 @@ def draw(ax: Axes, table: pd.DataFrame, keys: Sequence[tuple[str, str, str]], ru
             ax.plot([left, right], [y, y], color=colour, linewidth=5, alpha=0.3, solid_capstyle="round")
             ax.plot(ratio, y, MARKERS[lane % len(MARKERS)], color=colour, markersize=6, markeredgecolor=look.paper)
             words = f"{quantity(base, unit)} → {quantity(value, unit)}, rank {row['rank']}"
-            ax.annotate(words, (right, y), (7, 0), textcoords="offset points", va="center", fontsize=8, color=look.ink)
+            where = ax.get_yaxis_transform()
+            ax.text(1.01, y, words, transform=where, va="center", fontsize=8, color=look.ink)
             low, high = min(low, left), max(high, right)
     base_spread(ax, table, keys, look)
     ax.axvline(1, color=look.ink, linewidth=1.2)
     ax.set_xscale("log")
     reach = max(high / low, 1.5)
-    ax.set_xlim(low / reach**0.06, high * reach**0.42)  # room for the words
-    ticks = ratios(low, high)
+    ax.set_xlim(low / reach**0.04, high * reach**0.04)
+    ticks = ratios(*ax.get_xlim())
     ax.xaxis.set_major_locator(FixedLocator(ticks))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} x"))
     ax.set_yticks(range(len(keys)), [f"{phase}  {metric}" for phase, metric, _ in keys])
-    ax.set_ylim(len(keys) - 0.4, -0.6 - 0.5 * (len(others) > 1))
+    ax.set_ylim(len(keys) - 0.4, -0.6)
     ax.grid(visible=False, axis="y")
     ax.grid(visible=True, axis="x")
     ax.set_xlabel(
-        f"ratio of medians over cycles ({count_word(numbers)}); bars: the spread of the cycles; grey: that of the first run"
+        f"ratio of medians over cycles ({count_word(numbers)}); bars: their spread around it; grey: that of the first run"
     )
     if len(others) > 1:
         for lane, run in enumerate(runs[1:]):
             ax.plot([], [], MARKERS[lane % len(MARKERS)], color=look.colour(lane), label=named(run))
-        ax.legend(loc="lower right", ncols=min(3, len(others)), handletextpad=0.3)
+        ax.legend(
+            loc="lower left", bbox_to_anchor=(0, 1), ncols=min(3, len(others)), handletextpad=0.3, borderaxespad=0.3
+        )
     else:
         ax.set_title(named(runs[1]))
 
@@ -125,12 +128,13 @@ def base_spread(ax: Axes, table: pd.DataFrame, keys: Sequence[tuple[str, str, st
 
 
 def ratios(low: float, high: float) -> list[float]:
-    """Ticks at 1 and at round ratios to both sides of it."""
-    steps = [1.1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100, 1e3, 1e4, 1e6, 1e9]
-    all_ = [1 / step for step in reversed(steps)] + [1.0, *steps]
-    inside = [tick for tick in all_ if low / 1.05 <= tick <= high * 1.05]
-    every = math.ceil(len(inside) / 9)
-    return [float(f"{tick:.3g}") for index, tick in enumerate(inside) if (index - inside.index(1.0)) % every == 0]
+    """Ticks at 1 and at round ratios to both sides of it, far enough apart for their words."""
+    apart = math.log(high / low) / 12
+    found = [1.0]
+    for step in (1.1, 1.25, 1.5, 2, 3, 5, *(10.0**power for power in range(1, 16))):
+        if math.log(step / max(found)) >= apart:
+            found = [1 / step, *found, step]
+    return [float(f"{tick:.3g}") for tick in found if low <= tick <= high]
 
 
 def quantity(value: float, unit: str) -> str:

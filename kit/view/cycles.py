@@ -154,7 +154,7 @@ def drift(ax: Axes, seen: Steps, verdict: Verdict, theme: Theme, phase: str = "i
     ax.set_ylabel(f"since cycle {table.index[0]} [MiB]")
     word = {"driver_used": "GPU memory", "anon_rss": "anonymous memory"}[source]
     when = "while released" if phase == "idle" else f"after {phase}"
-    ax.set_title(f"Drift of {word} {when}")
+    ax.set_title(f"Drift of {word} {when} (n = 1 a point)")
     ax.legend(loc="upper left", ncols=3, handletextpad=0.4, columnspacing=0.9)
 
 

@@ -97,7 +97,7 @@ def stages(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
     ax.set_xticks(list(ticks), list(ticks.values()))
     ax.tick_params(axis="x", length=0)
     ax.set_ylabel(f"busy [{unit}]")
-    ax.set_title("Stages of each sync (left the sender, right the receiver that was last; stages overlap)")
+    ax.set_title("Stages of each sync, n = 1 each (left the sender, right the receiver that was last; stages overlap)")
 
 
 def stack(ax: Axes, x: float, rows: pd.DataFrame, scale: float, theme: Theme) -> None:

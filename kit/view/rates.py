@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from kit.labs.sync import tables
+from kit.view.drawings import count_word
 from kit.view.style import LINES, MARKERS
 
 if TYPE_CHECKING:
@@ -21,7 +22,18 @@ COLUMNS = 4  # of a legend
 def curves(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
     """GB/s against the size of a bucket, end to end into a receiver's tensors; one large memcpy is the ceiling."""
     table = tables.transports(frame)
+    low, high = ends(frame)
     for index, (name, rows) in enumerate(table.groupby("transport")):
+        keys = [f"{name}/{size}" for size in rows["bucket_bytes"]]
+        if all(key in low for key in keys):
+            ax.vlines(
+                rows["bucket_bytes"] / MIB,
+                [low[key] / GB for key in keys],
+                [high[key] / GB for key in keys],
+                color=theme.colour(index),
+                linewidth=5,
+                alpha=0.3,
+            )
         ax.plot(
             rows["bucket_bytes"] / MIB,
             rows["rate"] / GB,
@@ -48,8 +60,24 @@ def curves(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
     ax.set_ylabel("GB/s")
     swept = frame[(frame["phase"] == "sweep") & (frame["metric"] == "sweep_bytes")]["value"]
     of = f", {float(swept.iloc[0]) / MIB:.4g} MiB to one receiver" if len(swept) else ""
-    ax.set_title(f"Transports by the size of buckets{of}")
+    ax.set_title(f"Transports by the size of buckets{of}{samples(frame)}")
     ax.legend(ncols=COLUMNS, loc="upper left", columnspacing=1.1, handlelength=2.2)
+
+
+def ends(frame: pd.DataFrame) -> tuple[dict[str, float], dict[str, float]]:
+    """The least and the greatest rate of each way, where the run recorded them."""
+    rows = frame[(frame["phase"] == "sweep") & frame["metric"].str.match(r"rate_(?:low|high)/")]
+    found: dict[str, dict[str, float]] = {"rate_low": {}, "rate_high": {}}
+    for metric, value in zip(rows["metric"], rows["value"], strict=True):
+        word, _, way = metric.partition("/")
+        found[word][way] = value
+    return found["rate_low"], found["rate_high"]
+
+
+def samples(frame: pd.DataFrame) -> str:
+    """Of how many a point is the median; older runs do not tell."""
+    numbers = frame[(frame["phase"] == "sweep") & frame["metric"].str.startswith("rate_n/")]["value"]
+    return f" ({count_word({int(number) for number in numbers})}, median and range)" if len(numbers) else " (medians)"
 
 
 def side_by_side(ax: Axes, frame: pd.DataFrame, chosen: set[str], theme: Theme) -> None:
@@ -68,4 +96,4 @@ def side_by_side(ax: Axes, frame: pd.DataFrame, chosen: set[str], theme: Theme) 
     ax.grid(visible=False, axis="y")
     ax.grid(visible=True, axis="x")
     ax.set_xlabel("GB/s")
-    ax.set_title("At their best (share of memcpy, bucket)")
+    ax.set_title("Medians at their best (share of memcpy, bucket)")

@@ -113,8 +113,8 @@ def test_it_tells_the_story(make_sync, theme_name):
     expected = "sync · 5 ranks · tiny, tp 2 · 3 replicas · overlap · transport auto · 3 cycles · finished"
     assert picture.get_suptitle() == expected
     assert titles(picture) == [
-        "Stages of each sync", "Expansion of cycle 3, event by event",
-        "Transports by the size of buckets, 64 MiB to one receiver", "At their best",
+        "Stages of each sync, n = 1 each", "Expansion of cycle 3, event by event",
+        "Transports by the size of buckets, 64 MiB to one receiver", "Medians at their best",
     ]  # fmt: skip
     assert {
         "gather",
@@ -191,7 +191,7 @@ def test_rates_have_their_ceiling_and_their_best(make_sync):
     assert lines["shm"] == pytest.approx([6, 9])
     assert lines["serialize"] == pytest.approx([1])
     assert [12, 12] in [pytest.approx(values) for values in lines.values()]
-    axes = axes_of(picture, "At their best")
+    axes = axes_of(picture, "Medians at their best")
     assert [label.get_text() for label in axes.get_yticklabels()] == ["shm", "broadcast", "serialize"]
     assert [text.get_text().strip() for text in axes.texts][:2] == [
         "9 GB/s, 75%, 8 MiB, used here",
@@ -211,7 +211,7 @@ def test_rates_have_their_ceiling_and_their_best(make_sync):
 def test_what_is_missing_is_said(make_sync, changed, sentence):
     picture = plot_run(make_sync(**changed))
     assert sentence in words(picture)
-    assert not any(title.startswith("At their best") for title in titles(picture))
+    assert not any(title.startswith("Medians at") for title in titles(picture))
     assert axes_of(picture, "Stages of each sync")
 
 

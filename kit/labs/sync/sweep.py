@@ -71,7 +71,7 @@ def send(side: Trainer) -> None:
         if turn:
             plain.append(whole.numel() / (time.perf_counter() - started))
     side.ctx.record("sweep_bytes", whole.numel(), "B")
-    side.ctx.record("rate/memcpy", statistics.median(plain), "B/s")
+    tell(side, "memcpy", plain)
     del whole, into
     for name, size in ways(config):
         layout = buckets(config, size)
@@ -92,8 +92,17 @@ def send(side: Trainer) -> None:
             events = dict(report.log.events)
             seconds.append(events["apply"] - events["ready"])
         cache.close()
-        rate = sum(spec.size for spec in specs(config)) / statistics.median(seconds[1:])  # the first brings the pages
-        side.ctx.record(f"rate/{name}/{size}", rate, "B/s")
+        rates = [
+            sum(spec.size for spec in specs(config)) / taken for taken in seconds[1:]
+        ]  # the first brings the pages
+        tell(side, f"{name}/{size}", rates)
+
+
+def tell(side: Trainer, way: str, rates: list[float]) -> None:
+    """A way's median, its least and greatest, and of how many."""
+    for word, value in (("rate", statistics.median(rates)), ("rate_low", min(rates)), ("rate_high", max(rates))):
+        side.ctx.record(f"{word}/{way}", value, "B/s")
+    side.ctx.record(f"rate_n/{way}", len(rates))
 
 
 def as_it_is(bound: Bound) -> Bound:
