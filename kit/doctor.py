@@ -36,11 +36,22 @@ with contextlib.redirect_stdout(sys.stderr):
         said[module], said[module + "_why"] = imported(module, package)
     if said["torch"]:
         import torch
+        from kit import nccl
         from kit.measure.provenance import cuda_state
+        from kit.measure.stack import findings, torchcomms
         from kit.world.device import choose
         device, why, _ = choose("auto", 0, 1)
-        said.update(cuda_state(), device=device.type, device_why=why, gpus=torch.cuda.device_count())
+        count = torch.cuda.device_count()
+        said.update(cuda_state(), device=device.type, device_why=why, gpus=count)
         said["torch"] = torch.__version__
+        running = nccl.running()
+        shared = nccl.sharing(running, 0)
+        said["suspend_why"] = nccl.no_suspend(running, torch.__version__) or None
+        said["shared_cards"] = shared and shared.told
+        pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
+        said["no_peer_access"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+        said["findings"] = [one._asdict() for one in findings()]
+        said["torchcomms"] = torchcomms()
 print(json.dumps(said))
 """
 Found = dict[str, Any]
@@ -162,8 +173,8 @@ def rows(found: Found) -> list[tuple[str, str]]:
     if ranks is not None and "device" in ranks:
         table.append(("device", f"{ranks['device']}: {ranks['device_why']}"))
         table.append(("nccl", ranks["nccl"] or f"none: {ranks['why']}"))
-    gpus = [f"{gpu['name']}, {gpu['memory_mib']} MiB" for gpu in found["gpu"]["gpus"]]
-    table.append(("gpus", "; ".join(gpus) or f"none: {found['gpu']['why']}"))
+        table += communication(ranks)
+    table += [("gpus", text) for text in cards(found["gpu"]) or [f"none: {found['gpu']['why']}"]]
     table.append(("cores", f"{found['cores']['usable']} usable of {found['cores']['machine']}"))
     table.append(("memory", f"{gib(found['memory']['free'])} free of {gib(found['memory']['machine'])}"))
     caps = f"memory {gib(limits['memory_max'])}, processes {limits['pids_max'] or 'without limit'}"
@@ -183,6 +194,36 @@ def rows(found: Found) -> list[tuple[str, str]]:
     table += [("leftovers", text) for text in left or ["none"]]
     state = {True: "with changes", False: "clean", None: "unknown state"}[git["dirty"]]
     table.append(("git", f"{git['commit'][:12]}, {state}" if git["commit"] else f"none: {git['why']}"))
+    return table
+
+
+def cards(gpu: Found) -> list[str]:
+    """A line for each card: what it is, what is free, and the link to it."""
+    driver = f", driver {gpu['driver']}" if gpu["driver"] else ""
+    return [
+        f"{one['name']}, {one['memory_free_mib']} of {one['memory_mib']} MiB free, PCIe {one['pcie_gen_max']} x{one['pcie_width']}{driver}"
+        for one in gpu["gpus"]
+    ]
+
+
+def communication(ranks: Found) -> list[tuple[str, str]]:
+    """How communicators can be released here, how ranks share cards, and what else of the environment matters for a release."""
+    suspend = ranks["suspend_why"]
+    never = "suspend should work, and has not run on a card yet"
+    table = [("release", f"exact, manual, official; {f'no suspend: {suspend}' if suspend else never}")]
+    if ranks["gpus"]:
+        table.append(("sharing", f"more ranks than cards share them {ranks['shared_cards']}"))
+    if ranks["no_peer_access"]:
+        table.append(
+            ("peers", "no peer access between cards " + ", ".join(f"{a}-{b}" for a, b in ranks["no_peer_access"]))
+        )
+    comms = ranks["torchcomms"]
+    requested = "requested" if comms["requested"] else "not requested"
+    table.append(("torchcomms", f"{requested}; {comms['why'] or 'importable'}"))
+    if ranks["cuda"]:  # elsewhere none of it runs
+        table += [
+            ("found", f"{one['name']} ({one['what']}): {one['means']}") for one in ranks["findings"] if one["what"]
+        ]
     return table
 
 

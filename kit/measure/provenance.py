@@ -28,6 +28,7 @@ _GPU_FIELDS = {
     "name": "name",
     "uuid": "uuid",
     "memory_mib": "memory.total",
+    "memory_free_mib": "memory.free",
     "pcie_gen": "pcie.link.gen.current",
     "pcie_gen_max": "pcie.link.gen.max",
     "pcie_width": "pcie.link.width.current",

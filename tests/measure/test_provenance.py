@@ -112,13 +112,14 @@ def test_a_driver_that_fails_is_quoted_without_paths(tmp_path, monkeypatch):
 
 def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, GPU-12, 143771, 5, [N/A], 16, 16, 580.95.05'\n")
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, GPU-12, 143771, 143000, 5, [N/A], 16, 16, 580.95.05'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     gpu = {
         "name": "NVIDIA H200",
         "uuid": "GPU-12",
         "memory_mib": 143771,
+        "memory_free_mib": 143000,
         "pcie_gen": 5,
         "pcie_gen_max": None,
         "pcie_width": 16,

@@ -1,0 +1,62 @@
+"""What doctor tells of a machine with cards; made up here, where there are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kit import doctor
+
+
+def ranks(**other: Any) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "cuda": "13.0",
+        "gpus": 2,
+        "suspend_why": None,
+        "shared_cards": "by the multi-rank flag of NCCL 2.30.4",
+        "no_peer_access": [],
+        "torchcomms": {"requested": False, "importable": False, "why": "torchcomms is not installed"},
+        "findings": [
+            {"name": "Transformer Engine", "what": "2.9", "means": "its workspaces stay"},
+            {"name": "CUDA graphs", "what": None, "means": "capture anew"},
+        ],
+    }
+    return told | other
+
+
+def lines(**other: Any) -> dict[str, str]:
+    return dict(doctor.communication(ranks(**other)))
+
+
+def test_release_modes_are_told_with_the_reason_for_what_is_missing():
+    assert lines()["release"] == "exact, manual, official; suspend should work, and has not run on a card yet"
+    old = lines(suspend_why="NCCL 2.28.9 cannot suspend communicators: 2.29.7 or newer is needed")
+    assert old["release"].endswith("no suspend: NCCL 2.28.9 cannot suspend communicators: 2.29.7 or newer is needed")
+
+
+def test_how_cards_are_shared_is_told_where_there_are_any():
+    assert lines()["sharing"] == "more ranks than cards share them by the multi-rank flag of NCCL 2.30.4"
+    assert "sharing" not in lines(gpus=0)
+
+
+def test_pairs_without_peer_access_are_named():
+    assert "peers" not in lines()
+    assert lines(no_peer_access=[[0, 1], [0, 3]])["peers"] == "no peer access between cards 0-1, 0-3"
+
+
+def test_only_what_is_there_is_told_and_only_where_it_runs():
+    assert lines()["found"] == "Transformer Engine (2.9): its workspaces stay"
+    assert "found" not in lines(cuda=None)
+
+
+@pytest.mark.parametrize(("requested", "word"), [(True, "requested;"), (False, "not requested;")])
+def test_routing_says_whether_it_was_asked_for(requested, word):
+    comms = {"requested": requested, "importable": True, "why": None}
+    assert lines(torchcomms=comms)["torchcomms"] == f"{word} importable"
+
+
+def test_a_card_in_a_line():
+    gpu = {"name": "H200", "memory_mib": 143771, "memory_free_mib": 140000, "pcie_gen_max": 5, "pcie_width": 16}
+    said = doctor.cards({"driver": "580.95", "gpus": [gpu]})
+    assert said == ["H200, 140000 of 143771 MiB free, PCIe 5 x16, driver 580.95"]
