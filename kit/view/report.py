@@ -23,6 +23,7 @@ from kit.labs.discover import checks_of
 from kit.labs.stepped import show
 from kit.results import read_verdict
 from kit.results.files import to_json, write_text
+from kit.view.against import plot_against, settings
 from kit.view.plots import plot_run
 from kit.view.report_tables import compared, tables
 from kit.view.style import THEMES
@@ -59,6 +60,7 @@ def page(runs: Sequence[Run]) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    runs = list({run.dir: run for run in runs}.values())  # one that was given twice is told once
     chapters = [chapter(run, number) for number, run in enumerate(runs, start=1)]
     return environment.get_template("report.html").render(
         title=f"Lifecycle Kit: {', '.join(dict.fromkeys(run.lab for run in runs))}",
@@ -66,8 +68,20 @@ def page(runs: Sequence[Run]) -> str:
         kit=kit.__version__,
         chapters=chapters,
         worst_first=sorted(chapters, key=lambda chapter: chapter["weight"]),
-        compared=compared(runs) if len(runs) > 1 else None,
+        compared=comparison(runs) if len({run.id for run in runs}) > 1 else None,
     )
+
+
+def comparison(runs: Sequence[Run]) -> dict[str, Any]:
+    """What changed most, as a picture and as a table, and what was set otherwise."""
+    labs = list(dict.fromkeys(run.lab for run in runs))
+    return {
+        "note": f"These are runs of different labs: {', '.join(labs)}." if len(labs) > 1 else "",
+        "settings": {name: [to_json(value) for value in values] for name, values in settings(runs).items()},
+        "ids": [run.id for run in runs],
+        "pictures": {name: data_uri(plot_against(runs, theme_name=name)) for name in THEMES},
+        "table": compared(runs),
+    }
 
 
 def chapter(run: Run, number: int) -> dict[str, Any]:

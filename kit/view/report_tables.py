@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.errors import BadInput
+from kit.labs.split import parity
 from kit.labs.stepped import HIDDEN, show
+from kit.labs.sync import tables as sync
 from kit.results import NotMeasured, compare
 
 if TYPE_CHECKING:
@@ -134,6 +136,10 @@ def left_out(count: int) -> str:
     return f"{count - MOST} more rows are left out; the run's own table has them (kit export)." if count > MOST else ""
 
 
+def falling(frame: pd.DataFrame, column: str) -> pd.DataFrame:
+    return frame.sort_values(column, ascending=False, kind="stable")
+
+
 def spread(values: pd.Series[float], unit: str) -> Cell:
     middle, low, high = float(values.median()), float(values.min()), float(values.max())
     text = amount(middle, unit)
@@ -162,44 +168,21 @@ def _text(item: Any) -> Cell:
     return Cell("-" if item is None or item != item else str(item))  # noqa: PLR0124 - NaN differs from itself
 
 
-def _syncs(frame: pd.DataFrame, _: Mapping[str, Any]) -> pd.DataFrame:
-    from kit.labs.sync import tables as lab
-
-    return lab.syncs(frame)
-
-
-def _transports(frame: pd.DataFrame, _: Mapping[str, Any]) -> pd.DataFrame:
-    from kit.labs.sync import tables as lab
-
-    return lab.transports(frame)
-
-
-def _digests(frame: pd.DataFrame, _: Mapping[str, Any]) -> pd.DataFrame:
-    from kit.labs.sync import tables as lab
-
-    return lab.digests(frame).sort_values("differ", ascending=False, kind="stable")
-
-
-def _metrics(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
-    from kit.labs.split import parity
-
-    return parity.metrics(frame, config).sort_values("error", ascending=False, kind="stable")
-
-
-def _tensors(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
-    from kit.labs.split import parity
-
-    return parity.tensors(frame, config).sort_values("gradient_error", ascending=False, kind="stable")
-
-
 Make = Callable[["pd.DataFrame", Mapping[str, Any]], "pd.DataFrame"]
 STAGES = ("gather", "pack", "send", "verify", "apply", "teardown", "finalize", "publish", "activate", "wall")
 SECONDS = dict.fromkeys([*STAGES, *(f"receiver {stage}" for stage in (*STAGES, "receive", "keep", "gate"))], "s")
 OWN: Mapping[str, Sequence[tuple[str, Make, Mapping[str, str]]]] = {
     "sync": (
-        ("Every sync", _syncs, {**SECONDS, "bytes": "B"}),
-        ("Transports by size of bucket", _transports, {"bucket_bytes": "B", "rate": "B/s"}),
-        ("Digests on the receivers", _digests, {}),
+        ("Every sync", lambda frame, _: sync.syncs(frame), {**SECONDS, "bytes": "B"}),
+        (
+            "Transports by size of bucket",
+            lambda frame, _: sync.transports(frame),
+            {"bucket_bytes": "B", "rate": "B/s"},
+        ),
+        ("Digests on the receivers, worst first", lambda frame, _: falling(sync.digests(frame), "differ"), {}),
     ),
-    "split": (("Every metric, worst first", _metrics, {}), ("Every tensor, worst first", _tensors, {})),
+    "split": (
+        ("Every metric, worst first", lambda *of: falling(parity.metrics(*of), "error"), {}),
+        ("Every tensor, worst first", lambda *of: falling(parity.tensors(*of), "gradient_error"), {}),
+    ),
 }

@@ -104,6 +104,10 @@ def test_runs_are_told_worst_first_and_compared(make_run, tmp_path):
     )
     assert "RankDied: rank 1 <gone> see dmesg" in words
     assert "last words" in words
+    assert "Settings that differ" not in words  # they were set alike
+    assert words.count(good.id) == Reader(page([good, slow, broken, good])).words().count(
+        good.id
+    )  # given twice, told once
     table = compared([good, slow, broken])
     assert [cell.text for cell in table.rows[0]][:4] == [slow.id, "create", "0", "fds"]
     assert table.rows[0][6] == ("2", 2.0)
