@@ -30,6 +30,7 @@ CSS = f"""
 .kit-panel .widget-dropdown > select {{ background-image: {ARROW}; }}
 .kit-panel .widget-html-content {{ line-height: 1.45; white-space: normal; }}
 .kit-panel .widget-html {{ height: auto; min-width: 0; }}
+.kit-panel .widget-inline-hbox {{ max-width: calc(100% - 4px); }}
 .kit-panel h3 {{ margin: 0; font-size: 1.15em; }}
 .kit-panel p {{ margin: 0; }}
 .kit-faint {{ color: {FAINT}; }}

@@ -279,22 +279,15 @@ class Parameters:
             description="Defaults",
             icon="undo",
             tooltip="every setting as the lab has it, and no fault",
-            layout={"width": "auto", "align_self": "flex-start"},
+            layout={"width": "auto"},
         )
         self.about = widgets.HTML()
         self.problems = widgets.HTML()
         self.refused = widgets.HTML()
         self.more = widgets.Accordion([self._grid(more)], titles=(f"More settings ({len(more)})",))
-        self.widget = widgets.VBox(
-            [
-                self._grid(first, self.fault),
-                self.about,
-                *([self.more] if more else []),
-                self.refused,
-                self.problems,
-                self.reset,
-            ]
-        )
+        last = look.box(self.reset, self.refused)
+        grids = [self._grid(first, self.fault), self.about, *([self.more] if more else [])]
+        self.widget = widgets.VBox([*grids, last, self.problems])
         self.fault.observe(self._break, "value")
         self.reset.on_click(lambda _: model.reset())
         model.observe(self._show, ["values", "fault", "refused", "problems", "state"])

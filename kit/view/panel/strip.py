@@ -19,7 +19,10 @@ from kit.view.progress import ranks_short
 if TYPE_CHECKING:
     from kit.view.panel.model import Failure, PanelModel, PhaseState, Progress
 
+FITS = 14  # phases that are in sight at once
 COLUMNS = 60  # more in one page are slow to lay out, and nobody reads them
+CELLS = 480  # what is sent a few times a second stays below 100 kB, with many ranks too
+FEWEST = 8
 UNDER_WAY = {"starting", "running", "stopping"}
 # A state of the panel, in words and with a sign.
 STATES = {
@@ -91,17 +94,18 @@ class Strip:
 
     def _draw_grid(self) -> None:
         phases = self.model.phases
-        last = max(0, len(phases) - COLUMNS)
+        wide = columns(self.model.size)
+        last = max(0, len(phases) - wide)
         if self.follow.value:
             # The phase under way, with some of what was done before it.
-            self._move(min(last, max(0, current(phases) - COLUMNS // 2)), last)
+            self._move(min(last, max(0, current(phases) - wide // 2)), last)
         else:
             self._move(min(self.first.value, last), last)
         # Held in place only while it moves: whoever reads what was done scrolls as they like.
         held = self.follow.value and self.model.state in {*UNDER_WAY, "ready"}
         (self.scroll.add_class if held else self.scroll.remove_class)("kit-follow")
         begin = self.first.value
-        self.grid.value = grid_html(phases[begin : begin + COLUMNS], self.model.size, self.model.failure)
+        self.grid.value = grid_html(phases[begin : begin + wide], self.model.size, self.model.failure)
 
     def _move(self, first: int, last: int) -> None:
         self._moving = True
@@ -109,6 +113,7 @@ class Strip:
         self.first.value = first
         self._moving = False
         self.first.layout.display = None if last else "none"
+        self.where.layout.display = None if len(self.model.phases) > FITS else "none"
 
     def _chosen(self, _: Any) -> None:
         """A person who moves the slider wants to look there, not to be taken away again."""
@@ -128,6 +133,11 @@ class Strip:
     def _fail(self, _: Any = None) -> None:
         self.failure.value = failure_html(self.model.failure)
         self._draw_grid()
+
+
+def columns(ranks: int) -> int:
+    """How many phases are shown at once."""
+    return min(COLUMNS, max(FEWEST, CELLS // max(1, ranks)))
 
 
 def current(phases: Sequence[PhaseState]) -> int:
@@ -180,7 +190,7 @@ def _cell(phase: PhaseState, rank: int, now: float) -> str:
     took = "" if seconds is None else look.duration(seconds)
     title = look.text(f"{phase.phase}, cycle {phase.cycle}, rank {rank}: {' '.join(filter(None, [state, took]))}")
     small = f"<small>{took}</small>" if took else ""
-    return f'<td class="kit-{state}" title="{title}" aria-label="{title}">{look.SIGNS.get(state, "·")}{small}</td>'
+    return f'<td class="kit-{state}" title="{title}">{look.SIGNS.get(state, "·")}{small}</td>'
 
 
 def bar_html(progress: Progress | None, phases: Sequence[PhaseState], state: str) -> str:

@@ -45,10 +45,10 @@ class LimitRow:
         if limit.better != "==":
             self.slider = slider(limit)
             self.exact = widgets.FloatText(
-                value=limit.default, step=None, tooltip=f"{limit.tolerance}, exactly", layout={"width": "110px"}
+                value=limit.default, step=None, tooltip=f"{limit.tolerance}, exactly", layout={"width": "100px"}
             )
             self.exact.continuous_update = False
-            unit = widgets.HTML(look.span("faint", "" if limit.unit == "1" else limit.unit), layout={"width": "70px"})
+            unit = widgets.HTML(look.span("faint", "" if limit.unit == "1" else limit.unit), layout={"width": "64px"})
             parts.append(look.box(self.slider, self.exact, unit, self.undo))
             self.slider.observe(self._moved, "value")
             self.exact.observe(self._moved, "value")
@@ -175,7 +175,7 @@ def slider(limit: Limit) -> Any:
     options: dict[str, Any] = {
         "tooltip": f"{limit.question} Moves the limit {limit.tolerance}",
         "readout": False,
-        "layout": {"width": "190px"},
+        "layout": {"width": "160px"},
     }
     if limit.low > 0 and limit.high / limit.low >= 100:
         low, high = math.log10(limit.low), math.log10(limit.high)
