@@ -139,13 +139,26 @@ HELP = "from kit.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass
 LISTS = "from kit.cli import main\nmain(['labs'])\nmain(['faults', '--json'])"
 
 
-@pytest.mark.parametrize("code", ["import kit", "import kit; kit.World, kit.lab, kit.load", HELP, LISTS])
+@pytest.mark.parametrize("code", ["import kit", "import kit; kit.World, kit.lab, kit.load, kit.panel", HELP, LISTS])
 def test_the_face_is_light(code: str) -> None:
     assert not {name.split(".")[0] for name in loaded_by(code)} & HEAVY
 
 
 def test_import_kit_loads_no_room() -> None:
     assert {name for name in loaded_by("import kit") if name.startswith("kit")} == {"kit"}
+
+
+DRIVEN = (
+    "from kit.labs.discover import find\nfrom kit.view.panel.model import PanelModel\n"
+    "from kit.view.panel.controller import Controller\n"
+    "model = PanelModel(find('smoke'))\nmodel.set('cycles', 2)\nmodel.move('drift_mib', 1)\nController(model).close()"
+)
+
+
+def test_a_panels_model_and_controller_need_no_widgets() -> None:
+    seen = {name.split(".")[0] for name in loaded_by(DRIVEN)}
+    assert "traitlets" in seen
+    assert not seen & {"torch", "matplotlib", "IPython", "ipywidgets", "ipykernel"}
 
 
 def test_ranks_load_only_what_ranks_have() -> None:

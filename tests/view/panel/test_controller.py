@@ -1,0 +1,431 @@
+"""The controller with real ranks: every button, failures with their culprits, Stop while ranks hang, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import kit
+from kit.errors import BadInput
+from kit.labs.definition import Definition
+from kit.labs.discover import find
+from kit.labs.lab import Lab
+from kit.results import read_verdict
+from kit.view.panel.controller import Controller
+from kit.view.panel.model import Failure, PanelModel
+from kit.view.panel.watch import Watch
+from tests.holdings import holdings, wait_for
+
+SOURCE = """
+import ctypes, os, signal, sys, time
+from dataclasses import dataclass
+from typing import Annotated, Literal
+import torch.distributed as dist
+from kit.labs.definition import Definition, Step
+from kit.labs.options import LabConfig, Option
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(LabConfig):
+    do: Annotated[
+        Literal["nothing", "raise", "kill", "sleep", "hard", "chatter", "begin"], Option("what rank 1 does in the second phase")
+    ] = "nothing"
+
+class Phases:
+    def __init__(self, ctx):
+        self.ctx = ctx
+        if ctx.config.do == "begin":
+            time.sleep(600)
+    def first(self, cycle):
+        print("first of cycle", cycle, flush=True)
+    def second(self, cycle):
+        do = self.ctx.config.do
+        if self.ctx.rank == 1:
+            if do == "raise":
+                raise RuntimeError("rank 1 is told to raise")
+            if do == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if do == "sleep":
+                time.sleep(600)
+            if do == "hard":
+                ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock: no interrupt is heard
+            while do == "chatter":
+                print("still here", flush=True)
+        if do != "nothing":
+            dist.barrier()
+
+def seen(frame, config):
+    from kit.results import Measured, select
+    return Measured(float(select(frame, metric="seconds", phase="second")["cycle"].max()))
+
+def __getattr__(name):
+    if name == "CHECKS":
+        from kit.results import Check
+        return [Check("cycles_seen", "?", "cycles_max", 2, "1", "<=", seen)]
+    raise AttributeError(name)
+
+LAB = Definition(
+    name="panelled", summary="a lab of a test", config=Config,
+    plan=lambda config: [Step(c, phase) for c in (1, 2) for phase in ("first", "second")],
+    phases="panelled_lab:Phases", checks="panelled_lab:CHECKS",
+)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Definition]:
+    """A lab of the test's own, whose second phase breaks as it is told."""
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
+    (tmp_path / "panelled_lab.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import panelled_lab
+
+    yield panelled_lab.LAB
+    del sys.modules["panelled_lab"]
+
+
+Make = Callable[..., tuple[PanelModel, Controller]]
+
+
+@pytest.fixture
+def made(own: Definition, nothing_left: None) -> Iterator[Make]:
+    """Models and controllers of the test's own lab, or of another; closed at the end."""
+    controllers: list[Controller] = []
+
+    def make(definition: Definition = own, **config: object) -> tuple[PanelModel, Controller]:
+        model = PanelModel(definition, config)
+        controllers.append(Controller(model))
+        return model, controllers[-1]
+
+    yield make
+    for controller in controllers:
+        controller.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    assert wait_for(condition, 20.0)
+
+
+def hanging(model: PanelModel) -> bool:
+    """The second phase is under way on rank 1."""
+    return any(row.phase == "second" and row.status == "running" for row in model.phases)
+
+
+def test_every_button_of_the_smoke_lab(made: Make) -> None:
+    model, controller = made(find("smoke"))
+    states: list[str] = []
+    model.observe(lambda change: states.append(change["new"]), "state")
+
+    controller.start()
+    assert (model.state, model.can) == ("starting", {"stop"})
+    controller.wait()
+    assert (model.state, model.failure) == ("ready", None)
+    assert model.can == {"step", "run", "stop", "restart"}
+    assert "next is baseline" in model.said
+
+    controller.step()
+    controller.wait()
+    first, second, *_ = model.phases
+    assert (first.status, first.ranks, second.status) == ("done", ("done", "done"), "next")
+    assert all(value is not None and value > 0 for value in first.seconds)
+    assert (model.progress.done, model.progress.total) == (1, 13)
+    assert set(model.run.frame()["phase"]) == {"run", "baseline"}
+
+    grown = model.revision
+    controller.run_all()
+    controller.wait()
+    assert {row.status for row in model.phases} == {"done"}
+    assert model.progress.left == 0
+    assert model.revision > grown
+    assert (model.state, model.run.status) == ("finished", "finished")
+    assert model.verdict == read_verdict(model.run.dir / "verdict.json")
+    assert model.verdict.passed
+    assert states == ["starting", "ready", "running", "ready", "running", "finished"]
+
+    model.move("drift_mib", -1000)
+    assert [row.check for row in model.verdict.failed] == ["memory_drift"]
+
+    before = model.run.dir
+    model.set("cycles", 1)
+    model.set_fault("leaked-group")
+    assert len(model.phases) == 13  # what ran stays in sight until the next start
+    controller.restart()
+    controller.wait()
+    assert (model.state, len(model.phases)) == ("ready", 5)
+    assert model.run.dir != before
+    assert (model.run.fault, model.run.config["cycles"]) == ("leaked-group", 1)
+    controller.run_all()
+    controller.wait()
+    assert "groups_return_to_baseline" in [row.check for row in model.verdict.failed]
+    assert kit.load(before).status == "finished"
+
+
+def test_a_button_that_makes_no_sense_says_so_and_does_nothing(made: Make) -> None:
+    model, controller = made(find("smoke"))
+    controller.stop()
+    assert model.said == "stop is not possible now: the lab is idle"
+    model.set("cycles", 0)
+    controller.run_all()
+    assert model.said.startswith("run is not possible now: cycles must be a whole number")
+    assert model.state == "idle"
+
+
+def test_what_ranks_print_is_in_the_log_by_rank(made: Make) -> None:
+    model, controller = made()
+    controller.run_all()
+    controller.wait()
+    assert sorted(model.log) == [(rank, f"first of cycle {cycle}") for rank in (0, 1) for cycle in (1, 2)]
+    assert model.verdict[0].measured == 2
+
+
+def test_a_rank_that_raises_is_red_and_who_waited_is_not(made: Make) -> None:
+    model, controller = made(do="raise")
+    controller.run_all()
+    controller.wait()
+    assert model.state == "failed"
+    assert (model.failure.kind, model.failure.ranks, model.failure.phase) == ("raised", (1,), "second")
+    assert "RuntimeError: rank 1 is told to raise" in model.failure.detail
+    assert [row.status for row in model.phases] == ["done", "failed", "to do", "to do"]
+    assert model.phases[1].ranks[1] == "failed"
+    assert model.phases[1].ranks[0] != "failed"
+    assert set(model.run.frame()["phase"]) >= {"first", "second"}
+    assert model.can == {"start", "step", "run", "restart"}
+    model.set("do", "nothing")
+    controller.step()  # on fresh ranks
+    controller.wait()
+    assert (model.state, model.failure) == ("ready", None)
+    assert [row.status for row in model.phases] == ["done", "next", "to do", "to do"]
+
+
+def test_a_rank_that_dies(made: Make) -> None:
+    model, controller = made(do="kill")
+    controller.run_all()
+    controller.wait()
+    assert (model.failure.kind, model.failure.ranks) == ("died", (1,))
+    assert "SIGKILL" in model.said
+    assert model.run.status == "failed"
+
+
+@pytest.mark.slow
+def test_a_deadline_blames_the_rank_that_the_other_waited_for(made: Make) -> None:
+    model, controller = made(do="sleep", timeout_s=2.0)
+    controller.run_all()
+    controller.wait()
+    assert (model.failure.kind, model.failure.ranks) == ("timeout", (1,))
+    assert model.phases[1].ranks == ("waiting", "failed")
+    assert "rank 1:" in model.failure.detail
+
+
+@pytest.mark.parametrize("do", ["hard", *(pytest.param(do, marks=pytest.mark.slow) for do in ("sleep", "chatter"))])
+def test_stop_ends_ranks_that_hang_and_keeps_what_was_measured(made: Make, do: str) -> None:
+    model, controller = made(do=do)
+    controller.run_all()
+    until(lambda: hanging(model))
+    assert model.phases[1].ranks[1] == "running"
+    assert model.can == {"stop"}
+    controller.stop()
+    assert model.state == "stopping"
+    controller.wait()
+    assert (model.state, model.failure.kind, model.failure.ranks) == ("failed", "stopped", ())
+    assert model.said.startswith("stopped: ")
+    assert model.failure.phase == "second"
+    assert "rank 1:" in model.failure.detail
+    assert "failed" not in model.phases[1].ranks
+    assert (model.run.status, (model.run.error or "").startswith("stopped: ")) == ("failed", True)
+    assert set(model.run.frame()["phase"]) >= {"first"}
+    assert holdings(os.getpid())["processes"] == []
+
+
+def test_stop_ends_every_world(made: Make, own: Definition) -> None:
+    model, controller = made(dataclasses.replace(own, worlds=lambda config: (1, config.ranks - 1)), do="sleep")
+    controller.run_all()
+    until(lambda: hanging(model))
+    controller.stop()
+    controller.wait()
+    assert (model.state, model.failure.kind) == ("failed", "stopped")
+    assert holdings(os.getpid())["processes"] == []
+
+
+def test_stop_while_ranks_are_made_ready(made: Make) -> None:
+    model, controller = made(do="begin")
+    controller.start()
+    until(lambda: holdings(os.getpid())["processes"])
+    controller.stop()
+    controller.wait()
+    assert (model.state, model.failure.kind) == ("failed", "stopped")
+    assert {row.status for row in model.phases[1:]} == {"to do"}
+    assert holdings(os.getpid())["processes"] == []
+
+
+def test_stop_between_two_steps(made: Make) -> None:
+    model, controller = made()
+    controller.step()
+    controller.wait()
+    controller.stop()
+    controller.wait()
+    assert (model.state, model.said) == ("failed", "stopped: 1 of 4 phases were done, and what they measured is kept")
+    assert "1 of 4 phases" in str(model.run.error)
+    controller.restart()
+    controller.wait()
+    assert model.state == "ready"
+
+
+def test_code_that_cannot_be_loaded_is_a_problem_of_its_setting(made: Make) -> None:
+    model, controller = made(find("smoke"), implementation="nowhere:Thing")
+    controller.start()
+    controller.wait()
+    assert (model.state, set(model.problems)) == ("idle", {"implementation"})
+    assert "cannot be loaded" in model.said
+    assert "start" in model.can
+
+
+def test_a_lab_is_taken_over_as_it_stands(own: Definition, nothing_left: None) -> None:
+    with Lab(own, {"ranks": 2}, tolerances={"cycles_max": 1}) as lab:
+        lab.step()
+        model = PanelModel(own, lab.given, tolerances=lab.tolerances)
+        controller = Controller(model, lab=lab)
+        assert (model.state, model.run.dir) == ("ready", lab.dir)
+        assert [row.status for row in model.phases] == ["done", "next", "to do", "to do"]
+        assert all(value is not None for value in model.phases[0].seconds)
+        pids = lab.world.pids
+        controller.run_all()
+        controller.wait()
+        assert model.state == "finished"
+        assert not model.verdict.passed  # by the tolerance that the lab was made with
+        assert (lab.world.pids, lab.world.state) == (pids, "idle")  # its owner may go on with them
+        controller.close()
+    assert lab.run() is lab.judged
+
+
+def test_a_lab_that_has_not_started_is_started_and_not_replaced(own: Definition, nothing_left: None) -> None:
+    with Lab(own, {}) as lab:
+        model = PanelModel(own, lab.given)
+        controller = Controller(model, lab=lab)
+        assert (model.state, model.can) == ("idle", {"start", "step", "run"})
+        controller.step()
+        controller.wait()
+        assert model.run.dir == lab.dir
+        controller.close()
+
+
+def test_lab_panel_needs_a_room_that_makes_panels(own: Definition) -> None:
+    with Lab(own, {}) as lab, pytest.raises(BadInput, match="made without a panel"):
+        lab.panel()
+
+
+@pytest.mark.slow
+def test_runs_of_a_panel_with_a_folder_lie_side_by_side(own: Definition, tmp_path: Path, nothing_left: None) -> None:
+    model = PanelModel(own)
+    controller = Controller(model, out=tmp_path / "mine")
+    for name in ("mine", "mine-2"):
+        controller.restart() if model.state == "ready" else controller.start()
+        controller.wait()
+        assert model.run.dir == tmp_path / name
+    controller.close()
+
+
+def test_in_a_kernel_the_model_changes_in_the_loops_thread_and_the_loop_stays_free(
+    own: Definition, nothing_left: None
+) -> None:
+    threads: set[int] = set()
+
+    async def cell() -> int:
+        model = PanelModel(own, {"do": "sleep"})
+        model.observe(lambda _: threads.add(threading.get_ident()))
+        controller = Controller(model)
+        controller.run_all()
+        turns = 0
+        while not hanging(model):
+            turns += 1
+            await asyncio.sleep(0)
+        controller.stop()
+        while model.state != "failed":
+            await asyncio.sleep(0.01)
+        controller.close()
+        return turns
+
+    assert asyncio.run(cell()) > 10
+    assert threads == {threading.get_ident()}
+
+
+def test_waiting_in_a_cell_brings_the_model_up_to_date(own: Definition, nothing_left: None) -> None:
+    async def cell() -> str:
+        model = PanelModel(own)
+        controller = Controller(model)
+        controller.step()
+        controller.wait()
+        controller.close()
+        return str(model.state)
+
+    assert asyncio.run(cell()) == "ready"
+
+
+def test_ticks_that_come_fast_are_told_seldom(own: Definition) -> None:
+    told: list[None] = []
+    watch = Watch(threading.Event(), lambda: told.append(None), every_s=3600)
+    with Lab(own, {}) as lab:
+        watch.take(lab)
+        for _ in range(100):
+            watch.tick(())
+            watch.output(0, "a line\nand another")
+        phases, progress, log = watch.seen()
+    assert len(told) <= 1
+    assert len(log) == 200
+    assert (len(phases), progress.done, progress.total, progress.left) == (4, 0, 4, 0)
+
+
+def test_time_left_is_known_from_the_same_phases_of_earlier_cycles(made: Make) -> None:
+    _, controller = made()
+    left: list[float | None] = []
+    controller.start()
+    controller.wait()
+    watch = controller._watch
+    watch.begin(all_of_it=True)
+    left.append(watch.seen()[1].left)
+    controller.step()
+    controller.wait()
+    watch.begin(all_of_it=True)
+    left.append(watch.seen()[1].left)
+    took = watch._took["first"][0]
+    assert left == [None, pytest.approx(3 * took)]  # what is new is taken to be as long as what is known
+
+
+def test_who_is_to_blame_is_marked_and_nobody_else(own: Definition) -> None:
+    watch = Watch(threading.Event(), lambda: None, every_s=3600)
+    with Lab(own, {"ranks": 3}) as lab:
+        watch.take(lab)
+        watch.step()
+        watch.started("first", [0, 1, 2])
+        watch.tick([2])
+        assert watch.seen()[0][0].ranks == ("running", "running", "done")
+        watch.failed(Failure("timeout", "", (1,), "first", ""))
+    assert watch.seen()[0][0].ranks == ("waiting", "failed", "done")
+
+
+def test_a_kernel_that_is_killed_leaves_no_ranks(own: Definition, tmp_path: Path) -> None:
+    code = (
+        "import os, panelled_lab\n"
+        "from kit.view.panel.model import PanelModel\nfrom kit.view.panel.controller import Controller\n"
+        "model = PanelModel(panelled_lab.LAB, {'do': 'hard'})\ncontroller = Controller(model)\ncontroller.run_all()\n"
+        "while not any(row.phase == 'second' and row.status == 'running' for row in model.phases): pass\n"
+        "print(os.getpid(), len(controller._lab.world.pids), flush=True)\nos.kill(os.getpid(), 9)"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    owner, ranks = map(int, done.stdout.split())
+    assert ranks == 2
+    until(lambda: holdings(owner)["processes"] == [] and holdings(owner)["folders"] == [])
+    model = PanelModel(own)  # the notebook is opened again
+    assert (model.run.status, set(model.run.frame()["phase"])) == ("running", {"run", "first"})

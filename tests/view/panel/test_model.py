@@ -1,0 +1,318 @@
+"""The panel's model without ranks and without widgets: every setting, what is refused, limits, presets, runs from disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import kit
+from kit.errors import BadInput
+from kit.labs.discover import discover, find
+from kit.results import Record, create_run, load_tolerances
+from kit.view.panel.limits import limits_of, rounded_up, span
+from kit.view.panel.model import AS_IT_IS, PanelModel, choices
+
+LABS = sorted(discover().labs)
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+def smoke_run(runs: Path, *, drift_mib: float = 20, cycles: int = 2, lab: str = "smoke", second: int = 1) -> Path:
+    """A run as the smoke lab leaves it, without ranks: only what its check of memory asks for."""
+    writer = create_run(runs, lab, {"ranks": 2, "cycles": cycles, "groups": 2}, {})
+    rows = [(cycle, rank, 2**28 + (cycle - 1) * drift_mib * 2**20) for cycle in range(1, cycles + 1) for rank in (0, 1)]
+    writer.append(
+        [
+            Record(
+                run=writer.id,
+                lab=lab,
+                cycle=cycle,
+                phase="count",
+                rank=rank,
+                metric="anon_rss",
+                value=value,
+                unit="B",
+                time=1e9,
+            )
+            for cycle, rank, value in rows
+        ]
+    )
+    writer.finish()
+    os.utime(writer.dir / "run.json", (second, second))
+    return writer.dir
+
+
+def passed(model: PanelModel, check: str) -> bool | None:
+    return {row.check: row.passed for row in model.verdict}[check]
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_a_new_panel_has_the_labs_settings_its_plan_and_may_start(name: str) -> None:
+    model = PanelModel(find(name))
+    config = find(name).config()
+    assert model.values == json.loads(json.dumps({field.name: getattr(config, field.name) for field in model.fields}))
+    assert (model.problems, model.state, model.given) == ({}, "idle", {})
+    assert [(row.cycle, row.phase) for row in model.phases] == list(find(name).plan(config))
+    assert {row.ranks for row in model.phases} == {("waiting",) * config.ranks}
+    assert [row.status for row in model.phases] == ["next"] + ["to do"] * (len(model.phases) - 1)
+    assert (model.size, model.progress.total) == (config.ranks, len(model.phases))
+    assert model.can == {"start", "step", "run"}
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_every_choice_is_refused_beforehand_exactly_where_choosing_it_is_a_problem(name: str) -> None:
+    model = PanelModel(find(name))
+    tried = 0
+    for field in model.fields:
+        for choice in choices(field):
+            model.reset()
+            told = model.refused.get(field.name, {}).get(choice)
+            if choice == model.values[field.name]:
+                assert told is None
+                continue
+            model.set(field.name, choice)
+            tried += 1
+            assert model.values[field.name] == choice
+            assert (told in model.problems.values()) if told else not model.problems, (field.name, choice)
+            assert bool(model.phases) == bool(model.can) == (told is None)
+    assert tried
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_every_field_explains_what_it_cannot_be_at_once(name: str) -> None:
+    model = PanelModel(find(name))
+    for field in model.fields:
+        wrong: object = 5 if field.kind is str else "nonsense"
+        if field.option.high is not None:
+            wrong = field.option.high + 1
+        model.set(field.name, wrong)
+        assert model.problems[field.name].startswith(f"{field.name} must be "), field.name
+        assert repr(wrong) in model.problems[field.name]
+        model.reset()
+        assert model.problems == {}
+
+
+def test_a_rule_among_fields_is_one_sentence_and_the_plan_waits_for_it() -> None:
+    model = PanelModel(find("offload"))
+    model.set("tp", 3)
+    assert model.problems == {"": "tp=3 does not divide 4 heads of this job (size 'tiny')"}
+    assert (model.phases, model.can) == ((), frozenset())
+    model.set("tp", 1)
+    assert model.problems == {}
+    assert len(model.phases) == model.progress.total > 0
+
+
+def test_a_choice_that_others_stand_against_says_why() -> None:
+    model = PanelModel(find("offload"))
+    model.set("mode", "manual")
+    assert "needs mode=exact" in model.refused["include_world"][True]
+    model.set("mode", "exact")
+    assert "include_world" not in model.refused
+
+
+def test_what_was_wrong_before_does_not_refuse_every_choice() -> None:
+    model = PanelModel(find("offload"))
+    model.set("cycles", 0)
+    assert set(model.problems) == {"cycles"}
+    assert model.refused == {}
+
+
+def test_a_value_that_is_as_without_it_is_no_choice() -> None:
+    model = PanelModel(find("smoke"), {"cycles": 5, "size": 8})
+    assert model.given == {"cycles": 5, "size": 8}
+    model.set("cycles", 3)
+    assert model.given == {"size": 8}
+    model.set("ranks", 2.0)  # not a whole number, though equal to one
+    assert "ranks" in model.problems
+    model.reset()
+    assert (model.given, model.problems) == ({}, {})
+
+
+def test_names_that_do_not_exist_raise_with_what_there_is() -> None:
+    with pytest.raises(BadInput, match="no setting 'cycle'; did you mean 'cycles'"):
+        PanelModel(find("smoke"), {"cycle": 1})
+    with pytest.raises(BadInput, match="no fault 'leak'"):
+        PanelModel(find("smoke"), fault="leak")
+    model = PanelModel(find("smoke"))
+    with pytest.raises(BadInput, match="no setting 'cycle'"):
+        model.set("cycle", 1)
+    with pytest.raises(BadInput, match="no fault 'leak'"):
+        model.set_fault("leak")
+    with pytest.raises(BadInput, match="unknown tolerance 'drift'"):
+        model.move("drift", 1)
+    assert (model.given, model.fault, model.tolerances) == ({}, None, {})
+
+
+def test_a_value_that_json_has_no_word_for_is_refused_by_name() -> None:
+    with pytest.raises(BadInput, match="implementation is not"):
+        PanelModel(find("smoke")).set("implementation", object())
+
+
+def test_a_faults_settings_come_below_a_persons() -> None:
+    model = PanelModel(find("offload"), {"cycles": 4})
+    model.set_fault("slow-leak")
+    assert model.fault_sets == {"cycles": 12, "steps": 1}
+    assert (model.values["cycles"], model.values["steps"]) == (4, 1)
+    assert "it wants cycles=12, and your own values stand" in model.said
+    model.set("cycles", 12)  # as the fault has it: no choice any more
+    assert model.given == {}
+    assert sum(row.phase == "release" for row in model.phases) == 12
+    model.set_fault(None)
+    assert (model.values["cycles"], model.values["steps"], model.fault_sets) == (3, 2, {})
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_every_fault_can_be_switched_on(name: str) -> None:
+    model = PanelModel(find(name))
+    for fault in model.definition.faults:
+        model.set_fault(fault.name)
+        assert model.fault == fault.name
+        assert {key: model.values[key] for key in fault.set} == model.fault_sets
+        assert fault.breaks in model.said
+        if "cpu" in fault.devices:
+            assert "start" in model.can, (fault.name, model.problems)
+
+
+def test_what_only_a_start_finds_out_stands_until_the_setting_changes_and_forbids_nothing() -> None:
+    model = PanelModel(find("smoke"), {"implementation": "nowhere:Thing"})
+    model.refuse("implementation=nowhere:Thing cannot be loaded by the ranks' Python: no module")
+    assert model.problems["implementation"] == model.said
+    assert "start" in model.can
+    assert model.phases
+    model.set("cycles", 2)
+    assert "implementation" in model.problems
+    model.set("implementation", "elsewhere:Thing")
+    assert model.problems == {}
+
+
+# -- runs, limits, presets -----------------------------------------------------------------------------------------------
+
+
+def test_the_last_run_of_the_lab_is_shown_and_no_other(runs: Path) -> None:
+    smoke_run(runs, second=1)
+    newest = smoke_run(runs, second=2)
+    smoke_run(runs, lab="offload", second=3)
+    model = PanelModel(find("smoke"))
+    assert model.run.dir == newest
+    assert newest.name in model.said
+    assert passed(model, "memory_drift") is True
+    assert PanelModel(find("split")).run is None
+
+
+def test_a_last_run_that_is_damaged_is_told_and_the_panel_opens(runs: Path) -> None:
+    (smoke_run(runs) / "run.json").write_text('{"run": 1}')
+    model = PanelModel(find("smoke"))
+    assert model.run is None
+    assert "the last run cannot be shown" in model.said
+    assert "start" in model.can
+
+
+def test_a_moved_limit_judges_at_once_and_measures_nothing_anew(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smoke_run(runs, drift_mib=20)
+    model = PanelModel(find("smoke"))
+    seen: list[str] = []
+    model.observe(lambda change: seen.append(change["name"]), ["verdict", "tolerances", "limits"])
+    monkeypatch.setattr("kit.results.run.measure", lambda *_: pytest.fail("nothing is measured twice"))
+    assert passed(model, "memory_drift") is True
+    model.move("drift_mib", 10)
+    assert passed(model, "memory_drift") is False
+    assert sorted(seen) == ["tolerances", "verdict"]
+    model.move("drift_mib", 50)  # the lab's own again
+    assert (passed(model, "memory_drift"), model.tolerances) == (True, {})
+
+
+def test_presets_replace_the_moved_limits(runs: Path) -> None:
+    smoke_run(runs, drift_mib=100)
+    model = PanelModel(find("smoke"), tolerances={"groups_more": 3})
+    assert list(model.presets) == [AS_IT_IS, "strict", "common practice"]
+    model.take(model.presets["common practice"])
+    assert passed(model, "memory_drift") is True
+    assert "groups_more" not in model.tolerances
+    model.take(model.presets["strict"])
+    assert passed(model, "memory_drift") is False
+    model.take(model.presets[AS_IT_IS])
+    assert model.tolerances == {}
+    assert passed(model, "memory_drift") is False
+
+
+def test_tolerances_are_the_file_that_kit_run_takes(tmp_path: Path) -> None:
+    model = PanelModel(find("smoke"), tolerances={"drift_mib": 7, "fds_more": 2})
+    path = model.save_tolerances(tmp_path / "mine.json")
+    assert json.loads(path.read_text()) == load_tolerances(path) == {"drift_mib": 7, "fds_more": 2}
+    other = PanelModel(find("smoke"))
+    other.load_tolerances(path)
+    assert other.tolerances == model.tolerances
+    path.write_text('{"peak_ratio": 1}')
+    with pytest.raises(BadInput, match="unknown tolerance 'peak_ratio'"):
+        other.load_tolerances(path)
+    assert other.tolerances == model.tolerances
+
+
+def test_another_run_is_shown_judged_by_the_same_limits(runs: Path) -> None:
+    far, near = smoke_run(runs, drift_mib=30), smoke_run(runs, drift_mib=1, second=2)
+    model = PanelModel(find("smoke"), tolerances={"drift_mib": 5})
+    assert passed(model, "memory_drift") is True
+    before = model.revision
+    model.show(kit.load(far))
+    assert passed(model, "memory_drift") is False
+    assert model.revision > before
+    model.show(kit.load(smoke_run(runs, lab="offload")))
+    assert model.run.dir == far
+    assert "a run of lab offload" in model.said
+    model.show(kit.load(near))
+    assert passed(model, "memory_drift") is True
+    model.show(None)
+    assert (model.run, model.verdict) == (None, None)
+
+
+def test_sliders_reach_beyond_what_was_measured_so_that_every_verdict_can_be_flipped(runs: Path) -> None:
+    smoke_run(runs, drift_mib=3000)
+    model = PanelModel(find("smoke"))
+    limit = {limit.tolerance: limit for limit in model.limits}["drift_mib"]
+    assert (limit.checks, limit.unit, limit.better, limit.default) == (("memory_drift",), "MiB", "<=", 50)
+    assert (limit.low, limit.high) == (0, 10_000)
+    model.move("drift_mib", limit.high)
+    assert passed(model, "memory_drift") is True
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_every_tolerance_has_a_limit_whose_slider_holds_its_default(name: str) -> None:
+    lab = find(name)
+    limits = PanelModel(lab).limits
+    assert {limit.tolerance for limit in limits} == {check.tolerance for check in lab.load_checks()}
+    assert sorted(check for limit in limits for check in limit.checks) == sorted(c.name for c in lab.load_checks())
+    for limit in limits:
+        assert 0 <= limit.low <= limit.default < limit.high, limit
+
+
+def test_ranges() -> None:
+    assert span(0, 3, "1") == (0, 10)
+    assert span(0, 700, "1") == (0, 2000)
+    assert span(1e-6, 1e-6, "ratio") == (pytest.approx(1e-9), 1.0)  # powers of ten
+    assert span(0.9, 1.0, "ratio") == (0, 2)
+    assert span(200, 20, "MiB") == (0, 1000)
+    assert [rounded_up(value) for value in (0, 1, 1.1, 30, 0.002)] == [0, 1, 2, 50, 0.002]
+    assert limits_of((), {}, None, {}) == ()
+
+
+def test_a_check_that_stumbles_is_told_and_the_panel_stays(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = smoke_run(runs)
+
+    def stumble(*_: object) -> None:
+        raise ZeroDivisionError("of this test")
+
+    monkeypatch.setattr("kit.results.run.measure", stumble)
+    model = PanelModel(find("smoke"))
+    assert model.said == f"{folder.name} cannot be judged: ZeroDivisionError: of this test"
+    assert model.verdict is None
+    assert model.limits
