@@ -56,11 +56,11 @@ def curves(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
     ax.set_xticks([size / MIB for size in sizes], [f"{size / MIB:g}" for size in sizes])
     ax.minorticks_off()
     ax.set_ylim(0, (1.15 + 0.13 * math.ceil(table["transport"].nunique() / COLUMNS)) * highest)  # room for the legend
-    ax.set_xlabel("size of a bucket [MiB]")
+    ax.set_xlabel(f"size of a bucket [MiB]{samples(frame)}")
     ax.set_ylabel("GB/s")
     swept = frame[(frame["phase"] == "sweep") & (frame["metric"] == "sweep_bytes")]["value"]
     of = f", {float(swept.iloc[0]) / MIB:.4g} MiB to one receiver" if len(swept) else ""
-    ax.set_title(f"Transports by the size of buckets{of}{samples(frame)}")
+    ax.set_title(f"Transports by the size of buckets{of}")
     ax.legend(ncols=COLUMNS, loc="upper left", columnspacing=1.1, handlelength=2.2)
 
 

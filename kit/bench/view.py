@@ -1,0 +1,223 @@
+"""`kit bench view`: how long a person waits for a panel: a limit that is moved, a plot drawn again, a large run opened.
+
+Records are made up here, in the shape in which the offload lab writes them; nothing was run. What the browser takes to show
+what it is sent is not in these times.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kit.bench.report import progress, tell
+from kit.bench.rows import Row, row
+from kit.labs.discover import find
+from kit.labs.offload.config import OffloadConfig
+from kit.measure import provenance
+from kit.results import Record, create_run
+
+if TYPE_CHECKING:
+    from kit.labs.definition import Step
+    from kit.results import Run
+    from kit.view.panel.grid import Grid
+    from kit.view.panel.model import PanelModel
+
+MS = 1e3
+MIB = 2**20
+RANKS = 4
+HELD = {"release", "idle", "talk", "start", "baseline", "end", "ownership"}  # phases after which the job has given back
+PLOTS = {"drift": "drift_mib", "census": "fds_more", "verdict": "drift_mib"}  # with the limit that moves in each
+MADE_UP = "made-up records in the shape of the offload lab's"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How large the runs are, and how many samples of each."""
+
+    records: int = 10_000
+    many: int = 100_000
+    moves: int = 30
+    opens: int = 5
+    panels: int = 7
+
+
+def main(as_json: bool, sizes: Sizes = Sizes()) -> int:
+    with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch, runs_in(Path(scratch)) as folder:
+        progress(f"{sizes.many} records, and {sizes.records}")
+        large, small = (made_up(folder, count) for count in (sizes.many, sizes.records))
+        rows = [*opening(large, sizes), *panels(sizes), *moving(small, sizes), *sifting(large, sizes)]
+    tell("view", rows, provenance(), as_json=as_json)
+    return 0
+
+
+@contextmanager
+def runs_in(folder: Path) -> Iterator[Path]:
+    """Runs lie here meanwhile: a panel looks for the last one by itself."""
+    before = os.environ.get("KIT_RUNS")
+    os.environ["KIT_RUNS"] = str(folder)
+    try:
+        yield folder
+    finally:
+        os.environ.pop("KIT_RUNS")
+        if before is not None:
+            os.environ["KIT_RUNS"] = before
+
+
+# -- a run ---------------------------------------------------------------------------------------------------------------
+
+
+def made_up(folder: Path, records: int) -> Path:
+    """A run with at least so many records: a job on four ranks that is released and reloaded as often as that takes."""
+    lab = find("offload")
+    cycles = 1
+    while sum(len(told(step, 0)) for step in lab.plan(OffloadConfig(ranks=RANKS, cycles=cycles))) * RANKS < records:
+        cycles += 1
+    config = OffloadConfig(ranks=RANKS, cycles=cycles)
+    writer = create_run(folder, lab.name, asdict(config), provenance())
+    clock = 1.8e9
+    for step in lab.plan(config):
+        clock += 0.2
+        for rank in range(RANKS):
+            about: dict[str, Any] = {"run": writer.id, "lab": lab.name, "cycle": step.cycle, "phase": step.phase}
+            writer.append(
+                [
+                    Record(**about, rank=rank, metric=metric, value=value, unit=unit, time=clock)
+                    for metric, value, unit in told(step, rank)
+                ]
+            )
+    writer.finish()
+    return writer.dir
+
+
+def told(step: Step, rank: int) -> list[tuple[str, float, str]]:
+    """What a rank says after a phase."""
+    held = 0 if step.phase in HELD else 348
+    sizes = {"rss": 320 + held, "anon_rss": 280 + held + 0.01 * step.cycle + rank, "shared_rss": 40, "pss": 300 + held}
+    counts = dict.fromkeys(("groups", "fds", "sockets", "threads"), 20 if held else 1)
+    rows = [("seconds", 0.15 / (1 + step.cycle % 7), "s"), ("overhead_seconds", 1e-3, "s")]
+    rows += [(name + when, size * MIB, "B") for name, size in sizes.items() for when in ("", "_before")]
+    rows += [(name + when, count, "1") for name, count in counts.items() for when in ("", "_before")]
+    rows.append(("peak_rss", (330 + held) * MIB, "B"))
+    if step.phase in {"release", "reload"}:
+        rows += [("groups_seconds", 0.02, "s"), ("tensors_seconds", 0.1, "s")]
+        rows += [(f"{kind}_bytes", 87.0 * MIB, "B") for kind in ("weights", "grads", "optimizer", "total")]
+    if step.phase == "idle":
+        rows += [(name, 0, "1") for name in ("left_bytes", "initialised", "old_groups_alive", "stale_usable")]
+    if step.phase == "verify":
+        zeros = ("membership_changed", "options_changed", "stale_holders", "unchecked", "tensors_changed", "broken")
+        rows += [*((name, 0, "1") for name in zeros), ("tensors_hashed", 300, "1")]
+    return rows
+
+
+# -- what is measured ------------------------------------------------------------------------------------------------------
+
+
+def samples(n: int, once: Callable[[], object], scale: float = 1.0) -> list[float]:
+    taken = []
+    for _ in range(n):
+        began = time.perf_counter()
+        once()
+        taken.append(scale * (time.perf_counter() - began))
+    return taken
+
+
+def opening(folder: Path, sizes: Sizes) -> list[Row]:
+    """From the folder to the table, and to the verdict: nothing is known of the run before."""
+    from kit.public import load
+
+    count = len(load(folder).frame())
+    progress(f"opening {count} records, {sizes.opens} times")
+    table = samples(sizes.opens, lambda: load(folder).frame())
+    verdict = samples(sizes.opens, lambda: load(folder).verdict())
+    return [
+        row(f"a run of {count} records, opened to its table", table, limit=2.0, note=MADE_UP),
+        row(f"a run of {count} records, opened to its verdict", verdict, limit=2.0, note=MADE_UP),
+    ]
+
+
+def panels(sizes: Sizes) -> list[Row]:
+    """All of a panel's widgets, with the last run, which it finds by itself, judged and drawn."""
+    import kit
+
+    progress(f"a panel, {sizes.panels} times")
+
+    def once() -> None:
+        kit.panel("offload").close()
+
+    first, *later = samples(sizes.panels + 1, once)
+    what = "a panel made, with its last run judged and a first plot drawn"
+    note = f"{MADE_UP}; the first one, which loads what it needs, took {first:.2g} s"
+    return [row(what, later, note=note)]
+
+
+def moving(folder: Path, sizes: Sizes) -> list[Row]:
+    """A limit that moves by another step each time, up to all that is sent to the browser."""
+    from kit.public import load
+    from kit.view.panel.model import PanelModel
+    from kit.view.panel.plots_tab import PlotsTab
+    from kit.view.panel.verdict import VerdictTab
+
+    def model_of() -> PanelModel:
+        made = PanelModel(find("offload"))
+        made.show(load(folder))
+        return made
+
+    count = len(load(folder).frame())
+    progress(f"moving limits of {count} records")
+    model = model_of()
+    _shown = VerdictTab(model)
+    rows = [
+        row(
+            f"a limit moved, to the verdict shown anew, {count} records",
+            moved(model, "drift_mib", sizes.moves),
+            unit="ms",
+            limit=100.0,
+            note=MADE_UP,
+        )
+    ]
+    for name, limit in PLOTS.items():
+        model = model_of()
+        tab = PlotsTab(model)
+        tab.visible = True
+        tab.choice.value = name
+        taken = moved(model, limit, sizes.moves)
+        what = f"a limit moved, to the plot {name!r} drawn anew, {count} records"
+        rows.append(row(what, taken, unit="ms", limit=300.0, note=MADE_UP))
+    return rows
+
+
+def moved(model: PanelModel, limit: str, n: int) -> list[float]:
+    """Times of moves, after one that is not counted."""
+    steps = iter(range(1, n + 2))
+    model.move(limit, 1000.0)
+    return samples(n, lambda: model.move(limit, 1000.0 + next(steps)), MS)
+
+
+def sifting(folder: Path, sizes: Sizes) -> list[Row]:
+    from kit.public import load
+    from kit.view.panel.grid import Grid
+    from kit.view.panel.records_tab import records
+
+    run: Run = load(folder)
+    grid = Grid(records(run))
+    count = len(run.frame())
+    progress(f"filtering {count} rows")
+    filled(grid, ["reload"])  # the text of the columns is made once
+    words = [f"reload rank:{index % RANKS} value:>{index}" for index in range(sizes.moves)]
+    what = f"a word more in the filter of a table of {count} rows"
+    return [row(what, filled(grid, words), unit="ms", note=MADE_UP)]
+
+
+def filled(grid: Grid, words: Sequence[str]) -> list[float]:
+    left = iter(words)
+
+    def once() -> None:
+        grid.words.value = next(left)
+
+    return samples(len(words), once, MS)
