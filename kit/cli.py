@@ -90,6 +90,8 @@ def parser() -> argparse.ArgumentParser:
     measured = add("bench", bench, "side-by-side measurements")
     measured.add_argument("name", metavar="NAME")
     measured.add_argument("--json", action="store_true", help="print one JSON object last")
+    recorded = add("reference", reference, "every lab and bench at this box's sizes, resumable")
+    recorded.add_argument("--out", metavar="DIR", type=Path, required=True)
     add("clean", clean, "end leftovers of earlier runs: only processes the kit itself started")
     return top
 
@@ -256,6 +258,11 @@ def bench(args: argparse.Namespace) -> int:
     if args.name not in names:
         raise BadInput(f"there is no bench {args.name!r}; allowed are: {', '.join(names) or 'none'}")
     status: int = import_module(f"kit.bench.{args.name}").main(args.json)
+    return status
+
+
+def reference(args: argparse.Namespace) -> int:
+    status: int = import_module("kit.bench.reference").make(args.out)
     return status
 
 

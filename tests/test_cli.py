@@ -88,6 +88,7 @@ def test_help(cli: Cli) -> None:
         "notebook",
         "faults",
         "bench",
+        "reference",
         "clean",
     )
     for command in commands:
