@@ -14,6 +14,7 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     words = (__doc__ or "").split("\n\n")[1]
-    top = argparse.ArgumentParser(prog="kit", description="Lifecycle Kit", epilog=words, allow_abbrev=False)
+    wide = partial(argparse.HelpFormatter, max_help_position=28)
+    top = argparse.ArgumentParser(
+        prog="kit", description="Lifecycle Kit", epilog=words, allow_abbrev=False, formatter_class=wide
+    )
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
     def add(
