@@ -50,6 +50,7 @@ class Controller:
         self._lab: Lab | None = None
         self._orders: SimpleQueue[str] = SimpleQueue()
         self._busy = 0
+        self._over = True  # there is no lab, or it has come to its end and the model knows
         self._stopping = threading.Event()
         self._closed = False
         self._updates: deque[Callable[[], None]] = deque()
@@ -150,6 +151,7 @@ class Controller:
         elif lab.started:
             state = "ready"
         self._watch.take(lab)
+        self._over = state in {"finished", "failed"}
         self.model.state = state
         if lab.started:
             self._show(lab)
@@ -178,17 +180,23 @@ class Controller:
         self._busy -= 1
 
     def _do(self, name: str) -> None:
-        lab = self._lab
-        over = lab is None or lab.judged is not None or bool(lab.error)
+        if not self._over and self._lab is not None and self._caught_up(self._lab):
+            return
         if name == "stop":
-            if not over:
+            if not self._over:
                 raise KeyboardInterrupt
             return
         self._watch.begin(all_of_it=name == "run")
-        if over or name in {"start", "restart"} or not (lab and lab.started):
-            self._make(all_of_it=name == "run")
         lab = self._lab
-        assert lab is not None
+        if lab is None or self._over or name in {"start", "restart"} or not lab.started:
+            lab = self._make(all_of_it=name == "run")
+        before, lab.observe = lab.observe, lambda _: self._watch
+        try:
+            self._go(lab, name)
+        finally:
+            lab.observe = before  # a step by hand is watched as ever
+
+    def _go(self, lab: Lab, name: str) -> None:
         if not lab.started:
             lab.start()
             self._show(lab)
@@ -211,7 +219,17 @@ class Controller:
             lab.close()
         self._end("finished", self.model.finished)
 
-    def _make(self, *, all_of_it: bool) -> None:
+    def _caught_up(self, lab: Lab) -> bool:
+        """See what was done by hand since the panel had its say; true where that was the lab's end."""
+        if lab.phases != self._watch.rows():
+            self._watch.take(lab)
+        if lab.judged is not None:
+            self._end("finished", self.model.finished)
+        elif lab.error:
+            self._end("failed", self._say, f"the run has failed: {lab.error}")
+        return self._over
+
+    def _make(self, *, all_of_it: bool) -> Lab:
         """A new lab of the settings as they are; a lab that has its ranks already when it is adopted stays as it is."""
         old, self._lab = self._lab, None
         if (
@@ -221,7 +239,7 @@ class Controller:
             and (old.given, old.fault) == (self.model.given, self.model.fault)
         ):
             self._lab = old
-            return
+            return old
         if old is not None:
             old.close()
         model = self.model
@@ -236,7 +254,9 @@ class Controller:
         self._lab = made
         self._watch.take(made)
         self._watch.aim(all_of_it=all_of_it)
+        self._over = False
         self._flush()
+        return made
 
     def _folder(self) -> Path | None:
         """The folder that was asked for; later runs of the panel go beside it."""
@@ -288,6 +308,7 @@ class Controller:
                 then(*what)
                 self.model.judge()
 
+        self._over = state != "ready"
         self._watch.rest()
         self._flush()
         self._update(change)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kit.errors import KitError, RankDied, RankError, RankTimeout
+from kit.labs.lab import PhaseRow
 from kit.results import Run
 from kit.view.panel.model import LOG_LINES, Failure, PhaseState, Progress
 
@@ -49,7 +50,6 @@ class Watch:
     def take(self, lab: Lab) -> None:
         """Watch this lab from now on, as far as it is."""
         self._lab = lab
-        lab.observe = lambda _: self
         ranks = lab.config.ranks
         known: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
         if lab.started:
@@ -117,6 +117,10 @@ class Watch:
         self._began = None
         self._goal = self._index
         self.phase = ""
+
+    def rows(self) -> list[PhaseRow]:
+        """The plan and how far it is, as a lab tells it."""
+        return [PhaseRow(state.cycle, state.phase, state.status) for state in self._phases]
 
     @property
     def left(self) -> int:

@@ -306,6 +306,23 @@ def test_a_lab_is_taken_over_as_it_stands(own: Definition, nothing_left: None) -
     assert lab.run() is lab.judged
 
 
+def test_what_is_done_by_hand_meanwhile_is_seen_with_the_next_button(own: Definition, nothing_left: None) -> None:
+    with Lab(own, {}) as lab:
+        lab.step()
+        model = PanelModel(own, lab.given)
+        controller = Controller(model, lab=lab)
+        lab.step()
+        controller.step()
+        controller.wait()
+        assert (model.state, [row.status for row in model.phases]) == ("ready", ["done", "done", "done", "next"])
+        run = lab.run()
+        controller.step()
+        controller.wait()
+        assert (model.state, model.run.dir) == ("finished", run.dir)
+        assert {row.status for row in model.phases} == {"done"}
+        controller.close()
+
+
 def test_a_lab_that_has_not_started_is_started_and_not_replaced(own: Definition, nothing_left: None) -> None:
     with Lab(own, {}) as lab:
         model = PanelModel(own, lab.given)
