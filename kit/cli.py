@@ -14,7 +14,6 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -47,11 +46,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     words = (__doc__ or "").split("\n\n")[1]
-    wide = partial(argparse.HelpFormatter, max_help_position=28)
+    usage = "kit [-h] COMMAND ..."
     top = argparse.ArgumentParser(
-        prog="kit", description="Lifecycle Kit", epilog=words, allow_abbrev=False, formatter_class=wide
+        prog="kit", description="Lifecycle Kit", epilog=words, allow_abbrev=False, usage=usage
     )
-    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    commands = top.add_subparsers(metavar="COMMAND ...", required=True)
 
     def add(
         name: str, command: Callable[[argparse.Namespace], int], text: str, **options: Any
