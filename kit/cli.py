@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="kit", description="Lifecycle Kit", epilog=words, allow_abbrev=False, usage=usage
     )
-    commands = top.add_subparsers(metavar="COMMAND ...", required=True)
+    commands = top.add_subparsers(metavar="COMMAND ...", required=True, prog="kit")
 
     def add(
         name: str, command: Callable[[argparse.Namespace], int], text: str, **options: Any
