@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from kit.view.panel.model import PanelModel
 
+LOGGER = logging.getLogger(__name__)
 EVERY_S = 0.2  # between two updates of what only ticks
 POLL_S = 0.02
 CLOSE_S = 10.0
@@ -139,7 +141,10 @@ class Controller:
         """Bring the model up to date; in the kernel's thread, or under the lock where there is none."""
         with self._drains:
             while self._updates:
-                self._updates.popleft()()
+                try:
+                    self._updates.popleft()()
+                except Exception:  # a view that fails must not keep the others, or the ranks, from going on
+                    LOGGER.exception("a view of the panel failed")
 
     def _adopt(self, lab: Lab) -> None:
         self._lab = lab

@@ -386,6 +386,20 @@ def test_waiting_in_a_cell_brings_the_model_up_to_date(own: Definition, nothing_
     assert asyncio.run(cell()) == "ready"
 
 
+def test_a_view_that_fails_is_logged_and_the_run_goes_on(made: Make, caplog: pytest.LogCaptureFixture) -> None:
+    model, controller = made()
+
+    def fail(_: object) -> None:
+        raise ZeroDivisionError("of this test")
+
+    model.observe(fail, ["progress"])
+    controller.run_all()
+    controller.wait()
+    assert model.state == "finished"
+    assert "a view of the panel failed" in caplog.text
+    model.unobserve(fail, ["progress"])
+
+
 def test_ticks_that_come_fast_are_told_seldom(own: Definition) -> None:
     told: list[None] = []
     watch = Watch(threading.Event(), lambda: told.append(None), every_s=3600)
