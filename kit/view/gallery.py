@@ -1,6 +1,7 @@
 """Pictures for the README, from real runs: `python -m kit.view.gallery --out docs/images`.
 
-Each is drawn twice, for light and for dark pages. The runs themselves are not kept.
+Each is drawn twice, for light and for dark pages. The runs themselves are not kept. The panel's is made in a browser, and
+only when it is named: `--only panel`.
 """
 
 from __future__ import annotations
@@ -70,19 +71,25 @@ def make(out: Path, names: Sequence[str] = tuple(GALLERY)) -> list[Path]:
     return made
 
 
-def shrink(path: Path) -> Path:
-    """The same picture in 128 colours: a page loads it sooner, and nobody sees a difference."""
+def shrink(path: Path, colours: int = 128) -> Path:
+    """The same picture in few colours: a page loads it sooner, and nobody sees a difference."""
     with Image.open(path) as picture:
-        picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+        picture.convert("RGB").quantize(colours, dither=Image.Dither.NONE).save(path, optimize=True)
     return path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kit.view.gallery", description="Draw the pictures of the README.")
-    parser.add_argument("--only", choices=GALLERY, action="append", help="a picture; may be given again")
+    parser.add_argument("--only", choices=[*GALLERY, "panel"], action="append", help="a picture; may be given again")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), help="the folder for them")
     arguments = parser.parse_args()
-    for path in make(arguments.out, arguments.only or list(GALLERY)):
+    names = arguments.only or list(GALLERY)
+    made = make(arguments.out, [name for name in names if name != "panel"])
+    if "panel" in names:
+        from kit.view.screenshot import panel_pictures
+
+        made += [shrink(path, 256) for path in panel_pictures(arguments.out)]
+    for path in made:
         print(f"{path} {path.stat().st_size / 1024:.0f} KB")
 
 
