@@ -15,6 +15,7 @@ class RankError(KitError):
     """Code raised on a rank. `rank` is the first that failed; `ranks` are all that failed with the same traceback.
 
     `victim`: it only tells that another rank is gone or late. `at`: when the first failure was heard of, by time.monotonic().
+    `refused`: the sentence of a `BadInput`, where that is what was raised.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class RankError(KitError):
         ranks: tuple[int, ...] = (),
         victim: bool = False,
         at: float | None = None,
+        refused: str = "",
     ) -> None:
         super().__init__(message)
         self.rank = rank
@@ -35,6 +37,7 @@ class RankError(KitError):
         self.ranks = ranks or (rank,)
         self.victim = victim
         self.at = at
+        self.refused = refused
 
 
 class RankDied(KitError):  # noqa: N818 - the contract's name

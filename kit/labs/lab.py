@@ -104,6 +104,8 @@ class Lab:
         except BaseException as error:
             self._failed(error)
             self.close()
+            if isinstance(error, RankError) and error.refused:  # what only the ranks' own environment could tell
+                raise BadInput(error.refused) from error
             raise
         return self
 

@@ -208,6 +208,7 @@ class Call:
             ranks=same,
             victim=self.answers[first]["victim"],
             at=self.failed_at,
+            refused=self.answers[first]["refused"],
         )
 
     def _all_wait(self) -> bool:

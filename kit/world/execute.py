@@ -9,6 +9,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from kit.errors import BadInput
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -79,6 +81,7 @@ def failure(error: BaseException) -> Message:
         "traceback": "".join(traceback.format_exception(type(error), error, shown)),
         # Errors that only tell that another rank is gone or late: never the cause when there is another error.
         "victim": type(error).__name__.startswith(("Dist", "Peer")) or any(mark in words for mark in VICTIM),
+        "refused": words if isinstance(error, BadInput) else "",
         "exitcode": exit_code(error) if isinstance(error, SystemExit) else None,
     }
 

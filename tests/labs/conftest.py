@@ -55,6 +55,12 @@ class Phases:
         if self.ctx.config.do in ("kill", "hang"):
             dist.barrier()
 
+class Choosy(Phases):
+    def __init__(self, ctx):
+        from kit.errors import BadInput
+        if ctx.rank == ctx.config.low:
+            raise BadInput(f"low={ctx.config.low} is nothing for the library that this rank has")
+
 def seen(frame, config):
     from kit.results import Measured, select
     return Measured(float(select(frame, metric="seen")["value"].max()))

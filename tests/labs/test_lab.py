@@ -204,6 +204,14 @@ def test_a_phases_object_that_cannot_be_made(own: Definition, runs: Path, nothin
     assert info(lab)["status"] == "failed"
 
 
+def test_what_only_a_rank_can_refuse_is_bad_input_too(own: Definition, runs: Path, nothing_left: None) -> None:
+    lab = Lab(dataclasses.replace(own, phases="own_lab:Choosy"), {})
+    with pytest.raises(BadInput, match=r"^low=1 is nothing for the library that this rank has$"):
+        lab.start()
+    assert lab.world.state == "closed"
+    assert info(lab)["status"] == "failed"
+
+
 @pytest.fixture
 def two(own: Definition, runs: Path, nothing_left: None) -> Definition:
     """The tests' own lab in two Worlds: rank 0 in one, all others in another."""
