@@ -84,7 +84,10 @@ class Panel:
         self.parameters = Parameters(model)
         self.buttons = Buttons(model, controller)
         self.strip = Strip(model)
-        self.tabs: dict[str, Any] = {title: kind(model) for title, kind in TABS.items()}
+        verdict = VerdictTab(model)  # the first to hear of a change: the picture takes its time
+        self.tabs: dict[str, Any] = {
+            title: verdict if kind is VerdictTab else kind(model) for title, kind in TABS.items()
+        }
         self.tab = widgets.Tab([tab.widget for tab in self.tabs.values()], titles=tuple(self.tabs), selected_index=0)
         self.tab.observe(lambda _: self._look(), "selected_index")
         parts = [look.sheet(), head, self.parameters.widget, self.buttons.widget, self.strip.widget, self.tab]

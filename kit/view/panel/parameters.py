@@ -7,7 +7,6 @@ that would be refused as the others stand is marked in its label, since a browse
 from __future__ import annotations
 
 import json
-import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as widgets
 
 from kit.view.panel import look
+from kit.view.panel.scale import scale
 
 if TYPE_CHECKING:
     from kit.labs.options import Field
@@ -134,21 +134,21 @@ class Number(Control):
         if low is None or high is None or high > WIDE:
             self.build(exact)
             return
-        powers = {"min": math.log10(max(1, low)), "max": math.log10(high)}
-        self.rough = widgets.FloatLogSlider(step=0.01, readout=False, tooltip=self.help, **powers)
+        self.scale = scale(max(1, low), high)
+        self.rough = widgets.IntSlider(max=self.scale.steps, readout=False, tooltip=self.help)
         self.rough.layout = widgets.Layout(flex="1 1 60px", width="60px", min_width="40px")
         exact.layout = widgets.Layout(flex="1 1 auto", width="240px")
         row = widgets.HBox([exact, self.rough], layout={"width": "auto"})
         self.build(look.classed(row, "kit-number"), exact, self.rough)
 
     def read(self, part: Any) -> Any:
-        return round(part.value) if part is self.rough else part.value
+        return round(self.scale.value(part.value)) if part is self.rough else part.value
 
     def show(self, value: Any, refused: Mapping[Any, str]) -> None:
         if isinstance(value, int | float) and not isinstance(value, bool):
             super().show(value, refused)
-            if self.rough is not None and round(self.rough.value) != value:
-                self.rough.value = max(1, value)
+            if self.rough is not None:
+                self.rough.value = self.scale.place(value)
 
 
 class Open(Control):

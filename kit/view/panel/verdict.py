@@ -6,7 +6,6 @@ under the mouse; they are put in order again with the next run.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import ipywidgets as widgets
 
 from kit.errors import KitError
 from kit.view.panel import look
+from kit.view.panel.scale import scale
 
 if TYPE_CHECKING:
     from kit.results import VerdictRow
@@ -43,7 +43,15 @@ class LimitRow:
         self.exact: Any = None
         parts: list[Any] = [self.html]
         if limit.better != "==":
-            self.slider = slider(limit)
+            counts = limit.unit == "1" and all(float(end).is_integer() for end in (limit.low, limit.high))
+            self.scale = scale(limit.low, limit.high, whole=counts)
+            self.slider = widgets.IntSlider(
+                self.scale.place(limit.default),
+                max=self.scale.steps,
+                readout=False,
+                tooltip=f"{limit.question} Moves the limit {limit.tolerance}",
+                layout={"width": "160px"},
+            )
             self.exact = widgets.FloatText(
                 value=limit.default, step=None, tooltip=f"{limit.tolerance}, exactly", layout={"width": "100px"}
             )
@@ -56,8 +64,9 @@ class LimitRow:
         self.widget = look.box(*parts, names=("kit-check",))
 
     def _moved(self, change: Any) -> None:
-        if not self._taking and change["new"] is not None and math.isfinite(change["new"]):
-            self.model.move(self.limit.tolerance, float(change["new"]))
+        if not self._taking:
+            value = self.scale.value(change["new"]) if change["owner"] is self.slider else change["new"]
+            self.model.move(self.limit.tolerance, value)
 
     def reset(self) -> None:
         moved = self.model.tolerances
@@ -73,9 +82,7 @@ class LimitRow:
         try:
             if self.exact.value != value:
                 self.exact.value = value
-            place = within(self.slider, value)
-            if not same_place(self.slider, place):
-                self.slider.value = place
+            self.slider.value = self.scale.place(value)
             self.undo.disabled = moved is None
         finally:
             self._taking = False
@@ -168,35 +175,6 @@ class VerdictTab:
             row.show(self._answers(row.limit))
         if self.preset.value and self.model.tolerances != self.model.presets[self.preset.value]:
             self.preset.value = ""
-
-
-def slider(limit: Limit) -> Any:
-    """By powers where the range spans them, in whole steps for counts, else even."""
-    options: dict[str, Any] = {
-        "tooltip": f"{limit.question} Moves the limit {limit.tolerance}",
-        "readout": False,
-        "layout": {"width": "160px"},
-    }
-    if limit.low > 0 and limit.high / limit.low >= 100:
-        low, high = math.log10(limit.low), math.log10(limit.high)
-        made: Any = widgets.FloatLogSlider(min=low, max=high, step=(high - low) / 400, **options)
-    elif limit.unit == "1" and all(float(end).is_integer() for end in (limit.low, limit.high, limit.default)):
-        made = widgets.IntSlider(min=int(limit.low), max=int(limit.high), **options)
-    else:
-        made = widgets.FloatSlider(min=limit.low, max=limit.high, step=(limit.high - limit.low) / 400, **options)
-    made.value = within(made, limit.default)
-    return made
-
-
-def within(made: Any, value: float) -> float:
-    """The place on a slider that is nearest to a limit, which the exact number may put beyond its ends."""
-    low, high = (10**made.min, 10**made.max) if isinstance(made, widgets.FloatLogSlider) else (made.min, made.max)
-    place: float = min(max(value, low), high)
-    return round(place) if isinstance(made, widgets.IntSlider) else place
-
-
-def same_place(made: Any, value: float) -> bool:
-    return math.isclose(made.value, value, rel_tol=1e-9)
 
 
 def worst(rows: Sequence[VerdictRow]) -> int:

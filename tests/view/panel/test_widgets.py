@@ -15,6 +15,7 @@ from kit.view.panel import logs, look, strip, verdict
 from kit.view.panel.model import Failure, PanelModel, PhaseState, Progress
 from kit.view.panel.panel import Buttons, Panel
 from kit.view.panel.parameters import Number, Parameters
+from kit.view.panel.scale import scale
 
 LABS = ("smoke", "offload", "split", "sync")
 
@@ -143,11 +144,11 @@ def test_small_ranges_have_sliders_and_wide_ones_an_exact_number_too():
     cycles = settings.controls["cycles"]
     assert isinstance(cycles, Number)
     exact, rough = cycles.parts
-    rough.value = 10**1.5
+    rough.value = 30
     assert model.values["cycles"] == exact.value == 32
     exact.value = 700
     assert model.values["cycles"] == 700
-    assert rough.value == pytest.approx(700)
+    assert cycles.scale.value(rough.value) == pytest.approx(700, rel=0.02)
     assert len(settings.controls["seed"].parts) == 1
 
 
@@ -344,6 +345,28 @@ def test_logs_by_rank_the_last_lines_and_the_error():
     assert '<span class="kit-bad">✗ raised: it broke</span>' in tab.lines.value
 
 
+# -- sliders --------------------------------------------------------------------------------------------------------
+
+
+def test_a_slider_has_whole_places_that_a_browser_cannot_round():
+    for found in (
+        scale(0, 10, whole=True),
+        scale(1e-9, 1.0),
+        scale(0, 200.0),
+        scale(0, 5000, whole=True),
+        scale(1e-6, 2.0),
+        scale(0, 0),
+    ):
+        assert found.value(0) == found.low
+        assert found.value(found.steps) == found.high
+        for place in range(0, found.steps + 1, 7):
+            assert found.place(found.value(place)) == place
+        assert found.place(found.high + 1e9) in {found.steps, 0}
+    assert [scale(1e-9, 1.0).value(place) for place in (60, 61, 120)] == [1e-6, 1.12e-6, 1e-3]
+    for row in verdict.VerdictTab(PanelModel(find("split"))).rows.values():
+        assert isinstance(row.slider, widgets.IntSlider)
+
+
 # -- verdict --------------------------------------------------------------------------------------------------------
 
 
@@ -388,7 +411,8 @@ def test_every_limit_has_one_row_and_its_slider_holds_the_default(lab):
         if row.limit.better == "==":
             assert row.slider is None
         else:
-            assert row.slider.value == pytest.approx(row.limit.default)
+            assert row.scale.value(row.slider.value) == pytest.approx(row.limit.default, rel=0.05)
+            assert row.exact.value == row.limit.default
     assert model.tolerances == {}
 
 
