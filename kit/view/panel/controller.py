@@ -6,12 +6,8 @@ most, so that views need no locks and the kernel stays free.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
 from kit.labs.lab import Lab
+from kit.view.panel.mail import Mail, Post
 from kit.view.panel.watch import Watch, told
 
 if TYPE_CHECKING:
@@ -26,12 +23,9 @@ if TYPE_CHECKING:
 
     from kit.view.panel.model import PanelModel
 
-LOGGER = logging.getLogger(__name__)
 EVERY_S = 0.2  # between two updates of what only ticks
 POLL_S = 0.02
 CLOSE_S = 10.0
-
-Post = Callable[[Callable[[], None]], None]
 
 
 class Controller:
@@ -46,7 +40,7 @@ class Controller:
         out: str | os.PathLike[str] | None = None,
     ) -> None:
         self.model = model
-        self._post = post or here()
+        self._mail = Mail(post)
         self._out = None if out is None else Path(out)
         self._given = lab  # its ranks were not started here
         self._lab: Lab | None = None
@@ -55,8 +49,6 @@ class Controller:
         self._over = True  # there is no lab, or it has come to its end and the model knows
         self._stopping = threading.Event()
         self._closed = False
-        self._updates: deque[Callable[[], None]] = deque()
-        self._drains = threading.RLock()
         self._watch = Watch(self._stopping, self._flush, EVERY_S)
         self._thread = threading.Thread(target=self._work, daemon=True, name=f"kit-panel-{model.definition.name}")
         if lab is not None:
@@ -99,7 +91,7 @@ class Controller:
             self._thread.join(CLOSE_S)
         elif self._lab is not None:
             self._lab.close()
-        self._drain()
+        self._mail.deliver()
 
     def wait(self, timeout_s: float = 60.0) -> None:
         """Until nothing is under way. The model is up to date then, in a kernel's cell too."""
@@ -107,9 +99,9 @@ class Controller:
         while self._busy:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the panel is still {self.model.state} after {timeout_s:g} s")
-            self._drain()
+            self._mail.deliver()
             time.sleep(POLL_S)
-        self._drain()
+        self._mail.deliver()
 
     # -- in the caller's thread ---------------------------------------------------------------------------------------------
 
@@ -131,20 +123,11 @@ class Controller:
         return False
 
     def _send(self, name: str) -> None:
-        with self._drains:
+        with self._mail.lock:
             self._busy += 1
         if not self._thread.is_alive():
             self._thread.start()
         self._orders.put(name)
-
-    def _drain(self) -> None:
-        """Bring the model up to date; in the kernel's thread, or under the lock where there is none."""
-        with self._drains:
-            while self._updates:
-                try:
-                    self._updates.popleft()()
-                except Exception:  # a view that fails must not keep the others, or the ranks, from going on
-                    LOGGER.exception("a view of the panel failed")
 
     def _adopt(self, lab: Lab) -> None:
         self._lab = lab
@@ -161,7 +144,7 @@ class Controller:
         if lab.started:
             self._show(lab)
         self._flush()
-        self._drain()
+        self._mail.deliver()
 
     # -- in the controller's thread -------------------------------------------------------------------------------------------
 
@@ -177,7 +160,7 @@ class Controller:
             except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this run and is shown; the panel stays
                 self._failed(error)
             self._flush()
-            self._update(self._less_busy)
+            self._mail.send(self._less_busy)
         if self._lab is not None:
             self._lab.close()
 
@@ -285,7 +268,7 @@ class Controller:
         if self._lab is not None:
             self._lab.close()
         watch.failed(failure)
-        self._update(lambda: setattr(self.model, "failure", failure))
+        self._mail.send(lambda: setattr(self.model, "failure", failure))
         self._end("failed", self._say, failure.message)
 
     def _check_stop(self) -> None:
@@ -294,7 +277,7 @@ class Controller:
 
     def _show(self, lab: Lab) -> None:
         """What the panel shows is from now on the run that grows."""
-        self._update(lambda: self.model.follow(lab.dir))
+        self._mail.send(lambda: self.model.follow(lab.dir))
 
     def _say(self, text: str) -> None:
         self.model.said = text
@@ -304,7 +287,7 @@ class Controller:
             if self.model.state != "stopping":
                 self.model.state = state
 
-        self._update(change)
+        self._mail.send(change)
 
     def _end(self, state: str, then: Callable[..., None], *what: Any) -> None:
         def change() -> None:
@@ -316,7 +299,7 @@ class Controller:
         self._over = state != "ready"
         self._watch.rest()
         self._flush()
-        self._update(change)
+        self._mail.send(change)
 
     def _flush(self) -> None:
         """Hand on how far it is."""
@@ -330,22 +313,4 @@ class Controller:
                 if grew:
                     self.model.grown()
 
-        self._update(change)
-
-    def _update(self, change: Callable[[], None]) -> None:
-        self._updates.append(change)
-        self._post(self._drain)
-
-
-def here() -> Post:
-    """How to reach the thread that this is called in: by its event loop, as in a kernel; without one there is nothing to go by."""
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return lambda call: call()
-
-    def post(call: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            loop.call_soon_threadsafe(call)
-
-    return post
+        self._mail.send(change)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kit.errors import KitError, RankDied, RankError, RankTimeout
 from kit.labs.lab import PhaseRow
 from kit.results import Run
-from kit.view.panel.model import LOG_LINES, Failure, PhaseState, Progress
+from kit.view.panel.facts import LOG_LINES, Failure, PhaseState, Progress
 
 if TYPE_CHECKING:
     from kit.labs.lab import Lab

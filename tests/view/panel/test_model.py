@@ -12,8 +12,9 @@ import kit
 from kit.errors import BadInput
 from kit.labs.discover import discover, find
 from kit.results import Record, create_run, load_tolerances
+from kit.view.panel.facts import choices
 from kit.view.panel.limits import limits_of, rounded_up, span
-from kit.view.panel.model import AS_IT_IS, PanelModel, choices
+from kit.view.panel.model import AS_IT_IS, PanelModel
 
 LABS = sorted(discover().labs)
 
