@@ -8,6 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 import matplotlib as mpl
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 
 from kit.view.style import DARK, LIGHT, Theme
 
@@ -43,7 +44,7 @@ def inline(picture: Picture, label: str, *, theme_name: str = "auto", salt: str 
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": salt}):
-        picture.savefig(buffer, format="svg", metadata=nothing)
+        FigureCanvasSVG(picture).print_svg(buffer, metadata=nothing)  # `savefig` draws once more, to no end here
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     # matplotlib's own sheet would style every drawing of the page.

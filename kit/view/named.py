@@ -72,7 +72,7 @@ class NamedPlot:
             picture = Picture(layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
             self.paint(Scene(picture, sight, sight.verdict(tolerances), look))
             words = LABS[sight.own].words(sight.run, sight.seen) if sight.own else cycles_word(sight)
-            heading = plots.heading(sight.run, sight.seen, [*words, *plots.moved_words(tolerances)])
+            heading = plots.heading(sight.run, sight.seen, words, tolerances)
             picture.suptitle(heading, x=0.01, ha="left", fontsize=9, color=look.faint)
             if like is not None:
                 same_layout(picture, like)

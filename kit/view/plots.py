@@ -88,7 +88,7 @@ def plot_run(
         else:
             draw(picture, seen, verdict, look)
             words = [drawings.counted(len(seen.cycles), "cycle")]
-        picture.suptitle(heading(run, seen, [*words, *moved_words(tolerances)]), x=0.01, ha="left", fontsize=11.5)
+        picture.suptitle(heading(run, seen, words, tolerances), x=0.01, ha="left", fontsize=11.5)
     return picture
 
 
@@ -128,17 +128,13 @@ def allowed(verdict: Verdict, metric: str) -> float | None:
     return next((row.limit for row in verdict if row.check.startswith(f"{metric}_return")), None)
 
 
-def heading(run: Run, seen: Steps, words: list[str]) -> str:
+def heading(run: Run, seen: Steps, words: list[str], tolerances: Mapping[str, float] | None = None) -> str:
+    """What was run and how it ended; a picture with limits that a person moved says so."""
     name = run.lab if run.id.startswith(run.lab) else f"{run.lab} {run.id}"
     fault = [f"fault: {run.fault}"] if run.fault else []
-    return " · ".join([name, drawings.counted(len(seen.ranks), "rank"), *words, *fault, run.status])
-
-
-def moved_words(tolerances: Mapping[str, float] | None) -> list[str]:
-    """A picture with limits that a person moved says so."""
-    return (
-        [f"limits moved: {', '.join(f'{name} {value:g}' for name, value in tolerances.items())}"] if tolerances else []
-    )
+    limits = ", ".join(f"{key} {value:g}" for key, value in (tolerances or {}).items())
+    moved = [f"limits moved: {limits}"] if limits else []
+    return " · ".join([name, drawings.counted(len(seen.ranks), "rank"), *words, *fault, run.status, *moved])
 
 
 def nothing(run: Run, look: Theme) -> Picture:

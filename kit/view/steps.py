@@ -36,7 +36,7 @@ class Steps:
     frame: pd.DataFrame
 
     def metrics(self) -> set[str]:
-        return set(self.frame["metric"])
+        return set(self.frame["metric"].unique())
 
     def of(self, metric: str) -> pd.DataFrame:
         """Finite values of a metric, with the number of their step."""

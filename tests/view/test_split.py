@@ -13,7 +13,7 @@ import pytest
 import kit
 from kit.labs.split.config import SplitConfig, cases_of
 from kit.results import Record, Verdict, VerdictRow, create_run
-from kit.view import split
+from kit.view import named, split
 from kit.view.calls import ways
 from kit.view.parity import Decades
 from kit.view.plots import plot_run
@@ -244,3 +244,16 @@ def test_a_run_that_broke_is_drawn_as_any_run(make_split):
 
 def test_a_persons_own_code_is_named(make_split):
     assert " · mine:Step · " in plot_run(make_split(implementation="mine:Step")).get_suptitle()
+
+
+def test_its_drawings_have_names(make_split):
+    run = make_split(level="both")
+    assert {"metrics", "gradients", "calls"} <= set(named.names(run))
+    metrics = named.PLOTS["metrics"].draw(run)
+    assert {"Metrics, the loss over tokens", "Metrics, the loss over sequences"} <= words(metrics)
+    assert {"limit 1e-06", "0.001, common", "relative error in step 1, worst of all cuts"} <= words(metrics)
+    moved = named.PLOTS["gradients"].draw(run, tolerances={"grad_rel": 1e-3})
+    assert "limit 0.001, step 1" in words(moved)
+    assert {"||dg|| / ||g||", "calls that a step is cut in"} <= words(moved)
+    assert "time since the step began [ms], one sample" in words(named.PLOTS["calls"].draw(run))
+    assert "metrics" not in named.names(make_split(until=(1, "split")))

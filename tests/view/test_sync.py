@@ -10,15 +10,16 @@ import itertools
 import warnings
 
 import matplotlib as mpl
+import pandas as pd
 import pytest
 
 import kit
 from kit.labs.sync import tables
 from kit.labs.sync.config import SyncConfig
 from kit.results import NotMeasured, Record, create_run
-from kit.view import handover
+from kit.view import handover, named, rates
 from kit.view.plots import plot_run
-from kit.view.style import THEMES
+from kit.view.style import THEMES, theme
 
 SENDER = {"gather": 0.02, "pack": 0.01, "send": 0.03, "verify": 0.004, "teardown": 0.001, "finalize": 0, "publish": 0}
 RECEIVER = {"receive": 0.03, "keep": 0.002, "apply": 0.01, "verify": 0.005}
@@ -242,3 +243,32 @@ def test_tables_of_a_run(make_sync):
     for asked in (tables.stages, tables.transports, tables.digests):
         with pytest.raises(NotMeasured):
             asked(run.frame().head(0))
+
+
+def test_its_drawings_have_names(make_sync):
+    run = make_sync()
+    assert {"stages", "events", "rates", "memory", "drift"} - set(named.names(run)) == {"memory", "drift"}
+    rates = named.PLOTS["rates"].draw(run)
+    assert titles(rates) == [
+        "Transports by the size of buckets, 64 MiB to one receiver",
+        "Medians at their best",
+    ]
+    assert {"one memcpy, 12", "size of a bucket [MiB] (medians)"} <= words(rates)  # older runs have no spread
+    assert titles(named.PLOTS["stages"].draw(run)) == ["Stages of each sync, n = 1 each"]
+    assert titles(named.PLOTS["events"].draw(run)) == ["Expansion of cycle 3, event by event"]
+    assert "rates" not in named.names(make_sync(rates={}))
+
+
+def test_rates_have_their_spread_where_it_was_recorded(make_sync):
+    spread = [("rate_low/shm/1048576", 5e9), ("rate_high/shm/1048576", 7e9), ("rate_n/shm/1048576", 3)]
+    spread += [("rate_low/shm/8388608", 8e9), ("rate_high/shm/8388608", 9.5e9), ("rate_n/shm/8388608", 3)]
+    run = make_sync()
+    frame = run.frame()
+    rows = frame[frame["metric"] == "rate/memcpy"]
+    more = pd.concat([rows.assign(metric=metric, value=value) for metric, value in spread])
+    look = theme("light")
+    axes = mpl.figure.Figure().subplots()
+    rates.curves(axes, pd.concat([frame, more], ignore_index=True), look)
+    (spans,) = axes.collections
+    assert [segment[:, 1].tolist() for segment in spans.get_segments()] == [[5, 7], [8, 9.5]]
+    assert axes.get_xlabel() == "size of a bucket [MiB] (n = 3, median and range)"

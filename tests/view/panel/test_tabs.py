@@ -1,0 +1,306 @@
+"""The tabs for plots, records, comparison and export, driven without a browser, on real runs and on made-up ones."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+
+import pytest
+
+import kit
+from kit.bench.view import made_up
+from kit.labs.discover import find
+from kit.results import read_export
+from kit.view.panel import plots_tab
+from kit.view.panel.compare_tab import CompareTab, listed
+from kit.view.panel.export_tab import KINDS, ExportTab
+from kit.view.panel.model import PanelModel
+from kit.view.panel.plots_tab import PlotsTab
+from kit.view.panel.records_tab import RecordsTab, tables_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two real runs of the smoke lab, the second with a fault, and one of the offload lab's shape that is made up."""
+    folder = tmp_path_factory.mktemp("runs")
+    made_up(folder, 3000)
+    kit.run("smoke", cycles=2, out=folder / "plain")
+    kit.run("smoke", cycles=2, fault="leaked-group", out=folder / "leaking")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def runs(folder, monkeypatch):
+    monkeypatch.setenv("KIT_RUNS", str(folder))
+
+
+@pytest.fixture
+def offload():
+    model = PanelModel(find("offload"))
+    assert model.run is not None
+    return model
+
+
+@pytest.fixture
+def smoke(folder):
+    model = PanelModel(find("smoke"))
+    model.show(kit.load(folder / "leaking"))
+    return model
+
+
+def said(tab):
+    return re.sub("<.*?>", "", tab.said.value)
+
+
+# -- plots -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What was sent to the page, by the label of the picture; the drawing itself is the real one."""
+    calls = []
+    real = plots_tab.inline
+
+    def inline(picture, label, **options):
+        calls.append((label.partition(" of ")[0], options["theme_name"]))
+        return real(picture, label, **options)
+
+    monkeypatch.setattr(plots_tab, "inline", inline)
+    return calls
+
+
+def test_plots_are_offered_as_the_run_tells_the_quick_ones_first(offload):
+    tab = PlotsTab(offload)
+    tab.visible = True
+    assert [name for _, name in tab.choice.options] == [
+        "memory", "drift", "times", "census", "timeline", "verdict", "overview",
+    ]  # fmt: skip
+    assert "Memory by source of offload-" in tab.picture.value
+    assert "<svg" in tab.picture.value
+
+
+def test_nothing_is_drawn_while_nobody_looks(offload, drawn):
+    tab = PlotsTab(offload)
+    offload.grown()
+    assert drawn == []
+    tab.visible = True
+    assert drawn == [("Memory by source", "auto")]
+    tab.visible = False
+    tab.choice.value = "drift"
+    offload.move("drift_mib", 5)
+    assert len(drawn) == 1
+    tab.visible = True
+    assert drawn[1:] == [("Drift over cycles", "auto")]
+    assert "limit 5 MiB" in words(tab)
+
+
+def words(tab):
+    """What the picture says: text is drawn as shapes in the page."""
+    return {text.get_text() for axes in tab._picture.axes for text in axes.texts}
+
+
+def test_a_limit_is_drawn_anew_where_it_is_in_the_drawing_alone(offload, drawn):
+    tab = PlotsTab(offload)
+    tab.visible = True
+    offload.move("drift_mib", 5)
+    assert len(drawn) == 1
+    tab.choice.value = "drift"
+    before = tab.picture.value
+    offload.move("drift_mib", 6)
+    assert "limit 6 MiB" in words(tab)
+    assert tab.picture.value != before
+    offload.move("fds_more", 3)
+    assert drawn[1:] == [("Drift over cycles", "auto")] * 2
+    offload.grown()
+    assert len(drawn) == 4
+
+
+def test_another_theme_is_the_same_drawing(offload, drawn):
+    tab = PlotsTab(offload)
+    tab.visible = True
+    picture = tab._picture
+    tab.theme.value = "dark"
+    assert tab._picture is picture
+    assert drawn == [("Memory by source", "auto"), ("Memory by source", "dark")]
+    assert 'class="kit-picture kit-dark"' in tab.picture.value
+
+
+def test_while_ranks_work_drawing_is_held_back_and_caught_up(offload, drawn):
+    tab = PlotsTab(offload)
+    tab.visible = True
+    tab._took = 1e6  # as if drawing took very long
+    offload.state = "running"
+    for _ in range(3):
+        offload.grown()
+    assert len(drawn) == 1
+    offload.state = "ready"
+    assert len(drawn) == 2
+
+
+def test_plots_are_saved_beside_the_run(offload):
+    tab = PlotsTab(offload)
+    tab.visible = True
+    tab.choice.value = "drift"
+    tab.png.click()
+    path = offload.run.dir / "drift.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert said(tab) == f"written: {path}"
+    tab.theme.value = "dark"
+    tab.svg.click()
+    assert "#161b22" in (offload.run.dir / "drift-dark.svg").read_text()
+
+
+def test_without_a_run_a_person_is_told_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path))
+    model = PanelModel(find("smoke"))
+    tab = PlotsTab(model)
+    tab.visible = True
+    assert "press Start" in tab.picture.value
+    assert tab.png.disabled
+    export, records = ExportTab(model), RecordsTab(model)
+    records.visible = True
+    assert export.go.disabled
+    assert "no run yet" in said(export) + said(records)
+
+
+# -- records ---------------------------------------------------------------------------------------------------------------
+
+
+def test_records_are_a_table_and_follow_the_run(smoke, folder):
+    tab = RecordsTab(smoke)
+    assert tab.grid.table is None
+    tab.visible = True
+    frame = smoke.run.frame()
+    assert len(tab.grid.table) == len(frame)
+    assert tab.grid.table.columns == ["cycle", "phase", "rank", "metric", "value", "unit", "at [s]"]
+    tab.grid.words.value = "metric:=groups rank:1"
+    some = int(((frame["metric"] == "groups") & (frame["rank"] == 1)).sum())
+    assert f"{some} of {len(frame)} rows" in tab.grid.count.value
+    smoke.show(kit.load(folder / "plain"))
+    assert len(tab.grid.table) == len(smoke.run.frame())
+    tab.choice.value = "times"
+    assert tab.grid.query.by == "median [s]"
+    assert tab.grid.descending.value
+
+
+def test_tables_of_a_lab_that_the_run_has_nothing_for_say_so(folder):
+    model = PanelModel(find("sync"))
+    run = kit.load(folder / "plain")
+    info = json.loads((run.dir / "run.json").read_text())
+    copy = folder / "as-sync"
+    copy.mkdir(exist_ok=True)
+    (copy / "run.json").write_text(json.dumps({**info, "lab": "sync"}))
+    (copy / "records.jsonl").write_bytes((run.dir / "records.jsonl").read_bytes())
+    model.show(kit.load(copy))
+    tab = RecordsTab(model)
+    tab.visible = True
+    assert set(tables_of(model.run)) == {"records", "times", "syncs", "stages", "transports", "digests"}
+    tab.choice.value = "digests"
+    assert said(tab) == "no tensor was hashed on a receiver"
+    assert tab.grid.words.disabled
+    tab.choice.value = "records"
+    assert said(tab) == ""
+
+
+# -- comparison ------------------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_listed_newest_first_and_found_by_words(folder):
+    lines = [line for line, _ in listed(folder, "smoke")]
+    assert [line.rpartition(" · ")[2] for line in lines] == ["leaking", "plain"]
+    assert "fault leaked-group" in lines[0]
+    assert [path for _, path in listed(folder, "smoke leaked")] == [str(folder / "leaking")]
+    assert listed(folder, "nothing of it") == []
+    broken = folder / "broken"
+    broken.mkdir()
+    (broken / "run.json").write_text("{")
+    assert len(listed(folder, "broken")) == 0
+
+
+def test_two_runs_are_compared(smoke, folder):
+    tab = CompareTab(smoke)
+    tab.visible = True
+    assert tab.go.disabled
+    tab.runs.value = [str(folder / "leaking"), str(folder / "plain")]
+    assert tab.base.value == str(folder / "plain")  # the older one
+    tab.go.click()
+    assert "fault: None / leaked-group" in said(tab)
+    assert "<svg" in tab.picture.value
+    assert "What changed most against" in tab.picture.value
+    columns = tab.grid.table.columns
+    assert columns == ["phase", "rank", "metric", "unit", "base", "value", "ratio", "n", "spread"]
+    tab.grid.words.value = "metric:=groups phase:count"
+    assert re.findall(r"<td[^>]*>(.*?)</td>", tab.grid.rows.value)[:7] == [
+        "count",
+        "0",
+        "groups",
+        "1",
+        "1",
+        "2.5",
+        "2.5",
+    ]
+    tab.base.value = str(folder / "leaking")
+    tab.go.click()
+    assert "fault: leaked-group / None" in said(tab)
+
+
+def test_one_run_is_not_compared_and_words_that_find_nothing_are_told(smoke, folder):
+    tab = CompareTab(smoke)
+    tab.visible = True
+    tab.runs.value = [str(folder / "plain")]
+    assert tab.go.disabled
+    assert "two runs or more" in said(tab)
+    tab.words.value = "nothing-of-it"
+    assert tab.runs.options == ()
+    assert said(tab).startswith("No run in")
+
+
+# -- export ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_every_kind_is_written_with_its_origin_and_can_be_taken_from_the_page(smoke, tmp_path, kind):
+    tab = ExportTab(smoke)
+    assert tab.folder.value == str(smoke.run.dir)
+    tab.folder.value = str(tmp_path)
+    tab.kind.value = kind
+    assert tab.name.value == f"leaking{kind}"
+    tab.go.click()
+    path = tmp_path / f"leaking{kind}"
+    assert said(tab).startswith(f"written: {path}")
+    assert f'download="leaking{kind}"' in tab.link.value
+    assert base64.b64decode(tab.link.value.partition("base64,")[2].partition('"')[0]) == path.read_bytes()
+    if kind in {".csv", ".parquet", ".json"}:
+        back = read_export(path)
+        assert len(back.frame) == len(smoke.run.frame())
+        assert back.provenance["run"]["id"] == smoke.run.id
+    elif kind == ".trace.json":
+        assert json.loads(path.read_text())["traceEvents"]
+    else:
+        assert smoke.run.id in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "folder_", "sentence"),
+    [
+        ("a/b.csv", None, "must be one name without a folder, not 'a/b.csv'"),
+        ("", None, "must be one name"),
+        ("a.csv", "/no/such/folder", "there is no folder /no/such/folder"),
+    ],
+)
+def test_what_cannot_be_written_is_one_sentence(smoke, tmp_path, name, folder_, sentence):
+    tab = ExportTab(smoke)
+    tab.folder.value = folder_ or str(tmp_path)
+    tab.name.value = name
+    tab.go.click()
+    assert sentence in said(tab).replace("&#x27;", "'")
+    assert tab.link.value == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_run_is_exported_under_its_own_name(smoke, folder):
+    tab = ExportTab(smoke)
+    tab.kind.value = ".md"
+    smoke.show(kit.load(folder / "plain"))
+    assert (tab.name.value, tab.folder.value) == ("plain.md", str(folder / "plain"))

@@ -1,0 +1,168 @@
+"""Plots by name: each alone has its axes, units and numbers, and its limit where a person moved it. Runs are made up here."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+
+import matplotlib as mpl
+import pytest
+from matplotlib.colors import to_hex
+
+import kit
+from kit.bench.view import made_up
+from kit.errors import BadInput
+from kit.view import named
+from kit.view.inline import PLACES, inline
+from kit.view.sight import Sight
+from kit.view.style import DARK, LIGHT, THEMES
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    """A layout that does not fit only warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Records in the shape of the offload lab's; nothing was run."""
+    return kit.load(made_up(tmp_path_factory.mktemp("runs"), 3000))
+
+
+def words(picture):
+    return {text.get_text().strip() for text in picture.findobj(mpl.text.Text)}
+
+
+def titles(picture):
+    return [axes.get_title(loc="left") for axes in picture.axes if axes.get_title(loc="left")]
+
+
+def flat(axes):
+    """The heights of lines across a drawing, in the colour of limits."""
+    return [line.get_ydata()[0] for line in axes.lines if line.get_gid() == "limit"]
+
+
+def test_the_names_are_those_that_the_run_has_something_for(run, make_run):
+    assert named.names(run) == ["overview", "memory", "drift", "times", "census", "timeline", "verdict"]
+    assert named.names(make_run(cycles=0)) == ["overview"]
+    assert named.names(make_run(cycles=1)) == ["overview", "memory", "times", "census", "timeline"]
+    assert named.PLOTS["drift"].tells(run)
+    assert not named.PLOTS["rates"].tells(run)
+
+
+@pytest.mark.parametrize("theme_name", THEMES)
+@pytest.mark.parametrize("name", ["memory", "drift", "times", "census", "timeline", "verdict"])
+def test_each_is_drawn_alone_with_its_origin(run, name, theme_name):
+    picture = named.PLOTS[name].draw(run, theme_name)
+    assert picture.get_suptitle().startswith("offload · 4 ranks · tiny, tp 2 · mode exact")
+    assert to_hex(picture.get_facecolor()) == THEMES[theme_name].paper
+    assert picture._repr_png_().startswith(b"\x89PNG")
+    for axes in picture.axes:
+        if axes.axison:
+            assert re.search(r"\[.+\]|count|cycle|rank", axes.get_ylabel() + axes.get_xlabel()), axes
+
+
+def test_what_each_shows(run):
+    def seen(name):
+        return named.PLOTS[name].draw(run)
+
+    assert titles(seen("memory")) == ["Host memory of a rank, 320 MiB at the baseline (median and range of 4 ranks)"]
+    assert titles(seen("drift")) == ["Drift of anonymous memory while released (n = 1 a point)"]
+    assert titles(seen("times")) == ["Time per phase and rank"]
+    assert "cycle 1, n = 1" in words(seen("times"))
+    assert titles(seen("census")) == [
+        "Process groups (without a job 1)",
+        "Open files (without a job 1)",
+        "Sockets (without a job 1)",
+        "Threads (without a job 1)",
+    ]
+    timeline = seen("timeline")
+    assert {"rank 0", "rank 3", "time since the first phase began [s]"} <= words(timeline)
+    bars = [bar for axes in timeline.axes for drawn in axes.containers for bar in drawn]
+    assert len(bars) == (run.frame()["metric"] == "seconds").sum()
+    assert {"✓", "memory_drift"} <= words(seen("verdict"))
+
+
+def test_a_tolerance_moves_its_line_and_is_told(run):
+    plain, moved = (named.PLOTS["drift"].draw(run, tolerances=limits) for limits in (None, {"drift_mib": 7.5}))
+    assert (flat(plain.axes[0]), flat(moved.axes[0])) == ([200], [7.5])
+    assert "limit 7.5 MiB" in words(moved)
+    assert moved.get_suptitle().endswith("finished · limits moved: drift_mib 7.5")
+    census = named.PLOTS["census"].draw(run, tolerances={"fds_more": 9})
+    by_title = {axes.get_title(loc="left").partition(" (")[0]: flat(axes) for axes in census.axes}
+    assert by_title == {"": [], "Process groups": [1], "Open files": [29], "Sockets": [], "Threads": [20]}
+    assert "✗ FAIL" in words(named.PLOTS["verdict"].draw(run, tolerances={"fds_more": -1}))
+    assert "limits moved: drift_mib 7.5" in named.plot(run, tolerances={"drift_mib": 7.5}).get_suptitle()
+    with pytest.raises(BadInput, match="unknown tolerance 'drift'"):
+        named.plot(run, "drift", tolerances={"drift": 1})
+
+
+def test_a_drawing_changes_with_the_limits_that_are_in_it_alone():
+    checks = {"drift_mib": ("memory_drift",), "fds_more": ("fds_return",)}
+    moves = {name for name, plot in named.PLOTS.items() if plot.moves_with(checks, {"drift_mib"})}
+    assert moves == {"overview", "drift", "verdict"}
+    assert named.PLOTS["census"].moves_with(checks, {"fds_more"})
+    assert not named.PLOTS["memory"].moves_with(checks, {"fds_more", "drift_mib"})
+
+
+def test_a_drawing_that_is_like_another_is_laid_out_as_that_is(run):
+    sight, plot = Sight.of(run), named.PLOTS["census"]
+    first = plot.of(sight)
+    first.draw_without_rendering()
+    second = plot.of(sight, tolerances={"fds_more": 3}, like=first)
+    second.draw_without_rendering()
+    assert [axes.get_position().bounds for axes in second.axes] == [axes.get_position().bounds for axes in first.axes]
+    other = plot.of(sight, like=named.PLOTS["drift"].of(sight))  # it has other parts
+    assert other.get_layout_engine() is not None
+    assert second.get_layout_engine().__class__.__name__ == "PlaceHolderLayoutEngine"
+
+
+def test_names_and_options_that_are_wrong_are_told(run, make_run):
+    with pytest.raises(BadInput, match="there is no plot 'drfit'; its plots are: overview, memory, drift"):
+        run.plot("drfit")
+    with pytest.raises(BadInput, match="this run has nothing for the plot 'rates'"):
+        run.plot("rates")
+    with pytest.raises(BadInput, match="light, dark, not 'pink'"):
+        run.plot("drift", theme="pink")
+    with pytest.raises(BadInput, match="has no records for 'Drift over cycles'"):
+        named.PLOTS["drift"].draw(make_run(cycles=1))
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_each_is_saved(run, tmp_path, suffix):
+    path = run.plot("drift", theme="dark").save(tmp_path / f"drift{suffix}")
+    text = path.read_bytes()
+    assert text.startswith(b"\x89PNG") if suffix == ".png" else DARK.series[0].encode() in text
+
+
+def test_in_a_page_a_picture_takes_the_colours_of_its_theme(run):
+    page = inline(named.PLOTS["drift"].draw(run), 'Drift "of" <it>', salt="one")
+    assert 'aria-label="Drift &quot;of&quot; &lt;it&gt;"' in page
+    assert f"stroke: var({PLACES[LIGHT.series[0]]})" in page
+    assert not set(re.findall("#[0-9a-f]{6}", page)) & set(PLACES)
+    assert "<style" not in page  # matplotlib's would style every drawing of the page
+    assert 'href="http' not in page
+    used = set(re.findall(r"url\(#(\w+)\)", page))
+    assert used
+    assert all(f'id="{name}"' in page for name in used)
+    again = inline(named.PLOTS["drift"].draw(run), "Drift", salt="two")
+    assert not used & set(re.findall(r'id="(p\w{10})"', again))  # two pictures of a page do not share names
+
+
+def test_both_themes_have_the_same_colours_in_the_same_places():
+    assert len(PLACES) == len(dataclasses.fields(LIGHT)) - 1 + len(LIGHT.series)  # no two alike
+    assert len(LIGHT.series) == len(DARK.series)
+
+
+def test_drift_of_a_run_of_ones_own_is_after_its_last_phase(make_run, tmp_path):
+    run = make_run(phases=("make", "use"))
+    assert named.drift_phase(Sight.of(run)) is None  # the smoke lab asks after a phase that is not there
+    info = (run.dir / "run.json").read_text().replace('"lab": "smoke"', '"lab": "own"')
+    (run.dir / "run.json").write_text(info)
+    own = kit.load(run.dir)
+    assert titles(named.PLOTS["drift"].draw(own)) == ["Drift of anonymous memory after use (n = 1 a point)"]
+    assert flat(named.PLOTS["drift"].draw(own).axes[0]) == []
