@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -44,7 +44,8 @@ def inline(picture: Picture, label: str, *, theme_name: str = "auto", salt: str 
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": salt}):
-        FigureCanvasSVG(picture).print_svg(buffer, metadata=nothing)  # `savefig` draws once more, to no end here
+        canvas: Any = FigureCanvasSVG(picture)
+        canvas.print_svg(buffer, metadata=nothing)  # `savefig` would draw once more, to no end here
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     # matplotlib's own sheet would style every drawing of the page.
