@@ -213,6 +213,7 @@ def test_ranks_work_and_the_kernel_answers(page, server, artefacts):
     said(panel, "finished", timeout_s=150)
     tab(panel, "Verdict")
     row(panel, "groups_return_to_baseline").locator(".kit-bad", has_text="FAIL").wait_for(timeout=10_000)
+    assert panel.locator(".kit-check", has_text="(lab:").count() == 0  # the browser moves no limit by itself
     snap(page, artefacts, "mode", panel)
     dark(page)
     snap(page, artefacts, "dark", panel)
@@ -293,4 +294,13 @@ def test_a_restarted_kernel_leaves_no_ranks_and_the_last_run_is_shown_again(page
     panel = shown(page)
     said(panel, "shown is the last run, smoke-")
     snap(page, artefacts, "again", panel)
+
+    menu(page, "File", "Save Notebook")
+    page.locator(".jp-mod-dirty").first.wait_for(state="detached", timeout=30_000)
+    page.reload()  # the kernel lives on, and so does what the page shows of it
+    panel = shown(page)
+    press(panel, "Step")
+    panel.locator(".kit-strip td.kit-done").nth(1).wait_for(timeout=60_000)
+    press(panel, "Stop")
+    said(panel, "stopped")
     clean(page)
