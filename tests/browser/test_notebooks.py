@@ -19,12 +19,22 @@ def cell_with(page, text: str):
     return page.locator(".jp-CodeCell", has=page.locator(".jp-InputArea", has_text=text)).first
 
 
+def panel_waits(page, artefacts, name: str) -> None:
+    """The notebook's panel is there, and its ranks are not: they start with its Start."""
+    panel = page.locator(".kit-panel")
+    panel.locator(".kit-strip").wait_for(timeout=60_000)
+    panel.scroll_into_view_if_needed()
+    page.screenshot(path=artefacts / f"{name}-panel.png")
+    assert panel.locator(".kit-strip td.kit-done, .kit-strip td.kit-running").count() == 0
+
+
 def test_run_all_shows_verdict_and_picture(page, server, artefacts):
     page.goto(server.page("00_start.ipynb"))
     page.locator(".jp-StatusBar-TextItem", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
     page.screenshot(path=artefacts / "start-open.png")
 
     menu(page, "Run", "Run All Cells")
+    panel_waits(page, artefacts, "start")
     judged = cell_with(page, "run.verdict()")
     judged.locator(".jp-OutputArea", has_text="0 failed, 0 not measured, 5 passed").wait_for(timeout=120_000)
     picture = cell_with(page, "run.plot()").locator(".jp-OutputArea img")
@@ -60,6 +70,7 @@ def test_offload_is_shown(page, server, artefacts):
     page.goto(server.page("01_offload_reload.ipynb"))
     page.locator(".jp-StatusBar-TextItem", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
     menu(page, "Run", "Run All Cells")
+    panel_waits(page, artefacts, "offload")
     judged = cell_with(page, "run.verdict()")
     judged.locator(".jp-OutputArea", has_text="0 failed,").wait_for(timeout=180_000)
     modes = cell_with(page, "plot_modes([run, *others])").locator(".jp-OutputArea img")
@@ -79,6 +90,7 @@ def test_a_weight_sync_is_shown(page, server, artefacts):
     page.goto(server.page("02_weight_sync.ipynb"))
     page.locator(".jp-StatusBar-TextItem", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
     menu(page, "Run", "Run All Cells")
+    panel_waits(page, artefacts, "sync")
     judged = cell_with(page, "run.verdict()")
     judged.locator(".jp-OutputArea", has_text="0 failed,").wait_for(timeout=180_000)
     mine = cell_with(page, "mine.verdict()").locator(".jp-OutputArea", has_text="bit_exact")
@@ -107,6 +119,7 @@ def test_a_split_step_is_shown(page, server, artefacts):
     page.goto(server.page("03_split_training.ipynb"))
     page.locator(".jp-StatusBar-TextItem", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
     menu(page, "Run", "Run All Cells")
+    panel_waits(page, artefacts, "split")
     judged = cell_with(page, "run.verdict()")
     judged.locator(".jp-OutputArea", has_text="0 failed,").wait_for(timeout=180_000)
     mine = cell_with(page, "implementation=").locator(".jp-OutputArea", has_text="FAIL grad_parity")
