@@ -81,6 +81,7 @@ def log_html(log: Sequence[tuple[int, str]], failure: Failure | None, *, rank: i
     if not rows:
         return '<p class="kit-faint">Nothing was printed so far.</p>'
     count = f"{len(shown)} of {len(wanted)} lines" if len(shown) < len(wanted) else f"{len(wanted)} lines"
+    count = count if wanted else "nothing was printed"
     body = "\n".join(rows)
     lines = f'<pre tabindex="0" role="log" aria-label="lines of ranks">{body}</pre>'
     return f'<p class="kit-faint">{count}</p><div class="kit-log">{lines}</div>'

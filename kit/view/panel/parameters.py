@@ -136,7 +136,7 @@ class Number(Control):
             return
         self.scale = scale(max(1, low), high)
         self.rough = widgets.IntSlider(max=self.scale.steps, readout=False, tooltip=self.help)
-        self.rough.layout = widgets.Layout(flex="1 1 60px", width="60px", min_width="40px")
+        self.rough.layout = widgets.Layout(flex="1 1 60px", width="60px", min_width="40px", margin="2px 2px 2px 10px")
         exact.layout = widgets.Layout(flex="1 1 auto", width="240px")
         row = widgets.HBox([exact, self.rough], layout={"width": "auto"})
         self.build(look.classed(row, "kit-number"), exact, self.rough)
@@ -318,7 +318,7 @@ def fault_html(model: PanelModel) -> str:
     if fault is None:
         return ""
     ends = " The run itself must break." if fault.exit == 3 else ""
-    settings = ", ".join(f"{name}={value}" for name, value in fault.set.items())
+    settings = ", ".join(f"{name}={_said(value)}" for name, value in fault.set.items())
     sets = f" Sets {settings}." if settings else ""
     return (
         f'<p><b class="kit-bad">✗ {look.text(fault.name)}:</b> {look.text(fault.breaks)}. '

@@ -44,6 +44,9 @@ ENDS = {
     "error": "failed",
 }
 
+# What is folded under a failure.
+FOLDS = {"raised": "traceback", "timeout": "what the ranks were doing", "stopped": "what the ranks were doing"}
+
 
 class Strip:
     """Observes phases, progress, failure and what is said."""
@@ -227,7 +230,7 @@ def failure_html(failure: Failure | None) -> str:
     who = f"{'rank' if len(failure.ranks) == 1 else 'ranks'} {ranks_short(failure.ranks)}" if failure.ranks else ""
     words = " ".join(filter(None, [who, ENDS.get(failure.kind, failure.kind)]))
     where = f" in phase {failure.phase}" if failure.phase else ""
-    more = look.folded(f"what {who or 'the ranks'} did: traceback", failure.detail) if failure.detail else ""
+    more = look.folded(FOLDS.get(failure.kind, "more"), failure.detail) if failure.detail else ""
     head = failure.message.partition("\n")[0]
     return (
         f'<div class="kit-failure" role="alert"><b class="kit-bad">✗ {look.text(words + where)}</b>'
