@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from kit.view.drawings import APART, count_word, time_unit, widen
+from kit.view.drawings import APART, count_word, ranks_word, time_unit, widen
 from kit.view.style import LINES, MARKERS
 
 if TYPE_CHECKING:
@@ -189,7 +189,9 @@ def draw_limit(ax: Axes, limit: float, word: str, theme: Theme) -> None:
     ax.annotate(
         word,
         (1, limit),
+        (0, 2),
         xycoords=("axes fraction", "data"),
+        textcoords="offset points",
         ha="right",
         va="bottom",
         color=theme.bad,
@@ -229,6 +231,7 @@ def census(ax: Axes, seen: Steps, metric: str, theme: Theme, *, allowed: float |
     ax.set_ylim(bottom=0, top=ax.get_ylim()[1] * 1.08)
     ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     cycle_axis(ax)
+    ax.set_xlabel(f"cycle ({ranks_word(seen)})")
     ax.set_ylabel("count")
     ax.set_title(COUNTS[metric] + ("" if base.empty else f" (without a job {base.median():g})"))
 

@@ -115,7 +115,7 @@ def census(ax: Axes, steps: Steps, theme: Theme, metric: str, *, title: str, all
     widen(ax, least=4)
     ax.set_ylim(bottom=max(-0.2, ax.get_ylim()[0]))
     ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    ax.set_ylabel("count")
+    ax.set_ylabel("count" if len(steps.ranks) == 1 else f"count (range of {len(steps.ranks)} ranks)")
     limit = "" if level.start is None or allowed is None else f", limit {allowed:+g}"
     ax.set_title(title + ("" if level.start is None else f" (at start {level.start:g}{limit})"))
     step_axis(ax, steps, theme)

@@ -111,7 +111,7 @@ def gradients(ax: Axes, frame: pd.DataFrame, config: Mapping[str, Any], verdict:
     ax.set_ylim(bottom, top + 0.28 * (top - bottom))  # room for the legend
     ax.set_xlim(-0.5, right + 0.3 * (len(columns) + 1))
     ax.set_xticks(range(len(columns)), [str(count or "all") for count in columns])
-    ax.set_xlabel("calls that a step is cut in")
+    ax.set_xlabel("calls that a step is cut in (a point is one step, n = 1)")
     ax.set_ylabel("||dg|| / ||g||")
     ax.set_title("Gradients against the plain step")
     handles, names = ax.get_legend_handles_labels()

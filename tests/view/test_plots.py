@@ -43,7 +43,7 @@ def test_a_run_shows_time_memory_census_and_timeline(make_run, theme_name):
         "Threads",
         "Timeline of ranks",
     ]
-    assert {"time [ms]", "change since start [MiB]", "count", "rank 0", "rank 1"} <= words(picture)
+    assert {"time [ms]", "change since start [MiB]", "count (range of 2 ranks)", "rank 0", "rank 1"} <= words(picture)
     assert not [word for word in words(picture) if "VRAM" in word or "GPU" in word]
     assert picture._repr_png_().startswith(b"\x89PNG")
 

@@ -254,6 +254,6 @@ def test_its_drawings_have_names(make_split):
     assert {"limit 1e-06", "0.001, common", "relative error in step 1, worst of all cuts"} <= words(metrics)
     moved = named.PLOTS["gradients"].draw(run, tolerances={"grad_rel": 1e-3})
     assert "limit 0.001, step 1" in words(moved)
-    assert {"||dg|| / ||g||", "calls that a step is cut in"} <= words(moved)
+    assert {"||dg|| / ||g||", "calls that a step is cut in (a point is one step, n = 1)"} <= words(moved)
     assert "time since the step began [ms], one sample" in words(named.PLOTS["calls"].draw(run))
     assert "metrics" not in named.names(make_split(until=(1, "split")))

@@ -41,9 +41,9 @@ class ExportTab:
         self.model = model
         self.visible = True
         self.kind = widgets.Dropdown(
-            description="Format", options=KINDS, tooltip="what kind of file", layout={"width": "20em"}
+            description="Format", options=KINDS, tooltip="what kind of file", layout={"width": "24em"}
         )
-        self.name = widgets.Text(description="File", tooltip="the file's name", layout={"width": "24em"})
+        self.name = widgets.Text(description="File", tooltip="the file's name", layout={"width": "30em"})
         self.folder = widgets.Text(
             description="Folder", tooltip="where it is written; ~ is your home", layout={"width": "100%"}
         )
@@ -113,4 +113,6 @@ def linked(path: Path) -> str:
     data = base64.b64encode(path.read_bytes()).decode()
     kind = MIME.get(path.suffix, "application/octet-stream")
     name = look.text(path.name)
-    return f'<a download="{name}" href="data:{kind};base64,{data}">Download {name}</a>'
+    return (
+        f'<a style="text-decoration:underline" download="{name}" href="data:{kind};base64,{data}">Download {name}</a>'
+    )

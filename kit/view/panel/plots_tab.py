@@ -37,9 +37,9 @@ class PlotsTab:
         self._drawn: tuple[str, object] = ("", None)  # which plot the picture is, under which limits
         self._shown = ""  # in which theme it is on the page
         self._salt = secrets.token_hex(4)
-        self.choice = widgets.Dropdown(description="Plot", tooltip="which drawing of the run", layout={"width": "20em"})
+        self.choice = widgets.Dropdown(description="Plot", tooltip="which drawing of the run", layout={"width": "26em"})
         self.theme = widgets.Dropdown(
-            description="Colours", options=THEMES, tooltip="light or dark", layout={"width": "15em"}
+            description="Colours", options=THEMES, tooltip="light or dark", layout={"width": "20em"}
         )
         self.png, self.svg = (
             widgets.Button(

@@ -1,0 +1,72 @@
+"""The tabs of the panel in JupyterLab, on runs that are made up: the theme of a picture, headings, a copy, a comparison, a download."""
+
+from __future__ import annotations
+
+import pytest
+
+from kit.bench.view import made_up
+from tests.browser.test_panel import choose, clean, contents, dark, idle, opened, press, snap, tab, write
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+
+PAPER = "getComputedStyle(document.querySelector('.kit-picture svg path')).fill"
+LIGHT, DARK = "rgb(255, 255, 255)", "rgb(22, 27, 34)"
+
+
+def test_pictures_tables_comparison_and_files(page, server, artefacts):
+    runs = [made_up(server.folder / "runs", size) for size in (3000, 6000)]
+    page.set_viewport_size({"width": 1280, "height": 1500})
+    panel = opened(page, server, "tabs", 'import kit\npanel = kit.panel("offload")\npanel')
+    contents(panel).locator(".kit-picture svg").wait_for()
+    choose(panel, "Plot", "Groups, files, threads")
+    panel.locator('svg[aria-label^="Groups, files, threads of offload-"]').wait_for()
+    assert page.evaluate(PAPER) == LIGHT
+    snap(page, artefacts, "tabs-plots", contents(panel))
+
+    tab(panel, "Records")
+    write(panel, "Filter", "reload metric:=seconds")
+    grid = contents(panel).locator(".kit-grid")
+    grid.locator("[role=status]", has_text="rows").filter(has_text=" of ").wait_for()
+    grid.locator("th button", has_text="rank").focus()
+    page.keyboard.press("Enter")  # a heading is reached by the keyboard as well
+    grid.locator('th[aria-sort="descending"]', has_text="rank").wait_for()
+    assert grid.locator("tbody tr td:nth-child(3)").first.inner_text() == "3"
+    grid.locator("button", has_text="Copy as Markdown").click()
+    text = grid.locator("textarea").input_value()
+    assert text.startswith("| cycle | phase | rank | metric | value | unit | at \\[s\\] |\n")
+    assert grid.locator(".kit-copy [role=status]").inner_text() == "copied"
+    selected = grid.locator("textarea").evaluate("box => box.value.slice(box.selectionStart, box.selectionEnd)")
+    assert selected == text
+    snap(page, artefacts, "tabs-records", grid)
+
+    tab(panel, "Compare")
+    lines = contents(panel).locator("select[multiple]")
+    lines.select_option(index=[0, 1])
+    press(contents(panel), "Compare")
+    panel.locator('svg[aria-label^="What changed most against offload-"]').wait_for()
+    contents(panel).locator("text=Settings that differ: cycles").wait_for()
+    snap(page, artefacts, "tabs-compare", contents(panel))
+
+    tab(panel, "Export")
+    choose(panel, "Format", "CSV, provenance beside it")
+    press(contents(panel), "Export")
+    with page.expect_download() as waiting:
+        contents(panel).locator("a[download]").click()
+    taken = waiting.value
+    written = runs[1] / f"{runs[1].name}.csv"
+    assert taken.suggested_filename == written.name
+    assert taken.path().read_bytes() == written.read_bytes()
+    snap(page, artefacts, "tabs-export", contents(panel))
+
+    dark(page)
+    tab(panel, "Plots")
+    panel.locator('svg[aria-label^="Groups, files, threads of offload-"]').wait_for()
+    assert page.evaluate(PAPER) == DARK  # the same drawing, in the colours of the page
+    snap(page, artefacts, "tabs-plots-dark", contents(panel))
+    tab(panel, "Compare")
+    idle(page)
+    snap(page, artefacts, "tabs-compare-dark", contents(panel))
+    page.set_viewport_size({"width": 480, "height": 900})
+    tab(panel, "Records")
+    snap(page, artefacts, "tabs-records-narrow", contents(panel))
+    clean(page)
