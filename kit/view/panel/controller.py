@@ -263,8 +263,7 @@ class Controller:
     def _failed(self, error: BaseException) -> None:
         watch = self._watch
         done = f"{watch.done} phases were done, and what they measured is kept"
-        failure = told(error, watch.stacks, done)
-        failure = failure._replace(phase=failure.phase or watch.phase)
+        failure = told(error, watch.stacks, watch.phase, done)
         if self._lab is not None:
             self._lab.close()
         watch.failed(failure)

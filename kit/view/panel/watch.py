@@ -231,23 +231,26 @@ def seconds_of(records: Sequence[Record], ranks: int) -> tuple[float | None, ...
     return tuple(known.get(rank) for rank in range(ranks))
 
 
-def told(error: BaseException, stacks: dict[int, str], done: str) -> Failure:
+def told(error: BaseException, stacks: dict[int, str], phase: str, done: str) -> Failure:
     """An error as a panel shows it. Ranks that only waited for others are not among the blamed."""
     message, _, rest = str(error).partition("\n")
     notes = "\n".join(getattr(error, "__notes__", ()))
     if isinstance(error, RankError):
-        return Failure("raised", message, error.ranks, error.phase, joined(error.traceback, notes))
+        ranks = () if error.victim else error.ranks
+        return Failure("raised", message, ranks, error.phase, joined(error.traceback, notes))
     if isinstance(error, RankDied):
-        ranks = (error.rank,) if error.rank >= 0 else ()
-        return Failure("died", message, ranks, error.phase, joined(rest, notes))
+        dead = (error.rank,) if error.rank >= 0 else ()
+        return Failure("died", message, dead, error.phase, joined(rest, notes))
     if isinstance(error, RankTimeout):
         return Failure("timeout", message, error.culprits, error.phase, joined(by_rank(error.stacks), notes))
     if isinstance(error, KeyboardInterrupt):
-        return Failure("stopped", f"stopped: {message or done}", (), "", by_rank(stacks))
+        # Who did not heed the interrupt is in the detail only: ranks that waited for the one that hung cannot heed it either.
+        where = f" in phase {phase!r}" if phase else ""
+        return Failure("stopped", f"stopped{where}: {done}", (), phase, joined(by_rank(stacks), message))
     if isinstance(error, KitError):
-        return Failure("error", message, (), "", joined(rest, notes))
+        return Failure("error", message, (), phase, joined(rest, notes))
     trace = "".join(traceback.format_exception(error))
-    return Failure("error", f"{type(error).__name__}: {message}", (), "", trace)
+    return Failure("error", f"{type(error).__name__}: {message}", (), phase, trace)
 
 
 def by_rank(stacks: dict[int, str]) -> str:

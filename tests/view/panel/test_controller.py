@@ -236,7 +236,7 @@ def test_stop_ends_ranks_that_hang_and_keeps_what_was_measured(made: Make, do: s
     assert model.state == "stopping"
     controller.wait()
     assert (model.state, model.failure.kind, model.failure.ranks) == ("failed", "stopped", ())
-    assert model.said.startswith("stopped: ")
+    assert model.said == "stopped in phase 'second': 1 of 4 phases were done, and what they measured is kept"
     assert model.failure.phase == "second"
     assert "rank 1:" in model.failure.detail
     assert "failed" not in model.phases[1].ranks
@@ -258,11 +258,22 @@ def test_stop_ends_every_world(made: Make, own: Definition) -> None:
 def test_stop_while_ranks_are_made_ready(made: Make) -> None:
     model, controller = made(do="begin")
     controller.start()
-    until(lambda: holdings(os.getpid())["processes"])
+    until(lambda: controller._watch.phase == "begin")
     controller.stop()
     controller.wait()
     assert (model.state, model.failure.kind) == ("failed", "stopped")
     assert {row.status for row in model.phases[1:]} == {"to do"}
+    assert holdings(os.getpid())["processes"] == []
+
+
+def test_stop_while_ranks_are_started(made: Make, own: Definition, tmp_path: Path) -> None:
+    (tmp_path / "slow_to_load.py").write_text("import pathlib, time; pathlib.Path('loading').touch(); time.sleep(600)")
+    model, controller = made(dataclasses.replace(own, preload=("slow_to_load",)))
+    controller.start()
+    until((tmp_path / "loading").exists)
+    controller.stop()
+    controller.wait()
+    assert (model.state, model.failure.kind) == ("failed", "stopped")
     assert holdings(os.getpid())["processes"] == []
 
 
