@@ -6,6 +6,7 @@ under the mouse; they are put in order again with the next run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,20 +35,12 @@ class LimitRow:
         self.model, self.limit = model, limit
         self._taking = False
         self.html = widgets.HTML()
-        self.undo = widgets.Button(
-            icon="undo",
-            tooltip=f"{limit.tolerance} as the lab has it: {look.number(limit.default, limit.unit)}",
-            layout={"width": "34px"},
-        )
+        self.undo = widgets.Button(icon="undo", layout={"width": "34px"})
         self.slider: Any = None
         self.exact: Any = None
         parts: list[Any] = [self.html]
         if limit.better != "==":
-            counts = limit.unit == "1" and all(float(end).is_integer() for end in (limit.low, limit.high))
-            self.scale = scale(limit.low, limit.high, whole=counts)
             self.slider = widgets.IntSlider(
-                self.scale.place(limit.default),
-                max=self.scale.steps,
                 readout=False,
                 tooltip=f"{limit.question} Moves the limit {limit.tolerance}",
                 layout={"width": "160px"},
@@ -62,9 +55,21 @@ class LimitRow:
             self.exact.observe(self._moved, "value")
             self.undo.on_click(lambda _: self.reset())
         self.widget = look.box(*parts, names=("kit-check",))
+        self.aim(limit)
+
+    def aim(self, limit: Limit) -> None:
+        """Another run's limit: its default and the ends of its slider."""
+        self.limit = limit
+        counts = limit.unit == "1" and all(float(end).is_integer() for end in (limit.low, limit.high))
+        self.scale = scale(limit.low, limit.high, whole=counts)
+        self.undo.tooltip = f"{limit.tolerance} as the lab has it: {look.number(limit.default, limit.unit)}"
+        if self.slider is not None:
+            self._taking = True
+            self.slider.max = self.scale.steps
+            self._taking = False
 
     def _moved(self, change: Any) -> None:
-        if not self._taking:
+        if not self._taking and math.isfinite(change["new"]):
             value = self.scale.value(change["new"]) if change["owner"] is self.slider else change["new"]
             self.model.move(self.limit.tolerance, value)
 
@@ -153,9 +158,8 @@ class VerdictTab:
     def _order(self, _: Any = None) -> None:
         """The worst first. Limits and the ends of sliders hang on the run, and stay where they are while it does."""
         for limit in self.model.limits:
-            known = self.rows.get(limit.tolerance)
-            if known is None or known.limit != limit:
-                self.rows[limit.tolerance] = LimitRow(self.model, limit)
+            if self.rows[limit.tolerance].limit != limit:
+                self.rows[limit.tolerance].aim(limit)
         ordered = sorted(self.rows.values(), key=lambda row: worst(self._answers(row.limit)))
         children = tuple(row.widget for row in ordered)
         if self.body.children != children:

@@ -416,6 +416,21 @@ def test_every_limit_has_one_row_and_its_slider_holds_the_default(lab):
     assert model.tolerances == {}
 
 
+def test_another_run_moves_the_ends_of_a_slider_and_makes_no_new_one(run):
+    model = PanelModel(find("smoke"))
+    tab = verdict.VerdictTab(model)
+    row, made = tab.rows["drift_mib"], len(list(tree(tab.widget)))
+    model.take({"drift_mib": 9000.0})
+    assert row.exact.value == 9000
+    assert row.scale.high < 9000  # the ends stay while a limit is moved
+    assert row.slider.value == row.slider.max
+    model.show(run)
+    assert row.scale.high >= 9000
+    assert row.scale.value(row.slider.value) == pytest.approx(9000, rel=0.02)
+    assert model.tolerances == {"drift_mib": 9000.0}
+    assert len(list(tree(tab.widget))) == made
+
+
 def test_presets_and_files(run, tmp_path):
     model = PanelModel(find("smoke"))
     tab = verdict.VerdictTab(model)
