@@ -1,0 +1,84 @@
+"""The report in Chromium: on a desk and on a phone, light and dark, with scripts and without, and never a request."""
+
+from __future__ import annotations
+
+import pytest
+
+import kit
+from kit.view.report import write_report
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """Two real runs, one of them with a fault."""
+    folder = tmp_path_factory.mktemp("report")
+    faults = {"good": None, "leak": "leaked-group"}
+    runs = [kit.run("smoke", cycles=2, device="cpu", fault=fault, out=folder / name) for name, fault in faults.items()]
+    return write_report(runs, folder / "report.html")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_it_is_readable(page, report, artefacts, width):
+    """The page itself never scrolls sideways; wide things do so inside of their boxes, and keep a size that can be read."""
+    page.set_viewport_size({"width": width, "height": 844})
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        page.goto(report.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        boxes = page.locator(".box:visible").all()
+        assert all(
+            box.evaluate("box => box.scrollWidth === box.clientWidth || getComputedStyle(box).overflowX === 'auto'")
+            for box in boxes
+        )
+        sizes = page.locator("td:visible, p:visible, dd:visible").evaluate_all(
+            "all => all.map(one => parseFloat(getComputedStyle(one).fontSize))"
+        )
+        assert min(sizes) >= 13
+        image = page.locator("section img").first
+        assert image.evaluate("image => image.complete && image.naturalWidth") >= 1000
+        assert image.bounding_box()["width"] >= 700
+        paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 27, 34)"}[scheme]
+        page.screenshot(path=artefacts / f"report-{width}-{scheme}.png", full_page=True)
+    assert all(url.startswith(("file:", "data:")) for url in requests)
+    assert page.errors == []
+
+
+def test_the_picture_is_of_the_theme(page, report):
+    shown = {}
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        page.goto(report.as_uri())
+        shown[scheme] = page.locator("section img").first.evaluate("image => image.currentSrc")
+    assert shown["light"] != shown["dark"]
+
+
+def test_a_table_sorts_by_mouse_and_keyboard(page, report):
+    page.goto(report.as_uri())
+    table = page.locator("table.sorts", has=page.locator("th", has_text="rank 0")).first
+    cells = table.locator("tbody tr td:nth-child(3)")
+
+    def seconds() -> list[float]:
+        return [float(number) for number in cells.evaluate_all("all => all.map(one => one.dataset.n)")]
+
+    written = seconds()
+    head = table.locator("th").nth(2).locator("button")
+    head.click()
+    assert seconds() == sorted(written)
+    head.press("Enter")
+    assert seconds() == sorted(written, reverse=True)
+    assert table.locator("th").nth(2).get_attribute("aria-sort") == "descending"
+
+
+def test_it_needs_no_scripts(page, report):
+    bare = page.context.browser.new_page(java_script_enabled=False)
+    bare.goto(report.as_uri())
+    assert bare.locator("h2").count() == 3
+    assert bare.locator("td", has_text="groups_return_to_baseline").count() >= 2
+    bare.locator("summary", has_text="Config and provenance").first.click()
+    assert bare.locator("pre", has_text='"host"').first.is_visible()
+    bare.close()
