@@ -216,8 +216,11 @@ class Watch:
     def _time_left(self) -> float | None:
         """From what the same phases took before in this run; for phases that are new, from the others."""
         ahead = [state.phase for state in self._phases[self._index : self._goal]]
-        if not any(name in self._took for name in ahead):
-            return None if ahead else 0.0
+        if not ahead:
+            return 0.0
+        late = self._index > len(self._phases) / 2  # by then what is new is like what was before
+        if not self._took or not (late or any(name in self._took for name in ahead)):
+            return None
         usual = statistics.median(seconds for all_of_it in self._took.values() for seconds in all_of_it)
         each = [statistics.median(self._took[name]) if name in self._took else usual for name in ahead]
         state = self._phases[self._index]
