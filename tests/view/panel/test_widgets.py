@@ -12,9 +12,10 @@ import pytest
 import kit
 from kit.labs.discover import find
 from kit.view.panel import logs, look, strip, verdict
+from kit.view.panel.controls import Number
 from kit.view.panel.model import Failure, PanelModel, PhaseState, Progress
 from kit.view.panel.panel import Buttons, Panel
-from kit.view.panel.parameters import Number, Parameters
+from kit.view.panel.parameters import Parameters
 from kit.view.panel.scale import scale
 
 LABS = ("smoke", "offload", "split", "sync")
