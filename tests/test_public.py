@@ -80,3 +80,38 @@ def test_out_names_the_folder(runs: Path, tmp_path: Path, nothing_left: None) ->
     assert run.dir == tmp_path / "here"
     with pytest.raises(kit.BadInput, match="already holds a run"):
         kit.run("smoke", cycles=1, out=tmp_path / "here")
+
+
+def test_a_panel_starts_nothing_and_a_labs_own_takes_it_as_it_stands(runs: Path, nothing_left: None) -> None:
+    panel = kit.panel("smoke", cycles=1, fault="leaked-group")
+    assert (panel.model.state, panel.model.fault, panel.model.values["cycles"]) == ("idle", "leaked-group", 1)
+    panel.close()
+    assert not runs.exists()
+    with pytest.raises(kit.BadInput, match="there is no lab 'smok'"):
+        kit.panel("smok")
+    with pytest.raises(kit.BadInput, match="no setting 'cycle'"):
+        kit.panel("smoke", cycle=1)
+    with kit.lab("smoke", cycles=1) as lab:
+        lab.step()
+        taken = lab.panel()
+        assert [row.status for row in taken.model.phases[:2]] == ["done", "next"]
+        taken.controller.run_all()
+        taken.controller.wait()
+        assert taken.model.verdict.passed
+        again = kit.panel("smoke")
+        assert again.model.run.dir == lab.dir
+        for one in (taken, again):
+            one.close()
+
+
+def test_a_run_draws_one_plot_by_its_name(runs: Path) -> None:
+    from kit.results import Record, create_run
+
+    writer = create_run(runs, "mine", {}, {})
+    row = {"run": writer.id, "lab": "mine", "cycle": 1, "phase": "train", "rank": 0, "time": 1e9}
+    writer.append([Record(**row, metric="seconds", value=0.1, unit="s")])
+    writer.finish()
+    run = kit.load(writer.dir)
+    assert [axes.get_xlabel() for axes in run.plot("times").axes] != [axes.get_xlabel() for axes in run.plot().axes]
+    with pytest.raises(kit.BadInput, match=r"there is no plot 'time'; its plots are: .*times"):
+        run.plot("time")
