@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from kit.view.drawings import APART, count_word, ranks_word, time_unit, widen
+from kit.view.drawings import APART, count_word, time_unit, widen
 from kit.view.style import LINES, MARKERS
 
 if TYPE_CHECKING:
@@ -151,10 +151,11 @@ def drift(ax: Axes, seen: Steps, verdict: Verdict, theme: Theme, phase: str = "i
     ax.set_ylim(min(low, -2), max(high, 2) * (15 if ax.get_yscale() == "symlog" else 1.3))
     ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)
     cycle_axis(ax)
+    ax.set_xlabel("cycle (a point is one sample)")
     ax.set_ylabel(f"since cycle {table.index[0]} [MiB]")
     word = {"driver_used": "GPU memory", "anon_rss": "anonymous memory"}[source]
     when = "while released" if phase == "idle" else f"after {phase}"
-    ax.set_title(f"Drift of {word} {when} (n = 1 a point)")
+    ax.set_title(f"Drift of {word} {when}")
     ax.legend(loc="upper left", ncols=3, handletextpad=0.4, columnspacing=0.9)
 
 
@@ -231,7 +232,7 @@ def census(ax: Axes, seen: Steps, metric: str, theme: Theme, *, allowed: float |
     ax.set_ylim(bottom=0, top=ax.get_ylim()[1] * 1.08)
     ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     cycle_axis(ax)
-    ax.set_xlabel(f"cycle ({ranks_word(seen)})")
+    ax.set_xlabel("cycle" if len(seen.ranks) == 1 else f"cycle (range of {len(seen.ranks)} ranks)")
     ax.set_ylabel("count")
     ax.set_title(COUNTS[metric] + ("" if base.empty else f" (without a job {base.median():g})"))
 

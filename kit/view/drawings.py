@@ -110,8 +110,8 @@ def census(ax: Axes, steps: Steps, theme: Theme, metric: str, *, title: str, all
     draw_level(ax, level, steps, theme)
     if level.start is not None:
         ax.axhline(level.start, color=theme.faint, linewidth=1.2, linestyle=LINES[1], zorder=1)
-        if allowed:
-            ax.axhline(level.start + allowed, color=theme.bad, linewidth=1.2, linestyle=LINES[2], zorder=1)
+        if allowed is not None:
+            ax.axhline(level.start + allowed, color=theme.bad, linewidth=1.2, linestyle=LINES[2], zorder=1, gid="limit")
     widen(ax, least=4)
     ax.set_ylim(bottom=max(-0.2, ax.get_ylim()[0]))
     ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
@@ -119,6 +119,11 @@ def census(ax: Axes, steps: Steps, theme: Theme, metric: str, *, title: str, all
     limit = "" if level.start is None or allowed is None else f", limit {allowed:+g}"
     ax.set_title(title + ("" if level.start is None else f" (at start {level.start:g}{limit})"))
     step_axis(ax, steps, theme)
+
+
+def allowed(verdict: Verdict, metric: str) -> float | None:
+    """By how much a count may grow: the limit of the check that is named `<metric>_return...`."""
+    return next((row.limit for row in verdict if row.check.startswith(f"{metric}_return")), None)
 
 
 def timeline(ax: Axes, steps: Steps, theme: Theme) -> None:

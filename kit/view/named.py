@@ -172,10 +172,10 @@ def census(scene: Scene) -> None:
     axes = scene.picture.subplot_mosaic(names, height_ratios=[legend, *[2.0] * high])
     for name in counts:
         if scene.sight.own == "offload":
-            cycles.census(axes[name], seen, name, look, allowed=plots.allowed(verdict, name))
+            cycles.census(axes[name], seen, name, look, allowed=drawings.allowed(verdict, name))
         else:
             drawings.census(
-                axes[name], seen, look, name, title=cycles.COUNTS[name], allowed=plots.allowed(verdict, name)
+                axes[name], seen, look, name, title=cycles.COUNTS[name], allowed=drawings.allowed(verdict, name)
             )
     if scene.sight.own == "offload":
         cycles.census_legend(axes["legend"], look)

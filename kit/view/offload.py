@@ -52,7 +52,7 @@ def draw(picture: Figure, run: Run, seen: Steps, verdict: Verdict, look: Theme) 
     cycles.times(axes["time"], seen, look)
     cycles.drift(axes["drift"], seen, verdict, look)
     for name in counts:
-        cycles.census(axes[name], seen, name, look)
+        cycles.census(axes[name], seen, name, look, allowed=drawings.allowed(verdict, name))
     if counts:
         cycles.census_legend(axes["states"], look)
     if verdict:

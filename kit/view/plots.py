@@ -111,7 +111,7 @@ def draw(picture: Picture, seen: Steps, verdict: Verdict, look: Theme) -> None:
     if device:
         drawings.memory(axes["device"], seen, look, drawings.DEVICE, "GPU memory")
     for name in counts:
-        drawings.census(axes[name], seen, look, name, title=COUNTS[name], allowed=allowed(verdict, name))
+        drawings.census(axes[name], seen, look, name, title=COUNTS[name], allowed=drawings.allowed(verdict, name))
     drawings.timeline(axes["timeline"], seen, look)
     drawings.phase_legend(axes["legend"], seen, look)
     if verdict:
@@ -121,11 +121,6 @@ def draw(picture: Picture, seen: Steps, verdict: Verdict, look: Theme) -> None:
 def spread(names: list[str]) -> list[str]:
     """A row of six columns shared by one, two or three drawings."""
     return [name for name in names for _ in range(6 // len(names))]
-
-
-def allowed(verdict: Verdict, metric: str) -> float | None:
-    """By how much a count may grow: the limit of the check that is named `<metric>_return...`."""
-    return next((row.limit for row in verdict if row.check.startswith(f"{metric}_return")), None)
 
 
 def heading(run: Run, seen: Steps, words: list[str], tolerances: Mapping[str, float] | None = None) -> str:

@@ -71,7 +71,8 @@ def test_what_each_shows(run):
         return named.PLOTS[name].draw(run)
 
     assert titles(seen("memory")) == ["Host memory of a rank, 320 MiB at the baseline (median and range of 4 ranks)"]
-    assert titles(seen("drift")) == ["Drift of anonymous memory while released (n = 1 a point)"]
+    assert titles(seen("drift")) == ["Drift of anonymous memory while released"]
+    assert "cycle (a point is one sample)" in words(seen("drift"))
     assert titles(seen("times")) == ["Time per phase and rank"]
     assert "cycle 1, n = 1" in words(seen("times"))
     assert titles(seen("census")) == [
@@ -164,5 +165,5 @@ def test_drift_of_a_run_of_ones_own_is_after_its_last_phase(make_run, tmp_path):
     info = (run.dir / "run.json").read_text().replace('"lab": "smoke"', '"lab": "own"')
     (run.dir / "run.json").write_text(info)
     own = kit.load(run.dir)
-    assert titles(named.PLOTS["drift"].draw(own)) == ["Drift of anonymous memory after use (n = 1 a point)"]
+    assert titles(named.PLOTS["drift"].draw(own)) == ["Drift of anonymous memory after use"]
     assert flat(named.PLOTS["drift"].draw(own).axes[0]) == []
