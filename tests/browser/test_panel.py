@@ -118,6 +118,11 @@ def dark(page) -> None:
     page.locator("#jupyterlab-splash").wait_for(state="detached", timeout=30_000)
 
 
+NAMELESS = """panel => [...panel.querySelectorAll("input, select, textarea, button")]
+    .filter(part => !part.labels?.[0]?.innerText.trim() && !part.getAttribute("aria-label") && !part.title && !part.innerText.trim())
+    .map(part => part.parentElement.outerHTML)"""
+
+
 def clean(page) -> None:
     assert page.errors == []
     assert page.strays == []
@@ -136,6 +141,7 @@ def ranks_of(server) -> list[int]:
 def test_a_lab_is_stepped_a_fault_is_seen_and_a_limit_flips_the_verdict(page, server, artefacts):
     panel = opened(page, server, "smoke", 'import kit\npanel = kit.panel("smoke", cycles=2)\npanel')
     snap(page, artefacts, "fresh", panel)
+    assert panel.evaluate(NAMELESS) == []
     panel.locator("button", has_text="Defaults").focus()
     for _ in range(4):  # the keyboard alone leads on to the buttons
         page.keyboard.press("Tab")

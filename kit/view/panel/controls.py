@@ -106,16 +106,13 @@ class Switch(Control):
 
 
 class Number(Control):
-    """A whole or broken number: a slider where its range is small, a slider by powers with a field where it is wide, else a field."""
+    """A whole or broken number. A slider stands beside a whole one whose range it can span; a browser tells its name only of the field."""
 
     def __init__(self, field: Field, change: Callable[[str, Any], None]) -> None:
         super().__init__(field, change)
         low, high = field.option.low, field.option.high
         whole = int in _plain(field.kind)
         self.rough: Any = None
-        if whole and low is not None and high is not None and high - low < SMALL:
-            self.build(self._made(widgets.IntSlider, min=int(low), max=int(high), continuous_update=False))
-            return
         least, most = (-(2**53), 2**53) if whole else (-1e300, 1e300)
         ends = {"min": least if low is None else low, "max": most if high is None else high}
         if not whole:
@@ -125,7 +122,8 @@ class Number(Control):
         if low is None or high is None or high > WIDE:
             self.build(exact)
             return
-        self.scale = scale(max(1, low), high)
+        few = high - low < SMALL
+        self.scale = scale(low if few else max(1, low), high, whole=few)
         self.rough = widgets.IntSlider(max=self.scale.steps, readout=False, tooltip=self.help)
         self.rough.layout = widgets.Layout(flex="1 1 60px", width="60px", min_width="40px", margin="2px 2px 2px 10px")
         exact.layout = widgets.Layout(flex="1 1 auto", width="240px")

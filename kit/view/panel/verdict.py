@@ -40,17 +40,19 @@ class LimitRow:
         self.exact: Any = None
         parts: list[Any] = [self.html]
         if limit.better != "==":
-            self.slider = widgets.IntSlider(
-                readout=False,
-                tooltip=f"{limit.question} Moves the limit {limit.tolerance}",
-                layout={"width": "160px"},
-            )
+            # The label is the keyword that moves the limit elsewhere too: run.verdict(drift_mib=50), kit run --tolerances.
             self.exact = widgets.FloatText(
-                value=limit.default, step=None, tooltip=f"{limit.tolerance}, exactly", layout={"width": "100px"}
+                value=limit.default,
+                step=None,
+                description=limit.tolerance,
+                tooltip=f"{limit.question} The limit, exactly",
+                continuous_update=False,
+                style={"description_width": "9em"},
+                layout={"width": "212px"},
             )
-            self.exact.continuous_update = False
-            unit = widgets.HTML(look.span("faint", "" if limit.unit == "1" else limit.unit), layout={"width": "64px"})
-            parts.append(look.box(self.slider, self.exact, unit, self.undo))
+            self.slider = widgets.IntSlider(readout=False, tooltip=self.exact.tooltip, layout={"width": "120px"})
+            unit = widgets.HTML(look.span("faint", "" if limit.unit == "1" else limit.unit), layout={"width": "62px"})
+            parts.append(look.box(self.exact, unit, self.slider, self.undo))
             self.slider.observe(self._moved, "value")
             self.exact.observe(self._moved, "value")
             self.undo.on_click(lambda _: self.reset())

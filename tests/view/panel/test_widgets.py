@@ -138,10 +138,12 @@ def test_what_is_wrong_is_marked_where_it_is():
     assert "kit-wrong" not in box.widget._dom_classes
 
 
-def test_small_ranges_have_sliders_and_wide_ones_an_exact_number_too():
+def test_a_number_has_a_slider_beside_it_that_spans_its_range():
     model = PanelModel(find("offload"))
     settings = Parameters(model)
-    assert isinstance(settings.controls["tp"].parts[0], widgets.IntSlider)
+    exact, rough = settings.controls["tp"].parts
+    rough.value = 3
+    assert model.values["tp"] == exact.value == 4
     cycles = settings.controls["cycles"]
     assert isinstance(cycles, Number)
     exact, rough = cycles.parts
