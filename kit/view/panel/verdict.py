@@ -51,8 +51,7 @@ class LimitRow:
                 layout={"width": "212px"},
             )
             self.slider = widgets.IntSlider(readout=False, tooltip=self.exact.tooltip, layout={"width": "120px"})
-            unit = widgets.HTML(look.span("faint", "" if limit.unit == "1" else limit.unit), layout={"width": "62px"})
-            parts.append(look.box(self.exact, unit, self.slider, self.undo))
+            parts.append(look.box(self.exact, self.slider, self.undo))
             self.slider.observe(self._moved, "value")
             self.exact.observe(self._moved, "value")
             self.undo.on_click(lambda _: self.reset())
@@ -198,7 +197,8 @@ def head_html(verdict: Any) -> str:
 def check_html(limit: Limit, rows: Sequence[VerdictRow], *, moved: bool) -> str:
     """A check's answer; of one with many answers the failed ones too, the worst few."""
     heads = [row for row in rows if "/" not in row.check]
-    parts = [look.span("faint", f"{name}: not judged yet") for name in limit.checks if not rows]
+    held = f"limit {SIGNS[limit.better]} {look.number(limit.default, limit.unit)}"
+    parts = [look.span("faint", f"{name}: not judged yet, {held}") for name in limit.checks if not rows]
     for row in heads:
         below = [one for one in rows if one.check.startswith(f"{row.check}/")]
         failed = [one for one in below if one.passed is False]
