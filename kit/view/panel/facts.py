@@ -87,7 +87,8 @@ def first_new(found: Mapping[str, str], known: Mapping[str, str]) -> str:
 
 def described(run: Run) -> str:
     fault = f", fault {run.fault}" if run.fault else ""
-    return f"{run.dir.name} ({run.status}{fault})"
+    status = "not finished" if run.status == "running" else run.status
+    return f"{run.dir.name} ({status}{fault})"
 
 
 def count(number: int, what: str) -> str:

@@ -192,6 +192,7 @@ class PanelModel(HasTraits):
         """Show the run that ranks work on from now on."""
         self._live = folder
         self.show(self.open(folder))
+        self.said = f"{folder.name} is under way"
 
     def finished(self) -> None:
         """The run that ranks worked on came to its verdict."""
