@@ -123,9 +123,7 @@ def run(
         return made.run()
 
 
-def panel(
-    name: str, *, fault: str | None = None, out: str | os.PathLike[str] | None = None, **config: Any
-) -> Panel:
+def panel(name: str, *, fault: str | None = None, out: str | os.PathLike[str] | None = None, **config: Any) -> Panel:
     """A panel of a lab: its settings, buttons, a strip of phases and ranks, and the run. Ranks start with its Start."""
     from kit.view.panel import make
 

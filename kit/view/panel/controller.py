@@ -202,17 +202,17 @@ class Controller:
             self._end("ready", self._say, self._watch.words())
             return
         self._state("running")
-        lab.run()
+        run = lab.run()
         if lab is not self._given:
             lab.close()
-        self._end("finished", self.model.finished)
+        self._end("finished", self.model.finished, run)
 
     def _caught_up(self, lab: Lab) -> bool:
         """See what was done by hand since the panel had its say; true where that was the lab's end."""
         if lab.phases != self._watch.rows():
             self._watch.take(lab)
         if lab.judged is not None:
-            self._end("finished", self.model.finished)
+            self._end("finished", self.model.finished, lab.judged)
         elif lab.error:
             self._end("failed", self._say, f"the run has failed: {lab.error}")
         return self._over

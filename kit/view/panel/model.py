@@ -194,15 +194,11 @@ class PanelModel(HasTraits):
         self.show(self.open(folder))
         self.said = f"{folder.name} is under way"
 
-    def finished(self) -> None:
-        """The run that ranks worked on came to its verdict."""
-        if self._live is None:
-            return
-        if self.run is None or self.run.dir != self._live:
-            self.run = self.open(self._live)
+    def finished(self, run: Run) -> None:
+        """The run that ranks worked on came to its verdict; it was read and measured elsewhere, so that nobody waits for that here."""
+        self.run = run
         self.revision += 1
         self.judge()
-        run = self.run
         self.said = f"{run.dir.name} is finished: {'no verdict' if self.verdict is None else self.verdict.summary()}"
 
     def open(self, folder: Path) -> Run:
