@@ -260,6 +260,7 @@ def test_a_rank_that_hangs_is_stopped_and_one_that_raises_is_named(page, server,
     said(panel, "stopped")
     assert wait_for(lambda: ranks_of(server) == [], 20)
     assert panel.locator('td.kit-done[title^="baseline"]').count() == 2  # what was done before stays
+    assert panel.locator('td.kit-done[title^="make"]').count() == 0  # and to have been stopped is not to be done
     snap(page, artefacts, "stopped", panel)
 
     write(panel, "implementation", "broken_code:Raises")

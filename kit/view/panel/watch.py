@@ -160,7 +160,8 @@ class Watch:
         self._tell()
 
     def tick(self, answered: Sequence[int]) -> None:
-        if list(answered) != self._answered:
+        # Once they are told to stop, ranks answer that: what hung has not done its phase.
+        if list(answered) != self._answered and not self._interrupted:
             self._answered = list(answered)
             if self._index < len(self._phases) and self._phases[self._index].status == "running":
                 marks = self._phases[self._index].ranks

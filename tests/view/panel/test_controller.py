@@ -233,6 +233,7 @@ def test_stop_ends_ranks_that_hang_and_keeps_what_was_measured(made: Make, do: s
     assert model.failure.phase == "second"
     assert "rank 1:" in model.failure.detail
     assert "failed" not in model.phases[1].ranks
+    assert model.phases[1].ranks[1] == "waiting"  # it answered that it was stopped, which is not to be done
     assert (model.run.status, (model.run.error or "").startswith("stopped: ")) == ("failed", True)
     assert set(model.run.frame()["phase"]) >= {"first"}
     assert holdings(os.getpid())["processes"] == []
