@@ -22,13 +22,17 @@ def make(
     out: str | os.PathLike[str] | None = None,
     plotter: Plotter | None = None,
 ) -> Panel:
-    """A panel of a lab that is not there yet; its ranks start with Start."""
+    """A panel of a lab that is not there yet; its ranks start with Start. Those that its cell made before are closed."""
+    from kit.view.panel.cells import of_this_cell
     from kit.view.panel.controller import Controller
     from kit.view.panel.model import PanelModel
     from kit.view.panel.panel import Panel
 
+    before = of_this_cell()
     model = PanelModel(definition, config, fault=fault, plotter=plotter)
-    return Panel(model, Controller(model, out=out))
+    controller = Controller(model, out=out)
+    before.append(controller)
+    return Panel(model, controller)
 
 
 def adopt(lab: Lab, *, plotter: Plotter | None = None) -> Panel:
