@@ -44,7 +44,10 @@ def listed(folder: Path, words: str = "") -> list[tuple[str, str]]:
     """The runs whose line has all of these words, newest first, with their folders."""
     found = []
     for path in list_runs(folder):
-        line = told(path, (path / "run.json").stat().st_mtime_ns)
+        try:
+            line = told(path, (path / "run.json").stat().st_mtime_ns)
+        except OSError:  # it was taken away meanwhile
+            continue
         if line and all(word.lower() in line.lower() for word in terms(words)):
             found.append((line, str(path)))
         if len(found) == MANY:

@@ -78,6 +78,8 @@ class PlotsTab:
             self._show()
         except KitError as error:
             self._say(str(error), bad=True)
+        except Exception as error:  # noqa: BLE001 - a drawing may stumble over part of a run; the panel must stay
+            self._say(f"{self.choice.value} cannot be drawn of this run: {type(error).__name__}: {error}", bad=True)
 
     def _show(self) -> None:
         began = time.monotonic()
@@ -107,6 +109,7 @@ class PlotsTab:
         return same and self.model.state == "running" and time.monotonic() - self._last < 10 * self._took
 
     def _draw(self, sight: Sight, name: str) -> None:
+        self._say("")
         plot = named.PLOTS[name]
         checks = {limit.tolerance: limit.checks for limit in self.model.limits}
         moved = {key: value for key, value in self.model.tolerances.items() if plot.moves_with(checks, {key})}
@@ -150,4 +153,4 @@ class PlotsTab:
         return path
 
     def _say(self, words: str, *, bad: bool = False) -> None:
-        self.said.value = f'<p role="status">{look.span("bad" if bad else "faint", words)}</p>'
+        self.said.value = f'<p role="status">{look.span("bad" if bad else "faint", words)}</p>' if words else ""

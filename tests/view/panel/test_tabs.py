@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import re
 
@@ -12,6 +13,7 @@ import kit
 from kit.bench.view import made_up
 from kit.labs.discover import find
 from kit.results import read_export
+from kit.view import named
 from kit.view.panel import plots_tab
 from kit.view.panel.compare_tab import CompareTab, listed
 from kit.view.panel.export_tab import KINDS, ExportTab
@@ -136,6 +138,21 @@ def test_while_ranks_work_drawing_is_held_back_and_caught_up(offload, drawn):
     assert len(drawn) == 1
     offload.state = "ready"
     assert len(drawn) == 2
+
+
+def test_a_drawing_that_stumbles_is_one_sentence_and_the_next_one_is_drawn(offload, monkeypatch):
+    def stumble(scene):
+        raise KeyError("idle")
+
+    tab = PlotsTab(offload)
+    tab.visible = True
+    # A fake: no run is known that a drawing stumbles over.
+    monkeypatch.setitem(named.PLOTS, "drift", dataclasses.replace(named.PLOTS["drift"], paint=stumble))
+    tab.choice.value = "drift"
+    assert said(tab) == "drift cannot be drawn of this run: KeyError: &#x27;idle&#x27;"
+    tab.choice.value = "times"
+    assert "Time per phase and rank of" in tab.picture.value
+    assert said(tab) == ""
 
 
 def test_plots_are_saved_beside_the_run(offload):
