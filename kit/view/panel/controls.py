@@ -84,8 +84,7 @@ class Choice(Control):
         with drop.hold_sync():
             if tuple(options) != drop.options:
                 drop.options = options
-            if value in self.choices:
-                drop.value = value
+            drop.value = value if value in self.choices else None  # nothing is chosen yet
         drop.tooltip = " ".join([self.help, *(f"{choice}: {why}." for choice, why in refused.items())])
 
 
@@ -226,7 +225,7 @@ class Named(Control):
         drop, own = self.parts
         drop.value = value if value in self.field.option.names else OWN
         if drop.value == OWN:
-            own.value = str(value)
+            own.value = str(value or "")
         own.layout.display = None if drop.value == OWN else "none"
 
 

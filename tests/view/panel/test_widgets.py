@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import time
+from typing import Annotated, Literal
 
 import ipywidgets as widgets
 import pytest
 
 import kit
+from kit.labs.definition import Definition
 from kit.labs.discover import find
+from kit.labs.options import LabConfig, Option
 from kit.view.panel import logs, look, strip, verdict
 from kit.view.panel.controls import Number
 from kit.view.panel.model import Failure, PanelModel, PhaseState, Progress
@@ -165,6 +169,41 @@ def test_own_code_goes_beside_the_labs_own_words():
     assert model.values["transport"] == "mine:Transport"
     model.set("transport", "shm")
     assert (drop.value, own.layout.display) == ("shm", "none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asking(LabConfig):
+    """A config that has no defaults for what it needs."""
+
+    way: Annotated[Literal["left", "right"], Option("which way")]
+    loud: Annotated[bool, Option("whether loud")]
+    times: Annotated[int, Option("how often", low=1, high=9)]
+    share: Annotated[float, Option("which share", low=0, high=1)]
+    code: Annotated[str, Option("your code", target=True)]
+    route: Annotated[str, Option("which route", target=True, names=("short", "long"))]
+    sizes: Annotated[tuple[int, ...], Option("which sizes")]
+
+
+def test_what_must_be_given_is_asked_for():
+    own = Definition(
+        name="asking",
+        summary="a lab of a test",
+        config=Asking,
+        plan=lambda _: [],
+        phases="no:phases",
+        checks="kit.labs.smoke.checks:CHECKS",
+    )
+    model = PanelModel(own)
+    settings = Parameters(model)
+    assert settings.problems.value.count("must be given") == 7
+    assert "start" not in model.can
+    assert settings.controls["way"].parts[0].value is None
+    given = {"way": "left", "times": 3, "share": 0.5, "code": "mine:Code", "route": "long", "sizes": "4, 5"}
+    for name, value in given.items():
+        settings.controls[name].parts[0].value = value
+    settings.controls["loud"].parts[0].value = True
+    assert settings.problems.value == ""
+    assert {name: model.values[name] for name in given} == {**given, "sizes": [4, 5]}
 
 
 def test_a_fault_says_what_it_breaks_who_catches_it_and_what_it_sets():
