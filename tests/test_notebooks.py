@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -143,3 +146,31 @@ def test_runs_from_top_to_bottom_and_shows_what_it_promises(path, tmp_path, monk
         failed = [out for out in cell["outputs"] if out["output_type"] == "error"]
         assert bool(failed) == ("raises-exception" in cell["metadata"].get("tags", [])), cell["source"]
     PROMISES[path.stem](notebook, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_command_runs_one_with_other_parameters(tmp_path, monkeypatch):
+    """`kit notebook 01 -p cycles 5`: every run that the notebook makes with its parameters has them."""
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
+    command = [
+        sys.executable,
+        "-m",
+        "kit",
+        "notebook",
+        "01",
+        "-p",
+        "cycles",
+        "5",
+        "--to",
+        str(tmp_path / "offload.html"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'offload.html'}\n"), done.stderr
+    cycles = [json.loads(path.read_text())["config"]["cycles"] for path in tmp_path.glob("runs/offload-*/run.json")]
+    assert sorted(cycles) == [1, 1, 5, 5, 5]  # a fault and somebody's own code need one
+    page = (tmp_path / "offload.html").read_text()
+    assert "injected-parameters" in page
+    assert "<script" not in page
+    assert page.count("data:image/png;base64,") >= 2
+    assert "Controls stand here when the notebook is open in JupyterLab" in page
