@@ -34,6 +34,7 @@ class PlotsTab:
         self._read: tuple[Run | None, int] | None = None  # of which records the sight is
         self._took = self._last = 0.0  # how long the last drawing took, and when that was
         self._picture: Picture | None = None
+        self._chosen: str | None = None  # by a person; else it is the first that the run has something for
         self._drawn: tuple[str, object] = ("", None)  # which plot the picture is, under which limits
         self._shown = ""  # in which theme it is on the page
         self._salt = secrets.token_hex(4)
@@ -58,8 +59,8 @@ class PlotsTab:
         controls = look.box(self.choice, self.theme, self.png, self.svg)
         self.widget = widgets.VBox([sheet, controls, self.said, self.picture])
         model.observe(self._changed, ["run", "revision", "tolerances", "state"])
-        for control in (self.choice, self.theme):
-            control.observe(self._changed, "value")
+        self.choice.observe(self._choose, "value")
+        self.theme.observe(self._changed, "value")
         self._changed()
 
     @property
@@ -70,6 +71,11 @@ class PlotsTab:
     def visible(self, seen: bool) -> None:
         self._visible = seen
         self._changed()
+
+    def _choose(self, change: Any) -> None:
+        if not self._offering:
+            self._chosen = change["new"]
+            self._changed()
 
     def _changed(self, _: Any = None) -> None:
         if not self._visible or self._offering:
@@ -123,16 +129,15 @@ class PlotsTab:
         self._shown = shown
 
     def _offer(self) -> None:
-        """The plots that the run has something for; the one that was shown stays, if it can."""
+        """The plots that the run has something for; the one that a person chose stays, if it can."""
         names = [] if self._sight is None else named.names_of(self._sight)
         names.sort(key=lambda name: name == "overview")  # it takes longest: a person asks for it
         options = [(named.PLOTS[name].title, name) for name in names]
         if list(self.choice.options) == options:
             return
-        before = self.choice.value
         self._offering = True
         self.choice.options = options
-        self.choice.value = before if before in names else next(iter(names), None)
+        self.choice.value = self._chosen if self._chosen in names else next(iter(names), None)
         self._offering = False
 
     def save(self, kind: str) -> Path | None:

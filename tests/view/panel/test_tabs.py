@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import json
 import re
+import shutil
 
 import pytest
 
@@ -126,6 +127,25 @@ def test_another_theme_is_the_same_drawing(offload, drawn):
     assert tab._picture is picture
     assert drawn == [("Memory by source", "auto"), ("Memory by source", "dark")]
     assert 'class="kit-picture kit-dark"' in tab.picture.value
+
+
+def test_a_run_that_has_begun_shows_its_first_picture_once_it_has_one(offload, tmp_path):
+    """The verdict of nothing is all there is at first; it gives way, unless a person chose it."""
+    whole, begun = offload.run, tmp_path / "begun"
+    shutil.copytree(whole.dir, begun)
+    (begun / "records.jsonl").write_text("")
+    chosen = PlotsTab(offload)
+    tab = PlotsTab(offload)
+    for one in (tab, chosen):
+        offload.show(kit.load(begun))
+        one.visible = True
+        assert [name for _, name in one.choice.options] == ["verdict", "overview"]
+        if one is chosen:
+            one.choice.value = "overview"
+            one.choice.value = "verdict"
+        offload.show(whole)
+        one.visible = False
+    assert (tab.choice.value, chosen.choice.value) == ("memory", "verdict")
 
 
 def test_while_ranks_work_drawing_is_held_back_and_caught_up(offload, drawn):
