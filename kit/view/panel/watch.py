@@ -104,8 +104,9 @@ class Watch:
         self._stepping = False
         if self._index < len(self._phases):
             state = self._phases[self._index]
+            done = self._answered if failure.kind == "timeout" else ()  # else an answer may be that of a victim
             marks = tuple(
-                "failed" if rank in failure.ranks else "done" if rank in self._answered else "waiting"
+                "failed" if rank in failure.ranks else "done" if rank in done else "waiting"
                 for rank in range(len(state.ranks))
             )
             self._set(self._index, status="failed", ranks=marks)
