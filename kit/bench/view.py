@@ -32,7 +32,12 @@ MS = 1e3
 MIB = 2**20
 RANKS = 4
 HELD = {"release", "idle", "talk", "start", "baseline", "end", "ownership"}  # phases after which the job has given back
-PLOTS = {"drift": "drift_mib", "census": "fds_more", "verdict": "drift_mib"}  # with the limit that moves in each
+PLOTS = {
+    "drift": "drift_mib",
+    "census": "fds_more",
+    "verdict": "drift_mib",
+    "overview": "drift_mib",
+}  # with the limit that moves in each
 MADE_UP = "made-up records in the shape of the offload lab's"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
@@ -22,6 +24,18 @@ if TYPE_CHECKING:
     from kit.view.plots import Picture
 
 THEMES = {"as the notebook": "auto", "light": "light", "dark": "dark"}
+WHOLE = "overview"  # here it is all the others, of which only those are drawn again that must be
+NOTHING = "There is no run yet: press Start, then Step or Run all."
+
+
+@dataclass(slots=True)
+class Part:
+    """A plot on the page: the drawing, the moved limits that are in it, and the theme in which it was sent."""
+
+    html: Any = field(default_factory=lambda: widgets.HTML(layout={"width": "100%"}))
+    picture: Picture | None = None
+    limits: Mapping[str, float] = field(default_factory=dict)
+    theme: str = ""
 
 
 class PlotsTab:
@@ -33,10 +47,8 @@ class PlotsTab:
         self._sight: Sight | None = None
         self._read: tuple[Run | None, int] | None = None  # of which records the sight is
         self._took = self._last = 0.0  # how long the last drawing took, and when that was
-        self._picture: Picture | None = None
+        self._parts: dict[str, Part] = {}
         self._chosen: str | None = None  # by a person; else it is the first that the run has something for
-        self._drawn: tuple[str, object] = ("", None)  # which plot the picture is, under which limits
-        self._shown = ""  # in which theme it is on the page
         self._salt = secrets.token_hex(4)
         self.choice = widgets.Dropdown(description="Plot", tooltip="which drawing of the run", layout={"width": "26em"})
         self.theme = widgets.Dropdown(
@@ -52,12 +64,12 @@ class PlotsTab:
             for kind in ("png", "svg")
         )
         self.said = widgets.HTML()
-        self.picture = widgets.HTML(layout={"width": "100%", "min_height": "120px"})
+        self.pictures = widgets.VBox(layout={"width": "100%", "min_height": "120px"})
         self.png.on_click(lambda _: self.save("png"))
         self.svg.on_click(lambda _: self.save("svg"))
         sheet = widgets.HTML(f"<style>{SHEET}</style>", layout={"display": "none"})
         controls = look.box(self.choice, self.theme, self.png, self.svg)
-        self.widget = widgets.VBox([sheet, controls, self.said, self.picture])
+        self.widget = widgets.VBox([sheet, controls, self.said, self.pictures])
         model.observe(self._changed, ["run", "revision", "tolerances", "state"])
         self.choice.observe(self._choose, "value")
         self.theme.observe(self._changed, "value")
@@ -95,17 +107,15 @@ class PlotsTab:
             if self._too_soon():
                 return
             self._sight = None if run is None else Sight.of(run)
-            self._read, self._picture, self._shown = records, None, ""
+            self._read, self._parts = records, {name: Part(part.html) for name, part in self._parts.items()}
             self._offer()
         for button in (self.png, self.svg, self.choice, self.theme):
             button.disabled = self._sight is None
         if self._sight is None:
-            self.picture.value = (
-                f"<p>{look.span('faint', 'There is no run yet: press Start, then Step or Run all.')}</p>"
-            )
+            self._put([widgets.HTML(f"<p>{look.span('faint', NOTHING)}</p>")])
             return
-        if self.choice.value is not None:
-            self._draw(self._sight, self.choice.value)
+        every = [name for _, name in self.choice.options if name != WHOLE]
+        self._draw(self._sight, every if self.choice.value == WHOLE and every else [self.choice.value])
         self._took = time.monotonic() - began
         self._last = time.monotonic()
 
@@ -114,24 +124,32 @@ class PlotsTab:
         same = self._read is not None and self._read[0] is self.model.run
         return same and self.model.state == "running" and time.monotonic() - self._last < 10 * self._took
 
-    def _draw(self, sight: Sight, name: str) -> None:
+    def _draw(self, sight: Sight, names: Sequence[str]) -> None:
+        """One below the other; what is on the page already, and as it must be, stays."""
         self._say("")
-        plot = named.PLOTS[name]
         checks = {limit.tolerance: limit.checks for limit in self.model.limits}
-        moved = {key: value for key, value in self.model.tolerances.items() if plot.moves_with(checks, {key})}
-        drawing, shown = (name, tuple(moved.items())), self.theme.value
-        if self._picture is None or self._drawn != drawing:
-            like = self._picture if self._drawn[0] == name else None
-            self._picture, self._drawn = plot.of(sight, tolerances=moved, like=like), drawing
-        elif self._shown == shown:
-            return
-        self.picture.value = inline(self._picture, f"{plot.title} of {sight.run.id}", theme_name=shown, salt=self._salt)
-        self._shown = shown
+        for name in names:
+            part = self._parts.setdefault(name, Part())
+            plot = named.PLOTS[name]
+            moved = {key: value for key, value in self.model.tolerances.items() if plot.moves_with(checks, {key})}
+            if part.picture is None or part.limits != moved:
+                part.picture, part.limits = plot.of(sight, tolerances=moved, like=part.picture), moved
+            elif part.theme == self.theme.value:
+                continue
+            part.theme = self.theme.value
+            label = f"{plot.title} of {sight.run.id}"
+            part.html.value = inline(part.picture, label, theme_name=part.theme, salt=self._salt + name)
+        self._put(self._parts[name].html for name in names)
+
+    def _put(self, pictures: Iterable[Any]) -> None:
+        shown = tuple(pictures)
+        if self.pictures.children != shown:
+            self.pictures.children = shown
 
     def _offer(self) -> None:
         """The plots that the run has something for; the one that a person chose stays, if it can."""
         names = [] if self._sight is None else named.names_of(self._sight)
-        names.sort(key=lambda name: name == "overview")  # it takes longest: a person asks for it
+        names.sort(key=lambda name: name == WHOLE)  # it takes longest: a person asks for it
         options = [(named.PLOTS[name].title, name) for name in names]
         if list(self.choice.options) == options:
             return

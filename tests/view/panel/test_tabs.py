@@ -66,7 +66,7 @@ def drawn(monkeypatch):
     real = plots_tab.inline
 
     def inline(picture, label, **options):
-        calls.append((label.partition(" of ")[0], options["theme_name"]))
+        calls.append((label.rpartition(" of ")[0], options["theme_name"]))
         return real(picture, label, **options)
 
     monkeypatch.setattr(plots_tab, "inline", inline)
@@ -79,8 +79,8 @@ def test_plots_are_offered_as_the_run_tells_the_quick_ones_first(offload):
     assert [name for _, name in tab.choice.options] == [
         "memory", "drift", "times", "census", "timeline", "verdict", "overview",
     ]  # fmt: skip
-    assert "Memory by source of offload-" in tab.picture.value
-    assert "<svg" in tab.picture.value
+    assert "Memory by source of offload-" in page(tab)
+    assert "<svg" in page(tab)
 
 
 def test_nothing_is_drawn_while_nobody_looks(offload, drawn):
@@ -98,9 +98,14 @@ def test_nothing_is_drawn_while_nobody_looks(offload, drawn):
     assert "limit 5 MiB" in words(tab)
 
 
+def page(tab):
+    return "".join(part.value for part in tab.pictures.children)
+
+
 def words(tab):
     """What the picture says: text is drawn as shapes in the page."""
-    return {text.get_text() for axes in tab._picture.axes for text in axes.texts}
+    picture = tab._parts[tab.choice.value].picture
+    return {text.get_text() for axes in picture.axes for text in axes.texts}
 
 
 def test_a_limit_is_drawn_anew_where_it_is_in_the_drawing_alone(offload, drawn):
@@ -109,24 +114,42 @@ def test_a_limit_is_drawn_anew_where_it_is_in_the_drawing_alone(offload, drawn):
     offload.move("drift_mib", 5)
     assert len(drawn) == 1
     tab.choice.value = "drift"
-    before = tab.picture.value
+    before = page(tab)
     offload.move("drift_mib", 6)
     assert "limit 6 MiB" in words(tab)
-    assert tab.picture.value != before
+    assert page(tab) != before
     offload.move("fds_more", 3)
     assert drawn[1:] == [("Drift over cycles", "auto")] * 2
     offload.grown()
     assert len(drawn) == 4
 
 
+def test_the_overview_is_every_plot_and_draws_those_anew_that_must_be(offload, drawn):
+    tab = PlotsTab(offload)
+    tab.visible = True
+    tab.choice.value = "overview"
+    titles = ["Memory by source", "Drift over cycles", "Time per phase and rank", "Groups, files, threads"]
+    titles += ["Timeline of ranks", "Verdict"]
+    assert [title for title, _ in drawn] == titles  # the first was there already
+    assert len(tab.pictures.children) == len(titles)
+    del drawn[:]
+    offload.move("drift_mib", 5)
+    assert [title for title, _ in drawn] == ["Drift over cycles", "Verdict"]
+    assert [
+        child.value.partition('aria-label="')[2].partition(" of offload")[0] for child in tab.pictures.children
+    ] == titles
+    tab.png.click()
+    assert (offload.run.dir / "overview.png").exists()
+
+
 def test_another_theme_is_the_same_drawing(offload, drawn):
     tab = PlotsTab(offload)
     tab.visible = True
-    picture = tab._picture
+    picture = tab._parts["memory"].picture
     tab.theme.value = "dark"
-    assert tab._picture is picture
+    assert tab._parts["memory"].picture is picture
     assert drawn == [("Memory by source", "auto"), ("Memory by source", "dark")]
-    assert 'class="kit-picture kit-dark"' in tab.picture.value
+    assert 'class="kit-picture kit-dark"' in page(tab)
 
 
 def test_a_run_that_has_begun_shows_its_first_picture_once_it_has_one(offload, tmp_path):
@@ -171,7 +194,7 @@ def test_a_drawing_that_stumbles_is_one_sentence_and_the_next_one_is_drawn(offlo
     tab.choice.value = "drift"
     assert said(tab) == "drift cannot be drawn of this run: KeyError: &#x27;idle&#x27;"
     tab.choice.value = "times"
-    assert "Time per phase and rank of" in tab.picture.value
+    assert "Time per phase and rank of" in page(tab)
     assert said(tab) == ""
 
 
@@ -193,7 +216,7 @@ def test_without_a_run_a_person_is_told_what_to_do(tmp_path, monkeypatch):
     model = PanelModel(find("smoke"))
     tab = PlotsTab(model)
     tab.visible = True
-    assert "press Start" in tab.picture.value
+    assert "press Start" in page(tab)
     assert tab.png.disabled
     export, records = ExportTab(model), RecordsTab(model)
     records.visible = True
