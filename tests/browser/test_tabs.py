@@ -62,6 +62,9 @@ def test_pictures_tables_comparison_and_files(page, server, artefacts):
     tab(panel, "Plots")
     panel.locator('svg[aria-label^="Groups, files, threads of offload-"]').wait_for()
     assert page.evaluate(PAPER) == DARK  # the same drawing, in the colours of the page
+    choose(panel, "Plot", "Overview")
+    panel.locator('svg[aria-label^="Verdict of offload-"]').wait_for()
+    assert contents(panel).locator(".kit-picture svg").count() == 6
     snap(page, artefacts, "tabs-plots-dark", contents(panel))
     tab(panel, "Compare")
     idle(page)
