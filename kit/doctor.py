@@ -50,7 +50,7 @@ with contextlib.redirect_stdout(sys.stderr):
         said["shared_cards"] = shared and shared.told
         pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
         said["no_peer_access"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-        said["findings"] = [one._asdict() for one in findings()]
+        said["findings"] = [one._asdict() for one in findings()] if torch.version.cuda else []  # elsewhere none of it runs
         said["torchcomms"] = torchcomms()
 print(json.dumps(said))
 """
@@ -220,10 +220,7 @@ def communication(ranks: Found) -> list[tuple[str, str]]:
     comms = ranks["torchcomms"]
     requested = "requested" if comms["requested"] else "not requested"
     table.append(("torchcomms", f"{requested}; {comms['why'] or 'importable'}"))
-    if ranks["cuda"]:  # elsewhere none of it runs
-        table += [
-            ("found", f"{one['name']} ({one['what']}): {one['means']}") for one in ranks["findings"] if one["what"]
-        ]
+    table += [("found", f"{one['name']} ({one['what']}): {one['means']}") for one in ranks["findings"] if one["what"]]
     return table
 
 

@@ -132,6 +132,7 @@ def test_a_run_and_what_is_made_of_it(cli: Cli, tmp_path: Path) -> None:
     assert "there is no run folder" in cli.sentence("report", tmp_path / "three", "--to", tmp_path / "report.html")
 
 
+@pytest.mark.slow
 def test_a_notebook_without_a_browser(cli: Cli, tmp_path: Path) -> None:
     told = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}}
     more = {"cell_type": "code", "execution_count": None, "outputs": []}
@@ -209,6 +210,7 @@ def test_a_fault_of_the_kit_itself_is_no_failed_check(cli: Cli, tmp_path: Path) 
     assert "KeyError: 'gone'" in done.stderr
 
 
+@pytest.mark.slow
 def test_comparing_runs_of_different_labs_says_so(cli: Cli, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
@@ -259,6 +261,7 @@ def test_ctrl_c_ends_the_ranks(cli: Cli) -> None:
     assert json.loads((folder / "run.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_killed_run_still_loads(cli: Cli, tmp_path: Path) -> None:
     process, folder, _ = start_slow(cli)
     process.kill()

@@ -46,9 +46,8 @@ def test_a_peer_that_breaks_says_how_and_the_others_go_on() -> None:
     assert nothing_marked()
 
 
-@pytest.mark.parametrize(
-    "name", ["torchrun", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(PEERS)[:-1])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torchrun", *sorted(PEERS)[:-1]])
 def test_a_real_peer(name: str) -> None:
     if not installed(name):
         pytest.skip(f"{PEERS[name].needs} is not installed")

@@ -29,6 +29,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], int
     return out, said, make(out, parts=SMALL, say=said.append)
 
 
+@pytest.mark.slow
 def test_a_labs_files_have_verdict_numbers_picture_and_origin(made) -> None:
     out, _, _ = made
     told = read_json(out / "lab-smoke.json")
@@ -42,12 +43,14 @@ def test_a_labs_files_have_verdict_numbers_picture_and_origin(made) -> None:
     assert (out / "runs" / "lab-smoke" / "records.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_told_and_is_no_failure(made) -> None:
     told = read_json(made[0] / "lab-refused.json")
     assert (told["exit"], told["state"]) == (2, "refused")
     assert "cycles must be a whole number from 1 to 1000, not 0" in told["complaint"]
 
 
+@pytest.mark.slow
 def test_a_part_past_its_time_is_ended_and_the_whole_is_not_well(made) -> None:
     out, said, status = made
     told = read_json(out / "lab-late.json")
@@ -57,6 +60,7 @@ def test_a_part_past_its_time_is_ended_and_the_whole_is_not_well(made) -> None:
     assert said[0] == "1 of 3, lab-smoke ..."
 
 
+@pytest.mark.slow
 def test_the_page_lists_every_part(made) -> None:
     page = (made[0] / "README.md").read_text()
     assert page.startswith("# Reference: box\n")
@@ -66,6 +70,7 @@ def test_the_page_lists_every_part(made) -> None:
     assert rows[0][2] == "no check failed"
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_was(made) -> None:
     out, _, _ = made
     before = (out / "lab-smoke.json").stat().st_mtime_ns

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 
+import pytest
+
 from kit.bench.view import RANKS, Sizes, made_up, main
 from kit.public import load
 from kit.view import named
@@ -20,6 +22,7 @@ def test_the_made_up_run_is_judged_and_drawn_as_the_labs_own(tmp_path):
     assert {"memory", "drift", "times", "census"} <= set(named.names(run))
 
 
+@pytest.mark.slow
 def test_a_small_run_has_every_row(capsys):
     before = os.environ.get("KIT_RUNS")
     assert main(True, Sizes(records=3500, many=5000, moves=2, opens=2, panels=1)) == 0

@@ -20,6 +20,7 @@ def test_the_command_line_finds_it() -> None:
     assert "world" in cli.benches()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 def test_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(True, TINY) == 0
@@ -35,6 +36,7 @@ def test_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert said["provenance"]["versions"]["torch"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 def test_what_was_not_loaded_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A preload that does nothing must not pass for one: the ranks are asked."""

@@ -117,6 +117,7 @@ def test_a_file_that_may_not_grow_while_recording(kit: Kit, tmp_path: Path, next
     assert kit("export", folder, "--to", tmp_path / "kept.parquet").status == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not mounts(), reason="this machine does not let us mount a small disk")
 def test_a_disk_that_fills_while_recording(kit: Kit, tmp_path: Path, next_world: None) -> None:
     disk, copy = tmp_path / "disk", tmp_path / "copy"
@@ -142,6 +143,7 @@ def test_a_run_folder_that_is_read_only(kit: Kit, tmp_path: Path, next_world: No
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_becomes_read_only(kit: Kit, tmp_path: Path, next_world: None) -> None:
     folder = tmp_path / "run"
     (tmp_path / "mine.py").write_text(LOCKS.format(folder=str(folder)))

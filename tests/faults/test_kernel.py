@@ -100,6 +100,7 @@ def test_sigkill_of_kernel_and_torchrun_at_once(kernel: Kernel) -> None:
     assert holdings(kernel.pid)["folders"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("now", [False, True], ids=["restart", "restart now"])
 def test_kernel_restart(kernel: Kernel, now: bool) -> None:
     kernel.start_world()
@@ -112,6 +113,7 @@ def test_kernel_restart(kernel: Kernel, now: bool) -> None:
     kernel.do("assert world.eval('t.item()') == [2.0, 2.0]")
 
 
+@pytest.mark.slow
 def test_three_kernels_with_a_world_each_do_not_collide(tmp_path: Path) -> None:
     kernels = [Kernel(tmp_path / str(n)) for n in range(3)]
     try:

@@ -91,6 +91,7 @@ def test_two_agents_make_one_world(two_nodes: tuple[World, OtherMachine], capsys
     assert world.eval("rank") == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_machine_that_never_joins_is_named(
     tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

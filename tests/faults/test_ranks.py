@@ -129,6 +129,7 @@ def test_waits_that_hide_in_a_work_handle(world: World) -> None:
     assert info.value.culprits == (0,)
 
 
+@pytest.mark.slow
 def test_a_chain_of_waits_blames_its_end(tmp_path: Path) -> None:
     """Rank 0 waits for 1 in one group, 1 waits for 2 in another, 2 sleeps."""
     with World(3, device="cpu", logs=tmp_path) as three:
@@ -189,6 +190,7 @@ def test_the_death_of_one_rank_is_not_blamed_on_the_one_whose_connection_broke(w
     assert info.value.rank == 1
 
 
+@pytest.mark.slow
 def test_an_import_error_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(RankError) as info:
         World(2, device="cpu", logs=tmp_path / "bad", preload=["no_such_module_anywhere"])
@@ -207,6 +209,7 @@ def test_sys_exit_on_a_rank(world: World, code: str, status: int) -> None:
     assert f"sys.exit({status})" in str(info.value)
 
 
+@pytest.mark.slow
 def test_ranks_that_leave_without_a_word(world: World) -> None:
     """torchrun does not take status 0 for an end; restart() (in the fixture) replaces it."""
     with pytest.raises(RankDied) as info:

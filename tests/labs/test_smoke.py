@@ -57,6 +57,7 @@ def test_a_wrong_sum(runs: Path, nothing_left: None) -> None:
     assert row.why == "wrong on rank 0 in cycle 2, rank 1 in cycle 2"
 
 
+@pytest.mark.slow
 def test_ones_own_code_is_judged(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
 ) -> None:

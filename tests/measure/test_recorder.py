@@ -225,6 +225,7 @@ def test_ranks_that_write_at_once_lose_and_tear_nothing(tmp_path):
     assert sorted(seen) == [(rank, cycle) for rank in range(2) for cycle in range(300)]
 
 
+@pytest.mark.slow
 def test_the_documented_script_under_torchrun(tmp_path):
     """Phases of both ranks arrive, and the weights came back: training goes on with a finite loss."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

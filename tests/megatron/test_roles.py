@@ -7,6 +7,7 @@ import pytest
 from tests.megatron.conftest import Launch
 
 
+@pytest.mark.slow
 def test_two_jobs_of_other_layouts_in_one_world(launch: Launch) -> None:
     first, second, alone = launch("roles", 3)
     assert [each["inside"] for each in (first, second, alone)] == [[0, 2], [1, 2], [0, 1]]

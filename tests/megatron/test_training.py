@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TWO = {
     "tp2": {"tp": 2},
     "pp2": {"pp": 2},

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 import kit
 from kit.view import gallery
 from kit.view.plots import Picture
 
 
+@pytest.mark.slow
 def test_pictures_are_made(tmp_path, monkeypatch):
     monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
     made = gallery.make(tmp_path / "images", ["smoke"])

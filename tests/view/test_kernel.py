@@ -79,6 +79,7 @@ def test_output_streams_while_the_cell_runs(client):
     assert len({text for _, text in came}) > 1
 
 
+@pytest.mark.slow
 def test_a_bar_after_two_seconds_is_one_display(client):
     execute(client, "%load_ext kit")
     _, _, outputs = execute(client, "%%ranks\nimport time\ntime.sleep(2.6 + rank / 2)")

@@ -115,6 +115,7 @@ def test_a_kernel_that_dies_is_told(tiny, tmp_path):
     assert (tmp_path / "out.ipynb").is_file()
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_kernel_and_keeps_what_ran(tiny, tmp_path):
     notebook = nbformat.read(tiny, as_version=4)
     text = "import os, time\nfrom pathlib import Path\nPath('pid').write_text(str(os.getpid()))\nprint('here', flush=True)\ntime.sleep(100)"

@@ -80,6 +80,7 @@ def test_the_worst_comes_first(make_run):
     assert "rank 1 keeps <three>" in words  # as text, not as a tag
 
 
+@pytest.mark.slow
 def test_runs_are_told_worst_first_and_compared(make_run, tmp_path):
     good = make_run()
     slow = make_run(more=(("groups_made", 2, "1"),))

@@ -17,6 +17,7 @@ def closed_after(shell, tmp_path, monkeypatch):
             value.close()
 
 
+@pytest.mark.slow
 def test_the_first_cell_starts_one_and_the_one_made_last_is_used(cell, shell):
     result, shown = cell("%ranks status")
     assert result.success

@@ -25,6 +25,7 @@ def test_a_wrapper_around_every_group(offload: Offload) -> None:
     assert "error named it on all 2 ranks" in why(run.verdict(), "destroy_failure_raises")
 
 
+@pytest.mark.slow
 def test_a_plain_function_pair_is_found_out(offload: Offload) -> None:
     verdict = offload(implementation="own_pair:OwnPair").verdict()
     assert failed(verdict) == {
@@ -38,6 +39,7 @@ def test_a_plain_function_pair_is_found_out(offload: Offload) -> None:
     assert {"training_continues_bitwise", "destroy_failure_raises"} <= unanswered(verdict)
 
 
+@pytest.mark.slow
 def test_code_that_does_nothing(offload: Offload) -> None:
     verdict = offload(implementation="mine:Nothing").verdict()
     assert failed(verdict) == {

@@ -46,6 +46,7 @@ def test_the_default_run_row_by_row() -> None:
         run.verdict(drift=1)
 
 
+@pytest.mark.slow
 def test_world_too(offload: Offload) -> None:
     run = offload(include_world=True, cycles=2)
     assert failed(run.verdict()) == set()

@@ -17,14 +17,10 @@ Split = Callable[..., kit.Run]
 ONE = {"steps": 1, "layers": 1, "microbatches": 2, "chunks": [1], "level": "tokens"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
-    [
-        {},
-        pytest.param({"overlap_grad_reduce": True, "distributed_optimizer": True}, marks=pytest.mark.slow),
-        pytest.param({"reduce": "mean"}, marks=pytest.mark.slow),
-        pytest.param({"tp": 2}, marks=pytest.mark.slow),
-    ],
+    [{}, {"overlap_grad_reduce": True, "distributed_optimizer": True}, {"reduce": "mean"}, {"tp": 2}],
     ids=lambda config: "-".join(config) or "default",
 )
 def test_the_documentations_trainer_passes(split: Split, config: dict[str, object]) -> None:

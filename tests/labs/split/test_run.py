@@ -138,6 +138,7 @@ def test_from_disk_the_same_verdict(split: Split) -> None:
     assert kit.load(run.dir).verdict() == run.verdict()
 
 
+@pytest.mark.slow
 def test_step_by_step(world: kit.World, split: Split) -> None:
     """By hand and at once record the same; the ranks are alive afterwards, and a World of another size is refused."""
     pids = world.pids

@@ -78,6 +78,7 @@ def run(transport: str, **config: object) -> kit.Run:
     return kit.run("sync", ranks=3, device="cpu", transport=transport, **{**SMALL, **config})
 
 
+@pytest.mark.slow
 def test_the_documentations_transport_passes() -> None:
     finished = run("own_transport:Files")
     assert not finished.verdict().failed

@@ -96,7 +96,8 @@ def test_apart_nobody_sleeps(sync: Sync, refresh: str) -> None:
     assert "expand" not in set(run.frame()["phase"])
 
 
-@pytest.mark.parametrize("transport", ["auto", pytest.param("rendezvous", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "rendezvous"])
 def test_two_worlds(sync: Sync, transport: str) -> None:
     run = sync(worlds="two", transport=transport, sweep=True, sweep_mib=2)
     verdict = run.verdict()
