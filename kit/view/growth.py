@@ -82,12 +82,19 @@ def lines(ax: Axes, table: pd.DataFrame, by: str, look: Theme) -> None:
     ax.legend(loc="upper left")
 
 
+def read(path: Path) -> dict[str, Any]:
+    """What `kit bench sync --json` printed, with its table, or the JSON object alone, as references keep it."""
+    text = path.read_text()
+    found: dict[str, Any] = json.loads(text if text.startswith("{") else text.splitlines()[-1])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kit.view.growth", description="Draw how the cost of a sync grows.")
     parser.add_argument("bench", type=Path, help="what `kit bench sync --json` wrote")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), help="the folder for the pictures")
     arguments = parser.parse_args()
-    bench = json.loads(arguments.bench.read_text().splitlines()[-1])
+    bench = read(arguments.bench)
     for theme_name in THEMES:
         suffix = "" if theme_name == "light" else f"-{theme_name}"
         print(plot_growth(bench, theme_name=theme_name).save(arguments.out / f"sync-growth{suffix}.png"))

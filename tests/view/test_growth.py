@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from kit.bench.rows import row
 from kit.bench.sync.parts import times
 from kit.errors import BadInput
-from kit.view.growth import growth, plot_growth
+from kit.view.growth import growth, plot_growth, read
 
 
 def bench() -> dict[str, Any]:
@@ -37,6 +38,13 @@ def test_it_is_drawn(theme_name: str, tmp_path: Path) -> None:
     assert [line.get_text() for line in left.get_legend().get_texts()] == ["memcpy", "shm"]
     assert list(right.containers[1].lines[0].get_xdata()) == [1, 2]
     assert picture.save(tmp_path / "growth.png").stat().st_size > 10_000
+
+
+def test_it_is_read_as_printed_and_as_references_keep_it(tmp_path: Path) -> None:
+    printed, kept = tmp_path / "printed.txt", tmp_path / "kept.json"
+    printed.write_text(f"a table\n\na machine\n{json.dumps(bench())}\n")
+    kept.write_text(json.dumps(bench(), indent=4) + "\n")
+    assert read(printed) == read(kept) == bench()
 
 
 def test_other_benches_are_refused() -> None:
