@@ -154,10 +154,15 @@ def test_a_notebook_without_a_browser(cli: Cli, tmp_path: Path) -> None:
     assert "ZeroDivisionError" in (tmp_path / "broken.html").read_text()
 
 
+JUDGED_THERE = (
+    "split",
+    "sync",
+)  # their own tests run every fault that ends with 1; here one of each shows how the command ends
 FAULTS = [
     pytest.param(lab.name, fault, id=f"{lab.name}-{fault.name}", marks=() if lab.name == "smoke" else pytest.mark.slow)
     for lab in discover().labs.values()
     for fault in lab.faults
+    if lab.name not in JUDGED_THERE or fault.exit != 1 or fault is lab.faults[0] or "cpu" not in fault.devices
 ]
 
 
