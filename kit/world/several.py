@@ -21,7 +21,16 @@ from kit.world.calls import TICK_S, Interrupted, Observer
 from kit.world.capacity import check_ranks
 from kit.world.members import Part
 from kit.world.silence import ranks_word
-from kit.world.world import TIMEOUT_S, Printer, World, check_call, check_chosen, check_layout, check_seconds
+from kit.world.world import (
+    TIMEOUT_S,
+    Printer,
+    World,
+    check_call,
+    check_chosen,
+    check_layout,
+    check_seconds,
+    tell_the_prompt,
+)
 
 GRACE_S = 3.0  # after a failure in one World: how long the others are waited for
 
@@ -106,6 +115,10 @@ class Worlds:
                 self.observer.started(phase, chosen)
                 try:
                     together(shares, news, self.observer)
+                except Interrupted:
+                    dead = next((world.dead for world in self.worlds if world.dead), "")
+                    tell_the_prompt(f"Worlds ended: {dead}")
+                    raise
                 finally:
                     self.observer.ended()
                 if any(one.error is not None for one in shares):

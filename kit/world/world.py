@@ -240,10 +240,7 @@ class World:
                 return [answer["value"] for answer in call.run()]
             except Interrupted as stop:
                 self.die(f"it was interrupted and {stop}")
-                if (
-                    threading.current_thread() is threading.main_thread()
-                ):  # the prompt is back; say why the ranks are not
-                    print(f"World ended: {self.dead}; restart() starts fresh ranks")
+                tell_the_prompt(f"World ended: {self.dead}")
                 raise
             except KitError as error:
                 if call.gone:
@@ -355,6 +352,12 @@ def check_call(target: str, arguments: Mapping[str, Any]) -> str:
     except (TypeError, ValueError) as error:
         raise BadInput(f"arguments for ranks must be JSON values: {error}") from None
     return function
+
+
+def tell_the_prompt(what: str) -> None:
+    """The prompt is back; say why the ranks are not. A thread has no prompt: who started it tells people in its own way."""
+    if threading.current_thread() is threading.main_thread():
+        print(f"{what}; restart() starts fresh ranks")
 
 
 def check_seconds(name: str, value: float) -> None:
