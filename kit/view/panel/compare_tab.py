@@ -18,6 +18,7 @@ from kit.view.inline import SHEET, inline
 from kit.view.panel import look
 from kit.view.panel.grid import Grid
 from kit.view.panel.sift import terms
+from kit.view.panel.tab import Tab
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,13 +56,12 @@ def listed(folder: Path, words: str = "") -> list[tuple[str, str]]:
     return found
 
 
-class CompareTab:
+class CompareTab(Tab):
     """The list is read when it is looked at; runs are compared when a person asks for it."""
 
     def __init__(self, model: PanelModel, folder: Path | None = None) -> None:
         self.model = model
         self.folder = folder
-        self._visible = False
         self._salt = secrets.token_hex(4)
         self.words = widgets.Text(
             description="Search",
@@ -101,24 +101,15 @@ class CompareTab:
                 self.grid.widget,
             ]
         )
-        self.words.observe(self._list, "value")
-        self.again.on_click(self._list)
+        self.words.observe(self._changed, "value")
+        self.again.on_click(self._changed)
         self.runs.observe(self._chosen, "value")
         self.go.on_click(lambda _: self.compare())
-        model.observe(self._list, ["run", "state"])
+        model.observe(self._changed, ["run", "state"])
         self.grid.widget.layout.display = "none"
         self._chosen()
 
-    @property
-    def visible(self) -> bool:
-        return self._visible
-
-    @visible.setter
-    def visible(self, seen: bool) -> None:
-        self._visible = seen
-        self._list()
-
-    def _list(self, _: Any = None) -> None:
+    def _changed(self, _: Any = None) -> None:
         if not self._visible:
             return
         chosen = set(self.runs.value)

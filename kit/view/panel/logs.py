@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as widgets
 
 from kit.view.panel import look
+from kit.view.panel.tab import Tab
 
 if TYPE_CHECKING:
     from kit.view.panel.model import Failure, PanelModel
@@ -16,12 +17,11 @@ LAST = (50, 200, 1000)  # lines; a page of many thousand is slow and nobody read
 ALL = "all ranks"
 
 
-class LogsTab:
+class LogsTab(Tab):
     """Observes the log and the failure; draws only while it is looked at."""
 
     def __init__(self, model: PanelModel) -> None:
         self.model = model
-        self._visible = False
         narrow = {"description_width": "initial"}
         self.rank = widgets.Dropdown(
             options=[ALL], description="lines of", style=narrow, tooltip="whose lines are shown"
@@ -45,15 +45,6 @@ class LogsTab:
         model.observe(self._grown, ["log", "failure"])
         model.observe(self._ranks, "size")
         self._ranks()
-
-    @property
-    def visible(self) -> bool:
-        return self._visible
-
-    @visible.setter
-    def visible(self, seen: bool) -> None:
-        self._visible = seen
-        self._changed()
 
     def _ranks(self, _: Any = None) -> None:
         before = self.rank.value

@@ -14,6 +14,7 @@ from kit.errors import KitError
 from kit.view import named
 from kit.view.inline import SHEET, inline
 from kit.view.panel import look
+from kit.view.panel.tab import Tab
 from kit.view.sight import Sight
 
 if TYPE_CHECKING:
@@ -38,12 +39,12 @@ class Part:
     theme: str = ""
 
 
-class PlotsTab:
+class PlotsTab(Tab):
     """Draws when it is looked at: on new records, another plot, another theme, and on a limit that is in the drawing."""
 
     def __init__(self, model: PanelModel) -> None:
         self.model = model
-        self._visible = self._offering = False
+        self._offering = False
         self._sight: Sight | None = None
         self._read: tuple[Run | None, int] | None = None  # of which records the sight is
         self._took = self._last = 0.0  # how long the last drawing took, and when that was
@@ -73,15 +74,6 @@ class PlotsTab:
         model.observe(self._changed, ["run", "revision", "tolerances", "state"])
         self.choice.observe(self._choose, "value")
         self.theme.observe(self._changed, "value")
-        self._changed()
-
-    @property
-    def visible(self) -> bool:
-        return self._visible
-
-    @visible.setter
-    def visible(self, seen: bool) -> None:
-        self._visible = seen
         self._changed()
 
     def _choose(self, change: Any) -> None:

@@ -12,6 +12,7 @@ from kit.labs.split import parity
 from kit.labs.sync import tables
 from kit.view.panel import look
 from kit.view.panel.grid import Grid
+from kit.view.panel.tab import Tab
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,12 +57,11 @@ def tables_of(run: Run) -> dict[str, tuple[Make, str]]:
     return {**GENERAL, **OF_LAB.get(run.lab, {})}
 
 
-class RecordsTab:
+class RecordsTab(Tab):
     """Reads when it is looked at."""
 
     def __init__(self, model: PanelModel) -> None:
         self.model = model
-        self._visible = False
         self._shown: object = None
         self.choice = widgets.Dropdown(description="Table", options=list(GENERAL), tooltip="which table of the run")
         self.said = widgets.HTML()
@@ -69,15 +69,6 @@ class RecordsTab:
         self.widget = widgets.VBox([look.box(self.choice), self.said, self.grid.widget])
         model.observe(self._changed, ["run", "revision"])
         self.choice.observe(self._changed, "value")
-
-    @property
-    def visible(self) -> bool:
-        return self._visible
-
-    @visible.setter
-    def visible(self, seen: bool) -> None:
-        self._visible = seen
-        self._changed()
 
     def _changed(self, _: Any = None) -> None:
         run = self.model.run
