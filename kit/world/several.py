@@ -17,20 +17,12 @@ from queue import Empty, SimpleQueue
 from typing import Any, Self
 
 from kit.errors import BadInput, KitError, RankDied, RankError, RankTimeout
+from kit.world.asked import check_call, check_chosen, check_layout, check_seconds
 from kit.world.calls import TICK_S, Interrupted, Observer
 from kit.world.capacity import check_ranks
 from kit.world.members import Part
 from kit.world.silence import ranks_word
-from kit.world.world import (
-    TIMEOUT_S,
-    Printer,
-    World,
-    check_call,
-    check_chosen,
-    check_layout,
-    check_seconds,
-    tell_the_prompt,
-)
+from kit.world.world import TIMEOUT_S, Printer, World, tell_the_prompt
 
 GRACE_S = 3.0  # after a failure in one World: how long the others are waited for
 

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import atexit
 import html
-import json
-import math
 import os
 import select
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kit.errors import BadInput, KitError
 from kit.world import interpreter, leftovers
+from kit.world.asked import (
+    check_call,
+    check_chosen,
+    check_code,
+    check_env,
+    check_layout,
+    check_preload,
+    check_seconds,
+    writable_folder,
+)
 from kit.world.calls import Call, Interrupted, Observer
 from kit.world.channel import ChannelClosed
 from kit.world.crew import Crew
@@ -314,94 +322,10 @@ class World:
         return f"<b>World of {count(self.ranks)}, {self.state}</b>{why}<table><tr>{head}</tr>{body}</table>"
 
 
-def check_layout(ranks: int, nodes: int, endpoint: str) -> None:
-    for name, value in (("ranks", ranks), ("nodes", nodes)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise BadInput(f"{name} must be a whole number of at least 1, not {value!r}")
-    if ranks % nodes:
-        raise BadInput(f"{ranks} ranks cannot be spread evenly over {nodes} nodes; give a multiple of {nodes}")
-    host, colon, port = endpoint.rpartition(":")
-    if nodes > 1 and not (colon and host and port.isdigit() and 0 < int(port) < 65536):
-        raise BadInput(
-            f"{nodes} nodes need endpoint='host:port' with a port of this machine that the others reach, not {endpoint!r}"
-        )
-    if nodes == 1 and endpoint:
-        raise BadInput("endpoint= is for several nodes; leave it out, or give nodes=2 or more")
-    from kit.world.capacity import check_ranks
-
-    check_ranks(ranks // nodes)
-
-
-def check_chosen(ranks: Sequence[int] | None, everyone: range) -> list[int]:
-    if ranks is None:
-        return list(everyone)
-    asked = list(ranks) if isinstance(ranks, Iterable) else []
-    wrong = [r for r in asked if isinstance(r, bool) or not isinstance(r, int) or r not in everyone]
-    if wrong or not asked:
-        raise BadInput(f"ranks must be a list of some of {everyone.start} to {everyone.stop - 1}, not {ranks!r}")
-    return sorted(set(asked))
-
-
-def check_call(target: str, arguments: Mapping[str, Any]) -> str:
-    """The function's name in `package.module:function`, if it can be asked for with these arguments."""
-    module, colon, function = target.partition(":")
-    if not (colon and module and function):
-        raise BadInput(f"a function is named 'package.module:function', not {target!r}")
-    try:
-        json.dumps(arguments)
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"arguments for ranks must be JSON values: {error}") from None
-    return function
-
-
 def tell_the_prompt(what: str) -> None:
     """The prompt is back; say why the ranks are not. A thread has no prompt: who started it tells people in its own way."""
     if threading.current_thread() is threading.main_thread():
         print(f"{what}; restart() starts fresh ranks")
-
-
-def check_seconds(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise BadInput(f"{name} must be a number of seconds above 0, not {value!r}")
-
-
-def check_code(code: str, mode: str) -> None:
-    """A typo is told here, before any rank sees it."""
-    if not isinstance(code, str):
-        raise BadInput(f"code for the ranks is text, not {code!r}; call() runs a function by its name")
-    compile(code, "<ranks>", mode)
-
-
-def check_preload(names: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
-        raise BadInput(f"preload is a list of modules' names, not {names!r}")
-    return tuple(names)
-
-
-def check_env(env: Mapping[str, str]) -> dict[str, str]:
-    if not isinstance(env, Mapping):
-        raise BadInput(f"env must map names to strings; {env!r} does not")
-    for name, value in env.items():
-        if not isinstance(name, str) or not isinstance(value, str) or not name or "=" in name or "\0" in name + value:
-            raise BadInput(f"env must map names to strings; {name!r}: {value!r} does not")
-    return dict(env)
-
-
-def writable_folder(logs: str | os.PathLike[str] | None) -> Path:
-    """The logs' folder, made and tried; when none is given a temporary one that ends with the World."""
-    if logs is None:
-        import tempfile
-
-        return Path(tempfile.mkdtemp(prefix="kit-logs-"))
-    path = Path(logs).resolve()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".writable-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise BadInput(f"the folder for logs {path} cannot be written: {error.strerror}; give another one") from None
-    return path
 
 
 def count(ranks: int) -> str:
