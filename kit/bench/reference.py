@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kit.bench.report import machine
 from kit.errors import BadInput
 from kit.results import Run
 from kit.results.files import read_json, write_json, write_text
+from kit.results.recorded import machine
 from kit.world.capacity import available_bytes
 
 if TYPE_CHECKING:

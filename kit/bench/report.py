@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kit.bench.rows import Row
+from kit.results.recorded import machine
 
 HEADS = ("what", "who", "median", "low", "high", "n", "unit", "at most", "aim", "ceiling", "")
 
@@ -50,22 +51,3 @@ def _pad(column: int, cell: tuple[str, int]) -> str:
 def _number(value: float | None) -> str:
     """Three significant digits."""
     return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-
-
-def machine(provenance: dict[str, Any]) -> str:
-    """The box and the software in one line."""
-    cpu, versions = provenance["cpu"], provenance["versions"]
-    gpus = [gpu["name"] for gpu in provenance["gpu"]["gpus"]]
-    git = provenance["git"]
-    commit = f"commit {git['commit'][:12]}{' with changes' if git['dirty'] else ''}" if git["commit"] else ""
-    parts = [
-        f"{cpu['affinity']} of {cpu['cores']} cores",
-        cpu["model"] or "",
-        ", ".join(gpus) or "no GPU",
-        f"Python {provenance['python']}",
-        *(f"{name} {version}" for name, version in versions.items() if version),
-        f"kit {provenance['kit']}",
-        commit,
-        provenance["time"],
-    ]
-    return "; ".join(part for part in parts if part)

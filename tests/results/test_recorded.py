@@ -1,0 +1,74 @@
+"""Recorded results: found by their part, told with their machine, and refused in a sentence where there are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kit.bench.rows import Row, row
+from kit.errors import BadInput
+from kit.measure import provenance
+from kit.results.recorded import FOLDER, recorded
+from kit.view.recorded import recorded as shown
+
+CHECK = {"check": "fds_return", "measured": 2.0, "limit": 0.0, "unit": "1", "passed": False, "why": "rank <0>: 2 more"}
+
+
+def keep(folder: Path, part: str, **told: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{part}.json").write_text(json.dumps({**told, "provenance": provenance()}))
+
+
+@pytest.fixture
+def references(tmp_path: Path) -> Path:
+    rows = [
+        row("a copy", [2.0, 1.0, 9.0], unit="ms", limit=1.5),
+        Row(what="a far copy", note="not measured: there is one card"),
+    ]
+    keep(tmp_path / "one", "bench-sync", rows=[one.to_json() for one in rows])
+    keep(tmp_path / "two", "bench-sync", rows=[rows[0].to_json()])
+    keep(tmp_path / "two", "lab-smoke", verdict=[CHECK])
+    return tmp_path
+
+
+def test_each_machine_is_found_and_named(references: Path) -> None:
+    one, two = recorded("bench-sync", folder=references)
+    assert [one.folder, two.folder] == ["one", "two"]
+    assert one.head.startswith("recorded on one, not here: ")
+    assert f"Python {one.provenance['python']}" in one.head
+    assert [len(one.rows), len(two.rows)] == [2, 1]
+
+
+def test_rows_are_chosen_by_a_text(references: Path) -> None:
+    (one,) = recorded("bench-sync", "far", folder=references)
+    assert [one.folder, one.rows[0]["what"]] == ["one", "a far copy"]
+
+
+@pytest.mark.parametrize(("part", "text"), [("bench-nothing", ""), ("bench-sync", "no such row")])
+def test_what_is_not_there_is_refused_with_what_is(references: Path, part: str, text: str) -> None:
+    with pytest.raises(BadInput, match="there is bench-sync, lab-smoke"):
+        recorded(part, text, folder=references)
+
+
+def test_a_bench_is_shown_with_its_spread_and_its_notes(references: Path) -> None:
+    lines = repr(shown("bench-sync", folder=references)).splitlines()
+    assert lines[2] == "a copy | kit | 2 ms | 1 to 9 | 3 | 1.5 | not met"
+    assert lines[3] == "a far copy | kit | - | not measured: there is one card"
+    assert [line[:16] for line in lines if line.startswith("recorded")] == ["recorded on one,", "recorded on two,"]
+
+
+def test_a_labs_verdict_is_shown_and_escaped(references: Path) -> None:
+    page = shown("lab-smoke", folder=references)._repr_html_()
+    assert "recorded on two, not here" in page
+    assert "rank &lt;0&gt;: 2 more" in page
+    assert "FAIL" in page
+
+
+def test_all_that_comes_with_the_kit_can_be_shown() -> None:
+    parts = sorted({path.stem for path in FOLDER.glob("*/*-*.json")})
+    assert parts
+    for part in parts:
+        assert repr(shown(part)).startswith("recorded on ")
