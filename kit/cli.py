@@ -93,6 +93,7 @@ def parser() -> argparse.ArgumentParser:
     measured = add("bench", bench, "side-by-side measurements")
     measured.add_argument("name", metavar="NAME")
     measured.add_argument("--json", action="store_true", help="print one JSON object last")
+    measured.add_argument("--quick", action="store_true", help="less of each, in a minute or two")
     recorded = add("reference", reference, "every lab and bench at this box's sizes, resumable")
     recorded.add_argument("--out", metavar="DIR", type=Path, required=True)
     add("clean", clean, "end leftovers of earlier runs: only processes the kit itself started")
@@ -260,7 +261,8 @@ def bench(args: argparse.Namespace) -> int:
     names = benches()
     if args.name not in names:
         raise BadInput(f"there is no bench {args.name!r}; allowed are: {', '.join(names) or 'none'}")
-    status: int = import_module(f"kit.bench.{args.name}").main(args.json)
+    module = import_module(f"kit.bench.{args.name}")
+    status: int = module.main(args.json, module.QUICK) if args.quick else module.main(args.json)
     return status
 
 

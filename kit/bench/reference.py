@@ -56,8 +56,8 @@ def lab(name: str, called: str = "", *, most_s: float = 300.0, **settings: Any) 
     return Part(name=f"lab-{called or name}", command=("run", name), settings=settings, most_s=most_s)
 
 
-def bench(name: str, *, most_s: float = 900.0) -> Part:
-    return Part(name=f"bench-{name}", command=("bench", name), most_s=most_s)
+def bench(name: str, *, most_s: float = 1800.0, quick: bool = False) -> Part:
+    return Part(name=f"bench-{name}", command=("bench", name, *(["--quick"] if quick else [])), most_s=most_s)
 
 
 SEEN: dict[str, Any] = {
@@ -145,7 +145,7 @@ def perform(out: Path, part: Part) -> dict[str, Any]:
     }
     if part.lab and (folder / "run.json").exists():
         told |= of_run(out, part, folder)
-    elif status == 0:
+    elif printed.rstrip().endswith("}"):  # also of one that was interrupted: what it had measured
         *lines, last = printed.strip().splitlines()
         told |= json.loads(last)
         write_text(out / f"{part.name}.txt", "\n".join(lines).rstrip() + "\n")

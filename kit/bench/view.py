@@ -52,6 +52,9 @@ class Sizes:
     panels: int = 7
 
 
+QUICK = Sizes(many=20_000, moves=5, opens=2, panels=2)
+
+
 def main(as_json: bool, sizes: Sizes = Sizes()) -> int:
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch, runs_in(Path(scratch)) as folder:
         progress(f"{sizes.many} records, and {sizes.records}")

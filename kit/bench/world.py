@@ -52,6 +52,9 @@ class Sizes:
     peer_trials: int = 3
 
 
+QUICK = Sizes(starts=3, megatron=2, steps=50, deaths=3, kernels=2, helps=3, restarts=3, phases=5, peer_trials=0)
+
+
 def main(as_json: bool, sizes: Sizes = Sizes()) -> int:
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch:
         logs = Path(scratch)

@@ -129,5 +129,16 @@ def test_what_fell_short_is_named() -> None:
     assert short_of(told) == ["a", "slow"]
 
 
+def test_what_a_bench_measured_before_its_time_was_over_is_kept(tmp_path, monkeypatch) -> None:
+    """How it ends is made up: a bench that is interrupted tells what it has, and ends well or not."""
+    rows = [{"what": "slow", "met": False}]
+    told = "what  who\nslow  kit\n" + json.dumps({"bench": "sync", "rows": rows}) + "\n"
+    monkeypatch.setattr(reference, "finish", lambda *_: (3, told, "it took more than 1 s and was ended"))
+    reference.perform(tmp_path, bench("sync"))
+    kept = read_json(tmp_path / "bench-sync.json")
+    assert (kept["rows"], kept["exit"], kept["state"]) == (rows, 3, "broke")
+    assert (tmp_path / "bench-sync.txt").read_text() == "what  who\nslow  kit\n"
+
+
 def test_names_are_those_of_files() -> None:
     assert (lab("offload", "offload-exact").name, bench("sync").name) == ("lab-offload-exact", "bench-sync")

@@ -19,25 +19,7 @@ from kit.world import World
 TINY = Job(size="tiny", length=24, microbatches=5)
 ONE = {"only": {"ranks": 2, "chunks": [1, 5], "level": "tokens"}}
 GRID = grid.grid()
-
-
-def pairs(name):
-    """A config as pairs of its layout and one thing more; switches that are off count too."""
-    layout, *words = name.split(", ")
-    words += [f"no {switch}" for switch in ("overlap", "distributed optimizer") if switch not in words]
-    return {(layout, word) for word in words}
-
-
-def part():
-    """As few configs as a greedy choice takes for every layout to meet every mask, switch and batching. `kit bench split` runs all."""
-    left, chosen = set().union(*map(pairs, GRID)), []
-    while left:
-        chosen.append(max(GRID, key=lambda name: len(pairs(name) & left)))
-        left -= pairs(chosen[-1])
-    return [name for name in GRID if name in chosen]
-
-
-PART = part()
+PART = list(grid.covering())  # `kit bench split` runs all
 
 
 @pytest.mark.slow
@@ -100,7 +82,7 @@ def test_no_check_fails_on_the_grid(world, name, tmp_path):
 
 
 def test_the_part_that_is_run_here_has_every_pair():
-    assert set().union(*map(pairs, PART)) == set().union(*map(pairs, GRID))
+    assert set().union(*map(grid.pairs, PART)) == set().union(*map(grid.pairs, GRID))
     assert len(PART) < len(GRID) / 2
 
 

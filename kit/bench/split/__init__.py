@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,9 @@ class Sizes:
     loss: tuple[int, int] = (8, 4096)
     loss_rounds: int = 22
     grid: dict[str, grid.Config] = field(default_factory=grid.grid)
+
+
+QUICK = Sizes(rounds=4, peak_steps=1, loss_rounds=6, grid=dict(islice(grid.covering().items(), 4)))
 
 
 def main(as_json: bool, sizes: Sizes = Sizes()) -> int:

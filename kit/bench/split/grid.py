@@ -43,6 +43,7 @@ MEGATRON: dict[str, Config] = {
 }
 FSDP2: dict[str, Config] = {"dp2": {"ranks": 2}, "dp4": {"ranks": 4}}
 BATCHING = {"fixed": {}, "dynamic": {"token_budget": 48}, "packed": {"token_budget": 48}}
+SWITCHES = ("overlap", "distributed optimizer")
 TIMEOUT_S = 300.0
 
 
@@ -53,7 +54,7 @@ def grid() -> dict[str, Config]:
         for masks in masks_of(config):
             for overlap in (False, True):
                 for sharded in (False, True):
-                    words = ["overlap"] * overlap + ["distributed optimizer"] * sharded
+                    words = [word for word, on in zip(SWITCHES, (overlap, sharded), strict=True) if on]
                     found[", ".join([f"megatron {layout}", masks, *words])] = {
                         **config,
                         "masks": masks,
@@ -66,6 +67,24 @@ def grid() -> dict[str, Config]:
                 name = f"fsdp2 {layout}, {masks}, {batching}"
                 found[name] = {**config, "backend": "fsdp2", "masks": masks, "batching": batching, **budget}
     return dict(sorted(found.items(), key=lambda each: each[1]["ranks"]))
+
+
+def covering() -> dict[str, Config]:
+    """As few configs as a greedy choice takes for every layout to meet every mask, switch and batching."""
+    configs = grid()
+    left = {pair for name in configs for pair in pairs(name)}
+    chosen: list[str] = []
+    while left:
+        chosen.append(max(configs, key=lambda name: len(pairs(name) & left)))
+        left -= pairs(chosen[-1])
+    return {name: config for name, config in configs.items() if name in chosen}
+
+
+def pairs(name: str) -> set[tuple[str, str]]:
+    """A config as pairs of its layout and one thing more; switches that are off count too."""
+    layout, *words = name.split(", ")
+    words += [f"no {switch}" for switch in SWITCHES if switch not in words]
+    return {(layout, word) for word in words}
 
 
 def masks_of(config: Config) -> tuple[str, ...]:
