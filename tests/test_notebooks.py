@@ -82,6 +82,7 @@ def offload_reload(notebook: nbformat.NotebookNode, runs: Path) -> None:
 
 def weight_sync(notebook: nbformat.NotebookNode, runs: Path) -> None:
     panel(notebook, "sync")
+    recorded(notebook)
     assert "0 failed" in text(notebook, "verdict")
     stages = outputs(notebook, "stages")[-1]["data"]["text/html"]
     assert {"gather", "apply", "wall", "refresh", "expand"} <= set(re.findall(r"\w+", stages))
@@ -106,6 +107,7 @@ def weight_sync(notebook: nbformat.NotebookNode, runs: Path) -> None:
 
 def split_training(notebook: nbformat.NotebookNode, runs: Path) -> None:
     panel(notebook, "split")
+    recorded(notebook)
     assert "0 failed" in text(notebook, "verdict")
     table = outputs(notebook, "metrics")[-1]["data"]["text/html"]
     assert {"probs_ratio", "num_valid_samples", "one_scalar_error"} <= set(re.findall(r"\w+", table))
@@ -125,6 +127,11 @@ def split_training(notebook: nbformat.NotebookNode, runs: Path) -> None:
         assert "image/png" in outputs(notebook, ident)[-1]["data"]
     assert len(list(runs.glob("split-*/verdict.json"))) == 3
     assert len(list(runs.glob("split-*/metrics.csv"))) == len(list(runs.glob("split-*/table.parquet"))) == 1
+
+
+def recorded(notebook: nbformat.NotebookNode) -> None:
+    """Other machines' numbers, under their names."""
+    assert re.search(r"recorded on [\w-]+, not here: ", outputs(notebook, "recorded")[-1]["data"]["text/html"])
 
 
 PROMISES = {
