@@ -7,13 +7,17 @@ many cycles, not single bytes. The peak is VmHWM, set back to the level of now b
 loaded): only for a run's boundaries.
 
 CUDA numbers: `allocated`, `reserved` and `peak_allocated` are this process's caching allocator; `driver_used` is the
-whole GPU, every process and communicator on it, as the driver tells it.
+whole GPU, every process and communicator on it, as the driver tells it: on a card that ranks share it is no rank's own.
+`process_used` is this process's part of that, where the driver tells it.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import TYPE_CHECKING, NamedTuple
 
+from kit.measure import nvml
 from kit.measure.clock import is_cuda
 
 if TYPE_CHECKING:
@@ -30,12 +34,13 @@ class HostMemory(NamedTuple):
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes."""
+    """Bytes. `process_used` is None where the driver does not list this process, as in most containers."""
 
     allocated: int
     reserved: int
     peak_allocated: int
     driver_used: int
+    process_used: int | None
 
 
 class ProcStatus(NamedTuple):
@@ -90,13 +95,32 @@ def device_memory(device: str) -> DeviceMemory | None:
     # One raw reading: memory_allocated(), memory_reserved(), ... each flatten all statistics anew.
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     free, total = torch.cuda.mem_get_info(device)
-    allocated = stats["allocated_bytes"]["all"]
+    allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]["current"]
     return DeviceMemory(
         allocated=allocated["current"],
-        reserved=stats["reserved_bytes"]["all"]["current"],
+        reserved=reserved,
         peak_allocated=allocated["peak"],
         driver_used=total - free,
+        process_used=process_used(device, reserved),
     )
+
+
+def process_used(device: str, reserved: int) -> int | None:
+    """This process's bytes on a card, of which its allocator has so many; None where the driver does not tell."""
+    library = nvml.library()
+    bus = None if library is None else bus_of(device)
+    return None if bus is None else nvml.process_bytes(library, bus, os.getpid(), at_least=reserved)
+
+
+@functools.cache
+def bus_of(device: str) -> str | None:
+    """The PCI address of a CUDA device, by which NVML knows it whatever CUDA_VISIBLE_DEVICES says; None where torch does not tell."""
+    import torch
+
+    about = torch.cuda.get_device_properties(device)
+    if not hasattr(about, "pci_domain_id"):
+        return None
+    return f"{about.pci_domain_id:08x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
 
 
 def reset_peaks(device: str = "cpu") -> str | None:

@@ -131,5 +131,5 @@ def _levels(device: str) -> dict[str, int]:
     levels.update(zip(_COUNTS, (group_count(), *descriptors(), threads), strict=True))
     on_device = device_memory(device)
     if on_device is not None:
-        levels.update(on_device._asdict())
+        levels.update((name, value) for name, value in on_device._asdict().items() if value is not None)
     return levels
