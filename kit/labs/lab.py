@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from kit.errors import BadInput, KitError, RankError
 from kit.labs.configure import as_json, configure, find_fault, refuse_device
+from kit.labs.memory import CARD, cards
 from kit.labs.stepped import Stepped
 from kit.measure import provenance
 from kit.results import Record, Run, create_run, runs_dir
@@ -235,6 +236,7 @@ class Lab:
         if len(self._sizes) > 1:
             about["sizes"] = list(self._sizes)
         self._writer.set_provenance({**self._about, "rank0": answers[0]["provenance"], "world": about})
+        self._append_once(CARD, cards(self.world.status()), "1")
         self._append_pss("pss_before", answers)
 
     def _check_going(self) -> None:
@@ -264,10 +266,13 @@ class Lab:
 
     def _append_pss(self, metric: str, answers: Sequence[Any]) -> None:
         rows = {rank: answer["pss"] for rank, answer in enumerate(answers) if answer["pss"] is not None}
+        self._append_once(metric, rows, "B")
+
+    def _append_once(self, metric: str, values: Mapping[int, float], unit: str) -> None:
+        """A number of each rank that belongs to no phase."""
         ended = time.time()
-        self._append(
-            0, BOUNDARY, {rank: {"metrics": [(metric, value, "B")], "ended": ended} for rank, value in rows.items()}
-        )
+        rows = {rank: {"metrics": [(metric, value, unit)], "ended": ended} for rank, value in values.items()}
+        self._append(0, BOUNDARY, rows)
 
     def _failed(self, error: BaseException) -> None:
         """Keep what can be known of the failure. Whatever goes wrong here must not hide the error itself."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.results import Measured, NotMeasured, select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable
 
     import pandas as pd
 
@@ -16,24 +18,73 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-def levels(frame: pd.DataFrame, phase: str) -> tuple[pd.DataFrame, str]:
-    """Memory after each cycle's phase: driver memory on CUDA, anonymous memory on the CPU; a column a rank."""
-    source = "driver_used" if (frame["metric"] == "driver_used").any() else "anon_rss"
-    rows = select(frame, phase=phase, metric=source)
-    return rows.pivot_table(index="cycle", columns="rank", values="value"), source
+CARD = "card"  # recorded once a run: which of its cards a rank works on
+
+
+def cards(ranks: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    """Which of the run's cards each rank works on, from what Worlds know of their ranks; none on the CPU."""
+    seats = {row["rank"]: (row["host"], row["device"]) for row in ranks if row["device"].startswith("cuda")}
+    numbers = {seat: number for number, seat in enumerate(dict.fromkeys(seats.values()))}
+    return {rank: numbers[seat] for rank, seat in seats.items()}
+
+
+class Source(NamedTuple):
+    """Who tells how much memory there is: a metric, in words, and for ranks that share a card the one that what it says is of."""
+
+    metric: str
+    told: str
+    card_of: Mapping[int, int]
+
+    @property
+    def whose(self) -> str:
+        return "card" if self.card_of else "rank"
+
+
+def source(frame: pd.DataFrame) -> Source:
+    """The driver on CUDA, the kernel on the CPU. On a card that ranks share the driver is asked of each rank, if it always told."""
+    used = (frame["metric"] == "driver_used").sum()
+    if not used:
+        return Source("anon_rss", "anon_rss", {})
+    rows = frame[frame["metric"] == CARD]
+    card_of = dict(zip(rows["rank"].astype(int), rows["value"].astype(int), strict=True))
+    sharing = max(Counter(card_of.values()).values(), default=1)
+    if sharing == 1:
+        return Source("driver_used", "driver_used", {})
+    if (frame["metric"] == "process_used").sum() == used:
+        return Source("process_used", "process_used", {})
+    return Source("driver_used", f"driver_used of the card, shared by {sharing} ranks", card_of)
+
+
+def by_owner(
+    frame: pd.DataFrame, source: Source, phase: str, metric: str | None = None, *, add: bool = False
+) -> pd.Series[float]:
+    """A metric, else what the source tells, after each cycle's phase: by rank, or by card where ranks share what is told of it.
+
+    What every rank says of the same card counts once; what each says of itself is added up with `add`.
+    """
+    rows = select(frame, phase=phase, metric=metric or source.metric)
+    owner = rows["rank"].map(lambda rank: source.card_of.get(rank, rank)).rename(source.whose)
+    groups = rows.groupby([owner, "cycle"])["value"]
+    return groups.sum() if add else groups.max()
+
+
+def levels(frame: pd.DataFrame, phase: str) -> tuple[pd.DataFrame, Source]:
+    """Memory after each cycle's phase: driver memory on CUDA, anonymous memory on the CPU; a column a rank, or a card that ranks share."""
+    told = source(frame)
+    return by_owner(frame, told, phase).unstack(told.whose), told
 
 
 def growth(phase: str, when: str) -> Measure:
     """How much more memory there was after the last cycle's phase than after the first's, where that is most; `when` is said of it."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-        table, source = levels(frame, phase)
+        table, told = levels(frame, phase)
         if len(table) < 2:
             raise NotMeasured("a drift needs two cycles or more")
         grown = (table.iloc[-1] - table.iloc[0]) / MIB
         return Measured(
             float(grown.max()),
-            f"{source} {when}, cycle {table.index[-1]} against cycle {table.index[0]}, rank {grown.idxmax()}",
+            f"{told.told} {when}, cycle {table.index[-1]} against cycle {table.index[0]}, {told.whose} {grown.idxmax()}",
         )
 
     return measure

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.measure import nvml
 from kit.measure.clock import is_cuda
@@ -117,7 +117,7 @@ def bus_of(device: str) -> str | None:
     """The PCI address of a CUDA device, by which NVML knows it whatever CUDA_VISIBLE_DEVICES says; None where torch does not tell."""
     import torch
 
-    about = torch.cuda.get_device_properties(device)
+    about: Any = torch.cuda.get_device_properties(device)
     if not hasattr(about, "pci_domain_id"):
         return None
     return f"{about.pci_domain_id:08x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"

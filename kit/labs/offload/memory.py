@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.memory import MIB, levels
+from kit.labs.memory import MIB, by_owner, levels, source
 from kit.results import Measured, NotMeasured, select
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import pandas as pd
+
+    from kit.labs.memory import Source
 
 SEEN_BYTES = 64 * MIB  # below this a job's bytes drown in the interpreter's own memory
 SLOPE_FROM, SLOPE_CYCLES = 4, 8
@@ -27,15 +29,15 @@ def tensors_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
     if not resident.min():
         raise NotMeasured("nothing was to be given back")
     share = float(((resident - left) / resident).min())
-    source = "driver_used" if (frame["metric"] == "driver_used").any() else "anon_rss"
+    seen = source(frame)
     if resident.min() < SEEN_BYTES:
-        return Measured(share, f"of {resident.min() / MIB:.1f} MiB, by their storages; too few to see in {source}")
-    held = select(frame, phase="fingerprint", metric=source).set_index(["rank", "cycle"])["value"]
-    idle = select(frame, phase="idle", metric=source).set_index(["rank", "cycle"])["value"]
-    fell = float((held - idle).groupby("rank").min().div(resident).min())
+        return Measured(share, f"of {resident.min() / MIB:.1f} MiB, by their storages; too few to see in {seen.told}")
+    there = by_owner(frame, seen, "fingerprint", "resident_bytes", add=True)
+    gone = by_owner(frame, seen, "fingerprint") - by_owner(frame, seen, "idle")
+    fell = float((gone / there).min())
     return Measured(
         min(share, fell),
-        f"of {resident.min() / MIB:.0f} MiB: {share:.3f} by their storages, and {source} fell by {fell:.3f} of them",
+        f"of {there.min() / MIB:.0f} MiB: {share:.3f} by their storages, and {seen.told} fell by {fell:.3f} of them",
     )
 
 
@@ -43,17 +45,17 @@ def slope(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Median of all pairwise slopes, above what a control without release shows of slope and spread."""
     if config["cycles"] < SLOPE_CYCLES:
         raise NotMeasured(f"a slope needs {SLOPE_CYCLES} cycles or more")
-    table, source = levels(frame, "idle")
+    table, seen = levels(frame, "idle")
     control, _ = levels(frame, "control")
     mine, allowed = theil_sen(table), theil_sen(control)
     spread = float((control.loc[SLOPE_FROM:].std() / MIB).max()) / len(control)
     over = (mine - allowed.clip(lower=0)).max() - spread
-    why = f"{source} {mine.max():+.3f} MiB a cycle from cycle {SLOPE_FROM} on; control {allowed.max():+.3f}, spread {spread:.3f}"
+    why = f"{seen.told} {mine.max():+.3f} MiB a cycle from cycle {SLOPE_FROM} on; control {allowed.max():+.3f}, spread {spread:.3f}"
     return Measured(max(0.0, float(over)), why)
 
 
 def theil_sen(table: pd.DataFrame) -> pd.Series:
-    """Robust MiB per cycle, a value per rank."""
+    """Robust MiB per cycle, a value per column."""
     import numpy as np
     import pandas as pd
 
@@ -94,24 +96,29 @@ def residual(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     stays = [kind for kind in ("groups", "weights", "grads", "optimizer") if not config[kind]]
     if stays:
         raise NotMeasured(f"{', '.join(stays)} stay by choice, and are in what the driver shows")
-    over = per_rank(frame, "idle", "driver_used") - per_rank(frame, "start", "driver_used")
-    return Measured(
-        float(over.max()) / MIB,
-        f"driver memory of rank {over.idxmax()}'s card while released, above a context and one matmul",
-    )
+    seen = source(frame)
+    over = most(frame, seen, "idle") - most(frame, seen, "start")
+    where = f"{seen.whose} {over.idxmax()}"
+    return Measured(float(over.max()) / MIB, f"{seen.told} while released, above a context and one matmul, {where}")
+
+
+def most(frame: pd.DataFrame, seen: Source, phase: str, metric: str | None = None, *, add: bool = False) -> pd.Series:
+    """The most of all cycles, for each that has memory of its own."""
+    return by_owner(frame, seen, phase, metric, add=add).groupby(seen.whose).max()
 
 
 def comm_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Of what communicators took (driver memory beyond the allocator's), the share that came back."""
     if not config["groups"]:
         raise NotMeasured("groups=false: no group was given back")
-    outside = {}
-    for phase in ("start", "fingerprint", "idle"):
-        used = select(frame, phase=phase, metric="driver_used").groupby("rank")["value"].max()
-        outside[phase] = used - select(frame, phase=phase, metric="reserved").groupby("rank")["value"].max()
-    taken = outside["fingerprint"] - outside["start"]
+    seen = source(frame)
+    start, held, idle = (
+        most(frame, seen, phase) - most(frame, seen, phase, "reserved", add=True)
+        for phase in ("start", "fingerprint", "idle")
+    )
+    taken = held - start
     if taken.min() < MIB:
         raise NotMeasured("communicators took less than 1 MiB of driver memory")
     return Measured(
-        float(((outside["fingerprint"] - outside["idle"]) / taken).min()), f"of {taken.max() / MIB:.0f} MiB a rank"
+        float(((held - idle) / taken).min()), f"of {taken.max() / MIB:.0f} MiB a {seen.whose}, by {seen.told}"
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pandas as pd
 import pytest
 
 from kit.labs.discover import find
+from kit.labs.memory import cards
 from kit.results import Record, VerdictRow, judge, to_frame
 
 MIB = 2**20
@@ -121,3 +123,67 @@ def test_what_is_missing_is_not_judged() -> None:
     partial = [(1, "fingerprint", "groups_watched", 20.0), (1, "verify", "stale_holders", 0.0)]
     row = answers(partial)["handles_alive"]
     assert (row.passed, "counted 1 times, not 10" in row.why) == (None, True)
+
+
+def two_ranks(*, fell: float, told: Iterable[str] = ("driver_used",)) -> pd.DataFrame:
+    """Two ranks on one card with a job of 100 MiB each; what the driver says of the card is said by both of them."""
+    rows: list[tuple[int, int, str, str, float]] = []
+    for rank in range(2):
+        rows += [(rank, 0, "run", "card", 0)]
+        for cycle in (1, 2):
+            rows += [
+                (rank, cycle, "fingerprint", "resident_bytes", 100 * MIB),
+                (rank, cycle, "idle", "left_bytes", 0),
+            ]
+            for phase, level in (("start", 900.0), ("fingerprint", 1300.0), ("idle", 1300.0 - fell)):
+                rows += [(rank, cycle, phase, "driver_used", level * MIB), (rank, cycle, phase, "reserved", 150 * MIB)]
+                if "process_used" in told:
+                    part = {"start": 400.0, "fingerprint": 600.0, "idle": 600.0 - fell / 2}[phase]
+                    rows += [(rank, cycle, phase, "process_used", part * MIB)]
+    return to_frame(
+        [
+            Record(run="r", lab="offload", cycle=c, phase=p, rank=r, metric=m, value=v, unit="1", time=0)
+            for r, c, p, m, v in rows
+        ]
+    )
+
+
+def judged(frame: pd.DataFrame, check: str) -> VerdictRow:
+    (row,) = [one for one in judge(frame, {**CONFIG, "ranks": 2}, find("offload").load_checks()) if one.check == check]
+    return row
+
+
+def test_ranks_on_one_card_do_not_each_claim_what_left_it() -> None:
+    """Half of the 200 MiB left: on the card that is as much as one rank's whole job."""
+    half = judged(two_ranks(fell=100), "tensors_released")
+    assert half.measured == pytest.approx(0.5)
+    assert "driver_used of the card, shared by 2 ranks fell by 0.500" in half.why
+    assert judged(two_ranks(fell=200), "tensors_released").passed
+
+
+def test_communicators_of_ranks_on_one_card_are_what_is_beyond_both_allocators() -> None:
+    row = judged(two_ranks(fell=300), "comm_released")
+    assert (row.measured, row.passed) == (0.75, True)
+    assert row.why == "of 400 MiB a card, by driver_used of the card, shared by 2 ranks"
+
+
+def test_a_process_s_own_bytes_are_taken_where_a_card_is_shared_and_they_were_always_told() -> None:
+    row = judged(two_ranks(fell=300, told=("driver_used", "process_used")), "residual")
+    assert (row.measured, row.why.partition(" while")[0]) == (50.0, "process_used")
+    frame = two_ranks(fell=300, told=("driver_used", "process_used"))
+    once = frame[(frame["metric"] != "process_used") | (frame["phase"] != "idle")]
+    row = judged(once, "residual")
+    assert (row.measured, "shared by 2 ranks" in row.why) == (100.0, True)
+
+
+def test_a_card_of_its_own_is_a_rank_s() -> None:
+    frame = two_ranks(fell=300, told=("driver_used", "process_used"))
+    frame.loc[frame["metric"] == "card", "value"] = frame["rank"]
+    assert judged(frame, "residual").why.startswith("driver_used while released")
+
+
+def test_which_ranks_share_a_card() -> None:
+    seats = [("a", "cuda:0"), ("a", "cuda:1"), ("a", "cuda:0"), ("b", "cuda:0")]
+    rows = [{"rank": rank, "host": host, "device": device} for rank, (host, device) in enumerate(seats)]
+    assert cards(rows) == {0: 0, 1: 1, 2: 0, 3: 2}
+    assert cards([{"rank": 0, "host": "a", "device": "cpu"}]) == {}
