@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kit.errors import BadInput
 from kit.labs.discover import hint
 from kit.labs.options import Field, fields
+from kit.megatron.config import dtype_on
 from kit.world import interpreter
 from kit.world.capacity import check_ranks
 
@@ -49,8 +50,9 @@ def configure(lab: Definition, given: Mapping[str, Any], fault: Fault | None) ->
 
 def machine_rules(lab: Definition, config: LabConfig, fault: Fault | None) -> list[tuple[str, Callable[[], object]]]:
     """What this machine must allow, each with the field it is about ("" for no single one); a rule raises BadInput."""
-    driver = any(path.exists() for path in GPU_DRIVERS)
+    driver = has_driver()
     rules: list[tuple[str, Callable[[], object]]] = [("device", lambda: check_driver(config, driver=driver))]
+    rules.append(("memory_snapshot", lambda: check_snapshot(config)))
     if fault is not None:
         rules.append(("", lambda: refuse_device(fault, "cuda" if driver and config.device != "cpu" else "cpu")))
     rules.append(("ranks", lambda: check_ranks(config.ranks)))
@@ -60,9 +62,26 @@ def machine_rules(lab: Definition, config: LabConfig, fault: Fault | None) -> li
     return rules
 
 
+def has_driver() -> bool:
+    return any(path.exists() for path in GPU_DRIVERS)
+
+
+def settled(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With `dtype=auto` as it is meant here, so that a run's config says what it ran with."""
+    if values.get("dtype") != "auto":
+        return dict(values)
+    on_cuda = values.get("device", "auto") != "cpu" and has_driver()
+    return {**values, "dtype": dtype_on("auto", "cuda" if on_cuda else "cpu")}
+
+
 def check_driver(config: LabConfig, *, driver: bool) -> None:
     if config.device == "cuda" and not driver:
         raise BadInput("device=cuda needs a GPU driver, and this machine has none; use cpu or auto")
+
+
+def check_snapshot(config: LabConfig) -> None:
+    if config.memory_snapshot and config.device == "cpu":
+        raise BadInput("memory_snapshot=true needs CUDA: PyTorch keeps no history of memory on the CPU; use cuda or auto")
 
 
 def complaints(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -> dict[str, str]:
@@ -99,6 +118,8 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
     for name in values:
         if name not in known:
             raise BadInput(f"lab {lab.name!r} has no setting {name!r}; {hint(name, list(known))}")
+    if "dtype" in known:
+        values = settled({"dtype": known["dtype"].default, **values})
     try:
         text = json.dumps(dict(values))
     except (TypeError, ValueError):

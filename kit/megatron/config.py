@@ -11,6 +11,7 @@ import dataclasses
 from kit.errors import BadInput
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+AUTO_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +102,11 @@ class ModelConfig:
         """The size's geometry with this config's own layers and sequence length in it."""
         base = GEOMETRIES[self.size] if isinstance(self.size, str) else self.size
         return dataclasses.replace(base, layers=self.layers or base.layers, seq=self.seq or base.seq)
+
+
+def dtype_on(dtype: str, device: str = "cpu") -> str:
+    """A type's name, with `auto` as it is meant on a device."""
+    return AUTO_DTYPE[device] if dtype == "auto" else dtype
 
 
 def check(config: ModelConfig, ranks: int) -> None:

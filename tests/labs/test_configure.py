@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import pytest
 
 from kit.errors import BadInput
-from kit.labs.configure import check_target, configure, find_fault, from_text, validate
+from kit.labs.configure import as_json, check_target, configure, find_fault, from_text, validate
 from kit.labs.definition import Definition
 from kit.labs.discover import find
 from kit.labs.options import LabConfig, Option
@@ -70,6 +70,14 @@ def test_a_device_that_is_not_there() -> None:
         pytest.skip("this machine has a GPU driver")
     with pytest.raises(BadInput, match="device=cuda needs a GPU driver"):
         configure(find("smoke"), {"device": "cuda"}, None)
+
+
+def test_a_memory_snapshot_of_ranks_on_the_cpu() -> None:
+    with pytest.raises(
+        BadInput, match="memory_snapshot=true needs CUDA: PyTorch keeps no history of memory on the CPU"
+    ):
+        configure(find("smoke"), {"device": "cpu", "memory_snapshot": True}, None)
+    assert configure(find("smoke"), {"memory_snapshot": True}, None).memory_snapshot  # told after the run
 
 
 def test_an_interpreter_without_torch() -> None:
@@ -139,3 +147,41 @@ def test_a_value_that_is_neither_a_name_nor_code(own: Definition) -> None:
         configure(dataclasses.replace(own, config=Ways), {"way": "shmm"}, None)
     with pytest.raises(BadInput, match="No module named 'no_such_module'"):
         configure(dataclasses.replace(own, config=Ways), {"way": "no_such_module:x"}, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "on_a_box_without_a_driver", "with_one"),
+    [
+        ({}, "float32", "bfloat16"),
+        ({"dtype": "auto"}, "float32", "bfloat16"),
+        ({"device": "cpu"}, "float32", "float32"),
+        ({"dtype": "float32"}, "float32", "float32"),
+        ({"dtype": "bfloat16"}, "bfloat16", "bfloat16"),
+    ],
+)
+def test_the_type_of_weights_is_that_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    given: dict[str, Any],
+    on_a_box_without_a_driver: str,
+    with_one: str,
+) -> None:
+    """A driver is made up: its file is what says that there is one."""
+    file = tmp_path / "version"
+    monkeypatch.setattr("kit.labs.configure.GPU_DRIVERS", (file,))
+
+    def types() -> set[str]:
+        return {as_json(validate(find(lab), given))["dtype"] for lab in ("offload", "split", "sync")}
+
+    assert types() == {on_a_box_without_a_driver}
+    file.touch()
+    assert types() == {with_one}
+
+
+def test_faults_of_exact_numbers_are_looked_for_in_float32_also_on_cards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "version").touch()
+    monkeypatch.setattr("kit.labs.configure.GPU_DRIVERS", (tmp_path / "version",))
+    split = find("split")
+    assert {as_json(validate(split, fault.set))["dtype"] for fault in split.faults} == {"float32"}

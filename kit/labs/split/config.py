@@ -9,7 +9,7 @@ from kit.errors import BadInput
 from kit.labs.definition import Step
 from kit.labs.options import LabConfig, Option
 from kit.labs.split.recipes import Recipe
-from kit.megatron.config import ModelConfig, check
+from kit.megatron.config import ModelConfig, check, dtype_on
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,7 +49,10 @@ class SplitConfig(LabConfig):
         Literal["sum", "mean"], Option("how Megatron's DDP combines gradients of data ranks; experts need mean")
     ] = "sum"
     layers: Annotated[int | None, Option("layers; null: the size's own", low=1, high=200)] = None
-    dtype: Annotated[Literal["float32", "bfloat16"], Option("type of the weights")] = "float32"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Option("type of the weights; auto: bfloat16 on CUDA, float32 on the CPU"),
+    ] = "auto"
     seed: Annotated[int, Option("seed of weights and data", low=0, high=2**31)] = 1234
     steps: Annotated[int, Option("optimizer steps of every way", low=1, high=1000)] = 5
     micro_batch: Annotated[int, Option("sequences in a microbatch", low=1, high=1024)] = 2
@@ -140,7 +143,7 @@ def model_config(config: SplitConfig) -> ModelConfig:
         micro_batch=config.micro_batch,
         microbatches=config.microbatches,
         seed=config.seed,
-        dtype=config.dtype,
+        dtype=dtype_on(config.dtype),
     )
 
 

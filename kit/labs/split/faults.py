@@ -2,7 +2,7 @@
 
 from kit.labs.definition import Fault
 
-QUICK = {"chunks": [1, 5], "level": "tokens", "steps": 2}
+QUICK = {"chunks": [1, 5], "level": "tokens", "steps": 2, "dtype": "float32"}
 OVERLAP = {**QUICK, "overlap_grad_reduce": True}
 EXPERTS = {**QUICK, "ep": 2, "experts": 4, "reduce": "mean", "level": "sequences"}
 

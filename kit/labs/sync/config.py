@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from kit.errors import BadInput
 from kit.labs.definition import Step
 from kit.labs.options import LabConfig, Option
-from kit.megatron.config import DTYPE_BYTES, ModelConfig, check
+from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on
 
 TRANSPORTS = ("auto", "shm", "broadcast", "rendezvous", "serialize", "ipc", "per-tensor")
 ONE_WORLD = ("broadcast", "per-tensor")  # they make a group inside of a World
@@ -21,7 +21,10 @@ class SyncConfig(LabConfig):
     ranks: Annotated[int, Option("trainer and inference ranks together", low=2, high=4096)] = 5
     size: Annotated[Literal["tiny", "125m", "qwen2.5-0.5b"], Option("geometry of the model")] = "tiny"
     layers: Annotated[int | None, Option("layers; null: the size's own", low=1, high=200)] = None
-    dtype: Annotated[Literal["float32", "bfloat16"], Option("type of the weights")] = "float32"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Option("type of the weights; auto: bfloat16 on CUDA, float32 on the CPU"),
+    ] = "auto"
     seed: Annotated[int, Option("seed of weights and data", low=0, high=2**31)] = 1234
     tp: Annotated[int, Option("the trainer's tensor parallel size", low=1, high=64)] = 2
     pp: Annotated[int, Option("the trainer's pipeline parallel size", low=1, high=64)] = 1
@@ -137,7 +140,7 @@ class SyncConfig(LabConfig):
     def largest(self) -> int:
         """Bytes of the largest tensor."""
         g = trainer_model(self).geometry
-        return g.hidden * max(g.vocab, g.ffn, g.hidden) * DTYPE_BYTES[self.dtype]
+        return g.hidden * max(g.vocab, g.ffn, g.hidden) * DTYPE_BYTES[dtype_on(self.dtype)]
 
     @property
     def infer_ranks(self) -> int:
@@ -174,7 +177,7 @@ def trainer_model(config: SyncConfig) -> ModelConfig:
         layers=config.layers,
         tp=config.tp,
         pp=config.pp,
-        dtype=config.dtype,
+        dtype=dtype_on(config.dtype),
         seed=config.seed,
         micro_batch=1,
         microbatches=max(1, config.pp),
@@ -182,7 +185,9 @@ def trainer_model(config: SyncConfig) -> ModelConfig:
 
 
 def replica_model(config: SyncConfig) -> ModelConfig:
-    return ModelConfig(size=config.size, layers=config.layers, tp=config.infer_tp, dtype=config.dtype, seed=config.seed)
+    return ModelConfig(
+        size=config.size, layers=config.layers, tp=config.infer_tp, dtype=dtype_on(config.dtype), seed=config.seed
+    )
 
 
 def worlds(config: SyncConfig) -> tuple[int, ...]:

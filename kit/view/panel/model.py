@@ -15,7 +15,7 @@ from traitlets import Any as AnyTrait
 from traitlets import Dict, HasTraits, Instance, Int, Tuple, Unicode
 
 from kit.errors import KitError
-from kit.labs.configure import complaints, find_fault, validate
+from kit.labs.configure import complaints, find_fault, settled, validate
 from kit.labs.options import Field, fields
 from kit.results import Run, load_tolerances, newest_run, runs_dir, save_tolerances
 from kit.results.tolerances import checked_tolerances
@@ -221,7 +221,7 @@ class PanelModel(HasTraits):
             except Exception as error:  # noqa: BLE001 - a check may stumble over part of a run; the panel must stay
                 self.said = f"{run.dir.name} cannot be judged: {type(error).__name__}: {error}"
         self.verdict = verdict
-        config = self.values if run is None else {**self.values, **run.config}
+        config = settled(self.values) if run is None else {**self.values, **run.config}
         self.limits = limits_of(self.checks, config, verdict, self.tolerances)
 
     @property

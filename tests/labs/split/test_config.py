@@ -43,7 +43,7 @@ EXPERTS = {"experts": 4, "reduce": "mean"}
         ({"masks": "empty-rank", "ranks": 1}, "masks=empty-rank needs two data ranks or more"),
         ({"length": 23}, "length must be a whole number from 24 to 32768, not 23"),
         ({"steps": 0}, "steps must be a whole number from 1 to 1000, not 0"),
-        ({"dtype": "float16"}, "dtype must be one of float32, bfloat16, not 'float16'"),
+        ({"dtype": "float16"}, "dtype must be one of auto, float32, bfloat16, not 'float16'"),
         ({"recipe": "ppo"}, "recipe must be one of grpo"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(f"{k}={v}" for k, v in value.items()),
