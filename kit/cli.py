@@ -157,6 +157,7 @@ def run(args: argparse.Namespace) -> int:
 def show(args: argparse.Namespace) -> int:
     from kit.public import load
     from kit.results import read_verdict
+    from kit.results.artefacts import memory_snapshots
 
     found = load(args.dir)
     print(found)
@@ -164,6 +165,8 @@ def show(args: argparse.Namespace) -> int:
     print(" ".join(f"{name}={value}" for name, value in {**found.config, **fault}.items()))
     for note in found.notes:
         print(f"note: {note}")
+    if snapshots := memory_snapshots(found):
+        print(f"memory snapshots: {snapshots}")
     stored = found.dir / "verdict.json"
     print(f"\n{read_verdict(stored) if stored.exists() else found.verdict()}\n")
     frame = found.frame()

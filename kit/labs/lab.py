@@ -20,6 +20,7 @@ from kit.labs.memory import CARD, cards
 from kit.labs.stepped import Stepped
 from kit.measure import provenance
 from kit.results import Record, Run, create_run, runs_dir
+from kit.results.artefacts import SNAPSHOTS
 from kit.results.files import write_text
 from kit.results.tolerances import checked_tolerances
 from kit.world import World
@@ -231,6 +232,7 @@ class Lab:
             devices=[row["device"] for row in self.world.status()],
             world_sizes=self._sizes,
             meeting=f"kit-{secrets.token_hex(8)}",
+            snapshots=str(self.dir / SNAPSHOTS) if self._snapshots else None,
         )
         about = {"ranks": self.world.ranks, "device": self.world.device, "why": self.world.status()[0]["why"]}
         if len(self._sizes) > 1:
@@ -238,6 +240,10 @@ class Lab:
         self._writer.set_provenance({**self._about, "rank0": answers[0]["provenance"], "world": about})
         self._append_once(CARD, cards(self.world.status()), "1")
         self._append_pss("pss_before", answers)
+
+    @property
+    def _snapshots(self) -> bool:
+        return self.config.memory_snapshot and self.started and self.world.device.startswith("cuda")
 
     def _check_going(self) -> None:
         if self._error:
@@ -283,6 +289,9 @@ class Lab:
         with contextlib.suppress(KitError):
             if isinstance(error, RankError) and self._done < len(self._plan):
                 self._append_last(*self._plan[self._done])
+        with contextlib.suppress(KitError):
+            if self._snapshots:
+                self.world.call(f"{RANKSIDE}:snapshot", ranks=self._idle(), timeout_s=60)
         with contextlib.suppress(KitError, OSError):
             write_text(self.dir / "logs" / "error.txt", said + "\n")
         with contextlib.suppress(KitError, OSError):
@@ -290,7 +299,7 @@ class Lab:
 
     def _append_last(self, cycle: int, phase: str) -> None:
         """The records of a phase that raised: the ranks still know them, unless one of them hangs."""
-        idle = [row["rank"] for row in self.world.status() if row["state"] == "idle"]
+        idle = self._idle()
         answers = self.world.call(f"{RANKSIDE}:last", ranks=idle, timeout_s=5)
         known = {
             rank: answer
@@ -298,3 +307,6 @@ class Lab:
             if answer and answer["cycle"] == cycle and answer["name"] == phase
         }
         self._append(cycle, phase, known)
+
+    def _idle(self) -> list[int]:
+        return [row["rank"] for row in self.world.status() if row["state"] == "idle"]

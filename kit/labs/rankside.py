@@ -9,11 +9,13 @@ import importlib
 import itertools
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kit.measure import Metric, PhaseMeter, provenance, pss
+from kit.measure.snapshot import History
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,6 +50,7 @@ class Session:
 
     context: Context
     phases: Any
+    history: History | None
     last: dict[str, Any] | None = None
 
 
@@ -63,8 +66,12 @@ def begin(
     devices: list[str],
     world_sizes: list[int],
     meeting: str,
+    snapshots: str | None = None,
 ) -> dict[str, Any]:
-    """Make the lab's phases object. Returns this rank's proportional memory, and on rank 0 what it knows of its software."""
+    """Make the lab's phases object. Returns this rank's proportional memory, and on rank 0 what it knows of its software.
+
+    `snapshots` is a folder for this rank's history of CUDA memory, which is kept only then.
+    """
     global _session  # noqa: PLW0603 - one rank is one process, and it works for one lab
     rank = int(os.environ["KIT_RANK"])
     context = Context(
@@ -78,7 +85,10 @@ def begin(
         fault=fault,
     )
     about = provenance() if rank == 0 else None
-    _session = Session(context=context, phases=load(phases)(context))
+    history = History(Path(snapshots) / f"rank{rank}.pickle") if snapshots else None
+    _session = Session(context=context, phases=load(phases)(context), history=history)
+    if history is not None:
+        history.start()
     return {"provenance": about, "pss": pss()}
 
 
@@ -93,6 +103,9 @@ def step(*, cycle: int, name: str) -> dict[str, Any]:
         with meter:
             getattr(session.phases, name)(cycle)
         failed = []
+    except BaseException:
+        snapshot()  # now: memory of what raised is given back when the error is answered
+        raise
     finally:
         metrics = [*meter.metrics, *session.context.metrics, *failed]
         session.last = {"cycle": cycle, "name": name, "metrics": metrics, "ended": meter.ended}
@@ -104,9 +117,18 @@ def last() -> dict[str, Any] | None:
     return _running().last
 
 
+def snapshot() -> bool:
+    """Write this rank's history of CUDA memory as it is now; whether there is one and it could be written."""
+    history = _running().history
+    return history is not None and history.write()
+
+
 def end() -> dict[str, Any]:
     """Let go of the lab."""
     global _session  # noqa: PLW0603 - as above
+    snapshot()
+    if (history := _running().history) is not None:
+        history.stop()
     _session = None
     return {"pss": pss()}
 

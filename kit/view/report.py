@@ -22,6 +22,7 @@ from kit.errors import BadInput
 from kit.labs.discover import checks_of
 from kit.labs.stepped import show
 from kit.results import read_verdict
+from kit.results.artefacts import memory_snapshots
 from kit.results.files import to_json, write_text
 from kit.view.against import plot_against, settings
 from kit.view.plots import plot_run
@@ -143,6 +144,7 @@ def facts(run: Run) -> dict[str, str]:
         else "",
         "software": ", ".join([f"{name} {version}" for name, version in versions.items() if version]),
         "commit": f"{commit[:12]}{' with local changes' if about['git'].get('dirty') else ''}" if commit else "",
+        "memory snapshots": memory_snapshots(run),
     }
     return {name: value for name, value in found.items() if value}
 

@@ -63,6 +63,22 @@ def test_everything_is_inside_the_page(make_run):
     assert "Does memory stay where it was" in words  # a check's question
 
 
+def test_memory_snapshots_are_named_with_how_to_open_them_or_why_there_are_none(make_run):
+    run = make_run()
+    assert "memory snapshots" not in Reader(page([run])).words()
+    path = run.dir / "run.json"
+    info = json.loads(path.read_text())
+    info["config"]["memory_snapshot"] = True
+    info["provenance"] = {"world": {"device": "cpu"}}
+    path.write_text(json.dumps(info))
+    assert "memory snapshots none: the ranks worked on the CPU" in Reader(page([kit.load(run.dir)])).words()
+    for rank in (10, 2):
+        (run.dir / "memory").mkdir(exist_ok=True)
+        (run.dir / "memory" / f"rank{rank}.pickle").write_bytes(b"")
+    words = Reader(page([kit.load(run.dir)])).words()
+    assert "memory/rank2.pickle, memory/rank10.pickle; drop one on https://pytorch.org/memory_viz" in words
+
+
 def test_the_worst_comes_first(make_run):
     run = make_run()
     rows = [

@@ -1,0 +1,83 @@
+"""A rank's side of a lab, in this process: when its history of memory is written. PyTorch's two calls are stand-ins without a card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kit.labs import rankside
+from kit.labs.options import LabConfig
+
+Calls = list[Any]
+
+
+class Phases:
+    """A lab of this test's own."""
+
+    def __init__(self, ctx: rankside.Context) -> None:
+        self.ctx = ctx
+
+    def fine(self, cycle: int) -> None:
+        self.ctx.record("cycle", cycle)
+
+    def broken(self, cycle: int) -> None:
+        raise ValueError(f"broken in cycle {cycle}")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    seen: Calls = []
+    monkeypatch.setenv("KIT_RANK", "0")
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: seen.append(how))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text(str(len(seen))))
+    yield seen
+    rankside._session = None
+
+
+def begin(**more: Any) -> None:
+    config = f"{LabConfig.__module__}:{LabConfig.__qualname__}"
+    where: dict[str, Any] = {"devices": ["cpu"], "world_sizes": [1], "meeting": "here"}
+    rankside.begin(phases=f"{__name__}:Phases", config_type=config, config={}, fault=None, **where, **more)
+
+
+def test_a_history_is_kept_until_the_end_and_written_then(calls: Calls, tmp_path: Path) -> None:
+    begin(snapshots=str(tmp_path / "memory"))
+    rankside.step(cycle=1, name="fine")
+    assert not (tmp_path / "memory").exists()
+    rankside.end()
+    assert [path.name for path in (tmp_path / "memory").iterdir()] == ["rank0.pickle"]
+    assert [call.get("enabled", "all") for call in calls] == ["all", None]
+
+
+def test_it_is_written_when_a_phase_raises(calls: Calls, tmp_path: Path) -> None:
+    begin(snapshots=str(tmp_path))
+    with pytest.raises(ValueError, match="broken in cycle 2"):
+        rankside.step(cycle=2, name="broken")
+    assert (tmp_path / "rank0.pickle").exists()
+
+
+def test_an_error_is_not_hidden_by_a_snapshot_that_fails(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: str) -> None:
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", refuse)
+    begin(snapshots=str(tmp_path))
+    with pytest.raises(ValueError, match="broken in cycle 2"):
+        rankside.step(cycle=2, name="broken")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_it_nothing_is_asked_of_torch(calls: Calls, tmp_path: Path) -> None:
+    begin()
+    rankside.step(cycle=1, name="fine")
+    with pytest.raises(ValueError, match="broken"):
+        rankside.step(cycle=2, name="broken")
+    rankside.end()
+    assert calls == []
+    assert not list(tmp_path.iterdir())
