@@ -40,13 +40,18 @@ class Source(NamedTuple):
         return "card" if self.card_of else "rank"
 
 
+def card_numbers(frame: pd.DataFrame) -> dict[int, int]:
+    """Which card each rank works on, where the run says so."""
+    rows = frame[frame["metric"] == CARD]
+    return dict(zip(rows["rank"].astype(int), rows["value"].astype(int), strict=True))
+
+
 def source(frame: pd.DataFrame) -> Source:
     """The driver on CUDA, the kernel on the CPU. On a card that ranks share the driver is asked of each rank, if it always told."""
     used = (frame["metric"] == "driver_used").sum()
     if not used:
         return Source("anon_rss", "anon_rss", {})
-    rows = frame[frame["metric"] == CARD]
-    card_of = dict(zip(rows["rank"].astype(int), rows["value"].astype(int), strict=True))
+    card_of = card_numbers(frame)
     sharing = max(Counter(card_of.values()).values(), default=1)
     if sharing == 1:
         return Source("driver_used", "driver_used", {})

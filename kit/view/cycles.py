@@ -129,11 +129,10 @@ def aside(seen: Steps) -> str:
 
 def drift(ax: Axes, seen: Steps, verdict: Verdict, theme: Theme, phase: str = "idle") -> None:
     """Memory after a phase of each cycle against the first cycle, by rank; a job that is never released beside it; the limit."""
-    source = "driver_used" if "driver_used" in seen.metrics() else "anon_rss"
-    table = rows_of(seen, phase, source).pivot_table(index="cycle", columns="rank", values="value")
+    table = levels_of(seen, phase)
     table = (table - table.iloc[0]) / MIB
-    draw_ranks(ax, table, theme)
-    control = rows_of(seen, "control", source).pivot_table(index="cycle", columns="rank", values="value")
+    draw_ranks(ax, table, theme, each=seen.memory.whose)
+    control = levels_of(seen, "control")
     control = control[control.index.isin(table.index)]
     if not control.empty:
         moved = ((control - control.iloc[0]) / MIB).median(axis=1)
@@ -153,14 +152,21 @@ def drift(ax: Axes, seen: Steps, verdict: Verdict, theme: Theme, phase: str = "i
     cycle_axis(ax)
     ax.set_xlabel("cycle (a point is one sample)")
     ax.set_ylabel(f"since cycle {table.index[0]} [MiB]")
-    word = {"driver_used": "GPU memory", "anon_rss": "anonymous memory"}[source]
+    word = "anonymous memory" if seen.memory.metric == "anon_rss" else "GPU memory"
     when = "while released" if phase == "idle" else f"after {phase}"
     ax.set_title(f"Drift of {word} {when}")
     ax.legend(loc="upper left", ncols=3, handletextpad=0.4, columnspacing=0.9)
 
 
-def draw_ranks(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
-    """A line a rank, a point a cycle; many ranks are their median and range."""
+def levels_of(seen: Steps, phase: str) -> pd.DataFrame:
+    """What the memory checks look at: a column a rank, or a card that ranks share."""
+    rows = rows_of(seen, phase, seen.memory.metric)
+    columns = rows["rank"].map(lambda rank: seen.memory.card_of.get(rank, rank))
+    return rows.assign(rank=columns).pivot_table(index="cycle", columns="rank", values="value", aggfunc="max")
+
+
+def draw_ranks(ax: Axes, table: pd.DataFrame, theme: Theme, each: str) -> None:
+    """A line for each (rank or card), a point a cycle; many are their median and range."""
     if len(table.columns) <= APART:
         for lane, rank in enumerate(table.columns):
             ax.plot(
@@ -170,7 +176,7 @@ def draw_ranks(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
                 color=theme.series[0],
                 markersize=4.5,
                 linewidth=1.2,
-                label=f"rank {rank}",
+                label=f"{each} {rank}",
             )
         return
     ax.fill_between(table.index, table.min(axis=1), table.max(axis=1), color=theme.series[0], alpha=0.25, linewidth=0)
@@ -180,7 +186,7 @@ def draw_ranks(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
         marker="o",
         color=theme.series[0],
         markersize=4.5,
-        label=f"median and range of {len(table.columns)} ranks",
+        label=f"median and range of {len(table.columns)} {each}s",
     )
 
 

@@ -13,6 +13,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from kit.errors import BadInput
 from kit.labs.split.config import cases_of
 from kit.view import calls, cycles, drawings, handover, parity, plots, rates, split, sync
+from kit.view.bands import card_bands
 from kit.view.plots import Picture
 from kit.view.sight import LABS, Sight
 from kit.view.style import Theme, theme
@@ -112,7 +113,7 @@ def memory(scene: Scene) -> None:
     scene.size(3.5 * len(where))
     for axes, name in zip(scene.picture.subplots(len(where), 1, squeeze=False)[:, 0], where, strict=True):
         if scene.sight.own == "offload":
-            waterfall(axes, scene.sight.seen, scene.look, name)
+            (waterfall if name == "host" else card_bands)(axes, scene.sight.seen, scene.look)
         else:
             sources, title = {
                 "host": (drawings.HOST, "Host memory of the ranks"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kit.view import cycles, drawings
+from kit.view.bands import card_bands
 from kit.view.waterfall import waterfall
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def draw(picture: Figure, run: Run, seen: Steps, verdict: Verdict, look: Theme) 
     names: list[Any] = [row for row, _ in rows]
     axes = picture.subplot_mosaic(names, height_ratios=[height for _, height in rows])
     for name in memory:
-        waterfall(axes[name], seen, look, name)
+        (waterfall if name == "host" else card_bands)(axes[name], seen, look)
     cycles.times(axes["time"], seen, look)
     cycles.drift(axes["drift"], seen, verdict, look)
     for name in counts:

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from kit.labs.memory import card_numbers, source
+
 if TYPE_CHECKING:
+    from kit.labs.memory import Source
     from kit.results import Run
 
 BASELINE = "baseline"  # the phase after which a lab wants its levels to be the same again
@@ -27,13 +30,18 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The measured (cycle, phase) pairs in the order in which they ended, and their records."""
+    """The measured (cycle, phase) pairs in the order in which they ended, and their records.
+
+    `cards` tells which card a rank works on, where the run says so; `memory` who is asked how much there is.
+    """
 
     order: list[tuple[int, str]]
     phases: list[str]
     cycles: list[int]
     ranks: list[int]
     frame: pd.DataFrame
+    cards: Mapping[int, int]
+    memory: Source
 
     def metrics(self) -> set[str]:
         return set(self.frame["metric"].unique())
@@ -61,6 +69,7 @@ class Steps:
 def steps(run: Run) -> Steps:
     """Read a run. A record outside any timed phase belongs to no step and is left out."""
     frame = run.frame()
+    cards, memory = card_numbers(frame), source(frame)
     frame = frame[frame["value"].abs() != float("inf")]
     timed = frame[frame["metric"] == "seconds"]
     ends = timed.groupby(["cycle", "phase"])["time"].min().sort_values(kind="stable")
@@ -75,4 +84,6 @@ def steps(run: Run) -> Steps:
         cycles=sorted({cycle for cycle, phase in order if phase != BASELINE}),
         ranks=sorted(int(rank) for rank in frame["rank"].unique()),
         frame=frame,
+        cards=cards,
+        memory=memory,
     )

@@ -1,7 +1,7 @@
-"""Where memory is through the phases of an offload run: what the kernel or the driver says, beside what the job's tensors are.
+"""Where a rank's host memory is through the phases of an offload run: what the kernel says, beside what the job's tensors are.
 
 Bars are levels above the phase `baseline`, after which a process holds all but the job. The first cycle stands apart from the later
-ones, of which the median is drawn. What a source cannot tell is left out; only a driver's number is called the GPU's.
+ones, of which the median is drawn. What a source cannot tell is left out. A card's memory is in `kit.view.bands`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from kit.view.style import Theme
 
 BEFORE, IN_CYCLE = ("baseline", "build"), ("train", "release", "idle", "reload")
-HOST = {"anon_rss": "anonymous", "shared_rss": "shared, with the host arena"}  # parts of the resident set: stacked
-DEVICE = {"driver_used": "whole GPU", "reserved": "reserved", "allocated": "allocated"}  # each holds the next: nested
-TOTAL = {"host": ("rss", "peak_rss"), "device": ("driver_used", "peak_allocated")}
+HOST = {"anon_rss": "anonymous", "shared_rss": "shared, with the host arena"}  # parts of the resident set
+TOTAL, PEAK = "rss", "peak_rss"
 KINDS = ("weights", "grads", "optimizer")
 WIDTH = 0.36
 
@@ -68,30 +67,27 @@ class Canvas:
     scale: float
 
 
-def waterfall(ax: Axes, seen: Steps, theme: Theme, where: str) -> None:
-    """`where` is host or device. The job's tensors are drawn where they live: on the device, if there is one."""
-    host = where == "host"
-    at_home = not host or "driver_used" not in seen.metrics()
-    sources = {name: word for name, word in (HOST if host else DEVICE).items() if name in seen.metrics()}
-    total, peak = TOTAL[where]
-    scale, unit = size_unit(float(seen.of(total)["value"].max()))
+def waterfall(ax: Axes, seen: Steps, theme: Theme) -> None:
+    """The job's tensors are drawn where they live: here, unless there is a device."""
+    at_home = "driver_used" not in seen.metrics()
+    sources = {name: word for name, word in HOST.items() if name in seen.metrics()}
+    scale, unit = size_unit(float(seen.of(TOTAL)["value"].max()))
     canvas = Canvas(ax, theme, scale)
     steps = places(seen)
-    base = {name: start(seen, name) for name in {*sources, total, peak.removeprefix("peak_")}}
-    shades = dict(zip(sources, (theme.faint, theme.grid, theme.series[5]), strict=False))
+    base = {name: start(seen, name) for name in {*sources, TOTAL}}
+    shades = dict(zip(sources, (theme.faint, theme.grid), strict=False))
     for x, place in enumerate(steps):
-        found = {name: values(seen, name, place.phase, place.cycles) for name in (*sources, total, peak)}
+        found = {name: values(seen, name, place.phase, place.cycles) for name in (*sources, TOTAL, PEAK)}
         levels = {name: float(found[name].median()) - base[name] for name in sources if not found[name].empty}
-        draw_sources(canvas, x, levels, shades, stacked=host)
-        draw_range(canvas, x, found[total] - base[total])
+        draw_sources(canvas, x, levels, shades)
+        draw_range(canvas, x, found[TOTAL] - base[TOTAL])
         if place.phase != "baseline":  # its peak is of the control, which ends there
-            draw_peak(canvas, x, found[peak] - base[peak.removeprefix("peak_")])
+            draw_peak(canvas, x, found[PEAK] - base[TOTAL])
         if at_home:
             draw_job(canvas, x, job(seen, place))
     finish(ax, steps, theme)
     ax.set_ylabel(f"above baseline [{unit}]")
-    name = "Host memory of a rank" if host else "GPU memory"
-    ax.set_title(f"{name}, {base[total] * scale:.4g} {unit} at the baseline ({ranks_word(seen)})")
+    ax.set_title(f"Host memory of a rank, {base[TOTAL] * scale:.4g} {unit} at the baseline ({ranks_word(seen)})")
     marks: list[Artist] = [
         Patch(facecolor=shades[key], edgecolor=theme.faint, label=word) for key, word in sources.items()
     ]
@@ -120,24 +116,21 @@ def job(seen: Steps, place: Place) -> dict[str, float]:
     return {kind: float(rows.median()) for kind, rows in found.items() if not rows.empty}
 
 
-def draw_sources(
-    canvas: Canvas, x: float, levels: Mapping[str, float], shades: Mapping[str, str], *, stacked: bool
-) -> None:
-    """Parts stand on one another; a source that holds the next one has it inside."""
+def draw_sources(canvas: Canvas, x: float, levels: Mapping[str, float], shades: Mapping[str, str]) -> None:
+    """Parts stand on one another."""
     bottom = 0.0
-    for index, (name, level) in enumerate(levels.items()):
-        width = WIDTH if stacked else WIDTH - 0.09 * index
+    for name, level in levels.items():
         canvas.ax.bar(
             x - WIDTH / 2,
             level * canvas.scale,
-            width,
+            WIDTH,
             bottom=bottom * canvas.scale,
             color=shades[name],
             edgecolor=canvas.theme.faint,
             linewidth=0.6,
             zorder=2,
         )
-        bottom += max(level, 0.0) if stacked else 0.0
+        bottom += max(level, 0.0)
 
 
 def draw_range(canvas: Canvas, x: float, found: pd.Series[float]) -> None:
@@ -171,8 +164,8 @@ def draw_job(canvas: Canvas, x: float, kinds: Mapping[str, float]) -> None:
         )
 
 
-def finish(ax: Axes, steps: Sequence[Place], theme: Theme) -> None:
-    """Names below the bars, the part of the run above them, and room for the legend."""
+def finish(ax: Axes, steps: Sequence[Place], theme: Theme, *, room: float = 0.28) -> None:
+    """Names below the bars, the part of the run above them, and room for that and a legend as a part of the height."""
     ax.set_xticks(range(len(steps)), [place.phase for place in steps])
     ax.tick_params(axis="x", length=0)
     ax.set_xlim(-0.7, len(steps) - 0.3)
@@ -180,7 +173,7 @@ def finish(ax: Axes, steps: Sequence[Place], theme: Theme) -> None:
     widen(ax, least=8)
     low, high = ax.get_ylim()
     ax.set_yticks([tick for tick in ax.get_yticks() if low <= tick <= high])
-    ax.set_ylim(low, high + 0.28 * (high - low))
+    ax.set_ylim(low, high + room * (high - low))
     for part in dict.fromkeys(place.part for place in steps):
         at = [x for x, place in enumerate(steps) if place.part == part]
         if part == "cycle 1":
