@@ -44,8 +44,10 @@ def written(version: Version | None) -> str | None:
     return None if version is None else ".".join(map(str, version))
 
 
-def no_suspend(nccl: Version | None, torch: str) -> str:
-    """Why communicators cannot be suspended; empty where they can."""
+def no_suspend(nccl: Version | None, torch: str, *, cards: int | None = None) -> str:
+    """Why communicators cannot be suspended; empty where they can. Without a number of cards only versions are judged."""
+    if cards == 0:
+        return "it needs a card (NCCL)"
     if nccl is None:
         return "there is no NCCL: this torch is built without CUDA"
     if nccl < SUSPENDS:

@@ -60,6 +60,12 @@ def test_who_can_suspend(torch_version, version, why):
     assert bool(why) == bool(said)
 
 
+@pytest.mark.parametrize(("torch_version", "version", "why"), WHEELS)
+def test_whatever_the_versions_suspending_needs_a_card(torch_version, version, why):
+    assert nccl.no_suspend(version, torch_version, cards=0) == "it needs a card (NCCL)"
+    assert nccl.no_suspend(version, torch_version, cards=1) == nccl.no_suspend(version, torch_version)
+
+
 def test_cards_are_shared_by_the_flag_where_there_is_one():
     flagged, hosts = nccl.sharing((2, 30, 0), 1), nccl.sharing((2, 29, 7), 1)
     assert flagged.env["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"

@@ -13,8 +13,11 @@ from kit.results.recorded import machine
 HEADS = ("what", "who", "median", "low", "high", "n", "unit", "at most", "aim", "ceiling", "")
 
 
-def tell(bench: str, rows: Sequence[Row], provenance: dict[str, Any], *, as_json: bool) -> None:
-    print(table(rows))
+def tell(
+    bench: str, rows: Sequence[Row], provenance: dict[str, Any], *, as_json: bool, shown: str | None = None
+) -> None:
+    """`shown` in place of the table, for a bench whose rows are the cells of a better one."""
+    print(table(rows) if shown is None else shown)
     print(f"\n{machine(provenance)}")
     if as_json:
         said = {"bench": bench, "rows": [one.to_json() for one in rows], "provenance": provenance}

@@ -10,7 +10,7 @@ from kit.bench.offload.tensors import Samples
 
 @pytest.mark.slow
 def test_a_small_run_has_every_row(capsys):
-    few = Sizes(models=("tiny",), trials=1, cycles=2, ranks=(2,), rebuilds=2, leak_cycles=1, grid=("dp2",))
+    few = Sizes(models=("tiny",), trials=1, cycles=2, leak_cycles=1, grid=("dp2",))
     assert main(True, few) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said["bench"] == "offload"
@@ -26,19 +26,12 @@ def test_a_small_run_has_every_row(capsys):
     assert named("back, time over populate-then-copy's")["limit"] == pytest.approx(1 / 0.8)
     assert named("out, first cycle")["n"] == 1
     assert "needs a GPU" in named("out and back", "Megatron's own")["note"]
-    exact, manual = (named("destroy + reload", mode) for mode in ("exact", "manual"))
-    assert exact["limit"] == manual["median"]
-    assert released(exact) < 15 < released(manual)
     assert [named(f"{what} leaked")["median"] for what in ("groups", "fds", "threads")] == [0, 0, 0]
     assert named("the lab's own measuring")["n"] == 4
     bitwise = named("bit for bit: dp2")
     assert bitwise["met"] is True
     assert bitwise["note"].startswith("kit run offload --set ranks=2 --set tp=1: ")
     assert ", 0 failed" in bitwise["note"]
-
-
-def released(row):
-    return int(row["note"].partition("sockets before, ")[2].partition(" ")[0])
 
 
 def test_a_ratio_is_taken_cycle_by_cycle():

@@ -22,7 +22,7 @@ def test_bad_input_is_a_value_error_in_one_sentence(ranks):
         seen = rank["uninitialised"]
         assert seen["errors_are_value_errors"]
         assert "the snapshot is empty" in seen["empty"]
-        assert "mode 'hard' is unknown: choose one of exact, manual, official, suspend" in seen["mode"]
+        assert "mode 'hard' is unknown: choose one of exact, abort, manual, official, suspend" in seen["mode"]
         assert "include_world is not allowed with mode 'manual'" in seen["world"]
 
 
@@ -36,12 +36,13 @@ def test_ranks_order_timeouts_and_descriptions_come_back(ranks):
         assert seen["before"]["init_arguments"]["order"] == "tp-cp-ep-pp-dp"
 
 
-def test_a_group_that_cannot_be_destroyed_is_named_after_the_rest_was(ranks):
+@pytest.mark.parametrize("word", ["shutdown", "abort"])
+def test_a_group_that_cannot_be_destroyed_is_named_after_the_rest_was(ranks, word):
     for rank in ranks:
-        seen = rank["failure"]
+        seen = rank["failure"][word]
         assert len(seen["held"]) == 1
         assert "TENSOR_MODEL_PARALLEL_GROUP" in seen["error"]
-        assert "the wire is cut" in seen["error"]
+        assert f"{word}: the wire is cut" in seen["error"]
         assert seen["destroyed"] >= 18
         assert seen["census"]["groups"] == 2  # the default group and the bystander
 

@@ -13,6 +13,8 @@ TWO = {
     "dp2": {},
     "dp2-distributed": {"distributed_optimizer": True, "overlap_grad_reduce": True},
     "ep2": {"ep": 2, "experts": 4},
+    "tp2-abort": {"tp": 2, "mode": "abort"},
+    "dp2-abort-world": {"mode": "abort", "include_world": True},
     "tp2-bf16-world": {"tp": 2, "dtype": "bfloat16", "include_world": True},
 }
 FOUR = {

@@ -1,4 +1,4 @@
-"""`kit bench offload`: how fast a job leaves the device and comes back, what its groups cost, what is left after many cycles.
+"""`kit bench offload`: how fast a job's tensors leave the device and come back, and what is left after many cycles.
 
 The plain copies that a move is compared with are of the same bytes and take turns with it in the same processes. A ratio is
 of times: 1.43 times memcpy's time is 0.7 of its speed. Ranks import this package too, so that it asks for little.
@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from kit.bench.offload import communicators, lab, tensors
+from kit.bench.offload import lab, tensors
 from kit.bench.report import tell
 from kit.world import World
 
@@ -22,8 +22,6 @@ class Sizes:
     models: tuple[str, ...] = ("125m", "qwen2.5-0.5b")
     trials: int = 2  # fresh processes for each model: as many first cycles
     cycles: int = 5  # steady ones in each trial
-    ranks: tuple[int, ...] = (2, 4, 8)
-    rebuilds: int = 7
     leak_cycles: int = 20
     grid: tuple[str, ...] = tuple(lab.GRID)
 
@@ -34,7 +32,6 @@ def main(as_json: bool, sizes: Sizes = Sizes()) -> int:
         rows = [
             row for model in sizes.models for row in tensors.rows(model, logs, trials=sizes.trials, cycles=sizes.cycles)
         ]
-        rows += [row for ranks in sizes.ranks for row in communicators.rows(ranks, logs, n=sizes.rebuilds)]
         rows += lab.leaks(logs, cycles=sizes.leak_cycles)
         rows += [lab.bitwise(name, logs) for name in sizes.grid]
         with World(1, logs=logs) as world:

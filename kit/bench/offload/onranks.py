@@ -6,16 +6,13 @@ The things that are compared take turns within one loop, so that what else happe
 from __future__ import annotations
 
 import ctypes
-import gc
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from kit.errors import BadInput
 from kit.measure import host
-from kit.measure.census import descriptors
 from kit.measure.memory import host_memory
 from kit.megatron import groups, model
 from kit.megatron.config import ModelConfig
@@ -158,35 +155,3 @@ def _pieces(source: int, size: int) -> float:
     taken = _timed(lambda: host.transfer([host.Move(target, source, size)], fresh=True, threads=host.workers()))
     host.libc.munmap(target, size)
     return taken
-
-
-def communicators(*, mode: str, cycles: int) -> list[dict[str, Any]]:
-    """All groups of a job destroyed and made again; what was still open in between, and after."""
-    size = dist.get_world_size()
-    job = model.build(ModelConfig(tp=2, layers=1))
-    job.step(1)
-    gc.collect()
-    held = descriptors()[1]
-    rows = []
-    for _ in range(cycles):
-        dist.barrier()
-        start = time.perf_counter()
-        stats = groups.destroy(mode)
-        gone = time.perf_counter()
-        released = descriptors()[1]
-        dist.barrier()
-        again = time.perf_counter()
-        groups.reload(stats["snapshot"])
-        back = time.perf_counter()
-        rows.append(
-            {
-                "destroy": gone - start,
-                "reload": back - again,
-                "groups": len(stats["snapshot"]["groups"]),
-                "alive": len(stats["alive"]),
-                "sockets": [held, released, descriptors()[1]],
-                "ranks": size,
-            }
-        )
-    job.mover.close()
-    return rows

@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 from kit.errors import BadInput
 from kit.labs.definition import Step
 from kit.labs.options import LabConfig, Option
-from kit.megatron.config import ModelConfig, check
+from kit.megatron.config import ModelConfig, check, dtype_on
 
+EXACT = ("exact", "abort")  # modes after which every holder's group lives again
 CYCLE = ("train", "fingerprint", "release", "idle", "reload", "talk", "verify")
 KIT_MODEL = "kit.labs.offload.job:build"
 KIT_RELEASER = "kit.labs.offload.releaser:KitReleaser"
@@ -37,15 +38,22 @@ class OffloadConfig(LabConfig):
     seq: Annotated[int | None, Option("sequence length; null: the size's own", low=2, high=32768)] = None
     micro_batch: Annotated[int, Option("sequences in a microbatch", low=1, high=1024)] = 1
     microbatches: Annotated[int, Option("microbatches in a step", low=1, high=1024)] = 2
-    dtype: Annotated[Literal["float32", "bfloat16"], Option("type of the weights")] = "float32"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Option("type of the weights; auto: bfloat16 on CUDA, float32 on the CPU"),
+    ] = "auto"
     seed: Annotated[int, Option("seed of weights and data", low=0, high=2**31)] = 1234
     steps: Annotated[int, Option("training steps between two releases", low=1, high=1000)] = 2
     cycles: Annotated[int, Option("how often everything is given back", low=1, high=1000)] = 3
     mode: Annotated[
-        Literal["exact", "manual", "official", "suspend"],
-        Option("how groups are released: exact, one of the two ways in common use, or suspended by NCCL"),
+        Literal["exact", "abort", "manual", "official", "suspend"],
+        Option(
+            "how groups are released: exact, the same by abort, one of the two ways in common use, or suspended by NCCL"
+        ),
     ] = "exact"
-    include_world: Annotated[bool, Option("whether WORLD is destroyed and rebuilt too (exact only)")] = False
+    include_world: Annotated[bool, Option("whether WORLD is destroyed and rebuilt too (not with manual, official)")] = (
+        False
+    )
     groups: Annotated[bool, Option("whether communicators are given back")] = True
     weights: Annotated[bool, Option("whether weights are given back")] = True
     grads: Annotated[bool, Option("whether gradient buffers are given back")] = True
@@ -70,9 +78,9 @@ class OffloadConfig(LabConfig):
     def __post_init__(self) -> None:
         if self.model == KIT_MODEL:
             check(model_config(self), self.ranks)
-        if self.include_world and self.mode not in ("exact", "suspend"):
+        if self.include_world and self.mode in ("manual", "official"):
             raise BadInput(
-                f"include_world=true needs mode=exact or suspend, not {self.mode!r}: it cannot bring WORLD back"
+                f"include_world=true needs mode=exact, abort or suspend, not {self.mode!r}: it cannot bring WORLD back"
             )
         if self.mode == "suspend" and self.device == "cpu":
             raise BadInput("mode=suspend needs CUDA: only NCCL can suspend communicators, and device=cpu has none")
@@ -103,7 +111,7 @@ def model_config(config: OffloadConfig) -> ModelConfig:
         micro_batch=config.micro_batch,
         microbatches=config.microbatches,
         seed=config.seed,
-        dtype=config.dtype,
+        dtype=dtype_on(config.dtype),
     )
 
 

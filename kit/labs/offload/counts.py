@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kit.labs.offload.config import EXACT
 from kit.results import Measured, NotMeasured, select
 
 if TYPE_CHECKING:
@@ -150,8 +151,8 @@ def bitwise(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 
 def failure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     need_groups(frame, config)
-    if config["mode"] != "exact":
-        raise NotMeasured(f"mode={config['mode']}: a failure is rehearsed with mode=exact only")
+    if config["mode"] not in EXACT:
+        raise NotMeasured(f"mode={config['mode']}: a failure is rehearsed with mode={' or '.join(EXACT)} only")
     rows = frame[(frame["phase"] == "rehearse_failure") & (frame["metric"] == "failure_hidden")]
     if len(rows) < config["ranks"]:
         raise NotMeasured(

@@ -108,15 +108,18 @@ def most(frame: pd.DataFrame, seen: Source, phase: str, metric: str | None = Non
 
 
 def comm_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Of what communicators took (driver memory beyond the allocator's), the share that came back."""
+    """Of what communicators took (driver memory beyond the allocator's), the share that came back.
+
+    Held against the level after the controls, not the start: by then every kernel is loaded, which takes memory that never comes back.
+    """
     if not config["groups"]:
         raise NotMeasured("groups=false: no group was given back")
     seen = source(frame)
-    start, held, idle = (
+    without, held, idle = (
         most(frame, seen, phase) - most(frame, seen, phase, "reserved", add=True)
-        for phase in ("start", "fingerprint", "idle")
+        for phase in ("baseline", "fingerprint", "idle")
     )
-    taken = held - start
+    taken = held - without
     if taken.min() < MIB:
         raise NotMeasured("communicators took less than 1 MiB of driver memory")
     return Measured(

@@ -24,7 +24,7 @@ REFUSED = "refused on purpose"
 
 
 class Refusing:
-    """A group whose shutdown fails; in all else the group. `asked` tells whether anybody tried."""
+    """A group whose shutdown or abort fails; in all else the group. `asked` tells whether anybody tried."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -33,6 +33,8 @@ class Refusing:
     def shutdown(self) -> None:
         self.asked = True
         raise RuntimeError(REFUSED)
+
+    abort = shutdown
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

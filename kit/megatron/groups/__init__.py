@@ -1,9 +1,10 @@
 """Megatron's communicators: snapshot, destroy, reload, and the census of who holds what.
 
 `install()` once, before Megatron makes its groups (`kit.megatron.model.build` does it). Then `destroy(mode)` gives the
-groups back and `reload(snapshot)` brings them back. Modes: `exact` (really released, every holder lives on), `manual`
-and `official` (the two ways in common use, with their leaks), and `suspend` (NCCL keeps the communicators and gives back
-what memory it can). Every rank calls; order matters as for any collective.
+groups back and `reload(snapshot)` brings them back. Modes: `exact` (really released, every holder lives on), `abort` (as
+exact, with NCCL's abort in place of its destroy), `manual` and `official` (the two ways in common use, with their leaks),
+and `suspend` (NCCL keeps the communicators and gives back what memory it can). Every rank calls; order matters as for any
+collective.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from kit.megatron.groups.census import holders, talk
 from kit.megatron.groups.exact import DestroyFailed, registered_left
 from kit.megatron.groups.handle import GroupReleased, Handle, install, uninstall
 from kit.megatron.groups.snapshot import initialised, snapshot
+from kit.megatron.groups.suspend import communicators
 from kit.megatron.groups.suspend import refuse as refuse_keeping
 from kit.megatron.tensors import memory
 
 __all__ = [
+    "EXACT",
     "KEEPING",
     "MODES",
     "DestroyFailed",
     "GroupReleased",
     "Handle",
+    "communicators",
     "destroy",
     "holders",
     "initialised",
@@ -39,7 +43,8 @@ __all__ = [
     "uninstall",
 ]
 
-MODES = ("exact", "manual", "official", "suspend")
+MODES = ("exact", "abort", "manual", "official", "suspend")
+EXACT = ("exact", "abort")  # groups are gone, and come back inside the handles that everybody kept
 KEEPING = ("suspend",)  # groups stay, without their memory
 
 
@@ -50,7 +55,7 @@ def destroy(mode: str = "exact", *, include_world: bool = False, timeout_s: floa
     """
     if mode not in MODES:
         raise BadInput(f"mode {mode!r} is unknown: choose one of {', '.join(MODES)}")
-    if include_world and mode not in ("exact", *KEEPING):
+    if include_world and mode not in (*EXACT, *KEEPING):
         raise BadInput(f"include_world is not allowed with mode {mode!r}: it cannot bring the default group back")
     if mode in KEEPING:
         keeping.refuse()
@@ -62,9 +67,10 @@ def destroy(mode: str = "exact", *, include_world: bool = False, timeout_s: floa
     taken = {"mode": mode, **snapshot(include_world=include_world)}
     failed: list[str] = []
     reasons: list[str] = []
-    if mode == "exact":
-        destroyed, failed, reasons, stats["alive"] = exact.destroy(include_world=include_world, timeout_s=timeout_s)
-        stats["destroyed"] = destroyed
+    if mode in EXACT:
+        stats["destroyed"], failed, reasons, stats["alive"] = exact.destroy(
+            include_world=include_world, timeout_s=timeout_s, abort=mode == "abort"
+        )
     elif mode in KEEPING:
         kept = keeping.suspend(include_world=include_world, timeout_s=timeout_s)
         taken["suspended"] = kept
@@ -95,7 +101,7 @@ def reload(taken: dict[str, Any], *, timeout_s: float = 60.0) -> dict[str, Any]:
     start = time.perf_counter()
     if taken["mode"] in KEEPING:
         count = keeping.resume(timeout_s=timeout_s)
-    elif taken["mode"] == "exact":
+    elif taken["mode"] in EXACT:
         count = exact.reload(taken, timeout_s=timeout_s)
     else:
         common.reload(taken)

@@ -76,12 +76,13 @@ def _children(value: Any) -> list[tuple[str, Any]]:
     return [*named, *vars(value).items()] if hasattr(value, "__dict__") else named
 
 
-def talk() -> list[dict[str, Any]]:
-    """All-reduce over every group of Megatron's with values that depend on the rank; `exact` says whether the sum is right."""
+def talk(over: list[Any] | None = None) -> list[dict[str, Any]]:
+    """All-reduce over every group of Megatron's (or over these) with values that depend on the rank; `exact` says whether the
+    sum is right."""
     if not initialised():
         return []
     results = []
-    for group in megatron_groups():
+    for group in megatron_groups() if over is None else over:
         ranks = dist.get_process_group_ranks(group)
         on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
         value = torch.tensor([(dist.get_rank() + 1) ** 2], dtype=torch.float64, device="cuda" if on_gpu else "cpu")

@@ -4,6 +4,9 @@ Over gloo a group lives as long as anything refers to it, so its sockets and thr
 does: handles let go of the inner groups, on threads, because each takes about 15 ms to wind down. Over NCCL the groups
 are shut down one after the other in reverse order of creation, since destroying is collective there. All ranks meet at
 the store before anything is destroyed and before anything is made; a rank that does not come is named.
+
+`abort` is another word to the same groups: NCCL then frees a communicator at once, where a shutdown flushes it and waits
+for its peers. Nothing is on its way by then either way, since all have met and the device is idle. Gloo has neither.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ def meet(what: str, rank: int, size: int, timeout_s: float) -> None:
         state.store.delete_key(f"kit/{what}/{here - 1}/{rank}")
 
 
-def destroy(*, include_world: bool, timeout_s: float) -> tuple[int, list[str], list[str], list[str]]:
+def destroy(
+    *, include_world: bool, timeout_s: float, abort: bool = False
+) -> tuple[int, list[str], list[str], list[str]]:
     """Destroy; gives the number destroyed, names that failed with reasons, and names of inner groups still alive."""
     default = c10d._world.default_pg
     groups = [g for g in c10d._world.pg_map if g is not default] if include_world else megatron_groups()
@@ -77,7 +82,11 @@ def destroy(*, include_world: bool, timeout_s: float) -> tuple[int, list[str], l
         inner = handle.kit_inner
         _released[facts["name"]] = handle
         try:
-            inner.shutdown()
+            if abort:
+                inner.abort()
+            else:
+                finalize(inner)
+                inner.shutdown()
         except Exception as error:  # noqa: BLE001 - collected, and raised by the caller after the rest was tried
             failed.append(title(facts))
             reasons.append(f"{title(facts)}: {error}")
@@ -96,6 +105,15 @@ def destroy(*, include_world: bool, timeout_s: float) -> tuple[int, list[str], l
     _let_go(at_once)
     alive = [name for name, reference in watched if reference() is not None]
     return len(targets) - len(failed), failed, reasons, alive
+
+
+def finalize(group: Any) -> None:
+    """What torch's own destroy does before a shutdown where groups are routed through torchcomms."""
+    if getattr(c10d, "_TORCHCOMM_AVAILABLE", False):
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            if isinstance(backend, c10d._BackendWrapper):
+                backend.get_comm().finalize()
 
 
 def _let_go(boxes: list[list[Any]]) -> None:

@@ -53,13 +53,23 @@ def groups_in(value: Any) -> list[Any]:
 
 def megatron_groups() -> list[Any]:
     """Every registered group that Megatron made or holds in its globals, in the order of creation, without WORLD."""
-    held = {id(g) for name in global_names() for g in groups_in(getattr(parallel_state(), name))}
+    held = _held()
     default = c10d._world.default_pg
     return [
         group
         for group in registered()
         if group is not default and (id(group) in held or maker(group).startswith("megatron."))
     ]
+
+
+def current_groups() -> list[Any]:
+    """Those that Megatron's globals hold now, so that none is among them that was forgotten and not destroyed."""
+    held = _held()
+    return [group for group in megatron_groups() if id(group) in held]
+
+
+def _held() -> set[int]:
+    return {id(g) for name in global_names() for g in groups_in(getattr(parallel_state(), name))}
 
 
 def maker(group: Any) -> str:

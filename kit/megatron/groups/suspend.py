@@ -10,6 +10,7 @@ Has not run on a card yet.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from kit import nccl
 from kit.errors import BadInput
 from kit.megatron.groups.exact import meet
-from kit.megatron.groups.handle import Handle, c10d, title
+from kit.megatron.groups.handle import Handle, c10d, registered, title
 from kit.megatron.groups.snapshot import megatron_groups
 
 STATS = ("suspend", "persist", "total")  # bytes; NCCL also tells whether it is suspended now
@@ -30,7 +31,7 @@ _asleep: list[tuple[Handle, Any]] = []
 
 def refuse() -> None:
     """Where this process cannot suspend anything."""
-    if why := nccl.no_suspend(nccl.running(), torch.__version__):
+    if why := nccl.no_suspend(nccl.running(), torch.__version__, cards=torch.cuda.device_count()):
         raise BadInput(f"mode=suspend cannot be had: {why}")
 
 
@@ -87,6 +88,19 @@ def resume(*, timeout_s: float) -> int:
 def asleep() -> int:
     """How many groups are suspended now."""
     return len(_asleep)
+
+
+def communicators() -> dict[str, int]:
+    """What NCCL says that this process's communicators take, summed over every registered group; empty where it says nothing:
+    without NCCL, or with one or a torch that keeps no such statistics."""
+    asleep = {id(handle): inner for handle, inner in _asleep}
+    told: list[dict[str, int]] = []
+    for group in registered():
+        inner = asleep.get(id(group), group)
+        if "nccl" in str(c10d._world.pg_backend_config.get(group, "")):
+            with contextlib.suppress(RuntimeError, AttributeError):  # never used, or not known
+                told.append(picked(inner._get_backend(torch.device("cuda")).memory_stats()))
+    return {name: sum(one.get(name, 0) for one in told) for name in STATS} if told else {}
 
 
 def on_card(handle: Handle) -> Any:

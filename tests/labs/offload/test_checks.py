@@ -26,16 +26,25 @@ def answers(rows: Iterable[Row], **config: object) -> dict[str, VerdictRow]:
 
 
 def card(
-    idle: float, taken: float = 1000.0, left: float = 100.0, moved: float = 0.0, damaged: float = 0.0
+    idle: float,
+    *,
+    taken: float = 1000.0,
+    left: float = 100.0,
+    moved: float = 0.0,
+    damaged: float = 0.0,
+    kernels: float = 0.0,
 ) -> list[Row]:
-    """A card at 500 MiB before the job, with communicators of `taken`, of which `left` stay, and a bystander."""
+    """A card at 500 MiB before the job, with communicators of `taken`, of which `left` stay, kernels that training loaded, and a
+    bystander."""
     rows: list[Row] = [
         (0, "start", "driver_used", 500 * MIB),
         (0, "start", "reserved", 0),
-        (1, "fingerprint", "driver_used", (2500 + taken) * MIB),
+        (0, "baseline", "driver_used", (500 + kernels) * MIB),
+        (0, "baseline", "reserved", 0),
+        (1, "fingerprint", "driver_used", (2500 + taken + kernels) * MIB),
         (1, "fingerprint", "reserved", 2000 * MIB),
         (1, "idle", "driver_used", idle * MIB),
-        (1, "idle", "reserved", (idle - 500 - left) * MIB),
+        (1, "idle", "reserved", (idle - 500 - kernels - left) * MIB),
     ]
     for cycle, phase, more in ((0, "start", 0.0), (1, "idle", moved)):
         rows += [
@@ -59,6 +68,41 @@ def test_a_card_that_is_not() -> None:
     assert rows["comm_released"].measured == pytest.approx(0.1)
     assert rows["comm_released"].passed is False
     assert (rows["others_untouched"].measured, rows["others_untouched"].passed) == (20.0, False)
+
+
+def test_kernels_that_training_loaded_are_residual_but_no_communicators() -> None:
+    rows = answers(card(900, kernels=300))
+    assert (rows["residual"].measured, rows["residual"].passed) == (400.0, True)
+    assert (rows["comm_released"].measured, rows["comm_released"].passed) == (0.9, True)
+
+
+@pytest.mark.parametrize(("left", "share", "passed"), [(290.0, 0.71, True), (310.0, 0.69, False), (1000.0, 0.0, False)])
+def test_seven_tenths_of_the_communicators_must_come_back(left: float, share: float, passed: bool) -> None:
+    row = answers(card(500 + left, left=left))["comm_released"]
+    assert (row.measured, row.passed) == (pytest.approx(share), passed)
+
+
+@pytest.mark.parametrize(("level", "passed"), [(999.0, True), (1001.0, False)])
+def test_500_mib_may_stay_on_the_card(level: float, passed: bool) -> None:
+    row = answers(card(level))["residual"]
+    assert (row.measured, row.passed) == (level - 500, passed)
+
+
+@pytest.mark.parametrize(("grown", "passed"), [(8.0, True), (199.0, True), (201.0, False)])
+def test_a_card_s_drift_is_the_driver_s_from_the_first_release_to_the_last(grown: float, passed: bool) -> None:
+    """The host grows all the while, which is not asked here; nor is what the start took."""
+    rows = [(0, "start", "driver_used", 500.0 * MIB)]
+    rows += [(c, "idle", "driver_used", (900 + grown * (c - 1) / 4) * MIB) for c in range(1, 6)]
+    rows += [(c, "idle", "anon_rss", 1000.0 * c * MIB) for c in range(1, 6)]
+    row = answers(rows, cycles=5)["memory_drift"]
+    assert (row.measured, row.passed) == (pytest.approx(grown), passed)
+    assert row.why == "driver_used while released, cycle 5 against cycle 1, rank 0"
+
+
+def test_what_only_a_driver_knows_is_not_asked_of_a_host() -> None:
+    rows = answers([*cycles(300, 0.1), *weighed(fell=99, peak=600)])
+    for check in ("residual", "comm_released", "others_untouched"):
+        assert (rows[check].passed, rows[check].why) == (None, "not measured: the ranks had no CUDA device")
 
 
 def test_a_bystander_that_was_written_to_or_is_not_listed() -> None:
@@ -135,10 +179,15 @@ def two_ranks(*, fell: float, told: Iterable[str] = ("driver_used",)) -> pd.Data
                 (rank, cycle, "fingerprint", "resident_bytes", 100 * MIB),
                 (rank, cycle, "idle", "left_bytes", 0),
             ]
-            for phase, level in (("start", 900.0), ("fingerprint", 1300.0), ("idle", 1300.0 - fell)):
+            for phase, level in (
+                ("start", 900.0),
+                ("baseline", 900.0),
+                ("fingerprint", 1300.0),
+                ("idle", 1300.0 - fell),
+            ):
                 rows += [(rank, cycle, phase, "driver_used", level * MIB), (rank, cycle, phase, "reserved", 150 * MIB)]
                 if "process_used" in told:
-                    part = {"start": 400.0, "fingerprint": 600.0, "idle": 600.0 - fell / 2}[phase]
+                    part = {"start": 400.0, "baseline": 400.0, "fingerprint": 600.0, "idle": 600.0 - fell / 2}[phase]
                     rows += [(rank, cycle, phase, "process_used", part * MIB)]
     return to_frame(
         [

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args, get_type_hints
+
 import pytest
 
 import kit
 from kit.errors import BadInput
 from kit.labs import fits
-from kit.labs.offload.config import OffloadConfig
+from kit.labs.offload.config import EXACT, OffloadConfig
 from kit.labs.offload.fits import fits as offload_fits
+from kit.megatron import groups
 
 GIB = 2**30
 
@@ -16,13 +19,17 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"mode": "manual", "include_world": True}, "include_world=true needs mode=exact or suspend, not 'manual'"),
+        ({"mode": "abort", "groups": False, "weights": False, "grads": False, "optimizer": False}, "nothing would be"),
+        (
+            {"mode": "manual", "include_world": True},
+            "include_world=true needs mode=exact, abort or suspend, not 'manual'",
+        ),
         ({"groups": False, "weights": False, "grads": False, "optimizer": False}, "nothing would be given back"),
         ({"tp": 3}, "tp=3 does not divide 4 heads"),
         ({"tp": 2, "ranks": 3}, "tp\\*pp=2 does not divide 3 ranks"),
         ({"pp": 3, "ranks": 3, "tp": 1}, "pp=3 does not divide 4 layers"),
         ({"experts": 2, "tp": 2}, "Megatron asks for tp=1"),
-        ({"mode": "gentle"}, "mode must be one of exact, manual, official, suspend, not 'gentle'"),
+        ({"mode": "gentle"}, "mode must be one of exact, abort, manual, official, suspend, not 'gentle'"),
         ({"cycles": 0}, "cycles must be a whole number from 1 to 1000, not 0"),
         ({"implementation": "mine"}, "implementation must be 'module:attr', not 'mine'"),
         ({"implementation": "mine:Missing"}, "implementation=mine:Missing cannot be loaded by the ranks' Python"),
@@ -66,6 +73,12 @@ def test_a_card_that_is_too_small_for_those_who_share_it(monkeypatch: pytest.Mon
     offload_fits(OffloadConfig(size="qwen2.5-0.5b", tp=1, ranks=1))
     with pytest.raises(BadInput, match=r"on each of 2 ranks that share a card, and 12\.0 GiB are free on a card"):
         offload_fits(OffloadConfig(size="qwen2.5-0.5b", tp=1, ranks=2))
+
+
+def test_the_modes_are_those_of_the_room_that_releases() -> None:
+    hints = get_type_hints(OffloadConfig)
+    assert get_args(hints["mode"]) == groups.MODES
+    assert EXACT == groups.EXACT
 
 
 def test_suspending_needs_a_card(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,17 @@ def test_groups_alone_without_hashes(offload: Offload) -> None:
     assert {"tensors_restored", "tensors_released"} <= unanswered(verdict)
 
 
+def test_abort_is_exact_by_another_word(offload: Offload) -> None:
+    """Every check of exact holds: groups gone, old handles raise by name, descriptors and threads return, training goes on."""
+    run = offload(mode="abort", cycles=2)
+    verdict = run.verdict()
+    assert failed(verdict) == set()
+    assert unanswered(verdict) == NOT_HERE | TOO_SMALL
+    assert set(of(run, "release", "groups_destroyed")) == set(of(run, "fingerprint", "groups_watched"))
+    assert set(of(run, "idle", "groups")) == {1.0}
+    assert "the error named it on all 2 ranks" in why(verdict, "destroy_failure_raises")
+
+
 MODE_FAILS = {
     "groups_return_to_baseline",
     "handles_alive",

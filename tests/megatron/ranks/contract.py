@@ -43,15 +43,18 @@ def options() -> dict[str, Any]:
     return result
 
 
-def failure() -> dict[str, Any]:
-    """One group cannot be shut down: the rest is, and the error names it."""
+def failure(mode: str) -> dict[str, Any]:
+    """One group cannot be shut down, or aborted: the rest is, and the error names it."""
 
     class Stuck:
         def __init__(self, inner: Any) -> None:
             self.inner = inner
 
         def shutdown(self) -> None:
-            raise OSError("the wire is cut")
+            raise OSError("shutdown: the wire is cut")
+
+        def abort(self) -> None:
+            raise OSError("abort: the wire is cut")
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.inner, name)
@@ -60,7 +63,7 @@ def failure() -> dict[str, Any]:
     handle = parallel_state().get_tensor_model_parallel_group()
     handle.kit_inner = Stuck(handle.kit_inner)
     try:
-        groups.destroy()
+        groups.destroy(mode)
     except groups.DestroyFailed as error:
         result = {"error": str(error), "held": error.held, "destroyed": error.stats["destroyed"]}
     collect()
@@ -127,7 +130,7 @@ def main() -> None:
     groups.install()
     groups.install()
     result["options"] = options()
-    result["failure"] = failure()
+    result["failure"] = {"shutdown": failure("exact"), "abort": failure("abort")}
     result["missing"] = missing_rank()
     result["common"] = common_modes()
     result["bystander"] = attempt(lambda: exercise(bystander))

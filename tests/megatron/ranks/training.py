@@ -23,7 +23,7 @@ def uninterrupted(config: ModelConfig) -> dict[str, Any]:
     return result
 
 
-def interrupted(config: ModelConfig, *, include_world: bool) -> dict[str, Any]:
+def interrupted(config: ModelConfig, *, mode: str, include_world: bool) -> dict[str, Any]:
     base = census()
     job = model.build(config)
     steps = job.step(BEFORE)
@@ -35,7 +35,7 @@ def interrupted(config: ModelConfig, *, include_world: bool) -> dict[str, Any]:
 
     out = job.mover.release()
     result["guard"] = attempt(job.step)
-    stats = groups.destroy(include_world=include_world)
+    stats = groups.destroy(mode, include_world=include_world)
     collect()
     result["released"] = census()
     result["globals_left"] = {
@@ -69,11 +69,11 @@ def main() -> None:
     dist.init_process_group("gloo")
     results = {}
     for name, settings in json.loads(sys.argv[1]).items():
-        include_world = settings.pop("include_world", False)
+        how = {"mode": settings.pop("mode", "exact"), "include_world": settings.pop("include_world", False)}
         with ownership.as_found():
             control = uninterrupted(ModelConfig(**settings))
             collect()
-            results[name] = {"control": control} | interrupted(ModelConfig(**settings), include_world=include_world)
+            results[name] = {"control": control} | interrupted(ModelConfig(**settings), **how)
         collect()
     write(results)
 

@@ -1,0 +1,41 @@
+"""`kit bench release`: ways of giving communicators back, side by side, by the number of groups and of ranks.
+
+Ways take turns, each in fresh ranks, since two of them leave groups behind. A time is the slowest rank's; what is given back the
+least of any rank's, and what is left at the end the most. Ranks import this package too, so that it asks for little.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from kit.bench.release import ways
+from kit.bench.report import tell
+from kit.world import World
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How much of each."""
+
+    groups: tuple[int, ...] = (0, 40, 80)  # 0: as many as Megatron makes
+    ranks: int = 2  # of these
+    more_ranks: tuple[int, ...] = (4, 8)  # with as many groups as Megatron makes
+    trials: int = 3  # fresh ranks for each way and number
+    cycles: int = 3  # in each
+
+
+QUICK = Sizes(groups=(0, 40), more_ranks=(), trials=1, cycles=2)
+
+
+def main(as_json: bool, sizes: Sizes = Sizes()) -> int:
+    with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch:
+        logs = Path(scratch)
+        how = {"trials": sizes.trials, "cycles": sizes.cycles}
+        rows = ways.rows(sizes.ranks, sizes.groups, logs, **how)
+        rows += [row for ranks in sizes.more_ranks for row in ways.rows(ranks, (0,), logs, **how)]
+        with World(1, logs=logs) as world:
+            provenance = world.call("kit.measure:provenance")[0]
+    tell("release", rows, provenance, as_json=as_json, shown=ways.table(rows))
+    return 0

@@ -1,0 +1,91 @@
+"""What `kit bench release` has its ranks do: all groups of a job released and brought back in one way, again and again."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from kit.errors import BadInput
+from kit.measure.census import counts
+from kit.megatron import groups, model
+from kit.megatron.config import ModelConfig
+from kit.megatron.groups.snapshot import current_groups, parallel_state
+from kit.megatron.tensors import memory
+
+EXTRA = "_MORE_FOR_THE_BENCH_GROUPS"  # a global among Megatron's own, so that every mode finds what it holds
+
+
+def refused(*, mode: str) -> str:
+    """Why these ranks cannot release in this way; empty where they can."""
+    if mode not in groups.KEEPING:
+        return ""
+    try:
+        groups.refuse_keeping()
+    except BadInput as error:
+        return str(error)
+    return ""
+
+
+def cycles(*, mode: str, total: int, n: int) -> dict[str, Any]:
+    """A job of tensor parallel 2 with `total` groups a rank, or as many as Megatron makes where that is 0 or less than it makes."""
+    job = model.build(ModelConfig(tp=2, layers=1))
+    own = len(current_groups())
+    more = max(0, total - own)
+    make_extra(more)
+    job.step(1)
+    every_group_talks()
+    gc.collect()
+    dist.barrier()
+    first = levels()
+    seen = [cycle(mode, more) for _ in range(n)]
+    dist.barrier()
+    last = levels()
+    job.mover.close()
+    return {"groups": own + more, "cycles": seen, "left": {name: last.get(name, 0) - first[name] for name in first}}
+
+
+def cycle(mode: str, more: int) -> dict[str, Any]:
+    """Seconds of each part, and what the release gave back by source."""
+    dist.barrier()
+    before = levels()
+    dist.barrier()
+    start = time.perf_counter()
+    stats = groups.destroy(mode)
+    gone = time.perf_counter()
+    gc.collect()
+    dist.barrier()
+    released = levels()  # once all have released: a card may be shared
+    dist.barrier()
+    again = time.perf_counter()
+    groups.reload(stats["snapshot"])
+    if mode not in (*groups.EXACT, *groups.KEEPING):
+        make_extra(more)  # these two rebuild what Megatron makes; the rest is for whoever made it to make again
+    back = time.perf_counter()
+    dist.barrier()
+    ready = time.perf_counter()
+    every_group_talks()
+    talked = time.perf_counter()
+    return {
+        "seconds": {"release": gone - start, "back": back - again, "first collective": talked - ready},
+        "freed": {name: before[name] - released.get(name, 0) for name in before},
+    }
+
+
+def make_extra(number: int) -> None:
+    """Groups of all ranks, in a global of Megatron's. It holds those that were there before no longer."""
+    everyone = list(range(dist.get_world_size()))
+    made = [dist.new_group(everyone, group_desc=f"MORE_{index}") for index in range(number)]
+    setattr(parallel_state(), EXTRA, made)
+
+
+def every_group_talks() -> None:
+    wrong = [row["group"] for row in groups.talk(current_groups()) if not row["exact"]]
+    assert not wrong, f"a wrong sum over {wrong}"
+
+
+def levels() -> dict[str, int]:
+    """What this process holds, by source: counts, and bytes. NCCL's own statistics are there while it has communicators."""
+    return {**counts()._asdict(), **memory(), **{f"comm_{name}": size for name, size in groups.communicators().items()}}

@@ -1,0 +1,134 @@
+"""All groups of a job released and brought back in every way: the rows, and the table that a person reads."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from kit.bench.report import progress
+from kit.bench.rows import Row, row
+from kit.errors import KitError
+from kit.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+WAYS = ("exact", "abort", "manual", "official", "suspend")
+AIM_MS, AIM_RANKS = 60.0, 2  # released and back, with as many groups as Megatron makes
+MS, MIB = 1e3, 2**20
+TIMEOUT_S = 300.0
+BOTH = "release + back"
+TIMES = ("release", "back", BOTH, "first collective")
+# What is counted and weighed, in words and in which unit. A source that a machine does not have is left out.
+SOURCES = {
+    "groups": ("groups", "1"),
+    "sockets": ("sockets", "1"),
+    "threads": ("threads", "1"),
+    "rss_anon": ("host memory", "MiB"),
+    "reserved": ("allocator", "MiB"),
+    "driver": ("driver", "MiB"),
+    "comm_total": ("communicators", "MiB"),
+}
+WHAT = re.compile(r"(\d+) groups a rank, (\d+) ranks: (.+)")
+
+Seen = dict[str, Any]  # what one rank said of its cycles
+
+
+def rows(ranks: int, totals: Sequence[int], logs: Path, *, trials: int, cycles: int) -> list[Row]:
+    """Rows of this many ranks: number of groups by number, way by way."""
+    seen: dict[tuple[int, str], list[list[Seen]]] = {}
+    broken: dict[tuple[str, int], str] = {}
+    try:
+        with World(ranks, logs=logs, preload=("megatron.core",), timeout_s=TIMEOUT_S) as world:
+            refused = {way: world.call("kit.bench.release.onranks:refused", mode=way)[0] for way in WAYS}
+            for trial, total, way in itertools.product(range(trials), totals, WAYS):
+                if refused[way] or (way, total) in broken:
+                    continue
+                progress(
+                    f"{ranks} ranks, {total or 'as many as Megatron makes'} groups, {way}, {trial + 1} of {trials}"
+                )
+                world.restart()
+                try:
+                    told = world.call("kit.bench.release.onranks:cycles", mode=way, total=total, n=cycles)
+                except KitError as error:
+                    broken[way, total] = in_a_line(error)
+                    continue
+                seen.setdefault((told[0]["groups"], way), []).append(told)
+    except KitError as error:
+        return [Row(what=f"groups, {ranks} ranks", note=f"not measured: {in_a_line(error)}")]
+    made = [one for number in dict.fromkeys(number for number, _ in seen) for one in of(number, ranks, seen)]
+    made += [
+        Row(what=f"groups, {ranks} ranks", who=way, note=f"not measured: {why}") for way, why in refused.items() if why
+    ]
+    return made + [
+        Row(what=f"{total or 'own'} groups, {ranks} ranks", who=way, note=f"not measured in every trial: {why}")
+        for (way, total), why in broken.items()
+    ]
+
+
+def in_a_line(error: KitError) -> str:
+    return str(error).partition("\n")[0]
+
+
+def of(number: int, ranks: int, seen: dict[tuple[int, str], list[list[Seen]]]) -> Iterator[Row]:
+    """Every row of one number of groups. Exact is held against what is in common use, manual."""
+    what = f"{number} groups a rank, {ranks} ranks: "
+    for way in WAYS:
+        if not (told := seen.get((number, way))):
+            continue
+        for part in TIMES:
+            about: dict[str, Any] = {}
+            if (way, part) == ("exact", BOTH):
+                manual = seconds(seen.get((number, "manual"), []), BOTH)
+                about["limit"] = statistics.median(manual) if manual else None
+                about["aim"] = AIM_MS if ranks == AIM_RANKS and number == min(each for each, _ in seen) else None
+            yield row(what + part, seconds(told, part), who=way, unit="ms", **about)
+        for source, (word, unit) in SOURCES.items():
+            scale = MIB if unit == "MiB" else 1
+            freed = [
+                min(rank["cycles"][turn]["freed"].get(source, 0) for rank in trial) / scale
+                for trial in told
+                for turn in range(len(trial[0]["cycles"]))
+            ]
+            left = [max(rank["left"].get(source, 0) for rank in trial) / scale for trial in told]
+            if any(source in rank["left"] for trial in told for rank in trial):
+                yield row(f"{what}freed {word}", freed, who=way, unit=unit)
+                yield row(f"{what}left {word}", left, who=way, unit=unit)
+
+
+def seconds(told: Sequence[Sequence[Seen]], part: str) -> list[float]:
+    """Milliseconds, a sample a cycle: the ranks meet after each part, so that each counts with its slowest."""
+    parts = ("release", "back") if part == BOTH else (part,)
+    return [
+        MS * sum(max(rank["cycles"][turn]["seconds"][each] for rank in trial) for each in parts)
+        for trial in told
+        for turn in range(len(trial[0]["cycles"]))
+    ]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each way and number, with times as median and spread; under it what was judged and what was not measured."""
+    cells: dict[tuple[str, str, str], dict[str, str]] = {}
+    units: dict[str, str] = {}
+    for one in rows:
+        if found := WHAT.fullmatch(one.what):
+            units[found[3]] = one.unit
+            cells.setdefault((found[2], found[1], one.who), {})[found[3]] = cell(one)
+    heads = [["ranks", "groups", "way", *units], ["", "", "", *(unit.replace("1", "") for unit in units.values())]]
+    lines = [*heads, *([*key, *(line.get(column, "") for column in units)] for key, line in cells.items())]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    told = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    judged = [
+        f"{one.who}, {one.what}: {one.median:.3g} {one.unit}, at most {one.limit:.3g}: {'met' if one.met else 'NOT MET'}"
+        for one in rows
+        if one.median is not None and one.limit is not None
+    ]
+    return "\n".join([*told, "", *judged, *(f"{one.who}, {one.what}: {one.note}" for one in rows if one.note)])
+
+
+def cell(one: Row) -> str:
+    spread = f" ({one.low:.3g}-{one.high:.3g})" if one.unit == "ms" else ""
+    return f"{one.median:.3g}{spread}"

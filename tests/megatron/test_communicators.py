@@ -1,0 +1,90 @@
+"""What NCCL says that communicators take, added up. The groups are stand-ins: only a card has communicators."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+
+from kit.megatron.groups import exact, suspend
+
+MIB = 2**20
+
+
+class StandIn:
+    """A group and its NCCL part in one; without statistics it was never used."""
+
+    def __init__(self, stats: dict[str, int] | None) -> None:
+        self.stats = stats
+
+    def _get_backend(self, device: Any) -> StandIn:
+        assert device.type == "cuda"
+        return self
+
+    def memory_stats(self) -> dict[str, int]:
+        if self.stats is None:
+            raise RuntimeError("NCCL communicator is not initialized")
+        return self.stats
+
+
+class Older:
+    """A group whose torch has no such statistics."""
+
+    def _get_backend(self, device: Any) -> object:
+        return object()
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def hold(*groups: Any, backend: str = "cuda:nccl") -> None:
+        monkeypatch.setattr(suspend, "registered", lambda: list(groups))
+        for group in groups:
+            monkeypatch.setitem(suspend.c10d._world.pg_backend_config, group, backend)
+
+    return hold
+
+
+def test_statistics_are_added_up_and_groups_that_were_never_used_have_none(registry: Any) -> None:
+    used = [StandIn({"suspend": 60 * MIB, "suspended": 1, "persist": 4 * MIB, "total": 64 * MIB}) for _ in range(3)]
+    registry(*used, StandIn(None))
+    assert suspend.communicators() == {"suspend": 180 * MIB, "persist": 12 * MIB, "total": 192 * MIB}
+
+
+def test_a_suspended_group_is_asked_behind_its_empty_handle(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, inner = object(), StandIn({"suspend": 60 * MIB, "persist": 4 * MIB, "total": 4 * MIB})
+    registry(handle)
+    monkeypatch.setattr(suspend, "_asleep", [(handle, inner)])
+    assert suspend.communicators()["total"] == 4 * MIB
+
+
+def test_where_the_library_says_nothing_there_is_nothing(registry: Any) -> None:
+    registry(Older())
+    assert suspend.communicators() == {}
+    registry(StandIn({"total": MIB}), backend="cpu:gloo")
+    assert suspend.communicators() == {}
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_a_routed_communicator_is_finalized_as_torchs_own_destroy_does(
+    monkeypatch: pytest.MonkeyPatch, routed: bool
+) -> None:
+    class Wrapper(list[str]):
+        """torch's wrapper of a communicator, and the communicator."""
+
+        def get_comm(self) -> Wrapper:
+            return self
+
+        def finalize(self) -> None:
+            self.append("finalized")
+
+    class Group:
+        _device_types = ("cpu", "cuda")
+        backends: ClassVar[dict[str, Any]] = {"cpu": object(), "cuda": Wrapper()}
+
+        def _get_backend(self, device: str) -> Any:
+            return self.backends[device]
+
+    monkeypatch.setattr(exact.c10d, "_TORCHCOMM_AVAILABLE", routed, raising=False)
+    monkeypatch.setattr(exact.c10d, "_BackendWrapper", Wrapper, raising=False)
+    exact.finalize(Group())
+    assert Group.backends["cuda"] == ["finalized"] * routed
