@@ -158,6 +158,7 @@ def install() -> None:
 
     _replace(c10d, "new_group", new_group)
     _replace(dist, "new_group", new_group)
+    _send_batches_whole()
     _remember_arguments()
 
 
@@ -192,6 +193,27 @@ def _redirect_defaults(old: Any, new: Any) -> None:
     for function in [each for each in gc.get_objects() if type(each) is types.FunctionType]:
         if function.__defaults__ and any(each is old for each in function.__defaults__):
             function.__defaults__ = tuple(new if each is old else each for each in function.__defaults__)
+
+
+def _send_batches_whole() -> None:
+    """torch sends a batch as one only over groups that are of the type ProcessGroup itself. Over NCCL a batch in pieces can stop for
+    ever: both ends send before either receives. So it is given the groups inside."""
+    plain = c10d.batch_isend_irecv
+
+    @functools.wraps(plain)
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> Any:
+        ours = [(op, op.group) for op in p2p_op_list if isinstance(getattr(op, "group", None), Handle)]
+        for op, handle in ours:
+            handle.size()  # raises by name where it is released
+            op.group = handle.kit_inner
+        try:
+            return plain(p2p_op_list)
+        finally:
+            for op, handle in ours:
+                op.group = handle
+
+    _replace(c10d, "batch_isend_irecv", batch_isend_irecv)
+    _replace(dist, "batch_isend_irecv", batch_isend_irecv)
 
 
 def _remember_arguments() -> None:
