@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import KitError
+from kit.labs import outcome
 from kit.labs.sync import broken, rehearse, sweep
 from kit.labs.sync.config import replica_model
 from kit.labs.sync.side import Side, fill, name_of
@@ -51,6 +52,8 @@ class Inference(Side):
         wait = self.config.deadline_s
 
         def forward() -> torch.Tensor:
+            if self.ctx.device.type == "cuda":
+                torch.cuda.set_device(self.ctx.device)  # every thread begins with the first card
             with standin.on_this_thread():
                 return self.replica.logits(tokens)
 
@@ -102,6 +105,7 @@ class Inference(Side):
             print(f"differs from the trainer's: {name}")
         record = self.ctx.record
         record("tensors_hashed", len(own))
+        record("digest", outcome.digest(own))
         record("tensors_differ", len(differing))
         record("logits_error", float(apart) if math.isfinite(float(apart)) else math.inf)
         record("logits_same", int(torch.equal(logits, wanted)))
