@@ -16,7 +16,6 @@ import torch.distributed as dist
 from kit.megatron.groups.handle import WORLD, Handle, c10d, registered, state
 
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
-NCCL_CONFIG = ("blocking", "cga_cluster_size", "min_ctas", "max_ctas", "net_name", "split_share", "traffic_class")
 
 
 def parallel_state() -> Any:
@@ -120,8 +119,14 @@ def _backend(group: Any, device: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     if hasattr(options, "config"):
         plain["is_high_priority_stream"] = bool(options.is_high_priority_stream)
-        plain["config"] = {k: getattr(options.config, k) for k in NCCL_CONFIG if hasattr(options.config, k)}
+        plain["config"] = _settings(options.config)
     return {"timeout_s": options._timeout.total_seconds(), "options": plain}
+
+
+def _settings(config: Any) -> dict[str, int | str | None]:
+    """All that this torch shows of NCCL's configuration, which is more with every version."""
+    shown = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
+    return {name: value for name, value in shown.items() if not callable(value)}
 
 
 def make_options(plain: dict[str, dict[str, Any]], timeout_s: float) -> Any:
