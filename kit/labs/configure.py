@@ -15,13 +15,12 @@ from kit.labs.discover import hint
 from kit.labs.options import Field, fields
 from kit.megatron.config import dtype_on
 from kit.world import interpreter
-from kit.world.capacity import check_ranks
+from kit.world.capacity import GPU_DRIVERS, check_ranks
 
 if TYPE_CHECKING:
     from kit.labs.definition import Definition, Fault
     from kit.labs.options import LabConfig
 
-GPU_DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/kfd"))
 PROBE = """
 import importlib, importlib.util, runpy, sys
 if importlib.util.find_spec("kit") is None:

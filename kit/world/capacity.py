@@ -12,6 +12,8 @@ RANK_BYTES = (
 )  # a rank with torch loaded and one group: about 250 MiB resident, of which the fork shares part
 RANK_TASKS = 24  # threads of a rank over gloo
 MOST_PER_CORE = 16
+# Any of them: NVIDIA's, also where a container hides /proc or Windows lends the card, and AMD's.
+GPU_DRIVERS = tuple(map(Path, ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
 
 
 def available_bytes() -> int:

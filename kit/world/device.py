@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kit import nccl
+from kit.world import cards
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,16 +30,20 @@ def choose(wanted: str, number: int, neighbours: int) -> Seat:
         return Seat(torch.device("cpu"), "asked for", {})
     if torch.version.cuda is None and torch.version.hip is None:
         reason = f"torch {torch.__version__} is a build without CUDA"
+    elif cards.poisoned():
+        reason = (
+            "a module that was loaded for the ranks started CUDA before they were forked, so that it is dead in them"
+        )
     elif not torch.cuda.is_available():
         reason = "torch finds no usable CUDA device"
     else:
-        cards = torch.cuda.device_count()
-        counted = f"{cards} CUDA device{'s' * (cards > 1)} for {neighbours} rank{'s' * (neighbours > 1)}"
-        if cards >= neighbours:
+        there = torch.cuda.device_count()
+        counted = f"{there} CUDA device{'s' * (there > 1)} for {neighbours} rank{'s' * (neighbours > 1)}"
+        if there >= neighbours:
             return Seat(torch.device("cuda", number), counted, {})
         shared = nccl.sharing(nccl.running(), number)
         if shared is not None:
-            return Seat(torch.device("cuda", number % cards), f"{counted}, shared {shared.told}", shared.env)
+            return Seat(torch.device("cuda", number % there), f"{counted}, shared {shared.told}", shared.env)
         reason = f"{counted}; without NCCL each rank needs its own"
     if wanted == "cuda":
         raise RuntimeError(f"device='cuda' cannot be had: {reason}")

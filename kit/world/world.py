@@ -27,6 +27,7 @@ from kit.world.asked import (
     writable_folder,
 )
 from kit.world.calls import Call, Interrupted, Observer
+from kit.world.capacity import GPU_DRIVERS
 from kit.world.channel import ChannelClosed
 from kit.world.crew import Crew
 from kit.world.members import Member, Part, Plan
@@ -74,7 +75,7 @@ class World:
         check_seconds("timeout_s", timeout_s)
         if device not in DEVICES:
             raise BadInput(f"device must be one of {', '.join(DEVICES)}, not {device!r}")
-        if device == "cuda" and not Path("/proc/driver/nvidia/version").exists() and not Path("/dev/kfd").exists():
+        if device == "cuda" and not any(path.exists() for path in GPU_DRIVERS):
             raise BadInput("device='cuda' needs a GPU driver, and this machine has none; use device='cpu' or 'auto'")
         self.timeout_s = timeout_s
         self.observer: Observer = observer or Printer()

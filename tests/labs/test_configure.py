@@ -13,6 +13,7 @@ from kit.labs.configure import as_json, check_target, configure, find_fault, fro
 from kit.labs.definition import Definition
 from kit.labs.discover import find
 from kit.labs.options import LabConfig, Option
+from kit.world.capacity import GPU_DRIVERS
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_what_a_lab_itself_refuses(own: Definition) -> None:
 
 
 def test_a_device_that_is_not_there() -> None:
-    if any(Path(place).exists() for place in ("/proc/driver/nvidia/version", "/dev/kfd")):
+    if any(path.exists() for path in GPU_DRIVERS):
         pytest.skip("this machine has a GPU driver")
     with pytest.raises(BadInput, match="device=cuda needs a GPU driver"):
         configure(find("smoke"), {"device": "cuda"}, None)
