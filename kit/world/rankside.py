@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from kit.world import agentside, execute, processes
+from kit.world import agentside, cards, execute, processes
 from kit.world.channel import ChannelClosed, Link, Message, connect
 from kit.world.device import choose
 from kit.world.stacks import in_collective, stack_of
@@ -58,6 +58,11 @@ class Rank:
         )
         for name, value in needed.items():
             os.environ.setdefault(name, value)  # a person's own setting stays
+        if self.device.type == "cuda":
+            # PyTorch looks for it once, at the first matrix product, and without it refuses deterministic mode from then on.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        elif torch.version.cuda or torch.version.hip:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # whatever asks whether there is a card gets the World's answer
         # Cells run as __main__, so that what they define can be pickled among ranks.
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
@@ -192,6 +197,7 @@ def main() -> None:
     for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     tempfile.tempdir = None  # the agent's is the World's own folder
+    cards.restore()
     LOG = LogStream.install(node.order["logs"], number_of(node.order))
     RANK = Rank(node)
     signal.signal(signal.SIGINT, on_interrupt)
