@@ -1,7 +1,7 @@
 """Move a job's weights, gradients and optimizer state off the device into host memory, and back.
 
 Each storage is copied to the arena and then resized to nothing: every view of it (parameters, main_grad, buckets,
-shards) stays a view and finds its bytes again after `restore`. On CUDA copies run asynchronously into pinned memory and
+shards) stays a view and finds its bytes again after `restore`. On CUDA copies run on side streams into pinned memory and
 freed blocks are handed back to the driver; on the CPU they run on the rank's share of the cores. Limits: a released
 tensor must not be used (torch does not guard it on the CPU; `Training.step` does); storages that cannot be resized are
 refused by name.
@@ -17,11 +17,12 @@ import torch
 
 from kit.errors import BadInput, KitError
 from kit.measure.host import Move, transfer, trim, workers
+from kit.megatron.tensors import streams
 from kit.megatron.tensors.arena import Arena, room
 from kit.megatron.tensors.inventory import KINDS, Item, digest, hashes, inventory, named_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 __all__ = ["KINDS", "Arena", "Item", "Mover", "digest", "hashes", "inventory", "memory", "named_tensors", "trim"]
 
@@ -81,9 +82,7 @@ class Mover:
                 item.storage.resize_(0)
             trim()
         else:
-            for item, offset, _ in self._waiting:
-                self.arena.view(offset, item.size).copy_(_bytes(item), non_blocking=True)
-            torch.cuda.synchronize()
+            streams.copy(((place, flat) for flat, place in self._pairs()), self.device)
             for item in items:
                 item.storage.resize_(0)
             torch.cuda.empty_cache()
@@ -92,21 +91,25 @@ class Mover:
     def restore(self) -> dict[str, Any]:
         """Bring everything back to where every view finds it. Nothing away: nothing is done."""
         before, start = memory(), time.perf_counter()
-        moves = []
-        for item, offset, _ in self._waiting:
+        for item, _, _ in self._waiting:
             item.storage.resize_(item.size)
-            if self.device.type == "cpu":
-                moves.append(Move(item.storage.data_ptr(), self.arena.address(offset), item.size))
-            else:
-                _bytes(item).copy_(self.arena.view(offset, item.size), non_blocking=True)
-        transfer(moves, fresh=True, threads=workers())
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        if self.device.type == "cpu":
+            moves = [
+                Move(item.storage.data_ptr(), self.arena.address(offset), item.size)
+                for item, offset, _ in self._waiting
+            ]
+            transfer(moves, fresh=True, threads=workers())
+        else:
+            streams.copy(self._pairs(), self.device)
         moved = sum(item.storage.data_ptr() != old for item, _, old in self._waiting)
         items = [item for item, _, _ in self._waiting]
         self._waiting = []
         self.arena.clear()
         return self._stats(items, before, time.perf_counter() - start) | {"addresses_changed": moved}
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What waits, as it lies on the device and in the arena."""
+        return ((_bytes(item), self.arena.view(offset, item.size)) for item, offset, _ in self._waiting)
 
     def close(self) -> None:
         """Restore what is away and give the host memory back."""

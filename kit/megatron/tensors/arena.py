@@ -1,17 +1,21 @@
 """Host memory that tensors wait in while they are off the device; made once, reused by every cycle.
 
-On CUDA it is pinned. On the CPU it is a memfd, mapped shared: what moves there leaves the process's anonymous memory,
-as it would leave a device, and shows up as shared memory instead. Limits: the arena only grows; `close` gives it back.
-How bytes get there and back on the CPU is in `kit.measure.host`.
+It is a memfd, mapped shared: what moves there on the CPU leaves the process's anonymous memory, as it would leave a device, and shows
+up as shared memory instead. For CUDA the mapping is pinned as it is: torch's own pinned memory is rounded up to a power of two, and
+kept when it is freed. Where the driver does not pin it, torch's is taken. Limits: the arena only grows; `close` gives it back.
+How bytes get there and back on the CPU is in `kit.measure.host`, on CUDA in `streams`. Pinning has not run on a card yet.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+from typing import Any
 
 import torch
 
-from kit.measure.host import map_shared, unmap
+from kit.measure.host import huge_pages, map_shared, unmap
 
 _ALIGN = 512
 
@@ -25,7 +29,7 @@ class Arena:
         self.used = 0
         self._address = 0
         self._pinned: torch.Tensor | None = None
-        self._fd = os.memfd_create("kit-arena") if device.type == "cpu" else -1
+        self._fd = os.memfd_create("kit-arena")
 
     def grow(self, size: int) -> bool:
         """Make room for at least so many bytes; nothing may be waiting in the arena. True: its pages are not there yet."""
@@ -33,19 +37,34 @@ class Arena:
             raise RuntimeError("the arena cannot grow while tensors wait in it")
         if size <= self.size:
             return False
-        if self.device.type == "cpu":
-            self._map(size)
-        else:
-            self._pinned = None
-            self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        self.size = size
-        return True
-
-    def _map(self, size: int) -> None:
-        if self._address:
-            unmap(self._address, self.size)
+        self._unmap()
         os.ftruncate(self._fd, size)
         self._address = map_shared(self._fd, size)
+        self.size = size
+        if self.device.type == "cuda":
+            self._pin()
+        return True
+
+    def _pin(self) -> None:
+        huge_pages(self._address, self.size)
+        if int(_cudart().cudaHostRegister(self._address, self.size, 0)) == 0:
+            block = (ctypes.c_ubyte * self.size).from_address(self._address)
+            self._pinned = torch.frombuffer(block, dtype=torch.uint8)
+            return
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self.device)  # CUDA keeps the refusal, and tells it to whoever asks next: ask here
+        size = self.size
+        self._unmap()
+        self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self.size = size
+
+    def _unmap(self) -> None:
+        if self._address:
+            if self._pinned is not None:
+                _cudart().cudaHostUnregister(self._address)
+            unmap(self._address, self.size)
+            os.ftruncate(self._fd, 0)
+        self._pinned, self._address, self.size = None, 0, 0
 
     def reserve(self, size: int) -> int:
         """The offset of the next free place."""
@@ -58,7 +77,7 @@ class Arena:
         return self._address + offset
 
     def view(self, offset: int, size: int) -> torch.Tensor:
-        """A place as pinned bytes; CUDA only."""
+        """A place as pinned bytes; CUDA only. Not to be used once the arena has grown or is closed."""
         assert self._pinned is not None
         return self._pinned[offset : offset + size]
 
@@ -69,11 +88,14 @@ class Arena:
     def close(self) -> None:
         """Give the memory back."""
         self.clear()
-        if self._address:
-            unmap(self._address, self.size)
+        self._unmap()
         if self._fd >= 0:
             os.close(self._fd)
-        self._address, self._fd, self._pinned, self.size = 0, -1, None, 0
+        self._fd = -1
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def room(sizes: list[int]) -> int:

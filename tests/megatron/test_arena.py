@@ -1,0 +1,143 @@
+"""Host memory for tensors that left a card, and the copies to it. CUDA's runtime and streams are stand-ins here: no card is used.
+
+What the stand-ins cannot show (that copies are asynchronous, and how fast) is for a card.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from kit.megatron.tensors import streams
+from kit.megatron.tensors.arena import Arena
+
+CUDA = torch.device("cuda", 0)
+
+
+class Runtime:
+    """Stands in for CUDA's runtime: what is pinned now, by address."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.pinned: dict[int, int] = {}
+        self.refuses = refuses
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - CUDA's own name
+        if self.refuses:
+            return 801
+        self.pinned[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - as above
+        del self.pinned[address]
+        return 0
+
+
+def mapped() -> bool:
+    """Whether this process has an arena of its own in its memory."""
+    return "memfd:kit-arena" in Path("/proc/self/maps").read_text()
+
+
+def files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_an_arena_for_a_card_is_pinned_as_large_as_it_is(monkeypatch):
+    runtime, before = Runtime(), files()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    arena = Arena(CUDA)
+    assert arena.grow(3 * 2**20)
+    assert list(runtime.pinned.values()) == [3 * 2**20]
+    arena.view(arena.reserve(5), 5).copy_(torch.arange(5, dtype=torch.uint8))
+    second = arena.reserve(7)
+    assert second == 512
+    arena.view(second, 7).fill_(9)
+    assert arena.view(0, 5).tolist() == [0, 1, 2, 3, 4]
+    arena.clear()
+    assert not arena.grow(2**20)
+    assert arena.grow(5 * 2**20)
+    assert list(runtime.pinned.values()) == [5 * 2**20]  # the smaller one was let go of
+    assert mapped()
+    arena.close()
+    assert (runtime.pinned, mapped(), files()) == ({}, False, before)
+
+
+def test_where_the_driver_does_not_pin_it_torch_does(monkeypatch):
+    plain, asked = torch.empty, []
+
+    def empty(size, *, dtype, pin_memory):
+        asked.append((size, pin_memory))
+        return plain(size, dtype=dtype)  # pinning needs a card
+
+    def told(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: operation not supported")  # of the refusal before
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(refuses=True))
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "ones", told)
+    arena = Arena(CUDA)
+    assert arena.grow(2**20)
+    assert (asked, arena.size, mapped()) == ([(2**20, True)], 2**20, False)
+    arena.view(arena.reserve(3), 3).fill_(1)
+    arena.close()
+
+
+class Stream:
+    """Stands in for a stream: says what it was asked for, in order."""
+
+    said: list[str]
+
+    def __init__(self, device: torch.device) -> None:
+        self.name = f"side {sum(line.startswith('made') for line in self.said)}"
+        self.said.append(f"made {self.name}")
+
+    def record_event(self) -> str:
+        return "ready"
+
+    def wait_event(self, event: str) -> None:
+        self.said.append(f"{self.name} waits for {event}")
+
+    def synchronize(self) -> None:
+        self.said.append(f"{self.name} is done")
+
+
+@pytest.fixture
+def said(monkeypatch):
+    Stream.said = []
+
+    @contextlib.contextmanager
+    def on(stream):
+        Stream.said.append(f"copy on {stream.name}")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.__new__(Stream))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    return Stream.said
+
+
+def test_copies_wait_for_what_was_begun_and_are_done_at_the_end(said):
+    source = torch.arange(200, dtype=torch.uint8)
+    targets = [torch.zeros(120, dtype=torch.uint8), torch.zeros(80, dtype=torch.uint8)]
+    streams.copy(zip(targets, source.split([120, 80]), strict=True), CUDA)
+    assert torch.equal(torch.cat(targets), source)
+    assert said[2:] == [
+        "side 0 waits for ready",
+        "side 1 waits for ready",
+        "copy on side 0",
+        "copy on side 1",
+        "side 0 is done",
+        "side 1 is done",
+    ]
+
+
+def test_large_copies_are_cut_and_small_ones_are_not():
+    source = torch.arange(25, dtype=torch.uint8)
+    target = torch.zeros(25, dtype=torch.uint8)
+    cut = list(streams.pieces([(target, source), (target[:3], source[:3])], size=10))
+    assert [to.numel() for to, _ in cut] == [10, 10, 5, 3]
+    for to, what in cut[:3]:
+        to.copy_(what)
+    assert torch.equal(target, source)
