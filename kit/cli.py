@@ -184,6 +184,7 @@ def show(args: argparse.Namespace) -> int:
 def compare(args: argparse.Namespace) -> int:
     from kit.public import load
     from kit.results import compare as compared
+    from kit.results import outcomes
 
     runs = [load(path) for path in args.dirs]
     labs = list(dict.fromkeys(run.lab for run in runs))
@@ -192,6 +193,10 @@ def compare(args: argparse.Namespace) -> int:
     table = compared(runs)
     same = ["base_run", "run"] if len(runs) == 2 else ["base_run"]
     print(", ".join(f"{name} {table[name].iloc[0]}" for name in same if len(table)))
+    for other in runs[1:]:
+        count, differ = outcomes(runs[0], other)
+        if count:
+            print(f"{other.id}: {count} losses, gradient norms and digests, {differ} of them not exactly the same")
     print(table.drop(columns=same).head(COMPARED_ROWS).to_string(index=False))
     if len(table) > COMPARED_ROWS:
         print(f"... and {len(table) - COMPARED_ROWS} rows that changed less")

@@ -38,8 +38,9 @@ with contextlib.redirect_stdout(sys.stderr):
         import torch
         from kit import nccl
         from kit.measure.provenance import cuda_state
-        from kit.measure.stack import findings, torchcomms
+        from kit.measure.stack import findings
         from kit.world.device import choose
+        from kit.world.routing import probe
         device, why, _ = choose("auto", 0, 1)
         count = torch.cuda.device_count()
         said.update(cuda_state(), device=device.type, device_why=why, gpus=count)
@@ -51,7 +52,7 @@ with contextlib.redirect_stdout(sys.stderr):
         pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
         said["no_peer_access"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
         said["findings"] = [one._asdict() for one in findings()] if torch.version.cuda else []  # elsewhere none of it runs
-        said["torchcomms"] = torchcomms()
+        said["torchcomms"] = probe()
 print(json.dumps(said))
 """
 Found = dict[str, Any]
@@ -219,7 +220,9 @@ def communication(ranks: Found) -> list[tuple[str, str]]:
         )
     comms = ranks["torchcomms"]
     requested = "requested" if comms["requested"] else "not requested"
-    table.append(("torchcomms", f"{requested}; {comms['why'] or 'importable'}"))
+    effect = {True: ", in effect", False: ", not in effect", None: ""}[comms["effective"]]
+    able = "importable" if comms["importable"] else "not importable"
+    table.append(("torchcomms", f"{requested}; {able}{effect}" + (f": {comms['why']}" if comms["why"] else "")))
     table += [("found", f"{one['name']} ({one['what']}): {one['means']}") for one in ranks["findings"] if one["what"]]
     return table
 

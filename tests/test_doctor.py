@@ -16,7 +16,12 @@ def ranks(**other: Any) -> dict[str, Any]:
         "suspend_why": None,
         "shared_cards": "by the multi-rank flag of NCCL 2.30.4",
         "no_peer_access": [],
-        "torchcomms": {"requested": False, "importable": False, "why": "torchcomms is not installed"},
+        "torchcomms": {
+            "requested": False,
+            "importable": False,
+            "effective": None,
+            "why": "torchcomms is not installed",
+        },
         "findings": [
             {"name": "Transformer Engine", "what": "2.9", "means": "its workspaces stay"},
             {"name": "CUDA graphs", "what": None, "means": "capture anew"},
@@ -50,10 +55,23 @@ def test_only_what_is_there_is_told_and_only_where_it_runs():
     assert "found" not in lines(findings=[])
 
 
-@pytest.mark.parametrize(("requested", "word"), [(True, "requested;"), (False, "not requested;")])
-def test_routing_says_whether_it_was_asked_for(requested, word):
-    comms = {"requested": requested, "importable": True, "why": None}
-    assert lines(torchcomms=comms)["torchcomms"] == f"{word} importable"
+@pytest.mark.parametrize(
+    ("requested", "effective", "why", "said"),
+    [
+        (True, True, None, "requested; importable, in effect"),
+        (
+            True,
+            False,
+            "torch could route and did not",
+            "requested; importable, not in effect: torch could route and did not",
+        ),
+        (False, None, None, "not requested; importable"),
+    ],
+)
+def test_routing_says_whether_it_was_asked_for_and_what_came_of_it(requested, effective, why, said):
+    comms = {"requested": requested, "importable": True, "effective": effective, "why": why}
+    assert lines(torchcomms=comms)["torchcomms"] == said
+    assert lines()["torchcomms"] == "not requested; not importable: torchcomms is not installed"
 
 
 def test_a_card_in_a_line():

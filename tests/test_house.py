@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "bench": {*ROOMS, FACE},
     FACE: set(ROOMS) - {"bench"},
 }
-EVERYBODYS = {"errors", "nccl"}  # modules beside the rooms
+EVERYBODYS = {"errors", "nccl", "routing"}  # modules beside the rooms
 ONLY_IN = {
     "megatron": {"megatron"},
     "xxhash": {"sync"},
@@ -44,6 +44,7 @@ LABS_NOTEBOOK = {
     "counts.py",
     "memory.py",
     "parity.py",
+    "routed.py",
     "tables.py",
 }
 RANK_ROOMS = {"measure", "megatron", "train", "sync"}
@@ -51,8 +52,9 @@ RANK_ROOMS = {"measure", "megatron", "train", "sync"}
 BOTH_SIDES = "kit.world.capacity."
 RANK_FILES = {
     KIT / "nccl.py",
+    KIT / "routing.py",
     *(KIT / "world" / f"{name}.py" for name in ("__init__", "agent", "agentside", "channel", "device", "entry")),
-    *(KIT / "world" / f"{name}.py" for name in ("execute", "processes", "rankside", "stacks", "stream")),
+    *(KIT / "world" / f"{name}.py" for name in ("execute", "processes", "rankside", "routing", "stacks", "stream")),
 }
 # xxhash is used by ranks that happen to have it; test_hashes holds that all else works without it.
 RANK_PACKAGES = {"torch", "numpy", "megatron", "kit", "xxhash"} | set(sys.stdlib_module_names)

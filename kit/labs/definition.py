@@ -66,6 +66,11 @@ class Definition:
         checks: Sequence[Check] = getattr(import_module(module), name)
         return checks
 
+    def all_checks(self) -> Sequence[Check]:
+        """The lab's own and those of every lab, which ask only of runs that they are about."""
+        common: Sequence[Check] = import_module("kit.labs.routed").EVERY_LAB
+        return [*self.load_checks(), *common]
+
     def load_presets(self) -> Mapping[str, Mapping[str, float]]:
         """Sets of tolerances by name; none where the lab names none."""
         if not self.presets:

@@ -61,7 +61,7 @@ def find(name: str) -> Definition:
 def checks_of(name: str) -> Sequence[Check]:
     """A lab's checks; none for a lab that is not known here, such as a run from somebody's own script."""
     lab = discover().labs.get(name)
-    return lab.load_checks() if lab else ()
+    return lab.all_checks() if lab else ()
 
 
 def hint(name: str, allowed: Sequence[str] | dict[str, Definition]) -> str:

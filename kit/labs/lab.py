@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from kit.errors import BadInput, KitError, RankError
+from kit.labs import routed
 from kit.labs.configure import as_json, configure, find_fault, refuse_device
 from kit.labs.memory import CARD, cards
 from kit.labs.stepped import Stepped
@@ -23,6 +24,7 @@ from kit.results import Record, Run, create_run, runs_dir
 from kit.results.artefacts import SNAPSHOTS
 from kit.results.files import write_text
 from kit.results.tolerances import checked_tolerances
+from kit.routing import FLAG
 from kit.world import World
 from kit.world.several import Worlds
 
@@ -78,8 +80,10 @@ class Lab:
             raise BadInput(f"world= gives one World, and this config needs {len(self._sizes)}; leave it out")
         if world is not None and self.config.ranks != world.ranks:
             raise BadInput(f"ranks={self.config.ranks}, and the World that was given has {world.ranks}")
+        if world is not None and routed.wanted(self.config):
+            routed.refuse_unrouted(world)
         self._given = world
-        self._checks = definition.load_checks()
+        self._checks = [check for check in definition.all_checks() if check.asked(as_json(self.config))]
         self.tolerances = checked_tolerances(tolerances or {}, [check.tolerance for check in self._checks])
         self._plan: Sequence[Step] = definition.plan(self.config)
         self._done = 0
@@ -132,7 +136,9 @@ class Lab:
         while self._done < len(self._plan):
             self._step()
         try:
-            self._append_pss("pss", self.world.call(f"{RANKSIDE}:end"))
+            answers = self.world.call(f"{RANKSIDE}:end")
+            self._append_pss("pss", answers)
+            self._append_routing(answers, routed.AFTER)
             run = Run(self.dir, checks=lambda _: self._checks, plotter=self._plotter)
             self._writer.write_verdict(run.verdict(**self.tolerances))
             self._writer.finish()
@@ -199,6 +205,8 @@ class Lab:
             "logs": self.dir / "logs",
             "observer": self._observer,
         }
+        if routed.wanted(self.config):
+            settings["env"] = {FLAG: "1"}
         return Worlds(self._sizes, **settings) if len(self._sizes) > 1 else World(self._sizes[0], **settings)
 
     def _step(self) -> Stepped:
@@ -237,7 +245,9 @@ class Lab:
         about = {"ranks": self.world.ranks, "device": self.world.device, "why": self.world.status()[0]["why"]}
         if len(self._sizes) > 1:
             about["sizes"] = list(self._sizes)
-        self._writer.set_provenance({**self._about, "rank0": answers[0]["provenance"], "world": about})
+        self._about |= {"rank0": answers[0]["provenance"], "world": about}
+        self._writer.set_provenance(self._about)
+        self._append_routing(answers, routed.BEFORE)
         self._append_once(CARD, cards(self.world.status()), "1")
         self._append_pss("pss_before", answers)
 
@@ -273,6 +283,14 @@ class Lab:
     def _append_pss(self, metric: str, answers: Sequence[Any]) -> None:
         rows = {rank: answer["pss"] for rank, answer in enumerate(answers) if answer["pss"] is not None}
         self._append_once(metric, rows, "B")
+
+    def _append_routing(self, answers: Sequence[Any], names: Sequence[str]) -> None:
+        """What ranks say of a routing that was asked for: numbers among the records, and rank 0's own words where it comes from."""
+        if routed.wanted(self.config):
+            said = [answer["routing"] for answer in answers]
+            self._writer.set_provenance({**self._about, "routing": said[0]})
+            for metric, values in routed.numbers(said, names).items():
+                self._append_once(metric, values, "1")
 
     def _append_once(self, metric: str, values: Mapping[int, float], unit: str) -> None:
         """A number of each rank that belongs to no phase."""

@@ -65,6 +65,9 @@ class LabConfig:
     python: Annotated[
         str, Option("the ranks' interpreter; empty: the first on this box with torch and megatron.core")
     ] = ""
+    routing: Annotated[
+        Literal["torch", "torchcomms"], Option("what collectives go through: torch's own backends, or torchcomms")
+    ] = "torch"
     memory_snapshot: Annotated[
         bool, Option("whether PyTorch's memory history is kept, and written for each rank (CUDA; phases take longer)")
     ] = False

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kit import routing
 from kit.measure import Metric, PhaseMeter, provenance, pss
 from kit.measure.snapshot import History
 
@@ -89,7 +90,7 @@ def begin(
     _session = Session(context=context, phases=load(phases)(context), history=history)
     if history is not None:
         history.start()
-    return {"provenance": about, "pss": pss()}
+    return {"provenance": about, "pss": pss(), **routed(context.config)}
 
 
 def step(*, cycle: int, name: str) -> dict[str, Any]:
@@ -129,8 +130,14 @@ def end() -> dict[str, Any]:
     snapshot()
     if (history := _running().history) is not None:
         history.stop()
+    about = routed(_running().context.config)
     _session = None
-    return {"pss": pss()}
+    return {"pss": pss(), **about}
+
+
+def routed(config: Any) -> dict[str, Any]:
+    """What is in effect of a routing that was asked for; where none was, nothing is said of it."""
+    return {"routing": routing.describe()} if config.routing == "torchcomms" else {}
 
 
 def load(target: str) -> Any:

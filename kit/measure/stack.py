@@ -6,14 +6,10 @@ Runs in the ranks' interpreter. A package that is there says what could be in us
 from __future__ import annotations
 
 import dataclasses
-import os
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, NamedTuple
-
-ROUTING_FLAG = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
-PLACEHOLDER = "0.0.1"  # of torchcomms on the package index: it has a name and no code
+from typing import NamedTuple
 
 
 class Finding(NamedTuple):
@@ -79,18 +75,3 @@ def option(fields: set[str], *names: str) -> str | None:
     """An option that this Megatron knows, under the first of its names."""
     found = next((name for name in names if name in fields), None)
     return found and f"Megatron knows {found}"
-
-
-def torchcomms() -> dict[str, Any]:
-    """Whether torch was told to route through torchcomms, and whether it could. What it does is for a backend object to tell."""
-    requested = os.environ.get(ROUTING_FLAG) == "1"
-    found = installed("torchcomms", "torchcomms")
-    if found is None:
-        return {"requested": requested, "importable": False, "why": "torchcomms is not installed"}
-    try:
-        import_module("torchcomms").new_comm  # noqa: B018 - what torch itself imports
-    except Exception as error:  # noqa: BLE001 - told as it is
-        why = f"torchcomms {found} cannot be imported ({type(error).__name__}: {error})"
-        why += ": it is the package index's placeholder" if found == PLACEHOLDER else ""
-        return {"requested": requested, "importable": False, "why": why}
-    return {"requested": requested, "importable": True, "why": None}

@@ -3,7 +3,7 @@
 Importing this is light; pandas is loaded by the functions that need it.
 """
 
-from kit.results.compare import compare
+from kit.results.compare import compare, outcomes
 from kit.results.create import RunWriter, create_run, runs_dir
 from kit.results.export import Exported, export, read_export
 from kit.results.records import COLUMNS, Loaded, Record, RecordWriter, read_records, to_frame
@@ -44,6 +44,7 @@ __all__ = [
     "load",
     "load_tolerances",
     "newest_run",
+    "outcomes",
     "read_export",
     "read_records",
     "read_verdict",

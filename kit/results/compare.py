@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from kit.results.run import Run
 
+# What a job comes to: the same to the last bit in two runs that did the same, whatever they took for it.
+OUTCOMES = ("loss", "global_loss", "grad_norm", "digest")
 KEYS = ["phase", "rank", "metric", "unit"]
 COLUMNS = [
     *KEYS,
@@ -50,6 +52,20 @@ def compare(runs: Sequence[Run]) -> pd.DataFrame:
     order = table.assign(_weight=weight, _single=table["found_in"] != "both")
     order = order.sort_values(["_single", "_weight", *KEYS], ascending=[True, False, True, True, True, True])
     return order[COLUMNS].reset_index(drop=True)
+
+
+def outcomes(base: Run, run: Run) -> tuple[int, int]:
+    """How many outcomes there are in either run, and how many of them are not exactly the same in both. NaN never is."""
+    one, other = (_outcomes(each) for each in (base, run))
+    keys = {*one, *other}
+    return len(keys), sum(bool(one.get(key) != other.get(key)) for key in keys)
+
+
+def _outcomes(run: Run) -> dict[tuple[object, ...], float]:
+    frame = run.frame()
+    found = frame[[str(metric).rpartition("/")[2] in OUTCOMES for metric in frame["metric"]]]
+    keys = zip(found["cycle"], found["phase"], found["rank"], found["metric"], strict=True)
+    return dict(zip(keys, found["value"].tolist(), strict=True))
 
 
 def _medians(run: Run) -> pd.DataFrame:

@@ -106,7 +106,7 @@ class Run:
 
     def verdict(self, **tolerances: float) -> Verdict:
         """The lab's checks put to the records; where the lab has none here, the verdict that the run stored."""
-        checks = self._checks(self.lab) if self._checks else ()
+        checks = [one for one in (self._checks(self.lab) if self._checks else ()) if one.asked(self.config)]
         if checks:
             moved = checked_tolerances(tolerances, allowed=[check.tolerance for check in checks])
             return hold(self._measured(checks), self.config, moved)

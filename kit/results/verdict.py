@@ -40,7 +40,8 @@ class Check:
     """A question with a limit. `tolerance` is the keyword that moves the limit; checks may share one.
 
     A limit that hangs on the run (a coarser type of numbers) is a function of its config. A measure that gives several answers
-    gives a row of the verdict for each, named `check/of`, below a row of the check's own that is the worst of them.
+    gives a row of the verdict for each, named `check/of`, below a row of the check's own that is the worst of them. A check with
+    `when` is asked only of runs whose config that function takes.
     """
 
     name: str
@@ -50,6 +51,10 @@ class Check:
     unit: str
     better: Literal["<=", ">=", "=="]
     measure: Callable[[pd.DataFrame, Mapping[str, Any]], Measured | Sequence[Measured]]
+    when: Callable[[Mapping[str, Any]], bool] | None = None
+
+    def asked(self, config: Mapping[str, Any]) -> bool:
+        return self.when is None or self.when(config)
 
     def limit_for(self, config: Mapping[str, Any]) -> float:
         return float(self.limit(config) if callable(self.limit) else self.limit)

@@ -101,6 +101,10 @@ class Rank:
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.set_device(self.device)
+        if os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS") == "1":
+            from kit.world import routing  # where it was not asked for it is not even loaded
+
+            routing.install()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=PrefixStore(f"kit/{self.order['generation']}", store),

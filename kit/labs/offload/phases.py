@@ -16,6 +16,7 @@ from kit.labs.offload.config import KIT_MODEL
 from kit.labs.offload.job import JobContext, context_for
 from kit.labs.offload.releaser import around, make_releaser, told
 from kit.labs.offload.watch import Births, Watched, any_rank, compare_groups, differences, stale_holders
+from kit.labs.outcome import digest
 from kit.labs.rankside import load
 from kit.megatron import groups, ownership, standin, tensors
 
@@ -108,6 +109,9 @@ class Offload:
             return
         self.log += self.job.step(self.config.steps)
         self.ctx.record("trained_steps", len(self.log))
+        for name in ("loss", "grad_norm"):
+            if name in self.log[-1]:
+                self.ctx.record(name, self.log[-1][name])
 
     def fingerprint(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.before = self._hashes() if self.config.hashes else {}
@@ -167,7 +171,9 @@ class Offload:
         log, hashes = self.controls[0]
         self.ctx.record("steps_compared", len(self.log))
         self.ctx.record("steps_differ", differences(self.log, log))
-        self.ctx.record("tensors_differ", differences(self._hashes(), hashes))
+        after = self._hashes()
+        self.ctx.record("tensors_differ", differences(after, hashes))
+        self.ctx.record("digest", digest(after))
 
     def rehearse_failure(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """A group that cannot be destroyed: the release must say so, by name."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from kit.labs.outcome import digest
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -49,15 +51,17 @@ class Smoke:
 
     def talk(self, cycle: int) -> None:
         """A sum over every group; each rank knows what must come out, to the last bit."""
-        wrong = 0
+        wrong, sums = 0, {}
         for index, group in enumerate(self.groups):
             message = self.message(index)
             last = index == len(self.groups) - 1 and cycle == self.ctx.config.cycles
             if self.ctx.fault == "wrong-sum" and last and self.ctx.rank == self.ctx.world_size - 1:
                 message[-1] += 1
             wrong += self.wrong_values(index, group, message)
+            sums[str(index)] = str(int(message.sum()))
         self.ctx.record("talked_groups", len(self.groups))
         self.ctx.record("wrong_values", wrong)
+        self.ctx.record("digest", digest(sums))
 
     def destroy(self, cycle: int) -> None:  # noqa: ARG002 - as above
         if self.ctx.fault == "leaked-group":

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kit import routing
 from kit.megatron.groups.handle import WORLD, Handle, c10d, registered, state
 
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
@@ -115,7 +116,7 @@ def describe(group: Any) -> dict[str, Any]:
 
 
 def _backend(group: Any, device: Any) -> dict[str, Any]:
-    options = group._get_backend(torch.device(device)).options
+    options = routing.settings(group) or group._get_backend(torch.device(device)).options
     plain: dict[str, Any] = {}
     if hasattr(options, "config"):
         plain["is_high_priority_stream"] = bool(options.is_high_priority_stream)

@@ -35,6 +35,7 @@ def limits_of(
     """The limits in the order of the checks. What was measured lies within the slider, so that every verdict can be flipped."""
     measured = {row.check.partition("/")[0]: row.measured for row in verdict or ()}
     found: dict[str, Limit] = {}
+    checks = [check for check in checks if check.asked(config)]
     for check in checks:
         names = tuple(other.name for other in checks if other.tolerance == check.tolerance)
         if check.tolerance in found:

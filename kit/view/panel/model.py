@@ -76,7 +76,7 @@ class PanelModel(HasTraits):
         super().__init__()
         self.definition = definition
         self.fields: list[Field] = fields(definition.config)
-        self.checks = definition.load_checks()
+        self.checks = definition.all_checks()
         self.presets: dict[str, dict[str, float]] = {AS_IT_IS: {}}
         self.presets |= {name: dict(some) for name, some in definition.load_presets().items()}
         self.plotter = plotter

@@ -158,10 +158,14 @@ class VerdictTab:
 
     def _order(self, _: Any = None) -> None:
         """The worst first. Limits and the ends of sliders hang on the run, and stay where they are while it does."""
-        for limit in self.model.limits:
-            if self.rows[limit.tolerance].limit != limit:
+        limits = self.model.limits
+        for limit in limits:
+            if limit.tolerance not in self.rows:  # of a check that is asked of some runs only
+                self.rows[limit.tolerance] = LimitRow(self.model, limit)
+            elif self.rows[limit.tolerance].limit != limit:
                 self.rows[limit.tolerance].aim(limit)
-        ordered = sorted(self.rows.values(), key=lambda row: worst(self._answers(row.limit)))
+        asked = [self.rows[limit.tolerance] for limit in limits]
+        ordered = sorted(asked, key=lambda row: worst(self._answers(row.limit)))
         children = tuple(row.widget for row in ordered)
         if self.body.children != children:
             self.body.children = children

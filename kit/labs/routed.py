@@ -1,0 +1,75 @@
+"""What every lab says of `routing=torchcomms`: the numbers that ranks tell, and the check that asks whether it was in effect."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kit.errors import BadInput
+from kit.results import Check, Measured, select
+from kit.routing import FLAG, REASONS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import pandas as pd
+
+    from kit.labs.options import LabConfig
+    from kit.world import World
+
+# What of a rank's answer is a record: at the beginning, and of the groups at the end.
+BEFORE = ("requested", "importable", "effective", "reason")
+AFTER = ("groups", "groups_effective", "options_lost")
+
+
+def wanted(config: LabConfig) -> bool:
+    return config.routing == "torchcomms"
+
+
+def refuse_unrouted(world: World) -> None:
+    """Ranks that are there already were started with the flag or without."""
+    if not all(world.call("kit.routing:requested")):
+        raise BadInput(
+            f"routing=torchcomms needs ranks that were started for it: make the World with env={{{FLAG!r}: '1'}}, or leave world= out"
+        )
+
+
+def numbers(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict[int, float]]:
+    """Records' metrics with a value for each rank; of a list it is the length."""
+    values = {name: [one[name] for one in said] for name in names}
+    return {
+        f"routing_{name}": {rank: float(len(x) if isinstance(x, list) else x) for rank, x in enumerate(row)}
+        for name, row in values.items()
+    }
+
+
+def by_rank(frame: pd.DataFrame, metric: str) -> dict[int, float]:
+    found = select(frame, phase="run", metric=metric)
+    return dict(zip(found["rank"].tolist(), found["value"].tolist(), strict=True))
+
+
+def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
+    """Of WORLD and all groups made since, the part that is routed, on the rank where it is least."""
+    effective = by_rank(frame, "routing_effective")
+    rank = min(effective, key=effective.__getitem__)
+    if effective[rank] != 1:
+        reason = REASONS[int(by_rank(frame, "routing_reason")[rank])]
+        return Measured(0.0, f"requested, and not in effect on rank {rank}: {reason}")
+    made, routed = by_rank(frame, "routing_groups"), by_rank(frame, "routing_groups_effective")
+    rank = min(made, key=lambda one: routed[one] / made[one])
+    said = f"rank {rank}: {routed[rank]:.0f} of {made[rank]:.0f} groups go through torchcomms"
+    lost = max(by_rank(frame, "routing_options_lost").values())
+    return Measured(routed[rank] / made[rank], said + (f"; {lost:.0f} options are lost, see run.json" if lost else ""))
+
+
+EVERY_LAB = (
+    Check(
+        name="routing_effective",
+        question="Do collectives go through torchcomms, as was asked for?",
+        tolerance="routed_part",
+        limit=1,
+        unit="1",
+        better=">=",
+        measure=routed_part,
+        when=lambda config: config.get("routing") == "torchcomms",
+    ),
+)

@@ -1,0 +1,135 @@
+"""`routing=torchcomms` in a lab: with a stand-in for torchcomms, with the package index's placeholder, and not asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kit
+from kit.cli import main
+from kit.errors import BadInput
+from kit.labs.routed import routed_part
+from kit.results import Record, Run, outcomes, to_frame
+from kit.routing import FLAG
+from kit.world import World
+from tests.test_routing import STANDINS, package
+
+COUNTED = ["groups", "groups_before", "wrong_values", "talked_groups", "digest"]
+SMALL: dict[str, Any] = {"cycles": 1, "device": "cpu"}
+
+
+@pytest.fixture
+def standin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(STANDINS), prepend=os.pathsep)
+
+
+def rows(run: Run) -> dict[str, dict[int, float]]:
+    found = run.frame().query("phase == 'run' and metric.str.startswith('routing_')")
+    return {
+        str(metric): dict(zip(some["rank"], some["value"], strict=True)) for metric, some in found.groupby("metric")
+    }
+
+
+def test_a_routed_lab_comes_to_the_same(standin: None, runs: Path, nothing_left: None) -> None:
+    off, on = (kit.run("smoke", routing=way, **SMALL) for way in ("torch", "torchcomms"))
+    assert on.verdict().passed
+    (row,) = [row for row in on.verdict() if row.check == "routing_effective"]
+    assert (row.passed, row.measured, row.why) == (True, 1.0, "rank 0: 5 of 5 groups go through torchcomms")
+    assert rows(on)["routing_effective"] == {0: 1.0, 1: 1.0}
+    assert rows(on)["routing_groups"] == {0: 5.0, 1: 5.0}
+    assert on.provenance["routing"]["effective"] is True
+    assert outcomes(off, on) == (2, 0)
+    # Off is as if there were no such thing.
+    assert not rows(off)
+    assert "routing" not in off.provenance
+    assert "routing_effective" not in {row.check for row in off.verdict()}
+    tables = [run.frame().query(f"metric in {COUNTED} and phase != 'run'") for run in (off, on)]
+    values = [table.set_index(["cycle", "phase", "rank", "metric"])["value"].to_dict() for table in tables]
+    assert values[0] == values[1]
+
+
+def test_the_placeholder_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Path, capsys: Any
+) -> None:
+    package(tmp_path, "0.0.1", "raise ImportError('a name without code')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    status = main(["run", "smoke", "--set", "routing=torchcomms", "--set", "cycles=1", "--set", "device=cpu", "--json"])
+    assert status == 1
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    failed = [row for row in said["verdict"] if row["passed"] is False]
+    assert [row["check"] for row in failed] == ["routing_effective"]
+    assert failed[0]["why"] == (
+        "requested, and not in effect on rank 0: "
+        "the torchcomms that the ranks have is the package index's placeholder, which has a name and no code"
+    )
+    run = kit.load(said["run"])
+    assert run.verdict().failed[0].check == "routing_effective"  # judged anew from the records
+    assert "a name without code" in run.provenance["routing"]["why"]
+    assert rows(run)["routing_importable"] == {0: 0.0, 1: 0.0}
+
+
+FUNCTIONS = "[getattr(dist.distributed_c10d, name).__module__ for name in ('_new_process_group_helper', 'new_group')]"
+NAMES = "sorted(__import__('os').environ)"
+
+
+def test_not_asked_for_nothing_differs(standin: None, runs: Path, nothing_left: None) -> None:
+    def seen(world: World) -> list[Any]:
+        assert world.eval("dist.distributed_c10d.new_comm is __import__('torchcomms').new_comm") == [True, True]
+        assert world.eval("'kit.world.routing' in __import__('sys').modules") == [False, False]
+        assert world.call("torchcomms:calls") == [[], []]
+        return [world.eval(FUNCTIONS), world.eval(NAMES)]
+
+    with World(2, device="cpu") as plain:
+        before = seen(plain)
+    with kit.lab("smoke", **SMALL) as lab:
+        lab.run()
+        after = seen(lab.world)
+    assert before[0] == after[0] == [["torch.distributed.distributed_c10d"] * 2] * 2
+    assert before[1] == after[1]
+    assert not any(FLAG in names for names in after[1])
+
+
+def test_a_world_that_is_given_must_have_been_started_for_it(standin: None, runs: Path, nothing_left: None) -> None:
+    with World(2, device="cpu") as plain, pytest.raises(BadInput, match=f"make the World with env=.*{FLAG}"):
+        kit.run("smoke", world=plain, routing="torchcomms", **SMALL)
+    with World(2, device="cpu", env={FLAG: "1"}) as routed:
+        run = kit.run("smoke", world=routed, routing="torchcomms", **SMALL)
+    assert run.verdict().passed
+
+
+def frame(**values: dict[int, float]) -> Any:
+    return to_frame(
+        [
+            Record(
+                run="r",
+                lab="l",
+                cycle=0,
+                phase="run",
+                rank=rank,
+                metric=f"routing_{metric}",
+                value=value,
+                unit="1",
+                time=0.0,
+            )
+            for metric, by_rank in values.items()
+            for rank, value in by_rank.items()
+        ]
+    )
+
+
+def test_a_group_that_went_past_it_fails_the_check() -> None:
+    told = frame(
+        effective={0: 1.0, 1: 1.0},
+        groups={0: 4.0, 1: 4.0},
+        groups_effective={0: 4.0, 1: 3.0},
+        options_lost={0: 0.0, 1: 2.0},
+    )
+    found = routed_part(told, {})
+    assert (found.value, found.why) == (
+        0.75,
+        "rank 1: 3 of 4 groups go through torchcomms; 2 options are lost, see run.json",
+    )
