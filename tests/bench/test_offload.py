@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import torch
 
-from kit.bench.offload import Sizes, lab, main, tensors
+from kit.bench.offload import Sizes, lab, main, plain, saver, tensors
 from kit.bench.offload.tensors import Samples
+from kit.errors import KitError
+from kit.megatron.tensors import Item
 
 
 @pytest.mark.slow
@@ -26,6 +29,8 @@ def test_a_small_run_has_every_row(capsys):
     assert named("back, time over populate-then-copy's")["limit"] == pytest.approx(1 / 0.8)
     assert named("out, first cycle")["n"] == 1
     assert "needs a GPU" in named("out and back", "Megatron's own")["note"]
+    assert "needs a GPU" in named("out and back", "torch_memory_saver")["note"]
+    assert named(": back", "a copy of every tensor")["n"] == 2
     assert [named(f"{what} leaked")["median"] for what in ("groups", "fds", "threads")] == [0, 0, 0]
     assert named("the lab's own measuring")["n"] == 4
     bitwise = named("bit for bit: dp2")
@@ -53,3 +58,69 @@ def test_a_run_that_breaks_is_a_row_that_says_so(monkeypatch, tmp_path):
     row = lab.bitwise("tp3", tmp_path)
     assert row.median is None
     assert "tp=3 does not divide" in row.note
+
+
+def test_on_a_card_every_way_is_beside_the_pinned_copy():
+    names = ("first_out", "first_back", "steady_out", "steady_back", "copy_out", "copy_back", "pageable_out")
+    names += ("pageable_back", "clone_out", "clone_back", "native_out", "native_back")
+    trial = {
+        "tensors": 1,
+        "bytes": 2**30,
+        "refused": "",
+        "resident": [(1, 0)],
+        "times": {name: [1.0] for name in names},
+    }
+    rows = tensors._cuda_rows("m", [trial])
+    ways = {row.who for row in rows}
+    assert ways == {"kit", "pinned copy", "pageable copy", ".cpu() of every tensor", "Megatron's own"}
+    for way in ways:
+        assert {row.what.rpartition(": ")[2] for row in rows if row.who == way} >= {"out", "back"}
+    assert [row.limit for row in rows if "pinned copy's" in row.what] == [1.25, 1.25]
+
+
+class Saver:
+    """Stands in for torch_memory_saver: pausing takes the tensor's bytes away, resuming brings them back, or others."""
+
+    def __init__(self, job, *, right=True):
+        self.job, self.right, self.kept = job, right, None
+
+    def pause(self, tag):
+        assert tag == saver.TAG
+        self.kept, self.job.tensor = self.job.tensor, None
+
+    def resume(self, tag):
+        assert tag == saver.TAG
+        self.job.tensor = self.kept if self.right else self.kept + 1
+
+
+class Job:
+    """One tensor, on a card that is made up."""
+
+    device = "cuda:0"
+
+    def __init__(self):
+        self.tensor = torch.arange(4)
+
+    def hashes(self):
+        return {"weights": str(self.tensor)}
+
+
+def test_torch_memory_saver_is_timed_and_must_bring_the_same_bytes(monkeypatch):
+    monkeypatch.setattr(saver, "_used", lambda job: 100 if job.tensor is None else 1100)
+    job = Job()
+    seen = saver._cycles(Saver(job), job, 3)
+    assert seen["left"] == 1000
+    assert {way: len(taken) for way, taken in seen["times"].items()} == {"out": 3, "back": 3}
+    with pytest.raises(KitError, match="brought other bytes back"):
+        saver._cycles(Saver(job, right=False), job, 1)
+
+
+def test_plain_copies_bring_the_same_bytes_back():
+    storages = [torch.arange(start, start + 100, dtype=torch.uint8).untyped_storage() for start in (0, 50)]
+    items = [
+        Item(name=str(place), kind="weights", storage=one, size=one.nbytes()) for place, one in enumerate(storages)
+    ]
+    before = [bytes(one) for one in storages]
+    for out, back in (plain.one_by_one(items), plain.Pageable(items).copies(items)):
+        assert out > 0 < back
+    assert [bytes(one) for one in storages] == before

@@ -6,11 +6,10 @@ The things that are compared take turns within one loop, so that what else happe
 from __future__ import annotations
 
 import ctypes
-import time
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from kit.bench.offload import plain
+from kit.bench.offload.saver import timed
 from kit.errors import BadInput
 from kit.measure import host
 from kit.measure.memory import host_memory
@@ -19,9 +18,7 @@ from kit.megatron.config import ModelConfig
 from kit.megatron.tensors import native
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kit.megatron.tensors import Item, Mover
+    from kit.megatron.tensors import Mover
 
 # A private mapping of nothing. PROT_READ | PROT_WRITE is 3, MAP_PRIVATE | MAP_ANONYMOUS is 0x22.
 _PROT, _MAP = 3, 0x22
@@ -41,52 +38,61 @@ def tensors(*, size: str, cycles: int) -> dict[str, Any]:
 
 def _tensors(job: model.Training, cycles: int) -> dict[str, Any]:
     mover, cuda = job.mover, job.device.type == "cuda"
-    items = mover.items()
-    times: dict[str, list[float]] = {"clone": [_cpu(mover.items(), cuda=cuda) for _ in range(2)]}
-    refused = ""
-    try:
-        times["native_out"] = [native.release(job.chunks, job.optimizer, job.device)["seconds"]]
-        times["native_back"] = [native.restore(job.chunks, job.optimizer)["seconds"]]
-    except BadInput as error:
-        refused = str(error)
+    sizes = [item.size for item in mover.items()]
+    pageable = plain.Pageable(mover.items()) if cuda else None
+    times: dict[str, list[float]] = {}
     resident: list[tuple[int, int]] = []
+    refused = ""
 
-    def sample(name: str, seconds: float) -> None:
-        times.setdefault(name, []).append(seconds)
+    def sample(**taken: float) -> None:
+        for name, seconds in taken.items():
+            times.setdefault(name, []).append(seconds)
 
+    def copies() -> None:
+        out, back = plain.one_by_one(mover.items())
+        sample(clone_out=out, clone_back=back)
+        if pageable is not None:
+            out, back = pageable.copies(mover.items())
+            sample(pageable_out=out, pageable_back=back)
+
+    def native_calls() -> str:
+        try:
+            sample(native_out=native.release(job.chunks, job.optimizer, job.device)["seconds"])
+            sample(native_back=native.restore(job.chunks, job.optimizer)["seconds"])
+        except BadInput as error:
+            return str(error)
+        return ""
+
+    if not cuda:  # there what these leave of the C library's memory would be in the way of what the mover is judged by
+        for _ in range(2):
+            copies()
+        refused = native_calls()
     for cycle in range(cycles + 1):
+        if cycle and cuda:
+            copies()
+            refused = native_calls()
         full = host_memory().anon or 0
         which = "first" if cycle == 0 else "steady"
         if cycle:
-            sample("copy_out", _warm(mover, out=True))
-        sample(f"{which}_out", mover.release()["seconds"])
+            sample(copy_out=_warm(mover, out=True))
+        sample(**{f"{which}_out": mover.release()["seconds"]})
         resident.append((full, host_memory().anon or 0))
         if cycle and not cuda:
             arena = mover.arena
             # Each of these leaves pages behind that the next one gets: the mover and what it is judged by both follow one.
-            sample("pieces", _pieces(arena.address(0), arena.used))
-            sample("populate", _populate(arena.address(0), arena.used))
-        sample(f"{which}_back", mover.restore()["seconds"])
+            sample(pieces=_pieces(arena.address(0), arena.used))
+            sample(populate=_populate(arena.address(0), arena.used))
+        sample(**{f"{which}_back": mover.restore()["seconds"]})
         if cycle:
-            sample("copy_back", _warm(mover, out=False))
+            sample(copy_back=_warm(mover, out=False))
     return {
         "times": times,
-        "bytes": sum(item.size for item in items),
-        "tensors": len(items),
+        "bytes": sum(sizes),
+        "tensors": len(sizes),
         "threads": host.workers(),
         "refused": refused,
         "resident": resident,
     }
-
-
-def _timed(work: Callable[[], object]) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def _warm(mover: Mover, *, out: bool) -> float:
@@ -96,36 +102,17 @@ def _warm(mover: Mover, *, out: bool) -> float:
     total = sum(item.size for item in items)
     if mover.device.type == "cpu":
         half = min(_BLOCK, total // 2)
-        whole = _timed(lambda: host.libc.memcpy(arena.address(0), arena.address(half), half))
+        whole = timed(lambda: host.libc.memcpy(arena.address(0), arena.address(half), half))
         return whole * total / half
     places = [arena.reserve(item.size) for item in items]
     arena.clear()
-    pairs = [(arena.view(place, item.size), _flat(item)) for place, item in zip(places, items, strict=True)]
+    pairs = [(arena.view(place, item.size), plain.flat(item)) for place, item in zip(places, items, strict=True)]
 
     def copy() -> None:
-        for pinned, flat in pairs:
-            # The way back would undo nothing: the places hold what the tensors held when they left.
-            _ = (
-                pinned.copy_(flat, non_blocking=True)
-                if out
-                else torch.empty_like(flat).copy_(pinned, non_blocking=True)
-            )
+        for pinned, one in pairs:  # the places hold what the tensors hold: the way back changes nothing
+            (pinned if out else one).copy_(one if out else pinned, non_blocking=True)
 
-    return _timed(copy)
-
-
-def _flat(item: Item) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=item.storage.device).set_(item.storage)
-
-
-def _cpu(items: list[Item], *, cuda: bool) -> float:
-    """What one line of code does: a plain copy of every tensor into memory that is new."""
-    flats = [_flat(item) for item in items]
-    kept: list[torch.Tensor] = []
-    taken = _timed(lambda: kept.extend(flat.cpu() if cuda else flat.clone() for flat in flats))
-    kept.clear()
-    host.trim()
-    return taken
+    return timed(copy)
 
 
 def _fresh(size: int) -> int:
@@ -144,7 +131,7 @@ def _populate(source: int, size: int) -> float:
         host.populate(target, size)
         host.libc.memcpy(target, source, size)
 
-    taken = _timed(work)
+    taken = timed(work)
     host.libc.munmap(target, size)
     return taken
 
@@ -152,6 +139,6 @@ def _populate(source: int, size: int) -> float:
 def _pieces(source: int, size: int) -> float:
     """The same memory, populated and filled piece by piece on as many threads as the mover has: what the machine can do."""
     target = _fresh(size)
-    taken = _timed(lambda: host.transfer([host.Move(target, source, size)], fresh=True, threads=host.workers()))
+    taken = timed(lambda: host.transfer([host.Move(target, source, size)], fresh=True, threads=host.workers()))
     host.libc.munmap(target, size)
     return taken

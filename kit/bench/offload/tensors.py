@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.bench.report import progress
 from kit.bench.rows import Row, row
-from kit.errors import BadInput
+from kit.errors import BadInput, KitError
 from kit.world import World
 
 if TYPE_CHECKING:
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 OUT, BACK, ON_CUDA = 1 / 0.7, 1 / 0.8, 1 / 0.8
 GIB = 2**30
+SAVER = "torch_memory_saver"
+NEW = "into memory that is new; nothing is given back"
 
 
 def rows(model: str, logs: Path, *, trials: int, cycles: int) -> list[Row]:
@@ -33,7 +35,31 @@ def rows(model: str, logs: Path, *, trials: int, cycles: int) -> list[Row]:
                 world.restart()
             seen += world.call("kit.bench.offload.onranks:tensors", size=model, cycles=cycles)
         cuda = world.device.startswith("cuda")
-    return _cuda_rows(model, seen) if cuda else _cpu_rows(model, seen)
+        refused = world.call("kit.bench.offload.saver:refused")[0]
+    made = _cuda_rows(model, seen) if cuda else _cpu_rows(model, seen)
+    if refused:
+        return [*made, Row(what=f"{model}: out and back", who=SAVER, note=refused)]
+    return [*made, *saved(model, logs, trials=trials, cycles=cycles)]
+
+
+def saved(model: str, logs: Path, *, trials: int, cycles: int) -> list[Row]:
+    """torch_memory_saver, in ranks of its own: it must have made the memory that it gives back."""
+    seen: list[dict[str, Any]] = []
+    try:
+        with World(1, logs=logs, preload=("megatron.core",), timeout_s=600) as world:
+            for trial in range(trials):
+                progress(f"torch_memory_saver with {model}, {trial + 1} of {trials}")
+                if trial:
+                    world.restart()
+                seen += world.call("kit.bench.offload.saver:tensors", size=model, cycles=cycles)
+    except KitError as error:
+        note = f"not measured: {str(error).partition(chr(10))[0]}"
+        return [Row(what=f"{model}: out and back", who=SAVER, note=note)]
+    note = f"{min(one['left'] for one in seen) / GIB:.2f} GiB left the card, with what training leaves cached"
+    return [
+        row(f"{model}: {way}", [value for one in seen for value in one["times"][way]], who=SAVER, note=note)
+        for way in ("out", "back")
+    ]
 
 
 class Samples:
@@ -54,11 +80,12 @@ class Samples:
         pairs = zip(self.of(name), self.of(other), strict=True)
         return row(f"{self.what}: {what}", [a / b for a, b in pairs], unit="x", limit=limit)
 
-    def common(self) -> list[Row]:
+    def common(self, one_by_one: str) -> list[Row]:
         refused = self.seen[0]["refused"]
         left = [100 * (1 - (full - empty) / one["bytes"]) for one in self.seen for full, empty in one["resident"]]
         return [
-            self.row("out", "clone", "a copy of every tensor"),
+            self.row("out", "clone_out", one_by_one, note=NEW),
+            self.row("back", "clone_back", one_by_one),
             *([] if refused else [self.row("back", "native_back", "Megatron's own")]),
             self.row("out and back" if refused else "out", "native_out", "Megatron's own", note=refused),
             row(f"{self.what}: of it still in anonymous memory when out", left, unit="%", limit=10.0),
@@ -79,7 +106,7 @@ def _cpu_rows(model: str, seen: list[dict[str, Any]]) -> list[Row]:
         s.row("back", "copy_back", "memcpy", note="warm: no page has to be supplied"),
         s.ratio("back, time over populate-then-copy's", "steady_back", "populate", BACK),
     ]
-    return rows_ + s.common()
+    return rows_ + s.common("a copy of every tensor")
 
 
 def _cuda_rows(model: str, seen: list[dict[str, Any]]) -> list[Row]:
@@ -93,5 +120,7 @@ def _cuda_rows(model: str, seen: list[dict[str, Any]]) -> list[Row]:
         s.row("back", "steady_back"),
         s.row("back", "copy_back", "pinned copy"),
         s.ratio("back, time over a pinned copy's", "steady_back", "copy_back", ON_CUDA),
+        s.row("out", "pageable_out", "pageable copy", note="host memory that is there, and not pinned"),
+        s.row("back", "pageable_back", "pageable copy"),
     ]
-    return rows_ + [one for one in s.common() if one.unit != "%"]
+    return rows_ + [one for one in s.common(".cpu() of every tensor") if one.unit != "%"]
