@@ -56,6 +56,14 @@ def test_training_continues_bit_for_bit(ranks):
 
 
 @every_case
+def test_groups_go_in_reverse_order_of_creation(ranks):
+    """Over NCCL destroying is collective, and the others were split off WORLD, which goes last."""
+    for rank in ranks:
+        world = rank["stats"]["snapshot"]["world"]
+        assert rank["order"] == [*reversed(rank["names"]), *([world["name"]] if world else [])]
+
+
+@every_case
 def test_tensors_come_back_as_they_were(ranks):
     for rank in ranks:
         assert rank["before"] == rank["after"]

@@ -2,8 +2,9 @@
 
 Over gloo a group lives as long as anything refers to it, so its sockets and threads go only when the last reference
 does: handles let go of the inner groups, on threads, because each takes about 15 ms to wind down. Over NCCL the groups
-are shut down one after the other in reverse order of creation, since destroying is collective there. All ranks meet at
-the store before anything is destroyed and before anything is made; a rank that does not come is named.
+are shut down one after the other in reverse order of creation, since destroying is collective there; what a group has of
+gloo beside NCCL winds down as above. All ranks meet at the store before anything is destroyed and before anything is made; a
+rank that does not come is named.
 
 `abort` is another word to the same groups: NCCL then frees a communicator at once, where a shutdown flushes it and waits
 for its peers. Nothing is on its way by then either way, since all have met and the device is idle. Gloo has neither.
@@ -61,7 +62,7 @@ def destroy(
     """Destroy; gives the number destroyed, names that failed with reasons, and names of inner groups still alive."""
     default = c10d._world.default_pg
     groups = [g for g in c10d._world.pg_map if g is not default] if include_world else megatron_groups()
-    targets = [*groups, default] if include_world else groups
+    targets = [default, *groups] if include_world else groups  # as they were made
     plain = [repr(g.group_desc) for g in targets if not isinstance(g, Handle)]
     if plain:
         raise KitError(
@@ -74,8 +75,7 @@ def destroy(
     reset_globals()
     failed: list[str] = []
     reasons: list[str] = []
-    at_once: list[list[Any]] = []
-    in_order: list[list[Any]] = []
+    boxes: list[list[Any]] = []
     watched: list[tuple[str, Any]] = []
     for handle in reversed(targets):
         facts = handle.kit_facts
@@ -90,7 +90,6 @@ def destroy(
         except Exception as error:  # noqa: BLE001 - collected, and raised by the caller after the rest was tried
             failed.append(title(facts))
             reasons.append(f"{title(facts)}: {error}")
-        boxes = at_once if str(c10d._world.pg_map[handle][0]) == "gloo" else in_order
         forget(handle)
         handle.kit_inner = None
         watched.append((title(facts), weakref.ref(inner)))
@@ -101,8 +100,7 @@ def destroy(
         c10d._world.tags_to_pg.clear()
         c10d._unregister_all_process_groups()
         c10d._world.group_count = 0
-    in_order.clear()
-    _let_go(at_once)
+    _let_go(boxes)
     alive = [name for name, reference in watched if reference() is not None]
     return len(targets) - len(failed), failed, reasons, alive
 

@@ -9,9 +9,22 @@ from common import attempt, census, collect, exercise, write
 
 from kit.megatron import groups, model, ownership
 from kit.megatron.config import ModelConfig, model_bytes
+from kit.megatron.groups import exact
 from kit.megatron.groups.snapshot import global_names, megatron_groups, parallel_state
 
 BEFORE, AFTER = 2, 2
+
+gone: list[str] = []  # names of groups, in the order in which they were destroyed
+plain_forget = exact.forget
+
+
+def forget(handle: Any) -> None:
+    """Stands in for the kit's own, which it calls, and notes who went."""
+    gone.append(handle.kit_facts["name"])
+    plain_forget(handle)
+
+
+exact.forget = forget
 
 
 def uninterrupted(config: ModelConfig) -> dict[str, Any]:
@@ -35,7 +48,9 @@ def interrupted(config: ModelConfig, *, mode: str, include_world: bool) -> dict[
 
     out = job.mover.release()
     result["guard"] = attempt(job.step)
+    gone.clear()
     stats = groups.destroy(mode, include_world=include_world)
+    result["order"] = [*gone]
     collect()
     result["released"] = census()
     result["globals_left"] = {
