@@ -21,6 +21,10 @@ from kit.sync.layout import Key, Layout, Spec, dtype_name
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+HOT = (
+    2**19
+)  # the C library copies pieces below a MiB through the processor's cache, whatever its threshold for what goes past it
+
 
 class View(NamedTuple):
     """Where a tensor lies in a bucket: in its own shape where it is whole, else its elements from `start` on, in one dimension."""
@@ -72,7 +76,7 @@ def pack(
 ) -> None:
     """Copy a bucket's tensors into `out`. `fresh`: its pages are not there yet and are supplied on the way."""
     _check_buffer(layout, index, out)
-    _into_bucket(_plan(layout, index, tensors, out, target=False), out, fresh=fresh)
+    _into_bucket(_plan(layout, index, tensors, out, target=False), out, fresh=fresh, hot=False)
 
 
 def apply(layout: Layout, index: int, buffer: torch.Tensor, targets: Mapping[Key, torch.Tensor]) -> None:
@@ -92,8 +96,9 @@ class Bound:
         self.tensors = tensors
         self._plans: dict[tuple[int, bool, torch.device], _Plan] = {}
 
-    def pack(self, index: int, out: torch.Tensor, *, fresh: bool = False) -> None:
-        _into_bucket(self._plan(index, out, target=False), out, fresh=fresh)
+    def pack(self, index: int, out: torch.Tensor, *, fresh: bool = False, hot: bool = False) -> None:
+        """`hot`: the bucket is to be in the processor's cache afterwards, for whoever copies it out at once."""
+        _into_bucket(self._plan(index, out, target=False), out, fresh=fresh, hot=hot)
 
     def apply(self, index: int, buffer: torch.Tensor) -> None:
         _out_of_bucket(self._plan(index, buffer, target=True), buffer)
@@ -169,11 +174,15 @@ def _plan(
     return plan
 
 
-def _into_bucket(plan: _Plan, out: torch.Tensor, *, fresh: bool) -> None:
+def _into_bucket(plan: _Plan, out: torch.Tensor, *, fresh: bool, hot: bool) -> None:
     base = out.data_ptr()
     places = [base + offset for offset in plan.offsets]
     if fresh and places:
         transfer([Move(*move) for move in zip(places, plan.addresses, plan.sizes, strict=True)], fresh=True, threads=1)
+    elif hot and max(plan.sizes, default=0) > HOT:
+        for place, address, size in zip(places, plan.addresses, plan.sizes, strict=True):
+            cuts = range(0, size, HOT)
+            _copy_all([place + at for at in cuts], [address + at for at in cuts], [min(HOT, size - at) for at in cuts])
     else:
         _copy_all(places, plan.addresses, plan.sizes)
     if plan.by_torch:

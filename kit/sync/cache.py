@@ -24,7 +24,7 @@ from kit.sync.layout import Layout
 from kit.sync.memory import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -61,8 +61,10 @@ class Cache:
     """`latest` was built last, `active` is what receivers run; both are the base, -1, at first.
 
     `share` of what `room()` says is free must hold both copies. `keep`: memory stays when a version goes, so that the next
-    build finds its pages there; that costs one model between syncs.
+    build finds its pages there; that costs one model between syncs. `slots`: how many buckets have memory; 0 where all do.
     """
+
+    slots = 0
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class Cache:
         self.timeout_s = timeout_s
         self._room = room
         self._sizes = layout.sizes
-        self._starts, self._size = starts(self._sizes)
+        self._starts, self._size = starts(self._sizes, self.slots)
         self._places: dict[int, _Place] = {}  # by version; one that is kept for the next build is in _spare
         self._spare: list[_Place] = []
         self._lock = threading.RLock()
@@ -231,7 +233,7 @@ class Cache:
             start = self._starts[index]
             out = place.segment.tensor[start : start + size]
             if index in stale:
-                bound.pack(index, out, fresh=fresh)
+                bound.pack(index, out, fresh=fresh, hot=self.slots > 0)
                 place.filled[index] = version
             else:
                 assert source is not None
@@ -273,8 +275,11 @@ class Cache:
             )
 
 
-def starts(sizes: tuple[int, ...]) -> tuple[list[int], int]:
-    """Where each bucket begins, at a page's boundary, and how much they need together."""
+def starts(sizes: Sequence[int], slots: int = 0) -> tuple[list[int], int]:
+    """Where each bucket begins, at a page's boundary, and how much they need together: one behind the other, or by turns in `slots`."""
+    if slots:
+        room = -(-max(sizes) // _PAGE) * _PAGE
+        return [index % slots * room for index in range(len(sizes))], slots * room
     starts, end = [], 0
     for size in sizes:
         starts.append(end)

@@ -141,6 +141,7 @@ class Call:
         self.received = Received()
         self.log = self.received.log
         self.layout: Layout
+        self.slots = 0  # in the sender's memory, where it has not all buckets
         self.applier: Applier
         self.transport: Transport | None = None
         self.digests: Digests | None = None
@@ -191,7 +192,7 @@ class Call:
         known = self.receiver.layout[1]
         if known is None:
             raise KitError("the sender told no layout of its buckets")
-        self.layout = known
+        self.layout, self.slots = known, said["slots"]
         weights = self.receiver.weights()
         self.applier = weights.bind(self.layout)
         self.digests = Digests(self.layout, said["version"], algorithm=said["verify"], share=said["share"])
@@ -215,8 +216,8 @@ class Call:
             self.look(index, buffer)
             with self.log.stage("apply"):
                 self.apply_bucket(index, buffer)
-            if self.digests is not None and buffer.data_ptr() == into.data_ptr():
-                self.digests.wait(index)  # the next bucket comes to the same place
+            if self.digests is not None and (self.slots or buffer.data_ptr() == into.data_ptr()):
+                self.digests.wait(index)  # another bucket comes to the same place
             transport.done(index)
 
     def store(self, transport: Transport) -> None:
@@ -312,7 +313,7 @@ class Call:
             name=self.receiver.name,
             links={SENDER: self.link},
             sizes=self.layout.sizes,
-            starts=tuple(starts(self.layout.sizes)[0]),
+            starts=tuple(starts(self.layout.sizes, self.slots)[0]),
             device=self.receiver.device,
             timeout_s=self.receiver.timeout_s,
             ranks=tuple(said["ranks"]),

@@ -189,6 +189,10 @@ class Sender:
                 f"some receivers are {' and some '.join(sorted(states))}: bring them the version in a sync each"
             )
         state, active = states.pop(), self.cache.active
+        if self.cache.slots and state != "paused" and version != BASE:
+            raise BadInput(
+                f"version {version} is refused: a ring keeps nothing, and {names[0]} is {state}; all must pause"
+            )
         if state == "asleep":
             if version != active or version == BASE:
                 why = "there is no copy of the base" if active == BASE else f"the active version is {active}"

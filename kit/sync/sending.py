@@ -123,6 +123,7 @@ class Sending:
             layout_id=sender.layout_id,
             verify=sender.verify,
             share=sender.share,
+            slots=self.cache.slots,
             began=report.began,
         )
         self.hear("ready")
@@ -142,6 +143,8 @@ class Sending:
                     self.digests.add(index, live(layout, index, named(weights)))
                 for transport in self.transports:
                     transport.send(index, self.cache.bucket(version, index))
+                for transport in self.transports if self.cache.slots else ():
+                    transport.ahead(index + 1, self.cache.slots)  # the next bucket's place is free then
             last = time.perf_counter()
 
         if builds:

@@ -106,8 +106,8 @@ def test_ratios_are_taken_turn_by_turn_against_the_best(monkeypatch: pytest.Monk
     )
     made["seconds"] |= {
         "shm+cache": [4.0, 4.0],
-        "shm+ring": [1.0, 1.0],
-        "shm+fresh": [3.0, 3.0],
+        "shm+whole": [1.0, 1.0],
+        "shm+whole+fresh": [3.0, 3.0],
         "per-tensor": [8.0, 8.0],
         "broadcast@4": [10.0, 10.0],
     }

@@ -20,12 +20,13 @@ from kit.bench.sync.objects import ObjectStore
 from kit.bench.sync.weights import weights
 from kit.errors import KitError
 from kit.measure.host import libc
-from kit.sync.buckets import Bound, views
+from kit.sync.buckets import Bound, live, views
 from kit.sync.cache import Cache, starts
 from kit.sync.hashes import algorithms, digest
 from kit.sync.layout import Layout, automatic, lay_out, specs_of
 from kit.sync.link import Listener, address_of, call
 from kit.sync.memory import Segment
+from kit.sync.ring import LARGEST, SLOTS
 from kit.sync.transports import make
 from kit.sync.transports.base import TransportContext
 from kit.sync.transports.shm import Kept
@@ -40,9 +41,7 @@ if TYPE_CHECKING:
 MIB = 2**20
 TIMEOUT_S = 120.0
 SENDER = "the sender"
-PAGE = 4096
-RING = 4
-EXTRAS = ("cache", "ring", "fresh")
+EXTRAS = ("cache", "whole", "fresh")
 COPYING = ("memcpy", "copies")  # they bring nothing
 
 
@@ -119,7 +118,8 @@ class Bench:
     # -- ways --------------------------------------------------------------------------------------------------------------
 
     def way(self, name: str) -> Callable[[], None]:
-        """`memcpy`, `copies`, `ray`, `file:NAME`, or `TRANSPORT[+cache][+ring][+fresh][+ALGORITHM][@MIB]`."""
+        """`memcpy`, `copies`, `ray`, `file:NAME`, or `TRANSPORT[+cache][+whole][+fresh][+ALGORITHM][@MIB]`. `shm` goes through a
+        ring, as for receivers that pause, but for `cache`, and `whole`, which is one segment with room for all."""
         plain = {"memcpy": self.memcpy, "copies": self.copies, "ray": self._objects.bring}
         if name in plain:
             return plain[name]
@@ -130,12 +130,15 @@ class Bench:
         kind, *extras = rest.split("+")
         algorithm = next((extra for extra in extras if extra not in EXTRAS), NONE)
         size = int(float(mib or 0) * MIB)
+        slots = SLOTS if kind == "shm" and not {"cache", "whole"} & set(extras) else 0
+        if slots and not size:
+            size = min(LARGEST, self.layout(0).bucket_bytes) if self.taking else 0
         if self.rank == 0:
             if "cache" in extras:
                 return lambda: self.send_cached(kind, size, algorithm)
-            return lambda: self.send_bound(kind, size, algorithm, ring="ring" in extras)
+            return lambda: self.send_bound(kind, size, algorithm, slots=slots)
         kept = None if "fresh" in extras else self.kept
-        return lambda: self.receive(kind, size, algorithm, ring="ring" in extras, kept=kept)
+        return lambda: self.receive(kind, size, algorithm, slots=slots, kept=kept)
 
     def memcpy(self) -> None:
         """One copy of all bytes at once, on the sender: what the machine could do at best."""
@@ -163,26 +166,19 @@ class Bench:
             self.segment.populate()
         return self.segment
 
-    def places(self, size: int, *, ring: bool) -> Sequence[int]:
-        """Where buckets begin: one behind the other, or in a few places by turns, which stay in the processor's cache."""
-        if not ring:
-            return starts(self.sizes(size))[0]
-        room = -(-max(self.sizes(size)) // PAGE) * PAGE
-        return [index % RING * room for index in range(len(self.sizes(size)))]
-
-    def send_bound(self, kind: str, size: int, algorithm: str, *, ring: bool = False) -> None:
+    def send_bound(self, kind: str, size: int, algorithm: str, *, slots: int = 0) -> None:
         """Tensors that stay where they are: looked up and checked once."""
         layout, bound, sizes = self.layout(size), self.bound(size), self.sizes(size)
-        places = self.places(size, ring=ring)
-        segment = self.memory(max(start + count for start, count in zip(places, sizes, strict=True)))
+        places, room = starts(sizes, slots)
+        segment = self.memory(room)
         transport, digests = self.open(kind, size, algorithm, segment=segment, places=places)
         for index, (start, count) in enumerate(zip(places, sizes, strict=True)):
-            if ring:
-                transport.ahead(index, RING)
+            if slots:
+                transport.ahead(index, slots)
             out = segment.tensor[start : start + count]
-            bound.pack(index, out)
+            bound.pack(index, out, hot=slots > 0)
             if digests:
-                digests.add(index, views(layout, index, out))
+                digests.add(index, live(layout, index, self.tensors))
             transport.send(index, out)
         self.finish(transport, digests)
 
@@ -215,20 +211,18 @@ class Bench:
             for link in self.links.values():
                 link.expect("same")
 
-    def receive(self, kind: str, size: int, algorithm: str, *, ring: bool, kept: Kept | None) -> None:
+    def receive(self, kind: str, size: int, algorithm: str, *, slots: int, kept: Kept | None) -> None:
         layout, bound, sizes = self.layout(size), self.bound(size), self.sizes(size)
         if self._room.numel() < max(sizes):
             self._room = torch.zeros(max(sizes), dtype=torch.uint8)
-        transport, digests = self.open(
-            kind, size, algorithm, segment=None, places=self.places(size, ring=ring), kept=kept
-        )
+        transport, digests = self.open(kind, size, algorithm, segment=None, places=starts(sizes, slots)[0], kept=kept)
         for index, count in enumerate(sizes):
             buffer = transport.receive(index, self._room[:count])
             if digests:
                 digests.add(index, views(layout, index, buffer))
             bound.apply(index, buffer)
-            if digests and buffer.data_ptr() == self._room.data_ptr():
-                digests.wait(index)  # the next bucket comes to the same place
+            if digests and (slots or buffer.data_ptr() == self._room.data_ptr()):
+                digests.wait(index)  # another bucket comes to the same place
             transport.done(index)
         if digests:
             said, _ = self.links[SENDER].expect("digests")

@@ -34,6 +34,7 @@ COPIES = (
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x8000"}
 NOT_HERE = "not installed"
 PEERS = {"file:own": "kit", "file:safetensors": "safetensors", "file:dcp": "torch", "ray": "ray"}  # and their packages
+OVER_MEMCPY = ("shm", "shm+whole", "shm+whole+fresh", "shm+cache")
 GROUPS = ("broadcast", "per-tensor", "rendezvous")
 
 
@@ -114,7 +115,7 @@ def called(name: str) -> str:
     kind, *extras = rest.removeprefix("file:").split("+")
     if name == "copies":
         return "a copy on each end at once"
-    words = {"cache": "by way of the cache", "ring": "through a ring of 4 buckets", "fresh": "mapped anew"}
+    words = {"cache": "by way of the cache", "whole": "in one segment", "fresh": "mapped anew"}
     size = [f"buckets of {mib} MiB"] * bool(mib)
     return ", ".join([kind, *(words.get(extra, f"verified by {extra}") for extra in extras), *size])
 
@@ -135,7 +136,7 @@ def who(name: str) -> str:
 def transports(world: World, shape: Shape, *, rounds: int, buckets_mib: Sequence[float]) -> list[Row]:
     """Every transport to one receiver; shared memory against one copy and against groups, and the automatic size against fixed ones."""
     fixed = [f"broadcast@{mib:g}" for mib in buckets_mib]
-    ways = ["memcpy", "copies", "shm", "shm+fresh", "shm+cache", "shm+ring", "serialize", *GROUPS, *fixed]
+    ways = ["memcpy", "copies", *OVER_MEMCPY, "serialize", *GROUPS, *fixed]
     told = rates(world, shape, ways, receivers=1, rounds=rounds)
     seconds, what = told["seconds"], f"{shape.name}, 1 receiver"
     group = quickest(seconds, [*GROUPS, *fixed])
@@ -144,7 +145,7 @@ def transports(world: World, shape: Shape, *, rounds: int, buckets_mib: Sequence
     return [
         *times(what, told, ways),
         over_memcpy(what, seconds, "copies"),
-        *(over_memcpy(what, seconds, name, shape.at_most) for name in ("shm", "shm+fresh", "shm+cache", "shm+ring")),
+        *(over_memcpy(what, seconds, name, shape.at_most) for name in OVER_MEMCPY),
         row(
             f"{what}: shm over the best by a group, time",
             ratios(seconds["shm"], seconds[group]),

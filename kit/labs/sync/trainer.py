@@ -15,6 +15,7 @@ from kit.sync.cache import BASE, Cache
 from kit.sync.hashes import digest
 from kit.sync.layout import ALIGN, Spec, automatic, lay_out
 from kit.sync.link import Listener
+from kit.sync.ring import LARGEST, Ring
 from kit.sync.sender import Target
 from kit.sync.transports.serialize import memory
 from kit.train.settings import DEFAULTS
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 MOVES = dataclasses.replace(DEFAULTS, first_lr=DEFAULTS.lr)  # no warm-up: the first step makes other weights, too
 PROOF = "sha256"
+OF_THE_CACHE = ("stale-bucket", "cache-after-offload")  # faults that need one
 LEAST_BUCKETS = 8  # of a model that would fit into less: a run with one bucket proves little
 
 
@@ -60,7 +62,7 @@ class Trainer(Side):
             self.job.mover.restore()
         tensors = self.gather()
         if self.sends:
-            self.cache = Cache(layout(self.config, tensors), keep=True, timeout_s=self.config.deadline_s)
+            self.cache = memory_of(self.config, tensors, self.ctx.fault)
             self.listener = self.scope.enter_context(Listener(name=self.ctx.meeting))
             self.scope.callback(self.cache.close)
             self.sender = broken.sender_of(self.ctx.fault)(
@@ -205,8 +207,15 @@ class Trainer(Side):
         super().count(own + (self.cache.copies if self.sends else 0))
 
 
-def layout(config: Any, tensors: dict[Key, torch.Tensor]) -> Layout:
-    """Buckets of the size that was asked for, or found."""
+def memory_of(config: Any, tensors: dict[Key, torch.Tensor], fault: str | None) -> Cache:
+    """A ring where nobody needs a copy of a version: no replica sleeps, and none serves while it comes."""
+    if config.refresh == "paused" and not config.shares and fault not in OF_THE_CACHE:
+        return Ring(layout(config, tensors, most=LARGEST), timeout_s=config.deadline_s)
+    return Cache(layout(config, tensors), keep=True, timeout_s=config.deadline_s)
+
+
+def layout(config: Any, tensors: dict[Key, torch.Tensor], most: int | None = None) -> Layout:
+    """Buckets of the size that was asked for, or found, which is at most `most` where larger tensors are split."""
     specs = [Spec(name, shard, tensor.dtype, tuple(tensor.shape)) for (name, shard), tensor in tensors.items()]
     if config.bucket_mib is not None:
         size = int(config.bucket_mib * 2**20)
@@ -214,4 +223,6 @@ def layout(config: Any, tensors: dict[Key, torch.Tensor]) -> Layout:
         some = sum(spec.size for spec in specs) // LEAST_BUCKETS
         some = some if config.oversize == "split" else max(some, config.largest)
         size = min(automatic(specs, oversize=config.oversize), some)
+        if most is not None and config.oversize == "split":
+            size = min(size, most)
     return lay_out(specs, -(-size // ALIGN) * ALIGN, oversize=config.oversize)

@@ -1,7 +1,7 @@
 """What a transport is: how packed buckets get from a sender to its receivers. Messages and acknowledgements go over links.
 
-The sender hands over bucket after bucket, whose bytes stay where they are until `flush`; a receiver gets each, applies or stores
-it, and says that it is done with it. A sender is at most `DEPTH` buckets ahead of its slowest receiver, so that packing, sending and
+The sender hands over bucket after bucket, whose bytes stay until every receiver is done with them; a receiver gets each, applies or
+stores it, and says that it is done with it. A sender is at most `DEPTH` buckets ahead of its slowest receiver, so that packing, sending and
 applying overlap and no link fills up with what nobody reads.
 """
 
@@ -65,7 +65,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def send(self, index: int, buffer: torch.Tensor) -> None:
-        """Hand over bucket `index`: bytes on the host, which stay as they are until `flush`."""
+        """Hand over bucket `index`: bytes on the host, which stay as they are until every receiver is done with it."""
 
     def flush(self) -> None:
         """Wait until every receiver is done with everything."""
