@@ -80,10 +80,10 @@ ON_CARDS = (
     lab("smoke", cycles=5, most_s=60),
     *(lab("offload", f"offload-{mode}", mode=mode, most_s=120, **LARGE) for mode in ("exact", "manual", "official")),
     lab("offload", "offload-suspend", mode="suspend", most_s=120, **LARGE),
-    lab("split", "split-float32", most_s=120),
+    lab("split", "split-float32", dtype="float32", most_s=120),
     lab("split", "split-bfloat16", dtype="bfloat16", most_s=120),
     lab("sync", cycles=3, most_s=120),
-    *(bench(name, most_s=240) for name in ("offload", "sync", "world", "split")),
+    *(bench(name, quick=True, most_s=120) for name in ("offload", "sync", "world", "split")),
 )
 
 
