@@ -12,6 +12,8 @@ import pytest
 import kit
 from kit.cli import main
 from kit.errors import BadInput
+from kit.labs.configure import validate
+from kit.labs.discover import find
 from kit.labs.routed import routed_part
 from kit.results import Record, Run, outcomes, to_frame
 from kit.routing import FLAG
@@ -91,6 +93,11 @@ def test_not_asked_for_nothing_differs(standin: None, runs: Path, nothing_left: 
     assert before[0] == after[0] == [["torch.distributed.distributed_c10d"] * 2] * 2
     assert before[1] == after[1]
     assert not any(FLAG in names for names in after[1])
+
+
+def test_what_torchcomms_cannot_do_is_refused() -> None:
+    with pytest.raises(BadInput, match="mode=suspend needs routing=torch"):
+        validate(find("offload"), {"mode": "suspend", "routing": "torchcomms"})
 
 
 def test_a_world_that_is_given_must_have_been_started_for_it(standin: None, runs: Path, nothing_left: None) -> None:

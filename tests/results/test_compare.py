@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kit.errors import BadInput
-from kit.results import compare, load
+from kit.results import compare, load, outcomes
 
 
 def row(table, metric):
@@ -61,3 +61,17 @@ def test_empty_runs_compare_to_an_empty_table(make_run):
 def test_one_run_is_not_a_comparison(two):
     with pytest.raises(BadInput, match="two runs or more, not 1"):
         compare(two[:1])
+
+
+def test_outcomes_are_held_against_each_other_to_the_last_bit(make_run, record):
+    def run(name, *losses, **other):
+        rows = [record(cycle=c, metric="loss", value=v, unit="1") for c, v in enumerate(losses)]
+        rows += [record(metric=f"one/{metric}", value=v, unit="1") for metric, v in other.items()]
+        return load(make_run([*rows, record(metric="seconds", value=len(name))], name))
+
+    base = run("base", 1.0, 2.0, grad_norm=3.0)
+    assert outcomes(base, run("the same", 1.0, 2.0, grad_norm=3.0)) == (3, 0)
+    assert outcomes(base, run("last bit", 1.0, math.nextafter(2.0, 3.0), grad_norm=3.0)) == (3, 1)
+    assert outcomes(base, run("no longer", 1.0, grad_norm=3.0)) == (3, 1)
+    assert outcomes(base, run("nan", 1.0, math.nan, grad_norm=3.0)) == (3, 1)
+    assert outcomes(load(make_run([record()], "none")), load(make_run([record()], "nor here"))) == (0, 0)
