@@ -24,6 +24,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         command += [str(Path(__file__).parent / "ranks" / f"{script}.py"), *arguments]
         environment = os.environ | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "KIT_OUT": str(out)}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        environment |= {"CUDA_VISIBLE_DEVICES": ""}  # these ranks are joined over gloo alone
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
