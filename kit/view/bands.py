@@ -24,11 +24,7 @@ if TYPE_CHECKING:
     from kit.view.style import Theme
 
 WITHOUT = "baseline"  # the phase after which there are a context, loaded kernels and WORLD, and no job
-TOLD_AT = {
-    "train": "fingerprint",
-    "release": "idle",
-    "idle": "idle",
-}  # where the job and NCCL are asked of what a phase left
+TOLD_AT = {WITHOUT: WITHOUT, "train": "fingerprint", "release": "idle", "idle": "idle"}  # where NCCL is asked
 NCCL = "NCCL's statistics"
 WIDTH = 0.62
 BESIDE = 0.4  # room for the legend, as a part of the bars' own
@@ -90,25 +86,27 @@ class Card:
         return {kind: size for kind, size in found.items() if size is not None and place.part != "before"}
 
     def communicators(self, place: Place) -> float | None:
-        """NCCL's own statistics of the job's groups."""
+        """NCCL's own statistics of every communicator that a phase left."""
         phase = TOLD_AT.get(place.phase)
-        return None if phase is None else self.level("comm_total", phase, place.cycles)
+        return None if phase is None else self.level("communicators_total", phase, place.cycles)
 
 
 def bands(seen: Steps, steps: Sequence[Place]) -> list[Band]:
     """The parts from the bottom up. A difference that comes out negative, since sources are asked one after the other, is 0."""
     card = Card(seen)
     without, by_process = card.without(), card.by_process
+    world = card.level("communicators_total", WITHOUT, [0]) or 0.0
     columns: list[dict[str, float]] = []
     for place in steps:
         at = place.phase, place.cycles
-        beyond = max(card.beyond(*at) - without, 0.0)
-        told = card.communicators(place)
+        beyond = max(card.beyond(*at) - without + world, 0.0)
+        said = card.communicators(place) or (world or None)  # where NCCL is not asked WORLD is there all the same
+        told = None if said is None else min(said, beyond)  # NCCL may count what is suspended, and is not on the card
         kinds = card.kinds(place)
         reserved, allocated = (card.level(name, *at) or 0.0 for name in ("reserved", "allocated"))
         column = {
-            "without": without,
-            "residual": beyond if told is None else max(beyond - told, 0.0),
+            "without": without - world,
+            "residual": beyond - (told or 0.0),
             **({} if told is None else {"nccl": told}),
             **kinds,
             "other": max(allocated - sum(kinds.values()), 0.0),
@@ -122,7 +120,7 @@ def bands(seen: Steps, steps: Sequence[Place]) -> list[Band]:
     nccl = any("nccl" in column for column in columns)
     names = {
         "others": (there, "driver"),
-        "without": ("CUDA context, WORLD" if by_process else "CUDA, WORLD, others", "driver, at the baseline"),
+        "without": (f"CUDA context{'' if world else ', WORLD'}{'' if by_process else ', others'}", "driver, baseline"),
         "nccl": ("communicators", NCCL),
         "residual": ("not told by NCCL" if nccl else "communicators", "driver's residual"),
         "weights": ("weights", "the job"),
@@ -190,8 +188,10 @@ def styles(theme: Theme, *, nccl: bool) -> Mapping[str, dict[str, Any]]:
         **kinds,
         "other processes": {"facecolor": theme.paper},
         "other processes and ranks": {"facecolor": theme.paper},
-        "CUDA context, WORLD": {"facecolor": theme.grid},
-        "CUDA, WORLD, others": {"facecolor": theme.grid},
+        **{
+            f"CUDA context{with_}": {"facecolor": theme.grid}
+            for with_ in ("", ", WORLD", ", others", ", WORLD, others")
+        },
         "communicators": {"facecolor": theme.colour(3)} if nccl else unsaid,
         "not told by NCCL": unsaid,
         "job's, left behind": {"facecolor": theme.bad},

@@ -10,7 +10,8 @@ from kit.view.steps import steps
 from kit.view.waterfall import places
 
 MIB = 2**20
-CONTEXT, COMMUNICATORS, JOB, SCRATCH, SLACK, STRANGERS = 500, 300, (10, 20, 40), 5, 7, 60
+CONTEXT, WORLD, COMMUNICATORS = 500, 30, 300  # WORLD's is a part of what there is without a job
+JOB, SCRATCH, SLACK, STRANGERS = (10, 20, 40), 5, 7, 60
 PHASES = ((0, "start"), (0, "baseline"), (0, "build"), *((1, p) for p in ("train", "fingerprint", "release", "idle")))
 
 
@@ -35,9 +36,9 @@ def seen(tmp_path):
                 rows = {"driver_used": own * (ranks if shared else 1) + STRANGERS, "peak_allocated": allocated + 1}
                 rows |= {"allocated": allocated, "reserved": allocated + SLACK}
                 rows |= {"process_used": own} if "process" in told else {}
-                rows |= (
-                    {"comm_total": 290 if busy else 0} if "nccl" in told and phase in {"fingerprint", "idle"} else {}
-                )
+                if "nccl" in told and phase in {"baseline", "fingerprint", "idle"}:
+                    rows["communicators_total"] = WORLD + (290 if busy else 0)
+                    rows["communicators_total"] += 2000 if "suspended" in told and phase == "idle" else 0
                 if phase == "release":
                     rows |= dict(zip(("weights_bytes", "grads_bytes", "optimizer_bytes"), JOB, strict=True))
                 rows |= {"left_bytes": 2} if phase == "idle" else {}
@@ -58,7 +59,7 @@ def at(seen, phase):
 def test_every_part_of_a_card_is_named_with_who_told_it(seen):
     run = seen()
     assert at(run, "train") == {
-        "CUDA, WORLD, others (driver, at the baseline)": CONTEXT + STRANGERS,
+        "CUDA context, WORLD, others (driver, baseline)": CONTEXT + STRANGERS,
         "communicators (driver's residual)": COMMUNICATORS,
         "weights (the job)": 10,
         "gradients (the job)": 20,
@@ -67,7 +68,7 @@ def test_every_part_of_a_card_is_named_with_who_told_it(seen):
         "slack (allocator)": SLACK,
     }
     assert at(run, "release") == {
-        "CUDA, WORLD, others (driver, at the baseline)": CONTEXT + STRANGERS,
+        "CUDA context, WORLD, others (driver, baseline)": CONTEXT + STRANGERS,
         "job's, left behind (the job)": 2,
         "other tensors (allocator)": SCRATCH - 2,
         "slack (allocator)": SLACK,
@@ -83,15 +84,20 @@ def test_the_parts_add_up_to_what_the_driver_says(seen):
 
 def test_the_library_and_the_driver_s_list_of_processes_speak_for_themselves(seen):
     parts = at(seen(told=("process", "nccl")), "train")
-    assert parts["communicators (NCCL's statistics)"] == 290
+    assert parts["communicators (NCCL's statistics)"] == WORLD + 290
     assert parts["not told by NCCL (driver's residual)"] == COMMUNICATORS - 290
     assert parts["other processes (driver)"] == STRANGERS
-    assert parts["CUDA context, WORLD (driver, at the baseline)"] == CONTEXT
+    assert parts["CUDA context (driver, baseline)"] == CONTEXT - WORLD
+    assert at(seen(told=("process",)), "train")["CUDA context, WORLD (driver, baseline)"] == CONTEXT
+
+
+def test_what_nccl_counts_and_is_not_on_the_card_takes_nothing(seen):
+    assert at(seen(told=("nccl", "suspended")), "idle")["communicators (NCCL's statistics)"] == WORLD
 
 
 def test_a_card_that_ranks_share_is_one_bar_of_all_of_them(seen):
     parts = at(seen(ranks=2, shared=True), "train")
-    assert parts["CUDA, WORLD, others (driver, at the baseline)"] == 2 * CONTEXT + STRANGERS
+    assert parts["CUDA context, WORLD, others (driver, baseline)"] == 2 * CONTEXT + STRANGERS
     assert parts["communicators (driver's residual)"] == 2 * COMMUNICATORS
     assert parts["weights (the job)"] == 20
 

@@ -92,6 +92,7 @@ class Offload:
         gc.collect()
         tensors.trim()
         dist.barrier()
+        self._communicators()
 
     def build(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self._enter()
