@@ -41,9 +41,9 @@ def table(rows: Sequence[Row]) -> str:
 
 def _cells(one: Row) -> list[str]:
     judged = {None: "", True: "met", False: "NOT MET"}[one.met]
-    low, high, n = (_number(one.low), _number(one.high), str(one.n)) if one.n else ("", "", "")
-    median = _number(one.median) if one.n else "-"
-    return [one.what, one.who, median, low, high, n, one.unit, *map(_number, (one.limit, one.aim, one.ceiling)), judged]
+    low, high, n = (number(one.low), number(one.high), str(one.n)) if one.n else ("", "", "")
+    median = number(one.median) if one.n else "-"
+    return [one.what, one.who, median, low, high, n, one.unit, *map(number, (one.limit, one.aim, one.ceiling)), judged]
 
 
 def _pad(column: int, cell: tuple[str, int]) -> str:
@@ -51,6 +51,6 @@ def _pad(column: int, cell: tuple[str, int]) -> str:
     return text.ljust(width) if HEADS[column] in {"what", "who", "unit", ""} else text.rjust(width)
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     """Three significant digits."""
     return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 import pandas as pd
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from kit.errors import BadInput
 from kit.view.growth import read
@@ -78,7 +78,8 @@ def plot_release(bench: dict[str, Any], *, theme_name: str = "light") -> Picture
         for ax, source in zip(below.subplots(1, len(sources)), sources, strict=True):
             weighed(ax, table[table["groups"] == most], source, look)
             ax.set_title(source[0].upper() + source[1:])
-        samples = ", ".join(str(number) for number in sorted(table.loc[table["what"].isin(TIMES), "n"].unique()))
+        of = table.groupby("what")["n"].max()
+        samples, cycles = of["release"], of["release"] // of["left groups"]
         picture.suptitle(
             f"kit bench release · {ranks} ranks · {cards(bench)} · median, least and greatest (n = {samples})",
             x=0.01,
@@ -86,7 +87,7 @@ def plot_release(bench: dict[str, Any], *, theme_name: str = "light") -> Picture
             fontsize=11.5,
         )
         below.suptitle(
-            f"Of {most} groups a rank: what a release gave back; hatched: what there is more of at the end than at the beginning",
+            f"Of {most} groups a rank: what a release gave back; hatched: what there is more of after {cycles} cycles than before",
             x=0.01,
             ha="left",
             fontsize=10,
@@ -99,7 +100,7 @@ def plot_release(bench: dict[str, Any], *, theme_name: str = "light") -> Picture
 def times(ax: Axes, table: pd.DataFrame, look: Theme) -> None:
     """A line a way, each a little to the side, so that ways that take as long stay apart."""
     places = sorted(table["groups"].unique())
-    step = 0.012 * (places[-1] - places[0] or 1)
+    step = 0.018 * (places[-1] - places[0] or 1)
     for index, way in enumerate(WAYS):
         rows = table[table["way"] == way].sort_values("groups")
         if rows.empty:
@@ -119,7 +120,7 @@ def times(ax: Axes, table: pd.DataFrame, look: Theme) -> None:
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.yaxis.set_minor_locator(NullLocator())
     ax.set_xticks(places, [f"{place:g}" for place in places])
 
 
@@ -127,6 +128,7 @@ def weighed(ax: Axes, table: pd.DataFrame, source: str, look: Theme) -> None:
     """Two bars a way: what a release gave back, and what there was more of at the end than at the beginning."""
     values = table.set_index(["what", "way"])["median"]
     there = [way for way in WAYS if ("release", way) in values.index]
+    unit = table.loc[table["what"] == f"freed {source}", "unit"].iloc[0]
     for place, way in enumerate(there):
         colour = look.colour(WAYS.index(way))
         for side, what in ((-0.2, f"freed {source}"), (0.2, f"left {source}")):
@@ -139,14 +141,13 @@ def weighed(ax: Axes, table: pd.DataFrame, source: str, look: Theme) -> None:
                 else:
                     ax.bar(place + side, value, 0.36, facecolor=look.paper, edgecolor=colour, hatch="////")
             ax.annotate(
-                f"{value:.3g}",
+                f"{value:g}" if unit == "1" else f"{value:.1f}",
                 (place + side, max(value, 0)),
                 xytext=(0, 2),
                 textcoords="offset points",
                 ha="center",
                 fontsize=7.5,
             )
-    unit = table.loc[table["what"] == f"freed {source}", "unit"].iloc[0]
     ax.set_ylabel("" if unit == "1" else f"[{unit}]")
     ax.axhline(0, color=look.faint, linewidth=1.0, zorder=1)
     ax.set_xticks(range(len(there)), there)

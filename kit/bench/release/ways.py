@@ -7,7 +7,7 @@ import re
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from kit.bench.report import progress
+from kit.bench.report import number, progress
 from kit.bench.rows import Row, row
 from kit.errors import KitError
 from kit.world import World
@@ -59,7 +59,7 @@ def rows(ranks: int, totals: Sequence[int], logs: Path, *, trials: int, cycles: 
                 seen.setdefault((told[0]["groups"], way), []).append(told)
     except KitError as error:
         return [Row(what=f"groups, {ranks} ranks", note=f"not measured: {in_a_line(error)}")]
-    made = [one for number in dict.fromkeys(number for number, _ in seen) for one in of(number, ranks, seen)]
+    made = [one for total in dict.fromkeys(total for total, _ in seen) for one in of(total, ranks, seen)]
     made += [
         Row(what=f"groups, {ranks} ranks", who=way, note=f"not measured: {why}") for way, why in refused.items() if why
     ]
@@ -73,18 +73,18 @@ def in_a_line(error: KitError) -> str:
     return str(error).partition("\n")[0]
 
 
-def of(number: int, ranks: int, seen: dict[tuple[int, str], list[list[Seen]]]) -> Iterator[Row]:
+def of(total: int, ranks: int, seen: dict[tuple[int, str], list[list[Seen]]]) -> Iterator[Row]:
     """Every row of one number of groups. Exact is held against what is in common use, manual."""
-    what = f"{number} groups a rank, {ranks} ranks: "
+    what = f"{total} groups a rank, {ranks} ranks: "
     for way in WAYS:
-        if not (told := seen.get((number, way))):
+        if not (told := seen.get((total, way))):
             continue
         for part in TIMES:
             about: dict[str, Any] = {}
             if (way, part) == ("exact", BOTH):
-                manual = seconds(seen.get((number, "manual"), []), BOTH)
+                manual = seconds(seen.get((total, "manual"), []), BOTH)
                 about["limit"] = statistics.median(manual) if manual else None
-                about["aim"] = AIM_MS if ranks == AIM_RANKS and number == min(each for each, _ in seen) else None
+                about["aim"] = AIM_MS if ranks == AIM_RANKS and total == min(each for each, _ in seen) else None
             yield row(what + part, seconds(told, part), who=way, unit="ms", **about)
         for source, (word, unit) in SOURCES.items():
             scale = MIB if unit == "MiB" else 1
@@ -111,24 +111,36 @@ def seconds(told: Sequence[Sequence[Seen]], part: str) -> list[float]:
 
 def table(rows: Sequence[Row]) -> str:
     """A line for each way and number, with times as median and spread; under it what was judged and what was not measured."""
-    cells: dict[tuple[str, str, str], dict[str, str]] = {}
-    units: dict[str, str] = {}
+    lines: dict[tuple[str, str, str], dict[str, Row]] = {}
     for one in rows:
         if found := WHAT.fullmatch(one.what):
-            units[found[3]] = one.unit
-            cells.setdefault((found[2], found[1], one.who), {})[found[3]] = cell(one)
-    heads = [["ranks", "groups", "way", *units], ["", "", "", *(unit.replace("1", "") for unit in units.values())]]
-    lines = [*heads, *([*key, *(line.get(column, "") for column in units)] for key, line in cells.items())]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    told = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    judged = [
-        f"{one.who}, {one.what}: {one.median:.3g} {one.unit}, at most {one.limit:.3g}: {'met' if one.met else 'NOT MET'}"
-        for one in rows
-        if one.median is not None and one.limit is not None
+            lines.setdefault((found[2], found[1], one.who), {})[found[3]] = one
+    times = [part for part in TIMES if part != BOTH]
+    sources = {word: unit for word, unit in SOURCES.values() if any(f"freed {word}" in line for line in lines.values())}
+    heads = ["ranks", "groups", "way", *(f"{part} [ms]" for part in times)]
+    heads += [f"{word} [MiB]" if unit == "MiB" else word for word, unit in sources.items()]
+    cells = [
+        [*key, *(spread(line[part]) for part in times), *(there_and_left(line, word) for word in sources)]
+        for key, line in lines.items()
     ]
-    return "\n".join([*told, "", *judged, *(f"{one.who}, {one.what}: {one.note}" for one in rows if one.note)])
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    told = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in [heads, *cells]]
+    judged = [
+        f"{one.who}, {one.what}: {number(one.median)} {one.unit}, at most {number(one.limit)}: {'met' if one.met else 'NOT MET'}"
+        for one in rows
+        if one.met is not None
+    ]
+    under = [*judged, *(f"{one.who}, {one.what}: {one.note}" for one in rows if one.note)]
+    n = " to ".join(str(each) for each in sorted({line["release"].n for line in lines.values()}))
+    legend = f"Median, least and greatest, n = {n}; of groups to memory: given back by a release / more at the end than at first."
+    return "\n".join([*told, "", legend, *under])
 
 
-def cell(one: Row) -> str:
-    spread = f" ({one.low:.3g}-{one.high:.3g})" if one.unit == "ms" else ""
-    return f"{one.median:.3g}{spread}"
+def spread(one: Row) -> str:
+    return f"{number(one.median)} ({number(one.low)}-{number(one.high)})"
+
+
+def there_and_left(line: dict[str, Row], word: str) -> str:
+    if f"freed {word}" not in line:
+        return ""
+    return " / ".join(number(line[f"{what} {word}"].median) for what in ("freed", "left"))
