@@ -47,7 +47,7 @@ with contextlib.redirect_stdout(sys.stderr):
         said["torch"] = torch.__version__
         running = nccl.running()
         shared = nccl.sharing(running, 0)
-        said["suspend_why"] = nccl.no_suspend(running, torch.__version__) or None
+        said["suspend_why"] = nccl.no_suspend(running, torch.__version__, cards=count) or None
         said["shared_cards"] = shared and shared.told
         pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
         said["no_peer_access"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
@@ -211,7 +211,7 @@ def communication(ranks: Found) -> list[tuple[str, str]]:
     """How communicators can be released here, how ranks share cards, and what else of the environment matters for a release."""
     suspend = ranks["suspend_why"]
     never = "suspend should work, and has not run on a card yet"
-    table = [("release", f"exact, manual, official; {f'no suspend: {suspend}' if suspend else never}")]
+    table = [("release", f"exact, abort, manual, official; {f'no suspend: {suspend}' if suspend else never}")]
     if ranks["gpus"]:
         table.append(("sharing", f"more ranks than cards share them {ranks['shared_cards']}"))
     if ranks["no_peer_access"]:

@@ -35,7 +35,7 @@ def lines(**other: Any) -> dict[str, str]:
 
 
 def test_release_modes_are_told_with_the_reason_for_what_is_missing():
-    assert lines()["release"] == "exact, manual, official; suspend should work, and has not run on a card yet"
+    assert lines()["release"] == "exact, abort, manual, official; suspend should work, and has not run on a card yet"
     old = lines(suspend_why="NCCL 2.28.9 cannot suspend communicators: 2.29.7 or newer is needed")
     assert old["release"].endswith("no suspend: NCCL 2.28.9 cannot suspend communicators: 2.29.7 or newer is needed")
 
