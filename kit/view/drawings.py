@@ -25,6 +25,7 @@ APART = 4  # so many ranks are drawn one by one; more are drawn as one cloud
 HOST = {"peak_rss": "peak", "rss": "resident", "anon_rss": "anonymous"}
 DEVICE = {
     "driver_used": "whole GPU",
+    "process_used": "this process",
     "reserved": "reserved",
     "peak_allocated": "peak",
     "allocated": "allocated",

@@ -117,7 +117,7 @@ def memory(scene: Scene) -> None:
         else:
             sources, title = {
                 "host": (drawings.HOST, "Host memory of the ranks"),
-                "device": (drawings.DEVICE, "GPU memory"),
+                "device": (drawings.DEVICE, scene.sight.seen.card_title),
             }[name]
             drawings.memory(axes, scene.sight.seen, scene.look, sources, title)
 

@@ -109,7 +109,7 @@ def draw(picture: Picture, seen: Steps, verdict: Verdict, look: Theme) -> None:
     if host:
         drawings.memory(axes["host"], seen, look, drawings.HOST, "Host memory of the ranks")
     if device:
-        drawings.memory(axes["device"], seen, look, drawings.DEVICE, "GPU memory")
+        drawings.memory(axes["device"], seen, look, drawings.DEVICE, seen.card_title)
     for name in counts:
         drawings.census(axes[name], seen, look, name, title=COUNTS[name], allowed=drawings.allowed(verdict, name))
     drawings.timeline(axes["timeline"], seen, look)

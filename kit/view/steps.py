@@ -43,6 +43,11 @@ class Steps:
     cards: Mapping[int, int]
     memory: Source
 
+    @property
+    def card_title(self) -> str:
+        """What a picture of the driver's numbers is of."""
+        return "GPU memory, each card shared by ranks" if self.memory.card_of else "GPU memory"
+
     def metrics(self) -> set[str]:
         return set(self.frame["metric"].unique())
 

@@ -58,6 +58,8 @@ def test_a_gpu_has_a_drawing_of_its_own(make_run):
     picture = plot_run(make_run(more=device))
     assert "GPU memory (median and range of 2 ranks)" in titles(picture)
     assert "whole GPU, 37.25 GiB" in words(picture)
+    shared = plot_run(make_run(more=[*device, ("card", 0, "1")]))
+    assert "GPU memory, each card shared by ranks (median and range of 2 ranks)" in titles(shared)
 
 
 def test_many_ranks_phases_and_cycles_fit(make_run):
