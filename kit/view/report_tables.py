@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 APART = 8  # ranks that get a column each; beyond it they are summed up
 MOST = 200  # rows of a table on the page
 CHANGES = 60  # of a comparison
-LEVELS = ("anon_rss", "rss", "pss", "driver_used", "process_used", "allocated", "reserved")
-LEVELS += ("groups", "fds", "sockets", "threads")
+MEMORY = ("anon_rss", "rss", "pss", "driver_used", "process_used", "allocated", "reserved")
+LEVELS = (*MEMORY, "groups", "fds", "sockets", "threads")
 
 
 class Cell(NamedTuple):
