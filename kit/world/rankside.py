@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from kit.errors import KitError
 from kit.world import agentside, cards, execute, processes
 from kit.world.channel import ChannelClosed, Link, Message, connect
 from kit.world.device import choose
@@ -170,7 +171,7 @@ def collective_counts() -> dict[str, int]:
     counts: dict[str, int] = {}
     groups: list[tuple[Any, str]] = list(dist.distributed_c10d._world.pg_names.items())
     for group, name in groups:  # the only list of groups there is
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, KitError):  # of a handle whose group is suspended, say
             counts[name] = group._get_sequence_number_for_group()
     return counts
 

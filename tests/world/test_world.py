@@ -55,6 +55,22 @@ def test_ranks_reduce_and_names_persist(world: World) -> None:
     assert world.eval("[rank, world_size, str(device)]") == [[0, 2, "cpu"], [1, 2, "cpu"]]
 
 
+def test_a_group_that_will_not_say_how_far_it_is_hides_nothing(world: World) -> None:
+    """As one whose communicator is suspended; a stand-in is registered here."""
+    world.run(
+        "from kit.errors import KitError\n"
+        "class Asleep:\n"
+        "    def _get_sequence_number_for_group(self): raise KitError('suspended')\n"
+        "asleep = Asleep()\n"
+        "dist.distributed_c10d._world.pg_names[asleep] = 'asleep'"
+    )
+    try:
+        assert world.stacks() == {0: "idle", 1: "idle"}
+        assert world.stacks() == {0: "idle", 1: "idle"}  # whoever looks is still there
+    finally:
+        world.run("del dist.distributed_c10d._world.pg_names[asleep]")
+
+
 def test_some_ranks_only(world: World) -> None:
     world.run("mine = 'set'", ranks=[1])
     assert world.eval("'mine' in globals()") == [False, True]
