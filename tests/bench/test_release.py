@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from kit.bench.release import Sizes, main
+from kit.bench.release import Sizes, main, ways
 from kit.bench.release.ways import WHAT, of, table
 from kit.bench.rows import Row
+from kit.errors import KitError
 
 MIB = 2**20
 
@@ -70,6 +71,44 @@ def test_the_table_has_a_line_for_each_way_and_says_what_was_not_measured():
     ]
     assert "exact, 20 groups a rank, 2 ranks: release + back: 40 ms, at most 210: met" in said
     assert said[-1] == "suspend, groups, 2 ranks: not measured: it needs a card"
+
+
+class Broken:
+    """A World whose ranks die under one way of releasing, and which is interrupted after so many calls."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.calls = 0
+
+    def __enter__(self) -> Broken:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def restart(self) -> None: ...
+
+    def call(self, target: str, *, mode: str, **_: object) -> list:
+        if target.endswith(":refused"):
+            return ["it needs a card" if mode == "suspend" else ""]
+        self.calls += 1
+        if mode == "abort":
+            raise KitError("rank 1 died\nof something")
+        if self.calls == 6:
+            raise KeyboardInterrupt
+        return [rank(0.02, freed=20, left=0)]
+
+
+def test_what_broke_is_said_and_what_was_measured_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(ways, "World", Broken)
+    rows: list[Row] = []
+    with pytest.raises(KeyboardInterrupt):
+        ways.measure(rows, 2, (0,), tmp_path, trials=2, cycles=1)
+    notes = {(one.who, one.what): one.note for one in rows if one.note}
+    assert notes == {
+        ("suspend", "groups, 2 ranks"): "not measured: it needs a card",
+        ("abort", "own groups, 2 ranks"): "not measured: rank 1 died",
+    }
+    counted = {one.who: one.n for one in rows if one.what.endswith(": release")}
+    assert counted == {"exact": 4, "manual": 2, "official": 2}
 
 
 @pytest.mark.slow

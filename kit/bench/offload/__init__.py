@@ -26,6 +26,9 @@ class Sizes:
     grid: tuple[str, ...] = tuple(lab.GRID)
 
 
+QUICK = Sizes(models=("125m",), trials=1, cycles=3, leak_cycles=5, grid=("tp2", "dp2 with the distributed optimizer"))
+
+
 def main(as_json: bool, sizes: Sizes = Sizes()) -> int:
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch:
         logs = Path(scratch)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kit.bench.release import ways
 from kit.bench.report import tell
+from kit.bench.rows import Row
 from kit.world import World
 
 
@@ -30,12 +31,19 @@ QUICK = Sizes(groups=(0, 40), more_ranks=(), trials=1, cycles=2)
 
 
 def main(as_json: bool, sizes: Sizes = Sizes()) -> int:
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch:
         logs = Path(scratch)
-        how = {"trials": sizes.trials, "cycles": sizes.cycles}
-        rows = ways.rows(sizes.ranks, sizes.groups, logs, **how)
-        rows += [row for ranks in sizes.more_ranks for row in ways.rows(ranks, (0,), logs, **how)]
         with World(1, logs=logs) as world:
             provenance = world.call("kit.measure:provenance")[0]
+            cards = len(provenance["gpu"]["gpus"]) if world.device.startswith("cuda") else None
+        try:
+            for ranks, totals in ((sizes.ranks, sizes.groups), *((more, (0,)) for more in sizes.more_ranks)):
+                if cards is not None and ranks > max(cards, sizes.ranks):
+                    rows.append(Row(what=f"groups, {ranks} ranks", note=f"not measured: there are {cards} cards"))
+                    continue
+                ways.measure(rows, ranks, totals, logs, trials=sizes.trials, cycles=sizes.cycles)
+        except KeyboardInterrupt:  # what was measured before is told
+            rows.append(Row(what="the rest", note="not measured: interrupted"))
     tell("release", rows, provenance, as_json=as_json, shown=ways.table(rows))
     return 0

@@ -8,7 +8,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from kit.bench.report import number, progress
-from kit.bench.rows import Row, row
+from kit.bench.rows import KIT, Row, row
 from kit.errors import KitError
 from kit.world import World
 
@@ -37,36 +37,32 @@ WHAT = re.compile(r"(\d+) groups a rank, (\d+) ranks: (.+)")
 Seen = dict[str, Any]  # what one rank said of its cycles
 
 
-def rows(ranks: int, totals: Sequence[int], logs: Path, *, trials: int, cycles: int) -> list[Row]:
-    """Rows of this many ranks: number of groups by number, way by way."""
+def measure(rows: list[Row], ranks: int, totals: Sequence[int], logs: Path, *, trials: int, cycles: int) -> None:
+    """Add rows of this many ranks: number of groups by number, way by way. What was measured is added also where the rest breaks."""
     seen: dict[tuple[int, str], list[list[Seen]]] = {}
-    broken: dict[tuple[str, int], str] = {}
+    missing: dict[tuple[str, str], str] = {}  # by what and who
     try:
         with World(ranks, logs=logs, preload=("megatron.core",), timeout_s=TIMEOUT_S) as world:
-            refused = {way: world.call("kit.bench.release.onranks:refused", mode=way)[0] for way in WAYS}
+            for way in WAYS:
+                if why := world.call("kit.bench.release.onranks:refused", mode=way)[0]:
+                    missing[f"groups, {ranks} ranks", way] = why
+            refused = {way for _, way in missing}
             for trial, total, way in itertools.product(range(trials), totals, WAYS):
-                if refused[way] or (way, total) in broken:
+                what = f"{total or 'own'} groups, {ranks} ranks"
+                if way in refused or (what, way) in missing:
                     continue
-                progress(
-                    f"{ranks} ranks, {total or 'as many as Megatron makes'} groups, {way}, {trial + 1} of {trials}"
-                )
+                progress(f"{what}, {way}, {trial + 1} of {trials}")
                 world.restart()
                 try:
                     told = world.call("kit.bench.release.onranks:cycles", mode=way, total=total, n=cycles)
+                    seen.setdefault((told[0]["groups"], way), []).append(told)
                 except KitError as error:
-                    broken[way, total] = in_a_line(error)
-                    continue
-                seen.setdefault((told[0]["groups"], way), []).append(told)
+                    missing[what, way] = in_a_line(error)
     except KitError as error:
-        return [Row(what=f"groups, {ranks} ranks", note=f"not measured: {in_a_line(error)}")]
-    made = [one for total in dict.fromkeys(total for total, _ in seen) for one in of(total, ranks, seen)]
-    made += [
-        Row(what=f"groups, {ranks} ranks", who=way, note=f"not measured: {why}") for way, why in refused.items() if why
-    ]
-    return made + [
-        Row(what=f"{total or 'own'} groups, {ranks} ranks", who=way, note=f"not measured in every trial: {why}")
-        for (way, total), why in broken.items()
-    ]
+        missing[f"groups, {ranks} ranks", KIT] = in_a_line(error)
+    finally:
+        rows += [one for total in dict.fromkeys(total for total, _ in seen) for one in of(total, ranks, seen)]
+        rows += [Row(what=what, who=who, note=f"not measured: {why}") for (what, who), why in missing.items()]
 
 
 def in_a_line(error: KitError) -> str:
