@@ -106,10 +106,11 @@ class Run:
 
     def verdict(self, **tolerances: float) -> Verdict:
         """The lab's checks put to the records; where the lab has none here, the verdict that the run stored."""
-        checks = [one for one in (self._checks(self.lab) if self._checks else ()) if one.asked(self.config)]
+        checks = self._checks(self.lab) if self._checks else ()
         if checks:
             moved = checked_tolerances(tolerances, allowed=[check.tolerance for check in checks])
-            return hold(self._measured(checks), self.config, moved)
+            asked = [check for check in checks if check.asked(self.config)]
+            return hold(self._measured(asked), self.config, moved)
         if tolerances:
             raise BadInput(
                 f"lab {self.lab!r} has no checks here, so it takes no tolerances (got {', '.join(tolerances)})"

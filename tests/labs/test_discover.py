@@ -45,7 +45,7 @@ def test_another_packages_lab(own: Definition, tmp_path: Path, fresh: None) -> N
     offer(tmp_path, "own = own_lab:LAB")
     assert find("own") is own
     assert "smoke" in discover().labs
-    assert [check.name for check in checks_of("own")] == ["seen_often"]
+    assert [check.name for check in checks_of("own")] == ["seen_often", "routing_effective"]
 
 
 def test_broken_packages_are_told_and_harm_nobody(own: Definition, tmp_path: Path, fresh: None) -> None:

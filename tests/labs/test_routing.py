@@ -49,6 +49,9 @@ def test_a_routed_lab_comes_to_the_same(standin: None, runs: Path, nothing_left:
     assert not rows(off)
     assert "routing" not in off.provenance
     assert "routing_effective" not in {row.check for row in off.verdict()}
+    assert (
+        kit.load(off.dir).verdict(routed_part=0.5) == off.verdict()
+    )  # moved in a panel that showed another run before
     tables = [run.frame().query(f"metric in {COUNTED} and phase != 'run'") for run in (off, on)]
     values = [table.set_index(["cycle", "phase", "rank", "metric"])["value"].to_dict() for table in tables]
     assert values[0] == values[1]
