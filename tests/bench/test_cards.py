@@ -1,0 +1,81 @@
+"""Syncs beside ceilings: on real ranks over the CPU's transports; what a card would add is made up here and says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from kit.bench import ceilings
+from kit.bench.sync import cards
+from kit.errors import KitError
+from kit.results import Record, create_run, load
+
+CARD = {ceilings.HOST: [0.05], ceilings.WITHIN: [0.001], ceilings.OUT: [0.005], ceilings.BACK: [0.004]}
+PEER = f"{ceilings.PEER} 1"
+
+
+@pytest.mark.slow
+def test_versions_of_a_lab_stand_beside_the_ceiling_of_the_same_ranks(tmp_path, nothing_left):
+    rows = cards.by_transport("shm", tmp_path, device="cpu", model="tiny", cycles=2)
+    sync, plain = rows
+    assert (sync.n, plain.n) == (2, cards.ROUNDS)
+    assert sync.median > sync.ceiling > 0
+    assert "of memcpy at" in sync.note
+    assert (plain.who, plain.what) == ("plain copy", "shm: 256 MiB, memcpy")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Two versions of 2 x 256 MiB, made up: the first in 9 s, the second in half a second."""
+    writer = create_run(tmp_path, "sync", {"size": "tiny"}, {})
+    for cycle, taken in ((1, 9.0), (2, 0.5)):
+        rows = {"bytes": 2 * cards.BLOCK, "event/00/ready": 1.0, "event/01/apply": 1.0 + taken}
+        about = {
+            "run": writer.id,
+            "lab": "sync",
+            "cycle": cycle,
+            "phase": "refresh",
+            "rank": 0,
+            "unit": "",
+            "time": 1.0,
+        }
+        writer.append([Record(**about, metric=name, value=value) for name, value in rows.items()])
+    writer.finish()
+    return load(writer.dir)
+
+
+def test_the_first_version_is_not_told_and_the_slower_copy_is_the_ceiling(run):
+    sync, *plain = cards.told(run, "shm", CARD, same=True)
+    assert (sync.n, sync.median) == (1, 0.5)
+    assert sync.ceiling == pytest.approx(2 * 0.005)
+    assert sync.note.endswith(f"0.02 of {ceilings.OUT} at 53.69 GB/s")
+    assert [row.what.rpartition(", ")[2] for row in plain] == list(CARD)
+
+
+@pytest.mark.parametrize(
+    ("name", "same", "copies"),
+    [
+        ("ipc", True, [ceilings.WITHIN]),
+        ("broadcast", True, [ceilings.WITHIN]),
+        ("broadcast", False, [PEER]),
+        ("shm", False, [ceilings.OUT, ceilings.BACK]),
+    ],
+)
+def test_each_transport_has_the_ceiling_of_its_way(name, same, copies):
+    assert cards.ceiling_of(name, {**CARD, PEER: [0.002]}, same=same) == copies
+
+
+def test_cards_that_do_not_reach_each_other_go_through_the_host():
+    assert cards.ceiling_of("broadcast", CARD, same=False) == [ceilings.OUT, ceilings.BACK]
+
+
+def test_what_cannot_be_had_is_a_row_that_says_so(monkeypatch, tmp_path):
+    (row,) = cards.rows(tmp_path, model="tiny", cycles=1, driver=False)
+    assert (row.median, row.note) == (None, "not measured: this machine has no GPU driver")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise KitError("NCCL will not have two ranks on a card\nand more of it")
+
+    monkeypatch.setattr(cards, "by_transport", refuse)
+    rows = cards.rows(tmp_path, model="tiny", cycles=1, driver=True)
+    assert [one.what for one in rows] == ["on cards: ipc", "on cards: shm", "on cards: broadcast"]
+    assert {one.note for one in rows} == {"not measured: NCCL will not have two ranks on a card"}
