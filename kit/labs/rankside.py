@@ -118,18 +118,20 @@ def last() -> dict[str, Any] | None:
     return _running().last
 
 
-def snapshot() -> bool:
-    """Write this rank's history of CUDA memory as it is now; whether there is one and it could be written."""
-    history = _running().history
-    return history is not None and history.write()
+def snapshot(*, last: bool = False) -> None:
+    """Write this rank's history of CUDA memory as it is now, if it keeps one; with `last` it is kept no longer."""
+    session = _running()
+    if session.history is not None:
+        session.history.write()
+        if last:
+            session.history.stop()
+            session.history = None
 
 
 def end() -> dict[str, Any]:
     """Let go of the lab."""
     global _session  # noqa: PLW0603 - as above
-    snapshot()
-    if (history := _running().history) is not None:
-        history.stop()
+    snapshot(last=True)
     about = routed(_running().context.config)
     _session = None
     return {"pss": pss(), **about}

@@ -57,7 +57,11 @@ def test_it_is_written_when_a_phase_raises(calls: Calls, tmp_path: Path) -> None
     begin(snapshots=str(tmp_path))
     with pytest.raises(ValueError, match="broken in cycle 2"):
         rankside.step(cycle=2, name="broken")
-    assert (tmp_path / "rank0.pickle").exists()
+    assert (tmp_path / "rank0.pickle").read_text() == "1"
+    rankside.snapshot(last=True)  # as the notebook's side asks of every rank that still answers
+    assert calls[-1] == {"enabled": None}
+    rankside.snapshot(last=True)
+    assert len(calls) == 2
 
 
 def test_an_error_is_not_hidden_by_a_snapshot_that_fails(
