@@ -43,7 +43,7 @@ def plot_modes(runs: Sequence[Run], *, theme_name: str = "light") -> Picture:
         draw(picture, seen, verdicts, look)
         ranks = len(next(iter(seen.values())).ranks)
         picture.suptitle(
-            f"offload · {counted(ranks, 'rank')} · {' / '.join(seen)} · counts of the worst rank",
+            f"offload · {counted(ranks, 'rank')} · ways of releasing · counts of the worst rank",
             x=0.01,
             ha="left",
             fontsize=11.5,
@@ -67,7 +67,9 @@ def draw(picture: Picture, seen: Mapping[str, Steps], verdicts: Mapping[str, Ver
     axes = picture.subplot_mosaic(names, height_ratios=[height for _, height in rows])
     for metric in counts:
         left_behind(axes[metric], seen, metric, look)
-    axes[counts[0]].legend(loc="upper left", handletextpad=0.4)
+    picture.legend(
+        *axes[counts[0]].get_legend_handles_labels(), loc="outside upper right", ncols=len(seen), handletextpad=0.4
+    )
     group_times(axes["times"], seen, look)
     checks(axes["checks"], table, verdicts, look)
 
@@ -75,11 +77,12 @@ def draw(picture: Picture, seen: Mapping[str, Steps], verdicts: Mapping[str, Ver
 def left_behind(ax: Axes, seen: Mapping[str, Steps], metric: str, look: Theme) -> None:
     """More than a process without the job has, while released: the worst rank of each cycle."""
     for index, (way, one) in enumerate(seen.items()):
+        size = 5.5 + 1.2 * (len(seen) - 1 - index)  # those below stay in sight where ways are alike
         base = rows_of(one, "baseline", metric).set_index("rank")["value"]
         rows = rows_of(one, "idle", metric)
         more = rows.assign(value=rows["value"] - rows["rank"].map(base)).groupby("cycle")["value"].max()
         ax.plot(
-            more.index, more, marker=MARKERS[index], color=look.colour(index), linewidth=1.4, markersize=5.5, label=way
+            more.index, more, marker=MARKERS[index], color=look.colour(index), linewidth=1.4, markersize=size, label=way
         )
     low, high = ax.get_ylim()
     ax.set_ylim(min(low, -1), max(high, 4) * 1.05)
@@ -98,7 +101,7 @@ def group_times(ax: Axes, seen: Mapping[str, Steps], look: Theme) -> None:
             if found.empty:
                 continue
             numbers.add(len(found))
-            x = place + (index - (len(seen) - 1) / 2) * 0.22
+            x = place + (index - (len(seen) - 1) / 2) * min(0.22, 0.8 / len(seen))
             ax.plot([x] * len(found), found, MARKERS[index], color=look.colour(index), markersize=5, alpha=0.75)
             ax.plot(x, found.median(), "_", color=look.ink, markersize=14, markeredgewidth=1.6)
     ax.set_yscale("log")
