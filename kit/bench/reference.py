@@ -70,10 +70,11 @@ SEEN: dict[str, Any] = {
 }  # enough bytes to be seen
 ON_CPU = (
     lab("smoke", cycles=5),
-    *(lab("offload", f"offload-{mode}", mode=mode, **SEEN) for mode in ("exact", "manual", "official")),
+    *(lab("offload", f"offload-{mode}", mode=mode, **SEEN) for mode in ("exact", "abort", "manual", "official")),
     lab("split"),
     lab("sync", cycles=3),
-    *(bench(name) for name in ("world", "offload", "split", "sync")),
+    *(bench(name) for name in ("world", "offload", "release", "sync", "routing")),
+    bench("split", most_s=3600),
 )
 # Two ranks on one card talk through the host, and every hash of such a job reads some 5 GB of each.
 LARGE: dict[str, Any] = {"size": "qwen2.5-0.5b", "dtype": "bfloat16", "seq": 512, "steps": 1, "microbatches": 1}
@@ -82,12 +83,12 @@ ON_CARDS = (
     lab("offload", "offload-exact", mode="exact", most_s=240, cycles=5, **LARGE),
     *(
         lab("offload", f"offload-{mode}", mode=mode, most_s=150, cycles=3, **LARGE)
-        for mode in ("manual", "official", "suspend")
+        for mode in ("abort", "manual", "official", "suspend")
     ),
     lab("split", "split-float32", dtype="float32", most_s=120),
     lab("split", "split-bfloat16", dtype="bfloat16", most_s=120),
     lab("sync", cycles=3, most_s=120),
-    *(bench(name, quick=True, most_s=120) for name in ("offload", "sync", "world", "split")),
+    *(bench(name, quick=True, most_s=120) for name in ("release", "offload", "sync", "world", "split", "routing")),
 )
 
 

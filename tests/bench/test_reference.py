@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,10 @@ def test_what_a_bench_measured_before_its_time_was_over_is_kept(tmp_path, monkey
 
 def test_names_are_those_of_files() -> None:
     assert (lab("offload", "offload-exact").name, bench("sync").name) == ("lab-offload-exact", "bench-sync")
+
+
+@pytest.mark.parametrize("name", benches())
+def test_every_bench_can_be_quick(name: str) -> None:
+    module = import_module(f"kit.bench.{name}")
+    assert isinstance(module.QUICK, module.Sizes)
+    assert module.QUICK != module.Sizes()

@@ -39,6 +39,16 @@ class Sizes:
     receivers_mb: int = 100
 
 
+QUICK = Sizes(
+    rounds=3,
+    slow_rounds=1,
+    buckets_mib=(4, 16, 64),
+    verify=("mix128", "xxh3"),
+    growth_mb=(10, 100, 1000),
+    receivers=(1, 2),
+)
+
+
 def main(as_json: bool, sizes: Sizes = Sizes()) -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch:
