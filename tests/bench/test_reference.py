@@ -149,4 +149,4 @@ def test_names_are_those_of_files() -> None:
 def test_every_bench_can_be_quick(name: str) -> None:
     module = import_module(f"kit.bench.{name}")
     assert isinstance(module.QUICK, module.Sizes)
-    assert module.QUICK != module.Sizes()
+    assert module.Sizes() != module.QUICK
