@@ -20,8 +20,9 @@ class Bystander:
     """`ask()` it how many bytes it has; `close()` ends it."""
 
     def __init__(self, device: str) -> None:
+        # -P: this file's neighbours must not stand in for libraries of the same names.
         self._process = subprocess.Popen(
-            [sys.executable, __file__, device], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-P", __file__, device], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def ask(self) -> dict[str, float]:
