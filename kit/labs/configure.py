@@ -80,7 +80,9 @@ def check_driver(config: LabConfig, *, driver: bool) -> None:
 
 def check_snapshot(config: LabConfig) -> None:
     if config.memory_snapshot and config.device == "cpu":
-        raise BadInput("memory_snapshot=true needs CUDA: PyTorch keeps no history of memory on the CPU; use cuda or auto")
+        raise BadInput(
+            "memory_snapshot=true needs CUDA: PyTorch keeps no history of memory on the CPU; use cuda or auto"
+        )
 
 
 def complaints(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -> dict[str, str]:
