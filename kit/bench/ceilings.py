@@ -25,7 +25,12 @@ HOST, WITHIN, OUT, BACK, PEER = "memcpy", "within the card", "card to pinned mem
 def memcpy(size: int) -> Work:
     """One copy between two places of host memory that are both there: of zeros the kernel would keep one page for all."""
     source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
-    return lambda: host.libc.memcpy(target.data_ptr(), source.data_ptr(), source.numel())
+    return lambda: copy(target, source)
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """The one copy by which the host is measured: all bytes at once, by the C library."""
+    host.libc.memcpy(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 def on_card(device: torch.device, size: int) -> dict[str, Work]:
@@ -60,10 +65,9 @@ def seconds(works: Mapping[str, Work], rounds: int, device: torch.device) -> dic
 
 
 def wait(device: torch.device) -> None:
-    """Until every card is done: a copy to another one is its work too."""
+    """Until the card is done; a copy to another one is this one's work."""
     if device.type == "cuda":
-        for number in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(number)
+        torch.cuda.synchronize(device)
 
 
 def measured(*, size: int, rounds: int, device: str) -> dict[str, list[float]]:

@@ -40,7 +40,7 @@ def test_a_small_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert said["bench"] == "sync"
     rows = said["rows"]
     silent = {(row["what"], row["who"]): row["note"] for row in rows if row["median"] is None}
-    assert set(silent.values()) <= {"not installed"}, silent
+    assert set(silent.values()) <= {"not installed", "not measured: this machine has no GPU driver"}, silent
 
     def named(*words: str) -> dict[str, Any]:
         (found,) = [row for row in rows if all(word in row["what"] for word in words)]

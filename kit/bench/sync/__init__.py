@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kit.bench.report import progress, table, tell
 from kit.bench.rows import Row
-from kit.bench.sync import parts
+from kit.bench.sync import cards, parts
 from kit.errors import KitError
 from kit.world import World
 
@@ -37,6 +37,7 @@ class Sizes:
     growth_mb: tuple[int, ...] = (10, 100, 1000, 2000)
     receivers: tuple[int, ...] = (1, 2, 4)
     receivers_mb: int = 100
+    on_cards: str = "qwen2.5-0.5b"
 
 
 QUICK = Sizes(
@@ -50,6 +51,8 @@ QUICK = Sizes(
 
 
 def main(as_json: bool, sizes: Sizes = Sizes()) -> int:
+    from kit.labs.configure import has_driver  # here, since the ranks import this package too
+
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch:
         logs = Path(scratch)
@@ -59,6 +62,7 @@ def main(as_json: bool, sizes: Sizes = Sizes()) -> int:
                     made = measured(world, what, part)
                     progress(f"\n{table(made)}\n")
                     rows += made
+            rows += cards.rows(logs / "cards", model=sizes.on_cards, cycles=sizes.rounds, driver=has_driver())
         except KeyboardInterrupt:  # what was measured before is told
             rows.append(Row(what="the rest", note="not measured: interrupted"))
         with World(1, logs=logs / "last") as world:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from kit.bench import ceilings
 from kit.bench.sync import files
 from kit.bench.sync.objects import ObjectStore
 from kit.bench.sync.weights import weights
 from kit.errors import KitError
-from kit.measure.host import libc
 from kit.sync.buckets import Bound, live, views
 from kit.sync.cache import Cache, starts
 from kit.sync.hashes import algorithms, digest
@@ -156,7 +156,7 @@ class Bench:
     def copy(self) -> None:
         if self._copied is None:
             self._copied = torch.zeros(self.total, dtype=torch.uint8)
-        libc.memcpy(self._copied.data_ptr(), self.memory(self.total).tensor.data_ptr(), self.total)
+        ceilings.copy(self._copied, self.memory(self.total).tensor[: self.total])
 
     def memory(self, size: int) -> Segment:
         if self.segment is None or self.segment.size < size:
