@@ -67,11 +67,17 @@ class Node:
         self.on_kill()
         if value := os.environ.get(leftovers.MARK):
             leftovers.end_marked(value, spare=os.getpid())
+        self.forget_ranks()
         shutil.rmtree(self.folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
-    def on_launch(self, **order: Any) -> None:
+    def forget_ranks(self) -> None:
+        """Those before are gone, by whatever way."""
+        leftovers.forget_shared(pid for pid, _ in self.ranks.values())
         self.ranks = {}
+
+    def on_launch(self, **order: Any) -> None:
+        self.forget_ranks()
         self.order = order
         self.launched.set()
 

@@ -13,6 +13,7 @@ import signal
 import stat
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -96,6 +97,13 @@ def end_marked(value: str, spare: int | None = None) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.002)
+
+
+def forget_shared(pids: Iterable[int]) -> None:
+    """Remove the counters that torch keeps in /dev/shm for CUDA memory shared by processes: whoever is killed leaves them there."""
+    for pid in pids:
+        for file in Path("/dev/shm").glob(f"torch_{pid}_*"):  # noqa: S108 - named by processes of ours that are gone
+            file.unlink(missing_ok=True)
 
 
 def base() -> Path:

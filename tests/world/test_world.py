@@ -335,6 +335,19 @@ def test_cuda_without_a_driver_is_refused() -> None:
         World(2, device="cuda")
 
 
+def test_what_torch_leaves_in_shared_memory_goes_with_its_rank(tmp_path: Path, nothing_left: None) -> None:
+    """The counters of CUDA memory that ranks share; a file of such a name stands in, since there need be no card."""
+    make = "import os; open(f'/dev/shm/torch_{os.getpid()}_1_0', 'w').close()"
+    with World(1, logs=tmp_path) as one:
+        for _ in range(2):
+            one.run(make)
+            left = Path(f"/dev/shm/torch_{one.pids[0]}_1_0")
+            assert left.exists()
+            one.restart()
+            assert not left.exists()
+        one.run(make)
+
+
 def test_env_reaches_the_ranks_and_the_notebooks_plotting_backend_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
