@@ -56,7 +56,8 @@ class Card:
 
     @property
     def by_process(self) -> bool:
-        return "process_used" in self.seen.metrics()
+        """Whether the driver told of the process every time: else its part of some bars would be missing."""
+        return len(self.seen.of("process_used")) == len(self.seen.of("driver_used"))
 
     def own(self, phase: str, cycles: Sequence[int]) -> float | None:
         """What the driver says of this process, else of the whole card."""

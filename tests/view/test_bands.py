@@ -35,7 +35,8 @@ def seen(tmp_path):
                 own = CONTEXT + (COMMUNICATORS if busy else 0) + allocated + SLACK
                 rows = {"driver_used": own * (ranks if shared else 1) + STRANGERS, "peak_allocated": allocated + 1}
                 rows |= {"allocated": allocated, "reserved": allocated + SLACK}
-                rows |= {"process_used": own} if "process" in told else {}
+                hidden = "sometimes" in told and phase == "idle"
+                rows |= {"process_used": own} if "process" in told and not hidden else {}
                 if "nccl" in told and phase in {"baseline", "fingerprint", "idle"}:
                     rows["communicators_total"] = WORLD + (290 if busy else 0)
                     rows["communicators_total"] += 2000 if "suspended" in told and phase == "idle" else 0
@@ -107,3 +108,7 @@ def test_or_a_bar_of_one_of_them_where_the_driver_tells_of_each(seen):
     assert parts["weights (the job)"] == 10
     own = CONTEXT + COMMUNICATORS + sum(JOB) + SCRATCH + SLACK
     assert parts["other processes and ranks (driver)"] == own + STRANGERS
+
+
+def test_a_driver_that_tells_of_processes_only_sometimes_is_not_asked(seen):
+    assert at(seen(told=("process", "sometimes")), "train") == at(seen(), "train")

@@ -28,14 +28,17 @@ def rows(model: str, logs: Path, *, trials: int, cycles: int) -> list[Row]:
     except BadInput as error:
         return [Row(what=f"{model}: tensors", note=f"not measured: {error}")]
     seen: list[dict[str, Any]] = []
-    with World(1, logs=logs, preload=("megatron.core",), timeout_s=600) as world:
-        for trial in range(trials):
-            progress(f"tensors of {model}, {trial + 1} of {trials}")
-            if trial:
-                world.restart()
-            seen += world.call("kit.bench.offload.onranks:tensors", size=model, cycles=cycles)
-        cuda = world.device.startswith("cuda")
-        refused = world.call("kit.bench.offload.saver:refused")[0]
+    try:
+        with World(1, logs=logs, preload=("megatron.core",), timeout_s=600) as world:
+            for trial in range(trials):
+                progress(f"tensors of {model}, {trial + 1} of {trials}")
+                if trial:
+                    world.restart()
+                seen += world.call("kit.bench.offload.onranks:tensors", size=model, cycles=cycles)
+            cuda = world.device.startswith("cuda")
+            refused = world.call("kit.bench.offload.saver:refused")[0]
+    except KitError as error:
+        return [Row(what=f"{model}: tensors", note=f"not measured: {str(error).partition(chr(10))[0]}")]
     made = _cuda_rows(model, seen) if cuda else _cpu_rows(model, seen)
     if refused:
         return [*made, Row(what=f"{model}: out and back", who=SAVER, note=refused)]
