@@ -309,7 +309,7 @@ class Lab:
                 self._append_last(*self._plan[self._done])
         with contextlib.suppress(KitError):
             if self._snapshots:
-                self.world.call(f"{RANKSIDE}:snapshot", ranks=self._idle(), timeout_s=60, last=True)
+                self.world.call(f"{RANKSIDE}:snapshot", ranks=self._idle(), timeout_s=60)
         with contextlib.suppress(KitError, OSError):
             write_text(self.dir / "logs" / "error.txt", said + "\n")
         with contextlib.suppress(KitError, OSError):

@@ -118,20 +118,19 @@ def last() -> dict[str, Any] | None:
     return _running().last
 
 
-def snapshot(*, last: bool = False) -> None:
-    """Write this rank's history of CUDA memory as it is now, if it keeps one; with `last` it is kept no longer."""
+def snapshot() -> None:
+    """Write this rank's history of CUDA memory, if it keeps one, and keep it no longer."""
     session = _running()
     if session.history is not None:
         session.history.write()
-        if last:
-            session.history.stop()
-            session.history = None
+        session.history.stop()
+        session.history = None
 
 
 def end() -> dict[str, Any]:
     """Let go of the lab."""
     global _session  # noqa: PLW0603 - as above
-    snapshot(last=True)
+    snapshot()
     about = routed(_running().context.config)
     _session = None
     return {"pss": pss(), **about}

@@ -17,7 +17,7 @@ ENTRIES = 100_000  # some KB each
 
 
 class History:
-    """Kept from `start` to `stop`; `write` may be called in between, and the last one stays."""
+    """Kept from `start` to `stop`; `write` in between."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
