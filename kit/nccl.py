@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -29,8 +30,17 @@ def running() -> Version | None:
         if library.ncclGetVersion(ctypes.byref(number)):
             return None
     except (OSError, AttributeError):
-        return None
+        return inside_torch()
     return decoded(number.value)
+
+
+def inside_torch() -> Version | None:
+    """What torch was built with: one that has NCCL inside of itself loads no library of that name."""
+    try:
+        major, minor, patch = sys.modules["torch"].cuda.nccl.version()[:3]
+    except (KeyError, AttributeError):
+        return None
+    return major, minor, patch
 
 
 def decoded(number: int) -> Version:

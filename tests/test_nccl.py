@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +40,19 @@ def test_a_library_that_is_loaded_is_asked_itself(tmp_path, monkeypatch):
         pytest.skip("no C compiler on this machine")
     monkeypatch.setattr(nccl, "LIBRARY", str(library))
     assert nccl.running() == (2, 30, 1)
+
+
+def test_nccl_inside_of_torch_is_asked_of_torch(monkeypatch):
+    """Of a stand-in for torch: the wheels bring a library."""
+    monkeypatch.setattr(nccl, "LIBRARY", "libnccl-that-is-not-there.so")
+    monkeypatch.setitem(
+        sys.modules,
+        "torch",
+        SimpleNamespace(cuda=SimpleNamespace(nccl=SimpleNamespace(version=lambda: (2, 28, 9, "a")))),
+    )
+    assert nccl.running() == (2, 28, 9)
+    monkeypatch.delitem(sys.modules, "torch")
+    assert nccl.running() is None
 
 
 # torch, and the NCCL of its wheels: 2.11 for CUDA 12 and 13; 2.12 and 2.13 for CUDA 13 and for CUDA 12.6.
