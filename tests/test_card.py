@@ -1,25 +1,25 @@
-"""What only a card can tell. One is enough: ranks share it. Nothing here has run on one yet."""
+"""What only a card can tell, asked of the ranks' Python. One card is enough: ranks share it. Nothing here has run on one yet."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 import kit
-from kit import nccl
 from kit.errors import BadInput
 from kit.results import Verdict
+from kit.world.capacity import GPU_DRIVERS
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not any(path.exists() for path in GPU_DRIVERS), reason="this machine has no GPU driver"),
 ]
-LARGE = {"size": "125m", "seq": 64, "device": "cuda"}
+LARGE: dict[str, Any] = {"size": "125m", "seq": 64, "device": "cuda"}
 
 
 def failed(verdict: Verdict) -> set[str]:
@@ -36,7 +36,7 @@ def test_ranks_reduce_on_the_card_and_on_the_host(nothing_left: None) -> None:
         for place in ("device", "'cpu'"):
             world.run(f"x = torch.ones(1, device={place}) * (rank + 1); dist.all_reduce(x)")
             assert world.eval("x.item()") == [3.0, 3.0]
-        if torch.cuda.device_count() == 1:
+        if world.eval("torch.cuda.device_count()")[0] == 1:
             assert {one["device"] for one in world.status()} == {"cuda:0"}
             assert "shared" in world.status()[0]["why"]
 
@@ -53,7 +53,7 @@ def test_ranks_on_the_host_see_no_card(nothing_left: None) -> None:
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 1, "pp": 2}, {"tp": 1, "distributed_optimizer": True}])
-def test_an_exact_release_passes_every_check(tmp_path: Path, layout: dict[str, object]) -> None:
+def test_an_exact_release_passes_every_check(tmp_path: Path, layout: dict[str, Any]) -> None:
     verdict = kit.run("offload", out=tmp_path / "run", cycles=5, **LARGE, **layout).verdict()
     assert failed(verdict) == set()
     for check in ("training_continues_bitwise", "tensors_restored", "every_group_communicates"):
@@ -72,8 +72,10 @@ def test_the_ways_in_common_use_leak(tmp_path: Path, mode: str) -> None:
 
 
 def test_suspend_works_or_is_refused_by_version(tmp_path: Path) -> None:
-    why = nccl.no_suspend(nccl.running(), torch.__version__)
-    settings = {"mode": "suspend", "cycles": 2, **LARGE}
+    with kit.World(1, device="cuda") as world:
+        world.run("from kit import nccl")
+        (why,) = world.eval("nccl.no_suspend(nccl.running(), torch.__version__)")
+    settings: dict[str, Any] = {"mode": "suspend", "cycles": 2, **LARGE}
     if why:
         with pytest.raises(BadInput, match="mode=suspend cannot be had"):
             kit.run("offload", out=tmp_path / "run", **settings)
@@ -85,7 +87,7 @@ def test_suspend_works_or_is_refused_by_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", [{}, {"pp": 2}])
-def test_pieces_are_the_plain_step(tmp_path: Path, dtype: str, layout: dict[str, object]) -> None:
+def test_pieces_are_the_plain_step(tmp_path: Path, dtype: str, layout: dict[str, Any]) -> None:
     verdict = kit.run("split", out=tmp_path / "run", device="cuda", dtype=dtype, **layout).verdict()
     assert failed(verdict) == set()
 
