@@ -48,8 +48,8 @@ state = State()
 
 
 def requested() -> bool:
-    """Whether this process's torch was told to route."""
-    return os.environ.get(FLAG) == "1"
+    """Whether this process's torch was told to route, which it is by any word but 0."""
+    return os.environ.get(FLAG, "") not in {"", "0"}
 
 
 def unimportable() -> tuple[int, str]:
@@ -100,6 +100,15 @@ def is_routed(group: Any) -> bool:
     return wrapper is not None and all(isinstance(backend, wrapper) for backend in backends(group))
 
 
+def effective() -> bool:
+    """Whether WORLD goes through torchcomms. Imports nothing of it."""
+    import torch.distributed.distributed_c10d as module
+
+    c10d: Any = module
+    world = c10d._world.default_pg
+    return world is not None and is_routed(world)
+
+
 def describe() -> dict[str, Any]:
     """Requested, importable, and in effect for WORLD; how many groups were made since, how many of them are routed, what was lost."""
     import torch.distributed.distributed_c10d as module
@@ -107,14 +116,14 @@ def describe() -> dict[str, Any]:
     c10d: Any = module
     reason, why = unimportable()
     world = c10d._world.default_pg
-    effective = world is not None and is_routed(world)
-    if not reason and not effective:
+    routed = effective()
+    if not reason and not routed:
         reason = IGNORED if hasattr(c10d, "_use_torchcomms_enabled") else UNKNOWN
         why = REASONS[reason]
     return {
         "requested": requested(),
         "importable": reason not in {MISSING, EMPTY, BROKEN},
-        "effective": effective,
+        "effective": routed,
         "backends": sorted({type(backend).__name__ for backend in backends(world)}) if world is not None else [],
         "groups": state.groups,
         "groups_effective": state.routed,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kit.routing import FLAG
+from kit.routing import FLAG, requested
 
 ROOT = Path(__file__).resolve().parents[1]
 STANDINS = ROOT / "tests" / "standins"
@@ -31,6 +31,15 @@ def package(folder: Path, version: str, code: str) -> None:
     about = folder / f"torchcomms-{version}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torchcomms\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize(("flag", "asked"), [("", False), ("0", False), ("1", True), ("true", True)])
+def test_the_flag_is_read_as_torch_reads_it(flag: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FLAG, flag)
+    assert requested() is asked
+    code = "import torch.distributed.config as config; print(bool(config.use_torchcomms))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(asked)
 
 
 def test_nothing_is_installed(tmp_path: Path) -> None:

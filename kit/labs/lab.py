@@ -24,7 +24,6 @@ from kit.results import Record, Run, create_run, runs_dir
 from kit.results.artefacts import SNAPSHOTS
 from kit.results.files import write_text
 from kit.results.tolerances import checked_tolerances
-from kit.routing import FLAG
 from kit.world import World
 from kit.world.several import Worlds
 
@@ -205,8 +204,8 @@ class Lab:
             "logs": self.dir / "logs",
             "observer": self._observer,
         }
-        if routed.wanted(self.config):
-            settings["env"] = {FLAG: "1"}
+        if env := routed.environment(self.config):
+            settings["env"] = env
         return Worlds(self._sizes, **settings) if len(self._sizes) > 1 else World(self._sizes[0], **settings)
 
     def _step(self) -> Stepped:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kit import routing
+from kit.errors import BadInput
 from kit.measure import Metric, PhaseMeter, provenance, pss
 from kit.measure.snapshot import History
 
@@ -85,6 +86,10 @@ def begin(
         config=load(config_type)(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}),
         fault=fault,
     )
+    if context.config.routing == "torch" and routing.effective():
+        raise BadInput(
+            f"routing=torch, and these ranks go through torchcomms: make the World without {routing.FLAG}, or ask for routing=torchcomms"
+        )
     about = provenance() if rank == 0 else None
     history = History(Path(snapshots) / f"rank{rank}.pickle") if snapshots else None
     _session = Session(context=context, phases=load(phases)(context), history=history)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
 from kit.results import Check, Measured, select
-from kit.routing import FLAG, REASONS
+from kit.routing import FLAG, REASONS, requested
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,6 +23,13 @@ AFTER = ("groups", "groups_effective", "options_lost")
 
 def wanted(config: LabConfig) -> bool:
     return config.routing == "torchcomms"
+
+
+def environment(config: LabConfig) -> dict[str, str]:
+    """What ranks need that this process has otherwise: nothing where the flag is neither wanted nor exported."""
+    if wanted(config):
+        return {FLAG: "1"}
+    return {FLAG: "0"} if requested() else {}
 
 
 def refuse_unrouted(world: World) -> None:

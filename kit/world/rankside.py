@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from kit.errors import KitError
+from kit.routing import requested
 from kit.world import agentside, cards, execute, processes
 from kit.world.channel import ChannelClosed, Link, Message, connect
 from kit.world.device import choose
@@ -102,7 +103,7 @@ class Rank:
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.set_device(self.device)
-        if os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS") == "1":
+        if requested():
             from kit.world import routing  # where it was not asked for it is not even loaded
 
             routing.install()

@@ -108,7 +108,18 @@ def test_a_world_that_is_given_must_have_been_started_for_it(standin: None, runs
         kit.run("smoke", world=plain, routing="torchcomms", **SMALL)
     with World(2, device="cpu", env={FLAG: "1"}) as routed:
         run = kit.run("smoke", world=routed, routing="torchcomms", **SMALL)
+        with pytest.raises(BadInput, match=f"routing=torch, and these ranks go through torchcomms: .*{FLAG}"):
+            kit.run("smoke", world=routed, **SMALL)
     assert run.verdict().passed
+
+
+def test_the_config_says_what_is_in_effect_whatever_is_exported(
+    standin: None, runs: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FLAG, "1")
+    with kit.lab("smoke", **SMALL) as lab:
+        lab.run()
+        assert lab.world.call("torchcomms:calls") == [[], []]
 
 
 def frame(**values: dict[int, float]) -> Any:
