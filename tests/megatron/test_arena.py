@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kit.megatron.tensors import streams
+from kit.megatron import tensors
+from kit.megatron.tensors import Mover, streams
 from kit.megatron.tensors.arena import Arena
 
 CUDA = torch.device("cuda", 0)
@@ -131,6 +132,31 @@ def test_copies_wait_for_what_was_begun_and_are_done_at_the_end(said):
         "side 0 is done",
         "side 1 is done",
     ]
+
+
+def test_copies_under_way_are_waited_for_where_one_fails(said):
+    source = torch.arange(4, dtype=torch.uint8)
+    pairs = [(torch.zeros(4, dtype=torch.uint8), source), (torch.zeros(3, dtype=torch.uint8), source)]
+    with pytest.raises(RuntimeError, match="must match the size"):
+        streams.copy(pairs, CUDA)
+    assert said[-2:] == ["side 0 is done", "side 1 is done"]
+
+
+def test_a_release_that_fails_leaves_every_tensor_where_it_is(monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no memory")
+
+    layer = torch.nn.Linear(8, 8)
+    weights = layer.weight.detach().clone()
+    mover = Mover([layer], torch.optim.SGD(layer.parameters()), torch.device("cpu"))
+    with monkeypatch.context() as failing:
+        failing.setattr(tensors, "transfer", full)
+        with pytest.raises(OSError, match="no memory"):
+            mover.release()
+    assert mover.away == ()
+    mover.release()
+    mover.close()
+    assert torch.equal(layer.weight, weights)
 
 
 def test_large_copies_are_cut_and_small_ones_are_not():

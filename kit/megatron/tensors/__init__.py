@@ -75,16 +75,17 @@ class Mover:
         before, start = memory(), time.perf_counter()
         fresh = self.arena.grow(room([item.size for item in items]))
         self._waiting = [(item, self.arena.reserve(item.size), item.storage.data_ptr()) for item in items]
+        try:
+            self._copy_out(fresh=fresh)
+        except BaseException:  # everything is where it was
+            self._waiting = []
+            self.arena.clear()
+            raise
+        for item in items:
+            item.storage.resize_(0)
         if self.device.type == "cpu":
-            moves = [Move(self.arena.address(offset), address, item.size) for item, offset, address in self._waiting]
-            transfer(moves, fresh=fresh, threads=workers())
-            for item in items:
-                item.storage.resize_(0)
             trim()
         else:
-            streams.copy(((place, flat) for flat, place in self._pairs()), self.device)
-            for item in items:
-                item.storage.resize_(0)
             torch.cuda.empty_cache()
         return self._stats(items, before, time.perf_counter() - start)
 
@@ -106,6 +107,13 @@ class Mover:
         self._waiting = []
         self.arena.clear()
         return self._stats(items, before, time.perf_counter() - start) | {"addresses_changed": moved}
+
+    def _copy_out(self, *, fresh: bool) -> None:
+        if self.device.type == "cpu":
+            moves = [Move(self.arena.address(offset), address, item.size) for item, offset, address in self._waiting]
+            transfer(moves, fresh=fresh, threads=workers())
+        else:
+            streams.copy(((place, flat) for flat, place in self._pairs()), self.device)
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What waits, as it lies on the device and in the arena."""

@@ -28,11 +28,13 @@ def copy(pairs: Iterable[Pair], device: torch.device) -> None:
     ready = current.record_event()
     for stream in streams:
         stream.wait_event(ready)
-    for (target, source), stream in zip(pieces(pairs), itertools.cycle(streams), strict=False):
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-    for stream in streams:
-        stream.synchronize()
+    try:
+        for (target, source), stream in zip(pieces(pairs), itertools.cycle(streams), strict=False):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+    finally:  # where a copy cannot be begun, those before it are under way
+        for stream in streams:
+            stream.synchronize()
 
 
 def pieces(pairs: Iterable[Pair], size: int = PIECE) -> Iterator[Pair]:
