@@ -21,9 +21,8 @@ from kit.sync.layout import Key, Layout, Spec, dtype_name
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-HOT = (
-    2**19
-)  # the C library copies pieces below a MiB through the processor's cache, whatever its threshold for what goes past it
+# The C library copies pieces below a MiB through the processor's cache, whatever its threshold for what goes past it.
+HOT = 2**19
 
 
 class View(NamedTuple):

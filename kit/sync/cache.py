@@ -93,13 +93,18 @@ class Cache:
         self._check_room()
 
     @property
-    def copies(self) -> int:
-        """Whole models that are in memory for this cache, kept memory included."""
+    def blocks(self) -> int:
+        """Segments that this cache has, kept memory included."""
         return sum(place.segment is not None for place in [*self._places.values(), *self._spare])
 
     @property
+    def copies(self) -> int:
+        """Whole models that are in memory for this cache, kept memory included."""
+        return 0 if self.slots else self.blocks
+
+    @property
     def nbytes(self) -> int:
-        return self.copies * self._size
+        return self.blocks * self._size
 
     @contextlib.contextmanager
     def held(self, purpose: str, timeout_s: float | None = None) -> Iterator[None]:

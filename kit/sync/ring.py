@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from kit.sync.layout import Key, Layout
 
 SLOTS = 2  # one is packed while the other is applied; measured: more do not help, and fill the processor's cache
-LARGEST = (
-    4 * 2**20
-)  # for a bucket; measured: smaller ones cost more messages, of larger ones less is still in the cache
+# For a bucket. Measured: smaller ones cost more messages, of larger ones less is still in the cache.
+LARGEST = 4 * 2**20
 
 
 class Ring(Cache):

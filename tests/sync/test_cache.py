@@ -68,7 +68,7 @@ def test_versions_come_and_go_by_the_rule(make, keep):
         assert held(cache, version - 1) == [version - 1] * 6
         cache.activate(version)
         assert (cache.latest, cache.active, cache.copies) == (version, version, 2 if keep else 1)
-        assert segments() - before == cache.copies
+        assert segments() - before == cache.blocks
         with pytest.raises(BadInput, match=rf"no copy of version {version - 1}: there are \[{version}\]"):
             cache.segment(version - 1)
     assert cache.nbytes == cache.copies * 3 * 4096

@@ -57,6 +57,7 @@ def test_versions_arrive_through_memory_for_a_few_buckets(sender: Sender, transp
         places.add(sender.cache.segment(version).tensor.data_ptr())
     assert len(LAYOUT.buckets) > slots
     assert sender.cache.nbytes == slots * 4096
+    assert sender.cache.copies == report.copies == 0  # a ring has no whole model
     assert len(places) == 1
 
 

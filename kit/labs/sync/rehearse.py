@@ -46,7 +46,7 @@ def trainer(side: Trainer) -> None:
         return
     sender, targets = side.sender, side.targets(sleeping=False)
     found = {"accepted": accepted(side), "unnamed": 0, "kept_version": 0, "left_segments": 0, "left_groups": 0}
-    groups, held = len(pg_map()), segments() - side.cache.copies
+    groups, held = len(pg_map()), segments() - side.cache.blocks
     for scene in scenes(side.config):
         version = sender.version
         error = failed(functools.partial(sender.sync, version + 1, targets, side.gather))
@@ -57,7 +57,7 @@ def trainer(side: Trainer) -> None:
             print(f"rehearse: the error of '{scene}' names too little: {error}")
         found["unnamed"] += not named
         found["kept_version"] += sender.version != version
-        found["left_segments"] += max(0, segments() - side.cache.copies - held)
+        found["left_segments"] += max(0, segments() - side.cache.blocks - held)
         found["left_groups"] += max(0, len(pg_map()) - groups)
     version = sender.version
     report = sender.sync(version + 1, targets, side.gather)

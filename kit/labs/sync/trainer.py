@@ -204,7 +204,7 @@ class Trainer(Side):
         return report
 
     def count(self, own: int = 0) -> None:
-        super().count(own + (self.cache.copies if self.sends else 0))
+        super().count(own + (self.cache.blocks if self.sends else 0))
 
 
 def memory_of(config: Any, tensors: dict[Key, torch.Tensor], fault: str | None) -> Cache:

@@ -187,10 +187,10 @@ def process(folder: Path, meeting: str, who: str, transport: str, dies: str) -> 
             sender = sender_of(listener, Doomed if dies == "sender" else Sender, transport=transport, timeout_s=20.0)
             targets = [target(name) for name in ("receiver 1", "receiver 2")]
             sender.sync(1, targets, lambda: tensors(1))
-            kept = sender.cache.copies
+            kept = sender.cache.blocks
             before, began = held(), time.monotonic()
             error = raised(lambda: sender.sync(2, targets, lambda: tensors(2)))
-            before["segments"] += sender.cache.copies - kept
+            before["segments"] += sender.cache.blocks - kept
             gave = {"version": sender.version, "copies": sender.cache.copies}
     else:
         end = time.monotonic() + 30
