@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kit import results
+from kit.bench import routing
 from kit.bench.routing import NUMBERS, PHASES, QUICK, main
 from tests.test_routing import STANDINS
 
@@ -24,8 +28,39 @@ def test_numbers_are_the_same_and_times_are_told(monkeypatch: pytest.MonkeyPatch
     assert main(True, QUICK) == 0
     rows = told(capsys)
     assert (rows[NUMBERS]["median"], rows[NUMBERS]["met"]) == (0.0, True)
-    assert rows[NUMBERS]["note"] == "10 numbers in each turn"
+    assert rows[NUMBERS]["note"] == "10 numbers in each turn; turns: 1"
     assert all(rows[f"{phase}, time on over off"]["median"] > 0 for phase in PHASES)
+
+
+class MadeUp:
+    """Stands in for a run: what it says of its routing."""
+
+    def __init__(self, *, routed: bool) -> None:
+        self.routed = routed
+
+    def verdict(self) -> list[Any]:
+        return [types.SimpleNamespace(check="routing_effective", passed=self.routed, why="rank 1: 3 of 4 groups")]
+
+
+@pytest.mark.parametrize(
+    ("routed", "seen", "told"),
+    [
+        (True, [(10, 0), (10, 2), (10, 0)], (2.0, False, "10 numbers in each turn; turns: 3")),
+        (True, [(10, 0)] * 3, (0.0, True, "10 numbers in each turn; turns: 3")),
+        (True, [(0, 0)] * 3, (None, None, "not measured: the runs came to no number that could be compared")),
+        (False, [(10, 0)] * 3, (None, None, "not measured: rank 1: 3 of 4 groups")),
+    ],
+)
+def test_one_turn_that_differs_is_enough(
+    routed: bool, seen: list[tuple[int, int]], told: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    turns = iter(seen)
+    monkeypatch.setattr(routing, "once", lambda *_: MadeUp(routed=routed))
+    monkeypatch.setattr(routing, "seconds", lambda *_: 1.0)
+    monkeypatch.setattr(results, "outcomes", lambda *_: next(turns))
+    rows = routing.side_by_side(tmp_path, routing.Sizes(turns=3))
+    assert rows[0].what == NUMBERS
+    assert (rows[0].median, rows[0].met, rows[0].note) == told
 
 
 def test_where_it_is_not_in_effect_the_rows_say_why(capsys: Any) -> None:
