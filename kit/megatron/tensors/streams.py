@@ -1,8 +1,8 @@
 """Copies between a card and pinned host memory, by pieces on streams of their own.
 
 Small tensors follow each other without a gap, since while one stream's copy ends the next one's has begun; large ones are cut, so that
-no stream is left with most of the bytes. What the current stream has still to do is waited for first, and every copy is done at the
-end: nothing is left for the caller to order. Has not run on a card yet.
+no stream is left with most of the bytes. What any stream of the card has still to do is waited for first, and every copy is
+done at the end: nothing is left for the caller to order. Has not run on a card yet.
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ STREAMS = 2
 
 def copy(pairs: Iterable[Pair], device: torch.device) -> None:
     """Copy each second to its first. One end of a pair is on the device, the other pinned."""
-    current = torch.cuda.current_stream(device)
+    torch.cuda.synchronize(device)
     streams = [torch.cuda.Stream(device) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
-    ready = current.record_event()
-    for stream in streams:
-        stream.wait_event(ready)
     try:
         for (target, source), stream in zip(pieces(pairs), itertools.cycle(streams), strict=False):
             with torch.cuda.stream(stream):
