@@ -48,8 +48,8 @@ class Watched:
         live = megatron_groups()
         self.facts = {facts["name"]: facts for facts in map(describe, live)}
         self.members = membership()
-        # A handle is the kit's own stand-in and keeps nothing; a plain group must not live on because of this list.
-        self.handles = [(describe(g), g if isinstance(g, Handle) else weakref.ref(g)) for g in live]
+        # Handles too: one that nobody has emptied, as in `manual`, holds its group, which must not live on because of this list.
+        self.handles = [(describe(g), weakref.ref(g)) for g in live]
         self.inner = [(name, one) for name, one in births.made if name in self.facts]
 
     def alive(self) -> list[str]:
@@ -61,7 +61,7 @@ class Watched:
         `but_kept`: not those that were left as they are, on purpose."""
         usable = []
         for facts, held in self.handles:
-            group = held() if isinstance(held, weakref.ref) else held
+            group = held()
             if group is None:
                 continue  # nobody can use what is gone
             if but_kept and isinstance(group, Handle) and group.kit_inner is not None:
