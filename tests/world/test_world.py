@@ -17,6 +17,7 @@ import pytest
 
 from kit.errors import BadInput, KitError, RankError
 from kit.world import World, leftovers
+from kit.world.asked import check_call
 from kit.world.capacity import GPU_DRIVERS
 
 
@@ -329,6 +330,12 @@ def test_bad_input_is_one_sentence_before_anything_starts(
     assert "\n" not in str(info.value)
 
 
+@pytest.mark.parametrize("target", ["math", "math:", ":sqrt", print])
+def test_a_function_is_called_by_its_name(target: Any) -> None:
+    with pytest.raises(BadInput, match="a function is named 'package.module:function', not"):
+        check_call(target, {})
+
+
 @pytest.mark.skipif(any(path.exists() for path in GPU_DRIVERS), reason="this machine has a GPU driver")
 def test_cuda_without_a_driver_is_refused() -> None:
     with pytest.raises(BadInput, match="needs a GPU driver"):
@@ -346,6 +353,17 @@ def test_what_torch_leaves_in_shared_memory_goes_with_its_rank(tmp_path: Path, n
             one.restart()
             assert not left.exists()
         one.run(make)
+
+
+def test_what_cannot_be_removed_from_shared_memory_keeps_nobody_from_ending() -> None:
+    """In a /dev/shm that containers share a file of the name may be another user's; here it is a folder."""
+    name = Path(f"/dev/shm/torch_{os.getpid()}_0")
+    name.mkdir()
+    try:
+        leftovers.forget_shared([os.getpid()])
+        assert name.exists()
+    finally:
+        name.rmdir()
 
 
 def test_env_reaches_the_ranks_and_the_notebooks_plotting_backend_does_not(
