@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     headless.add_argument("--to", metavar="FILE", type=Path, help=".ipynb or .html; without it one beside the runs")
     add("faults", faults, "the known bugs that can be switched on").add_argument("--json", action="store_true")
     measured = add("bench", bench, "side-by-side measurements")
-    measured.add_argument("name", metavar="NAME")
+    measured.add_argument("name", metavar="NAME", help=f"one of {', '.join(benches())}")
     measured.add_argument("--json", action="store_true", help="print one JSON object last")
     measured.add_argument("--quick", action="store_true", help="less of each, in a minute or two")
     recorded = add("reference", reference, "every lab and bench at this box's sizes, resumable")

@@ -96,7 +96,10 @@ def make(out: Path, *, parts: Sequence[Part] | None = None, say: Callable[[str],
     """Run what is not there yet. Ends with the worst of what parts ended with: 0, 1 or 3; what this box refuses is no failure."""
     if out.exists() and not out.is_dir():
         raise BadInput(f"{out} is a file: name a folder for the reference")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"cannot make a folder at {out}: {error.strerror}") from error
     if parts is None:
         parts = sizes_here(out)
     for number, part in enumerate(parts, start=1):

@@ -105,7 +105,13 @@ class Field:
         return " ".join(filter(None, [words, self.option.range(), "or null" if self.optional else ""]))
 
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    tuple[int, ...]: "a list of whole numbers, such as [1, 2]",
+}
 
 
 def fields(config: type) -> list[Field]:

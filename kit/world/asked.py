@@ -42,7 +42,7 @@ def check_chosen(ranks: Sequence[int] | None, everyone: range) -> list[int]:
 
 def check_call(target: str, arguments: Mapping[str, Any]) -> str:
     """The function's name in `package.module:function`, if it can be asked for with these arguments."""
-    module, colon, function = target.partition(":")
+    module, colon, function = target.partition(":") if isinstance(target, str) else ("", "", "")
     if not (colon and module and function):
         raise BadInput(f"a function is named 'package.module:function', not {target!r}")
     try:

@@ -87,6 +87,8 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(BadInput, match="is a file: name a folder for the reference"):
         make(tmp_path / "taken", parts=())
+    with pytest.raises(BadInput, match=r"cannot make a folder at .*: Not a directory"):
+        make(tmp_path / "taken" / "below", parts=())
 
 
 @pytest.mark.parametrize("parts", [ON_CPU, ON_CARDS], ids=["host", "cards"])

@@ -117,10 +117,8 @@ def test_the_ways_in_common_use(offload: Offload, mode: str) -> None:
 
 def test_the_lab_keeps_no_group_that_it_watches(offload: Offload) -> None:
     alive = of(offload(mode="manual", cycles=2), "idle", "old_groups_alive")
-    assert alive[2:] == [
-        6.0,
-        6.0,
-    ]  # two ranks, cycle 2: the three gloo groups of each cycle that manual loses, and no other
+    # Two ranks, cycle 2: the three gloo groups of each cycle that manual loses, and no other.
+    assert alive[2:] == [6.0, 6.0]
 
 
 GRID = [

@@ -20,6 +20,7 @@ EXPERTS = {"experts": 4, "reduce": "mean"}
         ({"chunks": []}, "chunks is empty: name at least one way to cut a step"),
         ({"chunks": [1, 11]}, "chunks: 11 calls cannot share 10 microbatches; give 1 to 10, or 0 for all"),
         ({"chunks": [-1]}, "chunks: -1 calls cannot share 10 microbatches"),
+        ({"chunks": "x"}, r"chunks must be a list of whole numbers, such as \[1, 2\], not 'x'"),
         ({"chunks": [2, 2]}, r"chunks names a number twice: \[2, 2\]"),
         ({"tp": 3}, "tp=3 does not divide 4 heads"),
         ({"tp": 2, "ranks": 3}, "tp\\*pp=2 does not divide 3 ranks"),
