@@ -332,7 +332,7 @@ def test_bad_input_is_one_sentence_before_anything_starts(
 
 @pytest.mark.parametrize("target", ["math", "math:", ":sqrt", print])
 def test_a_function_is_called_by_its_name(target: Any) -> None:
-    with pytest.raises(BadInput, match="a function is named 'package.module:function', not"):
+    with pytest.raises(BadInput, match=r"a function is named 'package\.module:function', not"):
         check_call(target, {})
 
 
