@@ -21,6 +21,8 @@ from kit.view.plots import Picture
 from kit.view.style import LINES, MARKERS, THEMES, theme
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from matplotlib.axes import Axes
 
     from kit.view.style import Theme
@@ -89,16 +91,17 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m kit.view.growth", description="Draw how the cost of a sync grows.")
-    parser.add_argument("bench", type=Path, help="what `kit bench sync --json` wrote")
+def draw(bench: str, plot: Callable[..., Picture], stem: str) -> None:
+    """A module's command line: one picture for light and one for dark pages, of what a bench wrote."""
+    parser = argparse.ArgumentParser(description=f"Draw what `kit bench {bench}` measured.")
+    parser.add_argument("bench", type=Path, help=f"what `kit bench {bench} --json` wrote")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), help="the folder for the pictures")
     arguments = parser.parse_args()
-    bench = read(arguments.bench)
+    told = read(arguments.bench)
     for theme_name in THEMES:
         suffix = "" if theme_name == "light" else f"-{theme_name}"
-        print(plot_growth(bench, theme_name=theme_name).save(arguments.out / f"sync-growth{suffix}.png"))
+        print(plot(told, theme_name=theme_name).save(arguments.out / f"{stem}{suffix}.png"))
 
 
 if __name__ == "__main__":
-    main()
+    draw("sync", plot_growth, "sync-growth")

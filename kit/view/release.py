@@ -6,10 +6,8 @@ greatest sample.
 
 from __future__ import annotations
 
-import argparse
 import re
 import textwrap
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -18,9 +16,9 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from kit.errors import BadInput
-from kit.view.growth import read
+from kit.view.growth import draw
 from kit.view.plots import Picture
-from kit.view.style import LINES, MARKERS, THEMES, theme
+from kit.view.style import LINES, MARKERS, theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,13 +26,8 @@ if TYPE_CHECKING:
     from kit.view.style import Theme
 
 ROW = re.compile(r"(\d+) groups a rank, (\d+) ranks: (.+)")
-WAYS = (
-    "exact",
-    "abort",
-    "manual",
-    "official",
-    "suspend",
-)  # each keeps its colour and shape, whichever of them were measured
+# Each keeps its colour and shape, whichever of them were measured.
+WAYS = ("exact", "abort", "manual", "official", "suspend")
 TIMES = {
     "release": "Time to release",
     "back": "Time to come back",
@@ -169,18 +162,5 @@ def aside(bench: dict[str, Any], ranks: int) -> str:
     return "\n".join(textwrap.shorten(line, 170, placeholder=" ...") for line in sorted(lines))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m kit.view.release", description="Draw ways of releasing side by side."
-    )
-    parser.add_argument("bench", type=Path, help="what `kit bench release --json` wrote")
-    parser.add_argument("--out", type=Path, default=Path("docs/images"), help="the folder for the pictures")
-    arguments = parser.parse_args()
-    bench = read(arguments.bench)
-    for theme_name in THEMES:
-        suffix = "" if theme_name == "light" else f"-{theme_name}"
-        print(plot_release(bench, theme_name=theme_name).save(arguments.out / f"release-ways{suffix}.png"))
-
-
 if __name__ == "__main__":
-    main()
+    draw("release", plot_release, "release-ways")
