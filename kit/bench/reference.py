@@ -153,10 +153,9 @@ def perform(out: Path, part: Part) -> dict[str, Any]:
     }
     if part.lab and (folder / "run.json").exists():
         told |= of_run(out, part, folder)
-    elif printed.rstrip().endswith("}"):  # also of one that was interrupted: what it had measured
-        *lines, last = printed.strip().splitlines()
-        told |= json.loads(last)
-        write_text(out / f"{part.name}.txt", "\n".join(lines).rstrip() + "\n")
+    elif rows := rows_of(printed):  # also of one that was interrupted: what it had measured
+        told |= rows
+        write_text(out / f"{part.name}.txt", printed.strip().rpartition("\n")[0].rstrip() + "\n")
     write_json(out / f"{part.name}.json", told)
     return told
 
@@ -188,6 +187,15 @@ def finish(command: Sequence[str], most_s: float) -> tuple[int, str, str]:
     return process.returncode, printed, (said.strip().splitlines() or [""])[0] if wrong else ""
 
 
+def rows_of(printed: str) -> dict[str, Any]:
+    """What a bench said in its last line; nothing where it came to none."""
+    try:
+        said = json.loads(printed.strip().rpartition("\n")[2])
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
 def of_run(out: Path, part: Part, folder: Path) -> dict[str, Any]:
     """What is kept of a lab's run beside the run itself."""
     from kit.public import load
@@ -211,12 +219,14 @@ def medians(run: Run) -> list[dict[str, Any]]:
 def through(out: Path, part: Part) -> bool:
     """Whether it is there, and did not break."""
     path = out / f"{part.name}.json"
-    return path.exists() and read_json(path)["exit"] in SETTLED
+    return path.exists() and read_json(path).get("exit") in SETTLED
 
 
 def summarise(out: Path, parts: Sequence[Part]) -> None:
     """The folder in a page, from its files."""
-    told = [read_json(path) for part in parts if (path := out / f"{part.name}.json").exists()]
+    told = [
+        one for part in parts if (path := out / f"{part.name}.json").exists() and "exit" in (one := read_json(path))
+    ]
     provenance = next((one["provenance"] for one in told if "provenance" in one), None)
     lines = [f"# Reference: {out.name}", ""]
     lines += [machine(provenance), ""] if provenance else []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kit.bench import reference
-from kit.bench.reference import ON_CARDS, ON_CPU, bench, lab, make, short_of, sizes_here
+from kit.bench.reference import ON_CARDS, ON_CPU, bench, lab, make, short_of, sizes_here, summarise, through
 from kit.cli import benches
 from kit.errors import BadInput
 from kit.labs.configure import validate
@@ -141,6 +141,22 @@ def test_what_a_bench_measured_before_its_time_was_over_is_kept(tmp_path, monkey
     kept = read_json(tmp_path / "bench-sync.json")
     assert (kept["rows"], kept["exit"], kept["state"]) == (rows, 3, "broke")
     assert (tmp_path / "bench-sync.txt").read_text() == "what  who\nslow  kit\n"
+
+
+def test_a_bench_that_ends_in_the_middle_has_no_rows(tmp_path, monkeypatch) -> None:
+    """How it ends is made up."""
+    monkeypatch.setattr(reference, "finish", lambda *_: (3, "what\n{oh}", "died"))
+    reference.perform(tmp_path, bench("sync"))
+    kept = read_json(tmp_path / "bench-sync.json")
+    assert (kept["exit"], kept["complaint"]) == (3, "died")
+    assert "rows" not in kept
+
+
+def test_what_was_recorded_by_hand_is_recorded_anew(tmp_path) -> None:
+    (tmp_path / "bench-sync.json").write_text(json.dumps({"bench": "sync", "rows": []}))
+    assert not through(tmp_path, bench("sync"))
+    summarise(tmp_path, [bench("sync")])
+    assert "Not there yet" not in (tmp_path / "README.md").read_text()
 
 
 def test_names_are_those_of_files() -> None:
