@@ -185,17 +185,20 @@ def compare(args: argparse.Namespace) -> int:
     from kit.public import load
     from kit.results import compare as compared
     from kit.results import outcomes
+    from kit.results.compare import settings
 
     runs = [load(path) for path in args.dirs]
     labs = list(dict.fromkeys(run.lab for run in runs))
     if len(labs) > 1:
         print(f"note: these are runs of different labs: {', '.join(labs)}")
+    elif apart := settings(runs):
+        print("; ".join(f"{name}: {' / '.join(map(str, values))}" for name, values in apart.items()))
     table = compared(runs)
     same = ["base_run", "run"] if len(runs) == 2 else ["base_run"]
     print(", ".join(f"{name} {table[name].iloc[0]}" for name in same if len(table)))
     for other in runs[1:]:
         count, differ = outcomes(runs[0], other)
-        if count:
+        if count and other.lab == runs[0].lab:
             print(f"{other.id}: {count} losses, gradient norms and digests, {differ} of them not exactly the same")
     print(table.drop(columns=same).head(COMPARED_ROWS).to_string(index=False))
     if len(table) > COMPARED_ROWS:

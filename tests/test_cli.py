@@ -218,14 +218,17 @@ def test_a_fault_of_the_kit_itself_is_no_failed_check(cli: Cli, tmp_path: Path) 
 @pytest.mark.slow
 def test_comparing_runs_of_different_labs_says_so(cli: Cli, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "two")]
-    for folder in folders:
-        cli("run", "smoke", "--set", "cycles=1", "--out", folder)
+    for number, folder in enumerate(folders, start=1):
+        cli("run", "smoke", "--set", f"cycles={number}", "--out", folder)
     out, _ = cli("compare", *folders)
+    assert out.splitlines()[0] == "cycles: 1 / 2"
     assert "note:" not in out
+    assert "digests" in out
     info = json.loads((folders[1] / "run.json").read_text())
     (folders[1] / "run.json").write_text(json.dumps({**info, "lab": "mine"}))
     out, _ = cli("compare", *folders)
     assert "note: these are runs of different labs: smoke, mine" in out
+    assert "digests" not in out
 
 
 def test_a_run_that_breaks(cli: Cli, tmp_path: Path) -> None:

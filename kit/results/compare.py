@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import pandas as pd
 
@@ -52,6 +52,14 @@ def compare(runs: Sequence[Run]) -> pd.DataFrame:
     order = table.assign(_weight=weight, _single=table["found_in"] != "both")
     order = order.sort_values(["_single", "_weight", *KEYS], ascending=[True, False, True, True, True, True])
     return order[COLUMNS].reset_index(drop=True)
+
+
+def settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """The settings in which the runs differ, by name: what each of them had."""
+    configs: list[Mapping[str, Any]] = [{**run.config, "fault": run.fault, "lab": run.lab} for run in runs]
+    names = list(dict.fromkeys(name for config in configs for name in config))
+    found = {name: [config.get(name) for config in configs] for name in names}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 
 def outcomes(base: Run, run: Run) -> tuple[int, int]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -146,14 +146,6 @@ def quantity(value: float, unit: str) -> str:
 
 def named(run: Run) -> str:
     return run.id + (f", fault {run.fault}" if run.fault else "")
-
-
-def settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The settings in which the runs differ, by name: what each of them had."""
-    configs: list[Mapping[str, Any]] = [{**run.config, "fault": run.fault, "lab": run.lab} for run in runs]
-    names = list(dict.fromkeys(name for config in configs for name in config))
-    found = {name: [config.get(name) for config in configs] for name in names}
-    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 
 def nothing(runs: Sequence[Run], look: Theme) -> Picture:

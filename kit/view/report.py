@@ -23,8 +23,9 @@ from kit.labs.discover import checks_of
 from kit.labs.stepped import show
 from kit.results import read_verdict
 from kit.results.artefacts import memory_snapshots
+from kit.results.compare import settings
 from kit.results.files import to_json, write_text
-from kit.view.against import plot_against, settings
+from kit.view.against import plot_against
 from kit.view.plots import plot_run
 from kit.view.report_tables import compared, tables
 from kit.view.style import THEMES

@@ -13,7 +13,8 @@ import ipywidgets as widgets
 from kit.errors import KitError
 from kit.labs.discover import checks_of
 from kit.results import Run, compare, list_runs, runs_dir
-from kit.view.against import plot_against, settings
+from kit.results.compare import settings
+from kit.view.against import plot_against
 from kit.view.inline import SHEET, inline
 from kit.view.panel import look
 from kit.view.panel.grid import Grid
