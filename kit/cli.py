@@ -89,7 +89,9 @@ def parser() -> argparse.ArgumentParser:
         help="a parameter of the notebook; may be repeated",
     )  # fmt: skip
     headless.add_argument("--to", metavar="FILE", type=Path, help=".ipynb or .html; without it one beside the runs")
-    add("faults", faults, "the known bugs that can be switched on").add_argument("--json", action="store_true")
+    known = add("faults", faults, "the known bugs that can be switched on")
+    known.add_argument("lab", metavar="LAB", nargs="?", help="of one lab alone")
+    known.add_argument("--json", action="store_true")
     measured = add("bench", bench, "side-by-side measurements")
     measured.add_argument("name", metavar="NAME", help=f"one of {', '.join(benches())}")
     measured.add_argument("--json", action="store_true", help="print one JSON object last")
@@ -245,7 +247,7 @@ def save(write: Callable[[], Path]) -> int:
 
 
 def faults(args: argparse.Namespace) -> int:
-    from kit.labs.discover import discover
+    from kit.labs.discover import discover, find
 
     rows = [
         {
@@ -257,7 +259,7 @@ def faults(args: argparse.Namespace) -> int:
             "set": dict(fault.set),
             "devices": list(fault.devices),
         }
-        for lab in discover().labs.values()
+        for lab in ([find(args.lab)] if args.lab else discover().labs.values())
         for fault in lab.faults
     ]
     if args.json:

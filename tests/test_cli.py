@@ -106,6 +106,9 @@ def test_labs_and_faults(cli: Cli) -> None:
     assert all(set(row) == {"lab", "name", "breaks", "check", "exit", "set", "devices"} for row in rows)
     assert {row["name"] for row in rows} >= {"leaked-group", "wrong-sum"}
     assert "groups_return_to_baseline" in cli("faults")[0]
+    of_one, _ = cli("faults", "smoke", "--json")
+    assert [one["lab"] for one in json.loads(of_one)] == ["smoke"] * 2
+    assert "there is no lab 'smok'" in cli.sentence("faults", "smok")
 
 
 def test_a_run_and_what_is_made_of_it(cli: Cli, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def start(notebook: nbformat.NotebookNode, runs: Path) -> None:
 
 def offload_reload(notebook: nbformat.NotebookNode, runs: Path) -> None:
     panel(notebook, "offload")
+    recorded(notebook)
     assert "train, cycle 1" in text(notebook, "build")
     assert "21 → 1" in text(notebook, "release")
     assert "1 → 21" in text(notebook, "reload")

@@ -6,7 +6,7 @@ its implementation or its mode, whichever sets it apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -18,6 +18,7 @@ from kit.view.cycles import COUNTS, cycle_axis, rows_of
 from kit.view.drawings import counted
 from kit.view.offload import OURS
 from kit.view.plots import Picture
+from kit.view.release import WAYS
 from kit.view.steps import Steps, steps
 from kit.view.style import MARKERS, Theme, theme
 
@@ -56,6 +57,14 @@ def name(run: Run) -> str:
     return run.fault or (own.rpartition(":")[2] if not own.startswith(OURS) else str(run.config["mode"]))
 
 
+def numbered(ways: Iterable[str]) -> dict[str, int]:
+    """Numbers for colours and shapes: a mode has its own, as in the picture of the bench; others take what is free."""
+    shown = list(ways)
+    free = [index for index in range(len(WAYS) + len(shown)) if index >= len(WAYS) or WAYS[index] not in shown]
+    others = [way for way in shown if way not in WAYS]
+    return {**{way: WAYS.index(way) for way in shown if way in WAYS}, **dict(zip(others, free, strict=False))}
+
+
 def draw(picture: Picture, seen: Mapping[str, Steps], verdicts: Mapping[str, Verdict], look: Theme) -> None:
     counts = [metric for metric in COUNTS if all(metric in one.metrics() for one in seen.values())]
     table = telling(verdicts)
@@ -76,13 +85,21 @@ def draw(picture: Picture, seen: Mapping[str, Steps], verdicts: Mapping[str, Ver
 
 def left_behind(ax: Axes, seen: Mapping[str, Steps], metric: str, look: Theme) -> None:
     """More than a process without the job has, while released: the worst rank of each cycle."""
-    for index, (way, one) in enumerate(seen.items()):
+    numbers = numbered(seen)
+    for way, one in seen.items():
+        index = numbers[way]
         size = 5.5 + 1.2 * (len(seen) - 1 - index)  # those below stay in sight where ways are alike
         base = rows_of(one, "baseline", metric).set_index("rank")["value"]
         rows = rows_of(one, "idle", metric)
         more = rows.assign(value=rows["value"] - rows["rank"].map(base)).groupby("cycle")["value"].max()
         ax.plot(
-            more.index, more, marker=MARKERS[index], color=look.colour(index), linewidth=1.4, markersize=size, label=way
+            more.index,
+            more,
+            marker=MARKERS[index % len(MARKERS)],
+            color=look.colour(index),
+            linewidth=1.4,
+            markersize=size,
+            label=way,
         )
     low, high = ax.get_ylim()
     ax.set_ylim(min(low, -1), max(high, 4) * 1.05)
@@ -94,15 +111,16 @@ def left_behind(ax: Axes, seen: Mapping[str, Steps], metric: str, look: Theme) -
 
 def group_times(ax: Axes, seen: Mapping[str, Steps], look: Theme) -> None:
     """What the code under test says its groups took: a point per rank and cycle, a tick at the median."""
-    numbers = set()
-    for index, one in enumerate(seen.values()):
+    counts, numbers = set(), numbered(seen)
+    for index, (way, one) in enumerate(seen.items()):
+        marker, colour = MARKERS[numbers[way] % len(MARKERS)], look.colour(numbers[way])
         for place, phase in enumerate(PARTS):
             found = rows_of(one, phase, "groups_seconds")["value"] * 1e3
             if found.empty:
                 continue
-            numbers.add(len(found))
+            counts.add(len(found))
             x = place + (index - (len(seen) - 1) / 2) * min(0.22, 0.8 / len(seen))
-            ax.plot([x] * len(found), found, MARKERS[index], color=look.colour(index), markersize=5, alpha=0.75)
+            ax.plot([x] * len(found), found, marker, color=colour, markersize=5, alpha=0.75)
             ax.plot(x, found.median(), "_", color=look.ink, markersize=14, markeredgewidth=1.6)
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -110,7 +128,7 @@ def group_times(ax: Axes, seen: Mapping[str, Steps], look: Theme) -> None:
     ax.set_xticks(range(len(PARTS)), list(PARTS.values()))
     ax.set_xlim(-0.6, len(PARTS) - 0.4)
     ax.set_ylabel("time [ms]")
-    ax.set_title(f"Cost of groups (n = {', '.join(str(number) for number in sorted(numbers))} each, median)")
+    ax.set_title(f"Cost of groups (n = {', '.join(str(number) for number in sorted(counts))} each, median)")
 
 
 def telling(verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, VerdictRow]]:
@@ -140,8 +158,9 @@ def checks(
         ax.text(x, 1 - (line + 0.5) / lines, text, va="center", transform=ax.transAxes, **{"fontsize": 8.5, **how})
 
     write(0.06, 0, "Checks", fontweight="bold", fontsize=10)
-    for index, (way, x) in enumerate(where.items()):
-        write(x, 0, way, ha="center", fontweight="bold", color=look.colour(index))
+    numbers = numbered(where)
+    for way, x in where.items():
+        write(x, 0, way, ha="center", fontweight="bold", color=look.colour(numbers[way]))
     for line, (check, ways) in enumerate(table.items(), start=1):
         write(0.06, line, check)
         for way, row in ways.items():

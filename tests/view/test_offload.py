@@ -9,7 +9,7 @@ import pytest
 
 from kit.errors import BadInput
 from kit.results import Record, Verdict, VerdictRow, create_run, load
-from kit.view.modes import plot_modes
+from kit.view.modes import WAYS, numbered, plot_modes
 from kit.view.plots import plot_run
 from kit.view.steps import steps
 from kit.view.style import THEMES
@@ -208,3 +208,9 @@ def test_modes_need_runs_that_can_be_told_apart(make_run, make_offload):
         plot_modes([make_offload(), make_run()])
     with pytest.raises(BadInput, match="two of these runs are of the same way; there are exact"):
         plot_modes([make_offload(), make_offload()])
+
+
+def test_a_mode_has_its_own_colour_whichever_are_shown():
+    assert numbered(["exact", "official"]) == {"exact": 0, "official": 3}
+    assert numbered(["manual", "mine", "kept-handle"]) == {"manual": 2, "mine": 0, "kept-handle": 1}
+    assert len(set(numbered([*WAYS, "one", "two"]).values())) == len(WAYS) + 2
