@@ -51,6 +51,7 @@ def test_a_small_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
         over = named(f"{here}: shm, time over memcpy's")
         assert (over["limit"], over["n"]) == (pytest.approx(limit), 2)
         assert over["median"] == pytest.approx(1 / float(over["note"].split()[0]), rel=0.5, abs=0.5)
+        assert named(f"{here}: shm, by way of the cache, time over memcpy's")["limit"] is None
         floor = named(f"{here}: a copy on each end at once, time over memcpy's")
         assert (floor["limit"], floor["n"], floor["who"]) == (None, 2, "memcpy")
         assert named(f"{here}: shm over the best by a group")["limit"] == 0.25

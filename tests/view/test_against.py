@@ -9,7 +9,8 @@ import pytest
 
 from kit.errors import BadInput
 from kit.results import Record, compare, create_run, load
-from kit.view.against import most, plot_against, quantity, ratios, settings
+from kit.results.compare import settings
+from kit.view.against import most, plot_against, quantity, ratios
 from kit.view.style import THEMES
 
 

@@ -145,7 +145,7 @@ def transports(world: World, shape: Shape, *, rounds: int, buckets_mib: Sequence
     return [
         *times(what, told, ways),
         over_memcpy(what, seconds, "copies"),
-        *(over_memcpy(what, seconds, name, shape.at_most) for name in OVER_MEMCPY),
+        *(over_memcpy(what, seconds, name, shape.at_most if name == "shm" else None) for name in OVER_MEMCPY),
         row(
             f"{what}: shm over the best by a group, time",
             ratios(seconds["shm"], seconds[group]),
