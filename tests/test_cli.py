@@ -180,6 +180,7 @@ def test_every_fault_ends_as_its_entry_says(cli: Cli, lab: str, fault: Any) -> N
         assert {row["check"]: row["passed"] for row in said["verdict"]}[fault.check] is False
 
 
+@pytest.mark.slow
 def test_tolerances_from_a_file(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "limits.json").write_text('{"groups_more": -1}')
     words = ("run", "smoke", "--set", "cycles=1", "--tolerances", tmp_path / "limits.json", "--out", tmp_path / "run")
@@ -202,6 +203,7 @@ def test_bad_input_is_one_sentence(cli: Cli, tmp_path: Path) -> None:
     assert not cli.runs.exists()
 
 
+@pytest.mark.slow
 def test_a_place_that_cannot_be_written_is_bad_input(cli: Cli, tmp_path: Path) -> None:
     cli("run", "smoke", "--set", "cycles=1", "--out", tmp_path / "run")
     (tmp_path / "table.csv").mkdir()

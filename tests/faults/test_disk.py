@@ -106,6 +106,7 @@ def kept(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_file_that_may_not_grow_while_recording(kit: Kit, tmp_path: Path, next_world: None) -> None:
     folder = tmp_path / "run"
     ended = kit("run", "smoke", "--set", "cycles=50", "--out", folder, before=small_files)
@@ -158,6 +159,7 @@ def test_a_run_folder_that_becomes_read_only(kit: Kit, tmp_path: Path, next_worl
     folder.chmod(0o755)
 
 
+@pytest.mark.slow
 def test_a_torn_last_line(kit: Kit, tmp_path: Path, next_world: None) -> None:
     folder = tmp_path / "run"
     assert kit("run", "smoke", "--set", "cycles=1", "--out", folder).status == 0

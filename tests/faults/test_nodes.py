@@ -66,6 +66,7 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     assert wait_for(lambda: holdings(os.getpid())["processes"] == [])
 
 
+@pytest.mark.slow
 def test_two_agents_make_one_world(two_nodes: tuple[World, OtherMachine], capsys: pytest.CaptureFixture[str]) -> None:
     world, _ = two_nodes
     world.run("t = torch.ones(1) * (rank + 1); dist.all_reduce(t)\nprint('printed on', rank)")

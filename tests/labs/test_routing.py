@@ -36,6 +36,7 @@ def rows(run: Run) -> dict[str, dict[int, float]]:
     }
 
 
+@pytest.mark.slow
 def test_a_routed_lab_comes_to_the_same(standin: None, runs: Path, nothing_left: None) -> None:
     off, on = (kit.run("smoke", routing=way, **SMALL) for way in ("torch", "torchcomms"))
     assert on.verdict().passed
@@ -103,6 +104,7 @@ def test_what_torchcomms_cannot_do_is_refused() -> None:
         validate(find("offload"), {"mode": "suspend", "routing": "torchcomms"})
 
 
+@pytest.mark.slow
 def test_a_world_that_is_given_must_have_been_started_for_it(standin: None, runs: Path, nothing_left: None) -> None:
     with World(2, device="cpu") as plain, pytest.raises(BadInput, match=f"make the World with env=.*{FLAG}"):
         kit.run("smoke", world=plain, routing="torchcomms", **SMALL)

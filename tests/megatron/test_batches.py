@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_batch_goes_over_the_group_inside(launch: Any) -> None:
     for number, rank in enumerate(launch("batches", 2)):
         other = 4.0 * (2 - number)

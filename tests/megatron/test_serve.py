@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "dp2 to tp1, bfloat16": {"trainer": {}, "infer_tp": 1, "dtype": "bfloat16"},
     "tp2 to tp2, bfloat16": {"trainer": {"tp": 2}, "infer_tp": 2, "dtype": "bfloat16"},
 }
+QUICK = ("tp2 to tp1", "tp2 to tp2")
 ALIKE = [name for name in PAIRS if "tp2 to tp2" in name or "dp2" in name]
 
 
@@ -47,7 +48,12 @@ def ranks(request: pytest.FixtureRequest, world: World, results: dict[str, list[
     return results[name]
 
 
-every_pair = pytest.mark.parametrize("ranks", PAIRS, indirect=True)
+def pairs(names: Iterable[str]) -> Any:
+    some = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize("ranks", some, indirect=True)
+
+
+every_pair = pairs(PAIRS)
 
 
 @every_pair
@@ -72,12 +78,12 @@ def test_a_replica_that_woke_answers_with_the_weights_it_was_given(ranks: list[A
         assert replica["shape"] == [3, 256]
 
 
-@pytest.mark.parametrize("ranks", ALIKE, indirect=True)
+@pairs(ALIKE)
 def test_equal_layouts_answer_with_the_same_bits(ranks: list[Any]) -> None:
     assert [replica["equal"] for replica in ranks[2:]] == [True, True]
 
 
-@pytest.mark.parametrize("ranks", [name for name in PAIRS if "bfloat16" not in name], indirect=True)
+@pairs(name for name in PAIRS if "bfloat16" not in name)
 def test_other_layouts_answer_alike(ranks: list[Any]) -> None:
     assert max(replica["apart"] for replica in ranks[2:]) <= 1e-5
 

@@ -63,6 +63,7 @@ def test_everything_is_inside_the_page(make_run):
     assert "Does memory stay where it was" in words  # a check's question
 
 
+@pytest.mark.slow
 def test_memory_snapshots_are_named_with_how_to_open_them_or_why_there_are_none(make_run):
     run = make_run()
     assert "memory snapshots" not in Reader(page([run])).words()

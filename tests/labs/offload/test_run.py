@@ -79,6 +79,7 @@ def test_groups_alone_without_hashes(offload: Offload) -> None:
     assert {"tensors_restored", "tensors_released"} <= unanswered(verdict)
 
 
+@pytest.mark.slow
 def test_abort_is_exact_by_another_word(offload: Offload) -> None:
     """Every check of exact holds: groups gone, old handles raise by name, descriptors and threads return, training goes on."""
     run = offload(mode="abort", cycles=2)
@@ -100,7 +101,8 @@ MODE_FAILS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["manual", pytest.param("official", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["manual", "official"])
 def test_the_ways_in_common_use(offload: Offload, mode: str) -> None:
     run = offload(mode=mode)
     verdict = run.verdict()

@@ -6,11 +6,13 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from jupyter_client import KernelManager
 
 from tests.holdings import holdings, wait_for
 
 
+@pytest.mark.slow
 def test_a_cell_that_is_run_again_ends_the_ranks_of_its_former_panel(tmp_path: Path) -> None:
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel(env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "KIT_RUNS": str(tmp_path)})

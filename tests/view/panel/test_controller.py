@@ -442,6 +442,7 @@ def test_who_is_to_blame_is_marked_and_nobody_else(own: Definition) -> None:
     assert watch.seen()[0][0].ranks == ("waiting", "failed", "done")
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_killed_leaves_no_ranks(own: Definition, tmp_path: Path) -> None:
     code = (
         "import os, panelled_lab\n"
