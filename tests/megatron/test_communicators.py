@@ -64,6 +64,16 @@ def test_where_the_library_says_nothing_there_is_nothing(registry: Any) -> None:
     assert suspend.communicators() == {}
 
 
+def test_a_sum_without_one_of_them_is_no_sum(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> dict[str, int]:
+        raise RuntimeError("NCCL error: invalid usage")
+
+    broken = StandIn({})
+    monkeypatch.setattr(broken, "memory_stats", fails)
+    registry(StandIn({"total": MIB}), broken)
+    assert suspend.communicators() == {}
+
+
 @pytest.mark.parametrize("routed", [True, False])
 def test_a_routed_communicator_is_finalized_as_torchs_own_destroy_does(
     monkeypatch: pytest.MonkeyPatch, routed: bool

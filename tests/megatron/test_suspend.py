@@ -11,7 +11,7 @@ def ranks(launch):
     return launch("suspend", 2)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine may be able to")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card, whose NCCL may be able to")
 def test_without_a_card_it_is_refused_in_one_sentence(ranks):
     for rank in ranks:
         assert rank["plain"] == "BadInput: mode=suspend cannot be had: it needs a card (NCCL)"

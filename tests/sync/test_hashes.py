@@ -147,7 +147,7 @@ def test_what_is_there_without_xxhash(monkeypatch):
 
 
 def test_xxh3_is_xxhash_of_header_and_bytes():
-    xxhash = pytest.importorskip("xxhash")
+    xxhash = pytest.importorskip("xxhash", reason="needs the package xxhash")
     tensor = torch.arange(3, dtype=torch.uint8)
     assert hashes.digest(tensor, "xxh3") == xxhash.xxh3_128_hexdigest(b"3 torch.uint8 (3,)\n\x00\x01\x02")
     assert ALGORITHMS[0] == "xxh3"

@@ -10,7 +10,6 @@ Has not run on a card yet.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from kit.megatron.groups.handle import Handle, c10d, registered, title
 from kit.megatron.groups.snapshot import megatron_groups
 
 STATS = ("suspend", "persist", "total")  # bytes; NCCL also tells whether it is suspended now
+UNUSED = "not initialized"  # in what NCCL's statistics say of a communicator that is not there yet
 NEVER_USED = "never used, so that it has no communicator"
 
 # Handles between suspend and resume, in the order in which both go.
@@ -53,7 +53,7 @@ def suspend(*, include_world: bool, timeout_s: float) -> dict[str, Any]:
         try:
             before = backend.memory_stats()
         except RuntimeError as error:
-            if "not initialized" not in str(error):
+            if UNUSED not in str(error):
                 raise
             skipped.append((name, NEVER_USED))
             continue
@@ -98,8 +98,13 @@ def communicators() -> dict[str, int]:
     for group in registered():
         inner = asleep.get(id(group), group)
         if "nccl" in str(c10d._world.pg_backend_config.get(group, "")):
-            with contextlib.suppress(RuntimeError, AttributeError):  # never used, or not known
+            try:
                 told.append(picked(inner._get_backend(torch.device("cuda")).memory_stats()))
+            except AttributeError:
+                return {}  # a torch that cannot ask
+            except RuntimeError as error:
+                if UNUSED not in str(error):
+                    return {}  # a sum without one of them would pass for that of all
     return {name: sum(one.get(name, 0) for one in told) for name in STATS} if told else {}
 
 
