@@ -84,7 +84,7 @@ class Panel:
         self.parameters = Parameters(model)
         self.buttons = Buttons(model, controller)
         self.strip = Strip(model)
-        verdict = VerdictTab(model)  # the first to hear of a change: the picture takes its time
+        verdict = VerdictTab(model, visible=False)  # the first to hear of a change: the picture takes its time
         self.tabs: dict[str, Any] = {
             title: verdict if kind is VerdictTab else kind(model) for title, kind in TABS.items()
         }

@@ -95,12 +95,13 @@ class LimitRow:
 
 
 class VerdictTab:
-    """Observes the verdict and the tolerances."""
+    """Observes the verdict and the tolerances. Its rows, most of a panel's widgets, are made when it is first looked at."""
 
-    def __init__(self, model: PanelModel) -> None:
+    def __init__(self, model: PanelModel, *, visible: bool = True) -> None:
         self.model = model
-        self.visible = True  # rows are cheap: they follow while nobody looks, too
-        self.rows = {limit.tolerance: LimitRow(model, limit) for limit in model.limits}
+        self._visible = visible
+        self._made = visible
+        self.rows: dict[str, LimitRow] = {}
         self.head = widgets.HTML()
         wide = {"description_width": "initial"}
         self.preset = widgets.Dropdown(
@@ -137,6 +138,17 @@ class VerdictTab:
         model.observe(self._order, ["run", "state"])
         self._order()
 
+    @property
+    def visible(self) -> bool:
+        return self._visible
+
+    @visible.setter
+    def visible(self, seen: bool) -> None:
+        self._visible = seen
+        if seen and not self._made:  # from then on they follow while nobody looks, too: that is cheap
+            self._made = True
+            self._order()
+
     def _preset(self, change: Any) -> None:
         if change["new"]:
             self.model.take(self.model.presets[change["new"]])
@@ -158,7 +170,7 @@ class VerdictTab:
 
     def _order(self, _: Any = None) -> None:
         """The worst first. Limits and the ends of sliders hang on the run, and stay where they are while it does."""
-        limits = self.model.limits
+        limits = self.model.limits if self._made else []
         for limit in limits:
             if limit.tolerance not in self.rows:  # of a check that is asked of some runs only
                 self.rows[limit.tolerance] = LimitRow(self.model, limit)

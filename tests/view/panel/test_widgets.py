@@ -435,6 +435,26 @@ def test_a_limit_that_moves_flips_its_row_and_rebuilds_nothing(run):
     assert (tab.rows, tab.body.children) == (rows, children)
 
 
+def test_rows_are_made_when_somebody_looks_and_then_know_what_was_measured_before(run):
+    model = PanelModel(find("smoke"))
+    tab = verdict.VerdictTab(model, visible=False)
+    made = len(list(tree(tab.widget)))
+    model.show(run)
+    model.move("groups_more", -1)
+    assert "1 failed, 4 passed" in re.sub("<.*?>", "", tab.head.value)
+    assert (tab.rows, len(list(tree(tab.widget)))) == ({}, made)
+    tab.visible = True
+    assert "✗ FAIL" in tab.rows["groups_more"].html.value
+    assert tab.body.children[0] is tab.rows["groups_more"].widget
+    assert tab.rows["groups_more"].exact.value == -1
+    rows = dict(tab.rows)
+    tab.visible = False
+    model.take({})
+    assert "✓ pass" in tab.rows["groups_more"].html.value
+    tab.visible = True
+    assert tab.rows == rows
+
+
 def test_the_worst_come_first(run):
     model = PanelModel(find("smoke"))
     tab = verdict.VerdictTab(model)
