@@ -71,18 +71,30 @@ def probe(path: str, where: str) -> Interpreter:
         torch, megatron, (major, minor) = json.loads(done.stdout)
     except subprocess.CalledProcessError as error:
         said = (error.stderr.strip().splitlines() or [f"it exits with status {error.returncode}"])[-1]
-        problem = f"does not run: {said}"
+        problem = no_python(path) or f"does not run: {said}"
     except subprocess.TimeoutExpired:
         problem = "does not answer within 30 s"
     except OSError as error:
         problem = f"does not run: {error.strerror}"
     except ValueError:
-        problem = "does not behave like a Python"
+        problem = no_python(path) or "does not behave like a Python"
     else:
         if (major, minor) >= (3, 11):
             return Interpreter(path=path, where=where, torch=torch, megatron=megatron)
         problem = f"is Python {major}.{minor}; 3.11 or newer is needed"
     return Interpreter(path=path, where=where, problem=problem)
+
+
+def no_python(path: str) -> str:
+    """That it is none, where it cannot tell the version of one; what else it was asked it may only have quoted."""
+    try:
+        done = subprocess.run([path, "-V"], capture_output=True, text=True, errors="replace", timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "is no Python"
+    if done.stdout.startswith("Python "):
+        return ""
+    said = (done.stderr.strip() or done.stdout.strip()).partition("\n")[0]
+    return f"is no Python: to -V it says {said}" if said else "is no Python"
 
 
 def has(name: str) -> bool:

@@ -40,9 +40,25 @@ def test_a_wish_that_cannot_be_met_is_refused_and_not_replaced(tmp_path: Path, m
         interpreter.find()
 
 
-def test_what_is_no_python_says_so_in_one_line() -> None:
-    with pytest.raises(BadInput, match=r"^python= names /bin/false, which does not run: it exits with status 1; give"):
-        interpreter.find("/bin/false")
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/bin/false", "is no Python"),
+        ("/bin/ls", r"is no Python: to -V it says \S*ls: .*"),
+        ("/bin/echo", "is no Python: to -V it says -V"),
+    ],
+)
+def test_what_is_no_python_says_so_in_one_line(path: str, said: str) -> None:
+    with pytest.raises(BadInput, match=f"^python= names {path}, which {said}; give a Python") as caught:
+        interpreter.find(path)
+    assert "import" not in str(caught.value)
+
+
+def test_a_python_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """A script in the place of one: it knows its version, and no more."""
+    broken = script(tmp_path / "python", '[ "$1" = -V ] && echo "Python 3.12.1" && exit\necho no encodings >&2; exit 1')
+    with pytest.raises(BadInput, match="which does not run: no encodings; give"):
+        interpreter.find(str(broken))
 
 
 def test_an_old_python_says_so(tmp_path: Path) -> None:
