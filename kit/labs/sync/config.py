@@ -114,17 +114,20 @@ class SyncConfig(LabConfig):
             raise BadInput(f"placement=apart, and the trainer shares devices {shared} with replicas: take overlap")
         if pool.isdisjoint(devices):
             return
+        if self.replicas < 2:
+            raise BadInput(
+                f"replicas={self.replicas}: at least two are needed where the trainer works on their devices, as one sleeps meanwhile "
+                "and another serves; take 2 or more, or placement=apart"
+            )
+        room = self.infer_ranks - self.infer_tp
+        if not self.trainer_on and self.trainer_ranks > room:
+            raise BadInput(
+                f"{self.trainer_ranks} ranks of the trainer on the devices of {self.replicas} replicas of infer_tp={self.infer_tp} leave "
+                f"none to serve: at most {room} may be there; take fewer ranks, more replicas, or placement=apart"
+            )
         if not set(devices) <= pool:
             raise BadInput(
                 f"the trainer's devices {list(devices)} must all be of the pool, 0 to {self.infer_ranks - 1}, once one of them is"
-            )
-        if len(devices) == len(pool):
-            raise BadInput(
-                f"the trainer takes all {len(pool)} devices of the pool: it must leave some, or nobody serves while it trains"
-            )
-        if self.replicas < 2:
-            raise BadInput(
-                "sharing devices needs two replicas or more: one sleeps while the trainer works, another serves"
             )
         if not self.awake:
             raise BadInput(

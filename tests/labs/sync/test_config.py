@@ -24,8 +24,14 @@ GIB = 2**30
         ({"trainer_on": [1, 1]}, "must name a device of its own"),
         ({"trainer_on": [2, 3]}, r"devices \[2, 3\] must all be of the pool, 0 to 2, once one of them is"),
         ({"placement": "apart", "trainer_on": [2, 3]}, r"the trainer shares devices \[2\] with replicas: take overlap"),
-        ({"ranks": 4, "replicas": 2}, "takes all 2 devices of the pool: it must leave some"),
-        ({"ranks": 3, "replicas": 1, "infer_tp": 2, "tp": 1}, "sharing devices needs two replicas or more"),
+        ({"replicas": 1}, "replicas=1: at least two are needed where the trainer works on their devices"),
+        ({"ranks": 3, "replicas": 1, "infer_tp": 2, "tp": 1}, "one sleeps meanwhile.*or placement=apart$"),
+        (
+            {"ranks": 4, "replicas": 2},
+            "2 ranks of the trainer on the devices of 2 replicas of infer_tp=1 leave none to serve: at most 1 may be there",
+        ),
+        ({"ranks": 6, "replicas": 2}, "4 ranks of the trainer on the devices of 2 replicas .* at most 1 may be there"),
+        ({"ranks": 4, "replicas": 2, "trainer_on": [0, 1]}, "each of 2 replicas shares a device with the trainer"),
         (
             {"ranks": 6, "replicas": 2, "infer_tp": 2, "trainer_on": [1, 2]},
             "each of 2 replicas shares a device with the trainer",
