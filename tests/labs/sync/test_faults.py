@@ -41,6 +41,14 @@ def test_a_fault_fails_its_check_and_hardly_another(sync: Sync, name: str) -> No
     assert {HERE[name].check} <= broken <= {HERE[name].check} | ALSO.get(name, set())
 
 
+@pytest.mark.parametrize("placement", [pytest.param("overlap", marks=pytest.mark.slow), "apart"])
+def test_a_mapping_that_is_kept_shows_where_replicas_pause(sync: Sync, placement: str) -> None:
+    """Apart, versions come through a ring; overlapping, from the cache."""
+    paused = {**HERE["leaked-segment"].set, "refresh": "paused", "placement": placement}
+    assert "segments_return_to_baseline" in failed(sync(fault="leaked-segment", **paused).verdict())
+    assert failed(sync(**paused).verdict()) == set()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", CONFIGS.values(), ids=lambda fault: fault.name)
 def test_without_the_fault_its_check_passes(sync: Sync, fault: Fault) -> None:
