@@ -53,6 +53,7 @@ def machine_rules(lab: Definition, config: LabConfig, fault: Fault | None) -> li
     rules: list[tuple[str, Callable[[], object]]] = [("device", lambda: check_driver(config, driver=driver))]
     rules.append(("memory_snapshot", lambda: check_snapshot(config)))
     if fault is not None:
+        rules += [(name, functools.partial(check_needed, fault, config, name)) for name in fault.needs]
         rules.append(("", lambda: refuse_device(fault, "cuda" if driver and config.device != "cpu" else "cpu")))
     rules.append(("ranks", lambda: check_ranks(config.ranks)))
     fits = lab.fits
@@ -157,6 +158,14 @@ def from_text(lab: Definition, pairs: Mapping[str, str]) -> dict[str, Any]:
     return {name: text if kinds.get(name) is str else _json_or_text(text) for name, text in pairs.items()}
 
 
+def check_needed(fault: Fault, config: LabConfig, name: str) -> None:
+    value, told = getattr(config, name), [_spelled(one) for one in fault.needs[name]]
+    if value not in fault.needs[name]:
+        raise BadInput(
+            f"fault {fault.name!r} shows nothing with {name}={_spelled(value)}: take {name}={' or '.join(told)}"
+        )
+
+
 def refuse_device(fault: Fault, device: str) -> None:
     if device not in fault.devices:
         raise BadInput(
@@ -206,6 +215,11 @@ def _json_or_text(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _spelled(value: Any) -> str:
+    """As the command line takes it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _is_json(value: Any) -> bool:

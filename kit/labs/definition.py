@@ -21,13 +21,17 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """A known bug that can be switched on. `set` is the config that exposes it, `exit` what the run must then end with."""
+    """A known bug that can be switched on. `set` is the config that exposes it, `exit` what the run must then end with.
+
+    `needs` are the values of a setting with which its check can tell the bug: with others the check fails anyway, or cannot be asked.
+    """
 
     name: str
     breaks: str
     check: str
     exit: int = 1
     set: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    needs: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import pytest
 
 from kit.errors import BadInput
-from kit.labs.configure import as_json, check_target, configure, find_fault, from_text, validate
+from kit.labs.configure import as_json, check_target, complaints, configure, find_fault, from_text, validate
 from kit.labs.definition import Definition
-from kit.labs.discover import find
+from kit.labs.discover import discover, find
 from kit.labs.options import LabConfig, Option
 from kit.world.capacity import GPU_DRIVERS
 
@@ -97,6 +97,34 @@ def test_what_a_fault_needs_stands_under_what_was_given(own: Definition) -> None
     fault = find_fault(own, "breaks")
     assert configure(own, {}, fault).do == "raise"  # type: ignore[attr-defined]
     assert configure(own, {"do": "nothing"}, fault).do == "nothing"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("lab", "fault", "given", "sentence"),
+    [
+        ("offload", "leak-gloo", {"mode": "manual"}, "'leak-gloo' shows nothing with mode=manual: take mode=exact or abort"),
+        ("offload", "kept-handle", {"mode": "official"}, "mode=official: take mode=exact or abort"),
+        ("offload", "leak-device", {"groups": False}, "'leak-device' shows nothing with groups=false: take groups=true"),
+        ("offload", "alias-broken", {"mode": "manual"}, "mode=manual: take mode=exact or abort or suspend"),
+        ("sync", "leaked-segment", {"transport": "broadcast"}, "with transport=broadcast: take transport=shm"),
+    ],
+)  # fmt: skip
+def test_a_fault_where_its_check_could_not_tell(lab: str, fault: str, given: dict[str, Any], sentence: str) -> None:
+    found = find(lab)
+    with pytest.raises(BadInput, match=sentence):
+        configure(found, given, find_fault(found, fault))
+    assert set(complaints(found, given, find_fault(found, fault))) == set(given)
+    configure(found, given, None)
+
+
+@pytest.mark.parametrize("lab", discover().labs.values(), ids=lambda lab: lab.name)
+def test_what_a_fault_sets_is_what_it_needs(lab: Definition) -> None:
+    for fault in lab.faults:
+        if "cpu" in fault.devices:
+            assert complaints(lab, {}, fault) == {}
+        for name, values in fault.needs.items():
+            for value in values:
+                assert as_json(validate(lab, {**fault.set, name: value}))[name] == value
 
 
 def test_an_unknown_fault() -> None:

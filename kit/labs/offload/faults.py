@@ -1,38 +1,62 @@
 """Known bugs of releasing and reloading. Each is switched on in `broken.py` or in the phases, and caught by the check it names."""
 
 from kit.labs.definition import Fault
+from kit.labs.offload.config import EXACT
 
 # Enough bytes that a second copy of them, or a leak, stands out beside the interpreter's own memory.
 HEAVY = {"size": "125m", "layers": 1, "seq": 16, "cycles": 2, "steps": 1}
+# With mode=manual and official groups stay and handles go stale anyway, and nobody trains on after that.
+DESTROYED = {"mode": EXACT, "groups": (True,)}
+GROUPS = {"mode": (*EXACT, "suspend"), "groups": (True,)}
+TRAINS_ON = {"mode": (*EXACT, "suspend")}
 
 FAULTS = (
-    Fault(name="leak-gloo", breaks="a gloo group of every cycle is not destroyed", check="groups_return_to_baseline"),
     Fault(
-        name="leak-device", breaks="a device group of every cycle is not destroyed", check="groups_return_to_baseline"
+        name="leak-gloo",
+        breaks="a gloo group of every cycle is not destroyed",
+        check="groups_return_to_baseline",
+        needs=DESTROYED,
+    ),
+    Fault(
+        name="leak-device",
+        breaks="a device group of every cycle is not destroyed",
+        check="groups_return_to_baseline",
+        needs=DESTROYED,
     ),
     Fault(
         name="lossy-snapshot",
         breaks="the snapshot keeps tp, pp, cp, ep and vpp alone, so expert tensor parallelism is lost",
         check="membership_unchanged",
         set={"ranks": 4, "tp": 2, "ep": 2, "etp": 1, "cycles": 1},
+        needs={"groups": (True,)},
     ),
     Fault(
         name="stale-globals",
         breaks="groups are forgotten and the other globals stay, so Megatron refuses to initialise again",
         check="model_parallel_uninitialised",
         exit=3,
+        needs={"groups": (True,)},
     ),
     Fault(
         name="swallowed-failure",
         breaks="a group that cannot be destroyed is passed over in silence",
         check="destroy_failure_raises",
+        needs=DESTROYED,
     ),
-    Fault(name="stale-handles", breaks="a layer keeps a group of before the release", check="handles_alive"),
-    Fault(name="dropped-timeout", breaks="groups come back with torch's default timeout", check="options_unchanged"),
+    Fault(
+        name="stale-handles", breaks="a layer keeps a group of before the release", check="handles_alive", needs=GROUPS
+    ),
+    Fault(
+        name="dropped-timeout",
+        breaks="groups come back with torch's default timeout",
+        check="options_unchanged",
+        needs=DESTROYED,
+    ),
     Fault(
         name="double-patch",
         breaks="new_group is patched twice, and the group of the inner patch is never destroyed",
         check="groups_return_to_baseline",
+        needs=DESTROYED,
     ),
     Fault(
         name="missing-rank-in-destroy",
@@ -40,23 +64,27 @@ FAULTS = (
         check="groups_return_to_baseline",
         exit=3,
         set={"meet_timeout_s": 3.0},
+        needs=GROUPS,
     ),
     Fault(name="bit-flip", breaks="one bit of one weight comes back wrong", check="tensors_restored"),
     Fault(
         name="lost-optimizer-state",
         breaks="Adam's first moments come back as zeros",
         check="training_continues_bitwise",
+        needs=TRAINS_ON,
     ),
     Fault(
         name="grads-not-zeroed",
         breaks="the first step after a reload adds to the gradients of before",
         check="training_continues_bitwise",
+        needs=TRAINS_ON,
     ),
     Fault(
         name="alias-broken",
         breaks="a parameter's main_grad comes back as a copy that is no view of its bucket",
         check="training_continues_bitwise",
         set={"tp": 1},
+        needs=TRAINS_ON,
     ),
     Fault(
         name="slow-leak",
@@ -67,7 +95,12 @@ FAULTS = (
     Fault(
         name="double-copy", breaks="a second copy of everything is made on the way back", check="reload_peak", set=HEAVY
     ),
-    Fault(name="kept-handle", breaks="one forgotten holder keeps a destroyed group alive", check="old_groups_dead"),
+    Fault(
+        name="kept-handle",
+        breaks="one forgotten holder keeps a destroyed group alive",
+        check="old_groups_dead",
+        needs=DESTROYED,
+    ),
     Fault(
         name="leaves-default-group",
         breaks="a default group that was made inside is left behind",

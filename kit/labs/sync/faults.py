@@ -67,6 +67,7 @@ FAULTS = (
         breaks="a receiver keeps the sender's memory mapped",
         check="segments_return_to_baseline",
         set={**QUICK, "transport": "shm"},
+        needs={"transport": ("shm",)},
     ),
     Fault(
         name="torn-read",
