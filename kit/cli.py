@@ -122,8 +122,9 @@ def labs(_: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     from kit.labs.configure import from_text
     from kit.labs.discover import find
-    from kit.public import prepare
+    from kit.public import load, prepare
     from kit.results import exit_code, load_tolerances, read_verdict
+    from kit.results.artefacts import memory_snapshots
 
     given = {}
     for pair in args.set:
@@ -148,7 +149,10 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             status, error = 130, "interrupted"
             print("kit: interrupted; the ranks are ended", file=sys.stderr)
-    print(f"the run is in {lab.dir}", file=sys.stderr if args.json else sys.stdout)
+    to = sys.stderr if args.json else sys.stdout
+    print(f"the run is in {lab.dir}", file=to)
+    if snapshots := memory_snapshots(load(lab.dir)):
+        print(f"memory snapshots: {snapshots}", file=to)
     if args.json:
         rows = verdict.to_json() if verdict is not None else None
         state = "failed" if error else "finished"

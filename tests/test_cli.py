@@ -115,8 +115,10 @@ def test_a_run_and_what_is_made_of_it(cli: Cli, tmp_path: Path) -> None:
     said = cli.json("run", "smoke", "--set", "cycles=2", "--out", tmp_path / "one")
     assert (said["run"], said["status"], said["exit"], said["error"]) == (str(tmp_path / "one"), "finished", 0, None)
     assert said["verdict"] == json.loads((tmp_path / "one" / "verdict.json").read_text())
-    out, err = cli("run", "smoke", "--set", "cycles=2", "--set", "groups=1", "--out", tmp_path / "two")
+    more = ("--set", "groups=1", "--set", "memory_snapshot=true")
+    out, err = cli("run", "smoke", "--set", "cycles=2", *more, "--out", tmp_path / "two")
     assert "0 failed" in out
+    assert "\nmemory snapshots: " in out  # or why there are none
     assert err == ""  # nobody watches: no progress
     out, _ = cli("show", tmp_path / "one")
     assert "cycles=2" in out
