@@ -24,7 +24,7 @@ from kit.sync.link import FAILED, Link, PeerFailed, PeerGone, call
 from kit.sync.log import Log
 from kit.sync.sending import LAYOUT
 from kit.sync.transports import make
-from kit.sync.transports.base import TransportContext
+from kit.sync.transports.base import TransportContext, received
 from kit.sync.verify import Digests
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class Call:
         """Every bucket into the weights as it comes."""
         for index, into in enumerate(self.room(self.layout, len(self.layout.buckets))):
             with self.log.stage("receive"):
-                buffer = transport.receive(index, into)
+                buffer = received(transport, index, into)
             self.look(index, buffer)
             with self.log.stage("apply"):
                 self.apply_bucket(index, buffer)
@@ -224,7 +224,7 @@ class Call:
         """Every bucket to where it stays until all are there."""
         for index, into in enumerate(self.room(self.layout, None)):
             with self.log.stage("receive"):
-                buffer = transport.receive(index, into)
+                buffer = received(transport, index, into)
             self.look(index, buffer)
             self.stored.append(buffer)
             transport.done(index)

@@ -75,6 +75,10 @@ class Sending:
                 if report.path != "base" or step in ("publish", "activate"):
                     getattr(self, step)()
             self.command("end", "ended")
+        except PeerGone as error:  # a transport of one's own does not ask why
+            words = next((link.last_words("bytes") for link in self.links.values() if link.peer == error.peer), None)
+            self.abandon(words or error)
+            raise words or error from None
         except BaseException as error:
             self.abandon(error)
             raise
@@ -271,7 +275,7 @@ class Sending:
                 place=0,
                 config={**self.sender.config, "size": len(ranks)},
             )
-            self.transports.append(make(kind, context))
+            self.transports.append(make(kind, context, ring=bool(self.cache.slots)))
 
     def close(self) -> None:
         transports, self.transports = self.transports, []

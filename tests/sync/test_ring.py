@@ -121,3 +121,11 @@ def test_hot_buckets_have_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
         bound.pack(index, hot, hot=True)
         assert plain.any()
         assert torch.equal(plain, hot)
+
+
+def test_a_transport_of_ones_own_without_ahead_is_refused_by_a_ring(sender: Sender) -> None:
+    """A place is written again when every receiver is done with it, which only `ahead` can tell."""
+    sender.transport = "tests.sync.test_service:Plain"
+    (error, *_), _ = stream(sender, 1)
+    assert isinstance(error, SyncFailed)
+    assert "the object it returned lacks ahead, which a ring needs" in str(error)

@@ -24,6 +24,7 @@ from kit.sync.cache import BASE
 from kit.sync.link import Listener, PeerFailed, PeerSilent
 from kit.sync.receiver import Call
 from kit.sync.sender import Report, SyncFailed
+from kit.sync.transports.base import TransportContext
 from kit.sync.transports.shm import Shm
 from kit.sync.verify import Digests
 from tests.sync.ranks.service import (
@@ -365,6 +366,77 @@ class Noting(Shm):
         if self.ctx.role == "sender":
             self.closed.append("sender")
         super().close()
+
+
+class Plain:
+    """A transport of one's own, without the kit's base class."""
+
+    def __init__(self, ctx: TransportContext) -> None:
+        self.ctx = ctx
+
+    def send(self, index: int, buffer: torch.Tensor) -> None:
+        for link in self.ctx.links.values():
+            link.send({"kind": "bytes", "bucket": index})
+            link.send_bytes(memoryview(buffer.numpy()))
+        for link in self.ctx.links.values():
+            link.expect("done")
+
+    def receive(self, index: int, into: torch.Tensor) -> Any:
+        assert self.ctx.sender.expect("bytes")[0]["bucket"] == index
+        self.ctx.sender.receive_bytes(memoryview(into.numpy()))
+        return into
+
+    def done(self, index: int) -> None:
+        self.ctx.sender.send({"kind": "done", "bucket": index})
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Short(Plain):
+    def receive(self, index: int, into: torch.Tensor) -> Any:
+        return super().receive(index, into)[:-1]
+
+
+class Nothing(Plain):
+    def receive(self, index: int, into: torch.Tensor) -> Any:
+        super().receive(index, into)
+
+
+class Half:
+    def __init__(self, ctx: object) -> None: ...
+
+    def send(self, index: int, buffer: torch.Tensor) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Pouring(Plain):
+    """Its sender never listens: it sends until the receiver, which fails at once, is gone."""
+
+    def send(self, index: int, buffer: torch.Tensor) -> None:
+        while True:
+            self.ctx.links["r2"].send_bytes(memoryview(bytes(2**16)))
+
+    def receive(self, index: int, into: torch.Tensor) -> Any:
+        raise ValueError("my own mistake")
+
+
+def test_a_transport_of_ones_own_needs_no_base_class_and_its_mistakes_are_named(scene: Scene) -> None:
+    scene.sender.transport = f"{__name__}:Plain"
+    scene.works(1)
+    for own, said in {
+        "Short": r"r2 failed: receive gave torch\.uint8 of \[\d+\] for bucket 0: a torch\.uint8 of \[\d+\] is needed",
+        "Nothing": r"r2 failed: receive gave NoneType for bucket 0: a torch\.uint8 of",
+        "Half": r"Half: the object it returned lacks flush, receive, done",
+        "Pouring": r"r2 failed: ValueError: my own mistake",
+    }.items():
+        scene.sender.transport = f"{__name__}:{own}"
+        error, _ = scene.fails(2, "serving", "r2")
+        assert re.search(said, str(error)), (own, str(error))
+    scene.sender.transport = "auto"
+    scene.works(2)
 
 
 def test_what_cannot_be_undone_is_not_routed_to(scene: Scene) -> None:

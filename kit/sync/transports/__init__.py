@@ -20,6 +20,7 @@ NAMES = {
     "ipc": "kit.sync.transports.ipc:Ipc",
     "per-tensor": "kit.sync.transports.groups:PerTensor",
 }
+CALLS = ("send", "flush", "receive", "done", "close")
 
 
 class Place(NamedTuple):
@@ -55,6 +56,13 @@ def by_name(name: str) -> Callable[[TransportContext], Transport]:
     return made
 
 
-def make(kind: str | Callable[[TransportContext], Transport], ctx: TransportContext) -> Transport:
-    """This end of a transport, given by its name or as a type."""
-    return (by_name(kind) if isinstance(kind, str) else kind)(ctx)
+def make(
+    kind: str | Callable[[TransportContext], Transport], ctx: TransportContext, *, ring: bool = False
+) -> Transport:
+    """This end of a transport, given by its name or as a type. The sender of a ring asks it for `ahead` as well."""
+    made = (by_name(kind) if isinstance(kind, str) else kind)(ctx)
+    lacks = [name for name in (*CALLS, *["ahead"] * ring) if not callable(getattr(made, name, None))]
+    if lacks:
+        why = ", which a ring needs" if lacks == ["ahead"] else ""
+        raise BadInput(f"the transport {kind}: the object it returned lacks {', '.join(lacks)}{why}")
+    return made

@@ -13,14 +13,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+import torch
+
+from kit.errors import KitError
 from kit.sync.link import FAILED, PeerFailed, PeerGone, PeerSilent, ready
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
-    from kit.errors import KitError
     from kit.sync.link import Link
     from kit.sync.memory import Segment
     from kit.sync.transports.shm import Kept
@@ -165,3 +165,12 @@ class Transport(abc.ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def received(transport: Transport, index: int, into: torch.Tensor) -> torch.Tensor:
+    """What a transport gives for a bucket: all its bytes and no others."""
+    got: object = transport.receive(index, into)
+    if not isinstance(got, torch.Tensor) or got.dtype != torch.uint8 or got.shape != into.shape:
+        what = f"{got.dtype} of {list(got.shape)}" if isinstance(got, torch.Tensor) else type(got).__name__
+        raise KitError(f"receive gave {what} for bucket {index}: a torch.uint8 of [{len(into)}] is needed")
+    return got
