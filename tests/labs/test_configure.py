@@ -106,6 +106,7 @@ def test_what_a_fault_needs_stands_under_what_was_given(own: Definition) -> None
         ("offload", "kept-handle", {"mode": "official"}, "mode=official: take mode=exact or abort"),
         ("offload", "leak-device", {"groups": False}, "'leak-device' shows nothing with groups=false: take groups=true"),
         ("offload", "alias-broken", {"mode": "manual"}, "mode=manual: take mode=exact or abort or suspend"),
+        ("offload", "slow-leak", {"mode": "official"}, "mode=official: take mode=exact or abort or suspend"),
         ("sync", "leaked-segment", {"transport": "broadcast"}, "with transport=broadcast: take transport=shm"),
     ],
 )  # fmt: skip

@@ -5,10 +5,10 @@ from kit.labs.offload.config import EXACT
 
 # Enough bytes that a second copy of them, or a leak, stands out beside the interpreter's own memory.
 HEAVY = {"size": "125m", "layers": 1, "seq": 16, "cycles": 2, "steps": 1}
-# With mode=manual and official groups stay and handles go stale anyway, and nobody trains on after that.
+# With mode=manual and official groups stay, handles go stale and memory grows anyway, and nobody trains on after that.
 DESTROYED = {"mode": EXACT, "groups": (True,)}
-GROUPS = {"mode": (*EXACT, "suspend"), "groups": (True,)}
-TRAINS_ON = {"mode": (*EXACT, "suspend")}
+WHOLE = {"mode": (*EXACT, "suspend")}
+GROUPS = {**WHOLE, "groups": (True,)}
 
 FAULTS = (
     Fault(
@@ -71,26 +71,27 @@ FAULTS = (
         name="lost-optimizer-state",
         breaks="Adam's first moments come back as zeros",
         check="training_continues_bitwise",
-        needs=TRAINS_ON,
+        needs=WHOLE,
     ),
     Fault(
         name="grads-not-zeroed",
         breaks="the first step after a reload adds to the gradients of before",
         check="training_continues_bitwise",
-        needs=TRAINS_ON,
+        needs=WHOLE,
     ),
     Fault(
         name="alias-broken",
         breaks="a parameter's main_grad comes back as a copy that is no view of its bucket",
         check="training_continues_bitwise",
         set={"tp": 1},
-        needs=TRAINS_ON,
+        needs=WHOLE,
     ),
     Fault(
         name="slow-leak",
         breaks="16 MiB stay behind in every cycle",
         check="memory_slope",
         set={"cycles": 12, "steps": 1},
+        needs=WHOLE,
     ),
     Fault(
         name="double-copy", breaks="a second copy of everything is made on the way back", check="reload_peak", set=HEAVY
