@@ -122,12 +122,13 @@ class Call:
             if fd in links:
                 self._hear(links[fd])
 
-    def _hear(self, member: Member) -> None:
+    def _hear(self, member: Member) -> bool:
+        """Whether there may be more."""
         try:
             messages = member.work.arrived()
         except ChannelClosed:
             self.gone.add(member.rank)
-            return
+            return False
         for message in messages:
             if message["id"] == self.request["id"]:
                 member.busy, member.phase = None, "idle"
@@ -137,6 +138,7 @@ class Call:
                     self.failed_at = time.monotonic()
                 if message.get("exiting"):
                     self.gone.add(member.rank)
+        return True
 
     # -- output -----------------------------------------------------------------------------------------------------
 
@@ -182,6 +184,9 @@ class Call:
             raise RankDied(text, rank=-1, phase=self.phase, signal=how.rpartition(" ")[2])
         rank = first.rank if first else min(self.gone)
         member = next(m for m in self.crew.members if m.rank == rank)
+        if any(member is one for one in self.members):
+            while rank not in self.answers and select.select([member.work], [], [], 0)[0] and self._hear(member):
+                pass  # what it said before it ended: others' ends may have come first
         raise death(self.crew, member, first.status if first else None, self.phase, self.answers.get(rank))
 
     def _raise_failures(self) -> None:
