@@ -18,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import kit
 from kit.errors import BadInput, KitError
 
 COMPARED_ROWS = 40  # of a comparison on a terminal; `kit export` has the runs themselves
@@ -50,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="kit", description="Lifecycle Kit", epilog=words, allow_abbrev=False, usage=usage
     )
+    top.add_argument("--version", action="version", version=f"kit {kit.__version__}")
     commands = top.add_subparsers(metavar="COMMAND ...", required=True, prog="kit")
 
     def add(
@@ -66,7 +68,13 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], help="a setting of the lab; may be repeated"
     )
-    one.add_argument("--fault", metavar="NAME", help="switch a known bug on (`kit faults` lists them)")
+    one.add_argument(
+        "--fault",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="switch a known bug on (`kit faults` lists them), one at a time",
+    )
     one.add_argument(
         "--tolerances", metavar="FILE", type=Path, help="limits of the checks: a JSON object {name: number}"
     )
@@ -126,15 +134,19 @@ def run(args: argparse.Namespace) -> int:
     from kit.results import exit_code, load_tolerances, read_verdict
     from kit.results.artefacts import memory_snapshots
 
-    given = {}
+    given: dict[str, str] = {}
     for pair in args.set:
         key, equals, value = pair.partition("=")
         if not (key and equals):
             raise BadInput(f"--set takes KEY=VALUE, not {pair!r}")
+        if key in given:
+            raise BadInput(f"--set {key} is given twice, {given[key]!r} and {value!r}: take one")
         given[key] = value
     tolerances = load_tolerances(args.tolerances) if args.tolerances else None
+    if len(args.fault) > 1:
+        raise BadInput(f"one fault at a time, not {' and '.join(args.fault)}: two would hide each other")
     config = from_text(find(args.lab), given)
-    with prepare(args.lab, config, fault=args.fault, out=args.out, tolerances=tolerances) as lab:
+    with prepare(args.lab, config, fault=next(iter(args.fault), None), out=args.out, tolerances=tolerances) as lab:
         verdict, error, status = None, None, 3
         try:
             lab.run()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import kit
 from kit.labs.discover import discover
 from kit.world import leftovers, processes
 
@@ -196,6 +197,10 @@ def test_bad_input_is_one_sentence(cli: Cli, tmp_path: Path) -> None:
     assert "ranks must be a whole number" in cli.sentence("run", "smoke", "--set", "ranks=two")
     assert "no setting 'cycels'" in cli.sentence("run", "smoke", "--set", "cycels=1")
     assert "KEY=VALUE" in cli.sentence("run", "smoke", "--set", "cycles")
+    assert "ranks is given twice, '2' and '4'" in cli.sentence("run", "smoke", "--set", "ranks=2", "--set", "ranks=4")
+    assert "one fault at a time, not leaked-group and wrong-sum" in cli.sentence(
+        "run", "smoke", "--fault", "leaked-group", "--fault", "wrong-sum"
+    )
     assert "no fault 'x'" in cli.sentence("run", "smoke", "--fault", "x")
     assert "there is no run folder" in cli.sentence("show", tmp_path / "nowhere")
     assert "there is no bench 'x'" in cli.sentence("bench", "x")
@@ -211,6 +216,13 @@ def test_a_place_that_cannot_be_written_is_bad_input(cli: Cli, tmp_path: Path) -
     (tmp_path / "table.csv").mkdir()
     for word, file in (("export", "table.csv"), ("trace", "table.csv"), ("trace", "nowhere/trace.json")):
         assert f"cannot write {tmp_path / file}" in cli.sentence(word, tmp_path / "run", "--to", tmp_path / file)
+    assert f"there is no folder {tmp_path / 'nowhere'}" in cli.sentence(
+        "trace", tmp_path / "run", "--to", tmp_path / "nowhere/trace.json"
+    )
+
+
+def test_the_version_is_the_packages(cli: Cli) -> None:
+    assert cli("--version")[0] == f"kit {kit.__version__}\n"
 
 
 def test_a_fault_of_the_kit_itself_is_no_failed_check(cli: Cli, tmp_path: Path) -> None:

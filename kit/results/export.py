@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.errors import BadInput
-from kit.results.files import read_json, replacing, to_json, write_json, write_text
+from kit.results.files import need_folder, read_json, replacing, to_json, write_json, write_text
 from kit.results.records import COLUMNS, TYPES
 from kit.results.tables import html_page, markdown, tex
 
@@ -45,8 +45,7 @@ def export(frame: pd.DataFrame, provenance: Mapping[str, Any], path: str | Path)
     """Write the table to `path`; its ending says how. The file is whole or not there."""
     target = Path(path).expanduser()
     kind = _kind(target, SUFFIXES)
-    if not target.parent.is_dir():
-        raise BadInput(f"cannot write {target}: there is no folder {target.parent}")
+    need_folder(target)
     if kind == ".csv":
         write_json(_beside(target), provenance)
         write_text(target, frame.to_csv(index=False, lineterminator="\n"))

@@ -43,6 +43,12 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     return json.dumps(spelled(value), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
+def need_folder(target: Path) -> None:
+    """What a person named to be written has to lie in a folder that is there."""
+    if not target.parent.is_dir():
+        raise BadInput(f"cannot write {target}: there is no folder {target.parent}")
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; it takes that name when the block ends well, and goes when it does not."""

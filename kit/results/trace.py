@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
-from kit.results.files import to_json, write_text
+from kit.results.files import need_folder, to_json, write_text
 
 if TYPE_CHECKING:
     from kit.results.run import Run
@@ -38,6 +38,7 @@ def trace(run: Run) -> dict[str, Any]:
 
 def write_trace(run: Run, path: str | Path) -> Path:
     target = Path(path).expanduser()
+    need_folder(target)
     write_text(target, to_json(trace(run)) + "\n")
     return target
 

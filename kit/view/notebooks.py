@@ -27,7 +27,7 @@ import kit
 from kit.errors import BadInput, KitError
 from kit.labs.discover import hint
 from kit.results import runs_dir
-from kit.results.files import write_text
+from kit.results.files import need_folder, write_text
 
 SUFFIXES = (".ipynb", ".html")
 GIVEN = "injected-parameters"
@@ -120,8 +120,7 @@ def place(path: Path, to: Path | None) -> Path:
     target = to.expanduser().absolute()
     if target.suffix not in SUFFIXES:
         raise BadInput(f"a notebook is written as {' or '.join(SUFFIXES)}, not {target.name!r}")
-    if not target.parent.is_dir():
-        raise BadInput(f"cannot write {target}: there is no folder {target.parent}")
+    need_folder(target)
     if target.is_dir():
         raise BadInput(f"cannot write {target}: it is a folder")
     if target == path.resolve():

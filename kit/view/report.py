@@ -24,7 +24,7 @@ from kit.labs.stepped import show
 from kit.results import read_verdict
 from kit.results.artefacts import memory_snapshots
 from kit.results.compare import settings
-from kit.results.files import to_json, write_text
+from kit.results.files import need_folder, to_json, write_text
 from kit.view.against import plot_against
 from kit.view.plots import plot_run
 from kit.view.report_tables import compared, tables
@@ -48,8 +48,7 @@ def write_report(runs: Sequence[Run], to: str | Path) -> Path:
     target = Path(to).expanduser()
     if target.suffix.lower() not in SUFFIXES:
         raise BadInput(f"a report is written as {' or '.join(SUFFIXES)}, not {target.name!r}")
-    if not target.parent.is_dir():
-        raise BadInput(f"cannot write {target}: there is no folder {target.parent}")
+    need_folder(target)
     write_text(target, page(runs))
     return target
 

@@ -11,7 +11,7 @@ from kit.labs.offload.counts import (
     count_of,
     failure,
     groups_return,
-    more_than,
+    lasting,
     old_groups,
     tensors_restored,
 )
@@ -133,8 +133,8 @@ CHECKS = (
         better=">=",
         measure=on_cuda(comm_released),
     ),
-    zero("fds_return", "Are sockets and files as many as before?", more_than("fds", "verify", "build"), "fds_more"),
-    zero("threads_return", "Are threads as many as before?", more_than("threads", "verify", "build"), "threads_more"),
+    zero("fds_return", "Are sockets and files as many as before?", lasting("fds", "verify", "build"), "fds_more"),
+    zero("threads_return", "Are threads as many as before?", lasting("threads", "verify", "build"), "threads_more"),
     Check(
         name="others_untouched",
         question="Does a process beside the job keep its memory on the card?",

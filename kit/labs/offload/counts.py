@@ -84,6 +84,26 @@ def more_than(metric: str, phase: str, base: str) -> Measure:
     return measure
 
 
+def lasting(metric: str, phase: str, base: str) -> Measure:
+    """How many more there are after `phase` of a cycle and of the next one, too, than after `base`, on the worst rank.
+
+    What leaks stays. On a busy machine gloo connects a second time now and then, and the socket goes with its group.
+    """
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+        more, before = beyond(frame, config, metric, phase, base)
+        more = more.sort_values("cycle")
+        stays = more.assign(value=more["value"].clip(upper=more.groupby("rank")["value"].shift(-1)))
+        if config["cycles"] > 1:
+            stays = stays[stays["cycle"] < stays["cycle"].max()]  # after the last nobody looks again
+        value, where = most(stays)
+        level = int(before.max())
+        said = f"{value:g} more {where} and later" if value > 0 else f"never more that stay, {everywhere(config)}"
+        return Measured(value, f"{metric} after {phase} against {level} after {base}: {said}")
+
+    return measure
+
+
 def uninitialised(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     need_destroyed(config)
     return count_of("idle", "initialised", "ranks whose Megatron still calls itself initialised")(frame, config)
@@ -153,6 +173,8 @@ def failure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     need_groups(frame, config)
     if config["mode"] not in EXACT:
         raise NotMeasured(f"mode={config['mode']}: a failure is rehearsed with mode={' or '.join(EXACT)} only")
+    if frame[frame["phase"] == "rehearse_failure"].empty:
+        raise NotMeasured("the run ended before a failure was rehearsed")
     rows = frame[(frame["phase"] == "rehearse_failure") & (frame["metric"] == "failure_hidden")]
     if len(rows) < config["ranks"]:
         raise NotMeasured(

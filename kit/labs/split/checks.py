@@ -219,7 +219,8 @@ def replicas(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     said = f"counts are those of the rows: {', '.join(here)}"
     if off[worst].max():
         said = f"{worst} is {times[str(worst)][off[worst].idxmax()]:g} times what the rows hold"
-    return Measured(float(off.max().max()), f"{said}; {config['tp'] * config['pp']} replicas of each data rank")
+    copies = config["tp"] * config["pp"]
+    return Measured(float(off.max().max()), f"{said}; {copies} replica{'s' if copies > 1 else ''} of each data rank")
 
 
 def oracle(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:

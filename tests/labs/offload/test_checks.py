@@ -236,3 +236,23 @@ def test_which_ranks_share_a_card() -> None:
     rows = [{"rank": rank, "host": host, "device": device} for rank, (host, device) in enumerate(seats)]
     assert cards(rows) == {0: 0, 1: 1, 2: 0, 3: 2}
     assert cards([{"rank": 0, "host": "a", "device": "cpu"}]) == {}
+
+
+@pytest.mark.parametrize("metric", ["fds", "threads"])
+@pytest.mark.parametrize(
+    ("more", "left"),
+    [
+        ((0, 0, 0, 0), 0),
+        ((0, 1, 0, 0), 0),  # gloo connected once more, and the socket went with its group
+        ((0, 0, 0, 1), 0),
+        ((0, 1, 1, 0), 1),
+        ((0, 1, 2, 3), 2),
+        ((-1, -1, -1, -1), -1),
+        ((1,), 1),
+    ],
+)
+def test_what_leaks_stays(metric: str, more: tuple[int, ...], left: int) -> None:
+    rows = [(0, "build", metric, 40.0), *((cycle, "verify", metric, 40.0 + n) for cycle, n in enumerate(more, 1))]
+    row = answers(rows, cycles=len(more))[f"{metric}_return"]
+    assert (row.measured, row.passed) == (left, left <= 0)
+    assert ("never more that stay" in row.why) == (left <= 0)
