@@ -42,6 +42,7 @@ def test_the_flag_is_read_as_torch_reads_it(flag: str, asked: bool, monkeypatch:
     assert done.stdout.strip() == str(asked)
 
 
+@pytest.mark.slow
 def test_nothing_is_installed(tmp_path: Path) -> None:
     said = ask(tmp_path, "1")
     if said["why"] != "torchcomms is not installed":

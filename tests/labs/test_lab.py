@@ -46,6 +46,7 @@ def test_steps_by_hand(made: Make) -> None:
         lab.step()
 
 
+@pytest.mark.slow
 def test_by_hand_and_at_once_measure_the_same(made: Make) -> None:
     by_hand, at_once = made(), made()
     for _ in by_hand.phases:
@@ -265,6 +266,7 @@ def test_a_rank_of_the_second_world_that_dies(two: Definition) -> None:
     assert "rank 1" in str(info(lab)["error"])
 
 
+@pytest.mark.slow
 def test_worlds_that_do_not_fit_are_refused_before_a_folder_is_made(
     two: Definition, own: Definition, runs: Path
 ) -> None:

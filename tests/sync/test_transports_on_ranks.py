@@ -48,7 +48,7 @@ def test_every_byte_arrives_and_nothing_is_left(world: World, kind: str, ranks: 
             assert (receiver["error"], receiver["left"], receiver["differ"]) == (None, {}, [])
 
 
-@pytest.mark.parametrize("kind", kinds("shm", "broadcast", slow=("per-tensor", "rendezvous", "serialize")))
+@pytest.mark.parametrize("kind", kinds("shm", slow=("broadcast", "per-tensor", "rendezvous", "serialize")))
 def test_a_receiver_that_stalls_is_named_in_time_and_nothing_is_left(world: World, kind: str) -> None:
     sender, victim, _ = said = sync(world, [0, 1, 2], kind=kind, stalls=2, deadline_s=2.0)
     name, words, peer = sender["error"]

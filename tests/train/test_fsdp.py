@@ -41,7 +41,7 @@ def ask(world: World, function: str, **arguments: Any) -> list[Any]:
         ("tokens", "dynamic", "float32"),
         ("sequences", "packed", "float32"),
         pytest.param("tokens", "fixed", "float64", marks=pytest.mark.slow),
-        ("tokens", "fixed", "bfloat16"),
+        pytest.param("tokens", "fixed", "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_however_a_step_is_cut_it_is_the_plain_step(world: World, level: str, batching: str, dtype: str) -> None:

@@ -96,6 +96,7 @@ def test_a_page_holds_everything(tiny, tmp_path):
     assert not notebooks.without_widgets(notebook).cells[2].outputs[0].data.get(notebooks.WIDGET)
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_is_named_and_what_ran_is_kept(tiny, tmp_path):
     for name in ("out.ipynb", "out.html"):
         with pytest.raises(KitError) as failed:

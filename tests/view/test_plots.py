@@ -62,6 +62,7 @@ def test_a_gpu_has_a_drawing_of_its_own(make_run):
     assert "GPU memory, each card shared by ranks (median and range of 2 ranks)" in titles(shared)
 
 
+@pytest.mark.slow
 def test_many_ranks_phases_and_cycles_fit(make_run):
     phases = [f"a-long-name-{index}" for index in range(9)]
     picture = plot_run(make_run(ranks=16, cycles=12, phases=phases))

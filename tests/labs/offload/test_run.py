@@ -117,6 +117,7 @@ def test_the_ways_in_common_use(offload: Offload, mode: str) -> None:
     assert {"training_continues_bitwise", "destroy_failure_raises"} <= unanswered(verdict)
 
 
+@pytest.mark.slow
 def test_the_lab_keeps_no_group_that_it_watches(offload: Offload) -> None:
     alive = of(offload(mode="manual", cycles=2), "idle", "old_groups_alive")
     # Two ranks, cycle 2: the three gloo groups of each cycle that manual loses, and no other.

@@ -120,6 +120,7 @@ def hanging(model: PanelModel) -> bool:
     return any(row.phase == "second" and row.status == "running" for row in model.phases)
 
 
+@pytest.mark.slow
 def test_every_button_of_the_smoke_lab(made: Make) -> None:
     model, controller = made(find("smoke"))
     states: list[str] = []
@@ -271,6 +272,7 @@ def test_stop_while_ranks_are_started(made: Make, own: Definition, tmp_path: Pat
     assert holdings(os.getpid())["processes"] == []
 
 
+@pytest.mark.slow
 def test_stop_between_two_steps(made: Make) -> None:
     model, controller = made()
     controller.step()

@@ -124,6 +124,7 @@ def test_a_limit_is_drawn_anew_where_it_is_in_the_drawing_alone(offload, drawn):
     assert len(drawn) == 4
 
 
+@pytest.mark.slow
 def test_the_overview_is_every_plot_and_draws_those_anew_that_must_be(offload, drawn):
     tab = PlotsTab(offload)
     tab.visible = True
