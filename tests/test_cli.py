@@ -323,6 +323,7 @@ def test_doctor_says_what_is_missing(cli: Cli, tmp_path: Path) -> None:
     assert "set KIT_RUNS to another folder" in out
 
 
+@pytest.mark.slow
 def test_clean_ends_what_a_dead_notebook_left(cli: Cli) -> None:
     """Only what carries the mark of a notebook that is gone; a process of somebody else stays."""
     gone = subprocess.Popen(["true"])

@@ -33,7 +33,15 @@ def package(folder: Path, version: str, code: str) -> None:
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torchcomms\nVersion: {version}\n")
 
 
-@pytest.mark.parametrize(("flag", "asked"), [("", False), ("0", False), ("1", True), ("true", True)])
+@pytest.mark.parametrize(
+    ("flag", "asked"),
+    [
+        pytest.param("", False, marks=pytest.mark.slow),
+        ("0", False),
+        ("1", True),
+        pytest.param("true", True, marks=pytest.mark.slow),
+    ],
+)
 def test_the_flag_is_read_as_torch_reads_it(flag: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FLAG, flag)
     assert requested() is asked

@@ -157,7 +157,12 @@ def ranks(request: pytest.FixtureRequest, world: World, surveys: dict[str, list[
     return surveys[name]
 
 
-every_layout = pytest.mark.parametrize("ranks", LAYOUTS, indirect=True)
+ALIKE = ("pp2dp2", "pp4", "ep1", "ep2pp2")  # each is made of what another one has
+every_layout = pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in LAYOUTS],
+    indirect=True,
+)
 
 
 @every_layout

@@ -44,7 +44,7 @@ def stream(sender: Sender, version: int, calls: type[Call] = Call, **config: Any
 
 
 @pytest.mark.parametrize("transport", ["shm", "serialize"])
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("slots", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_versions_arrive_through_memory_for_a_few_buckets(sender: Sender, transport: str, slots: int) -> None:
     sender.cache.close()
     sender.cache, sender.transport = Ring(LAYOUT, slots=slots), transport

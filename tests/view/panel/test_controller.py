@@ -357,6 +357,7 @@ def test_runs_of_a_panel_with_a_folder_lie_side_by_side(own: Definition, tmp_pat
     controller.close()
 
 
+@pytest.mark.slow
 def test_in_a_kernel_the_model_changes_in_the_loops_thread_and_the_loop_stays_free(
     own: Definition, nothing_left: None
 ) -> None:
