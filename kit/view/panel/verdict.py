@@ -16,6 +16,7 @@ import ipywidgets as widgets
 from kit.errors import KitError
 from kit.view.panel import look
 from kit.view.panel.scale import scale
+from kit.view.panel.tab import Tab
 
 if TYPE_CHECKING:
     from kit.results import VerdictRow
@@ -94,13 +95,12 @@ class LimitRow:
             self._taking = False
 
 
-class VerdictTab:
-    """Observes the verdict and the tolerances. Its rows, most of a panel's widgets, are made when it is first looked at."""
+class VerdictTab(Tab):
+    """Observes the verdict and the tolerances. Its rows, nearly half of a panel's widgets, are made when it is first looked at."""
 
     def __init__(self, model: PanelModel, *, visible: bool = True) -> None:
         self.model = model
-        self._visible = visible
-        self._made = visible
+        self._visible = self._made = visible
         self.rows: dict[str, LimitRow] = {}
         self.head = widgets.HTML()
         wide = {"description_width": "initial"}
@@ -138,14 +138,8 @@ class VerdictTab:
         model.observe(self._order, ["run", "state"])
         self._order()
 
-    @property
-    def visible(self) -> bool:
-        return self._visible
-
-    @visible.setter
-    def visible(self, seen: bool) -> None:
-        self._visible = seen
-        if seen and not self._made:  # from then on they follow while nobody looks, too: that is cheap
+    def _changed(self, _: Any = None) -> None:
+        if self._visible and not self._made:  # from then on they follow while nobody looks, too: that is cheap
             self._made = True
             self._order()
 

@@ -243,7 +243,7 @@ def test_which_ranks_share_a_card() -> None:
     ("more", "left"),
     [
         ((0, 0, 0, 0), 0),
-        ((0, 1, 0, 0), 0),  # gloo connected once more, and the socket went with its group
+        ((0, 1, 0, 0), 0),  # a socket more in one cycle, which went with the groups
         ((0, 0, 0, 1), 0),
         ((0, 1, 1, 0), 1),
         ((0, 1, 2, 3), 2),
