@@ -13,7 +13,7 @@ ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 # As the server's default address, so that the printed URL leads to it as well.
 START := /lab/tree/notebooks/00_start.ipynb
 
-.PHONY: help env lab notebooks test test-all lint pins
+.PHONY: help env lab notebooks test test-all test-faults mutants lint pins
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
@@ -35,6 +35,12 @@ test: env ## the tests, under 10 minutes on two cores
 
 test-all: test ## every test: slow faults, notebooks and the browser too
 	$(IN_VENV) python -m pytest -m "slow or browser"
+
+test-faults: env ## every variant of what `make test-all` draws from: foreign code, faults, ways to spread a job
+	$(IN_VENV) python -m pytest --every -m slow tests/examples tests/faults tests/labs tests/bench/test_split.py tests/test_cli.py
+
+mutants: env ## changes the kit's code on purpose, bug by bug, and writes which are caught to docs/mutants.md
+	$(IN_VENV) python -m tests.mutants.run --page docs/mutants.md
 
 lint: env ## style, format and types
 	$(IN_VENV) ruff check .

@@ -8,15 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kit.errors import BadInput, KitError, RankDied, RankError, RankTimeout
-    from kit.public import World, lab, load, panel, run
-    from kit.results import Run
+    from kit.errors import BadInput, Cancelled, KitError, RankDied, RankError, RankTimeout
+    from kit.public import Pending, Run, World, lab, load, panel, run, wait
 
     __version__: str
 
 __all__ = [
     "BadInput",
+    "Cancelled",
     "KitError",
+    "Pending",
     "RankDied",
     "RankError",
     "RankTimeout",
@@ -28,12 +29,12 @@ __all__ = [
     "load_ipython_extension",
     "panel",
     "run",
+    "wait",
 ]
 
 _HOMES = {
-    **dict.fromkeys(("BadInput", "KitError", "RankDied", "RankError", "RankTimeout"), "kit.errors"),
-    **dict.fromkeys(("World", "lab", "load", "panel", "run"), "kit.public"),
-    "Run": "kit.results",
+    **dict.fromkeys(("BadInput", "Cancelled", "KitError", "RankDied", "RankError", "RankTimeout"), "kit.errors"),
+    **dict.fromkeys(("Pending", "Run", "World", "lab", "load", "panel", "run", "wait"), "kit.public"),
 }
 
 
@@ -44,25 +45,16 @@ def load_ipython_extension(ipython: Any) -> None:
     load_magics(ipython)
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("lifecycle-kit")
-    except PackageNotFoundError:  # used from a folder, as the ranks of another environment do
-        return "0.1.0+unknown"
-
-
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name == "__version__":
-        value: Any = _version()
-    elif name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
-    else:
+        from kit.version import kit_version
+
+        return kit_version()
+    if name not in _HOMES:
         raise AttributeError(f"module 'kit' has no attribute {name!r}")
-    globals()[name] = value
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return value
 
 

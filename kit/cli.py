@@ -1,8 +1,9 @@
 """`kit ...`. Only what a command needs is imported, and only when it runs: `kit --help` loads no torch and no pandas.
 
 Exit status: 0 no check failed; 1 a check failed; 2 bad input; 3 the run broke (a rank raised, died or timed out);
-130 interrupted, the ranks are ended. `show`, `compare`, `export`, `trace`, `report` and `notebook` end with 0 when they
-could do their work; a notebook whose cell fails ends with 3.
+130 interrupted, the ranks are ended. `check` ends with 3 for a run that broke, else as its verdict does. `show`,
+`compare`, `export`, `trace`, `report` and `notebook` end with 0 when they could do their work; a notebook whose cell
+fails ends with 3.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import pkgutil
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from importlib import import_module
@@ -61,7 +63,11 @@ def parser() -> argparse.ArgumentParser:
         made.set_defaults(command=command)
         return made
 
-    add("doctor", doctor, "what this box can do, and why not").add_argument("--json", action="store_true")
+    asked = add("doctor", doctor, "what this box can do, and why not")
+    asked.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    asked.add_argument(
+        "--deep", action="store_true", help="also run ten probes on live ranks, in 130 s at most with a GPU"
+    )
     add("labs", labs, "the labs with one line each")
     one = add("run", run, "run a lab from its first phase to its verdict")
     one.add_argument("lab", metavar="LAB")
@@ -80,6 +86,9 @@ def parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--out", metavar="DIR", type=Path, help="the run's folder; without it a new one among the runs")
     one.add_argument("--json", action="store_true", help="print one JSON object last")
+    again = add("check", check, "judge a run again from its records")
+    again.add_argument("dir", metavar="DIR", nargs="?", type=Path, help="without it the newest run")
+    again.add_argument("--lab", metavar="LAB", help="judge by this lab's checks, whatever wrote the records")
     add("show", show, "a run: its state, its verdict, its times").add_argument("dir", metavar="DIR")
     add("compare", compare, "runs against the first: what changed most").add_argument("dirs", metavar="DIR", nargs="+")
     table = add("export", export, "a run's table as csv, parquet, md, tex, html or json")
@@ -100,22 +109,48 @@ def parser() -> argparse.ArgumentParser:
     known = add("faults", faults, "the known bugs that can be switched on")
     known.add_argument("lab", metavar="LAB", nargs="?", help="of one lab alone")
     known.add_argument("--json", action="store_true")
+    measuring(add)
+    add("clean", clean, "end leftovers of earlier runs: only processes the kit itself started")
+    return top
+
+
+def measuring(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """The commands that measure this machine."""
+    devices = ("auto", "cpu", "cuda")
     measured = add("bench", bench, "side-by-side measurements")
     measured.add_argument("name", metavar="NAME", help=f"one of {', '.join(benches())}")
     measured.add_argument("--json", action="store_true", help="print one JSON object last")
     measured.add_argument("--quick", action="store_true", help="less of each, in a minute or two")
+    measured.add_argument("--part", metavar="PART", action="append", default=[], help="one part, or X for every X.Y")
+    measured.add_argument("--device", choices=devices, default="auto", help="auto: the GPU wherever there is a driver")
+    measured.add_argument("--out", metavar="FILE", type=Path, help="where each row is written; else among the runs")
     recorded = add("reference", reference, "every lab and bench at this box's sizes, resumable")
-    recorded.add_argument("--out", metavar="DIR", type=Path, required=True)
-    add("clean", clean, "end leftovers of earlier runs: only processes the kit itself started")
-    return top
+    recorded.add_argument("--out", metavar="DIR", type=Path, help="the folder for the results")
+    recorded.add_argument("--plan", action="store_true", help="print what each part is predicted to take, and run none")
+    recorded.add_argument("--device", choices=devices, default="auto", help="auto: what the ranks would use")
+    recorded.add_argument("--assumed", action="store_true", help="predict from assumed times, not from measured ones")
+    recorded.add_argument("--minutes", metavar="M", type=float, help="start no part that would end later; on a GPU 8")
+    recorded.add_argument("--pack", metavar="FILE.tgz", type=Path, help="also one file of at most 16 MiB to take home")
 
 
 def doctor(args: argparse.Namespace) -> int:
     from kit import doctor as room
 
+    began = time.monotonic()
     found = room.examine()
-    print(json.dumps(found, indent=1) if args.json else room.told(found))
-    return 1 if found["problems"] else 0
+    status = 1 if found["problems"] else 0
+    if not args.json:
+        print(room.told(found), flush=True)
+    if args.deep and status:
+        print("kit: the probes need ranks, and ranks cannot run here", file=sys.stderr)
+    elif args.deep:
+        from kit.preflight.run import deep
+
+        to = sys.stderr if args.json else sys.stdout
+        found["deep"], status = deep(found, lambda line: print(line, file=to, flush=True), began)
+    if args.json:
+        print(json.dumps(found, indent=1))
+    return status
 
 
 def labs(_: argparse.Namespace) -> int:
@@ -132,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
     from kit.labs.discover import find
     from kit.public import load, prepare
     from kit.results import exit_code, load_tolerances, read_verdict
-    from kit.results.artefacts import memory_snapshots
+    from kit.results.run import memory_snapshots
 
     given: dict[str, str] = {}
     for pair in args.set:
@@ -152,7 +187,6 @@ def run(args: argparse.Namespace) -> int:
             lab.run()
             verdict = read_verdict(lab.dir / "verdict.json")
             status = exit_code(verdict)
-            print(verdict)
         except BadInput:  # only the ranks could tell: nothing was measured
             raise
         except KitError as broke:
@@ -161,6 +195,10 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             status, error = 130, "interrupted"
             print("kit: interrupted; the ranks are ended", file=sys.stderr)
+    if verdict is None and (lab.dir / "verdict.json").exists():  # as far as the records go
+        verdict = read_verdict(lab.dir / "verdict.json")
+    if verdict is not None:
+        print(verdict)
     to = sys.stderr if args.json else sys.stdout
     print(f"the run is in {lab.dir}", file=to)
     if snapshots := memory_snapshots(load(lab.dir)):
@@ -172,10 +210,28 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
+def check(args: argparse.Namespace) -> int:
+    from kit.labs.discover import find
+    from kit.public import load
+    from kit.results import exit_code, list_runs, runs_dir
+    from kit.results import load as load_by
+
+    folder = args.dir or next(iter(list_runs(runs_dir())), None)
+    if folder is None:
+        raise BadInput(f"there is no run in {runs_dir()}; name a folder")
+    found = load_by(folder, checks=lambda _: find(args.lab).all_checks()) if args.lab else load(folder)
+    print(found)
+    for note in found.notes:
+        print(f"note: {note}")
+    verdict = found.verdict()
+    print(f"\n{verdict}")
+    return 3 if found.status == "failed" else exit_code(verdict)
+
+
 def show(args: argparse.Namespace) -> int:
     from kit.public import load
     from kit.results import read_verdict
-    from kit.results.artefacts import memory_snapshots
+    from kit.results.run import memory_snapshots
 
     found = load(args.dir)
     print(found)
@@ -203,7 +259,8 @@ def compare(args: argparse.Namespace) -> int:
     from kit.public import load
     from kit.results import compare as compared
     from kit.results import outcomes
-    from kit.results.compare import settings
+    from kit.results.comparison import settings
+    from kit.results.frames import without_empty
 
     runs = [load(path) for path in args.dirs]
     labs = list(dict.fromkeys(run.lab for run in runs))
@@ -218,7 +275,7 @@ def compare(args: argparse.Namespace) -> int:
         count, differ = outcomes(runs[0], other)
         if count and other.lab == runs[0].lab:
             print(f"{other.id}: {count} losses, gradient norms and digests, {differ} of them not exactly the same")
-    print(table.drop(columns=same).head(COMPARED_ROWS).to_string(index=False))
+    print(without_empty(table.drop(columns=same)).head(COMPARED_ROWS).to_string(index=False))
     if len(table) > COMPARED_ROWS:
         print(f"... and {len(table) - COMPARED_ROWS} rows that changed less")
     return 0
@@ -290,24 +347,33 @@ def bench(args: argparse.Namespace) -> int:
     names = benches()
     if args.name not in names:
         raise BadInput(f"there is no bench {args.name!r}; allowed are: {', '.join(names) or 'none'}")
-    module = import_module(f"kit.bench.{args.name}")
-    status: int = module.main(args.json, module.QUICK) if args.quick else module.main(args.json)
+    from kit.results import runs_dir
+
+    room = import_module("kit.bench.session")
+    out = args.out or room.new_file(args.name, runs_dir())
+    given = {"quick": args.quick, "as_json": args.json, "only": args.part, "device": args.device}
+    status: int = room.conduct(args.name, out=out, **given)
+    print(f"the rows are in {out}", file=sys.stderr)
     return status
 
 
 def reference(args: argparse.Namespace) -> int:
-    status: int = import_module("kit.bench.reference").make(args.out)
+    if args.out is None and not args.plan:
+        raise BadInput("name a folder for the reference: --out DIR")
+    room = import_module("kit.bench.reference")
+    asked = {"device": args.device, "assumed": args.assumed, "minutes": args.minutes}
+    status: int = room.plan(args.out, **asked) if args.plan else room.make(args.out, pack=args.pack, **asked)
     return status
 
 
 def benches() -> list[str]:
-    """The modules in kit/bench that have a `main`, without importing any."""
+    """The modules in kit/bench that have `parts`, without importing any."""
     home = Path(__file__).with_name("bench")
     found = [
         (info.name, home / (f"{info.name}/__init__.py" if info.ispkg else f"{info.name}.py"))
         for info in pkgutil.iter_modules([str(home)])
     ]
-    return [name for name, path in found if "\ndef main(" in path.read_text()]
+    return [name for name, path in found if "\ndef parts(" in path.read_text()]
 
 
 def clean(_: argparse.Namespace) -> int:

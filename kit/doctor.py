@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from kit import machine
 from kit.errors import BadInput
-from kit.measure import cgroup_limits
 from kit.measure.provenance import git_state, gpu_state
 from kit.results import runs_dir
 from kit.world import capacity, interpreter, leftovers
@@ -63,7 +63,7 @@ def examine() -> Found:
     problems: list[str] = []
     interpreters, ranks = ask_interpreters(problems)
     runs = ask_runs(problems)
-    cores, free = len(os.sched_getaffinity(0)), capacity.available_bytes()
+    cores, free = len(os.sched_getaffinity(0)), machine.free_memory()
     most = max(0, min(capacity.MOST_PER_CORE * cores, free // capacity.RANK_BYTES))
     if most < 2:
         problems.append(
@@ -77,7 +77,7 @@ def examine() -> Found:
         "gpu": gpu_state(),
         "cores": {"usable": cores, "machine": os.cpu_count()},
         "memory": {"free": free, "machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")},
-        "cgroup": cgroup_limits(),
+        "cgroup": machine.cgroup_limits(),
         "most_ranks": most,
         "shm": ask_shm(),
         "runs": runs,
@@ -141,10 +141,7 @@ def ask_runs(problems: list[str]) -> Found:
 
 def since(ticks: int) -> str:
     """The time of day of a process's start, from clock ticks since boot."""
-    boot = next(
-        int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
-    )
-    return f"{datetime.fromtimestamp(boot + ticks / os.sysconf('SC_CLK_TCK')).astimezone():%Y-%m-%d %H:%M:%S}"
+    return f"{datetime.fromtimestamp(machine.started_at(ticks)).astimezone():%Y-%m-%d %H:%M:%S}"
 
 
 def told(found: Found) -> str:

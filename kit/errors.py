@@ -11,6 +11,10 @@ class BadInput(KitError, ValueError):  # noqa: N818 - the contract's name
     """Something a person asked for cannot be; raised before any rank starts. One sentence: what was wrong, what is allowed."""
 
 
+class Cancelled(KitError):  # noqa: N818 - the contract's name
+    """A call in flight was cancelled or interrupted; its ranks were asked to stop."""
+
+
 class RankError(KitError):
     """Code raised on a rank. `rank` is the first that failed; `ranks` are all that failed with the same traceback.
 

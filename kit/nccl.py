@@ -5,18 +5,20 @@ Every room may use it, and ranks do. Nothing here touches a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 LIBRARY = "libnccl.so.2"  # torch has loaded it under this name, wherever it lies
 SUSPENDS = (2, 29, 7)
 SUSPENDS_TORCH = (2, 12)
 SHARES_CARDS = (2, 30, 0)
+SHARED_GPU = "shared GPU, not a product number"  # said with every time of communication among ranks that share one
 MOST_CTAS = "4"  # a communicator's kernels must fit on the card beside those of the ranks it waits for
 
 Version = tuple[int, int, int]
@@ -73,6 +75,24 @@ def release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+@contextlib.contextmanager
+def unbound(default: Any) -> Iterator[None]:
+    """While entered, new groups get communicators of their own, made by their members alone.
+
+    Under a default group that is bound to its device torch would split each off the default one's communicator, which every rank of
+    the World must take part in (`_new_process_group_helper` in torch/distributed/distributed_c10d.py, 2.9 to 2.13).
+    """
+    device = default.bound_device_id
+    if device is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
+
+
 class Sharing(NamedTuple):
     """How several ranks work on one card: what NCCL must find in a rank's environment, and what to tell a person."""
 
@@ -84,7 +104,8 @@ def sharing(nccl: Version | None, number: int) -> Sharing | None:
     """For rank `number`; None where there is no NCCL at all.
 
     From 2.30 on NCCL has a flag for it. Before, it refuses two ranks that see the same card on the same host, so that each rank
-    calls itself a host of its own, and their data goes over sockets.
+    calls itself a host of its own, and their data goes over sockets. On a machine of a multi-node NVLink domain NCCL would take
+    such hosts for its parts and let them meet over NVLink all the same (src/init.cc, ncclMnnvlCheck), so that is switched off.
     """
     if nccl is None:
         return None
@@ -92,4 +113,5 @@ def sharing(nccl: Version | None, number: int) -> Sharing | None:
         env = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": MOST_CTAS, "NCCL_NVLS_ENABLE": "0"}
         return Sharing(env, f"by the multi-rank flag of NCCL {written(nccl)}")
     env = {"NCCL_HOSTID": f"{os.uname().nodename}-kit-{number}", "NCCL_NET": "Socket", "NCCL_MAX_CTAS": MOST_CTAS}
+    env["NCCL_MNNVL_ENABLE"] = "0"
     return Sharing(env, f"by ranks that call themselves hosts of their own: NCCL {written(nccl)} has no flag for it")

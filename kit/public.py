@@ -16,10 +16,13 @@ from kit.labs.lab import Lab
 from kit.results import Run, runs_dir
 from kit.results import load as load_run
 from kit.view.progress import Progress
+from kit.world.pending import Pending, wait
 
 if TYPE_CHECKING:
     from kit.view.panel.panel import Panel
-    from kit.world.calls import Observer
+    from kit.world.pending import Observer
+
+__all__ = ["Pending", "Run", "World", "lab", "load", "panel", "run", "wait"]
 
 
 class World(room.World):
@@ -39,6 +42,7 @@ class World(room.World):
         logs: str | os.PathLike[str] | None = None,
         start_timeout_s: float | None = None,
         observer: Observer | None = None,
+        devices: Sequence[int] = (),
     ) -> None:
         stamp = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         self._own = None if logs is not None else runs_dir() / "worlds" / stamp
@@ -55,6 +59,7 @@ class World(room.World):
                 logs=logs if self._own is None else self._own / "logs",
                 start_timeout_s=start_timeout_s,
                 observer=observer or Progress(),
+                devices=devices,
             )
         except BaseException:
             self._tidy("*.log")

@@ -21,16 +21,12 @@ if TYPE_CHECKING:
 FLAG = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
 PLACEHOLDER = "0.0.1"  # of torchcomms on the package index: it has a name and no code
 
-# Why it is not in effect, by the number in a run's records.
-REASONS = (
-    "",
-    "torchcomms is not installed for the ranks",
-    "the torchcomms that the ranks have is the package index's placeholder, which has a name and no code",
-    "the ranks have torchcomms and cannot import it",
-    "the ranks' torch does not know torchcomms",
-    "torch could route and did not",
-)
-MISSING, EMPTY, BROKEN, UNKNOWN, IGNORED = range(1, 6)
+# Why it is not in effect.
+MISSING = "torchcomms is not installed for the ranks"
+EMPTY = "the torchcomms that the ranks have is the package index's placeholder, which has a name and no code"
+BROKEN = "the ranks have torchcomms and cannot import it"
+UNKNOWN = "the ranks' torch does not know torchcomms"
+IGNORED = "torch could route and did not"
 
 
 @dataclasses.dataclass(slots=True)
@@ -52,8 +48,8 @@ def requested() -> bool:
     return os.environ.get(FLAG, "") not in {"", "0"}
 
 
-def unimportable() -> tuple[int, str]:
-    """Which of the reasons keeps torch from importing torchcomms, and the same in words; (0, "") where nothing does."""
+def unimportable() -> tuple[str, str]:
+    """Which of the reasons keeps torch from importing torchcomms, and the details; ("", "") where nothing does."""
     if find_spec("torchcomms") is None:
         return MISSING, "torchcomms is not installed"
     try:
@@ -67,7 +63,7 @@ def unimportable() -> tuple[int, str]:
         if found == PLACEHOLDER:
             return EMPTY, f"{why}: it is the package index's placeholder"
         return BROKEN, why
-    return 0, ""
+    return "", ""
 
 
 def what_torch_imports() -> None:
@@ -119,7 +115,7 @@ def describe() -> dict[str, Any]:
     routed = effective()
     if not reason and not routed:
         reason = IGNORED if hasattr(c10d, "_use_torchcomms_enabled") else UNKNOWN
-        why = REASONS[reason]
+        why = reason
     return {
         "requested": requested(),
         "importable": reason not in {MISSING, EMPTY, BROKEN},

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.holdings import holdings, wait_for
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every", action="store_true", help="run every variant, not only those drawn by the commit's hash"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests marked `drawn(n)`, keep n for each file and group, drawn by the commit's hash; all with --every."""
+    if config.getoption("--every"):
+        return
+    commit = head()
+    groups: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("drawn")) is not None:
+            groups.setdefault((str(item.path), mark.kwargs.get("of", "")), []).append(item)
+    left_out: set[pytest.Item] = set()
+    for some in groups.values():
+        mark = some[0].get_closest_marker("drawn")
+        assert mark is not None
+        order = sorted(some, key=lambda item: hashlib.sha256(f"{commit} {item.nodeid}".encode()).digest())
+        left_out |= set(order[mark.args[0] :])
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def head() -> str:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    return done.stdout.strip() or "no commit"
 
 
 def pytest_configure() -> None:

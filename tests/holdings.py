@@ -6,6 +6,8 @@ import os
 import time
 from pathlib import Path
 
+from kit import machine
+from kit.measure.observers.holdings import MEMFD, shared_memory
 from kit.world import leftovers
 
 
@@ -14,7 +16,7 @@ def marked(owner: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
-            value = leftovers.marked(int(entry.name))
+            value = machine.marked(int(entry.name))
             if value is not None and int(value.split(":")[1]) == owner:
                 found.append(int(entry.name))
     return found
@@ -34,11 +36,18 @@ def holdings(owner: int) -> dict[str, object]:
     }
 
 
+def memory_files() -> list[str]:
+    """The memory files that this process holds, by descriptor or by mapping."""
+    return [one.name for one in shared_memory().values() if one.name.startswith(MEMFD)]
+
+
 def is_channel(fd: Path) -> bool:
+    """Whether a descriptor is of a kind that a World opens. Files elsewhere (fonts, caches) are not its own, whatever their names."""
     try:
-        return os.readlink(fd).startswith(("socket:", "pipe:")) or "kit" in os.readlink(fd)
+        target = os.readlink(fd)
     except FileNotFoundError:
         return False
+    return target.startswith(("socket:", "pipe:", "/memfd:kit", "/dev/shm/kit", f"{leftovers.base()}/"))
 
 
 def wait_for(condition: object, seconds: float = 10.0) -> bool:

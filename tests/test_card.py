@@ -10,14 +10,14 @@ import pytest
 
 import kit
 from kit.errors import BadInput
+from kit.gpu import has_driver
 from kit.results import Verdict
-from kit.world.capacity import GPU_DRIVERS
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not any(path.exists() for path in GPU_DRIVERS), reason="this machine has no GPU driver"),
+    pytest.mark.skipif(not has_driver(), reason="this machine has no GPU driver"),
 ]
 LARGE: dict[str, Any] = {"size": "125m", "seq": 64, "device": "cuda"}
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import kit
+from kit import machine
 from kit.labs.discover import discover
-from kit.world import leftovers, processes
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOW = '''
@@ -126,9 +126,12 @@ def test_a_run_and_what_is_made_of_it(cli: Cli, tmp_path: Path) -> None:
     assert "cycles=2" in out
     assert "pass  groups_return_to_baseline" in out
     assert "baseline" in out.split("median ms")[1]
+    assert "pass  groups_return_to_baseline" in cli("check", tmp_path / "one")[0]
+    assert "pass  groups_return_to_baseline" in cli("check", tmp_path / "one", "--lab", "smoke")[0]
+    assert "not measured" in cli("check", tmp_path / "one", "--lab", "split")[0]
     assert "ratio" in cli("compare", tmp_path / "one", tmp_path / "two")[0]
     out, _ = cli("export", tmp_path / "one", "--to", tmp_path / "table.csv")
-    assert Path(out.strip()).read_text().startswith("run,lab,cycle,phase,rank,metric,value,unit,time\n")
+    assert Path(out.strip()).read_text().startswith("run,lab,cycle,phase,rank,metric,value,unit,time,text,ids,start\n")
     assert "no known ending" in cli.sentence("export", tmp_path / "one", "--to", tmp_path / "table.xls")
     cli("trace", tmp_path / "one", "--to", tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -206,6 +209,8 @@ def test_bad_input_is_one_sentence(cli: Cli, tmp_path: Path) -> None:
     )
     assert "no fault 'x'" in cli.sentence("run", "smoke", "--fault", "x")
     assert "there is no run folder" in cli.sentence("show", tmp_path / "nowhere")
+    assert "there is no run in" in cli.sentence("check")
+    assert "there is no run folder" in cli.sentence("check", tmp_path / "nowhere")
     assert "there is no bench 'x'" in cli.sentence("bench", "x")
     assert "there is no file" in cli.sentence("run", "smoke", "--tolerances", tmp_path / "no.json")
     (tmp_path / "file").touch()
@@ -257,10 +262,15 @@ def test_a_run_that_breaks(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SLOW)
     said = cli.json("run", "smoke", "--set", "implementation=mine:Raises", status=3)
     assert said["status"] == "failed"
-    assert said["verdict"] is None
+    assert {row["check"]: row["passed"] for row in said["verdict"]}["groups_return_to_baseline"] is None
+    assert said["verdict"] == json.loads((Path(said["run"]) / "verdict.json").read_text())
     assert "my own destroy failed" in said["error"]
     out, _ = cli("show", said["run"])
     assert "note: the run failed: RankError" in out
+    assert "0 failed, " in out
+    again, _ = cli("check", status=3)  # the newest run is the one that broke
+    assert "note: the run failed: RankError" in again
+    assert "\n-  groups_return_to_baseline" in again
     cli("export", said["run"], "--to", tmp_path / "partial.csv")
 
 
@@ -278,7 +288,7 @@ def start_slow(cli: Cli) -> tuple[subprocess.Popen[str], Path, list[int]]:
 
 
 def of(owner: int, pid: int) -> bool:
-    return f":{owner}:" in (leftovers.marked(pid) or "")
+    return f":{owner}:" in (machine.marked(pid) or "")
 
 
 def test_ctrl_c_ends_the_ranks(cli: Cli) -> None:
@@ -287,7 +297,7 @@ def test_ctrl_c_ends_the_ranks(cli: Cli) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted" in err
-    assert not [pid for pid in started if processes.stat_fields(pid) and of(process.pid, pid)]
+    assert not [pid for pid in started if machine.stat_fields(pid) and of(process.pid, pid)]
     assert json.loads((folder / "run.json").read_text())["status"] == "failed"
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,21 +18,23 @@ ROOMS = sorted(path.name for path in KIT.iterdir() if path.is_dir() and path.nam
 FACE = "face"  # kit/__init__.py and the modules beside it
 MAY_IMPORT = {
     "world": set(),
-    "measure": set(),
+    "measure": {"results"},
     "results": set(),
     "train": {"measure"},
     "sync": {"measure"},
     "megatron": {"measure", "train"},
-    "labs": {"world", "results", "measure", "megatron", "train", "sync"},
-    "view": {"labs", "results", FACE},
+    "labs": {"world", "results", "measure", "megatron", "train", "sync", "draw"},
+    "draw": {"results"},
+    "view": {"labs", "draw", "results", FACE},
+    "preflight": {"world", "results", "measure", "megatron"},
     "bench": {*ROOMS, FACE},
     FACE: set(ROOMS) - {"bench"},
 }
-EVERYBODYS = {"errors", "nccl", "routing"}  # modules beside the rooms
+EVERYBODYS = {"errors", "gpu", "machine", "nccl", "routing", "target", "version"}  # modules beside the rooms
 ONLY_IN = {
     "megatron": {"megatron"},
     "xxhash": {"sync"},
-    "matplotlib": {"view"},
+    "matplotlib": {"draw", "labs"},
     "ipywidgets": {"view"},
     "IPython": {"view"},
 }
@@ -38,27 +42,35 @@ ONLY_IN = {
 LABS_NOTEBOOK = {
     "configure.py",
     "discover.py",
+    "drive.py",
     "lab.py",
     "stepped.py",
     "checks.py",
     "counts.py",
+    "growth.py",
     "memory.py",
     "parity.py",
+    "truths.py",
     "routed.py",
     "tables.py",
 }
 RANK_ROOMS = {"measure", "megatron", "train", "sync"}
 # A config's `fits` weighs it against the machine; plain arithmetic of the standard library, harmless where a rank loads it along.
-BOTH_SIDES = "kit.world.capacity."
+# The schema and the writer of records are the ranks' too.
+BOTH_SIDES = ("kit.world.capacity.", "kit.world.news", "kit.results.records.", "kit.results.files.")
 RANK_FILES = {
-    KIT / "nccl.py",
-    KIT / "routing.py",
+    *(KIT / f"{name}.py" for name in EVERYBODYS - {"errors"}),
+    *(KIT / "results" / f"{name}.py" for name in ("__init__", "records", "files")),
     *(KIT / "world" / f"{name}.py" for name in ("__init__", "agent", "agentside", "channel", "device", "entry")),
-    *(KIT / "world" / f"{name}.py" for name in ("execute", "processes", "rankside", "routing", "stacks", "stream")),
+    *(
+        KIT / "world" / f"{name}.py"
+        for name in ("execute", "news", "processes", "rankside", "routing", "stacks", "stream")
+    ),
 }
 # xxhash is used by ranks that happen to have it; test_hashes holds that all else works without it.
 RANK_PACKAGES = {"torch", "numpy", "megatron", "kit", "xxhash"} | set(sys.stdlib_module_names)
 HEAVY = {"torch", "numpy", "pandas", "pydantic", "matplotlib", "IPython", "ipywidgets", "megatron", "pyarrow", "jinja2"}
+LABS = {path.parent.name for path in (KIT / "labs").glob("*/__init__.py")}
 FILES = sorted(KIT.rglob("*.py"))
 
 
@@ -67,31 +79,66 @@ def room(path: Path) -> str:
     return parts[0] if len(parts) > 1 else FACE
 
 
+def of_pictures(path: Path) -> bool:
+    """A lab's pictures: a module or a folder of that name."""
+    return room(path) == "labs" and "pictures" in path.with_suffix("").parts
+
+
 def on_ranks(path: Path) -> bool:
-    return path in RANK_FILES or room(path) in RANK_ROOMS or (room(path) == "labs" and path.name not in LABS_NOTEBOOK)
+    if room(path) == "preflight":
+        return path.parent.name == "onranks"
+    own = room(path) == "labs" and path.name not in LABS_NOTEBOOK and not of_pictures(path)
+    return path in RANK_FILES or room(path) in RANK_ROOMS or own
 
 
-def imports(path: Path) -> set[str]:
-    """Dotted names of what a file imports, inside functions too; what only the type checker sees is left out."""
-    return set(_imports(ast.parse(path.read_text())))
+@functools.cache
+def imports(path: Path, *, typing: bool = False) -> set[str]:
+    """Dotted names of what a file imports, inside functions too. What only the type checker sees counts with `typing`."""
+    return set(_imports(ast.parse(path.read_text()), typing=typing))
 
 
-def _imports(node: ast.AST) -> Iterator[str]:
+def _imports(node: ast.AST, *, typing: bool) -> Iterator[str]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+        if (
+            not typing
+            and isinstance(child, ast.If)
+            and isinstance(child.test, ast.Name)
+            and child.test.id == "TYPE_CHECKING"
+        ):
             for other in child.orelse:
-                yield from _imports(other)
+                yield from _imports(other, typing=typing)
         elif isinstance(child, ast.Import):
             yield from (alias.name for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
             assert child.level == 0, "imports are absolute"
             yield from (f"{child.module}.{alias.name}" for alias in child.names)
         else:
-            yield from _imports(child)
+            yield from _imports(child, typing=typing)
+
+
+def arrows(files: Mapping[str, Path]) -> dict[str, set[str]]:
+    """The files that each file imports, by module; a name in a package is its module where there is one."""
+    return {
+        module: {
+            found
+            for name in imports(path, typing=True)
+            if (found := name if name in files else name.rpartition(".")[0]) in files and found != module
+        }
+        for module, path in files.items()
+    }
+
+
+def circle(found: Mapping[str, set[str]]) -> list[str]:
+    """One circle of imports between files, as it is walked; empty where there is none."""
+    try:
+        TopologicalSorter(found).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def rooms_of(names: set[str]) -> set[str]:
-    """The rooms that names lie in. kit.errors and kit.nccl are everybody's."""
+    """The rooms that names lie in; modules that every room may use are in none."""
     seconds = {name.split(".")[1] if "." in name else FACE for name in names if name.split(".")[0] == "kit"}
     return {second if second in ROOMS else FACE for second in seconds if second not in EVERYBODYS}
 
@@ -112,11 +159,38 @@ def test_imports(path: Path) -> None:
     if on_ranks(path):
         assert packages <= RANK_PACKAGES, "ranks have the standard library, torch, numpy and megatron.core only"
         assert rooms_of({name for name in names if not name.startswith(BOTH_SIDES)}) <= {here, *RANK_ROOMS}
-    elif here in {"results", "view", FACE, "labs"}:
+    elif here in {"results", "draw", "view", FACE, "labs", "preflight"}:
         assert "torch" not in packages, "the notebook's side never loads torch"
+    if here == "labs" and not of_pictures(path):
+        assert "draw" not in rooms_of(names), "of a lab only its pictures draw"
+        assert "matplotlib" not in packages, "of a lab only its pictures draw"
+    if here in {"draw", "view"}:
+        assert not {name.split(".")[2] for name in names if name.startswith("kit.labs.")} & LABS, "no lab is named here"
     if here == "labs" and on_ranks(path):
         wrong = {f"kit.labs.{name.removesuffix('.py')}" for name in LABS_NOTEBOOK}
         assert not any(name.startswith(tuple(wrong)) for name in names), "the notebook's modules are not for ranks"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+    found = arrows(files)
+    # A sync and its sender name each other's types, and do not fit into one file.
+    assert "kit.sync.sender" not in {name.rpartition(".")[0] for name in imports(files["kit.sync.sending"])}
+    found["kit.sync.sending"].remove("kit.sync.sender")
+    assert circle(found) == []
+
+
+ONLY_SAID_IN = {"/proc": {"machine.py", "gpu.py"}, "/sys/": {"machine.py"}, "nvidia-smi": {"gpu.py"}}
+
+
+def test_one_module_reads_proc_and_one_asks_the_gpu_driver() -> None:
+    for path in FILES:
+        texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        for start, homes in ONLY_SAID_IN.items():
+            found = [text for text in texts if isinstance(text, str) and text.startswith(start)]
+            assert path.name in homes or room(path) == "preflight" or not found, (
+                f"{path.relative_to(KIT)}: {found}; only {homes} may"
+            )
 
 
 def test_the_rules_see_what_breaks_them(tmp_path: Path) -> None:
@@ -128,6 +202,12 @@ def test_the_rules_see_what_breaks_them(tmp_path: Path) -> None:
     names = imports(file)
     assert names == {"typing.TYPE_CHECKING", "kit.view", "matplotlib.pyplot", "kit.errors.BadInput"}
     assert rooms_of(names) == {"view"}
+    other = tmp_path / "other.py"
+    other.write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from bad import f\n")
+    assert circle(arrows({"bad": file, "other": other})) == []
+    file.write_text("def f():\n    import other\n")
+    imports.cache_clear()
+    assert set(circle(arrows({"bad": file, "other": other}))) == {"bad", "other"}
 
 
 def loaded_by(code: str) -> set[str]:
@@ -164,8 +244,21 @@ def test_a_panels_model_and_controller_need_no_widgets() -> None:
 
 
 def test_ranks_load_only_what_ranks_have() -> None:
-    seen = loaded_by("import kit.labs.rankside, kit.labs.smoke.phases, kit.world.agentside, kit.world.rankside")
+    seen = loaded_by(
+        "import kit.labs.rankside, kit.labs.smoke.phases, kit.world.agentside, kit.world.rankside\n"
+        "from kit.preflight.onranks import absent, jobs, memory, rebuilding, sharing, talk"
+    )
     assert not seen & {"pandas", "pydantic", "matplotlib", "IPython", "ipywidgets"}
-    assert not {
-        name for name in seen if name.startswith(("kit.results", "kit.view", "kit.labs.lab", "kit.world.world"))
+    assert not {name for name in seen if name.startswith(("kit.view", "kit.labs.lab", "kit.world.world"))}
+    assert {name for name in seen if name.startswith("kit.results.")} == {"kit.results.records", "kit.results.files"}
+
+
+def test_records_need_the_standard_library_only() -> None:
+    seen = loaded_by("import kit.results.records")
+    assert {name for name in seen if name.startswith("kit")} == {
+        "kit",
+        "kit.errors",
+        "kit.results",
+        "kit.results.records",
     }
+    assert not {name.split(".")[0] for name in seen} & HEAVY

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kit import nccl
+from kit.megatron.groups import exact
 from kit.world import device
 from kit.world.device import choose
 
@@ -86,6 +87,7 @@ def test_cards_are_shared_by_the_flag_where_there_is_one():
     assert "NCCL_HOSTID" not in flagged.env
     assert hosts.env["NCCL_HOSTID"] != nccl.sharing((2, 29, 7), 2).env["NCCL_HOSTID"]
     assert "NCCL_MULTI_RANK_GPU_ENABLE" not in hosts.env
+    assert hosts.env["NCCL_MNNVL_ENABLE"] == "0"
     assert int(flagged.env["NCCL_MAX_CTAS"]) == int(hosts.env["NCCL_MAX_CTAS"]) <= 8
     assert nccl.sharing(None, 0) is None
 
@@ -117,6 +119,7 @@ def test_fewer_cards_than_ranks_are_shared_and_it_is_said(cards, version):
     assert [str(seat.device) for seat in seats] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
     for number, seat in enumerate(seats):
         assert seat.why.startswith("2 CUDA devices for 4 ranks, shared by ")
+        assert seat.why.endswith("; communication times: shared GPU, not a product number")
         assert seat.env == nccl.sharing(version, number).env
 
 
@@ -132,3 +135,37 @@ def test_it_asks_no_card_and_loads_nothing_heavy():
     code = "import sys; from kit import nccl; print(nccl.sharing((2, 28, 9), 0) is None, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+class Default:
+    """A default group that is bound to its device, as far as `unbound` looks."""
+
+    def __init__(self, device):
+        self.bound_device_id = device
+
+
+@pytest.mark.parametrize("device", ["cuda:0", None])
+def test_a_default_group_is_bound_again_whatever_happens(device):
+    default = Default(device)
+    with nccl.unbound(default):
+        assert default.bound_device_id is None
+    assert default.bound_device_id == device
+    with pytest.raises(OSError, match="no room"), nccl.unbound(default):
+        raise OSError("no room")
+    assert default.bound_device_id == device
+
+
+def test_a_group_that_cannot_be_made_again_leaves_the_default_one_bound(monkeypatch):
+    default = Default("cuda:0")
+    seen = []
+
+    def helper(*_, **__):
+        seen.append(default.bound_device_id)
+        raise RuntimeError("the store is gone")
+
+    monkeypatch.setattr(exact.c10d, "_new_process_group_helper", helper)
+    plain = {"ranks": [0, 1], "tag": None, "backend": "gloo", "name": "7", "options": {}, "timeout_s": 60.0}
+    with pytest.raises(RuntimeError, match="the store is gone"):
+        exact._make({**plain, "bound_device": None, "description": "tp"}, None, default, 0)
+    assert seen == [None]
+    assert default.bound_device_id == "cuda:0"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 import kit
 import kit.errors
 import kit.results
+from kit.world import leftovers
+from tests.holdings import holdings
 
 
 @pytest.fixture
@@ -28,6 +33,20 @@ def test_names() -> None:
     assert kit.__version__[0].isdigit()
     with pytest.raises(AttributeError, match="module 'kit' has no attribute 'wordl'"):
         kit.wordl  # noqa: B018
+
+
+def test_what_a_world_leaves_is_told_from_other_files(tmp_path: Path) -> None:
+    """matplotlib holds font files open once it has drawn; in a checkout named after the kit they have its name in their path."""
+    before = holdings(os.getpid())["fds"]
+    (tmp_path / "lifecycle-kit").mkdir()
+    with (tmp_path / "lifecycle-kit" / "font.ttf").open("w"):
+        assert holdings(os.getpid())["fds"] == before
+        for own in (leftovers.base() / f"test-{os.getpid()}", Path(f"/dev/shm/kit-test-{os.getpid()}")):
+            with own.open("w"):
+                own.unlink()
+                assert holdings(os.getpid())["fds"] != before
+        with socket.socket():
+            assert holdings(os.getpid())["fds"] != before
 
 
 def test_a_world_that_printed_nothing_leaves_nothing(runs: Path, nothing_left: None) -> None:
@@ -72,7 +91,7 @@ def test_lab_run_and_load(runs: Path, nothing_left: None) -> None:
     assert loaded.verdict() == run.verdict()
     assert not loaded.verdict(groups_more=-1).passed
     saved = run.save(runs / "table.parquet")
-    assert kit.results.read_export(saved).frame.equals(run.frame())
+    assert pd.read_parquet(saved).equals(run.frame())
 
 
 def test_out_names_the_folder(runs: Path, tmp_path: Path, nothing_left: None) -> None:
@@ -113,5 +132,5 @@ def test_a_run_draws_one_plot_by_its_name(runs: Path) -> None:
     writer.finish()
     run = kit.load(writer.dir)
     assert [axes.get_xlabel() for axes in run.plot("times").axes] != [axes.get_xlabel() for axes in run.plot().axes]
-    with pytest.raises(kit.BadInput, match=r"there is no plot 'time'; its plots are: .*times"):
+    with pytest.raises(kit.BadInput, match=r"this run has no plot 'time'; its plots are: .*times"):
         run.plot("time")

@@ -1,6 +1,7 @@
 """A trainer that is fed piece by piece: kit run split --set implementation=own_split:Trainer. Dense models, no pipeline."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,8 +66,12 @@ class Trainer:
             torch.cuda.synchronize()
         groups = self.optimizer.param_groups
         lr, wd = (max(group[name] for group in groups) for name in ("lr", "weight_decay"))
-        updated, norm, _ = self.optimizer.step()
-        self.scheduler.step(increment=self.gbs)
+        updated, norm = False, math.nan
+        if self.finite(metrics["loss"]):
+            updated, norm, _ = self.optimizer.step()
+            self.scheduler.step(increment=self.gbs)
+        else:
+            self.zero()
         self.version += 1
         self.state = "closed"
         result = {"global_loss": metrics["loss"], "grad_norm": norm, "lr": lr, "wd": wd, "metrics": metrics}
@@ -117,6 +122,14 @@ class Trainer:
         if self.chunk.ddp_config.overlap_grad_reduce:
             self.chunk.start_grad_sync()
         finalize_model_grads([self.chunk])
+
+    def finite(self, loss: float) -> bool:
+        """Whether the loss and the gradients of all ranks are finite: Megatron's optimizer would update with NaN."""
+        bad = torch.tensor([float(not math.isfinite(loss))], device=self.device)
+        for buffer in self.chunk.buffers:
+            bad += (~torch.isfinite(buffer.grad_data)).any()
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        return bad.item() == 0
 
     def over_all(self, name: str) -> float:
         """A metric over microbatches and data ranks: extremes by their names, else a sum."""

@@ -1,5 +1,6 @@
 """Side-by-side measurements: what the kit does, its limits, and other tools in the same run.
 
-A bench is a module here with `main(as_json) -> int`; `kit bench NAME` finds it by that. It makes `Row`s (`rows.py`) and tells them
-(`report.py`). A limit that is not met is told as it is: a bench measures, it does not judge, and ends with 0.
+A bench is a module here with `Sizes`, `QUICK` and `parts(session, sizes)`; `kit bench NAME` finds it by that and `session.conduct`
+runs it. A part is a function that gives `Row`s (`rows.py`), each of which is on disk as soon as it is given. A limit that is not met
+is reported as it is: a bench measures, it does not judge, and ends with 0.
 """

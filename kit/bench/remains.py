@@ -7,22 +7,15 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from kit.world import leftovers
+from kit import machine
 
 END_S = 10.0
 
 
 def marked(fits: Callable[[str], bool]) -> list[int]:
     """Processes whose mark fits; one that has ended and waits to be reaped carries none."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            value = leftovers.marked(int(entry.name))
-            if value is not None and fits(value):
-                found.append(int(entry.name))
-    return found
+    return [pid for pid in machine.pids() if (value := machine.marked(pid)) is not None and fits(value)]
 
 
 def seconds_until_gone(fits: Callable[[str], bool], known: list[int], since: float, at_most: float) -> float | None:
@@ -30,7 +23,7 @@ def seconds_until_gone(fits: Callable[[str], bool], known: list[int], since: flo
 
     The processes known before are looked at closely; all of /proc only when none of them is left."""
     while (now := time.perf_counter()) - since < at_most:
-        if all(leftovers.marked(pid) is None for pid in known) and not marked(fits):
+        if all(machine.marked(pid) is None for pid in known) and not marked(fits):
             return now - since
         time.sleep(0.001)
     return None

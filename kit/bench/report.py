@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kit.bench.rows import Row
@@ -14,14 +14,31 @@ HEADS = ("what", "who", "median", "low", "high", "n", "unit", "at most", "aim", 
 
 
 def tell(
-    bench: str, rows: Sequence[Row], provenance: dict[str, Any], *, as_json: bool, shown: str | None = None
+    bench: str,
+    rows: Sequence[Row],
+    provenance: dict[str, Any] | None,
+    *,
+    as_json: bool,
+    shown: str | None = None,
+    seats: Sequence[Mapping[str, Any]] = (),
+    parts: Mapping[str, float] | None = None,
 ) -> None:
     """`shown` in place of the table, for a bench whose rows are the cells of a better one."""
     print(table(rows) if shown is None else shown)
-    print(f"\n{machine(provenance)}")
+    print()
+    if provenance is not None:
+        print(machine(provenance))
+    for seat in seats:
+        print(f"seats: {seated(seat)}")
     if as_json:
         said = {"bench": bench, "rows": [one.to_json() for one in rows], "provenance": provenance}
-        print(json.dumps(said))
+        print(json.dumps({**said, "seats": list(seats), "parts": dict(parts or {})}))
+
+
+def seated(seat: Mapping[str, Any]) -> str:
+    """Where ranks sat, in a line."""
+    ranks = f"{seat['ranks']} rank{'s' * (seat['ranks'] > 1)}"
+    return f"{ranks} on {', '.join(dict.fromkeys(seat['devices']))} ({seat['why']})"
 
 
 def progress(text: str) -> None:

@@ -6,19 +6,20 @@ over off. Fresh ranks for each run. Where routing would not be in effect here, n
 
 from __future__ import annotations
 
-import contextlib
-import io
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from kit.bench.report import progress, tell
+from kit.bench.cost import Cost
+from kit.bench.report import progress
 from kit.bench.rows import Row, row
 from kit.routing import FLAG
-from kit.world import World
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kit.bench.session import Part, Session
     from kit.results import Run
 
 WAYS = ("torch", "torchcomms")
@@ -37,15 +38,14 @@ class Sizes:
 QUICK = Sizes(turns=1, cycles=1)
 
 
-def main(as_json: bool, sizes: Sizes = Sizes()) -> int:
-    with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch:
-        logs = Path(scratch)
-        with World(1, env={FLAG: "1"}, logs=logs / "asked") as world:
-            said = world.call("kit.routing:describe")[0]
-            provenance = world.call("kit.measure:provenance")[0]
-        rows = side_by_side(logs, sizes) if said["effective"] else not_measured(str(said["why"]))
-    tell("routing", rows, provenance, as_json=as_json)
-    return 0
+def parts(session: Session, sizes: Sizes) -> dict[str, Part]:
+    return {"offload": partial(offload, session, sizes)}
+
+
+def offload(session: Session, sizes: Sizes) -> Iterator[Row]:
+    with session.world(1, env={FLAG: "1"}) as world:
+        said = world.call("kit.routing:describe")[0]
+    yield from side_by_side(session, sizes) if said["effective"] else not_measured(str(said["why"]))
 
 
 def not_measured(why: str) -> list[Row]:
@@ -56,38 +56,34 @@ def not_measured(why: str) -> list[Row]:
     ]
 
 
-def side_by_side(logs: Path, sizes: Sizes) -> list[Row]:
+def side_by_side(session: Session, sizes: Sizes) -> Iterator[Row]:
+    """After each turn the rows of all turns so far."""
     from kit.results import outcomes  # here, since the ranks' interpreter need not have what tables are made of
 
-    differ = compared = 0
+    differ = 0
     ratios: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for turn in range(sizes.turns):
         progress(f"offload through torch and through torchcomms, turn {turn + 1} of {sizes.turns}")
         order = WAYS if turn % 2 == 0 else WAYS[::-1]  # whatever gets slower with time is not one way's fault
-        runs = {way: once(logs / f"{turn}-{way}", way, sizes) for way in order}
+        runs = {way: once(session, session.logs / f"{turn}-{way}", way, sizes) for way in order}
         off, on = (runs[way] for way in WAYS)
         if missed := [row.why for row in on.verdict() if row.check == "routing_effective" and not row.passed]:
-            return not_measured(missed[0])
+            yield from not_measured(missed[0])
+            return
         compared, found = outcomes(off, on)
+        if not compared:
+            yield from not_measured("the runs came to no number that could be compared")
+            return
         differ += found  # over all turns: one is enough
+        note = f"{compared} numbers in each turn; turns: {turn + 1}"
+        yield row(NUMBERS, [float(differ)], unit="1", limit=0.0, note=note)
         for phase, some in ratios.items():
             some.append(seconds(on, phase) / seconds(off, phase))
-    if not compared:
-        return not_measured("the runs came to no number that could be compared")
-    note = f"{compared} numbers in each turn; turns: {sizes.turns}"
-    return [
-        row(NUMBERS, [float(differ)], unit="1", limit=0.0, note=note),
-        *(row(f"{phase}, time on over off", some, unit="ratio") for phase, some in ratios.items()),
-    ]
+            yield row(f"{phase}, time on over off", some, unit="ratio")
 
 
-def once(out: Path, way: str, sizes: Sizes) -> Run:
-    from kit.public import run
-
-    config: dict[str, Any] = {"routing": way, "cycles": sizes.cycles, "steps": 1}
-    with contextlib.redirect_stdout(io.StringIO()):  # what ranks print stands in the run's logs
-        made: Run = run("offload", out=out, **config)
-    return made
+def once(session: Session, out: Path, way: str, sizes: Sizes) -> Run:
+    return session.lab("offload", out, routing=way, cycles=sizes.cycles, steps=1)
 
 
 def seconds(run: Run, phase: str) -> float:
@@ -95,3 +91,8 @@ def seconds(run: Run, phase: str) -> float:
     frame = run.frame()
     taken = frame[(frame["phase"] == phase) & (frame["metric"] == "seconds")]
     return float(taken.groupby("cycle")["value"].max().sum())
+
+
+def costs(_: Sizes) -> dict[str, Cost]:
+    """Where torchcomms is not in effect, which is everywhere so far; else it is some runs of the offload lab."""
+    return {"offload": Cost(world=1)}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 KIT = "kit"
@@ -13,7 +13,10 @@ KIT = "kit"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """`low` and `high` are the least and the greatest of `n` samples. Less is better; `limit` is "at most", `aim` is what would be
-    excellent, `ceiling` what the machine could do at best. Without samples `median` is None and `note` says why."""
+    excellent, `ceiling` what the machine could do at best. Without samples `median` is None and `note` says why.
+
+    `ids` say what the row is about (way, groups, ranks, ...) for programs, which do not read `what`. In one bench a row is known by
+    `what` and `who`: a later one with the same replaces it."""
 
     what: str
     who: str = KIT
@@ -26,6 +29,7 @@ class Row:
     aim: float | None = None
     ceiling: float | None = None
     note: str = ""
+    ids: Mapping[str, str | int | float] = field(default_factory=dict)
 
     @property
     def met(self) -> bool | None:

@@ -7,7 +7,6 @@ what it is sent is not in these times.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kit.bench.report import progress, tell
+from kit.bench.report import progress
 from kit.bench.rows import Row, row
 from kit.labs.discover import find
 from kit.labs.offload.config import OffloadConfig
@@ -23,10 +22,11 @@ from kit.measure import provenance
 from kit.results import Record, create_run
 
 if TYPE_CHECKING:
+    from kit.bench.session import Part, Session
     from kit.labs.definition import Step
     from kit.results import Run
-    from kit.view.panel.grid import Grid
     from kit.view.panel.model import PanelModel
+    from kit.view.panel.records_tab import Grid
 
 MS = 1e3
 MIB = 2**20
@@ -55,13 +55,32 @@ class Sizes:
 QUICK = Sizes(many=20_000, moves=5, opens=2, panels=2)
 
 
-def main(as_json: bool, sizes: Sizes = Sizes()) -> int:
-    with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch, runs_in(Path(scratch)) as folder:
-        progress(f"{sizes.many} records, and {sizes.records}")
-        large, small = (made_up(folder, count) for count in (sizes.many, sizes.records))
-        rows = [*opening(large, sizes), *panels(sizes), *moving(small, sizes), *sifting(large, sizes)]
-    tell("view", rows, provenance(), as_json=as_json)
-    return 0
+def parts(session: Session, sizes: Sizes) -> dict[str, Part]:
+    folder = session.logs / "runs"
+
+    def run_of(records: int) -> Path:
+        if records not in made:
+            progress(f"{records} records")
+            made[records] = made_up(folder, records)
+        return made[records]
+
+    def among(part: Callable[[], Sequence[Row]]) -> Part:
+        def work() -> Sequence[Row]:
+            folder.mkdir(exist_ok=True)
+            if session.book.provenance is None:
+                session.book.describe(provenance())
+            with runs_in(folder):
+                return part()
+
+        return work
+
+    made: dict[int, Path] = {}
+    return {
+        "opening": among(lambda: opening(run_of(sizes.many), sizes)),
+        "panels": among(lambda: panels(run_of(sizes.records), sizes)),
+        "moving": among(lambda: moving(run_of(sizes.records), sizes)),
+        "filtering": among(lambda: sifting(run_of(sizes.many), sizes)),
+    }
 
 
 @contextmanager
@@ -149,10 +168,11 @@ def opening(folder: Path, sizes: Sizes) -> list[Row]:
     ]
 
 
-def panels(sizes: Sizes) -> list[Row]:
+def panels(run: Path, sizes: Sizes) -> list[Row]:
     """All of a panel's widgets, with the last run, which it finds by itself, judged and drawn."""
     import kit
 
+    os.utime(run / "run.json")  # it is the last one now
     progress(f"a panel, {sizes.panels} times")
 
     def once() -> None:
@@ -208,16 +228,16 @@ def moved(model: PanelModel, limit: str, n: int) -> list[float]:
 
 
 def sifting(folder: Path, sizes: Sizes) -> list[Row]:
+    from kit.draw.general import records_table
     from kit.public import load
-    from kit.view.panel.grid import Grid
-    from kit.view.panel.records_tab import records
+    from kit.view.panel.records_tab import Grid
 
     run: Run = load(folder)
-    grid = Grid(records(run))
+    grid = Grid()
+    grid.show(records_table(run))
     count = len(run.frame())
     progress(f"filtering {count} rows")
-    filled(grid, ["reload"])  # the text of the columns is made once
-    words = [f"reload rank:{index % RANKS} value:>{index}" for index in range(sizes.moves)]
+    words = [f'phase == "reload" and rank == {index % RANKS} and value > {index}' for index in range(sizes.moves)]
     what = f"a word more in the filter of a table of {count} rows"
     return [row(what, filled(grid, words), unit="ms", note=MADE_UP)]
 

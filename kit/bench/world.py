@@ -7,30 +7,38 @@ over gloo, also where there is a GPU. A sample counts only if the thing was righ
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kit.bench import remains
+from kit.bench.cost import Cost, crowd
 from kit.bench.onranks import REDUCED
 from kit.bench.peers import STARTED, STEPPED, TOLD, VANISHED, peers
-from kit.bench.report import progress, tell
+from kit.bench.report import progress
 from kit.bench.rows import Row, row
 from kit.errors import KitError, RankDied
 from kit.world import World, interpreter, leftovers
+from kit.world.pending import Pending, wait
+
+if TYPE_CHECKING:
+    from kit.bench.session import Part, Session
 
 ROOT = Path(__file__).resolve().parents[2]
 MS = 1e3
 PHASE_S = 0.1
 SETTLE_S = 0.1  # from "waiting" to the kill: by then rank 0 is inside the collective
 GONE_S = 10.0
+WIDE = 8  # ranks of the row on calls in flight
+FLYING = 100
+EMPTY = "kit.bench.onranks:number"
 HOLDER = (
     "import sys\nfrom kit.world import World\nworld = World(2, device='cpu', logs=sys.argv[1])\n"
     "world.call('kit.bench.onranks:first_all_reduce')\nprint('ready', flush=True)\nsys.stdin.read()"
@@ -49,23 +57,32 @@ class Sizes:
     helps: int = 7
     restarts: int = 7
     phases: int = 20
+    flights: int = 5
     peer_trials: int = 3
 
 
-QUICK = Sizes(starts=3, megatron=2, steps=50, deaths=3, kernels=2, helps=3, restarts=3, phases=5, peer_trials=0)
+QUICK = Sizes(
+    starts=3, megatron=2, steps=50, deaths=3, kernels=2, helps=3, restarts=3, phases=5, flights=2, peer_trials=0
+)
 
 
-def main(as_json: bool, sizes: Sizes = Sizes()) -> int:
-    with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch:
-        logs = Path(scratch)
-        rows = [make(logs, sizes) for make in (start, start_with_megatron)]
-        with world_of_two(logs) as world:
-            rows += [*step(world, sizes), death(world, sizes), restart(world, sizes)]
-            provenance = world.call("kit.measure:provenance", ranks=[0])[0]
-        rows += [kernel_death(logs, sizes), help_(sizes)]
-        rows += peers(trials=sizes.peer_trials, steps=sizes.steps)
-    tell("world", rows, provenance, as_json=as_json)
-    return 0
+def parts(session: Session, sizes: Sizes) -> dict[str, Part]:
+    """All on the CPU, as its ranks are. Those of one World share it."""
+
+    def two() -> World:
+        return session.shared(2, device="cpu", observer=LISTENER)
+
+    return {
+        "start": lambda: [start(session.logs, sizes)],
+        "megatron": lambda: start_with_megatron(session.logs, sizes),
+        "step": lambda: step(two(), sizes),
+        "death": lambda: [death(two(), sizes)],
+        "restart": lambda: [restart(two(), sizes)],
+        "calls": lambda: [in_flight(session.logs, sizes)],
+        "notebook": lambda: [kernel_death(session.logs, sizes)],
+        "help": lambda: [help_(sizes)],
+        "peers": lambda: peers(trials=sizes.peer_trials, steps=sizes.steps),
+    }
 
 
 class Listener:
@@ -82,6 +99,9 @@ class Listener:
     def tick(self, answered: Sequence[int]) -> None: ...
 
     def ended(self) -> None: ...
+
+
+LISTENER = Listener()
 
 
 @contextmanager
@@ -116,13 +136,34 @@ def start(logs: Path, sizes: Sizes) -> Row:
     return row(STARTED, samples(sizes.starts, lambda: start_once(logs), STARTED), limit=2.5, aim=1.0)
 
 
-def start_with_megatron(logs: Path, sizes: Sizes) -> Row:
+def start_with_megatron(logs: Path, sizes: Sizes) -> list[Row]:
+    """The start itself, and over an import of megatron.core by the same interpreter, taken in turns."""
     what = f"{STARTED}, with megatron.core"
+    over = "the same, over python -c 'import megatron.core'"
     found = interpreter.find()
     if not found.megatron:
-        return Row(what=what, limit=4.5, aim=3.0, note="not measured: the ranks' interpreter has no megatron.core")
-    taken = samples(sizes.megatron, lambda: start_once(logs, ["megatron.core"]), what)
-    return row(what, taken, limit=4.5, aim=3.0)
+        note = "not measured: the ranks' interpreter has no megatron.core"
+        return [Row(what=what, limit=4.5, aim=3.0, note=note), Row(what=over, unit="x", limit=1.3, note=note)]
+
+    def import_once() -> float:
+        began = time.perf_counter()
+        subprocess.run([found.path, "-c", "import megatron.core"], check=True, capture_output=True)
+        return time.perf_counter() - began
+
+    import_once()  # from here on the files are in the page cache
+    progress(f"{what}, {sizes.megatron} times")
+    pairs = [(start_once(logs, ["megatron.core"]), import_once()) for _ in range(sizes.megatron)]
+    imports = statistics.median(taken for _, taken in pairs)
+    return [
+        row(what, [taken for taken, _ in pairs], limit=4.5, aim=3.0),
+        row(
+            over,
+            [taken / bare for taken, bare in pairs],
+            unit="x",
+            limit=1.3,
+            note=f"the import takes {imports:.2f} s, median",
+        ),
+    ]
 
 
 def step(world: World, sizes: Sizes) -> list[Row]:
@@ -141,10 +182,39 @@ def step(world: World, sizes: Sizes) -> list[Row]:
     costs = world.call("kit.bench.onranks:meter_cost", n=sizes.phases, seconds=PHASE_S)
     shares = [100 * cost / PHASE_S for per_rank in costs for cost in per_rank]
     return [
-        row(STEPPED, empty, unit="ms", limit=0.5, aim=0.15),
+        row(STEPPED, empty, unit="ms", limit=0.25, aim=0.15),
         row(metered, inside, unit="ms"),
         row(own, shares, unit="%", limit=1.0),
     ]
+
+
+def in_flight(logs: Path, sizes: Sizes) -> Row:
+    """Calls to 8 ranks, each to one of them: with every rank busy as soon as it is free, over one call after another."""
+    what = f"{FLYING} calls over {WIDE} ranks, in flight at once, over one after another"
+
+    def in_turn(world: World) -> float:
+        began = time.perf_counter()
+        for number in range(FLYING):
+            world.call(EMPTY, ranks=[number % WIDE])
+        return time.perf_counter() - began
+
+    def at_once(world: World) -> float:
+        began = time.perf_counter()
+        free, flying, sent = list(range(WIDE)), list[Pending](), 0
+        while sent < FLYING or flying:
+            while free and sent < FLYING:
+                flying.append(world.submit(EMPTY, ranks=[free.pop()]))
+                sent += 1
+            done = wait(flying)
+            flying = [one for one in flying if one not in done]
+            free += [rank for one in done for rank in one.result()]
+        return time.perf_counter() - began
+
+    with World(WIDE, device="cpu", logs=logs, observer=Listener()) as world:
+        for rank in range(WIDE):
+            world.call(EMPTY, ranks=[rank])
+        taken = samples(sizes.flights, lambda: at_once(world) / in_turn(world), what)
+    return row(what, taken, unit="x", limit=2.0)
 
 
 def death_once(world: World, words: list[str]) -> float:
@@ -240,3 +310,18 @@ def help_(sizes: Sizes) -> Row:
 def environment() -> dict[str, str]:
     """Ours, with the kit to be found wherever this process found it."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def costs(sizes: Sizes) -> dict[str, Cost]:
+    """The World that three parts share is counted with the first."""
+    return {
+        "start": Cost(world=sizes.starts),
+        "megatron": Cost(megatron=1.5 * sizes.megatron + 0.5),
+        "step": Cost(world=1.2, idle=2.5 * sizes.phases * PHASE_S),
+        "death": Cost(world=0.2 * sizes.deaths, idle=0.2 * sizes.deaths),
+        "restart": Cost(world=0.2 * sizes.restarts),
+        "calls": Cost(world=0.6 * crowd(WIDE) + 0.2 * sizes.flights),
+        "notebook": Cost(world=1.4 * sizes.kernels),
+        "help": Cost(process=0.05 * sizes.helps),
+        "peers": Cost(world=4 * sizes.peer_trials, idle=2 * sizes.peer_trials),
+    }

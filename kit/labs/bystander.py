@@ -1,25 +1,31 @@
 """A bystander: a process of its own with some memory on the card, which must not notice what a lab does there. CUDA only.
 
 Run as a script it holds a block of known numbers and answers each line on its input with one line of JSON, until the input ends:
-when the rank that started it is gone, so is it. Its bytes are the driver's, as nvidia-smi lists them by process; where that does not
-list it (containers hide processes from each other), they are its own allocator's, and `driver` is 0.
+when the rank that started it is gone, so is it. Its bytes are the driver's, as NVML lists them by process; where that does not list it
+(containers hide processes from each other), they are its own allocator's, and `driver` is 0.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import select
 import subprocess
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK = 16 * 2**20  # numbers; 64 MiB
-QUERY = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
+DEADLINE_S = 60.0  # the first answer has torch's import and a CUDA context in it
 
 
 class Bystander:
     """`ask()` it how many bytes it has; `close()` ends it."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, *, deadline_s: float = DEADLINE_S) -> None:
+        self.deadline_s = deadline_s
         # -P: this file's neighbours must not stand in for libraries of the same names.
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, device], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -31,23 +37,34 @@ class Bystander:
         assert self._process.stdout is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        if not select.select([self._process.stdout], [], [], self.deadline_s)[0]:
+            self._process.kill()
+            self._process.wait()
+            raise RuntimeError(
+                f"the bystander process on the card did not answer within {self.deadline_s:g} s and was ended"
+            )
+        line = self._process.stdout.readline()  # one whole line: it is written in one go
         if not line:
             raise RuntimeError(f"the bystander process on the card ended with status {self._process.wait()}")
         return {f"bystander_{name}": float(value) for name, value in json.loads(line).items()}
 
     def close(self) -> None:
-        self._process.communicate()  # ends its input, and waits
+        try:
+            self._process.communicate(timeout=self.deadline_s)  # ends its input, and waits
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
 
 
-def driver_bytes() -> int:
-    """What the driver says this process has, on all cards; 0 where it does not say."""
-    try:
-        listed = subprocess.run(QUERY, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    rows = [line.replace(" ", "").partition(",") for line in listed.splitlines()]
-    return sum(int(mib) << 20 for pid, _, mib in rows if pid == str(os.getpid()) and mib.isdigit())
+def look(block: torch.Tensor, right: torch.Tensor) -> dict[str, int]:
+    """Its bytes by the driver (0 where that does not tell) and by its own allocator, and how many of the block are not as they were."""
+    from kit.measure.memory import device_memory
+
+    damaged = int((block.cpu() != right).sum()) * block.element_size()
+    held = device_memory(str(block.device))
+    if held is None:
+        return {"driver": 0, "bytes": block.nbytes, "damaged": damaged}
+    return {"driver": held.process_used or 0, "bytes": held.reserved, "damaged": damaged}
 
 
 def stand_by(device: str) -> None:
@@ -56,10 +73,9 @@ def stand_by(device: str) -> None:
     block = torch.arange(BLOCK, dtype=torch.int32, device=device)
     right = torch.arange(BLOCK, dtype=torch.int32)
     for _ in sys.stdin:
-        damaged = int((block.cpu() != right).sum()) * block.element_size()
-        held = torch.cuda.memory_reserved(block.device) if block.is_cuda else block.nbytes
-        print(json.dumps({"driver": driver_bytes(), "bytes": held, "damaged": damaged}), flush=True)
+        print(json.dumps(look(block, right)), flush=True)
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).resolve().parents[2]))  # the ranks' environment need not have the kit
     stand_by(sys.argv[1])

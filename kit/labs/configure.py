@@ -10,27 +10,24 @@ from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from kit import target as targets
 from kit.errors import BadInput
+from kit.gpu import has_driver
 from kit.labs.discover import hint
 from kit.labs.options import Field, fields
-from kit.megatron.config import dtype_on
+from kit.megatron.config import dtype_on, forced_tf32
 from kit.world import interpreter
-from kit.world.capacity import GPU_DRIVERS, check_ranks
+from kit.world.capacity import check_ranks
 
 if TYPE_CHECKING:
     from kit.labs.definition import Definition, Fault
     from kit.labs.options import LabConfig
 
 PROBE = """
-import importlib, importlib.util, runpy, sys
+import importlib.util, runpy, sys
 if importlib.util.find_spec("kit") is None:
     runpy.run_path(sys.argv[1])["make_kit_importable"]()
-module, _, names = sys.argv[2].partition(":")
-found = importlib.import_module(module)
-for name in names.split("."):
-    found = getattr(found, name)
-if not callable(found):
-    raise TypeError("it is not callable")
+runpy.run_path(sys.argv[2])["load_callable"](sys.argv[3])
 """
 
 
@@ -51,19 +48,17 @@ def machine_rules(lab: Definition, config: LabConfig, fault: Fault | None) -> li
     """What this machine must allow, each with the field it is about ("" for no single one); a rule raises BadInput."""
     driver = has_driver()
     rules: list[tuple[str, Callable[[], object]]] = [("device", lambda: check_driver(config, driver=driver))]
+    rules.append(("dtype", lambda: check_float32(config, driver=driver)))
     rules.append(("memory_snapshot", lambda: check_snapshot(config)))
     if fault is not None:
         rules += [(name, functools.partial(check_needed, fault, config, name)) for name in fault.needs]
+        rules.append(("", lambda: check_answerable(lab, fault, config)))
         rules.append(("", lambda: refuse_device(fault, "cuda" if driver and config.device != "cpu" else "cpu")))
     rules.append(("ranks", lambda: check_ranks(config.ranks)))
     fits = lab.fits
     if fits is not None:
         rules.append(("", lambda: fits(config)))
     return rules
-
-
-def has_driver() -> bool:
-    return any(path.exists() for path in GPU_DRIVERS)
 
 
 def settled(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,6 +72,12 @@ def settled(values: Mapping[str, Any]) -> dict[str, Any]:
 def check_driver(config: LabConfig, *, driver: bool) -> None:
     if config.device == "cuda" and not driver:
         raise BadInput("device=cuda needs a GPU driver, and this machine has none; use cpu or auto")
+
+
+def check_float32(config: LabConfig, *, driver: bool) -> None:
+    """Ranks get this process's environment."""
+    if driver and config.device != "cpu" and getattr(config, "dtype", "") == "float32" and (why := forced_tf32()):
+        raise BadInput(why)
 
 
 def check_snapshot(config: LabConfig) -> None:
@@ -162,7 +163,18 @@ def check_needed(fault: Fault, config: LabConfig, name: str) -> None:
     value, told = getattr(config, name), [_spelled(one) for one in fault.needs[name]]
     if value not in fault.needs[name]:
         raise BadInput(
-            f"fault {fault.name!r} shows nothing with {name}={_spelled(value)}: take {name}={' or '.join(told)}"
+            f"fault {fault.name!r} cannot be detected with {name}={_spelled(value)}; use {name}={' or '.join(told)}"
+        )
+
+
+def check_answerable(lab: Definition, fault: Fault, config: LabConfig) -> None:
+    """Refuse a fault whose check these settings make null: the run would end as if there were no fault."""
+    if any(getattr(config, name) not in values for name, values in fault.needs.items()):
+        return  # refused by the setting's own name
+    named = next((check for check in lab.all_checks() if check.name == fault.check), None)
+    if named is not None and (reason := named.unanswerable(as_json(config))):
+        raise BadInput(
+            f"fault {fault.name!r} cannot be detected with these settings: {named.name} is not measured ({reason})"
         )
 
 
@@ -184,13 +196,16 @@ def find_fault(lab: Definition, name: str | None) -> Fault | None:
 
 def check_target(name: str, target: str, python: str) -> None:
     """Ask the ranks' own interpreter, which may be the only one that has the module."""
-    module, colon, attribute = target.partition(":")
-    if not (colon and module and attribute):
+    if not targets.is_target(target):
         raise BadInput(f"{name} must be 'module:attr', not {target!r}")
     agent = Path(interpreter.__file__).with_name("agent.py")
     try:
         done = subprocess.run(
-            [python, "-c", PROBE, agent, target], capture_output=True, text=True, timeout=120, check=False
+            [python, "-c", PROBE, agent, targets.__file__, target],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise BadInput(f"{name}={target}: importing it took {python} more than 120 s") from None

@@ -4,19 +4,51 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kit.target import load
+
 if TYPE_CHECKING:
+    from kit.draw.plots import Pictures
     from kit.labs.options import LabConfig
     from kit.results import Check
 
 
 class Step(NamedTuple):
-    """One phase of one cycle. A phase may come in many cycles."""
+    """One phase of one cycle. A phase may come in many cycles.
+
+    `roles` are those that have work in it; others are neither called nor measured. None named means all. `driver` makes it a
+    driven step: `module:attr` on the notebook side, called with a `kit.labs.drive.Drive`, gives calls to roles until it returns.
+    """
 
     cycle: int
     phase: str
+    roles: tuple[str, ...] = ()
+    driver: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Role:
+    """What some ranks are in a lab. `world` numbers the World they live in, `devices` places them, a number each, if given.
+
+    `phases` is what each of these ranks makes once, where it differs from the lab's.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    world: int = 0
+    devices: tuple[int, ...] = ()
+    phases: str = ""
+
+
+def working(step: Step, roles: Sequence[Role]) -> list[int]:
+    """The ranks that have work in a step."""
+    return sorted(rank for role in roles if not step.roles or role.name in step.roles for rank in role.ranks)
+
+
+def role_names(roles: Sequence[Role]) -> dict[int, str]:
+    """The role of each rank, where roles have names."""
+    return {rank: role.name for role in roles if role.name for rank in role.ranks}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +73,10 @@ class Definition:
 
     `phases` names (`module:attr`) what each rank makes once from a Context: an object with a method for every phase of the
     plan, called with the cycle. `checks` names a sequence of kit.results.Check, `presets` sets of their
-    tolerances by name. `preload` is imported before ranks start.
-    `worlds` gives the sizes of the Worlds that a config's ranks live in, in rank order; without it they live in one.
+    tolerances by name, `pictures` a kit.draw.plots.Pictures: its plots and tables. `preload` is imported before ranks start.
+    `first` names the settings that its panel shows first; without it all are.
+    `roles` gives the roles of a config's ranks, which live in one World or in several, in rank order; without it all ranks are alike.
+    With `isolate` a World that dies ends alone.
     `fits` is called on the notebook's side and raises BadInput, with the arithmetic, where this machine cannot carry a config.
     """
 
@@ -53,32 +87,48 @@ class Definition:
     phases: str
     checks: str
     presets: str = ""
-    worlds: Callable[[Any], Sequence[int]] | None = None
+    pictures: str = ""
+    first: tuple[str, ...] = ()
+    roles: Callable[[Any], Sequence[Role]] | None = None
+    isolate: bool = False
     fits: Callable[[Any], None] | None = None
     faults: tuple[Fault, ...] = ()
     preload: tuple[str, ...] = ()
 
-    def world_sizes(self, config: LabConfig) -> tuple[int, ...]:
-        """How many ranks each World has."""
-        sizes = tuple(self.worlds(config)) if self.worlds else (config.ranks,)
-        if sum(sizes) != config.ranks:
-            raise ValueError(f"lab {self.name!r} has Worlds of {sizes} ranks for a config of {config.ranks}")
-        return sizes
+    def roles_of(self, config: LabConfig) -> tuple[Role, ...]:
+        """Every rank in exactly one role; a lab without roles has one, without a name."""
+        if self.roles is None:
+            return (Role(name="", ranks=tuple(range(config.ranks))),)
+        roles = tuple(self.roles(config))
+        if sorted(rank for role in roles for rank in role.ranks) != list(range(config.ranks)):
+            told = {role.name: role.ranks for role in roles}
+            raise ValueError(
+                f"lab {self.name!r} gives roles {told} to {config.ranks} ranks; each rank needs exactly one"
+            )
+        if wrong := [role.name for role in roles if role.devices and len(role.devices) != len(role.ranks)]:
+            raise ValueError(f"lab {self.name!r} must give role {wrong[0]!r} a device per rank, or none")
+        worlds = [number for _, number in sorted((rank, role.world) for role in roles for rank in role.ranks)]
+        if worlds != sorted(worlds) or set(worlds) != set(range(max(worlds) + 1)):
+            raise ValueError(
+                f"lab {self.name!r} puts its ranks into Worlds {worlds}; they must be filled in rank order, from 0 on"
+            )
+        return roles
 
     def load_checks(self) -> Sequence[Check]:
-        module, _, name = self.checks.partition(":")
-        checks: Sequence[Check] = getattr(import_module(module), name)
+        checks: Sequence[Check] = load(self.checks)
         return checks
 
     def all_checks(self) -> Sequence[Check]:
         """The lab's own and those of every lab, which ask only of runs that they are about."""
-        common: Sequence[Check] = import_module("kit.labs.routed").EVERY_LAB
+        common: Sequence[Check] = load("kit.labs.routed:EVERY_LAB")
         return [*self.load_checks(), *common]
 
     def load_presets(self) -> Mapping[str, Mapping[str, float]]:
         """Sets of tolerances by name; none where the lab names none."""
-        if not self.presets:
-            return {}
-        module, _, name = self.presets.partition(":")
-        presets: Mapping[str, Mapping[str, float]] = getattr(import_module(module), name)
+        presets: Mapping[str, Mapping[str, float]] = load(self.presets) if self.presets else {}
         return presets
+
+    def load_pictures(self) -> Pictures | None:
+        """What the lab shows of its runs beside what every run has; none where it names none."""
+        pictures: Pictures | None = load(self.pictures) if self.pictures else None
+        return pictures

@@ -14,6 +14,7 @@ from kit.labs.definition import Definition
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kit.draw.plots import Pictures
     from kit.results import Check
 
 GROUP = "kit.labs"
@@ -62,6 +63,12 @@ def checks_of(name: str) -> Sequence[Check]:
     """A lab's checks; none for a lab that is not known here, such as a run from somebody's own script."""
     lab = discover().labs.get(name)
     return lab.all_checks() if lab else ()
+
+
+def pictures_of(name: str) -> Pictures | None:
+    """A lab's own plots and tables, if it has any and is known here."""
+    lab = discover().labs.get(name)
+    return lab.load_pictures() if lab else None
 
 
 def hint(name: str, allowed: Sequence[str] | dict[str, Definition]) -> str:

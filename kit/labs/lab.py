@@ -9,33 +9,44 @@ judges. The first failure ends the run: its folder says so, and the error is rai
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
 
-from kit.errors import BadInput, KitError, RankError
+from kit.errors import BadInput, KitError, RankDied, RankError
 from kit.labs import routed
 from kit.labs.configure import as_json, configure, find_fault, refuse_device
-from kit.labs.memory import CARD, cards
+from kit.labs.definition import role_names, working
+from kit.labs.drive import RANKSIDE, Drive, Quiet, Write
+from kit.labs.memory import cards
 from kit.labs.stepped import Stepped
-from kit.measure import provenance
+from kit.measure.provenance import provenance
 from kit.results import Record, Run, create_run, runs_dir
-from kit.results.artefacts import SNAPSHOTS
 from kit.results.files import write_text
+from kit.results.run import SNAPSHOTS
+from kit.results.sources import CARD
 from kit.results.tolerances import checked_tolerances
+from kit.target import load_callable
 from kit.world import World
 from kit.world.several import Worlds
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kit.labs.definition import Definition, Step
+    from kit.labs.definition import Definition, Role, Step
     from kit.results.run import Plotter
-    from kit.world.calls import Observer
+    from kit.world.pending import Observer
 
-RANKSIDE = "kit.labs.rankside"
 BOUNDARY = "run"  # the phase of what is measured once, before the first phase and after the last
+
+
+@runtime_checkable
+class Counts(Protocol):
+    """An observer that also wants to know how many records a phase has so far."""
+
+    def recorded(self, count: int) -> None: ...
 
 
 class PhaseRow(NamedTuple):
@@ -60,7 +71,7 @@ class Lab:
         observe: Callable[[int], Observer] | None = None,
         plotter: Plotter | None = None,
         panel: Callable[[Lab], object] | None = None,
-        world: World | None = None,
+        world: World | Worlds | None = None,
     ) -> None:
         """`observe` makes who looks on at so many calls; `plotter` and `panel` are of a room that labs do not know."""
         self.definition = definition
@@ -72,19 +83,17 @@ class Lab:
             config = {"ranks": world.ranks, **config}
         self.given = dict(config)
         self.config = configure(definition, config, find_fault(definition, fault))
-        self._sizes = definition.world_sizes(self.config)
-        if isinstance(world, Worlds):
-            raise BadInput("world= takes one World, not several; leave it out")
-        if world is not None and len(self._sizes) > 1:
-            raise BadInput(f"world= gives one World, and this config needs {len(self._sizes)}; leave it out")
-        if world is not None and self.config.ranks != world.ranks:
-            raise BadInput(f"ranks={self.config.ranks}, and the World that was given has {world.ranks}")
+        self.roles = definition.roles_of(self.config)
+        self._sizes = sizes(self.roles)
+        if world is not None:
+            check_given(world, self.config.ranks, self._sizes, isolate=definition.isolate)
         if world is not None and routed.wanted(self.config):
             routed.refuse_unrouted(world)
         self._given = world
         self._checks = [check for check in definition.all_checks() if check.asked(as_json(self.config))]
         self.tolerances = checked_tolerances(tolerances or {}, [check.tolerance for check in self._checks])
         self._plan: Sequence[Step] = definition.plan(self.config)
+        check_roles(self._plan, self.roles)
         self._done = 0
         self._error = ""
         self._run: Run | None = None
@@ -120,8 +129,13 @@ class Lab:
         marks = ["done"] * self._done + ["failed" if self._error else "next"] + ["to do"] * len(self._plan)
         return [PhaseRow(step.cycle, step.phase, mark) for step, mark in zip(self._plan, marks, strict=False)]
 
+    @property
+    def steps(self) -> Sequence[Step]:
+        """The plan."""
+        return self._plan
+
     def step(self) -> Stepped:
-        """Run the next phase on every rank."""
+        """Run the next phase on every rank that has work in it."""
         self._watch(1)
         return self._step()
 
@@ -138,7 +152,7 @@ class Lab:
             answers = self.world.call(f"{RANKSIDE}:end")
             self._append_pss("pss", answers)
             self._append_routing(answers, routed.AFTER)
-            run = Run(self.dir, checks=lambda _: self._checks, plotter=self._plotter)
+            run = Run(self.dir, checks=lambda _: self._checks, plotter=self._plotter, complete=True)
             self._writer.write_verdict(run.verdict(**self.tolerances))
             self._writer.finish()
         except BaseException as error:
@@ -206,24 +220,78 @@ class Lab:
         }
         if env := routed.environment(self.config):
             settings["env"] = env
-        return Worlds(self._sizes, **settings) if len(self._sizes) > 1 else World(self._sizes[0], **settings)
+        places = devices(self.roles, self._sizes)
+        if len(self._sizes) > 1:
+            return Worlds(self._sizes, isolate=self.definition.isolate, devices=places, **settings)
+        return World(self._sizes[0], devices=places[0] if places else (), **settings)
 
     def _step(self) -> Stepped:
         self._check_going()
         self.start()
         if self._done == len(self._plan):
             raise KitError("every phase is done; run() judges what was measured")
-        cycle, phase = self._plan[self._done]
+        step = self._plan[self._done]
+        rows: list[Record] = []
+
+        def write(rank: int, found: list[dict[str, Any]]) -> None:
+            rows.extend(self._append(step.cycle, step.phase, {rank: found}))
+            watching: object = self._observer
+            if isinstance(watching, Counts):
+                watching.recorded(len(rows))
+
         try:
-            answers = self.world.call(
-                f"{RANKSIDE}:step", phase=phase, timeout_s=self.config.timeout_s, cycle=cycle, name=phase
-            )
-            records = self._append(cycle, phase, dict(enumerate(answers)))
+            (self._drive if step.driver else self._call)(step, write)
         except BaseException as error:
+            if isinstance(error, RankDied) and error.rank >= 0:  # the others say for themselves that they failed
+                with contextlib.suppress(KitError, OSError):
+                    write(error.rank, [{"metric": "failed", "value": 1.0, "unit": "1", "time": time.time()}])
             self._failed(error)
             raise
         self._done += 1
-        return Stepped(cycle, phase, records, done=self._done, planned=len(self._plan))
+        return Stepped(
+            step.cycle, step.phase, rows, done=self._done, planned=len(self._plan), roles=role_names(self.roles)
+        )
+
+    def _call(self, step: Step, write: Write) -> None:
+        self.world.submit(
+            f"{RANKSIDE}:step",
+            args={"cycle": step.cycle, "name": step.phase},
+            ranks=working(step, self.roles),
+            timeout_s=self.config.timeout_s,
+            phase=step.phase,
+            on_news=write,
+        ).result()
+
+    def _drive(self, step: Step, write: Write) -> None:
+        """Run a driven step: its driver gives the calls, and every rank is measured from its beginning to its end."""
+        wanted = [role for role in self.roles if not step.roles or role.name in step.roles]
+        ranks = working(step, self.roles)
+        observer = self.world.observer
+        drive = Drive(
+            world=self.world,
+            config=self.config,
+            fault=self.fault,
+            cycle=step.cycle,
+            phase=step.phase,
+            roles=wanted,
+            observer=observer,
+            write=write,
+        )
+        quiet: dict[str, Any] = {"phase": step.phase, "observer": Quiet(observer), "on_news": write}
+        observer.started(step.phase, ranks)
+        try:
+            self.world.submit(f"{RANKSIDE}:open_step", ranks=ranks, **quiet).result()
+            try:
+                load_callable(step.driver)(drive)
+                drive.finish()
+            except BaseException:
+                drive.abandon()
+                raise
+            finally:
+                with contextlib.suppress(KitError):  # of ranks that died or hang there is nothing more to measure
+                    self.world.submit(f"{RANKSIDE}:close_step", ranks=self._idle(ranks), timeout_s=60, **quiet).result()
+        finally:
+            observer.ended()
 
     def _begin(self) -> None:
         fault = find_fault(self.definition, self.fault)
@@ -232,7 +300,10 @@ class Lab:
         config = type(self.config)
         answers = self.world.call(
             f"{RANKSIDE}:begin",
-            phases=self.definition.phases,
+            roles=[
+                {"name": role.name, "ranks": role.ranks, "phases": role.phases or self.definition.phases}
+                for role in self.roles
+            ],
             config_type=f"{config.__module__}:{config.__qualname__}",
             config=as_json(self.config),
             fault=self.fault,
@@ -241,9 +312,13 @@ class Lab:
             meeting=f"kit-{secrets.token_hex(8)}",
             snapshots=str(self.dir / SNAPSHOTS) if self._snapshots else None,
         )
-        about = {"ranks": self.world.ranks, "device": self.world.device, "why": self.world.status()[0]["why"]}
+        seats = self.world.status()
+        about = {"ranks": self.world.ranks, "device": self.world.device, "why": seats[0]["why"]}
+        about["devices"] = [seat["device"] for seat in seats]
         if len(self._sizes) > 1:
             about["sizes"] = list(self._sizes)
+        if self.definition.roles is not None:
+            about["roles"] = {role.name: list(role.ranks) for role in self.roles}
         self._about |= {"rank0": answers[0]["provenance"], "world": about}
         self._writer.set_provenance(self._about)
         self._append_routing(answers, routed.BEFORE)
@@ -260,21 +335,12 @@ class Lab:
         if self._run is not None:
             raise KitError("this run is judged; make a new lab")
 
-    def _append(self, cycle: int, phase: str, answers: Mapping[int, Any]) -> list[Record]:
+    def _append(self, cycle: int, phase: str, found: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Record]:
+        """Write what ranks measured, at once."""
         records = [
-            Record(
-                run=self._writer.id,
-                lab=self.name,
-                cycle=cycle,
-                phase=phase,
-                rank=rank,
-                metric=metric,
-                value=value,
-                unit=unit,
-                time=answer["ended"],
-            )
-            for rank, answer in answers.items()
-            for metric, value, unit in answer["metrics"]
+            Record(run=self._writer.id, lab=self.name, cycle=cycle, phase=phase, rank=rank, **row)
+            for rank, rows in found.items()
+            for row in rows
         ]
         self._writer.append(records)
         return records
@@ -291,10 +357,13 @@ class Lab:
             for metric, values in routed.numbers(said, names).items():
                 self._append_once(metric, values, "1")
 
-    def _append_once(self, metric: str, values: Mapping[int, float], unit: str) -> None:
-        """A number of each rank that belongs to no phase."""
+    def _append_once(self, metric: str, values: Mapping[int, float | str], unit: str) -> None:
+        """A number or a text of each rank that belongs to no phase."""
         ended = time.time()
-        rows = {rank: {"metrics": [(metric, value, unit)], "ended": ended} for rank, value in values.items()}
+        rows = {}
+        for rank, value in values.items():
+            said = {"value": None, "text": value} if isinstance(value, str) else {"value": value}
+            rows[rank] = [{"metric": metric, "unit": unit, "time": ended, **said}]
         self._append(0, BOUNDARY, rows)
 
     def _failed(self, error: BaseException) -> None:
@@ -304,26 +373,55 @@ class Lab:
         said = f"{name}: {text}" if text else name
         self._error = said.partition("\n")[0]
         with contextlib.suppress(KitError):
-            if isinstance(error, RankError) and self._done < len(self._plan):
-                self._append_last(*self._plan[self._done])
-        with contextlib.suppress(KitError):
             if self._snapshots:
-                self.world.call(f"{RANKSIDE}:snapshot", ranks=self._idle(), timeout_s=60)
+                self.world.call(f"{RANKSIDE}:snapshot", ranks=self._idle(range(self.config.ranks)), timeout_s=60)
         with contextlib.suppress(KitError, OSError):
             write_text(self.dir / "logs" / "error.txt", said + "\n")
+        with contextlib.suppress(KitError, OSError):  # as far as the records go
+            self._writer.write_verdict(Run(self.dir, checks=lambda _: self._checks).verdict(**self.tolerances))
         with contextlib.suppress(KitError, OSError):
             self._writer.fail(self._error)
 
-    def _append_last(self, cycle: int, phase: str) -> None:
-        """The records of a phase that raised: the ranks still know them, unless one of them hangs."""
-        idle = self._idle()
-        answers = self.world.call(f"{RANKSIDE}:last", ranks=idle, timeout_s=5)
-        known = {
-            rank: answer
-            for rank, answer in zip(idle, answers, strict=True)
-            if answer and answer["cycle"] == cycle and answer["name"] == phase
-        }
-        self._append(cycle, phase, known)
+    def _idle(self, ranks: Iterable[int]) -> list[int]:
+        wanted = set(ranks)
+        return [row["rank"] for row in self.world.status() if row["state"] == "idle" and row["rank"] in wanted]
 
-    def _idle(self) -> list[int]:
-        return [row["rank"] for row in self.world.status() if row["state"] == "idle"]
+
+def sizes(roles: Sequence[Role]) -> tuple[int, ...]:
+    """How many ranks each World has."""
+    count = 1 + max(role.world for role in roles)
+    return tuple(sum(len(role.ranks) for role in roles if role.world == number) for number in range(count))
+
+
+def devices(roles: Sequence[Role], sizes: Sequence[int]) -> list[list[int]]:
+    """Device numbers for each World, where roles place their ranks; either all of a World's ranks are placed or none."""
+    placed = {rank: place for role in roles for rank, place in zip(role.ranks, role.devices, strict=False)}
+    if not placed:
+        return []
+    ends = list(itertools.accumulate(sizes))
+    return [
+        [placed[rank] for rank in range(end - size, end) if rank in placed]
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+
+
+def check_roles(plan: Sequence[Step], roles: Sequence[Role]) -> None:
+    known = {role.name for role in roles}
+    for step in plan:
+        if unknown := [name for name in step.roles if name not in known]:
+            raise ValueError(f"step {step.phase!r} names the role {unknown[0]!r}, which this lab does not have")
+
+
+def check_given(world: World | Worlds, ranks: int, sizes: tuple[int, ...], *, isolate: bool) -> None:
+    """Whether the Worlds that were given are those that the config needs."""
+    given = world.sizes if isinstance(world, Worlds) else (world.ranks,)
+    if ranks != world.ranks:
+        raise BadInput(f"ranks={ranks}, and the World that was given has {world.ranks}")
+    if given != sizes:
+        words = " and ".join(map(str, sizes))
+        raise BadInput(
+            f"this config needs {'a World' if len(sizes) == 1 else 'Worlds'} of {words} ranks, and world= gives "
+            f"{' and '.join(map(str, given))}; give such Worlds, or leave world= out"
+        )
+    if isinstance(world, Worlds) and world.isolate != isolate:
+        raise BadInput(f"this lab needs Worlds made with isolate={isolate}; make them so, or leave world= out")

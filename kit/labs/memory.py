@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from kit.results import Measured, NotMeasured, select
+from kit.nccl import SHARED_GPU
+from kit.results import Measured, Missing, NotMeasured, select
+from kit.results.sources import sharing, source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     import pandas as pd
 
+    from kit.results.sources import Source
+
     Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
 
 MIB = 2**20
-
-
-CARD = "card"  # recorded once a run: which of its cards a rank works on
 
 
 def cards(ranks: Iterable[Mapping[str, Any]]) -> dict[int, int]:
@@ -28,36 +28,9 @@ def cards(ranks: Iterable[Mapping[str, Any]]) -> dict[int, int]:
     return {rank: numbers[seat] for rank, seat in seats.items()}
 
 
-class Source(NamedTuple):
-    """Who tells how much memory there is: a metric, in words, and for ranks that share a card the one that what it says is of."""
-
-    metric: str
-    told: str
-    card_of: Mapping[int, int]
-
-    @property
-    def whose(self) -> str:
-        return "card" if self.card_of else "rank"
-
-
-def card_numbers(frame: pd.DataFrame) -> dict[int, int]:
-    """Which card each rank works on, where the run says so."""
-    rows = frame[frame["metric"] == CARD]
-    return dict(zip(rows["rank"].astype(int), rows["value"].astype(int), strict=True))
-
-
-def source(frame: pd.DataFrame) -> Source:
-    """The driver on CUDA, the kernel on the CPU. On a card that ranks share the driver is asked of each rank, if it always told."""
-    used = (frame["metric"] == "driver_used").sum()
-    if not used:
-        return Source("anon_rss", "anon_rss", {})
-    card_of = card_numbers(frame)
-    sharing = max(Counter(card_of.values()).values(), default=1)
-    if sharing == 1:
-        return Source("driver_used", "driver_used", {})
-    if (frame["metric"] == "process_used").sum() == used:
-        return Source("process_used", "process_used", {})
-    return Source("driver_used", f"driver_used of the card, shared by {sharing} ranks", card_of)
+def label(frame: pd.DataFrame) -> str:
+    """What is said with a time of communication: nothing, but where ranks share a card."""
+    return f"; {SHARED_GPU}" if sharing(frame) > 1 else ""
 
 
 def by_owner(
@@ -79,17 +52,22 @@ def levels(frame: pd.DataFrame, phase: str) -> tuple[pd.DataFrame, Source]:
     return by_owner(frame, told, phase).unstack(told.whose), told
 
 
+def one_cycle(config: Mapping[str, Any]) -> str:
+    """Why a config cannot have a drift."""
+    return "" if config["cycles"] > 1 else "a drift needs at least 2 cycles"
+
+
 def growth(phase: str, when: str) -> Measure:
     """How much more memory there was after the last cycle's phase than after the first's, where that is most; `when` is said of it."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
         table, told = levels(frame, phase)
         if len(table) < 2:
-            raise NotMeasured("a drift needs two cycles or more")
+            raise Missing(f"memory was recorded in {len(table)} cycle; a drift needs 2")
         grown = (table.iloc[-1] - table.iloc[0]) / MIB
         return Measured(
             float(grown.max()),
-            f"{told.told} {when}, cycle {table.index[-1]} against cycle {table.index[0]}, {told.whose} {grown.idxmax()}",
+            f"{told.told} {when}, cycle {table.index[-1]} vs cycle {table.index[0]} ({told.whose} {grown.idxmax()})",
         )
 
     return measure
@@ -107,15 +85,15 @@ def others_untouched(first: str) -> Measure:
                 "its own allocator (the driver does not list it)",
             )
         if rows.empty:
-            raise NotMeasured("there was no bystander on the card")
+            raise NotMeasured("no bystander process ran on the GPU")
         start = rows[rows["phase"] == first].set_index("rank")["value"]
         moved = (rows["value"] - rows["rank"].map(start)).abs()
         damaged = select(frame, metric="bystander_damaged")["value"].max()
         if damaged:
             return Measured(
-                float(start.max()) / MIB, f"{damaged:g} bytes of a bystander's memory were changed: all of it counts"
+                float(start.max()) / MIB, f"{damaged:g} bytes of a bystander process's memory were overwritten"
             )
-        return Measured(float(moved.max()) / MIB, f"asked {len(rows)} times over all ranks, by {source}")
+        return Measured(float(moved.max()) / MIB, f"{len(rows)} readings over all ranks, from {source}")
 
     return measure
 

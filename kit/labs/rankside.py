@@ -1,14 +1,16 @@
-"""A lab on a rank: its phases object lives here between calls; every phase is measured, also one that raises.
+"""A lab on a rank: its phases object stays here between calls; every phase is measured, including one that raises.
 
-The notebook calls `begin` once, `step` for each phase, `last` to learn what was measured of a phase that raised, and `end`.
+The notebook calls `begin` once, `step` for each phase (of a driven step `open_step`, `act` often, `close_step`), and `end`. What is
+measured is published (`kit.world.news`) and reaches the run's folder while a phase lasts.
 """
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
-from dataclasses import dataclass, field
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,43 +19,56 @@ import torch
 from kit import routing
 from kit.errors import BadInput
 from kit.measure import Metric, PhaseMeter, provenance, pss
-from kit.measure.snapshot import History
+from kit.measure.memory import History
+from kit.measure.observers.holdings import BYTES, holdings, watch
+from kit.megatron.config import forced_tf32
+from kit.results.records import Recording, new_row
+from kit.target import load
+from kit.train.numerics import Numerics, full_float32
+from kit.world import news
 
 
 @dataclass(kw_only=True, slots=True)
-class Context:
+class Context(Recording):
     """What a lab's phases have to work with. `record` adds a number of their own to the phase that runs.
 
-    `rank` and `world_size` count through all Worlds of the run, of which this rank is in number `world`. `meeting` is a fresh name,
-    the same on all ranks, by which those of several Worlds find each other.
+    `rank` and `world_size` count through all Worlds of the run, of which this rank is in number `world`. `role` is this rank's, `roles`
+    has the ranks of each. `meeting` is a fresh name, the same on all ranks, by which those of several Worlds find each other.
     """
 
     rank: int
     world_size: int
     world_sizes: tuple[int, ...]
     world: int
+    role: str
+    roles: dict[str, tuple[int, ...]]
     meeting: str
     device: torch.device
     config: Any
     fault: str | None
-    metrics: list[Metric] = field(default_factory=list)
 
-    def record(self, metric: str, value: float, unit: str = "1") -> None:
-        self.metrics.append(Metric(metric, float(value), unit))
+    def _send(self, row: dict[str, Any]) -> None:
+        news.publish(row)
 
     def implementation(self, target: str) -> Any:
         """The code under test: `module:attr`, called once with this context."""
         return load(target)(self)
 
 
+def publish(metric: str, value: float, unit: str, when: float, **about: Any) -> None:
+    """Send a record to the notebook."""
+    news.publish(new_row(metric, value, unit, when, **about))
+
+
 @dataclass(kw_only=True, slots=True)
 class Session:
-    """One lab on this rank."""
+    """One lab on this rank. `meter` measures the driven step that is under way."""
 
     context: Context
     phases: Any
     history: History | None
-    last: dict[str, Any] | None = None
+    found: Numerics
+    meter: PhaseMeter | None = None
 
 
 _session: Session | None = None
@@ -61,7 +76,7 @@ _session: Session | None = None
 
 def begin(
     *,
-    phases: str,
+    roles: list[dict[str, Any]],
     config_type: str,
     config: dict[str, Any],
     fault: str | None,
@@ -70,14 +85,17 @@ def begin(
     meeting: str,
     snapshots: str | None = None,
 ) -> dict[str, Any]:
-    """Make the lab's phases object. Returns this rank's proportional memory, and on rank 0 what it knows of its software.
+    """Make the phases object of this rank's role. Returns this rank's proportional memory, and on rank 0 what it knows of its software.
 
     `snapshots` is a folder for this rank's history of CUDA memory, which is kept only then.
     """
     global _session  # noqa: PLW0603 - one rank is one process, and it works for one lab
     rank = int(os.environ["KIT_RANK"])
+    mine = next(role for role in roles if rank in role["ranks"])
     context = Context(
         rank=rank,
+        role=mine["name"],
+        roles={role["name"]: tuple(role["ranks"]) for role in roles},
         world_size=sum(world_sizes),
         world_sizes=tuple(world_sizes),
         world=sum(rank >= end for end in itertools.accumulate(world_sizes)),
@@ -90,19 +108,23 @@ def begin(
         raise BadInput(
             f"routing=torch, and these ranks go through torchcomms: make the World without {routing.FLAG}, or ask for routing=torchcomms"
         )
+    watch()
     about = provenance() if rank == 0 else None
     history = History(Path(snapshots) / f"rank{rank}.pickle") if snapshots else None
-    _session = Session(context=context, phases=load(phases)(context), history=history)
+    found = Numerics.now()
+    if context.device.type == "cuda" and getattr(context.config, "dtype", "") == "float32":
+        if why := forced_tf32():
+            raise BadInput(why)
+        full_float32()
+    _session = Session(context=context, phases=load(mine["phases"])(context), history=history, found=found)
     if history is not None:
         history.start()
     return {"provenance": about, "pss": pss(), **routed(context.config)}
 
 
-def step(*, cycle: int, name: str) -> dict[str, Any]:
-    """Run one phase and measure it."""
+def step(*, cycle: int, name: str) -> None:
+    """Run one phase and measure it; what was measured is published, also of a phase that raises."""
     session = _running()
-    session.last = None
-    session.context.metrics = []
     meter = PhaseMeter(str(session.context.device))
     failed = [Metric("failed", 1, "1")]
     try:
@@ -113,14 +135,51 @@ def step(*, cycle: int, name: str) -> dict[str, Any]:
         snapshot()  # now: memory of what raised is given back when the error is answered
         raise
     finally:
-        metrics = [*meter.metrics, *session.context.metrics, *failed]
-        session.last = {"cycle": cycle, "name": name, "metrics": metrics, "ended": meter.ended}
-    return session.last
+        publish_all([*meter.metrics, *failed], meter.ended)
+        publish_all(between_phases(str(session.context.device)), time.time())
 
 
-def last() -> dict[str, Any] | None:
-    """What the latest phase left behind, whether or not it raised."""
-    return _running().last
+def open_step() -> None:
+    """A driven step begins: what it takes on this rank is measured until `close_step`."""
+    session = _running()
+    session.meter = PhaseMeter(str(session.context.device))
+    session.meter.__enter__()
+
+
+def act(*, method: str, args: dict[str, Any]) -> Any:
+    """One call of a driven step. How long it took is a span."""
+    began = time.time()
+    try:
+        return getattr(_running().phases, method)(**args)
+    except Exception:  # not an interrupt, which says nothing about this call
+        publish("failed", 1.0, "1", time.time(), ids={"call": method})
+        raise
+    finally:
+        ended = time.time()
+        publish("call", ended - began, "s", ended, start=began, ids={"call": method})
+
+
+def close_step() -> None:
+    """A driven step has ended."""
+    session = _running()
+    meter, session.meter = session.meter, None
+    if meter is not None:
+        meter.__exit__(None, None, None)
+        publish_all(meter.metrics, meter.ended)
+        publish_all(between_phases(str(session.context.device)), time.time())
+
+
+def publish_all(metrics: Sequence[Metric], when: float) -> None:
+    for metric in metrics:
+        publish(metric.metric, metric.value, metric.unit, when)
+
+
+def between_phases(device: str) -> list[Metric]:
+    """What this process holds after a phase, and how long it took to look: no part of the phase's own time."""
+    start = time.perf_counter()
+    held = holdings(device)
+    rows = [Metric(name, float(value), "B" if name in BYTES else "1") for name, value in held.items()]
+    return [*rows, Metric("observers_seconds", time.perf_counter() - start, "s")]
 
 
 def snapshot() -> None:
@@ -136,7 +195,9 @@ def end() -> dict[str, Any]:
     """Let go of the lab."""
     global _session  # noqa: PLW0603 - as above
     snapshot()
-    about = routed(_running().context.config)
+    session = _running()
+    about = routed(session.context.config)
+    session.found.restore()
     _session = None
     return {"pss": pss(), **about}
 
@@ -144,15 +205,6 @@ def end() -> dict[str, Any]:
 def routed(config: Any) -> dict[str, Any]:
     """What is in effect of a routing that was asked for; where none was, nothing is said of it."""
     return {"routing": routing.describe()} if config.routing == "torchcomms" else {}
-
-
-def load(target: str) -> Any:
-    """`module:attr` or `module:attr.attr`."""
-    module, _, names = target.partition(":")
-    found: Any = importlib.import_module(module)
-    for name in names.split("."):
-        found = getattr(found, name)
-    return found
 
 
 def _running() -> Session:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
+from kit.labs import growth
 from kit.results import Check, Measured, select
-from kit.routing import FLAG, REASONS, requested
+from kit.routing import FLAG, requested
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from kit.labs.options import LabConfig
     from kit.world import World
+    from kit.world.several import Worlds
 
 # What of a rank's answer is a record: at the beginning, and of the groups at the end.
 BEFORE = ("requested", "importable", "effective", "reason")
@@ -32,7 +34,7 @@ def environment(config: LabConfig) -> dict[str, str]:
     return {FLAG: "0"} if requested() else {}
 
 
-def refuse_unrouted(world: World) -> None:
+def refuse_unrouted(world: World | Worlds) -> None:
     """Ranks that are there already were started with the flag or without."""
     if not all(world.call("kit.routing:requested")):
         raise BadInput(
@@ -40,13 +42,14 @@ def refuse_unrouted(world: World) -> None:
         )
 
 
-def numbers(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict[int, float]]:
-    """Records' metrics with a value for each rank; of a list it is the length."""
+def numbers(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict[int, float | str]]:
+    """Records' metrics with a value or a text for each rank; of a list it is the length."""
     values = {name: [one[name] for one in said] for name in names}
-    return {
-        f"routing_{name}": {rank: float(len(x) if isinstance(x, list) else x) for rank, x in enumerate(row)}
-        for name, row in values.items()
-    }
+    return {f"routing_{name}": {rank: _number(x) for rank, x in enumerate(row)} for name, row in values.items()}
+
+
+def _number(value: Any) -> float | str:
+    return value if isinstance(value, str) else float(len(value) if isinstance(value, list) else value)
 
 
 def by_rank(frame: pd.DataFrame, metric: str) -> dict[int, float]:
@@ -59,19 +62,21 @@ def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # 
     effective = by_rank(frame, "routing_effective")
     rank = min(effective, key=effective.__getitem__)
     if effective[rank] != 1:
-        reason = REASONS[int(by_rank(frame, "routing_reason")[rank])]
-        return Measured(0.0, f"requested, and not in effect on rank {rank}: {reason}")
+        told = select(frame, phase="run", metric="routing_reason", rank=rank)["text"].iloc[0]
+        return Measured(0.0, f"requested but not in effect on rank {rank}: {told or 'see run.json'}")
     made, routed = by_rank(frame, "routing_groups"), by_rank(frame, "routing_groups_effective")
     rank = min(made, key=lambda one: routed[one] / made[one])
     said = f"rank {rank}: {routed[rank]:.0f} of {made[rank]:.0f} groups go through torchcomms"
     lost = max(by_rank(frame, "routing_options_lost").values())
-    return Measured(routed[rank] / made[rank], said + (f"; {lost:.0f} options are lost, see run.json" if lost else ""))
+    return Measured(
+        routed[rank] / made[rank], said + (f"; {lost:.0f} options were dropped, see run.json" if lost else "")
+    )
 
 
 EVERY_LAB = (
     Check(
         name="routing_effective",
-        question="Do collectives go through torchcomms, as was asked for?",
+        question="Do all collectives go through torchcomms?",
         tolerance="routed_part",
         limit=1,
         unit="1",
@@ -79,4 +84,5 @@ EVERY_LAB = (
         measure=routed_part,
         when=lambda config: config.get("routing") == "torchcomms",
     ),
+    *growth.EVERY_LAB,
 )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kit.results import Record
+from kit.results.records import label, rank_name
+from kit.results.units import amount
 
-HIDDEN = ("overhead_seconds", "shared_rss", "peak_rss")  # in the records; in the way here
+# In the records; in the way here.
+HIDDEN = (
+    *("overhead_seconds", "observers_seconds", "shared_rss", "peak_rss", "file_rss", "shm_rss", "pinned_bytes"),
+    *("memfds", "shared_maps", "shared_bytes", "shm_files", "temp_files", "children"),
+)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -20,19 +27,19 @@ class Stepped:
     records: Sequence[Record]
     done: int
     planned: int
+    roles: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     def rows(self) -> list[list[str]]:
         """The heading, then a row per metric; where a level changed, what it was before the phase."""
         ranks = sorted({record.rank for record in self.records})
-        values = {(record.metric, record.rank): record for record in self.records}
-        names = [
-            m for m in dict.fromkeys(r.metric for r in self.records) if not m.endswith("_before") and m not in HIDDEN
-        ]
+        values = {(label(record.metric, record.ids), record.rank): record for record in self.records}
+        found = [m for m in dict.fromkeys(m for m, _ in values) if not m.endswith("_before") and m not in HIDDEN]
+        names = sorted(found, key=lambda m: m != "seconds")  # the time comes first
         body = [
             [name, *(_cell(values.get((name, rank)), values.get((f"{name}_before", rank))) for rank in ranks)]
             for name in names
         ]
-        return [["", *(f"rank {rank}" for rank in ranks)], *body]
+        return [["", *(rank_name(rank, self.roles) for rank in ranks)], *body]
 
     def __repr__(self) -> str:
         rows = self.rows()
@@ -54,17 +61,8 @@ class Stepped:
 
 def _cell(now: Record | None, before: Record | None) -> str:
     if now is None or now.value is None:
-        return "-"
-    text = show(now.value, now.unit)
-    if before is None or before.value is None or show(before.value, now.unit) == text:
+        return (now and now.text) or "-"
+    text = amount(now.value, now.unit)
+    if before is None or before.value is None or amount(before.value, now.unit) == text:
         return text
-    return f"{show(before.value, now.unit)} → {text}"
-
-
-def show(value: float, unit: str) -> str:
-    """A number for people: milliseconds, MiB, counts."""
-    if unit == "s":
-        return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
-    if unit == "B":
-        return f"{value / 2**20:.1f} MiB"
-    return f"{value:.6g}" if unit in {"", "1"} else f"{value:.6g} {unit}"
+    return f"{amount(before.value, now.unit)} → {text}"

@@ -1,4 +1,4 @@
-"""The clock: wall time read after the device has finished what it was given.
+"""The clock: wall time, read after the device has finished all work in its queue.
 
 A kernel launch returns at once, so a time taken without waiting for the device measures the launch alone. `now` waits
 for every stream of the device first. On "cpu" there is nothing to wait for.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import sys
 import time
-from datetime import datetime, timezone
 
 
 def is_cuda(device: str) -> bool:
-    """Whether `device` ("cpu", "cuda", "cuda:1") has an allocator and a queue of its own."""
+    """Whether `device` ("cpu", "cuda", "cuda:1") is a CUDA device."""
     return device.startswith("cuda")
 
 
@@ -25,7 +24,7 @@ def current_device() -> str:
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done all its work. An error of an earlier kernel is raised here."""
+    """Wait until the device has finished all its work. An error of an earlier kernel is raised here."""
     if is_cuda(device):
         import torch
 
@@ -33,11 +32,6 @@ def synchronize(device: str) -> None:
 
 
 def now(device: str = "cpu") -> float:
-    """Seconds of a monotonic clock, device-synchronised. Only differences mean something."""
+    """Seconds of a monotonic clock, after a device synchronisation. Only differences have a meaning."""
     synchronize(device)
     return time.perf_counter()
-
-
-def utc() -> str:
-    """The time of day as ISO 8601, UTC, to the millisecond."""
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")  # noqa: UP017 - ranks may run Python 3.10

@@ -1,8 +1,8 @@
-"""Copies between places of host memory, on as many threads as this rank has cores, into pages that may not be there yet.
+"""Copies within host memory, on as many threads as this rank has cores, into pages that may not exist yet.
 
-Memory that was given back must be supplied anew, page by page, and that takes longer than the copy. So a range is first
-asked to be of large pages, and each piece of it is populated just before it is filled, while it is in the cache. Limits:
-both requests are hints, and an older kernel refuses them; then the copy itself brings the pages in, more slowly.
+The kernel must supply released memory again, page by page, and that takes longer than the copy. So the kit first asks for large pages
+in the range, and populates each piece just before it fills it, while it is in the cache. Limits: both requests are hints, and an older
+kernel refuses them; then the copy itself brings the pages in, more slowly.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import ctypes
 import os
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kit.machine import has_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -48,7 +49,7 @@ def workers() -> int:
 
 
 def transfer(moves: Sequence[Move], *, fresh: bool, threads: int) -> None:
-    """Make every move. `fresh`: the targets' pages are not there yet and are supplied on the way."""
+    """Make every move. `fresh`: the targets' pages do not exist yet and are populated on the way."""
     # Pieces share the work and stay in the cache. One thread into pages that are there wants neither, and
     # the C library's memcpy is fastest when it sees how much there is.
     cut = fresh or threads > 1
@@ -73,12 +74,12 @@ def join(threads: Sequence[threading.Thread]) -> None:
     still count them."""
     for thread in threads:
         thread.join()
-        while Path(f"/proc/self/task/{thread.native_id}").exists():
+        while has_thread(thread.native_id):
             time.sleep(0)
 
 
 def _runs(moves: Sequence[Move]) -> Iterator[tuple[int, int]]:
-    """The stretches of memory that targets in ascending order cover together: tensors too small for a large page share one."""
+    """The ranges that targets in ascending order cover together: tensors too small for a large page share one."""
     start = end = 0
     for move in moves:
         if move.target - end > _PAGE:
@@ -113,7 +114,7 @@ def map_shared(fd: int, size: int) -> int:
 
 
 def unmap(address: int, size: int) -> None:
-    """Take a mapping back."""
+    """Remove a mapping."""
     libc.munmap(address, size)
 
 
@@ -123,7 +124,7 @@ def huge_pages(address: int, size: int) -> None:
 
 
 def populate(address: int, size: int) -> None:
-    """Have the pages of a range supplied now; what is in them stays. Only a hint, as above."""
+    """Supply the pages of a range now and keep their contents. Only a hint, as above."""
     _advise(address, size, _MADV_POPULATE_WRITE)
 
 
@@ -135,5 +136,5 @@ def _advise(address: int, size: int, advice: int) -> None:
 
 
 def trim() -> None:
-    """Give the memory that the C library keeps after frees back to the system."""
+    """Return the memory that the C library keeps after frees to the system."""
     libc.malloc_trim(0)

@@ -2,13 +2,13 @@
 
 Host numbers come from /proc/self/status (about 15 us). The kernel counts pages per CPU and adds them up lazily, so
 before Linux 6.16 a level may be off by up to 32 pages for each core, more on very large boxes: compare drifts over
-many cycles, not single bytes. The peak is VmHWM, set back to the level of now by writing "5" to
-/proc/self/clear_refs; that also sets back what `getrusage` says. `pss` walks every mapping (2 to 15 ms with torch
+many cycles, not single bytes. The peak is VmHWM, reset to the current level by writing "5" to
+/proc/self/clear_refs; that also resets the peak that `getrusage` reports. `pss` walks every mapping (2 to 15 ms with torch
 loaded): only for a run's boundaries.
 
-CUDA numbers: `allocated`, `reserved` and `peak_allocated` are this process's caching allocator; `driver_used` is the
-whole GPU, every process and communicator on it, as the driver tells it: on a card that ranks share it is no rank's own.
-`process_used` is this process's part of that, where the driver tells it.
+CUDA numbers: `allocated`, `reserved` and `peak_allocated` come from this process's caching allocator. `driver_used` comes from
+the driver and covers the whole GPU, every process and communicator on it; where ranks share a GPU it belongs to no single rank.
+`process_used` is this process's part of that, where the driver reports it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kit.measure import nvml
+from kit import gpu, machine
 from kit.measure.clock import is_cuda
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping
+    from pathlib import Path
 
 
 class HostMemory(NamedTuple):
-    """Bytes. None where this kernel does not tell."""
+    """Bytes. None where the kernel does not report them."""
 
     rss: int | None
     anon: int | None
@@ -43,47 +44,12 @@ class DeviceMemory(NamedTuple):
     process_used: int | None
 
 
-class ProcStatus(NamedTuple):
-    """One reading of /proc/self/status."""
-
-    memory: HostMemory
-    threads: int
-
-
-def status() -> ProcStatus:
-    """Memory and thread count in one reading; opened each time, as a kept descriptor shows the parent after a fork."""
-    with open("/proc/self/status", "rb", buffering=0) as file:  # noqa: PTH123 - half the cost of Path.read_bytes
-        fields = dict(_fields(file.read().splitlines()))
-    file_pages, shmem = fields.get(b"RssFile"), fields.get(b"RssShmem")
-    shared = None if file_pages is None or shmem is None else file_pages + shmem
-    memory = HostMemory(rss=fields.get(b"VmRSS"), anon=fields.get(b"RssAnon"), shared=shared, peak=fields.get(b"VmHWM"))
-    return ProcStatus(memory=memory, threads=fields[b"Threads"])
-
-
-_WANTED = frozenset((b"VmHWM", b"VmRSS", b"RssAnon", b"RssFile", b"RssShmem", b"Threads"))
-
-
-def _fields(lines: Iterable[bytes]) -> Iterable[tuple[bytes, int]]:
-    for line in lines:
-        name, _, rest = line.partition(b":")
-        if name in _WANTED:
-            number, *unit = rest.split()
-            yield name, int(number) * (1024 if unit else 1)
-
-
-def host_memory() -> HostMemory:
-    """Resident, anonymous and shared bytes, and the peak since the last reset."""
-    return status().memory
-
-
-def reset_host_peak() -> str | None:
-    """Set the kernel's peak back to the level of now. Returns why it could not, or None."""
-    try:
-        with open("/proc/self/clear_refs", "wb", buffering=0) as file:  # noqa: PTH123 - as above
-            file.write(b"5")
-    except OSError as error:
-        return f"/proc/self/clear_refs: {error.strerror}"
-    return None
+def host_memory(status: Mapping[str, int] | None = None) -> HostMemory:
+    """Resident, anonymous and shared bytes, and the peak since the last reset, from a reading of `machine.status()`."""
+    found = machine.status() if status is None else status
+    file, shm = found.get("RssFile"), found.get("RssShmem")
+    shared = None if file is None or shm is None else file + shm
+    return HostMemory(rss=found.get("VmRSS"), anon=found.get("RssAnon"), shared=shared, peak=found.get("VmHWM"))
 
 
 def device_memory(device: str) -> DeviceMemory | None:
@@ -105,16 +71,16 @@ def device_memory(device: str) -> DeviceMemory | None:
     )
 
 
-def process_used(device: str, reserved: int) -> int | None:
-    """This process's bytes on a card, of which its allocator has so many; None where the driver does not tell."""
-    library = nvml.library()
+def process_used(device: str, reserved: int, pid: int | None = None) -> int | None:
+    """Bytes of a process (this one) on a GPU, of which its allocator has `reserved`; None where the driver does not say."""
+    library = gpu.library()
     bus = None if library is None else bus_of(device)
-    return None if bus is None else nvml.process_bytes(library, bus, os.getpid(), at_least=reserved)
+    return None if bus is None else gpu.process_bytes(library, bus, pid or os.getpid(), at_least=reserved)
 
 
 @functools.cache
 def bus_of(device: str) -> str | None:
-    """The PCI address of a CUDA device, by which NVML knows it whatever CUDA_VISIBLE_DEVICES says; None where torch does not tell."""
+    """The PCI address of a CUDA device, by which NVML finds it whatever CUDA_VISIBLE_DEVICES is; None where torch does not report it."""
     import torch
 
     about: Any = torch.cuda.get_device_properties(device)
@@ -124,18 +90,48 @@ def bus_of(device: str) -> str | None:
 
 
 def reset_peaks(device: str = "cpu") -> str | None:
-    """Set the host's and the allocator's peak back to the levels of now. Returns why the host refused, or None."""
+    """Reset the host's and the allocator's peaks to the current levels. Returns why the kernel refused, or None."""
     if is_cuda(device):
         import torch
 
         torch.cuda.reset_peak_memory_stats(device)
-    return reset_host_peak()
+    return machine.reset_peak()
 
 
-def pss() -> int | None:
-    """Proportional resident bytes: a page shared by n processes counts 1/n. Slow. None where it is not told."""
-    try:
-        with open("/proc/self/smaps_rollup", "rb") as file:  # noqa: PTH123 - one style for /proc in this file
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(b"Pss:"))
-    except FileNotFoundError:
-        return None
+ENTRIES = 100_000  # some KB each
+
+
+class History:
+    """PyTorch's history of its CUDA allocator, from `start` to `stop`; `write` in between writes it to a file.
+
+    Every allocation is recorded with its stack, which slows the run down. Limits: CUDA only; the last `ENTRIES` events; a rank that is
+    killed writes nothing, and one on another machine writes there. The file contains paths of the code.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def start(self) -> None:
+        _torch().cuda.memory._record_memory_history(max_entries=ENTRIES, stacks="python")
+
+    def write(self) -> bool:
+        """Whether the file was written. What prevents it is printed: it must not hide why a phase raised."""
+        draft = self.file.with_name(f".{self.file.name}.draft")
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            _torch().cuda.memory._dump_snapshot(str(draft))
+            draft.replace(self.file)
+        except (OSError, RuntimeError) as error:
+            print(f"no memory snapshot: {type(error).__name__}: {error}", flush=True)
+            draft.unlink(missing_ok=True)
+            return False
+        return True
+
+    def stop(self) -> None:
+        _torch().cuda.memory._record_memory_history(enabled=None)
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch

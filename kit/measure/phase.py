@@ -1,26 +1,23 @@
-"""Measure one phase: wall time, memory before, after and at its peak, and the census before and after.
+"""Measure one phase: wall time; memory before, after and at its peak; groups, descriptors and threads before and after.
 
-`PhaseMeter` is a context manager; its `metrics` are there after the block whether or not it raised. What sampling
-costs is outside `seconds` and told as `overhead_seconds`. Meters may nest: an inner meter resets the process's peaks,
-so it first hands what it saw to the meters around it. Peaks are of the process: threads that work beside the phase
-are in them.
+`PhaseMeter` is a context manager; its `metrics` are there after the block whether or not it raised. The time of sampling is not in
+`seconds` but in `overhead_seconds`. Meters may nest: an inner meter resets the process's peaks, so it first passes what it saw to the
+outer ones. Peaks are of the process and include threads that work beside the phase.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
-from kit.measure.census import descriptors, group_count
+from kit import machine
 from kit.measure.clock import current_device, synchronize
-from kit.measure.memory import device_memory, reset_peaks, status
+from kit.measure.memory import device_memory, host_memory, reset_peaks
+from kit.measure.observers.births import registered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
     from types import TracebackType
-
-T = TypeVar("T")
 
 
 class Metric(NamedTuple):
@@ -98,37 +95,32 @@ class PhaseMeter:
         return [Metric("seconds", seconds, "s"), *rows]
 
 
-def measure_phase(fn: Callable[[], T], device: str | None = None) -> tuple[T, list[Metric]]:
-    """Call `fn` and measure it. Where `fn` may raise and the numbers are still wanted, use `PhaseMeter` itself."""
-    with PhaseMeter(device) as meter:
-        result = fn()
-    return result, meter.metrics
+class Counts(NamedTuple):
+    """What this process holds open: registered process groups, file descriptors (sockets are a part of them), native threads."""
+
+    groups: int
+    fds: int
+    sockets: int
+    threads: int
 
 
-def measure_overhead(n: int = 200, device: str | None = None) -> float:
-    """Seconds that measuring adds to a phase: the median over `n` empty phases, entry and exit together."""
-    costs = []
-    for _ in range(n):
-        began = time.perf_counter()
-        with PhaseMeter(device):
-            pass
-        costs.append(time.perf_counter() - began)
-    return statistics.median(costs)
-
-
-_COUNTS = ("groups", "fds", "sockets", "threads")
+def counts(status: Mapping[str, int] | None = None) -> Counts:
+    """Costs some 30 us. A communicator that was not destroyed shows here even where no GPU reports its memory."""
+    status = machine.status() if status is None else status
+    return Counts(len(registered()), *machine.descriptors(), status["Threads"])
 
 
 def _unit(name: str) -> str:
-    return "1" if name.removesuffix("_before") in _COUNTS else "B"
+    return "1" if name.removesuffix("_before") in Counts._fields else "B"
 
 
 def _levels(device: str) -> dict[str, int]:
     """Take every cheap source once, under the names the records carry. A source that is not here has no key."""
-    host, threads = status()
+    status = machine.status()
+    host = host_memory(status)
     seen = {"rss": host.rss, "anon_rss": host.anon, "shared_rss": host.shared, "peak_rss": host.peak}
     levels = {name: value for name, value in seen.items() if value is not None}
-    levels.update(zip(_COUNTS, (group_count(), *descriptors(), threads), strict=True))
+    levels.update(counts(status)._asdict())
     on_device = device_memory(device)
     if on_device is not None:
         levels.update((name, value) for name, value in on_device._asdict().items() if value is not None)

@@ -1,8 +1,8 @@
 """Where a number comes from: one JSON-able dict of versions, machine, limits, GPUs, commit and settings.
 
 Nothing here initialises CUDA: GPUs are read through `nvidia-smi`, and torch is asked only where the process has
-loaded it. What could not be read is None with a reason beside it, under `why`. User names, paths and secrets are left
-out; the host's name is in.
+loaded it. A value that could not be read is None, with the reason under `why`. User names, paths and secrets are left
+out; the host's name is included.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kit import nccl
-from kit.measure.cgroup import cgroup_limits
-from kit.measure.clock import utc
+from kit import gpu, machine, nccl
+from kit.results.records import utc
+from kit.version import kit_version
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PREFIXES = ("NCCL_", "TORCH_", "MASTER_", "KIT_")
-_NAMES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_NAMES = (
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
 _SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 # A GPU's UUID is no secret: its pieces are shorter than any key.
 _SECRET_VALUE = re.compile(r"[A-Za-z0-9+=]{32,}|\b(?:hf_|ghp_|sk-|nvapi-|AKIA)[\w-]{8,}|(?<=//)[^/@\s]+(?=@)")
@@ -38,7 +46,7 @@ _GPU_FIELDS = {
 
 
 def provenance() -> dict[str, Any]:
-    """Take everything anew; costs up to a second where there is a driver to ask, so once a run, on one rank."""
+    """Read everything again. Takes up to a second where there is a GPU driver, so call it once per run, on one rank."""
     import platform
 
     return {
@@ -53,19 +61,9 @@ def provenance() -> dict[str, Any]:
         "cuda": cuda_state(),
         "gpu": gpu_state(),
         "cpu": cpu_state(),
-        "cgroup": cgroup_limits(),
+        "cgroup": machine.cgroup_limits(),
         "settings": settings(os.environ),
     }
-
-
-def kit_version() -> str | None:
-    """Return the installed version, else the checkout's: ranks of another environment reach the kit by its path."""
-    installed = _version("lifecycle-kit")
-    project = _ROOT / "pyproject.toml"
-    if installed or not project.exists():
-        return installed
-    line = re.search(r'^version = "(.+)"$', project.read_text(), re.MULTILINE)
-    return line[1] if line else None
 
 
 def _version(name: str) -> str | None:
@@ -81,7 +79,7 @@ def _version(name: str) -> str | None:
 
 
 def cuda_state() -> dict[str, Any]:
-    """CUDA and NCCL as this process runs them: the library that was loaded, not the one torch was built with."""
+    """CUDA and NCCL of this process: the library that was loaded, not the one torch was built with."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {"cuda": None, "nccl": None, "why": "torch is not loaded in this process"}
@@ -93,17 +91,16 @@ def cuda_state() -> dict[str, Any]:
 
 
 def gpu_state() -> dict[str, Any]:
-    """Driver and all GPUs of the box. An idle link drops to a lower PCIe generation; `pcie_gen_max` is what it can."""
-    done, why = _output("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS.values())}", "--format=csv,noheader,nounits")
-    if done is None:
-        return {"driver": None, "gpus": [], "why": why}
-    gpus = [dict(zip(_GPU_FIELDS, map(_cell, line.split(",")), strict=True)) for line in done.splitlines()]
-    drivers = {gpu.pop("driver") for gpu in gpus}
+    """Driver and all GPUs of the box. An idle link drops to a lower PCIe generation; `pcie_gen_max` is the highest it can reach."""
+    rows, why = gpu.query(*_GPU_FIELDS.values())
+    if why is not None:
+        return {"driver": None, "gpus": [], "why": _public(why)}
+    gpus = [dict(zip(_GPU_FIELDS, map(_cell, row), strict=True)) for row in rows]
+    drivers = {one.pop("driver") for one in gpus}
     return {"driver": drivers.pop() if drivers else None, "gpus": gpus, "why": None}
 
 
 def _cell(text: str) -> int | str | None:
-    text = text.strip()
     if text.startswith("["):  # "[N/A]", "[Not Supported]"
         return None
     return int(text) if text.isdigit() else text
@@ -111,9 +108,8 @@ def _cell(text: str) -> int | str | None:
 
 def cpu_state() -> dict[str, Any]:
     """Cores of the box and of this process, the CPU's model, and the box's memory in bytes."""
-    model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
-        "model": model[1] if model else None,  # not told on ARM
+        "model": machine.cpu_model(),
         "cores": os.cpu_count(),
         "affinity": len(os.sched_getaffinity(0)),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -123,14 +119,14 @@ def cpu_state() -> dict[str, Any]:
 def git_state(root: Path) -> dict[str, Any]:
     """Commit of the kit's own checkout, and whether any file differs from it (ignored files aside)."""
     nothing = {"commit": None, "dirty": None}
-    top, why = _output("git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD")
+    top, why = machine.output("git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD")
     if top is None:
-        return {**nothing, "why": why}
+        return {**nothing, "why": why and _public(why)}
     folder, commit = top.splitlines()
     if Path(folder).resolve() != root:  # installed inside somebody else's repository
         return {**nothing, "why": "the kit is not a checkout of its own"}
-    changed, why = _output("git", "--no-optional-locks", "-C", str(root), "status", "--porcelain")
-    return {"commit": commit, "dirty": None if changed is None else bool(changed), "why": why}
+    changed, why = machine.output("git", "--no-optional-locks", "-C", str(root), "status", "--porcelain")
+    return {"commit": commit, "dirty": None if changed is None else bool(changed), "why": why and _public(why)}
 
 
 def settings(environ: os._Environ[str] | dict[str, str]) -> dict[str, str]:
@@ -141,21 +137,3 @@ def settings(environ: os._Environ[str] | dict[str, str]) -> dict[str, str]:
 
 def _public(value: str) -> str:
     return _SECRET_VALUE.sub("<hidden>", _PATH.sub("<path>", value))
-
-
-def _output(*command: str) -> tuple[str | None, str | None]:
-    """Return what a tool says, or None and why not."""
-    import subprocess
-
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except FileNotFoundError:
-        return None, f"{command[0]} is not on this box"
-    except OSError as error:
-        return None, f"{command[0]} cannot be started: {error.strerror}"
-    except subprocess.TimeoutExpired:
-        return None, f"{command[0]} did not answer within 20 s"
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip().partition("\n")[0]
-        return None, f"{command[0]} ended with status {done.returncode}: {_public(said)}"
-    return done.stdout, None

@@ -4,30 +4,33 @@ Rank and world size come from the environment (RANK, WORLD_SIZE, LOCAL_WORLD_SIZ
 and Ray Train set them), else this is rank 0 of 1. Ranks of one machine append to one records.jsonl, a single write()
 a phase; with several machines each has its own records.node<N>.jsonl. Rank 0 also keeps run.json.
 
-Recording never ends a training: when the disk fills, one warning tells so, lost records are counted, and the count is
-told at close. An exception that nobody catches marks the run failed; `sys.exit` with an error does so only inside
-`with Recorder(...)`.
+Recording never stops a training: when the disk is full, the recorder warns once, counts the lost records, and reports the
+count at close. An uncaught exception marks the run as failed; `sys.exit` with an error does so only inside `with Recorder(...)`.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import math
+import operator
 import os
 import sys
 import time
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
-from kit.errors import BadInput
-from kit.measure.clock import utc
+from kit.errors import BadInput, KitError
 from kit.measure.phase import Metric, PhaseMeter
-from kit.measure.provenance import kit_version, provenance
+from kit.measure.provenance import provenance
+from kit.results.files import loads, write_json
+from kit.results.records import SCHEMA, Record, RecordsLost, RecordWriter, checked_ids, utc
+from kit.version import kit_version
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
 OUTSIDE = "run"  # the phase of a number recorded outside any
@@ -36,6 +39,7 @@ OUTSIDE = "run"  # the phase of a number recorded outside any
 class Recorder:
     """`rec = Recorder("runs/mine")`, then `with rec.phase("offload", cycle=i): ...` and `rec.record("loss", loss)`.
 
+    `rec.event("completed", group=17)` appends an event, `with rec.span("generate", group=17): ...` one that lasted.
     `config` (JSON-able) is stored in run.json; `device` is as for `PhaseMeter`. Use it from one thread.
     """
 
@@ -54,20 +58,22 @@ class Recorder:
         self.lost = 0
         self._device = device
         self._inside: list[tuple[str, int]] = []
-        self._torn = False
         self._closed = False
         self._pid = os.getpid()
         self._last_error = getattr(sys, "last_value", None)
-        self._head = {"run": self.dir.name, "lab": lab}
+        self._head: dict[str, Any] = {"run": self.dir.name, "lab": lab}
         self._run: dict[str, Any] | None = None
         config = _json_values(config or {})
         try:
-            self._file = self._open()
+            self._writer = self._open()
             if self.rank == 0:
                 self._run = self._describe(config)
                 self._write_run()
-        except OSError as error:
-            why = error.strerror or str(error)
+        except (OSError, KitError) as error:
+            if isinstance(error, BadInput):
+                raise
+            cause = error if isinstance(error, OSError) else error.__cause__
+            why = getattr(cause, "strerror", None) or str(error)
             raise BadInput(f"cannot record into {self.dir}: {why}; give a folder that can be written to") from error
         atexit.register(self._at_exit)
 
@@ -75,30 +81,70 @@ class Recorder:
     def phase(self, name: str, *, cycle: int = 0) -> Iterator[PhaseMeter]:
         """Measure the block and append its records at once. A block that raises is recorded too, with `failed` 1."""
         self._must_be_open()
+        here = str(name), _whole("cycle", cycle)
         meter = PhaseMeter(self._device)
         failed = [Metric("failed", 1, "1")]
-        self._inside.append((name, cycle))
+        self._inside.append(here)
         try:
             with meter:
                 yield meter
             failed = []
         finally:
             self._inside.pop()
-            self._append(meter.metrics + failed, name, cycle, meter.ended)
+            measured = [{**metric._asdict(), "time": meter.ended} for metric in (*meter.metrics, *failed)]
+            self._append(measured, *here)
 
     def record(
-        self, metric: str, value: SupportsFloat, unit: str = "", *, phase: str | None = None, cycle: int | None = None
+        self,
+        metric: str,
+        value: SupportsFloat | None,
+        unit: str = "",
+        *,
+        phase: str | None = None,
+        cycle: int | None = None,
+        text: str = "",
+        start: float | None = None,
+        **ids: str | SupportsIndex,
     ) -> None:
-        """Append a number of your own. Phase and cycle are those of the block around it, unless given."""
+        """Append a number of your own. Phase and cycle are those of the block around it, unless given.
+
+        `ids` say what it is about (`tensor="embedding"`, `group=17`), `text` is a short text beside the value. With
+        `start`, in Unix seconds, the record is a span that ends now.
+        """
+        self._one(metric, value, unit, ids, phase=phase, cycle=cycle, text=text, start=start)
+
+    def event(
+        self,
+        name: str,
+        /,
+        *,
+        phase: str | None = None,
+        cycle: int | None = None,
+        text: str = "",
+        start: float | None = None,
+        **ids: str | SupportsIndex,
+    ) -> None:
+        """Append an event: a record with a time and ids, and no value. With `start` it is one that lasted until now."""
+        self._one(name, None, "", ids, phase=phase, cycle=cycle, text=text, start=start)
+
+    @contextmanager
+    def span(self, name: str, /, *, text: str = "", **ids: str | SupportsIndex) -> Iterator[None]:
+        """Append the block as a span, once it ends: its start, its end, and its seconds as the value.
+
+        Unlike a phase it measures nothing else, and costs two clock readings and an append. If the block raises and no text is
+        given, the text is the name of the error.
+        """
         self._must_be_open()
+        checked_ids(ids)  # before the block rather than after it
+        began, start = time.perf_counter(), time.time()
+        raised = ""
         try:
-            number = float(value.item() if hasattr(value, "item") else value)  # item() takes a loss with its graph
-        except (TypeError, ValueError) as error:
-            raise BadInput(f"{metric} cannot be recorded: {value!r} is not a number") from error
-        inner = self._inside[-1] if self._inside else (OUTSIDE, 0)
-        where = inner[0] if phase is None else phase
-        when = inner[1] if cycle is None else cycle
-        self._append([Metric(metric, number, unit)], where, when, time.time())
+            yield
+        except BaseException as error:
+            raised = type(error).__name__
+            raise
+        finally:
+            self._one(name, time.perf_counter() - began, "s", ids, text=text or raised, start=start)
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run: "finished", or "failed" with `error`. Closing twice is closing once."""
@@ -108,9 +154,9 @@ class Recorder:
         atexit.unregister(self._at_exit)
         lost = self.lost
         if lost:
-            self._append([Metric("lost_records", lost, "1")], OUTSIDE, 0, time.time())
+            self._append([{"metric": "lost_records", "value": lost, "unit": "1", "time": time.time()}], OUTSIDE, 0)
             self._warn(f"{lost} records of rank {self.rank} were lost; those before and after are in {self.dir}")
-        os.close(self._file)
+        self._writer.close()
         if self._run is None:
             return
         self._run["status"] = "finished" if error is None else "failed"
@@ -121,8 +167,8 @@ class Recorder:
             self._run["error"] = f"{lost} records of rank 0 were lost"
         try:
             self._write_run()
-        except OSError as failure:
-            self._warn(f"run.json in {self.dir} still says that the run is running: {failure.strerror}")
+        except KitError as failure:
+            self._warn(f"the run still reads as running: {failure}")
 
     def __enter__(self) -> Recorder:
         return self
@@ -143,13 +189,12 @@ class Recorder:
         if self._closed:
             raise BadInput(f"the recorder of {self.dir} is closed; make a new one with a new folder")
 
-    def _open(self) -> int:
+    def _open(self) -> RecordWriter:
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         if self.rank == 0 and (self.dir / "run.json").exists() and not restarted:
             raise BadInput(f"{self.dir} already holds a run; give a new folder, or delete that one first")
         self.dir.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        return os.open(self.dir / _records_name(self.rank, self.world_size), flags, 0o644)
+        return RecordWriter(self.dir / _records_name(self.rank, self.world_size))
 
     def _describe(self, config: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -162,33 +207,45 @@ class Recorder:
             "error": None,
             "provenance": provenance(),
             "kit": kit_version(),
+            "schema": SCHEMA,
         }
 
     def _write_run(self) -> None:
-        """Replace run.json as a whole, so that a reader never sees half of it."""
-        draft = self.dir / f".run.json.{self._pid}"
-        try:
-            draft.write_text(json.dumps(self._run, indent=1) + "\n")
-            draft.replace(self.dir / "run.json")
-        finally:
-            draft.unlink(missing_ok=True)
+        write_json(self.dir / "run.json", self._run)
 
-    def _append(self, metrics: Iterable[Metric], phase: str, cycle: int, ended: float) -> None:
-        head = {**self._head, "cycle": cycle, "phase": phase, "rank": self.rank}
-        rows = [{**head, "metric": m.metric, "value": m.value, "unit": m.unit, "time": ended} for m in metrics]
-        # After a torn write a newline of its own keeps the torn piece from swallowing the next record.
-        start = b"\n" if self._torn else b""
-        batch = start + "".join(json.dumps(row) + "\n" for row in rows).encode()
+    def _one(
+        self,
+        metric: str,
+        value: SupportsFloat | None,
+        unit: str,
+        ids: Mapping[str, str | SupportsIndex],
+        *,
+        phase: str | None = None,
+        cycle: int | None = None,
+        text: str = "",
+        start: float | None = None,
+    ) -> None:
+        self._must_be_open()
         try:
-            written = os.write(self._file, batch)
-            reason = "the disk took only a part"
-        except OSError as error:
-            written, reason = 0, error.strerror or str(error)
-        self._torn = written < len(batch)
-        if self._torn:
+            # item() takes a loss with its graph
+            number = None if value is None else float(value.item() if hasattr(value, "item") else value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise BadInput(f"{metric} cannot be recorded: {value!r} is not a number") from error
+        if start is not None and not (isinstance(start, float | int) and math.isfinite(start)):
+            raise BadInput(f"{metric} cannot start at {start!r}; give Unix seconds, as time.time() does")
+        row: dict[str, Any] = {"metric": str(metric), "value": number, "unit": str(unit), "time": time.time()}
+        row |= {"text": str(text), "ids": checked_ids(ids), "start": start}
+        inner = self._inside[-1] if self._inside else (OUTSIDE, 0)
+        where = inner[0] if phase is None else str(phase)
+        self._append([row], where, inner[1] if cycle is None else _whole("cycle", cycle))
+
+    def _append(self, rows: Sequence[Mapping[str, Any]], phase: str, cycle: int) -> None:
+        try:
+            self._writer.append([Record(**self._head, cycle=cycle, phase=phase, rank=self.rank, **row) for row in rows])
+        except RecordsLost as error:
             if not self.lost:
-                self._warn(f"recording into {self.dir} failed ({reason}); training goes on, lost records are counted")
-            self.lost += len(rows) - batch[len(start) : written].count(b"\n")
+                self._warn(f"{error}; training goes on, lost records are counted")
+            self.lost += error.lost
 
     def _warn(self, sentence: str) -> None:
         warnings.warn(sentence, RuntimeWarning, stacklevel=2)
@@ -196,10 +253,17 @@ class Recorder:
 
 def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        json.dumps(dict(config))
-    except (TypeError, ValueError) as error:
+        loads(json.dumps(dict(config)))
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"config must be JSON values only: {error}") from error
     return dict(config)
+
+
+def _whole(what: str, value: SupportsIndex) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise BadInput(f"{what} is {value!r}; it must be a whole number") from None
 
 
 def _from_environment(name: str, default: int) -> int:

@@ -7,11 +7,13 @@ the arithmetic leaves out activations and the padding of distributed buffers (un
 from __future__ import annotations
 
 import dataclasses
+import os
 
 from kit.errors import BadInput
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 AUTO_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+TF32_OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +82,8 @@ class ModelConfig:
     size: str | Geometry = "tiny"
     tp: int = 1
     pp: int = 1
+    vpp: int | None = None  # virtual stages: model chunks of each pipeline rank
+    cp: int = 1  # the job trains these ranks on sequences of their own: Megatron's local attention does not split one
     ep: int = 1
     etp: int | None = None
     experts: int = 0
@@ -95,7 +99,9 @@ class ModelConfig:
     microbatches: int = 2
     seed: int = 1234
     dtype: str = "float32"
+    dropout: float = 0.0
     timeout_minutes: int = 30
+    odd_options: bool = False  # NCCL groups get options that are not the defaults, so that losing them shows
 
     @property
     def geometry(self) -> Geometry:
@@ -109,13 +115,21 @@ def dtype_on(dtype: str, device: str = "cpu") -> str:
     return AUTO_DTYPE[device] if dtype == "auto" else dtype
 
 
+def forced_tf32() -> str:
+    """Why float32 cannot be computed as float32 on a GPU with this environment; empty where it can. cuBLAS obeys the variable, whatever
+    torch asks it for."""
+    if os.environ.get(TF32_OVERRIDE) != "1":
+        return ""
+    return f"{TF32_OVERRIDE}=1 makes float32 products TF32, about 1e-3 off; unset it or use dtype=bfloat16"
+
+
 def check(config: ModelConfig, ranks: int) -> None:
     """Raise `BadInput` with one sentence where the config cannot run on so many ranks."""
     if isinstance(config.size, str) and config.size not in GEOMETRIES:
         raise BadInput(f"size {config.size!r} is unknown: choose one of {', '.join(GEOMETRIES)}")
     if config.dtype not in DTYPE_BYTES:
         raise BadInput(f"dtype {config.dtype!r} is unknown: choose one of {', '.join(DTYPE_BYTES)}")
-    for name in ("tp", "pp", "ep", "micro_batch", "microbatches"):
+    for name in ("tp", "pp", "cp", "ep", "micro_batch", "microbatches"):
         if getattr(config, name) < 1:
             raise BadInput(f"{name}={getattr(config, name)} is not allowed: it must be at least 1")
     g = config.geometry
@@ -125,13 +139,18 @@ def check(config: ModelConfig, ranks: int) -> None:
         ("rows of the feed-forward layer", g.ffn, "tp", config.tp),
         ("rows of the vocabulary", g.vocab, "tp", config.tp),
         ("ranks", ranks, "tp*pp", config.tp * config.pp),
-        ("layers", g.layers, "pp", config.pp),
+        ("ranks", ranks, "tp*pp*cp", config.tp * config.pp * config.cp),
+        ("layers", g.layers, "pp*vpp" if config.vpp else "pp", config.pp * (config.vpp or 1)),
         ("ranks", ranks, "tp*pp*ep", config.tp * config.pp * config.ep),
         ("experts", config.experts, "ep", config.ep),
     ):
         if total % parts:
             size = f" (size {config.size!r})" if isinstance(config.size, str) else ""
             raise BadInput(f"{name}={parts} does not divide {total} {what} of this job{size}")
+    if config.vpp and config.pp == 1:
+        raise BadInput(f"vpp={config.vpp} needs a pipeline: set pp=2 or more")
+    if config.vpp and config.microbatches % config.pp:
+        raise BadInput(f"vpp={config.vpp}: microbatches={config.microbatches} must be a multiple of pp={config.pp}")
     if config.experts and config.ep == 1 and config.etp not in {None, config.tp}:
         raise BadInput(
             f"etp={config.etp} with ep=1 is not supported: Megatron would average unlike shards of experts; set ep=2 or more"
@@ -148,7 +167,7 @@ def model_bytes(config: ModelConfig, *, ranks: int, stage: int = 0) -> dict[str,
     attention = (g.hidden * (g.hidden + kv) + g.hidden * g.hidden) // config.tp
     attention += (g.hidden + kv) // config.tp if g.qkv_bias else 0
     mlp = 3 * g.hidden * g.ffn // config.tp
-    layers = g.layers // config.pp
+    layers = g.layers // config.pp  # of all its chunks
     expert = layers * mlp * config.experts // config.ep if config.experts else 0
     dense = layers * (attention + 2 * g.hidden + (g.hidden * config.experts if config.experts else mlp))
     dense += g.hidden if last else 0

@@ -2,7 +2,8 @@
 
 `build(config)` on every rank gives a `Training`; `Training.step(n)` runs n optimizer steps through Megatron's own
 forward-backward schedules. Batches are a pure function of (seed, step, data rank, microbatch), so a run can be cut and
-continued bit for bit. Limits: the local layer spec (no Transformer Engine), no context or virtual pipeline parallelism.
+continued bit for bit. Limits: the local layer spec (no Transformer Engine), whose attention cannot split a sequence: with context
+parallelism the groups are all there and gradients are reduced over them, and each of their ranks trains on sequences of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from kit.errors import BadInput, KitError
 from kit.megatron import groups, standin, tensors
 from kit.megatron.config import ModelConfig, check
+from kit.train import numerics
 from kit.train.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:
@@ -65,9 +67,10 @@ class Training:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        batches = [_batches(self.config, self.steps_done, self.device) for _ in self.chunks]
         losses = get_forward_backward_func()(
             forward_step_func=_forward_step,
-            data_iterator=_batches(self.config, self.steps_done, self.device),
+            data_iterator=batches if self.config.vpp else batches[0],
             model=self.chunks,
             num_microbatches=self.config.microbatches,
             seq_length=self.config.geometry.seq,
@@ -97,7 +100,7 @@ def _batches(config: ModelConfig, step: int, device: torch.device) -> Iterator[d
     from megatron.core import parallel_state
 
     g = config.geometry
-    replica = parallel_state.get_data_parallel_rank()
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     for microbatch in range(config.microbatches):
         generator = torch.Generator().manual_seed(
             ((config.seed * 1_000_003 + step) * 4099 + replica) * 257 + microbatch
@@ -113,8 +116,8 @@ def _mean_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> f
     total = torch.zeros(1, dtype=torch.float64, device=device)
     if parallel_state.is_pipeline_last_stage():
         total += torch.stack([each["loss"] for each in losses]).double().mean()
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        total /= parallel_state.get_data_parallel_world_size()
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        total /= parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(total, last, group=parallel_state.get_pipeline_model_parallel_group())
@@ -139,15 +142,18 @@ def initialise(config: ModelConfig) -> torch.device:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(mode=True)
+        numerics.deterministic()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
+        virtual_pipeline_model_parallel_size=config.vpp,
+        context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=config.etp,
         order=config.order,
         create_gloo_process_groups=config.gloo_groups,
         distributed_timeout_minutes=config.timeout_minutes,
+        high_priority_stream_groups=["tp", "dp_cp"] if config.odd_options and on_gpu else None,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -175,23 +181,24 @@ def _quiet() -> Iterator[None]:
 @_quiet()
 def assemble(config: ModelConfig, device: torch.device, settings: Settings = DEFAULTS) -> Training:
     """The job on groups that are there: a second one of the same layout may stand beside the first."""
-    chunk = _chunk(config, device)
-    optimizer = _optimizer(config, [chunk], settings)
+    chunks = [_chunk(config, device, stage) for stage in range(config.vpp or 1)]
+    optimizer = _optimizer(config, chunks, settings)
     scheduler = _scheduler(optimizer, settings)
     from megatron.core.distributed import finalize_model_grads
 
-    transformer_config = chunk.config
-    transformer_config.finalize_model_grads_func = finalize_model_grads
-    transformer_config.grad_scale_func = optimizer.scale_loss
-    transformer_config.no_sync_func = chunk.no_sync
+    first = chunks[0].config
+    first.finalize_model_grads_func = finalize_model_grads
+    first.grad_scale_func = optimizer.scale_loss
+    first.no_sync_func = [chunk.no_sync for chunk in chunks] if config.vpp else chunks[0].no_sync
     if config.overlap_grad_reduce and config.pp > 1:
-        transformer_config.grad_sync_func = chunk.start_grad_sync
-    return Training(config=config, chunks=[chunk], optimizer=optimizer, scheduler=scheduler, device=device)
+        starts = [chunk.start_grad_sync for chunk in chunks]
+        first.grad_sync_func = starts if config.vpp else starts[0]
+    return Training(config=config, chunks=chunks, optimizer=optimizer, scheduler=scheduler, device=device)
 
 
 @_quiet()
-def network(config: ModelConfig, device: torch.device) -> Any:
-    """The bare GPTModel of this rank, with its first weights: no gradient buffers, no optimizer."""
+def network(config: ModelConfig, device: torch.device, stage: int = 0) -> Any:
+    """The bare GPTModel of this rank (or of one of its virtual stages), with its first weights: no gradient buffers, no optimizer."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -213,6 +220,7 @@ def network(config: ModelConfig, device: torch.device) -> Any:
         num_query_groups=g.kv_heads,
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
+        virtual_pipeline_model_parallel_size=config.vpp,
         expert_model_parallel_size=config.ep if config.experts else 1,
         use_cpu_initialization=True,
         params_dtype=dtype,
@@ -225,8 +233,8 @@ def network(config: ModelConfig, device: torch.device) -> Any:
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=g.qkv_bias,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        hidden_dropout=config.dropout,
+        attention_dropout=config.dropout,
         # Fusions are compiled or need Apex; without them every box computes the same.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -238,7 +246,8 @@ def network(config: ModelConfig, device: torch.device) -> Any:
         calculate_per_token_loss=config.sum_gradients,
         **experts,
     )
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.seed + stage)
+    virtual: dict[str, Any] = {"ignore_virtual": False, "vp_stage": stage} if config.vpp else {}
     model: Any = GPTModel(
         config=transformer_config,
         transformer_layer_spec=get_gpt_layer_local_spec(
@@ -246,21 +255,23 @@ def network(config: ModelConfig, device: torch.device) -> Any:
         ),
         vocab_size=g.vocab,
         max_sequence_length=g.seq,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**virtual),
+        post_process=parallel_state.is_pipeline_last_stage(**virtual),
         share_embeddings_and_output_weights=True,
         position_embedding_type="rope",
         rotary_base=g.rope_base,
+        **({"vp_stage": stage} if config.vpp else {}),
     ).to(device)
+    model.rotary_pos_emb.cp_group = None  # a sequence is whole on its rank, so its positions are
     if dtype != torch.float32:
         model = Float16Module(transformer_config, model)
     return model
 
 
-def _chunk(config: ModelConfig, device: torch.device) -> Any:
+def _chunk(config: ModelConfig, device: torch.device, stage: int) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    model = network(config, device)
+    model = network(config, device, stage)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=config.overlap_grad_reduce,

@@ -3,7 +3,8 @@
 `as_found()` notes what is there. What was made inside is destroyed on the way out: after a barrier on success; on
 failure the error is logged first and groups are aborted without waiting for anybody, and that error is what surfaces.
 What the caller had stays: its groups, its parallel state (brought back if it was released inside), microbatch
-calculator, scratch buffers, rerun state machine, RNG tracker and generators. `describe()` tells the state in plain JSON.
+calculator, scratch buffers, rerun state machine, RNG tracker, generators, and how exactly torch computes. `describe()` tells the state
+in plain JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kit.errors import KitError
 from kit.megatron import groups, standin
 from kit.megatron.groups.handle import Handle, c10d, forget, registered, state
 from kit.megatron.groups.snapshot import global_names, parallel_state
+from kit.train.numerics import Numerics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +58,7 @@ class _Found:
     tracker_states: dict[str, Any] | None
     generator: torch.Tensor
     cuda_generator: torch.Tensor | None
-    deterministic: bool
+    numerics: Numerics
 
 
 def _look() -> _Found:
@@ -75,7 +77,7 @@ def _look() -> _Found:
         tracker_states=dict(tracker.get_states()) if tracker is not None else None,
         generator=torch.get_rng_state(),
         cuda_generator=torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        numerics=Numerics.now(),
     )
 
 
@@ -161,7 +163,7 @@ def _put_back(found: _Found) -> None:
         from megatron.core.tensor_parallel import random
 
         random._CUDA_RNG_STATE_TRACKER.set_states(found.tracker_states)
-    torch.use_deterministic_algorithms(mode=found.deterministic)
+    found.numerics.restore()
     if not found.handles:
         groups.uninstall()
     if not found.standin:
@@ -182,5 +184,6 @@ def describe() -> dict[str, Any]:
         "singletons": {name: type(getattr(module, name)).__name__ for module, name in _singletons()},
         "standin": standin.status().active,
         "handles": bool(state.installed),
+        "numerics": dataclasses.asdict(Numerics.now()),
         "generator": hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest(),
     }

@@ -138,6 +138,18 @@ def merge(chunks: Sequence[Any], tensors: Callable[[Any], torch.Tensor] = lambda
     return {name: value.to("cpu", copy=True) for name, value in sorted(own.items())}
 
 
+def by_rank(chunks: Sequence[Any], tensors: Callable[[Any], torch.Tensor]) -> Tensors:
+    """The parts of all model-parallel ranks, by rank and name, for a model whose whole tensors are not known. Collective."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_model_parallel_group()
+    named = [pair for chunk in chunks for pair in chunk.module.named_parameters()]
+    own = {name: tensors(param).detach().cpu().clone() for name, param in named}
+    everybody: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, own, group=group)
+    return {f"{rank}.{name}": value for rank, part in enumerate(everybody) for name, value in part.items()}
+
+
 def full_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Every full tensor on the job's rank 0, in its own dtype, one parameter's at a time; nothing elsewhere. Collective.
 

@@ -2,14 +2,16 @@
 
 Megatron names the device "cuda" in hundreds of places. `install()` pushes a torch-function mode that rewrites that name
 wherever torch is called, and replaces the handful of `torch.cuda` functions that Megatron calls directly. Where a GPU
-is there, `install()` changes nothing. Limits: no memory statistics, streams do nothing (the CPU has one), the mode holds
-on the thread that installed it, and torch-compiled fusions are not covered (the model is built without them).
+is there, `install()` only defines a name that Megatron forgot. Limits: no memory statistics, streams do nothing (the CPU
+has one), the mode holds on the thread that installed it, and torch-compiled fusions are not covered (the model is built
+without them).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +78,6 @@ class _Event:
 
 def _replacements() -> list[tuple[Any, str, Any]]:
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils
 
     one = _Stream()
 
@@ -104,10 +105,18 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (cuda, "BFloat16Tensor", torch.BFloat16Tensor),
         (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
     ]
-    # 0.16.1 never defines this name where Transformer Engine is missing, and then tests it for None.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        wanted.append((moe_utils, "te_general_gemm", None))
     return wanted
+
+
+def _define_missing() -> None:
+    """Megatron 0.16 never defines this name where Transformer Engine is missing, and its router then tests it for None
+    (megatron/core/transformer/moe/moe_utils.py): on a GPU too. Newer versions define it as None themselves, so it stays."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 _undo: list[Callable[[], object]] = []
@@ -124,6 +133,7 @@ def status() -> Status:
 
 def install() -> Status:
     """Make "cuda" mean the CPU where there is no GPU. Once per process; repeating it changes nothing."""
+    _define_missing()
     if torch.cuda.is_available() or _undo:
         return status()
     with warnings.catch_warnings():
@@ -134,10 +144,21 @@ def install() -> Status:
         old = owner.__dict__.get(name, missing)
         setattr(owner, name, new)
         _undo.append(lambda o=owner, n=name, v=old: delattr(o, n) if v is missing else setattr(o, n, v))  # type: ignore[misc]
+    _undo.append(_quiet_tracker())
     mode: Any = _CudaMeansCpu()
     mode.__enter__()
     _undo.append(lambda: mode.__exit__(None, None, None))
     return status()
+
+
+def _quiet_tracker() -> Callable[[], None]:
+    """Megatron warns at each dropout that the CPU's generator moved; here it is the one that is meant. Gives the way back."""
+    from megatron.core.tensor_parallel import random
+
+    logger = logging.getLogger(random.__name__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    return lambda: logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -1,57 +1,91 @@
-"""Records, frame, verdict, compare, export, trace: what a run leaves behind and what is made of it. No torch here.
+"""Records, frame, verdict, comparison, exports, trace: what a run leaves behind and what is made of it. No torch here.
 
-Importing this is light; pandas is loaded by the functions that need it.
+Names load when they are first used, so that ranks can import `kit.results.records` alone.
 """
 
-from kit.results.compare import compare, outcomes
-from kit.results.create import RunWriter, create_run, runs_dir
-from kit.results.export import Exported, export, read_export
-from kit.results.records import COLUMNS, Loaded, Record, RecordWriter, read_records, to_frame
-from kit.results.run import Run, list_runs, load, newest_run
-from kit.results.tolerances import load_tolerances, save_tolerances
-from kit.results.trace import trace, write_trace
-from kit.results.verdict import (
-    Check,
-    Measured,
-    NotMeasured,
-    Verdict,
-    VerdictRow,
-    exit_code,
-    judge,
-    read_verdict,
-    select,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kit.results.comparison import compare, outcomes
+    from kit.results.create import create_run, runs_dir
+    from kit.results.exports import export
+    from kit.results.frames import to_frame, with_ids
+    from kit.results.marks import VerdictRow
+    from kit.results.records import COLUMNS, Record, RecordWriter
+    from kit.results.run import Run, list_runs, load, newest_run
+    from kit.results.timeline import trace, write_trace
+    from kit.results.tolerances import load_tolerances, save_tolerances
+    from kit.results.verdict import (
+        Check,
+        Measured,
+        Missing,
+        NotMeasured,
+        Unjudged,
+        Verdict,
+        exit_code,
+        incomplete,
+        judge,
+        read_verdict,
+        select,
+    )
+
+_MODULES = {
+    "comparison": ("compare", "outcomes"),
+    "create": ("create_run", "runs_dir"),
+    "exports": ("export",),
+    "frames": ("to_frame", "with_ids"),
+    "marks": ("VerdictRow",),
+    "records": ("COLUMNS", "Record", "RecordWriter"),
+    "run": ("Run", "list_runs", "load", "newest_run"),
+    "timeline": ("trace", "write_trace"),
+    "tolerances": ("load_tolerances", "save_tolerances"),
+    "verdict": (
+        *("Check", "Measured", "Missing", "NotMeasured", "Unjudged", "Verdict"),
+        *("exit_code", "incomplete", "judge", "read_verdict", "select"),
+    ),
+}
+_HOMES = {name: f"kit.results.{module}" for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "COLUMNS",
     "Check",
-    "Exported",
-    "Loaded",
     "Measured",
+    "Missing",
     "NotMeasured",
     "Record",
     "RecordWriter",
     "Run",
-    "RunWriter",
+    "Unjudged",
     "Verdict",
     "VerdictRow",
     "compare",
     "create_run",
     "exit_code",
     "export",
+    "incomplete",
     "judge",
     "list_runs",
     "load",
     "load_tolerances",
     "newest_run",
     "outcomes",
-    "read_export",
-    "read_records",
     "read_verdict",
     "runs_dir",
     "save_tolerances",
     "select",
     "to_frame",
     "trace",
+    "with_ids",
     "write_trace",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kit.results' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value

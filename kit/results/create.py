@@ -1,16 +1,17 @@
-"""Making a run: its folder, its identity, and what is written into it while it goes on."""
+"""Making a run: its folder, its id, and what is written into it while it is running."""
 
 from __future__ import annotations
 
 import os
 import secrets
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput, KitError
 from kit.results.files import write_json
-from kit.results.records import PATTERN, Record, RecordWriter
+from kit.results.records import PATTERN, SCHEMA, Record, RecordWriter, utc
+from kit.version import kit_version
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ class RunWriter:
         self._records.append(records)
 
     def set_provenance(self, provenance: Mapping[str, Any]) -> None:
-        """Replace the provenance: what the ranks know of themselves comes after the folder was made."""
+        """Replace the provenance: the ranks' part of it arrives after the folder was made."""
         self._update(provenance=dict(provenance))
 
     def write_verdict(self, verdict: Verdict) -> None:
@@ -48,7 +49,7 @@ class RunWriter:
 
     def _end(self, **fields: Any) -> None:
         self._records.close()
-        self._update(finished=_timestamp(), **fields)
+        self._update(finished=utc(), **fields)
 
     def _update(self, **fields: Any) -> None:
         self._info |= fields
@@ -77,12 +78,13 @@ def create_run(
         "lab": lab,
         "config": dict(config),
         "status": "running",
-        "started": _timestamp(),
+        "started": utc(),
         "finished": None,
         "fault": fault,
         "error": None,
         "provenance": dict(provenance),
-        "kit": _version(),
+        "kit": kit_version(),
+        "schema": SCHEMA,
     }
     try:
         return RunWriter(folder, info)
@@ -116,16 +118,3 @@ def _make_folder(folder: Path, *, exist_ok: bool) -> Path | None:
     except OSError as error:
         raise BadInput(f"cannot make a run folder at {folder}: {error.strerror}") from error
     return folder
-
-
-def _timestamp() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def _version() -> str:
-    import importlib.metadata  # slow enough to notice in `kit --help`
-
-    try:
-        return importlib.metadata.version("lifecycle-kit")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

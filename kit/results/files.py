@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: a temporary beside the target, then a rename. Plus strict JSON.
+"""Files that are either complete or absent: a temporary beside the target, then a rename. And strict JSON.
 
 JSON has no NaN and no infinity, so such numbers are written as the words "NaN", "Infinity" and "-Infinity" (Python's
 float() and JavaScript's Number() both read them back); null is kept for "there is no value".
@@ -8,24 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
-import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput, KitError
+from kit.results.records import finite, spell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-
-def spell(number: float) -> float | str:
-    """The number itself, or the word that stands for it in JSON."""
-    if math.isfinite(number):
-        return number
-    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
 def spelled(value: Any) -> Any:
@@ -44,15 +36,15 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
 
 
 def need_folder(target: Path) -> None:
-    """What a person named to be written has to lie in a folder that is there."""
+    """Refuse a path whose folder does not exist."""
     if not target.parent.is_dir():
         raise BadInput(f"cannot write {target}: there is no folder {target.parent}")
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; it takes that name when the block ends well, and goes when it does not."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    """Yield a temporary path beside `path`; it is renamed to `path` when the block succeeds, and removed when it fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
         try:
             yield temporary
@@ -65,8 +57,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", newline="")
+    with replacing(
+        path
+    ) as temporary:  # half a character, as in an odd file name, is spelled out, which JSON reads back
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -76,10 +70,22 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """The file's JSON; a file that is missing or damaged is a `BadInput` that names it."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadInput(f"there is no file {path}") from None
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror or error}") from error
+    except RecursionError:
+        raise BadInput(f"{path} is damaged: its brackets are nested too deeply") from None
     except ValueError as error:
         raise BadInput(f"{path} is damaged: it is not valid JSON ({error})") from error
+
+
+def loads(text: str) -> Any:
+    """JSON in which every number fits into a float."""
+    return json.loads(text, parse_float=finite, parse_int=_whole)
+
+
+def _whole(digits: str) -> int:
+    finite(digits)
+    return int(digits)

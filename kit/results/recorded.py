@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "data" / "reference"
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One part of one machine's reference: the rows of a bench, or of a lab's verdict."""
+    """What one machine recorded of a bench (its rows), or of a lab (its verdict's)."""
 
     folder: str
     provenance: dict[str, Any]
@@ -30,17 +30,22 @@ class Recorded:
 
 
 def recorded(part: str, containing: str = "", *, folder: Path = FOLDER) -> list[Recorded]:
-    """What each machine recorded of a part, such as "bench-sync" or "lab-split": the rows whose name contains a text."""
-    found = []
-    for path in sorted(folder.glob(f"*/{part}.json")):
-        told = read_json(path)
-        bench = "rows" in told
-        rows = told.get("rows") or told.get("verdict") or []
+    """What each machine recorded of a part, such as "bench-sync" or "lab-split": the rows whose name contains a text.
+
+    A bench may have a file for each of its parts, as "bench-sync.model"; their rows come together."""
+    found: list[Recorded] = []
+    for machine_folder in sorted({path.parent for path in folder.glob("*/*.json")}):
+        told = [
+            read_json(path) for name in (f"{part}.json", f"{part}.*.json") for path in sorted(machine_folder.glob(name))
+        ]
+        bench = any("rows" in one for one in told)
+        rows = [row for one in told for row in one.get("rows") or one.get("verdict") or []]
         chosen = [row for row in rows if containing in row["what" if bench else "check"]]
         if chosen:
-            found.append(Recorded(path.parent.name, told["provenance"], chosen, bench))
+            provenance = next(one["provenance"] for one in told if one.get("provenance"))
+            found.append(Recorded(machine_folder.name, provenance, chosen, bench))
     if not found:
-        there = sorted({path.stem for path in folder.glob("*/*-*.json")})
+        there = sorted({path.stem.partition(".")[0] for path in folder.glob("*/*-*.json")})
         what = f"{part!r} with a row that contains {containing!r}" if containing else repr(part)
         raise BadInput(f"no reference in {folder} has {what}; there is {', '.join(there) or 'none at all'}")
     return found

@@ -1,26 +1,29 @@
-"""Records: what a run measured, one JSON object a line, appended as it happens.
+"""Records: what a run measured, one JSON object per line, appended as it happens. The one schema and the one writer.
 
-`value` is null where there was nothing to measure; NaN and the infinities are the words "NaN", "Infinity" and
+`value` is null if nothing was measured; NaN and the infinities are the words "NaN", "Infinity" and
 "-Infinity", so that every line is strict JSON. A writer that dies leaves at most one torn line; where several
-processes append to one file, others may follow it. Readers drop such lines and say how many.
+processes append to one file, others may follow it. Readers drop lines that are no records and say how many.
+
+Ranks import this: it needs the standard library only. Tables are made in `kit.results.frames`.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import operator
 import os
+import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from kit.errors import BadInput, KitError
-from kit.results.files import spell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
-
-    import pandas as pd
 
 TYPES = {
     "run": "str",
@@ -32,17 +35,37 @@ TYPES = {
     "value": "float64",
     "unit": "str",
     "time": "float64",
+    "text": "str",
+    "ids": "str",
+    "start": "float64",
 }
 COLUMNS = tuple(TYPES)
+OPTIONAL = ("text", "ids", "start")
+REQUIRED = COLUMNS[: -len(OPTIONAL)]
+SCHEMA = 2  # in run.json; runs without it coded texts and ids in the names of metrics
+NOTEBOOK = -1  # the rank of what the notebook side recorded
 PATTERN = "records*.jsonl"
-MISSING = "records.jsonl is missing: what was measured is gone"
+MISSING = "records.jsonl is missing: the records of this run are lost"
+WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # how files spell what JSON has no number for
+WHOLE = range(-(2**63), 2**63)  # the whole numbers that a table can hold
+
+UNREADABLE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+    RecursionError,
+)  # what a line that is no record raises
 
 Columns = dict[str, list[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One measured row. `time` is the end of the phase in unix seconds."""
+    """One measured row. `time` is when it was measured, in Unix seconds; a span also has a `start`.
+
+    `text` is a short text beside the value (a digest, a reason), `ids` say what the record is about (tensor, group, bucket, ...).
+    """
 
     run: str
     lab: str
@@ -53,38 +76,132 @@ class Record:
     value: float | None
     unit: str
     time: float
+    text: str = ""
+    ids: Mapping[str, str | int] = field(default_factory=dict)
+    start: float | None = None
 
     def to_line(self) -> str:
-        row = {name: getattr(self, name) for name in COLUMNS}
+        """One line of JSON, without text, ids or start if they are empty."""
+        row = {name: getattr(self, name) for name in REQUIRED}
         if self.value is not None:
             row["value"] = spell(float(self.value))
+        if self.text:
+            row["text"] = self.text
+        if self.ids:
+            row["ids"] = checked_ids(self.ids)
+        if self.start is not None:
+            row["start"] = self.start
         return json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a run folder holds: its records, how many lines were unreadable, and a sentence for each thing that is lost."""
+def spell(number: float) -> float | str:
+    """The number itself, or the word that stands for it in JSON."""
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
-    records: list[Record]
-    torn: int = 0
-    notes: list[str] = field(default_factory=list)
+
+def label(metric: str, ids: Mapping[str, str | int]) -> str:
+    """A metric with its ids, in words."""
+    return " ".join([metric, *(f"{name}={value}" for name, value in ids.items())])
+
+
+def checked_ids(ids: Mapping[str, str | SupportsIndex]) -> dict[str, str | int]:
+    """Ids as they are written. One that is neither text nor a whole number, or has the name of a record's key, is a `BadInput`."""
+    found: dict[str, str | int] = {}
+    for name, value in ids.items():
+        if name in TYPES:
+            raise BadInput(f"{name!r} is a key of every record; give the id another name")
+        try:
+            found[name] = value if isinstance(value, str) else int(operator.index(value))
+        except TypeError:
+            raise BadInput(f"the id {name}={value!r} is neither text nor a whole number") from None
+        if not isinstance(value, str) and found[name] not in WHOLE:
+            raise BadInput(f"the id {name}={found[name]} does not fit into 64 bits; give it as text")
+    return found
+
+
+def rank_name(rank: int, roles: Mapping[int, str]) -> str:
+    """A rank as people see it, with its role where it has one: `rank 2 (replica)`."""
+    if rank == NOTEBOOK:
+        return "notebook"
+    return f"rank {rank} ({roles[rank]})" if roles.get(rank) else f"rank {rank}"
+
+
+class Recording:
+    """`record` for whoever can send a row on its way: a phase on a rank, a driven step on the notebook side."""
+
+    __slots__ = ()
+
+    def record(
+        self,
+        metric: str,
+        value: float | None,
+        unit: str = "1",
+        *,
+        text: str = "",
+        start: float | None = None,
+        **ids: str | int,
+    ) -> None:
+        """Add a record to the phase that runs, within a second also in the run's folder. Driven steps record as rank -1.
+
+        `text` is a short text beside the value; `start` makes it a span that ends now; `ids` say what it is about.
+        """
+        self._send(new_row(metric, value, unit, time.time(), text=text, start=start, ids=ids))
+
+    def _send(self, row: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def new_row(
+    metric: str,
+    value: float | None,
+    unit: str,
+    when: float,
+    *,
+    text: str = "",
+    start: float | None = None,
+    ids: Mapping[str, str | int] | None = None,
+) -> dict[str, Any]:
+    """What a record has beside run, lab, cycle, phase and rank; an empty text, id or start takes no room."""
+    row: dict[str, Any] = {
+        "metric": metric,
+        "value": None if value is None else float(value),
+        "unit": unit,
+        "time": when,
+    }
+    optional = {"text": text, "ids": checked_ids(ids or {}), "start": start}
+    return row | {name: one for name, one in optional.items() if one or one == 0}
+
+
+def utc() -> str:
+    """The time of day as ISO 8601, UTC, to the millisecond."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")  # noqa: UP017 - ranks may run Python 3.10
+
+
+class RecordsLost(KitError):  # noqa: N818 - a writer says it to its owner, who may go on
+    """Records could not be written: `lost` of them. What was written before is whole."""
+
+    def __init__(self, message: str, lost: int) -> None:
+        super().__init__(message)
+        self.lost = lost
 
 
 class RecordWriter:
-    """Appends to one file. Bytes survive the death of this process, not a power cut: there is no fsync per batch."""
+    """Appends to one file, which other processes may append to. Bytes survive the death of this process, not a power cut."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise KitError(f"cannot record to {path}: {error.strerror}") from error
+            raise KitError(f"cannot record into {path}: {error.strerror}") from error
         size = os.fstat(self._fd).st_size
         # A predecessor may have died in the middle of a line: end it, or it would swallow our first record.
         self._lead = b"\n" if size and os.pread(self._fd, 1, size - 1) != b"\n" else b""
 
     def append(self, records: Sequence[Record]) -> None:
-        """Append the batch with one write. When the disk is full, the half-written tail is taken back."""
+        """Append the batch with one write. When the disk is full, the half-written tail is taken back: `RecordsLost`."""
         if not records:
             return
         data = self._lead + "".join(record.to_line() for record in records).encode()
@@ -95,13 +212,25 @@ class RecordWriter:
             while done < len(data):  # a short write means that something is wrong; the next one says what
                 done += os.write(self._fd, data[done:])
         except OSError as error:
-            # Only a tail that is still ours alone is cut; bytes that another process appended behind it stay.
-            if done and os.fstat(self._fd).st_size == start + done:
-                os.ftruncate(self._fd, start)
-            raise KitError(
-                f"cannot record to {self.path}: {error.strerror}; what was measured before is kept there"
+            kept = 0 if self._take_back(start, done) else data[len(self._lead) : done].count(b"\n")
+            raise RecordsLost(
+                f"cannot record into {self.path}: {error.strerror}; what was measured before is kept there",
+                len(records) - kept,
             ) from error
         self._lead = b""
+
+    def _take_back(self, start: int, done: int) -> bool:
+        """Cut a half-written tail, unless another process has appended behind it."""
+        if not done:
+            return True
+        try:
+            if os.fstat(self._fd).st_size == start + done:
+                os.ftruncate(self._fd, start)
+                return True
+        except OSError:  # then it stays, and readers drop it
+            pass
+        self._lead = b"\n"  # the torn piece must not swallow the next record
+        return False
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -117,23 +246,6 @@ class RecordWriter:
         self.close()
 
 
-def read_records(folder: Path) -> Loaded:
-    """Every record of a run folder, in file order. Several nodes of a run have a file each."""
-    records: list[Record] = []
-    notes: list[str] = []
-    torn = 0
-    files = sorted(folder.glob(PATTERN))
-    if not files:
-        notes.append(MISSING)
-    for path in files:
-        columns, dropped = parse(lines_of(read_bytes(path)))
-        records += [Record(**dict(zip(COLUMNS, row, strict=True))) for row in zip(*columns.values(), strict=True)]
-        if dropped:
-            torn += len(dropped)
-            notes.append(note(path.name, [index + 1 for index in dropped]))
-    return Loaded(records, torn, notes)
-
-
 def read_bytes(path: Path, start: int = 0) -> bytes:
     """A file of records from a place on."""
     try:
@@ -144,54 +256,124 @@ def read_bytes(path: Path, start: int = 0) -> bytes:
         raise BadInput(f"cannot read {path}: {error.strerror}") from error
 
 
-def lines_of(data: bytes) -> list[str]:
+def parse(data: bytes) -> tuple[Columns, list[int]]:
+    """Columns of the readable lines, and the positions of the unreadable ones. Empty lines are ignored."""
     # A line torn inside a character must not make the others unreadable, hence "replace".
-    return data.decode(errors="replace").split("\n")
-
-
-def parse(lines: Sequence[str]) -> tuple[Columns, list[int]]:
-    """Columns of what can be read, and the places of the lines that cannot. Empty lines are nothing."""
-    full = [line for line in lines if line]
+    text = data.decode(errors="replace").removesuffix("\n")
     try:  # all at once is several times as fast as one by one
-        rows = json.loads(f"[{','.join(full)}]")
-        if len(rows) == len(full):
-            return _columns(rows), []
-    except (ValueError, KeyError, TypeError):
-        pass
-    parts: list[Columns] = []
+        return _columns(_rows(text.replace("\n", ","), text.count("\n") + 1), exact=False), []
+    except UNREADABLE:
+        return _parse_in_parts(text.split("\n"))
+
+
+def _parse_in_parts(lines: Sequence[str]) -> tuple[Columns, list[int]]:
+    """The same if some lines are no records: a part with a bad line is parsed in halves."""
+    columns: Columns = {name: [] for name in COLUMNS}
     dropped: list[int] = []
-    for index, line in enumerate(lines):
-        if line:
-            try:
-                parts.append(_columns([json.loads(line)]))
-            except (ValueError, KeyError, TypeError):
-                dropped.append(index)
-    return {name: [value for part in parts for value in part[name]] for name in COLUMNS}, dropped
-
-
-def to_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Records as a table of the nine columns. In it a null value is NaN: a table of floats has one missing value."""
-    rows = list(records)
-    return frame_of({name: [getattr(row, name) for row in rows] for name in COLUMNS})
-
-
-def frame_of(columns: Columns) -> pd.DataFrame:
-    import pandas as pd
-
-    return pd.DataFrame({name: pd.Series(columns[name], dtype=TYPES[name]) for name in COLUMNS})
-
-
-def _columns(rows: list[Any]) -> Columns:
-    """The rows by column; what is no record raises."""
-    columns: Columns = {name: [row[name] for row in rows] for name in COLUMNS}
-    columns["value"] = [None if value is None else float(value) for value in columns["value"]]
-    for name, kind in (("cycle", int), ("rank", int), ("time", float)):
-        columns[name] = [kind(value) for value in columns[name]]
-    return columns
+    left = [(0, lines)]
+    while left:
+        first, part = left.pop()
+        full = [line for line in part if line]
+        try:
+            found = _columns(_rows(",".join(full), len(full)), exact=len(full) == 1)
+        except UNREADABLE:
+            if len(part) == 1:
+                dropped.append(first)
+            else:
+                middle = len(part) // 2
+                left += [(first + middle, part[middle:]), (first, part[:middle])]
+        else:
+            for name in COLUMNS:
+                columns[name] += found[name]
+    return columns, dropped
 
 
 def note(name: str, lines: list[int]) -> str:
     shown = ", ".join(str(number) for number in lines[:5]) + (", ..." if len(lines) > 5 else "")
     if len(lines) == 1:
-        return f"{name}: 1 incomplete line was dropped (line {shown})"
-    return f"{name}: {len(lines)} incomplete lines were dropped (lines {shown})"
+        return f"{name}: 1 unreadable line was dropped (line {shown})"
+    return f"{name}: {len(lines)} unreadable lines were dropped (lines {shown})"
+
+
+# -- from JSON to columns: what is no record raises ------------------------------------------------------------------------
+
+
+def finite(digits: str) -> float:
+    """A number of a JSON file; one that no float can hold, such as 1e400, is no number."""
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(f"the number {digits[:20]} is too large")
+    return number
+
+
+def _rows(joined: str, count: int) -> list[Any]:
+    """The objects of some lines. Only one line alone is parsed in the way that tells 1e400 from a word: it takes longer."""
+    text = f"[{joined}]"
+    rows: list[Any] = json.loads(text, parse_float=finite) if count == 1 else json.loads(text)
+    if len(rows) != count:
+        raise ValueError("some lines are not one object each")
+    if "\\" in text and ("\\ud" in text or "\\uD" in text):  # half a character, which no table takes
+        rows = json.loads(json.dumps(rows, ensure_ascii=False).encode(errors="replace"))
+    return rows
+
+
+def _columns(rows: list[Any], *, exact: bool) -> Columns:
+    columns: Columns = {}
+    for name in REQUIRED:
+        column = [row[name] for row in rows]
+        if name in {"value", "time"}:
+            columns[name] = _numbers(column, exact=exact) if name == "value" else _times(column)
+        else:
+            columns[name] = _texts(column) if TYPES[name] == "str" else _wholes(column)
+    if set(map(len, rows)) <= {len(REQUIRED)}:  # as in most files: nothing to look for
+        return {**columns, "text": [""] * len(rows), "ids": [{}] * len(rows), "start": [None] * len(rows)}
+    columns["text"] = _texts([row.get("text", "") for row in rows])
+    columns["ids"] = _ids([row.get("ids", {}) for row in rows])
+    starts = [row.get("start") for row in rows]
+    known = iter(_times([start for start in starts if start is not None]))
+    columns["start"] = [None if start is None else next(known) for start in starts]
+    return columns
+
+
+def _texts(column: list[Any]) -> list[Any]:
+    if set(map(type, column)) - {str}:
+        raise TypeError("a text must be a string")
+    return column
+
+
+def _wholes(column: list[Any]) -> list[Any]:
+    if set(map(type, column)) - {int}:
+        if not all(type(value) is int or (type(value) is float and value.is_integer()) for value in column):
+            raise TypeError("not a whole number")
+        column = list(map(int, column))
+    if column and not (min(column) in WHOLE and max(column) in WHOLE):
+        raise OverflowError("a whole number is too large")
+    return column
+
+
+def _numbers(column: list[Any], *, exact: bool) -> list[Any]:
+    kinds = set(map(type, column))
+    if kinds - {float, int, str, type(None)}:
+        raise TypeError("a value must be a number or null")
+    if not exact and (math.inf in column or -math.inf in column):
+        raise OverflowError("a number that was perhaps too large: only a line alone tells")
+    if str in kinds:
+        column = [WORDS[value] if type(value) is str else value for value in column]
+    return [None if value is None else float(value) for value in column] if kinds - {float} else column
+
+
+def _times(column: list[Any]) -> list[Any]:
+    kinds = set(map(type, column))
+    if kinds - {float, int} or not all(map(math.isfinite, column)):
+        raise ValueError("a time must be a number")
+    return list(map(float, column)) if int in kinds else column
+
+
+def _ids(column: list[Any]) -> list[Any]:
+    if set(map(type, column)) - {dict}:
+        raise TypeError("ids must be an object")
+    values = [value for ids in column for value in ids.values()]
+    if set(map(type, values)) - {str, int}:
+        raise TypeError("an id must be a text or a whole number")
+    _wholes([value for value in values if type(value) is int])
+    return column

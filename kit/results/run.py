@@ -1,7 +1,7 @@
 """A run: a folder with `run.json`, `records*.jsonl`, `verdict.json` and `logs/rankN.log`.
 
 `Run` reads one, whole or cut off by a kill, and follows it while it grows. The checks of its lab and the plotter come
-from outside, since this room knows neither labs nor views.
+from the caller, since this room knows neither labs nor views.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
-from kit.results.export import export
+from kit.results.exports import export
 from kit.results.files import read_json
-from kit.results.reading import Reader
+from kit.results.frames import Reader
+from kit.results.marks import VerdictRow
 from kit.results.records import PATTERN
 from kit.results.tolerances import checked_tolerances
-from kit.results.verdict import Answer, Check, Verdict, hold, measure, read_verdict
+from kit.results.verdict import Answer, Check, Verdict, again, hold, measure, read_verdict, suspect_in
+from kit.version import kit_version
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,21 +30,35 @@ Checks = Callable[[str], Sequence[Check]]
 Plotter = Callable[..., object]  # of a run, a drawing's name, and how it is to look
 Stamp = tuple[tuple[str, int, int], ...]
 
+SNAPSHOTS = "memory"  # the folder in a run's folder
+VIEWER = "drop one on https://pytorch.org/memory_viz, which opens it in the browser and uploads nothing"
 NAMED = re.compile(r"(?P<lab>.+)-\d{8}-\d{6}-[0-9a-f]{4}")  # as create_run names them
 STATUSES = ("running", "finished", "failed")
 
 
 class Run:
-    """A run on disk. `checks` gives the checks of a lab (none for a lab it does not know); `plotter` draws a run."""
+    """A run on disk. `checks` gives the checks of a lab (none for a lab it does not know); `plotter` draws a run.
 
-    def __init__(self, dir: str | Path, *, checks: Checks | None = None, plotter: Plotter | None = None) -> None:  # noqa: A002 - the contract's name
+    `complete` says that no record will follow, which `run.json` says of a finished run: in a complete run, records that a fault or
+    code from outside the kit kept away fail their checks.
+    """
+
+    def __init__(
+        self,
+        dir: str | Path,  # noqa: A002 - the contract's name
+        *,
+        checks: Checks | None = None,
+        plotter: Plotter | None = None,
+        complete: bool = False,
+    ) -> None:
+        self._complete = complete
         self.dir = Path(dir).expanduser().absolute()
         self._checks = checks
         self._plotter = plotter
         self._info: tuple[Stamp, dict[str, Any]] | None = None
         self._reader = Reader(self.dir)
         self._loaded: tuple[Stamp, pd.DataFrame, list[str]] | None = None
-        self._answers: tuple[pd.DataFrame, dict[str, Any], Sequence[Answer]] | None = None
+        self._answers: tuple[pd.DataFrame, tuple[dict[str, Any], bool], Sequence[Answer]] | None = None
         self.info()
 
     def info(self) -> dict[str, Any]:
@@ -77,8 +93,15 @@ class Run:
         return dict(self.info().get("provenance") or {})
 
     @property
+    def roles(self) -> dict[int, str]:
+        """The role of each rank, in a lab whose ranks have roles."""
+        about = self.provenance.get("world")
+        roles = about.get("roles") if isinstance(about, dict) else None
+        return {int(rank): str(name) for name, ranks in (roles or {}).items() for rank in ranks}
+
+    @property
     def status(self) -> str:
-        """running, finished or failed. A run that was killed stays `running`: nobody was left to say more."""
+        """running, finished or failed. A run that was killed stays `running`: no process was left to change it."""
         return str(self.info()["status"])
 
     @property
@@ -90,27 +113,36 @@ class Run:
         return self.info().get("error")
 
     @property
+    def older(self) -> bool:
+        """An older kit wrote it and coded texts and ids in the names of metrics."""
+        return "schema" not in self.info()
+
+    @property
     def partial(self) -> bool:
         """The run did not finish, or some of its records are torn or gone."""
         return self.status != "finished" or bool(self._load()[1])
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the numbers should know, a sentence each."""
+        """What a reader of the numbers should know, one sentence each."""
         status = {"finished": [], "failed": [f"the run failed: {self.error or 'no reason was recorded'}"]}
         return [*status.get(self.status, ["the run has not finished, or was killed"]), *self._load()[1]]
 
     def frame(self) -> pd.DataFrame:
-        """The records as a table: run, lab, cycle, phase, rank, metric, value, unit, time. Yours to change."""
+        """The records as a table: run, lab, cycle, phase, rank, metric, value, unit, time, text, ids, start. Yours to change."""
         return self._load()[0].copy()
 
     def verdict(self, **tolerances: float) -> Verdict:
-        """The lab's checks put to the records; where the lab has none here, the verdict that the run stored."""
+        """The lab's checks put to the records; where the lab has none here, the verdict that the run stored.
+
+        A run that broke is judged as far as its records go: what they do not reach is not measured.
+        """
         checks = self._checks(self.lab) if self._checks else ()
         if checks:
             moved = checked_tolerances(tolerances, allowed=[check.tolerance for check in checks])
             asked = [check for check in checks if check.asked(self.config)]
-            return hold(self._measured(asked), self.config, moved)
+            verdict = hold(self._measured(asked), self.config, moved)
+            return self._with_stored(verdict, asked) if self.older else verdict
         if tolerances:
             raise BadInput(
                 f"lab {self.lab!r} has no checks here, so it takes no tolerances (got {', '.join(tolerances)})"
@@ -118,16 +150,38 @@ class Run:
         path = self.dir / "verdict.json"
         return read_verdict(path) if path.exists() else Verdict([])
 
+    def _with_stored(self, verdict: Verdict, checks: Sequence[Check]) -> Verdict:
+        """The verdict of an older kit's run: checks that find nothing under today's names answer as they did at its end."""
+        path = self.dir / "verdict.json"
+        stored = read_verdict(path) if path.exists() else Verdict([])
+        rows: list[VerdictRow] = []
+        for check in checks:
+            now, before = (
+                [row for row in one if row.check.partition("/")[0] == check.name] for one in (verdict, stored)
+            )
+            if now[0].passed is None and before and before[0].passed is not None:
+                now = [again(check, row, now[0].limit) for row in before]
+            rows += now
+        return Verdict(rows)
+
     def _measured(self, checks: Sequence[Check]) -> Sequence[Answer]:
-        """What the checks found, kept until the records grow: limits are moved far more often than records are made."""
-        frame, config = self._load()[0], self.config
+        """What the checks found, cached until the records grow: limits move far more often than records arrive."""
+        frame, about = self._load()[0], (self.config, self._whole)
         known = self._answers
-        if known is None or known[0] is not frame or known[1] != config:
-            known = self._answers = frame, config, measure(frame.copy(), config, checks)
+        if known is None or known[0] is not frame or known[1] != about:
+            suspect = suspect_in(self.config, self.fault) if self._whole else ""
+            answers = measure(frame.copy(), self.config, checks, suspect, whole=self._whole)
+            known = self._answers = frame, about, answers
         return known[2]
 
+    @property
+    def _whole(self) -> bool:
+        """No record will follow, and this kit's labs wrote them: if a check lacks records, something kept them away."""
+        own = self.status == "finished" and self.info().get("kit") == kit_version()
+        return (self._complete or own) and not self.older
+
     def save(self, path: str | Path) -> Path:
-        """Export the table to .csv, .parquet, .md, .tex, .html or .json, with what one must know about its origin."""
+        """Export the table to .csv, .parquet, .md, .tex, .html or .json, with its provenance."""
         about = {
             "id": self.id,
             "lab": self.lab,
@@ -162,6 +216,19 @@ class Run:
         if self._loaded is None or self._loaded[0] != stamp:
             self._loaded = stamp, *self._reader.read()
         return self._loaded[1:]
+
+
+def memory_snapshots(run: Run) -> str:
+    """PyTorch's memory snapshots of a run, or why there are none; empty where none were asked for."""
+    if not run.config.get("memory_snapshot"):
+        return ""
+    found = sorted(run.dir.glob(f"{SNAPSHOTS}/rank*.pickle"), key=lambda path: (len(path.name), path.name))
+    if found:
+        return f"{', '.join(f'{SNAPSHOTS}/{path.name}' for path in found)}; {VIEWER}"
+    device = str((run.provenance.get("world") or {}).get("device", ""))
+    if device == "cpu":
+        return "none: the ranks worked on the CPU, and PyTorch keeps a history of its CUDA allocator only"
+    return "none: no rank came to write one; its log says why where something prevented it"
 
 
 def load(path: str | Path, *, checks: Checks | None = None, plotter: Plotter | None = None) -> Run:

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
 from kit.results.files import read_json, write_json
+from kit.results.records import WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
 
-WORDS = {"Infinity": math.inf, "-Infinity": -math.inf}  # as files spell them
-
-
 def checked_tolerances(tolerances: Mapping[str, Any], allowed: Sequence[str] | None = None) -> dict[str, float]:
-    """The tolerances as floats; an unknown name or something that is no number is a `BadInput`."""
+    """The tolerances as floats; an unknown name or a value that is not a number is a `BadInput`."""
     if not isinstance(tolerances, Mapping):
         raise BadInput(f'tolerances must be names and numbers like {{"drift_mib": 50}}, not {tolerances!r}')
     result: dict[str, float] = {}

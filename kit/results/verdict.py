@@ -1,18 +1,24 @@
 """The verdict: questions put to a run's records, each with a limit that a person may move.
 
-A check that finds no records is `None`, never a pass and never a failure. A measured NaN fails: it holds no limit.
+Silence is not success. A check is null (`passed` None) only where the machine or the config cannot have an answer. What the code
+under test or a fault kept from being judged fails, with `measured` None: a check raises `Unjudged` where it knows that, and the
+judge decides it for missing records when it is given a `suspect`. A measured NaN fails: it satisfies no limit.
 """
 
 from __future__ import annotations
 
 import html
 import math
+import re
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from kit.errors import BadInput, KitError
 from kit.results.files import read_json, spelled, write_json
+from kit.results.marks import MARKS, VerdictRow, tally
 from kit.results.tolerances import checked_tolerances
 
 if TYPE_CHECKING:
@@ -23,25 +29,37 @@ if TYPE_CHECKING:
 
 
 class NotMeasured(KitError):  # noqa: N818 - a check says it to `judge`; people do not see it as an error
-    """A check found no records to judge."""
+    """The machine or the config cannot have what a check asks for: a null row, which never fails a run."""
+
+
+class Missing(NotMeasured):
+    """Records that a check needs are missing: a null row, or a failed one if the run has a suspect."""
+
+
+class Unjudged(KitError):  # noqa: N818 - as above
+    """The code under test kept a check from being judged: a failed row without a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a check measured; `None` and why where it could not."""
+    """What a check measured; `None` and the reason where it could not."""
 
     value: float | None
     why: str = ""
     of: str = ""  # of several answers: what this one is about
+    if_passed: str = ""  # added to `why` only where the row passes: why a value that is not perfect is good enough
+    lacking: str = ""  # records that are not there: what is there can fail the row, and cannot pass it
+    suspect: str = ""  # what may have kept them away
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
     """A question with a limit. `tolerance` is the keyword that moves the limit; checks may share one.
 
-    A limit that hangs on the run (a coarser type of numbers) is a function of its config. A measure that gives several answers
-    gives a row of the verdict for each, named `check/of`, below a row of the check's own that is the worst of them. A check with
-    `when` is asked only of runs whose config that function takes.
+    A limit that depends on the run (a coarser dtype) is a function of its config. A measure with several answers gives one row
+    each, named `check/of`, below a row of the check itself that shows the worst. A check with `when` applies only to runs whose
+    config that function accepts. `cannot` returns why a config cannot have an answer, or an empty text: the row is then null, and
+    a fault that this check should catch is refused before any rank starts.
     """
 
     name: str
@@ -52,9 +70,20 @@ class Check:
     better: Literal["<=", ">=", "=="]
     measure: Callable[[pd.DataFrame, Mapping[str, Any]], Measured | Sequence[Measured]]
     when: Callable[[Mapping[str, Any]], bool] | None = None
+    cannot: Callable[[Mapping[str, Any]], str] | None = None
+
+    def unanswerable(self, config: Mapping[str, Any]) -> str:
+        """Why this config cannot have an answer; empty where it can."""
+        if not self.asked(config):
+            return "this config does not ask it"
+        return self.cannot(_Config(config)) if self.cannot else ""
 
     def asked(self, config: Mapping[str, Any]) -> bool:
-        return self.when is None or self.when(config)
+        """A config without what `when` looks at (another lab's, or an older kit's) does not ask the check."""
+        try:
+            return self.when is None or self.when(_Config(config))
+        except NotMeasured:
+            return False
 
     def limit_for(self, config: Mapping[str, Any]) -> float:
         return float(self.limit(config) if callable(self.limit) else self.limit)
@@ -71,18 +100,6 @@ class Answer:
 
     check: Check
     found: Measured | Sequence[Measured]
-
-
-@dataclass(frozen=True, slots=True)
-class VerdictRow:
-    """One check's answer. `passed` is None where it was not measured."""
-
-    check: str
-    measured: float | None
-    limit: float
-    unit: str
-    passed: bool | None
-    why: str
 
 
 class Verdict(Sequence[VerdictRow]):
@@ -149,11 +166,7 @@ class Verdict(Sequence[VerdictRow]):
 
     def summary(self) -> str:
         """How many failed, passed and were not measured."""
-        if not self.rows:
-            return "no checks"
-        passed = sum(row.passed is True for row in self.rows)
-        unmeasured = sum(row.passed is None for row in self.rows)
-        return f"{len(self.failed)} failed, {passed} passed, {unmeasured} not measured"
+        return tally(self.rows)
 
 
 def judge(
@@ -161,31 +174,53 @@ def judge(
     config: Mapping[str, Any],
     checks: Sequence[Check],
     tolerances: Mapping[str, float] | None = None,
+    *,
+    suspect: str = "",
 ) -> Verdict:
-    """Put every check to the records; `tolerances` moves limits by their keyword."""
+    """Judge the records with every check; `tolerances` moves limits by their keyword.
+
+    `suspect` is what may have kept records of a complete run away ("fault 'x' is on"): a check that lacks records then fails.
+    """
     moved = checked_tolerances(tolerances or {}, allowed=[check.tolerance for check in checks])
-    return hold(measure(frame, config, checks), config, moved)
+    return hold(measure(frame, config, checks, suspect), config, moved)
 
 
-def measure(frame: pd.DataFrame, config: Mapping[str, Any], checks: Sequence[Check]) -> list[Answer]:
-    """What each check found in the records. Limits have no part in it, so that they may be moved without asking again."""
-    return [Answer(check, _ask(check, frame, config)) for check in checks]
+def measure(
+    frame: pd.DataFrame, config: Mapping[str, Any], checks: Sequence[Check], suspect: str = "", *, whole: bool = True
+) -> list[Answer]:
+    """What each check found in the records. Limits play no part, so that they may move without measuring again.
+
+    `whole`: the run came to its end. On the records of one that broke a check may raise anything, and is null then.
+    """
+    return [Answer(check, _ask(check, frame, config, suspect, whole=whole)) for check in checks]
+
+
+def suspect_in(config: Mapping[str, Any], fault: str | None) -> str:
+    """What in a run could keep records from a check: a fault, or code from outside the kit; empty where there is neither."""
+    own = [f"{name}={value}" for name, value in config.items() if isinstance(value, str) and _OWN_CODE.fullmatch(value)]
+    return " and ".join([*([f"fault {fault!r}"] if fault else []), *own])
 
 
 def hold(answers: Sequence[Answer], config: Mapping[str, Any], moved: Mapping[str, float]) -> Verdict:
-    """Hold what was found against the limits; `moved` are those by keyword that a person moved."""
+    """Compare what was found with the limits; `moved` has the limits that a person moved, by keyword."""
     return Verdict([row for answer in answers for row in _held(answer, config, moved)])
 
 
+def again(check: Check, row: VerdictRow, limit: float) -> VerdictRow:
+    """A row of an earlier verdict against today's limit."""
+    passed = row.passed if row.passed is None or row.measured is None else check.holds(row.measured, limit)
+    return replace(row, limit=limit, passed=passed, why=f"{row.why} (as judged when it ran)".strip())
+
+
 def select(frame: pd.DataFrame, **wanted: object) -> pd.DataFrame:
-    """The rows that have what is wanted, e.g. `select(frame, phase="reload", metric="rss")`; none: `NotMeasured`.
+    """The rows that have what is wanted, e.g. `select(frame, phase="reload", metric="rss")`; none: `Missing`.
 
     Mind that pandas' own max, median and the like pass over NaN: a check of numbers that may be NaN must look for it.
     """
     for column, value in wanted.items():
         frame = frame[frame[column] == value]
     if frame.empty:
-        raise NotMeasured("no records with " + ", ".join(f"{column} {value!r}" for column, value in wanted.items()))
+        raise Missing("no records with " + ", ".join(f"{column} {value!r}" for column, value in wanted.items()))
     return frame
 
 
@@ -194,12 +229,12 @@ def read_verdict(path: Path) -> Verdict:
     try:
         return Verdict(
             VerdictRow(
-                check=row["check"],
+                check=_text(row["check"]),
                 measured=None if row["measured"] is None else float(row["measured"]),
                 limit=float(row["limit"]),
-                unit=row["unit"],
+                unit=_text(row["unit"]),
                 passed={True: True, False: False, None: None}[row["passed"]],
-                why=row["why"],
+                why=_text(row["why"]),
             )
             for row in data
         )
@@ -207,21 +242,86 @@ def read_verdict(path: Path) -> Verdict:
         raise BadInput(f"{path} is not a verdict: {error!r}") from error
 
 
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
 def exit_code(verdict: Verdict) -> int:
     """0 where no check failed, 1 where one did."""
     return 0 if verdict.passed else 1
 
 
-def _ask(check: Check, frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured | Sequence[Measured]:
+def incomplete(what: str) -> None:
+    """Called by a check that lacks records and continues with the others: these can fail it, and cannot pass it."""
+    _LACKS.get().append(what)
+
+
+_LACKS: ContextVar[list[str]] = ContextVar("lacks")  # of the check that is being asked
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed(Measured):
+    """Without a number, and failed all the same."""
+
+
+def _ask(
+    check: Check, frame: pd.DataFrame, config: Mapping[str, Any], suspect: str, *, whole: bool
+) -> Measured | Sequence[Measured]:
+    lacks: list[str] = []
+    _LACKS.set(lacks)
+    found = _find(check, frame, config, suspect, whole=whole)
+    if not lacks:
+        return found
+    some = [found] if isinstance(found, Measured) else found
+    told = [replace(one, lacking="; ".join(dict.fromkeys(lacks)), suspect=suspect) for one in some]
+    return told[0] if isinstance(found, Measured) else told
+
+
+def _find(
+    check: Check, frame: pd.DataFrame, config: Mapping[str, Any], suspect: str, *, whole: bool
+) -> Measured | Sequence[Measured]:
     try:
-        return check.measure(frame, _Config(config))
+        if reason := check.unanswerable(config):
+            return Measured(None, reason)
+        found = check.measure(frame, _Config(config))
+        return found if isinstance(found, Measured) or found else _lacking("there was nothing to ask about", suspect)
+    except Missing as missing:
+        return _lacking(str(missing), suspect)
     except NotMeasured as missing:
         return Measured(None, str(missing))
+    except Unjudged as kept:
+        return _Failed(None, str(kept))
+    except Exception as error:  # noqa: BLE001 - checks may be anybody's, records too, and one must not hide the answers of the others
+        return _raised(error, whole=whole and not _LACKS.get())
+
+
+def _lacking(what: str, suspect: str) -> Measured:
+    return _Failed(None, f"{what}; {suspect} may have kept them away") if suspect else Measured(None, what)
+
+
+def _raised(error: Exception, *, whole: bool) -> Measured:
+    raised = f"{type(error).__name__}: {error}"
+    if whole:
+        return _Failed(None, f"the check raised {raised} {place(error)}")
+    return Measured(None, f"the records of this run lack what the check needs ({raised})")
+
+
+def place(error: Exception) -> str:
+    """Where an exception was raised, as file and line."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"at {last.filename.rpartition('/')[2]}:{last.lineno}"
 
 
 def _held(answer: Answer, config: Mapping[str, Any], moved: Mapping[str, float]) -> list[VerdictRow]:
     check, measured = answer.check, answer.found
-    limit = moved.get(check.tolerance, check.limit_for(config))
+    limit = moved.get(check.tolerance)
+    if limit is None:
+        try:
+            limit = check.limit_for(_Config(config))
+        except NotMeasured as missing:  # a config of an older kit: neither the limit nor the answer is to be had
+            limit, measured = math.nan, Measured(None, str(missing))
     if isinstance(measured, Measured):
         return [_row(check, measured, limit)]
     rows = [_row(check, one, limit) for one in measured]
@@ -229,9 +329,7 @@ def _held(answer: Answer, config: Mapping[str, Any], moved: Mapping[str, float])
 
 
 def _worst_of(check: Check, rows: Sequence[VerdictRow], limit: float) -> VerdictRow:
-    """What the rows of one check come to: failed where one failed, not measured where one was not."""
-    if not rows:
-        return _row(check, Measured(None, "there was nothing to ask about"), limit)
+    """The summary of one check's rows: failed if one failed, else not measured if one was not measured."""
     by_answer: dict[bool | None, list[VerdictRow]] = {answer: [] for answer in (False, None, True)}
     for row in rows:
         by_answer[row.passed].append(row)
@@ -244,14 +342,27 @@ def _worst_of(check: Check, rows: Sequence[VerdictRow], limit: float) -> Verdict
 
 def _row(check: Check, measured: Measured, limit: float) -> VerdictRow:
     passed: bool | None
-    if measured.value is None:
+    if measured.lacking and not isinstance(measured, _Failed):
+        there = math.nan if measured.value is None else float(measured.value)
+        if math.isnan(there):
+            measured = _lacking(measured.lacking, measured.suspect)
+        elif check.holds(there, limit):
+            measured = _lacking(f"{measured.lacking}; those that are there hold ({_number(there)})", measured.suspect)
+    if isinstance(measured, _Failed):
+        value, passed, why = None, False, f"could not be judged: {measured.why}"
+    elif measured.value is None:
         value, passed, why = None, None, f"not measured: {measured.why or 'no records for it'}"
     else:
         value = float(measured.value)
         passed = bool(check.holds(value, limit))
-        why = measured.why or ("measured NaN, which holds no limit" if math.isnan(value) else "")
+        why = measured.why or ("measured NaN, which never satisfies a limit" if math.isnan(value) else "")
+        if passed and measured.if_passed:
+            why = f"{why}; {measured.if_passed}" if why else measured.if_passed
     name = f"{check.name}/{measured.of}" if measured.of else check.name
     return VerdictRow(name, value, limit, check.unit, passed, why)
+
+
+_OWN_CODE = re.compile(r"(?!kit[.:])[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # module:attr from outside the kit
 
 
 class _Config(dict[str, Any]):
@@ -265,7 +376,7 @@ _HEAD = ("", "check", "measured", "limit", "unit", "why")
 
 
 def _cells(row: VerdictRow) -> tuple[str, ...]:
-    mark = {True: "pass", False: "FAIL", None: "-"}[row.passed]
+    mark = "-" if row.passed is None else MARKS[row.passed].word
     measured = "-" if row.measured is None else _number(row.measured)
     return mark, row.check, measured, _number(row.limit), row.unit, row.why.replace("\n", " ")
 

@@ -17,7 +17,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from kit.errors import BadInput, KitError
-from kit.measure.cgroup import free_memory
+from kit.machine import free_memory
 from kit.measure.host import Move, transfer
 from kit.sync.buckets import Bound
 from kit.sync.layout import Layout

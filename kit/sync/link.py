@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 HEADER = struct.Struct("!II")  # length of the JSON, how many descriptors come with it
 LIMIT = 64 * 2**20
 FDS = 8
+BRIEF_S = 0.1
 FAILED = "failed"  # the kind of a message that says why this end cannot go on
 _PLACE = b"\0kit-sync-"
 CREDENTIALS = struct.Struct("3i")
@@ -122,12 +123,27 @@ class Link:
         """Why the other end left, if it said so."""
         with contextlib.suppress(KitError, ValueError):
             while True:
-                said, fds = self.receive(awaited)
-                for fd in fds:
-                    os.close(fd)
-                if said.get("kind") == FAILED:
-                    return PeerFailed(self.peer, awaited, said)
+                if words := self._failure(awaited):
+                    return words
         return None
+
+    def words_so_far(self, awaited: str) -> PeerFailed | None:
+        """Why the other end cannot go on, if it has said so by now; it may still be there. The link is of no other use afterwards."""
+        self.wait_at_most(BRIEF_S)  # what lies there may be raw bytes, which are no message
+        end = time.monotonic() + BRIEF_S
+        with contextlib.suppress(KitError, ValueError):
+            while self.waits() and time.monotonic() < end:
+                if words := self._failure(awaited):
+                    return words
+        return None
+
+    def _failure(self, awaited: str) -> PeerFailed | None:
+        """The next message, if it is one of a failure."""
+        said, fds = self.receive(awaited)
+        for fd in fds:
+            os.close(fd)
+        failed = isinstance(said, dict) and said.get("kind") == FAILED
+        return PeerFailed(self.peer, awaited, said) if failed else None
 
     def send_bytes(self, data: memoryview) -> None:
         with self._named("room for bytes"):

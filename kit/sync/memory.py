@@ -12,16 +12,12 @@ import ctypes
 import fcntl
 import os
 import weakref
-from pathlib import Path
 from typing import Self
 
 import torch
 
 from kit.errors import BadInput
 from kit.measure.host import huge_pages, map_shared, populate, unmap
-
-_MARK = "/memfd:"
-_FDINFO = Path("/proc/self/fd")
 
 
 class Segment:
@@ -83,22 +79,28 @@ class Segment:
         self.close()
 
 
-def segments() -> int:
-    """How many memfds this process holds, be it by descriptor or by mapping alone; the arena of an offload is one, too."""
-    return len(_by_descriptor() | _by_mapping())
+class Kept:
+    """Mappings that stay, the last used ones: as many as a sender's cache has places. Its owner closes it. Only for a sender that
+    keeps its memory, too: pages that it gave up would stay with whoever maps them."""
 
+    def __init__(self, most: int = 2) -> None:
+        self.most = most
+        self._segments: dict[int, Segment] = {}  # by inode, which is nobody else's while it is mapped here
 
-def _by_descriptor() -> set[int]:
-    inodes = set()
-    for name in os.listdir(_FDINFO):  # noqa: PTH208 - numbers are wanted, not paths
-        try:
-            if os.readlink(_FDINFO / name).startswith(_MARK):  # noqa: PTH115 - a text, not a path
-                inodes.add(os.stat(int(name)).st_ino)  # noqa: PTH116 - of a descriptor
-        except OSError:  # closed since the listing: the listing's own, or another thread's
-            continue
-    return inodes
+    def attach(self, fd: int) -> Segment:
+        """The segment behind a descriptor, which is taken over."""
+        inode = os.fstat(fd).st_ino
+        segment = self._segments.pop(inode, None)
+        if segment is None:
+            segment = Segment.attach(fd)
+        else:
+            os.close(fd)
+        self._segments[inode] = segment
+        while len(self._segments) > self.most:
+            self._segments.pop(next(iter(self._segments))).close()
+        return segment
 
-
-def _by_mapping() -> set[int]:
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return {int(line.split()[4]) for line in lines if _MARK in line}
+    def close(self) -> None:
+        for segment in self._segments.values():
+            segment.close()
+        self._segments = {}

@@ -1,7 +1,8 @@
 """A receiver's end of a sync: it does what the sender says, in that order, and goes back to what it had when anything fails.
 
-While it serves, buckets are stored first and weights change at once, between two forwards; forwards wait until it is activated. Up to
-then all can be undone: weights, version and route are as before, whoever failed. While it pauses or wakes, buckets go into its weights as
+While it serves, buckets are stored first and weights change at once, between two forwards; forwards wait until the end. Up to then all
+can be undone: weights, version and route are as before, whoever failed. A receiver that has activated is only ready: the sender ends the
+sync for replicas all of whose ranks are, so that no replica runs two versions. While it pauses or wakes, buckets go into its weights as
 they come, and after a failure nothing is routed to it. It is twice as patient as the sender, which may wait its whole deadline for another
 receiver and then tells who that was. Limits: a refresh needs its own shards twice for as long as it can be undone, and with every
 transport but shm room for all buckets.
@@ -22,7 +23,7 @@ from kit.sync.cache import BASE, starts
 from kit.sync.layout import Layout
 from kit.sync.link import FAILED, Link, PeerFailed, PeerGone, call
 from kit.sync.log import Log
-from kit.sync.sending import LAYOUT
+from kit.sync.sending import KEEP, LAYOUT
 from kit.sync.transports import make
 from kit.sync.transports.base import TransportContext, received
 from kit.sync.verify import Digests
@@ -30,8 +31,8 @@ from kit.sync.verify import Digests
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kit.sync.memory import Kept
     from kit.sync.transports.base import Transport
-    from kit.sync.transports.shm import Kept
     from kit.sync.weights import Applier, Weights
 
 SENDER = "the sender"
@@ -104,6 +105,7 @@ class Receiver:
         self.config = config or {}
         self.kept = kept
         self.calls: type[Call] = Call  # what takes part in one sync
+        self.make = make  # a transport by its name; an observer puts its own here
         self.layout: tuple[str, Layout | None] = "", None  # which the sender told last: it need not be told again
         self.version = BASE
         self.routed = False
@@ -122,10 +124,15 @@ class Receiver:
                 except Exception as worse:  # noqa: BLE001 - the first error is the one to raise
                     self.routed = False
                     error.add_note(f"it could not be undone, and nothing is routed here any more: {worse}")
+                # A transport raises an error of its own when the sender has given up; the sender's reason is then on the link.
+                known = isinstance(error, KitError)
+                words = None if known else link.words_so_far("the sender's next step")
                 with contextlib.suppress(KitError):
                     link.send(told(error))
-                if isinstance(error, PeerGone) and (words := link.last_words("the sender's next step")):
-                    raise words from None
+                if isinstance(error, PeerGone):
+                    words = link.last_words("the sender's next step")
+                if words is not None:
+                    raise words from (None if known else error)
                 raise
             finally:
                 one.close()
@@ -149,20 +156,27 @@ class Call:
         self.before: list[torch.Tensor] = []  # a copy of the weights, while a refresh can be undone
         self.was = receiver.version, receiver.routed
         self.changing = False  # weights that serve may be half new
-        self.woke = self.activated = False
+        self.mates = 0  # other ranks of its replica
+        self.in_doubt = False  # ready to run the version, and not told yet whether all ranks of the replica are
+        self.woke = self.committed = False
         self.writing = contextlib.ExitStack()
 
     def run(self) -> None:
         said = self.link.expect("begin")[0]
         received = self.received
         received.path, received.version, received.began = said["path"], said["version"], said["began"]
+        self.mates = said["mates"]
         self.begin(said)
         while True:
             said, fds = self.link.receive("the sender's next step")
             for fd in fds:
                 os.close(fd)
             kind = said["kind"]
-            if kind == FAILED or kind not in STEPS:
+            if kind == FAILED:
+                self.in_doubt = False
+                if said.get(KEEP):
+                    self.commit()
+            if kind not in STEPS:
                 raise PeerFailed(SENDER, "the next step", said)
             getattr(self, kind)(said)
             self.log.event({"verify": "verified", "apply": "applied"}.get(kind, kind))
@@ -199,7 +213,7 @@ class Call:
         self.link.send({"kind": "ready"})
         self.log.event("ready")
         with self.log.stage("receive"):
-            self.transport = make(said["transport"], self.context(said))
+            self.transport = self.receiver.make(said["transport"], self.context(said))
         if said["path"] in STREAMS:
             self.stream(self.transport)
         else:
@@ -210,7 +224,8 @@ class Call:
 
     def stream(self, transport: Transport) -> None:
         """Every bucket into the weights as it comes."""
-        for index, into in enumerate(self.room(self.layout, len(self.layout.buckets))):
+        place = self.receiver.device if getattr(transport, "on_device", False) else "cpu"
+        for index, into in enumerate(self.room(self.layout, len(self.layout.buckets), place)):
             with self.log.stage("receive"):
                 buffer = received(transport, index, into)
             self.look(index, buffer)
@@ -271,14 +286,19 @@ class Call:
         self.link.send({"kind": "published"})
 
     def activate(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as above
-        """From here on there is no way back: forwards run again, with the new weights."""
-        self.activated = self.receiver.routed = True
-        self.before = []
-        self.writing.close()
+        """Ready to run the version; forwards still wait."""
+        self.in_doubt = True
         self.link.send({"kind": "activated"})
 
     def end(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as above
+        self.commit()
         self.link.send({"kind": "ended"})
+
+    def commit(self) -> None:
+        """All ranks of the replica are ready. From here on there is no way back: forwards run again, with the new weights."""
+        self.committed = self.receiver.routed = True
+        self.before = []
+        self.writing.close()
 
     # -- how -------------------------------------------------------------------------------------------------------------
 
@@ -294,7 +314,7 @@ class Call:
         if self.digests is not None and self.digests.count:
             self.digests.add(index, views(self.layout, index, buffer))
 
-    def room(self, layout: Layout, slots: int | None) -> Iterator[torch.Tensor]:
+    def room(self, layout: Layout, slots: int | None, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
         """Where each bucket may be put: memory that is taken when it is first written, of all buckets or of one."""
         sizes = layout.sizes
         if slots is None:
@@ -303,7 +323,7 @@ class Call:
             for place, size in zip(places, sizes, strict=True):
                 yield memory[place : place + size]
         else:
-            memory = torch.empty(max(sizes), dtype=torch.uint8)
+            memory = torch.empty(max(sizes), dtype=torch.uint8, device=device)
             for size in sizes:
                 yield memory[:size]
 
@@ -330,10 +350,13 @@ class Call:
             transport.close()
 
     def undo(self) -> None:
-        """Weights, version and route as they were, where they were changed; who woke sleeps."""
-        if self.activated:
+        """Weights, version and route as they were, where they were changed; who woke sleeps. Where other ranks of the replica may run the
+        new version, there is no route to this one."""
+        if self.committed:
             return
         self.receiver.version, self.receiver.routed = self.was
+        if self.in_doubt and self.mates:
+            self.receiver.routed = False
         if self.before and self.changing:
             for tensor, old in zip(self.receiver.weights().own(), self.before, strict=True):
                 tensor.detach().copy_(old)

@@ -11,9 +11,11 @@
 
 Then, for all of them alike: apply, teardown (here first), finalize once, publish, activate. Whatever fails, on either end, ends the
 sync with an error that names who and what: nobody has the new version, the active one stays, and the next sync starts afresh. That
-holds until all have published: the version is active from then on, and whoever fails later is named and goes back alone.
+holds until all have published: the version is active from then on, and whoever fails later is named and goes back, with all ranks of its
+replica and nobody else.
 One lock is held throughout. Limits: one sync at a time; the sender's host holds the whole model, gathered and packed; where the sender
-dies while it activates, some receivers have the new version and some the old, each under its own number.
+dies while it ends a sync, some receivers have the new version and some the old, each under its own number; those with the old one have no
+route where they are ranks of a larger replica.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from kit.sync.cache import BASE
 from kit.sync.link import PeerFailed
 from kit.sync.log import Log
 from kit.sync.sending import BUILDS, Sending
+from kit.sync.transports import make
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -47,17 +50,19 @@ STEPS = ("apply", "teardown", "finalize", "publish", "activate")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """A receiver: what it calls itself, its rank in its World, where it lives, and what it does meanwhile."""
+    """A receiver: what it calls itself, its rank in its World, where it lives, what it does meanwhile, and the replica of which it is a
+    rank; empty where it is one by itself."""
 
     name: str
     rank: int
     place: Place
     state: Literal["serving", "paused", "asleep"] = "serving"
+    replica: str = ""
 
 
 class SyncFailed(KitError):  # noqa: N818 - it is what happened
-    """No receiver has the version; where it is active nevertheless, whoever was not activated has not. `peer` is the receiver that
-    failed, where one did; `bucket` and `tensors` what of."""
+    """No receiver has the version; where it is active nevertheless, replicas with a rank that was not activated have not. `peer` is the
+    receiver that failed, where one did; `bucket` and `tensors` what of."""
 
     def __init__(self, what: str, active: int, error: KitError, *, published: bool = False) -> None:
         super().__init__(
@@ -120,6 +125,7 @@ class Sender:
         self.share = share
         self.timeout_s = timeout_s
         self.config = config or {}
+        self.make = make  # a transport by its name; an observer puts its own here
         self.layout_json = cache.layout.to_json()
         self.layout_id = hashlib.sha256(json.dumps(self.layout_json).encode()).hexdigest()
         self.digests: dict[str, list[str]] = {}  # of the live weights that the active version was built from

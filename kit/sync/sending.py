@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from kit.errors import KitError
+from kit.errors import BadInput, KitError
 from kit.sync.buckets import Bound, live
 from kit.sync.cache import BASE
 from kit.sync.hashes import digest
 from kit.sync.link import FAILED, PeerFailed, PeerGone, PeerSilent, ready
-from kit.sync.transports import choose, make
+from kit.sync.transports import choose
 from kit.sync.transports.base import GRACE_S, TransportContext
 from kit.sync.verify import NONE, Digests
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     Gathered = Mapping[Key, torch.Tensor] | Bound
 
 LAYOUT = "layout_id"  # of the buckets that a receiver has seen last
+KEEP = "keep"  # in the word of a failure: whether the receiver keeps the version all the same
 BUILDS = ("refresh", "stream")  # paths that make a version
 
 
@@ -43,6 +45,15 @@ class OtherBase(KitError):  # noqa: N818 - it is what was found
         self.tensors = tuple(tensors)
 
 
+class TransportFailed(KitError):  # noqa: N818 - it is what happened
+    """The sender's end of a transport raised an error of its own, and no receiver is known to have failed."""
+
+    def __init__(self, kinds: Iterable[str], error: Exception) -> None:
+        super().__init__(
+            f"the sender's end of the transport {' or '.join(kinds)} raised {type(error).__name__}: {error}"
+        )
+
+
 class Sending:
     """One sync. The steps after the bytes come in the order of `Sender.steps`."""
 
@@ -55,6 +66,8 @@ class Sending:
         self.layout = sender.cache.layout
         self.links: dict[str, Link] = {}
         self.transports: list[Transport] = []
+        self.replicas = {target.name: target.replica or target.name for target in targets}
+        self.ready: set[str] = set()  # receivers whose whole replica is ready to run the version
         self.digests: Digests | None = None
         self.table: dict[str, list[str]] = {}
 
@@ -92,7 +105,7 @@ class Sending:
 
     def compare_base(self, weights: Gathered) -> None:
         algorithm = self.sender.verify if self.sender.verify != NONE else "sha256"
-        self.tell("begin", path="base", version=BASE, algorithm=algorithm, began=self.report.began)
+        self.tell("begin", self.mates, path="base", version=BASE, algorithm=algorithm, began=self.report.began)
         mine = {name: digest(tensor, algorithm) for (name, _), tensor in named(weights).items()}
         theirs = self.hear("base")
         differing = {
@@ -117,6 +130,7 @@ class Sending:
         self.tell(
             "begin",
             lambda name: {
+                **self.mates(name),
                 "transport": kinds[name],
                 "ranks": self.ranks(kinds, kinds[name]),
                 "place": self.spot(kinds, name),
@@ -142,13 +156,15 @@ class Sending:
                 self.log.add("pack", time.perf_counter() - last)
             with self.log.stage("send"):
                 if not self.transports:
-                    self.open(kinds)
+                    with self.blaming(kinds.values()):
+                        self.open(kinds)
                 if builds and self.digests.count:
                     self.digests.add(index, live(layout, index, named(weights)))
-                for transport in self.transports:
-                    transport.send(index, self.cache.bucket(version, index))
-                for transport in self.transports if self.cache.slots else ():
-                    transport.ahead(index + 1, self.cache.slots)  # the next bucket's place is free then
+                with self.blaming(kinds.values()):
+                    for transport in self.transports:
+                        transport.send(index, self.cache.bucket(version, index))
+                    for transport in self.transports if self.cache.slots else ():
+                        transport.ahead(index + 1, self.cache.slots)  # the next bucket's place is free then
             last = time.perf_counter()
 
         if builds:
@@ -158,7 +174,7 @@ class Sending:
         else:
             for index in range(len(layout.buckets)):
                 packed(index)
-        with self.log.stage("send"):
+        with self.log.stage("send"), self.blaming(kinds.values()):
             for transport in self.transports:
                 transport.flush()
         self.log.event("sent")
@@ -177,7 +193,8 @@ class Sending:
     def teardown(self) -> None:
         """The sender's ends first, then everybody else's."""
         with self.log.stage("teardown"):
-            self.close()
+            with self.blaming(self.report.transports):
+                self.close()
             self.command("teardown", "closed")
 
     def finalize(self) -> None:
@@ -195,8 +212,21 @@ class Sending:
         self.log.event("publish")
 
     def activate(self) -> None:
+        """Find the replicas all of whose ranks are ready. They run the version from the end on, or from when they hear that others failed;
+        all ranks of any other go back."""
+        unreachable: KitError | None = None
         with self.log.stage("activate"):
-            self.report.answered = self.command("activate", "activated")
+            try:
+                self.tell("activate")
+            except KitError as error:  # all others were told
+                unreachable = error
+            answers, failed = self.answers("activated", self.sender.timeout_s)
+            broken = {replica for name, replica in self.replicas.items() if name not in answers}
+            self.ready = {name for name, replica in self.replicas.items() if replica not in broken}
+            self.report.answered = len(self.ready)
+            if first := unreachable or failed:
+                raise first
+        self.log.event("activate")
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
@@ -221,6 +251,13 @@ class Sending:
             raise failed[0]
 
     def hear(self, kind: str) -> dict[str, dict[str, Any]]:
+        """From everybody, or it raises."""
+        answers, failed = self.answers(kind, GRACE_S)
+        if failed is not None:
+            raise failed
+        return answers
+
+    def answers(self, kind: str, grace_s: float) -> tuple[dict[str, dict[str, Any]], KitError | None]:
         """From everybody within one deadline. Once somebody has failed the others get a moment: who is gone is named first, since others
         may fail by that, and who is silent last."""
         answers: dict[str, dict[str, Any]] = {}
@@ -236,12 +273,14 @@ class Sending:
                     answers[name] = waiting.pop(name).expect(kind)[0]
                 except (PeerFailed, PeerGone, PeerSilent) as error:
                     failed.append(error)
-                    end = min(end, time.monotonic() + GRACE_S)
-        if failed:
-            raise min(failed, key=lambda error: not isinstance(error, PeerGone))
-        if waiting:
-            raise PeerSilent(", ".join(waiting), kind, self.sender.timeout_s)
-        return answers
+                    end = min(end, time.monotonic() + grace_s)
+        if waiting and not failed:
+            failed.append(PeerSilent(", ".join(waiting), kind, self.sender.timeout_s))
+        return answers, min(failed, key=lambda error: not isinstance(error, PeerGone), default=None)
+
+    def mates(self, name: str) -> dict[str, int]:
+        """How many other ranks a receiver's replica has."""
+        return {"mates": [*self.replicas.values()].count(self.replicas[name]) - 1}
 
     def kind(self, target: Target) -> str:
         kind = self.sender.transport
@@ -275,7 +314,35 @@ class Sending:
                 place=0,
                 config={**self.sender.config, "size": len(ranks)},
             )
-            self.transports.append(make(kind, context, ring=bool(self.cache.slots)))
+            self.transports.append(self.sender.make(kind, context, ring=bool(self.cache.slots)))
+
+    @contextlib.contextmanager
+    def blaming(self, kinds: Iterable[str]) -> Iterator[None]:
+        """A transport may raise an error of its own because a receiver failed: what the links say within a moment names the receiver."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, BadInput) or getattr(error, "peer", None) is not None:
+                raise
+            raise self.culprit() or TransportFailed(dict.fromkeys(kinds), error) from error
+
+    def culprit(self) -> KitError | None:
+        """The receiver that is gone or has failed, as the links tell; who is gone first, since others fail by it."""
+        waiting, found = dict(self.links), list[KitError]()
+        end = time.monotonic() + GRACE_S
+        while waiting and (there := ready(waiting.values(), end - time.monotonic())):
+            for name in [name for name, link in waiting.items() if link in there]:
+                try:
+                    said, fds = waiting[name].receive("bytes")
+                except (PeerGone, PeerSilent) as error:
+                    found.append(error)
+                    del waiting[name]
+                    continue
+                for fd in fds:
+                    os.close(fd)
+                if said.get("kind") == FAILED:
+                    found.append(PeerFailed(waiting.pop(name).peer, "bytes", said))
+        return min(found, key=lambda error: not isinstance(error, PeerGone), default=None)
 
     def close(self) -> None:
         transports, self.transports = self.transports, []
@@ -285,9 +352,9 @@ class Sending:
 
     def abandon(self, error: BaseException) -> None:
         """Tell everybody that still listens, give everything back, and forget the version. The error goes on its way."""
-        for link in self.links.values():
+        for name, link in self.links.items():
             with contextlib.suppress(KitError):
-                link.send({"kind": FAILED, "why": f"given up by the sender: {error}"})
+                link.send({"kind": FAILED, "why": f"given up by the sender: {error}", KEEP: name in self.ready})
         try:
             with contextlib.suppress(KitError):
                 self.close()

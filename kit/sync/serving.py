@@ -2,7 +2,8 @@
 
 All ranks of a replica run the same forwards, so that a writer must come between the same two on each: before every forward they
 agree whether all of them have a writer waiting. Each forward's output is kept as a digest, which tells by what weights it was made.
-Who waits for a writer inside waits twice as long as a writer waits for a forward: the writer's own sender has deadlines, too.
+A forward waits for as long as a writer is inside. That spans many steps of a sync, each with a deadline of its own, and the writer leaves
+when the last of them is over or any fails; a limit here would end the serving of a replica whose sync succeeds.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import BadInput, KitError
-from kit.sync.gate import Gate
+from kit.sync.gate import Gate, GateTimeout
 from kit.sync.hashes import digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ALGORITHM = "mix128"
-PATIENCE = 2  # deadlines
 
 
 class Serving:
@@ -31,14 +31,14 @@ class Serving:
 
     def __init__(self, forward: Callable[[], torch.Tensor], *, group: Any = None, timeout_s: float = 60.0) -> None:
         self.forward = forward
-        self.gate = Gate(PATIENCE * timeout_s)
+        self.gate = Gate(timeout_s)
         self.timeout_s = timeout_s
         self.served: list[str] = []
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._stopping = self._wanted = self._open = self._ended = False
+        self._stopping = self._wanted = self._open = self._ended = self._writing = False
         self._begun = 0
 
     @property
@@ -84,10 +84,11 @@ class Serving:
                 if self._thread is not None and self._group is not None:
                     self._await(lambda: self._open or self._stopped, "room between two forwards")
             with self.gate.writing(self.timeout_s):
+                self._writing = True
                 yield
         finally:
             with self._changed:
-                self._wanted = self._open = False
+                self._wanted = self._open = self._writing = False
                 self._changed.notify_all()
 
     def _run(self) -> None:
@@ -96,7 +97,7 @@ class Serving:
                 if self._group is not None and self._all(lambda: self._wanted):
                     self._let_writer_in()
                     continue
-                with self.gate.reading():
+                with self._reading():
                     with self._changed:
                         self._begun += 1
                     made = digest(self.forward(), ALGORITHM)
@@ -127,8 +128,20 @@ class Serving:
         with self._changed:
             self._open = self._wanted  # not where the writer has given up since
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: not self._open, PATIENCE * self.timeout_s):
-                raise KitError(f"a writer stayed more than {PATIENCE * self.timeout_s:g} s")
+            self._changed.wait_for(lambda: not self._open)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Inside the gate, however long a writer stays."""
+        with contextlib.ExitStack() as scope:
+            while True:
+                try:
+                    scope.enter_context(self.gate.reading())
+                    break
+                except GateTimeout:
+                    if not self._writing:
+                        raise
+            yield
 
     def _await(self, there: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + self.timeout_s

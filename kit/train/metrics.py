@@ -77,5 +77,13 @@ def _over(values: list[float], how: str) -> float:
         return min(values, default=math.inf)
     if how == "max":
         return max(values, default=-math.inf)
-    total = math.fsum(values)
+    total = _sum(values)
     return total / len(values) if how == "mean" and values else total
+
+
+def _sum(values: list[float]) -> float:
+    """Exact; where infinities or an overflow are in the way, as plain addition has it. An error on one rank would stop the others."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return sum(values)

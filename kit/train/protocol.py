@@ -25,7 +25,9 @@ class Loss(Protocol):
     `..._max` are no sums; over nothing they are +inf and -inf.
     """
 
-    level: Literal["tokens", "sequences"]
+    @property
+    def level(self) -> Literal["tokens", "sequences"]:
+        """Whether the loss is a mean over valid tokens or over valid sequences."""
 
     def normalizers(self) -> Mapping[str, Normalizer]:
         """The normalizer of every metric that the loss gives."""

@@ -3,6 +3,8 @@
 %%ranks                 the cell on every rank; the last line's value is shown per rank
 %%ranks 0,2-3           on some
 %%ranks --timeout 5     with a deadline of its own, in seconds
+%%ranks --background    start the cell and give the prompt back; several may run, on different ranks
+%ranks wait             wait for the cells in the background, and show what they came to
 %ranks status           the ranks: pid, device, phase
 %ranks stacks           what each rank is doing right now
 %ranks restart          fresh ranks, whatever the old ones do
@@ -16,23 +18,30 @@ still open. With none, the first `%%ranks` starts one of two ranks.
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 import traceback
 import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import IPython
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
-from kit.errors import BadInput
-from kit.view import errors, tables
-from kit.view.progress import Progress
-from kit.view.values import RankValues
+from kit import errors
+from kit.errors import BadInput, KitError
+from kit.public import World, wait
+from kit.view import tables
+from kit.view.progress import Progress, ranks_short
 
 if TYPE_CHECKING:
-    from kit.world import World
+    from kit.world.pending import Pending
 
-ACTIONS = ("status", "stacks", "restart", "stop", "start")
+OWN = tuple(f"{Path(inspect.getfile(module)).parent}/" for module in (errors, IPython))
+ACTIONS = ("status", "stacks", "wait", "restart", "stop", "start")
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,9 +57,11 @@ def seconds(text: str) -> float:
 
 
 def cell_parser() -> Parser:
-    parser = Parser("%%ranks", usage="%%ranks [0,2-3] [--timeout SECONDS]", add_help=False, allow_abbrev=False)
+    usage = "%%ranks [0,2-3] [--timeout SECONDS] [--background]"
+    parser = Parser("%%ranks", usage=usage, add_help=False, allow_abbrev=False)
     parser.add_argument("ranks", nargs="*")
     parser.add_argument("--timeout", type=seconds)
+    parser.add_argument("--background", action="store_true")
     return parser
 
 
@@ -88,6 +99,7 @@ class RankMagics(Magics):
         self._names: dict[str, Any] = shell.user_ns
         self._seen: list[weakref.ref[World]] = []  # in the order in which they were made
         self._made: World | None = None  # one that a magic started lives even where it has no name
+        self._background: list[tuple[World, Pending]] = []
 
     def notice(self, *_: object) -> None:
         """Look which Worlds the notebook has names for; called after every cell, so that the order is that of making."""
@@ -117,6 +129,8 @@ class RankMagics(Magics):
             )
         if rest and action != "start":
             raise UsageError(f"%ranks {action} takes nothing more, not {' '.join(rest)!r}")
+        if action == "wait":
+            return self._wait()
         return self._start(rest) if action == "start" else self._act(action)
 
     def _run(self, line: str, cell: str) -> RankValues | None:
@@ -125,20 +139,45 @@ class RankMagics(Magics):
         chosen = parse_ranks(wanted.ranks, world.ranks)
         before, world.observer = world.observer, Progress()
         try:
+            if wanted.background:
+                pending = world.submit_code(cell, ranks=chosen, timeout_s=wanted.timeout)
+                self._background.append((world, pending))
+                print(f"running in the background on {ranks_short(chosen)}; %ranks wait shows the result")
+                return None
             texts = world.cell(cell, ranks=chosen, timeout_s=wanted.timeout)
         except SyntaxError as error:
             raise BadInput("".join(traceback.format_exception_only(error)).strip()) from None
         except KeyboardInterrupt:
-            raise errors.Stopped(AFTER_INTERRUPT[world.state]) from None
+            raise Stopped(AFTER_INTERRUPT[world.state]) from None
         finally:
             world.observer = before
         return RankValues(chosen, texts) if any(text is not None for text in texts) else None
 
+    def _wait(self) -> RankValues | None:
+        """Wait for all that is in the background; the first error is raised once all are over."""
+        waiting, self._background = self._background, []
+        if not waiting:
+            print("nothing runs in the background")
+            return None
+        shown: dict[int, str | None] = {}
+        failed: list[Exception] = []
+        try:
+            wait([pending for _, pending in waiting], first=False)
+            for _, pending in waiting:
+                try:
+                    shown |= dict(zip(pending.ranks, pending.result(), strict=True))
+                except KitError as error:
+                    failed.append(error)
+        except KeyboardInterrupt:
+            raise Stopped(AFTER_INTERRUPT[waiting[-1][0].state]) from None
+        if failed:
+            raise failed[0]
+        texts = [shown[rank] for rank in sorted(shown)]
+        return RankValues(sorted(shown), texts) if any(text is not None for text in texts) else None
+
     def _make(self, ranks: int, **options: Any) -> World:
         """Make a World; the notebook gets the name `world` for it where that takes nothing away."""
-        import kit
-
-        self._made = made = kit.World(ranks, **options)
+        self._made = made = World(ranks, **options)
         self._seen.append(weakref.ref(made))
         taken = self._names.get("world")
         named = taken is None or getattr(taken, "state", "") == "closed"
@@ -183,10 +222,60 @@ def is_lab(value: object) -> bool:
     return type(value).__module__.startswith("kit.labs") and hasattr(value, "__dict__")
 
 
+# -- what a cell shows ----------------------------------------------------------------------------------------------------
+
+
+class RankValues:
+    """The shown values by rank; `values[rank]` is the text, or None where a rank's last line had none."""
+
+    def __init__(self, ranks: Sequence[int], texts: Sequence[str | None]) -> None:
+        self.values = dict(zip(ranks, texts, strict=True))
+
+    def __getitem__(self, rank: int) -> str | None:
+        return self.values[rank]
+
+    def __repr__(self) -> str:
+        same: dict[str, list[int]] = {}
+        for rank, text in self.values.items():
+            if text is not None:
+                same.setdefault(text, []).append(rank)
+        marks = {text: f"[{ranks_short(ranks)}] " for text, ranks in same.items()}
+        width = max(map(len, marks.values()), default=0)
+        indent = "\n" + " " * width  # so that a tensor's rows stay under each other
+        return "\n".join(f"{marks[text]:<{width}}{text.replace(chr(10), indent)}" for text in same)
+
+
+class Stopped(KeyboardInterrupt):
+    """An interrupt that ended a `%%ranks` cell; what became of the World is its message."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"\x1b[31mKeyboardInterrupt\x1b[0m: {self}"]
+
+
+def render(error: KitError) -> list[str]:
+    """The lines that IPython shows."""
+    head, *rest = (str(error) or type(error).__name__).split("\n")
+    lines = [f"\x1b[31m{type(error).__name__}\x1b[0m: {head}", *rest]
+    where = asked_at(error.__traceback__)
+    return [where, *lines] if where else lines
+
+
+def asked_at(stack: TracebackType | None) -> str:
+    """Where the person's code asked for what failed; nothing for a magic, whose line is in plain sight."""
+    frames = [f for f in traceback.extract_tb(stack) if not f.filename.startswith(OWN)]
+    if not frames or not frames[-1].line or frames[-1].line.startswith("get_ipython().run_"):
+        return ""
+    frame = frames[-1]
+    cell = "ipykernel_" in frame.filename or frame.filename.startswith("<")
+    place = f"line {frame.lineno} of the cell" if cell else f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+    return f"{place}: {frame.line}"
+
+
 def load(ipython: Any) -> None:
     """What `%load_ext kit` does."""
     magics = RankMagics(ipython)
     ipython.register_magics(magics)
     ipython.events.register("post_run_cell", magics.notice)
-    errors.install()
+    # kit.errors itself knows nothing of notebooks.
+    KitError._render_traceback_ = render  # type: ignore[attr-defined]
     tables.install(ipython)

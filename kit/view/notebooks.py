@@ -22,6 +22,7 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbformat.v4 import new_code_cell
+from pydantic import TypeAdapter, ValidationError
 
 import kit
 from kit.errors import BadInput, KitError
@@ -30,6 +31,7 @@ from kit.results import runs_dir
 from kit.results.files import need_folder, write_text
 
 SUFFIXES = (".ipynb", ".html")
+KINDS = {kind.__name__: kind for kind in (int, float, bool, str, list, dict)}
 GIVEN = "injected-parameters"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 # nbconvert's page without what it would load from elsewhere: require.js, MathJax, mermaid, the manager of widgets.
@@ -42,25 +44,15 @@ PAGE = """{%- extends 'lab/index.html.j2' -%}
 {%- block html_head_js_mathjax -%}{%- endblock -%}
 {%- block html_head_js_mermaidjs -%}{%- endblock -%}
 """
-WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    list: "a list",
-    dict: "an object",
-}
 
 
 class Parameter(NamedTuple):
-    """What a notebook may be given. `kinds` are the types that it takes; empty: any."""
+    """What a notebook may be given: its default, and its type as the notebook spells it."""
 
     name: str
     default: str
-    kinds: tuple[type, ...]
-
-    def allowed(self) -> str:
-        return " or ".join(WORDS.get(kind, "null") for kind in self.kinds)
+    kind: Any
+    spelled: str
 
 
 def run_notebook(
@@ -140,41 +132,38 @@ def parameters(notebook: nbformat.NotebookNode) -> list[Parameter]:
     found = []
     for index in tagged(notebook, "parameters")[:1]:
         for node in ast.parse(notebook.cells[index].source).body:
-            target: ast.expr | None = node.target if isinstance(node, ast.AnnAssign) else None
-            if isinstance(node, ast.Assign) and len(node.targets) == 1:
-                target = node.targets[0]
-            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name) and node.value is not None:
-                kinds = annotated(node.annotation) if isinstance(node, ast.AnnAssign) else kinds_of(node.value)
-                found.append(Parameter(target.id, ast.unparse(node.value), kinds))
+            match node:
+                case ast.AnnAssign(target=ast.Name(id=name), annotation=hint, value=ast.expr() as value):
+                    spelled = ast.unparse(hint)
+                    kind = eval(spelled, {"__builtins__": {}}, KINDS)  # noqa: S307 - the notebook's own code, which is about to run
+                    found.append(Parameter(name, ast.unparse(value), kind, spelled))
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    kind = kind_of(value)
+                    found.append(Parameter(name, ast.unparse(value), kind, getattr(kind, "__name__", "anything")))
     return found
 
 
-def annotated(node: ast.expr) -> tuple[type, ...]:
-    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-    kinds = [kind for kind in WORDS if kind.__name__ in names]
-    null = any(isinstance(part, ast.Constant) and part.value is None for part in ast.walk(node))
-    return (*kinds, *([type(None)] if null and kinds else []))
-
-
-def kinds_of(node: ast.expr) -> tuple[type, ...]:
-    """Of a default that is written out. None says nothing of what else it may be, nor does a call."""
+def kind_of(node: ast.expr) -> Any:
+    """The type of a default that is written out. None says nothing of what else it may be, nor does a call."""
     try:
         kind = type(ast.literal_eval(node))
     except ValueError:
-        return ()
-    return (list,) if kind is tuple else (kind,) if kind in WORDS else ()
+        return Any
+    return list if kind is tuple else kind if kind in KINDS.values() else Any
 
 
 def checked(path: Path, notebook: nbformat.NotebookNode, given: Mapping[str, str]) -> dict[str, Any]:
-    """The values for the names that are given: JSON, else text, of the kind that the notebook has there."""
+    """The values for the names that are given: JSON, else text, of the type that the notebook has there."""
     known = {parameter.name: parameter for parameter in parameters(notebook)}
     values = {}
     for name, text in given.items():
         if name not in known:
             raise BadInput(f"{path.name} has no parameter {name!r}; {hint(name, list(known))}")
-        value = text if known[name].kinds == (str,) else plain(text)
-        if known[name].kinds and not any(fits(value, kind) for kind in known[name].kinds):
-            raise BadInput(f"{name} must be {known[name].allowed()}, not {text!r}")
+        value = text if known[name].kind is str else plain(text)
+        try:
+            TypeAdapter(known[name].kind).validate_python(value, strict=True)
+        except ValidationError:
+            raise BadInput(f"{name} must be {known[name].spelled}, not {text!r}") from None
         values[name] = value
     return values
 
@@ -184,12 +173,6 @@ def plain(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def fits(value: Any, kind: type) -> bool:
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, int | float) if kind is float else isinstance(value, kind)
 
 
 def inject(notebook: nbformat.NotebookNode, values: Mapping[str, Any]) -> None:
@@ -205,7 +188,7 @@ def inject(notebook: nbformat.NotebookNode, values: Mapping[str, Any]) -> None:
 
 
 class Kernel(AsyncKernelManager):
-    """A kernel of this very interpreter, whatever other kernels this machine's folders tell of."""
+    """A kernel of this very interpreter, whatever other kernels are installed."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "kernel_spec_manager": KernelSpecManager(kernel_dirs=[])})
@@ -214,7 +197,7 @@ class Kernel(AsyncKernelManager):
 def execute(
     notebook: nbformat.NotebookNode, path: Path, target: Path, tell: Callable[[str], object] | None = None
 ) -> None:
-    """Run all cells, keeping the notebook after each one. A cell that fails, and is not tagged for it, ends this."""
+    """Run all cells, keeping the notebook after each one. A failing cell ends the run, unless it is tagged `raises-exception`."""
     cells = [(index, cell) for index, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
     for _, cell in cells:
         cell.outputs, cell.execution_count = [], None
@@ -226,7 +209,7 @@ def execute(
         extra_arguments=["--log-level=40"],  # errors alone: the kernel has this process's stderr
         resources={"metadata": {"path": str(path.parent)}},
     )
-    client.log.setLevel(logging.CRITICAL)  # what goes wrong is told once, below
+    client.log.setLevel(logging.CRITICAL)  # errors are raised below, once
     # Cell by cell, and not by its `execute`: that catches an interrupt, and then stumbles over the kernel it ended.
     with client.setup_kernel():
         for number, (index, cell) in enumerate(cells, start=1):
@@ -273,7 +256,7 @@ def to_html(notebook: nbformat.NotebookNode, title: str) -> str:
 
 
 def without_widgets(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """A widget lives in a kernel: in its place stands what else the cell showed, or a sentence."""
+    """A widget needs a kernel: it is replaced by the cell's other output, or by a sentence."""
     copy: nbformat.NotebookNode = nbformat.from_dict(notebook)
     copy.metadata.pop("widgets", None)
     for cell in copy.cells:

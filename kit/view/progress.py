@@ -1,7 +1,7 @@
-"""Progress: who looks on while ranks work. Whole lines marked by rank, and a bar after two seconds.
+"""Progress while ranks work: their lines marked by rank, and a bar after two seconds.
 
 A bar names the phase, who has answered and who has not. In a terminal it is the last line, rewritten in place; in
-Jupyter it is one display, updated. Where nobody watches there is none: a log keeps every line that is written to it.
+Jupyter it is one display, updated. Outside both there is no bar, since a log keeps every line.
 Everything happens in the thread of the call: there is no timer, so a bar moves only while ranks are waited for.
 """
 
@@ -21,7 +21,7 @@ COLOURS = (36, 33, 35, 32, 34, 31)  # ANSI, by rank; the number beside it says t
 
 
 def ranks_short(ranks: Sequence[int]) -> str:
-    """0-3, 5: runs of ranks told by their ends."""
+    """0-3, 5: consecutive ranks as a range."""
     parts: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if parts and parts[-1][-1] == rank - 1:
@@ -72,7 +72,7 @@ class Terminal:
 
 
 class Notebook:
-    """One display in the output of the cell. It stays, with the last thing it said: a display cannot be taken back."""
+    """One display in the output of the cell. It stays with its last text, since a display cannot be removed."""
 
     coloured = True
 
@@ -124,11 +124,12 @@ class Progress:
         self._phase = ""
         self._ranks: list[int] = []
         self._answered: list[int] = []
+        self._recorded = 0
 
     def started(self, phase: str, ranks: Sequence[int]) -> None:
         if self._began is None:
             self._began = time.monotonic()
-        self._phase, self._ranks, self._answered = phase, list(ranks), []
+        self._phase, self._ranks, self._answered, self._recorded = phase, list(ranks), [], 0
         self._draw()
 
     def output(self, rank: int, text: str) -> None:
@@ -142,6 +143,10 @@ class Progress:
     def tick(self, answered: Sequence[int]) -> None:
         self._answered = list(answered)
         self._draw()
+
+    def recorded(self, count: int) -> None:
+        """How many records of this phase are in the run's folder."""
+        self._recorded = count
 
     def ended(self) -> None:
         self._calls += 1
@@ -169,4 +174,6 @@ class Progress:
             words.append(f"answered: {ranks_short(self._answered)}")
         if silent:
             words.append(f"waiting for: {ranks_short(silent)}")
+        if self._recorded:
+            words.append(f"{self._recorded} records so far")
         return [*words, f"{elapsed:.0f} s"]

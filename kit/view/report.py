@@ -1,4 +1,4 @@
-"""One page that tells of runs to somebody who has none of them: `kit report DIR... --to report.html`.
+"""Runs as one page to send to somebody: `kit report DIR... --to report.html`.
 
 Everything is inside the file: pictures as data, style, a few lines that sort tables. It asks no network for anything (and forbids itself
 to), reads without scripts, on a phone, light and dark.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,21 +18,26 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
 import kit
+from kit.draw.against import plot_against
+from kit.draw.plots import ROW
+from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.labs.discover import checks_of
-from kit.labs.stepped import show
-from kit.results import read_verdict
-from kit.results.artefacts import memory_snapshots
-from kit.results.compare import settings
+from kit.labs.stepped import HIDDEN
+from kit.results import NotMeasured, compare, read_verdict
+from kit.results.comparison import settings
 from kit.results.files import need_folder, to_json, write_text
-from kit.view.against import plot_against
-from kit.view.plots import plot_run
-from kit.view.report_tables import compared, tables
-from kit.view.style import THEMES
+from kit.results.frames import labels
+from kit.results.marks import MARKS, tally, without_parts, worst_first
+from kit.results.run import memory_snapshots
+from kit.results.units import amount
+from kit.view.named import album, tables
 
 if TYPE_CHECKING:
+    import pandas as pd
+
+    from kit.draw.picture import Picture
     from kit.results import Run, Verdict, VerdictRow
-    from kit.view.plots import Picture
 
 SUFFIXES = (".html", ".htm")
 TAIL = 60  # lines of a rank's log
@@ -40,7 +45,8 @@ WIDE = 2000  # characters of a line of it
 DPI = 120
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 SIGNS = {"<=": "≤", ">=": "≥", "==": "="}
-ANSWERS = {False: ("bad", "✗ FAIL"), None: ("open", "- not measured"), True: ("good", "✓ pass")}
+MOST = 200  # rows of a table on the page
+CHANGES = 60  # of a comparison
 
 
 def write_report(runs: Sequence[Run], to: str | Path) -> Path:
@@ -61,12 +67,13 @@ def page(runs: Sequence[Run]) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    runs = list({run.dir: run for run in runs}.values())  # one that was given twice is told once
+    runs = list({run.dir: run for run in runs}.values())  # a run that is given twice is shown once
     chapters = [chapter(run, number) for number, run in enumerate(runs, start=1)]
     return environment.get_template("report.html").render(
         title=f"Lifecycle Kit: {', '.join(dict.fromkeys(run.lab for run in runs))}",
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         kit=kit.__version__,
+        themes=THEMES,
         chapters=chapters,
         worst_first=sorted(chapters, key=lambda chapter: chapter["weight"]),
         compared=comparison(runs) if len({run.id for run in runs}) > 1 else None,
@@ -81,30 +88,30 @@ def comparison(runs: Sequence[Run]) -> dict[str, Any]:
         "settings": {name: [to_json(value) for value in values] for name, values in settings(runs).items()},
         "ids": [run.id for run in runs],
         "pictures": {name: data_uri(plot_against(runs, theme_name=name)) for name in THEMES},
-        "table": compared(runs),
+        "table": changes(runs),
     }
 
 
 def chapter(run: Run, number: int) -> dict[str, Any]:
-    """What the page tells of one run."""
+    """What the page shows of one run."""
     stored = run.dir / "verdict.json"
     verdict = read_verdict(stored) if stored.is_file() else run.verdict()
-    told, kind, weight = outcome(run, verdict)
-    limits = moved(run, verdict)
+    words, kind, weight = outcome(run, verdict)
+    limits, drawn = moved(run, verdict), album(run)
     return {
         "anchor": f"run-{number}",
         "id": run.id,
         "lab": run.lab,
         "fault": run.fault or "",
-        "outcome": told,
+        "outcome": words,
         "kind": kind,
         "weight": weight,
         "partial": run.partial,
         "notes": run.notes,
         "facts": facts(run),
         "checks": answers(run, verdict),
-        "pictures": {name: data_uri(plot_run(run, theme_name=name, tolerances=limits)) for name in THEMES},
-        "tables": tables(run),
+        "pictures": {name: data_uri(drawn.draw(theme_name=name, tolerances=limits)) for name in THEMES},
+        "tables": chapter_tables(run),
         "logs": logs(run) if run.status == "failed" else [],
         "config": {name: to_json(value) for name, value in run.config.items()},
         "provenance": to_json(run.provenance, indent=1),
@@ -113,16 +120,16 @@ def chapter(run: Run, number: int) -> dict[str, Any]:
 
 def outcome(run: Run, verdict: Verdict) -> tuple[str, str, int]:
     """In words, its colour, and its place among others: the worst first."""
-    rows = [row for row in verdict if "/" not in row.check]
-    counts = {answer: sum(row.passed is answer for row in rows) for answer in ANSWERS}
-    words = f"{counts[False]} failed, {counts[None]} not measured, {counts[True]} passed" if rows else "no checks"
+    rows = without_parts(verdict)
+    answers = {row.passed for row in rows}
+    words = tally(rows)
     if run.status == "failed":
         return f"the run broke; {words}", "bad", 0
-    if counts[False]:
+    if False in answers:
         return words, "bad", 1
     if run.status == "running":
         return f"unfinished; {words}", "open", 2
-    return words, "open" if counts[None] or not rows else "good", 3
+    return words, "open" if None in answers or not rows else "good", 3
 
 
 def facts(run: Run) -> dict[str, str]:
@@ -160,7 +167,7 @@ def when(started: str | None, finished: str | None) -> str:
     text = f"{begin.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
     if not finished:
         return text
-    return f"{text}, took {show((datetime.fromisoformat(finished) - begin).total_seconds(), 's')}"
+    return f"{text}, took {amount((datetime.fromisoformat(finished) - begin).total_seconds(), 's')}"
 
 
 def moved(run: Run, verdict: Verdict) -> dict[str, float]:
@@ -176,37 +183,84 @@ def answers(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
     """The checks, worst first, each with its question and the rows that say what it is about in detail."""
     asked = {check.name: check for check in checks_of(run.lab)}
     made = []
-    for row in sorted(verdict, key=lambda row: list(ANSWERS).index(row.passed)):
-        if "/" in row.check:
-            continue
+    for row in worst_first(without_parts(verdict)):
         check = asked.get(row.check)
         parts = [part for part in verdict if part.check.startswith(f"{row.check}/")]
         own = check.limit_for(run.config) if check else row.limit
-        parts.sort(key=lambda part: list(ANSWERS).index(part.passed))
         made.append(
             {
-                **told(row),
+                **cells_of(row),
                 "question": check.question if check else "",
                 "better": SIGNS[check.better] if check else "",
-                "moved": f"moved: the lab's own is {measured(own, row.unit)}" if own != row.limit else "",
-                "parts": [told(part) for part in parts],
+                "moved": f"moved: the lab's own is {amount(own, row.unit)}" if own != row.limit else "",
+                "parts": [cells_of(part) for part in worst_first(parts)],
             }
         )
     return made
 
 
-def told(row: VerdictRow) -> dict[str, str]:
-    kind, mark = ANSWERS[row.passed]
-    limits = {"measured": measured(row.measured, row.unit), "limit": measured(row.limit, row.unit)}
-    return {"kind": kind, "mark": mark, "check": row.check, "why": row.why, **limits}
+def cells_of(row: VerdictRow) -> dict[str, str]:
+    mark = MARKS[row.passed]
+    limits = {"measured": amount(row.measured, row.unit), "limit": amount(row.limit, row.unit)}
+    return {"kind": mark.kind, "mark": str(mark), "check": row.check, "why": row.why, **limits}
 
 
-def measured(value: float | None, unit: str) -> str:
-    return "-" if value is None else f"{value:.6g}{'' if unit == '1' else f' {unit}'}"
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def chapter_tables(run: Run) -> list[dict[str, Any]]:
+    """The run's tables, as far as it got. A damaged or older config leaves one out, never the report."""
+    made = []
+    for name, table in tables(run).items():
+        if name == "records":
+            continue
+        try:
+            frame = table.make(run)
+        except (NotMeasured, KeyError, BadInput):
+            continue
+        if len(frame):
+            made.append(table_cells(frame, table.title, table.units, worst=table.worst))
+    return made
+
+
+def table_cells(
+    frame: pd.DataFrame, title: str, units: Mapping[str, str], *, worst: str = "", most: int = MOST
+) -> dict[str, Any]:
+    """Each cell as its text and the number that it is sorted by, if it has one."""
+    if worst:
+        frame = frame.sort_values(worst, ascending=False, kind="stable")
+    names = [str(name) for name in frame.columns]
+    right = [frame[name].dtype.kind in "iuf" for name in frame.columns]
+    rows = []
+    for row in frame.head(most).astype(object).to_dict("records"):
+        of = {name: row["unit"] if unit == ROW else unit for name, unit in units.items()}
+        rows.append([cell(row[name], number, of.get(name, "")) for name, number in zip(names, right, strict=True)])
+    left = len(frame) - most
+    more = f"{left} more rows are left out; the run's own table has them (kit export)." if left > 0 else ""
+    return {"title": title, "head": names, "right": right, "rows": rows, "more": more}
+
+
+def cell(value: Any, number: bool, unit: str) -> tuple[str, float | None]:
+    if value is None or value != value:  # noqa: PLR0124 - NaN differs from itself
+        return "-", None
+    return (amount(float(value), unit), float(value)) if number else (str(value), None)
+
+
+def changes(runs: Sequence[Run]) -> dict[str, Any]:
+    """What changed most against the first run, as medians over the cycles."""
+    found = compare(runs)
+    found = found.assign(metric=labels(found))
+    found = found[(found["found_in"] == "both") & (found["base"] != found["value"]) & found["value"].notna()]
+    found = found[~found["metric"].str.endswith("_before") & ~found["metric"].isin(HIDDEN)]
+    columns = ["run", "phase", "rank", "metric", "unit", "base", "value", "ratio", "base_n", "n"]
+    return table_cells(found[columns], "What changed most", {"base": ROW, "value": ROW}, most=CHANGES)
+
+
+# -- pictures and logs -------------------------------------------------------------------------------------------------
 
 
 def data_uri(picture: Picture) -> str:
-    """The picture inside the page, in 128 colours: half the bytes, and nobody sees a difference."""
+    """The picture inside the page, in 128 colours: half the bytes and no visible difference."""
     buffer = io.BytesIO()
     picture.savefig(buffer, format="png", dpi=DPI)
     small = io.BytesIO()
@@ -215,7 +269,7 @@ def data_uri(picture: Picture) -> str:
 
 
 def logs(run: Run) -> list[tuple[str, str]]:
-    """What was said when the run broke, and the last lines of each rank."""
+    """The error that broke the run, and the last lines of each rank."""
     files = [
         run.dir / "logs" / "error.txt",
         *sorted(run.dir.glob("logs/rank*.log"), key=lambda path: (len(path.name), path.name)),

@@ -30,6 +30,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from kit import machine
 from kit.world import leftovers, processes
 from kit.world.channel import ChannelClosed, Link, Message, connect
 
@@ -45,9 +46,7 @@ class Node:
         self.launched = threading.Event()
         self.order: Message = {}
         self.ranks: dict[int, tuple[int, int]] = {}  # rank -> pid, start time
-        self.link.send(
-            {"role": "agent", "node": node, "pid": os.getpid(), "started": processes.start_time(os.getpid())}
-        )
+        self.link.send({"role": "agent", "node": node, "pid": os.getpid(), "started": machine.start_time(os.getpid())})
 
     def listen(self) -> None:
         """Do what the notebook says until it is gone; then take everything along."""
@@ -65,7 +64,7 @@ class Node:
 
     def end(self) -> None:
         self.on_kill()
-        if value := os.environ.get(leftovers.MARK):
+        if value := os.environ.get(machine.MARK):
             leftovers.end_marked(value, spare=os.getpid())
         self.forget_ranks()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -103,10 +102,9 @@ class Node:
         """SIGKILL this node's ranks and what they started: known ones by group, those still starting as our children."""
         for pid, started in self.ranks.values():
             processes.kill(pid, started, group=True)
-        for task in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError, ValueError):
-                for child in map(int, (task / "children").read_text().split()):
-                    os.kill(child, signal.SIGKILL)
+        for child in machine.children() or ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
 
     def on_log(self, rank: int, offset: int, limit: int) -> str:
         return read_log(Path(self.order["logs"]), rank, offset, limit).decode("latin-1")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import math
 import os
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.errors import BadInput
+from kit.target import is_target
 from kit.world.capacity import check_ranks
 
 
@@ -40,16 +43,30 @@ def check_chosen(ranks: Sequence[int] | None, everyone: range) -> list[int]:
     return sorted(set(asked))
 
 
-def check_call(target: str, arguments: Mapping[str, Any]) -> str:
-    """The function's name in `package.module:function`, if it can be asked for with these arguments."""
-    module, colon, function = target.partition(":") if isinstance(target, str) else ("", "", "")
-    if not (colon and module and function):
+def check_call(target: str, args: Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name of `package.module:function` and its arguments, from `args` or from keywords, if they can be sent."""
+    if not is_target(target):
         raise BadInput(f"a function is named 'package.module:function', not {target!r}")
+    if args is not None and keywords:
+        raise BadInput(f"give arguments in args= or as keywords, not both; keywords given: {', '.join(keywords)}")
+    if args is not None and not (isinstance(args, Mapping) and all(isinstance(name, str) for name in args)):
+        raise BadInput(f"args must map parameter names to values, not {args!r}")
+    arguments = dict(keywords if args is None else args)
     try:
         json.dumps(arguments)
     except (TypeError, ValueError) as error:
         raise BadInput(f"arguments for ranks must be JSON values: {error}") from None
-    return function
+    return target.partition(":")[2], arguments
+
+
+def check_devices(devices: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """A GPU number per rank; none leaves the choice to the ranks."""
+    found: tuple[Any, ...] = tuple(devices) if isinstance(devices, Iterable) else (devices,)
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in found):
+        raise BadInput(f"devices must be a list of GPU numbers from 0 on, one per rank, not {devices!r}")
+    if found and len(found) != ranks:
+        raise BadInput(f"devices={list(found)} names {len(found)} GPUs for {ranks} ranks; give one number per rank")
+    return found
 
 
 def check_seconds(name: str, value: float) -> None:
@@ -57,11 +74,20 @@ def check_seconds(name: str, value: float) -> None:
         raise BadInput(f"{name} must be a number of seconds above 0, not {value!r}")
 
 
-def check_code(code: str, mode: str) -> None:
-    """A typo is told here, before any rank sees it."""
+def check_code(code: str, mode: str) -> int:
+    """Report a typo here, before any rank sees it. The cell's number: the same for the same code, on all ranks."""
     if not isinstance(code, str):
         raise BadInput(f"code for the ranks is text, not {code!r}; call() runs a function by its name")
+    return _numbered(code, mode)
+
+
+@functools.lru_cache(maxsize=256)
+def _numbered(code: str, mode: str) -> int:
     compile(code, "<ranks>", mode)
+    return next(_numbers)
+
+
+_numbers = itertools.count(1)
 
 
 def check_preload(names: Sequence[str]) -> tuple[str, ...]:

@@ -17,10 +17,12 @@ import contextlib
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,15 @@ class ChannelClosed(KitError):  # noqa: N818 - it is a state, reported as such
 
 def proof(key: bytes, who: bytes, first: bytes, second: bytes) -> bytes:
     return hmac.digest(key, who + first + second, "sha256")
+
+
+def readable(fds: Iterable[int], seconds: float) -> set[int]:
+    """Those that have something to read, or have ended; closed ones are passed over. Unlike select(), any number will do."""
+    poll = select.poll()
+    for fd in fds:
+        if fd >= 0:
+            poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(seconds * 1000)}
 
 
 class Link:
@@ -80,17 +91,18 @@ class Link:
         return message
 
     def arrived(self) -> list[Message]:
-        """What is complete after one read of a socket that a selector called readable."""
-        self._fill()
+        """What is complete after one read, which does not wait: another thread may have read what was announced."""
+        with contextlib.suppress(BlockingIOError):
+            self._fill(socket.MSG_DONTWAIT)
         messages = []
         while (message := self._take()) is not None:
             messages.append(message)
         return messages
 
-    def _fill(self) -> None:
+    def _fill(self, flags: int = 0) -> None:
         try:
-            chunk = self._sock.recv(1 << 18)
-        except TimeoutError:
+            chunk = self._sock.recv(1 << 18, flags)
+        except (BlockingIOError, TimeoutError):
             raise
         except OSError as error:
             raise ChannelClosed(f"receiving failed: {error}") from error
@@ -116,8 +128,9 @@ class Link:
         message: Message = json.loads(payload)
         return message
 
-    def settimeout(self, seconds: float | None) -> None:
-        self._sock.settimeout(seconds)
+    def limit_sending(self, seconds: int) -> None:
+        """Give up sending to an end that does not read. The kernel keeps the time: Python's timeouts cost a call more each way."""
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

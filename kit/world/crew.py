@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import select
 import shutil
 import subprocess
 import time
@@ -14,13 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kit import machine
 from kit.errors import KitError, RankDied, RankError
 from kit.world import leftovers, processes
 from kit.world.agentside import read_log
-from kit.world.channel import ChannelClosed, Link, Listener, Message
-from kit.world.members import AgentEnd, Exit, Member, Plan, ending, signal_name
+from kit.world.channel import ChannelClosed, Link, Listener, Message, readable
+from kit.world.members import AgentEnd, Exit, InFlight, Member, Plan, ending, signal_name
+from kit.world.silence import take_news
 
 AGENT = Path(__file__).with_name("agent.py")
+SENDING_S = 10
 # Settings of the notebook's process that would mislead the ranks: its plotting backend, and a job it may itself be part of.
 NOT_INHERITED = {
     "MPLBACKEND",
@@ -110,7 +112,7 @@ class Crew:
         if self.plan.nodes == 1:
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens beyond this machine
             env.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        return {**env, **self.plan.env, leftovers.MARK: leftovers.mark(self.id)}
+        return {**env, **self.plan.env, machine.MARK: leftovers.mark(self.id)}
 
     def launch(self) -> None:
         """Start a generation of ranks under torchrun and wait until all have joined WORLD."""
@@ -128,10 +130,11 @@ class Crew:
         self._assemble(lambda: sum(len(links) == 2 for links in joined.values()) == self.plan.ranks, "ranks")
         for rank in sorted(joined):
             (watch, _), (work, hello) = joined[rank]["watch"], joined[rank]["work"]
-            names = ("rank", "node", "pid", "started", "device", "why", "host")
+            names = ("rank", "node", "pid", "started", "device", "why", "host", "seat")
             member = Member(**{name: hello[name] for name in names}, work=work, watch=watch)
             member.log = self._log_size(member)
-            work.settimeout(10.0)  # sending to a stopped rank must not stop us
+            for link in (work, watch):
+                link.limit_sending(SENDING_S)  # sending to a stopped rank must not stop us
             self.members.append(member)
         for agent in self.agents.values():
             ranks = {m.rank: [m.pid, m.started] for m in self.members if m.node == agent.node}
@@ -149,7 +152,7 @@ class Crew:
         while any(agent.ended < self.generation for agent in self.agents.values()):
             if time.monotonic() > deadline:
                 return False
-            select.select([agent.link for agent in self.agents.values()], [], [], 0.05)
+            readable(self._agent_fds(), 0.05)
             self.hear_agents()
         return len(self.agents) == self.plan.nodes
 
@@ -171,6 +174,7 @@ class Crew:
             "first": self.plan.part.first,
             "neighbours": self.plan.neighbours,
             "device": self.plan.device,
+            "devices": list(self.plan.devices),
             "preload": list(self.plan.preload),
             "logs": str(self.plan.logs),
             "group_timeout_s": self.plan.group_timeout_s,
@@ -182,9 +186,8 @@ class Crew:
         deadline = time.monotonic() + self.plan.start_timeout_s
         told = time.monotonic()
         while not complete():
-            agents = [agent.link.fileno() for agent in self.agents.values()]
             unnamed = [link.fileno() for link in self._unnamed]
-            ready, _, _ = select.select([*self._listener.filenos(), *agents, *unnamed], [], [], 0.05)
+            ready = readable([*self._listener.filenos(), *self._agent_fds(), *unnamed], 0.05)
             for link in [link for link in self._unnamed if link.fileno() in ready]:
                 self._greet(link)
             self._unnamed += self._listener.welcome()
@@ -238,13 +241,74 @@ class Crew:
         lines = path.read_text(errors="replace").strip().splitlines()[-12:] if path.exists() else []
         return "torchrun said:\n" + "\n".join(lines) if lines else "torchrun said nothing"
 
+    # -- taking in what arrives ------------------------------------------------------------------------------------------
+
+    def filenos(self) -> list[int]:
+        """What calls in flight wait for: ranks that are busy, and the agents, which report ends."""
+        work = [m.work.fileno() for m in self.members if m.call is not None]
+        return [*work, *(m.watch.fileno() for m in self.members if m.asked), *self._agent_fds()]
+
+    def take(self, ready: set[int] | None = None) -> None:
+        """Take in all that has arrived, without waiting; `ready` are the links that were seen to be readable."""
+        if ready is None:
+            ready = readable(self.filenos(), 0)
+        if not ready.isdisjoint(self._agent_fds()):
+            self.hear_agents()
+            self._report_ends()
+        for member in self.members:
+            if member.asked and member.watch.fileno() in ready:
+                self._hear_watch(member)
+            if member.call is not None and member.work.fileno() in ready:
+                self.hear(member)
+
+    def hear(self, member: Member) -> bool:
+        """Take in what a rank answered; False once it is gone."""
+        try:
+            messages = member.work.arrived()
+        except ChannelClosed:
+            if member.call is not None:
+                member.call.lost(member.rank)
+            return False
+        for message in messages:
+            call = member.call
+            if call is not None and message["id"] == call.request["id"]:
+                while member.asked and readable([member.watch.fileno()], 0):
+                    self._hear_watch(member)  # what it reported before it answered
+                member.news += message.get("news", ())
+                call.hear(member, message)
+        return True
+
+    def _hear_watch(self, member: Member) -> None:
+        try:
+            for message in member.watch.arrived():
+                if "news" in message:
+                    take_news(member, message)
+        except ChannelClosed:
+            member.asked = False  # its end is heard of on the other link
+
+    def _report_ends(self) -> None:
+        """Tell the calls in flight which ranks have ended, those of other calls too: torchrun ends all of them."""
+        gone = {exit_.rank for exit_ in self.exits}
+        if self.torchrun_pid is not None and 0 not in self.agents:
+            gone |= {m.rank for m in self.members if m.node == 0 and m.call is not None}
+        for call in self.calls():
+            for rank in gone:
+                call.lost(rank)
+
+    def calls(self) -> list[InFlight]:
+        """The calls in flight."""
+        return list({id(m.call): m.call for m in self.members if m.call is not None}.values())
+
     # -- talking to agents ------------------------------------------------------------------------------------------
+
+    def _agent_fds(self) -> list[int]:
+        return [agent.link.fileno() for agent in self.agents.values()]
 
     def hear_agents(self) -> None:
         """Take in what agents sent. An agent that is gone takes its node's ranks along; `process_gone` tells."""
         for agent in list(self.agents.values()):
             try:
-                while select.select([agent.link], [], [], 0)[0]:
+                while readable([agent.link.fileno()], 0):
                     for message in agent.link.arrived():
                         self._note(agent, message)
             except ChannelClosed:
@@ -281,7 +345,7 @@ class Crew:
             agent.link.send({"id": number, "do": do, "with": arguments})
         deadline = time.monotonic() + 2.0
         while node in self.agents and number not in agent.answers and time.monotonic() < deadline:
-            select.select([agent.link], [], [], 0.05)
+            readable([agent.link.fileno()], 0.05)
             self.hear_agents()
         return agent.answers.pop(number, None)
 
@@ -293,7 +357,7 @@ class Crew:
             told = first is not None and first.status is not None
             if told or 0 not in self.agents or time.monotonic() > deadline:
                 return first
-            select.select([agent.link for agent in self.agents.values()], [], [], 0.02)
+            readable(self._agent_fds(), 0.02)
             self.hear_agents()
 
     def torchrun_gone(self) -> str | None:
@@ -362,7 +426,7 @@ class Crew:
                 self._process.wait(10.0)
         deadline = time.monotonic() + 10
         while (
-            any(m.node == 0 and processes.alive(m.pid, m.started) for m in self.members) and time.monotonic() < deadline
+            any(m.node == 0 and machine.alive(m.pid, m.started) for m in self.members) and time.monotonic() < deadline
         ):
             time.sleep(0.002)
         leftovers.end_marked(leftovers.mark(self.id))

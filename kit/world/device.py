@@ -1,4 +1,7 @@
-"""Which device a rank works on, and why. Runs on the rank, before anything touches CUDA."""
+"""Which device a rank works on, and why, and the environment of ranks that may use a GPU. Runs on the rank, before anything touches CUDA.
+
+The settings are read off the sources named beside them; no GPU has confirmed them yet.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,61 @@ from kit import nccl
 from kit.world import cards
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, MutableMapping, Sequence
+
+
+class Setting(NamedTuple):
+    """One variable of the environment. `others` are names that mean the same to who reads it: with one of them set it is left alone."""
+
+    name: str
+    value: str
+    why: str
+    others: tuple[str, ...] = ()
+
+
+# torch: torch/csrc/distributed/c10d/ProcessGroupNCCL.{hpp,cpp} of 2.9 to 2.13. NCCL: src/bootstrap.cc of 2.28 to 2.30.
+SETTINGS = (
+    Setting(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "0",
+        "after a collective that failed or timed out, the watchdog would end the survivor by SIGABRT (handleException rethrows)",
+        ("NCCL_ASYNC_ERROR_HANDLING",),
+    ),
+    Setting(
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "0",
+        "WORLD's heartbeat monitor would write a trace and then end every rank: the watchdog's dump signal goes over the store",
+    ),
+    Setting(
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+        "1",
+        "the watchdog sleeps four times this with its lock held, 60 s by default: the group could not be given back before",
+    ),
+    Setting(
+        "NCCL_RAS_ENABLE",
+        "0",
+        "NCCL's RAS has a thread and sockets of its own that come and go: the counts of threads and sockets would not be exact",
+    ),
+    Setting(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "1",
+        "Megatron overlaps communication by the order of launches; the driver reads it when the context is made",
+    ),
+    Setting(
+        "CUBLAS_WORKSPACE_CONFIG",
+        ":4096:8",
+        "PyTorch looks for it at the first matrix product, and without it refuses deterministic mode from then on",
+    ),
+)
+
+
+def prepare(environ: MutableMapping[str, str], wanted: str) -> None:
+    """Put the settings into a rank's environment, before the driver is asked anything. What a person has set stays."""
+    if wanted == "cpu" or (torch.version.cuda is None and torch.version.hip is None):
+        return
+    for one in SETTINGS:
+        if not any(name in environ for name in (one.name, *one.others)):
+            environ[one.name] = one.value
 
 
 class Seat(NamedTuple):
@@ -21,10 +78,11 @@ class Seat(NamedTuple):
     env: Mapping[str, str]
 
 
-def choose(wanted: str, number: int, neighbours: int) -> Seat:
+def choose(wanted: str, number: int, neighbours: int, devices: Sequence[int] = (), local: int = 0) -> Seat:
     """`wanted` is auto, cpu or cuda; `number` counts the ranks of this machine, of which there are `neighbours`.
 
-    Auto takes CUDA where it is usable. Fewer cards than ranks are shared, in a way that the NCCL of this process knows.
+    Auto takes CUDA where it is usable. Fewer GPUs than ranks are shared, in a way that the NCCL of this process knows.
+    `devices` places the ranks of this World on purpose: this one, `local` among them, on `devices[local]`.
     """
     if wanted == "cpu":
         return Seat(torch.device("cpu"), "asked for", {})
@@ -39,12 +97,30 @@ def choose(wanted: str, number: int, neighbours: int) -> Seat:
     else:
         there = torch.cuda.device_count()
         counted = f"{there} CUDA device{'s' * (there > 1)} for {neighbours} rank{'s' * (neighbours > 1)}"
+        if devices:
+            return placed(devices, local, number, there)
         if there >= neighbours:
             return Seat(torch.device("cuda", number), counted, {})
         shared = nccl.sharing(nccl.running(), number)
         if shared is not None:
-            return Seat(torch.device("cuda", number % there), f"{counted}, shared {shared.told}", shared.env)
+            why = f"{counted}, shared {shared.told}; communication times: {nccl.SHARED_GPU}"
+            return Seat(torch.device("cuda", number % there), why, shared.env)
         reason = f"{counted}; without NCCL each rank needs its own"
     if wanted == "cuda":
         raise RuntimeError(f"device='cuda' cannot be had: {reason}")
     return Seat(torch.device("cpu"), reason, {})
+
+
+def placed(devices: Sequence[int], local: int, number: int, there: int) -> Seat:
+    """The GPU that was asked for. Ranks of one World on one GPU need an NCCL that lets them share it."""
+    wanted = devices[local]
+    if wanted >= there:
+        raise RuntimeError(f"devices={list(devices)} names GPU {wanted}, and there are {there}, numbered from 0")
+    why = f"GPU {wanted} was asked for"
+    if devices.count(wanted) == 1:
+        return Seat(torch.device("cuda", wanted), why, {})
+    shared = nccl.sharing(nccl.running(), number)
+    if shared is None:
+        raise RuntimeError(f"devices={list(devices)} puts several ranks on GPU {wanted}, which needs NCCL")
+    why = f"{why}, shared {shared.told}; communication times: {nccl.SHARED_GPU}"
+    return Seat(torch.device("cuda", wanted), why, shared.env)

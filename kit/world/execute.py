@@ -3,71 +3,68 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import linecache
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+from kit import target
 from kit.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from types import CodeType
 
     from kit.world.channel import Message
-    from kit.world.rankside import Rank
 
 SHOWN = 10_000  # characters of a shown value: a notebook cell, not a dump
 VICTIM = ("gloo/transport", "NCCL error", "ncclRemoteError", "Connection closed by peer", "Connection reset by peer")
 
 
-def answer(rank: Rank, request: Message) -> Message:
+def answer(names: dict[str, Any], request: Message) -> Message:
     """The value, or what was raised; `sys.exit` is told here and done by the caller."""
-    name = f"<ranks {request['id']}>"
     try:
         if request["do"] == "run":
-            return {"value": run(rank.names, request["code"], name)}
+            return {"value": run(names, request["code"], request["cell"])}
         if request["do"] == "eval":
-            register_source(name, request["code"])
-            return {"value": eval(compile(request["code"], name, "eval"), rank.names)}  # noqa: S307 - running a person's code is the purpose
-        return {"value": function(request["target"])(**request["with"])}
+            expression = compiled(request["code"], "eval", request["cell"])[1]
+            assert expression is not None
+            return {"value": eval(expression, names)}  # noqa: S307 - running a person's code is the purpose
+        return {"value": target.load_callable(request["target"])(**request["with"])}
     except SystemExit as error:
         return {**failure(error), "exiting": True}
     except BaseException as error:  # noqa: BLE001 - every failure of the person's code is an answer
         return failure(error)
 
 
-def run(names: dict[str, Any], code: str, name: str) -> str | None:
+def run(names: dict[str, Any], code: str, cell: int) -> str | None:
     """Execute a cell; if its last line is an expression, its repr."""
-    tree = ast.parse(code, name)
-    last = tree.body[-1] if tree.body else None
-    if isinstance(last, ast.Expr):
-        tree.body.pop()
-    register_source(name, code)
-    exec(compile(tree, name, "exec"), names)  # noqa: S102 - running a person's code is the purpose
-    if not isinstance(last, ast.Expr):
+    body, last = compiled(code, "exec", cell)
+    assert body is not None
+    exec(body, names)  # noqa: S102 - running a person's code is the purpose
+    if last is None:
         return None
-    value = eval(compile(ast.Expression(last.value), name, "eval"), names)  # noqa: S307
+    value = eval(last, names)  # noqa: S307
     if value is None or code.rstrip().endswith(";"):
         return None
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
 
 
-def register_source(name: str, code: str) -> None:
-    """Let tracebacks show the lines of a cell."""
+@functools.lru_cache(maxsize=256)  # a step that is repeated is compiled once
+def compiled(code: str, mode: str, cell: int) -> tuple[CodeType | None, CodeType | None]:
+    """What to execute, and the last line where that is an expression. Tracebacks show the source and the cell's number."""
+    name = f"<ranks {cell}>"
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
-
-
-def function(target: str) -> Callable[..., Any]:
-    """`package.module:attr.attr`"""
-    module, _, attributes = target.partition(":")
-    found: Any = importlib.import_module(module)
-    for attribute in attributes.split("."):
-        found = getattr(found, attribute)
-    if not callable(found):
-        raise TypeError(f"{target} is not callable")
-    return cast("Callable[..., Any]", found)
+    if mode == "eval":
+        return None, compile(code, name, "eval")
+    tree = ast.parse(code, name)
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr):
+        tree.body.pop()
+        return compile(tree, name, "exec"), compile(ast.Expression(last.value), name, "eval")
+    return compile(tree, name, "exec"), None
 
 
 def failure(error: BaseException) -> Message:
@@ -103,6 +100,7 @@ OWN = (
     __file__,
     str(Path(__file__).with_name("rankside.py")),
     str(importlib.__file__),
+    str(target.__file__),
     str(ast.__file__),
     "<frozen importlib",
 )

@@ -1,7 +1,7 @@
-"""Processes and folders that earlier Worlds left behind, although everything was done that they should not.
+"""Processes and folders that earlier Worlds left behind, in spite of everything.
 
-Every process that a World starts carries KIT_WORLD=<id>:<notebook's pid>:<its start time> in its environment, inherited by whatever it
-starts in turn. A process is a leftover when that notebook (pid *and* start time) is gone. Nothing else is ever touched.
+Every process that a World starts carries KIT_WORLD=<id>:<notebook's pid>:<its start time> in its environment, and so do the processes
+that it starts. A process is a leftover when that notebook (pid *and* start time) is gone. Nothing else is ever touched.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kit.errors import BadInput
+from kit.machine import alive, command, marked, pids, start_time
 from kit.world import processes
-
-MARK = "KIT_WORLD"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,38 +38,23 @@ class Leftover:
 def mark(world: str) -> str:
     """The value of KIT_WORLD for a World of this process."""
     pid = os.getpid()
-    return f"{world}:{pid}:{processes.start_time(pid)}"
+    return f"{world}:{pid}:{start_time(pid)}"
 
 
 def owner_alive(value: str) -> bool:
     _, pid, started = value.rsplit(":", 2)
-    return processes.alive(int(pid), int(started))
-
-
-def marked(pid: int) -> str | None:
-    """The KIT_WORLD value a process carries, if it is ours to read."""
-    with contextlib.suppress(OSError, ValueError):
-        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            name, _, value = entry.partition(b"=")
-            if name == MARK.encode() and value.count(b":") >= 2:
-                return value.decode()
-    return None
+    return alive(int(pid), int(started))
 
 
 def find() -> list[Leftover]:
     """Leftover processes on this machine, oldest first."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        pid = int(entry.name)
-        started = processes.start_time(pid)
-        value = marked(pid)
-        if value is None or started is None or owner_alive(value) or not processes.alive(pid, started):
+    for pid in pids():
+        started, value = start_time(pid), marked(pid)
+        if pid == os.getpid() or value is None or started is None or owner_alive(value) or not alive(pid, started):
             continue
         with contextlib.suppress(OSError):
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            found.append(Leftover(world=value.rsplit(":", 2)[0], pid=pid, started=started, command=command[:120]))
+            found.append(Leftover(world=value.rsplit(":", 2)[0], pid=pid, started=started, command=command(pid)[:120]))
     return sorted(found, key=lambda one: one.started)
 
 
@@ -80,7 +64,7 @@ def clean() -> tuple[list[Leftover], list[Path]]:
     for one in ended:
         processes.kill(one.pid, one.started)
     deadline = time.monotonic() + 5
-    while any(processes.alive(one.pid, one.started) for one in ended) and time.monotonic() < deadline:
+    while any(alive(one.pid, one.started) for one in ended) and time.monotonic() < deadline:
         time.sleep(0.01)
     return ended, sweep()
 
@@ -89,8 +73,7 @@ def end_marked(value: str, spare: int | None = None) -> None:
     """SIGKILL what carries this mark, but for one, and wait: it may have left its rank's process group."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
-        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-        left = [pid for pid in pids if pid != spare and marked(pid) == value]
+        left = [pid for pid in pids() if pid != spare and marked(pid) == value]
         if not left:
             return
         for pid in left:
@@ -100,7 +83,7 @@ def end_marked(value: str, spare: int | None = None) -> None:
 
 
 def forget_shared(pids: Iterable[int]) -> None:
-    """Remove the counters that torch keeps in /dev/shm for CUDA memory shared by processes: whoever is killed leaves them there."""
+    """Remove the counters that torch keeps in /dev/shm for CUDA memory shared between processes: a killed process leaves them there."""
     for pid in pids:
         for file in Path("/dev/shm").glob(f"torch_{pid}_*"):  # noqa: S108 - named by processes of ours that are gone
             with contextlib.suppress(OSError):  # in a /dev/shm that containers share it may be somebody else's

@@ -6,9 +6,9 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from kit.world.channel import Link
+from kit.world.channel import Link, Message
 from kit.world.interpreter import Interpreter
 
 
@@ -35,6 +35,7 @@ class Plan:
     start_timeout_s: float
     group_timeout_s: float
     part: Part
+    devices: tuple[int, ...] = ()
 
     @property
     def numbers(self) -> range:
@@ -45,6 +46,18 @@ class Plan:
     def neighbours(self) -> int:
         """How many ranks work on one machine, those of other Worlds among them."""
         return self.part.total // self.nodes
+
+
+class InFlight(Protocol):
+    """A call that ranks have not answered yet, as far as those who receive answers need to know it (`kit.world.calls.Call`)."""
+
+    request: Message
+    gone: set[int]
+
+    def hear(self, member: Member, message: Message) -> None: ...
+    def lost(self, rank: int) -> None: ...
+    def advance(self) -> None: ...
+    def give_up(self, error: BaseException) -> None: ...
 
 
 @dataclass(slots=True)
@@ -60,10 +73,17 @@ class Member:
     host: str
     work: Link
     watch: Link
+    seat: int | None
     phase: str = "idle"
-    busy: int | None = None  # the request it has not answered
+    call: InFlight | None = None  # the one that it has not answered
     since: float = 0.0
     log: int = 0  # how much of its log was shown
+    asked: bool = False  # for news, and has not answered
+    news: list[str] = field(default_factory=list)  # what it reported, not handed on yet
+
+    @property
+    def busy(self) -> bool:
+        return self.call is not None
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
-"""Processes of this machine: who they are (pid *and* start time), in what state, and what stack they can show.
+"""Ending processes of this machine, and asking them for their stack.
 
-Linux only (it reads /proc). Used by the notebook for its own machine and by each node's agent for the others.
+Used by the notebook for its own machine and by each node's agent for the others.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import time
 from pathlib import Path
 
+from kit.machine import start_time, stat_fields, waiting_place
 from kit.world.stacks import users_part
 
 # The signal on which a rank's interpreter writes its Python stacks, even inside a C call that holds the interpreter's lock.
@@ -26,26 +27,6 @@ STATES = {
     "Z": "gone (not yet reaped)",
     "X": "gone",
 }
-
-
-def stat_fields(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the third (state) on; None when there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return text.rpartition(")")[2].split()  # the name may hold spaces and brackets
-
-
-def start_time(pid: int) -> int | None:
-    """Clock ticks since boot at which the process started: with the pid, the name of one process for ever."""
-    fields = stat_fields(pid)
-    return int(fields[19]) if fields else None
-
-
-def alive(pid: int, started: int) -> bool:
-    fields = stat_fields(pid)
-    return fields is not None and int(fields[19]) == started and fields[0] not in "ZX"
 
 
 def kill(pid: int, started: int, *, group: bool = False) -> bool:
@@ -80,14 +61,5 @@ def describe(pid: int, started: int, stack_file: Path, wait_s: float = 0.5) -> s
             time.sleep(0.02)  # several short writes make up one dump
             return users_part(stack_file.read_text(errors="replace")[before:])
         time.sleep(0.005)
-    state = STATES.get(fields[0], fields[0])
-    return f"no stack: process {pid} is {state}{waiting_place(pid)} and does not take signals"
-
-
-def waiting_place(pid: int) -> str:
-    """Where in the kernel it waits, when the kernel tells."""
-    with contextlib.suppress(OSError):
-        place = Path(f"/proc/{pid}/wchan").read_text()
-        if place not in {"", "0"}:
-            return f" in {place}"
-    return ""
+    state, place = STATES.get(fields[0], fields[0]), waiting_place(pid)
+    return f"no stack: process {pid} is {state}{f' in {place}' if place else ''} and does not take signals"

@@ -29,10 +29,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from kit.errors import KitError
+from kit.machine import start_time
 from kit.routing import requested
-from kit.world import agentside, cards, execute, processes
+from kit.world import agentside, cards, execute, news, processes
 from kit.world.channel import ChannelClosed, Link, Message, connect
-from kit.world.device import choose
+from kit.world.device import choose, prepare
 from kit.world.stacks import in_collective, stack_of
 from kit.world.stream import LogStream
 
@@ -53,17 +54,22 @@ class Rank:
         self.folder = node.folder
         self.phase = "start"
         self.busy = False
+        self.call = 0  # the request it works at
+        self.interrupted = 0  # the request that is to stop, which may not have begun yet
         self.all_here = threading.Event()
         self.main = threading.main_thread()
+        prepare(os.environ, self.order["device"])
         self.device, self.why, needed = choose(
-            self.order["device"], self.order["first"] + self.local_rank, self.order["neighbours"]
+            self.order["device"],
+            self.order["first"] + self.local_rank,
+            self.order["neighbours"],
+            tuple(self.order["devices"]),
+            self.local_rank,
         )
+        self.seat = self.order["devices"][self.local_rank] if self.order["devices"] else self.device.index
         for name, value in needed.items():
             os.environ.setdefault(name, value)  # a person's own setting stays
-        if self.device.type == "cuda":
-            # PyTorch looks for it once, at the first matrix product, and without it refuses deterministic mode from then on.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        elif torch.version.cuda or torch.version.hip:
+        if self.device.type != "cuda" and (torch.version.cuda or torch.version.hip):
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # whatever asks whether there is a card gets the World's answer
         # Cells run as __main__, so that what they define can be pickled among ranks.
         module = types.ModuleType("__main__")
@@ -85,10 +91,11 @@ class Rank:
             "rank": self.number,
             "node": agentside.NODE.node,
             "pid": pid,
-            "started": processes.start_time(pid),
+            "started": start_time(pid),
             "device": str(self.device),
             "why": self.why,
             "host": os.uname().nodename,
+            "seat": self.seat,
         }
 
     def join(self) -> None:
@@ -119,21 +126,25 @@ class Rank:
     def serve(self, work: Link) -> None:
         while True:
             request = work.recv()
-            self.phase = request["phase"]
-            self.busy = True
+            self.phase, self.call = request["phase"], request["id"]
             try:
-                answer = execute.answer(self, request)
-            except KeyboardInterrupt as error:  # between the code's end and here
-                answer = execute.failure(error)
-            finally:
+                self.busy = True  # from here on an interrupt raises
+                stopped = self.interrupted == self.call  # before it began
+                answer = execute.failure(KeyboardInterrupt()) if stopped else execute.answer(self.names, request)
                 self.busy = False
+            except KeyboardInterrupt as error:  # before the code began, or after it ended
+                self.busy = False
+                answer = execute.failure(error)
             answer["id"] = request["id"]
             answer["log"], answer["lost"] = LOG.flushed()
+            with news.lock:
+                if rows := news.take():
+                    answer["news"] = rows
             try:
                 work.send(answer)
             except (TypeError, ValueError, RecursionError) as error:  # not JSON, too big for the channel, or too deep
                 told = TypeError(f"the value cannot be sent: {error}; it must be numbers, text, lists or dicts")
-                work.send({**execute.failure(told), "id": request["id"], "log": answer["log"], "lost": answer["lost"]})
+                work.send({**answer, **execute.failure(told), "value": None})
             if answer.get("exiting"):
                 end()
 
@@ -144,8 +155,12 @@ class Rank:
                 if message["do"] == "join":
                     self.all_here.set()
                 elif message["do"] == "interrupt":
-                    signal.pthread_kill(self.main.ident or 0, signal.SIGINT)
-                    link.send({"id": message["id"]})
+                    self.interrupted = message["call"]
+                    if self.busy and self.call == self.interrupted:
+                        signal.pthread_kill(self.main.ident or 0, signal.SIGINT)
+                elif message["do"] == "news":
+                    with news.lock:  # sent before an answer can be, so that nothing overtakes it
+                        link.send({"id": message["id"], "news": news.take()})
                 else:
                     link.send({"id": message["id"], **self.look()})
         except ChannelClosed:

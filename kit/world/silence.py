@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import select
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kit.world.channel import ChannelClosed
+from kit.world.channel import ChannelClosed, Message, readable
 from kit.world.members import Member
 
 LOOK_S = 1.0
@@ -37,7 +36,7 @@ def looks(members: Sequence[Member]) -> dict[int, Look]:
     found: dict[int, Look] = {}
     deadline = time.monotonic() + LOOK_S
     while asked and (left := deadline - time.monotonic()) > 0:
-        for fd in select.select(list(asked), [], [], left)[0]:
+        for fd in readable(asked, left):
             member = asked[fd]
             try:
                 messages = member.watch.arrived()
@@ -45,10 +44,18 @@ def looks(members: Sequence[Member]) -> dict[int, Look]:
                 del asked[fd]
                 continue
             for message in messages:
-                if message.pop("id") == number:
+                if "news" in message:
+                    take_news(member, message)
+                elif message.pop("id") == number:
                     found[member.rank] = Look(**message)
                     del asked[fd]
     return found
+
+
+def take_news(member: Member, message: Message) -> None:
+    """Keep what a rank reported until its call hands it on."""
+    member.asked = False
+    member.news += message["news"]
 
 
 def blame(silent: Sequence[int], found: dict[int, Look], everyone: Sequence[int]) -> tuple[tuple[int, ...], str]:

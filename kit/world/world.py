@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
+import abc
 import atexit
 import html
 import os
-import select
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kit.errors import BadInput, KitError
+from kit.gpu import has_driver
 from kit.world import interpreter, leftovers
 from kit.world.asked import (
     check_call,
     check_chosen,
     check_code,
+    check_devices,
     check_env,
     check_layout,
     check_preload,
     check_seconds,
     writable_folder,
 )
-from kit.world.calls import Call, Interrupted, Observer
-from kit.world.capacity import GPU_DRIVERS
-from kit.world.channel import ChannelClosed
+from kit.world.calls import Call
 from kit.world.crew import Crew
 from kit.world.members import Member, Part, Plan
+from kit.world.pending import Observer, Pending
 from kit.world.silence import looks, ranks_word
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -51,7 +52,88 @@ class Printer:
     def ended(self) -> None: ...
 
 
-class World:
+class Ranks(abc.ABC):
+    """Live ranks that can be called: those of one World, or of several."""
+
+    observer: Observer
+    timeout_s: float
+    _lock: threading.RLock  # held while what arrived is taken in, never while waiting for it
+    _turn: threading.RLock
+
+    def call(
+        self,
+        target: str,
+        *,
+        args: Mapping[str, Any] | None = None,
+        ranks: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        phase: str | None = None,
+        **keywords: Any,
+    ) -> list[Any]:
+        """Call `package.module:function` on every rank with JSON arguments; its JSON result per rank.
+
+        Arguments come as keywords or, for a function with a parameter named `ranks`, say, as the mapping `args`.
+        """
+        function, arguments = check_call(target, args, keywords)
+        request = {"do": "call", "target": target, "with": arguments}
+        return self._request(request, phase or function, ranks, timeout_s)
+
+    def submit(
+        self,
+        target: str,
+        *,
+        args: Mapping[str, Any] | None = None,
+        ranks: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        phase: str | None = None,
+        observer: Observer | None = None,
+        on_news: Callable[[int, list[Any]], None] | None = None,
+    ) -> Pending:
+        """Like `call`, and return at once: the Pending has the result later. Ranks take one call at a time.
+
+        `timeout_s` counts from now. `on_news(rank, values)` receives what the function publishes (`kit.world.news`) while it runs.
+        """
+        function, arguments = check_call(target, args, {})
+        request = {"do": "call", "target": target, "with": arguments}
+        return self._submit(request, phase or function, ranks, timeout_s, observer=observer, on_news=on_news)
+
+    def _request(
+        self, what: dict[str, Any], phase: str, ranks: Sequence[int] | None, timeout_s: float | None
+    ) -> list[Any]:
+        with self._turn:  # threads that call take turns
+            return self._submit(what, phase, ranks, timeout_s).result()
+
+    def _submit(
+        self,
+        what: dict[str, Any],
+        phase: str,
+        ranks: Sequence[int] | None,
+        timeout_s: float | None,
+        *,
+        observer: Observer | None = None,
+        on_news: Callable[[int, list[Any]], None] | None = None,
+    ) -> Pending:
+        seconds = self.timeout_s if timeout_s is None else timeout_s
+        check_seconds("timeout_s", seconds)
+        with self._lock:
+            calls = self._calls(what, phase, ranks)
+            return Pending(calls, self._lock, observer or self.observer, seconds, on_news)
+
+    @abc.abstractmethod
+    def _calls(self, what: dict[str, Any], phase: str, ranks: Sequence[int] | None) -> list[Call]:
+        """A call for each World concerned, none of them sent; an error where a rank cannot take one now."""
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class World(Ranks):
     """`ranks` processes under torchrun, joined in one process group, doing what they are told until closed."""
 
     def __init__(
@@ -68,18 +150,24 @@ class World:
         logs: str | os.PathLike[str] | None = None,
         start_timeout_s: float | None = None,
         observer: Observer | None = None,
+        devices: Sequence[int] = (),
         part: Part | None = None,
     ) -> None:
-        """`part` is for Worlds: this one is one of several, and its ranks wait for `launch`."""
+        """`devices` places each rank on a GPU by its number; several ranks, and several Worlds, may share one.
+
+        `part` is for Worlds: this one is one of several, and its ranks wait for `launch`.
+        """
         check_layout(ranks, nodes, endpoint)
         check_seconds("timeout_s", timeout_s)
         if device not in DEVICES:
             raise BadInput(f"device must be one of {', '.join(DEVICES)}, not {device!r}")
-        if device == "cuda" and not any(path.exists() for path in GPU_DRIVERS):
+        if device == "cuda" and not has_driver():
             raise BadInput("device='cuda' needs a GPU driver, and this machine has none; use device='cpu' or 'auto'")
         self.timeout_s = timeout_s
         self.observer: Observer = observer or Printer()
         self._lock = threading.RLock()
+        self._turn = threading.RLock()
+        self.on_death: Callable[[str, KitError | None], None] = lambda *_: None
         self.dead = ""  # why, once it is
         self._closed = False
         self._next = 0
@@ -100,6 +188,7 @@ class World:
                 # Ranks give up on a collective after the notebook did, so that the notebook's diagnosis comes first.
                 group_timeout_s=max(1800.0, 2 * timeout_s),
                 part=part or Part(0, ranks),
+                devices=check_devices(devices, ranks),
             ),
             say=print,
             tick=self._tick,
@@ -111,6 +200,10 @@ class World:
             atexit.unregister(self.close)
             self._closed = True
             raise
+
+    def share_lock(self, lock: threading.RLock) -> None:
+        """Use one lock with other Worlds whose ranks are called together."""
+        self._lock = lock
 
     def launch(self) -> None:
         """Start the ranks of a World that is one of several."""
@@ -126,31 +219,24 @@ class World:
         self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> list[str | None]:
         """Like `run`, and the repr of the last line's value per rank, as a notebook's cell shows it."""
-        check_code(code, "exec")
-        return self._request({"do": "run", "code": code}, "run", ranks, timeout_s)
+        what = {"do": "run", "code": code, "cell": check_code(code, "exec")}
+        return self._request(what, "run", ranks, timeout_s)
 
     def eval(self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None) -> list[Any]:
         """The value of an expression on every rank; it must be JSON."""
-        check_code(code, "eval")
-        return self._request({"do": "eval", "code": code}, "eval", ranks, timeout_s)
+        what = {"do": "eval", "code": code, "cell": check_code(code, "eval")}
+        return self._request(what, "eval", ranks, timeout_s)
 
-    def call(
-        self,
-        target: str,
-        *,
-        ranks: Sequence[int] | None = None,
-        timeout_s: float | None = None,
-        phase: str | None = None,
-        **arguments: Any,
-    ) -> list[Any]:
-        """Call `package.module:function` on every rank with JSON keyword arguments; its JSON result per rank."""
-        function = check_call(target, arguments)
-        return self._request({"do": "call", "target": target, "with": arguments}, phase or function, ranks, timeout_s)
+    def submit_code(self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None) -> Pending:
+        """Like `cell`, and return at once."""
+        what = {"do": "run", "code": code, "cell": check_code(code, "exec")}
+        return self._submit(what, "run", ranks, timeout_s)
 
     def restart(self) -> None:
         """End all ranks, whatever they do, and start fresh ones: new processes, empty names. torchrun's process stays warm."""
-        with self._lock:
+        with self._turn, self._lock:
             self._check_open()
+            self._give_up(KitError("this World was restarted while the call was in flight"))
             self._crew.kill()
             leftovers.end_marked(leftovers.mark(self._crew.id), spare=self._crew.torchrun_pid)
             if self._crew.ready_to_launch():
@@ -167,6 +253,7 @@ class World:
             return
         self._closed = True
         atexit.unregister(self.close)
+        self._give_up(KitError("this World was closed while the call was in flight"))
         self._crew.close()
         if self._own_logs:
             shutil.rmtree(self.logs, ignore_errors=True)
@@ -180,7 +267,7 @@ class World:
         }
 
     def status(self) -> list[dict[str, Any]]:
-        """A row per rank: rank, pid, node, host, device, why this device, phase, state."""
+        """A row per rank: rank, pid, node, host, device, seat (the number of its device), why this device, phase, state."""
         return [
             {
                 "rank": m.rank,
@@ -188,9 +275,10 @@ class World:
                 "node": m.node,
                 "host": m.host,
                 "device": m.device,
+                "seat": m.seat,
                 "why": m.why,
                 "phase": m.phase,
-                "state": self.state if self.state in {"closed", "dead"} else "busy" if m.busy is not None else "idle",
+                "state": self.state if self.state in {"closed", "dead"} else "busy" if m.busy else "idle",
             }
             for m in self._crew.members
         ]
@@ -231,30 +319,17 @@ class World:
             return "closed"
         if self.dead:
             return "dead"
-        return "busy" if any(m.busy is not None for m in self._crew.members) else "idle"
+        return "busy" if any(m.busy for m in self._crew.members) else "idle"
 
     # -- how -------------------------------------------------------------------------------------------------------
 
-    def _request(
-        self, what: dict[str, Any], phase: str, ranks: Sequence[int] | None, timeout_s: float | None
-    ) -> list[Any]:
-        seconds = self.timeout_s if timeout_s is None else timeout_s
-        check_seconds("timeout_s", seconds)
-        with self._lock:
-            members = self.ready(ranks)
-            self._next += 1
-            request = {**what, "id": self._next, "phase": phase}
-            call = Call(self._crew, members, request, self.observer, seconds)
-            try:
-                return [answer["value"] for answer in call.run()]
-            except Interrupted as stop:
-                self.die(f"it was interrupted and {stop}")
-                tell_the_prompt(f"World ended: {self.dead}")
-                raise
-            except KitError as error:
-                if call.gone:
-                    self.die(str(error).partition("\n")[0])
-                raise
+    def _calls(self, what: dict[str, Any], phase: str, ranks: Sequence[int] | None) -> list[Call]:
+        return [self.prepare(what, phase, self.ready(ranks))]
+
+    def prepare(self, what: dict[str, Any], phase: str, members: list[Member]) -> Call:
+        """A call that is not sent yet."""
+        self._next += 1
+        return Call(self._crew, members, {**what, "id": self._next, "phase": phase}, self.die)
 
     def _tick(self) -> None:
         """While ranks start nobody has answered; who looks on may end the start, as it may a call."""
@@ -274,37 +349,34 @@ class World:
 
     def _check_usable(self, members: list[Member]) -> None:
         """Refuse while dead or while a rank that is asked is still in an earlier call; take in answers that came late."""
+        if not self.dead and any(member.busy for member in self._crew.members):
+            self._crew.take()
+            for call in self._crew.calls():
+                if call.gone:
+                    call.advance()
         if self.dead:
             raise KitError(
                 f"this World is dead: {self.dead.removesuffix('; restart() starts fresh ranks')}; restart() starts fresh ranks"
             )
-        for member in self._crew.members:
-            if member.busy is None:
-                continue
-            try:
-                late = member.work.arrived() if select.select([member.work], [], [], 0)[0] else []
-            except ChannelClosed:
-                self.die(f"rank {member.rank} ended in phase {member.phase!r}")
-                raise KitError(f"this World is dead: {self.dead}; restart() starts fresh ranks") from None
-            if any(message["id"] == member.busy for message in late):
-                member.busy, member.phase = None, "idle"
-        if busy := [m for m in members if m.busy is not None]:
+        if busy := [m for m in members if m.busy]:
             seconds = time.monotonic() - min(m.since for m in busy)
             raise KitError(
                 f"{ranks_word([m.rank for m in busy])} still in phase {busy[0].phase!r}, sent {seconds:.0f} s ago; "
                 "wait, look at stacks(), or restart() for fresh ranks"
             )
 
-    def die(self, why: str) -> None:
-        """End the ranks and say why; restart() brings fresh ones."""
+    def die(self, why: str, error: KitError | None = None) -> None:
+        """End the ranks and say why; restart() brings fresh ones. Calls in flight end with the error."""
+        if self.dead:
+            return
         self.dead = why
+        self._give_up(error or KitError(f"this World is dead: {why}"))
         self._crew.kill()
+        self.on_death(why, error)
 
-    def __enter__(self) -> World:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _give_up(self, error: KitError) -> None:
+        for call in self._crew.calls():
+            call.give_up(error)
 
     def __repr__(self) -> str:
         rows = "; ".join(
@@ -321,12 +393,6 @@ class World:
         )
         why = f"<p>{html.escape(self.dead)}</p>" if self.dead else ""
         return f"<b>World of {count(self.ranks)}, {self.state}</b>{why}<table><tr>{head}</tr>{body}</table>"
-
-
-def tell_the_prompt(what: str) -> None:
-    """The prompt is back; say why the ranks are not. A thread has no prompt: who started it tells people in its own way."""
-    if threading.current_thread() is threading.main_thread():
-        print(f"{what}; restart() starts fresh ranks")
 
 
 def count(ranks: int) -> str:

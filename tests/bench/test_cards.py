@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kit.bench import ceilings
+from kit.bench.session import Book, Session
 from kit.bench.sync import cards
-from kit.errors import KitError
 from kit.results import Record, create_run, load
 
 CARD = {ceilings.HOST: [0.05], ceilings.WITHIN: [0.001], ceilings.OUT: [0.005], ceilings.BACK: [0.004]}
@@ -15,7 +15,7 @@ PEER = f"{ceilings.PEER} 1"
 
 @pytest.mark.slow
 def test_versions_of_a_lab_stand_beside_the_ceiling_of_the_same_ranks(tmp_path, nothing_left):
-    rows = cards.by_transport("shm", tmp_path, device="cpu", model="tiny", cycles=2)
+    rows = cards.by_transport(Session("cpu", tmp_path, Book("sync")), "shm", model="tiny", cycles=2)
     sync, plain = rows
     assert (sync.n, plain.n) == (2, cards.ROUNDS)
     assert sync.median > sync.ceiling > 0
@@ -28,7 +28,8 @@ def run(tmp_path):
     """Two versions of 2 x 256 MiB, made up: the first in 9 s, the second in half a second."""
     writer = create_run(tmp_path, "sync", {"size": "tiny"}, {})
     for cycle, taken in ((1, 9.0), (2, 0.5)):
-        rows = {"bytes": 2 * cards.BLOCK, "event/00/ready": 1.0, "event/01/apply": 1.0 + taken}
+        rows = [("bytes", 2 * cards.BLOCK, {}), ("event", 1.0, {"event": "ready", "order": 0})]
+        rows += [("event", 1.0 + taken, {"event": "apply", "order": 1})]
         about = {
             "run": writer.id,
             "lab": "sync",
@@ -38,7 +39,7 @@ def run(tmp_path):
             "unit": "",
             "time": 1.0,
         }
-        writer.append([Record(**about, metric=name, value=value) for name, value in rows.items()])
+        writer.append([Record(**about, metric=name, value=value, ids=ids) for name, value, ids in rows])
     writer.finish()
     return load(writer.dir)
 
@@ -68,14 +69,7 @@ def test_cards_that_do_not_reach_each_other_go_through_the_host():
     assert cards.ceiling_of("broadcast", CARD, same=False) == [ceilings.OUT, ceilings.BACK]
 
 
-def test_what_cannot_be_had_is_a_row_that_says_so(monkeypatch, tmp_path):
-    (row,) = cards.rows(tmp_path, model="tiny", cycles=1, driver=False)
-    assert (row.median, row.note) == (None, "not measured: this machine has no GPU driver")
-
-    def refuse(*_: object, **__: object) -> None:
-        raise KitError("NCCL will not have two ranks on a card\nand more of it")
-
-    monkeypatch.setattr(cards, "by_transport", refuse)
-    rows = cards.rows(tmp_path, model="tiny", cycles=1, driver=True)
-    assert [one.what for one in rows] == ["on cards: ipc", "on cards: shm", "on cards: broadcast"]
-    assert {one.note for one in rows} == {"not measured: NCCL will not have two ranks on a card"}
+def test_without_a_gpu_a_row_gives_the_reason(tmp_path):
+    (row,) = cards.rows(Session("cpu", tmp_path, Book("sync")), "ipc", model="tiny", cycles=1)
+    assert (row.what, row.median) == ("on GPUs: ipc", None)
+    assert row.note == "not measured: the CPU was asked for, or this machine has no GPU driver"

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from kit.bench.offload import Sizes, lab, main, plain, saver, tensors
+from kit.bench.offload import Sizes, lab, plain, saver, tensors
 from kit.bench.offload.tensors import Samples
+from kit.bench.session import Book, Session, conduct
 from kit.errors import KitError
 from kit.megatron.tensors import Item
 
@@ -14,7 +15,7 @@ from kit.megatron.tensors import Item
 @pytest.mark.slow
 def test_a_small_run_has_every_row(capsys):
     few = Sizes(models=("tiny",), trials=1, cycles=2, leak_cycles=1, grid=("dp2",))
-    assert main(True, few) == 0
+    assert conduct("offload", few, as_json=True, device="cpu") == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said["bench"] == "offload"
     assert said["provenance"]["versions"]["torch"]
@@ -47,15 +48,15 @@ def test_a_ratio_is_taken_cycle_by_cycle():
 
 def test_a_model_that_does_not_fit_is_a_row_that_says_so(monkeypatch, tmp_path):
 
-    monkeypatch.setattr("kit.labs.fits.available_bytes", lambda: 2**30)
-    (row,) = tensors.rows("qwen2.5-0.5b", tmp_path, trials=1, cycles=1)
+    monkeypatch.setattr("kit.labs.fits.free_memory", lambda: 2**30)
+    (row,) = tensors.rows(Session("cpu", tmp_path, Book("offload")), "qwen2.5-0.5b", trials=1, cycles=1)
     assert row.median is None
     assert "does not fit" in row.note
 
 
 def test_a_run_that_breaks_is_a_row_that_says_so(monkeypatch, tmp_path):
     monkeypatch.setitem(lab.GRID, "tp3", {"ranks": 2, "tp": 3})
-    row = lab.bitwise("tp3", tmp_path)
+    (row,) = lab.bitwise(Session("cpu", tmp_path, Book("offload")), "tp3")
     assert row.median is None
     assert "tp=3 does not divide" in row.note
 

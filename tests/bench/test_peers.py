@@ -40,7 +40,7 @@ def test_a_peer_that_is_not_installed_has_a_row_that_says_so() -> None:
 
 
 def test_a_peer_that_breaks_says_how_and_the_others_go_on() -> None:
-    rows = peers(trials=1, steps=1, wanted={"broken": Library(needs="pytest"), "gone": Library(needs="no-such")})
+    rows = list(peers(trials=1, steps=1, wanted={"broken": Library(needs="pytest"), "gone": Library(needs="no-such")}))
     assert [one.n for one in rows] == [0, 0]
     assert "No module named kit.bench.peers.broken" in rows[0].note
     assert nothing_marked()

@@ -3,31 +3,58 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kit.bench import reference
-from kit.bench.reference import ON_CARDS, ON_CPU, bench, lab, make, short_of, sizes_here, summarise, through
+from kit.bench.cost import Cost
+from kit.bench.pace import ASSUMED
+from kit.bench.reference import make, page, plan, sizes_here
+from kit.bench.reference import running as work
+from kit.bench.reference.pack import LEFT_OUT, pack
+from kit.bench.reference.page import short_of
+from kit.bench.reference.parts import Part, bench, lab, on_cpu, on_gpus
+from kit.bench.reference.running import is_settled, perform, settled
+from kit.bench.rows import row
+from kit.bench.session import Book
 from kit.cli import benches
 from kit.errors import BadInput
 from kit.labs.configure import validate
 from kit.labs.discover import discover, find
-from kit.results.files import read_json
+from kit.results.files import read_json, write_json
 
-SMALL = (
-    lab("smoke", cycles=2),
-    lab("smoke", "refused", cycles=0),
-    lab("smoke", "late", cycles=500, most_s=0.5),
-)
+PACE = replace(ASSUMED, device="cpu", source="made up")
+SLOW_BOX = replace(PACE, process_s=60.0, megatron_s=60.0)  # limits that a busy machine keeps, where real parts run
+SMALL = (lab("smoke", cycles=2), lab("smoke", "refused", cycles=0))
+# Stands in for a bench: it writes a row, and then waits to be ended.
+SLOW = """
+import sys, time
+from pathlib import Path
+from kit.bench.reference.running import is_settled, perform, settled
+from kit.bench.rows import row
+from kit.bench.session import Book
+book = Book("made-up", Path(sys.argv[1]))
+book.begin()
+for index in range(int(sys.argv[2])):
+    book.keep("a", row(f"row {index}", [1.0]))
+time.sleep(600)
+"""
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], int]:
     out = tmp_path_factory.mktemp("reference") / "box"
     said: list[str] = []
-    return out, said, make(out, parts=SMALL, say=said.append)
+    return out, said, make(out, parts=SMALL, pace=SLOW_BOX, say=said.append)
 
 
 @pytest.mark.slow
@@ -37,6 +64,7 @@ def test_a_labs_files_have_verdict_numbers_picture_and_origin(made) -> None:
     assert (told["exit"], told["state"], told["command"]) == (0, "no check failed", "kit run smoke --set cycles=2")
     assert {row["check"] for row in told["verdict"]} >= {"groups_return_to_baseline"}
     assert told["provenance"]["versions"]["torch"]
+    assert told["seats"][0]["devices"] == ["cpu"] * told["seats"][0]["ranks"]
     seconds = [row for row in told["medians"] if row["metric"] == "seconds"]
     assert all(row["min"] <= row["median"] <= row["max"] and row["count"] >= 2 for row in seconds)
     for name in ("lab-smoke.png", "lab-smoke-dark.png"):
@@ -46,29 +74,24 @@ def test_a_labs_files_have_verdict_numbers_picture_and_origin(made) -> None:
 
 @pytest.mark.slow
 def test_what_is_refused_is_told_and_is_no_failure(made) -> None:
-    told = read_json(made[0] / "lab-refused.json")
+    out, said, status = made
+    told = read_json(out / "lab-refused.json")
     assert (told["exit"], told["state"]) == (2, "refused")
     assert "cycles must be a whole number from 1 to 1000, not 0" in told["complaint"]
+    assert status == 0
+    assert said[1] == "1 of 2, lab-smoke ..."
 
 
 @pytest.mark.slow
-def test_a_part_past_its_time_is_ended_and_the_whole_is_not_well(made) -> None:
-    out, said, status = made
-    told = read_json(out / "lab-late.json")
-    assert told["exit"] == 3
-    assert told["complaint"] == "it took more than 0.5 s and was ended"
-    assert status == 3
-    assert said[0] == "1 of 3, lab-smoke ..."
-
-
-@pytest.mark.slow
-def test_the_page_lists_every_part(made) -> None:
-    page = (made[0] / "README.md").read_text()
-    assert page.startswith("# Reference: box\n")
-    assert "cores" in page
-    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| lab-")]
-    assert [row[0].removeprefix("| ") for row in rows] == ["lab-smoke", "lab-refused", "lab-late"]
+def test_the_page_lists_every_part_and_who_sat_where(made) -> None:
+    text = (made[0] / "README.md").read_text()
+    assert text.startswith("# Reference: box\n")
+    assert "cores" in text
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| lab-")]
+    assert [row[0].removeprefix("| ") for row in rows] == ["lab-smoke", "lab-refused"]
     assert rows[0][2] == "no check failed"
+    assert rows[0][5].startswith("2 ranks on cpu (")
+    assert "seconds (made up): process" in text
 
 
 @pytest.mark.slow
@@ -76,52 +99,181 @@ def test_it_goes_on_where_it_was(made) -> None:
     out, _, _ = made
     before = (out / "lab-smoke.json").stat().st_mtime_ns
     said: list[str] = []
-    again = (SMALL[0], lab("smoke", "late", cycles=1))
-    assert make(out, parts=again, say=said.append) == 0
-    assert said[0] == "1 of 2, lab-smoke: there already"
+    again = (SMALL[0], lab("smoke", "another", cycles=1))
+    assert make(out, parts=again, pace=SLOW_BOX, say=said.append) == 0
+    assert said[1] == "1 of 2, lab-smoke: there already"
     assert (out / "lab-smoke.json").stat().st_mtime_ns == before
-    assert read_json(out / "lab-late.json")["state"] == "no check failed"
+    assert read_json(out / "lab-another.json")["state"] == "no check failed"
 
 
-def test_a_folder_that_is_a_file_is_refused(tmp_path) -> None:
-    (tmp_path / "taken").write_text("")
-    with pytest.raises(BadInput, match="is a file: name a folder for the reference"):
-        make(tmp_path / "taken", parts=())
-    with pytest.raises(BadInput, match=r"cannot make a folder at .*: Not a directory"):
-        make(tmp_path / "taken" / "below", parts=())
+# -- limits ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parts", [ON_CPU, ON_CARDS], ids=["host", "cards"])
-def test_every_lab_and_bench_has_its_part_with_settings_that_are_there(parts) -> None:
-    assert {part.lab for part in parts if part.lab} == set(discover().labs)
-    without_notebook = set(benches()) - {"view"}  # that one measures what people look at, and needs their environment
-    assert {part.command[1] for part in parts if not part.lab} == without_notebook
-    assert len({part.name for part in parts}) == len(parts)
-    for part in parts:
-        if part.lab:
-            validate(find(part.lab), part.settings)
+@pytest.mark.parametrize(
+    ("rows", "state", "is_through"), [(2, "timed out with 2 rows", True), (0, "timed out without a row", False)]
+)
+def test_a_part_that_timed_out_with_rows_is_settled(
+    rows: int, state: str, is_through: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real process that is ended by its limit. What it is asked to do is made up: it writes rows, and waits."""
+    part = bench("sync", "digests")
+    file = tmp_path / "rows" / f"{part.name}.jsonl"
+    plain = work.finish
+
+    def finish(command: list[str], limit_s: float) -> Any:
+        assert command[command.index("--out") + 1] == str(file)
+        process = subprocess.Popen([sys.executable, "-c", SLOW, file, str(rows)])
+        while not file.exists() or file.read_text().count("\n") < 1 + rows:
+            assert process.poll() is None
+        process.kill()
+        process.wait()
+        return plain([sys.executable, "-c", "import time; time.sleep(600)"], 0.1)
+
+    monkeypatch.setattr(work, "finish", finish)
+    told = perform(tmp_path, part, 0.1, 0.0)
+    assert (told["state"], told["timed_out"]) == (state, True)
+    assert told["complaint"] == "it took more than 0.1 s and was ended"
+    assert [one["what"] for one in told.get("rows", ())] == [f"row {index}" for index in range(rows)]
+    assert settled(tmp_path, part) is is_through
+    said: list[str] = []
+    monkeypatch.setattr(reference, "perform", lambda *_: {"state": "again", "seconds": 0, "predicted": 0})
+    make(tmp_path, parts=[part], pace=PACE, say=said.append)
+    assert said[1] == ("1 of 1, bench-sync.digests: there already" if is_through else "1 of 1, bench-sync.digests ...")
 
 
-@pytest.mark.parametrize(("device", "parts"), [("cpu", ON_CPU), ("cuda", ON_CARDS)])
-def test_sizes_are_those_of_the_box(tmp_path, monkeypatch, device, parts) -> None:
-    """Doctor's answer is made up: there need be no card here."""
-    found = json.dumps({"problems": [], "ranks": {"device": device}})
-    monkeypatch.setattr(reference.subprocess, "run", answering(found))
-    assert sizes_here(tmp_path) is parts
-    assert read_json(tmp_path / "doctor.json")["ranks"]["device"] == device
+def test_a_bench_that_measured_nothing_is_seen_on_the_page() -> None:
+    rows = [{"median": 1.0}, {"median": None}]
+    assert work.state({"timed_out": False, "exit": 0, "rows": rows}) == "measured 1 of 2 rows"
+    assert work.state({"timed_out": False, "exit": 3, "rows": rows}) == "broke"
+    assert work.state({"timed_out": False, "exit": 0, "verdict": []}) == "no check failed"
 
 
-def test_a_box_where_labs_cannot_run_is_refused(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(reference.subprocess, "run", answering(json.dumps({"problems": ["no torch"], "ranks": None})))
-    with pytest.raises(BadInput, match="labs cannot run here: no torch"):
-        sizes_here(tmp_path)
+@pytest.mark.parametrize(
+    ("told", "is_through"),
+    [
+        ({"exit": 0}, True),
+        ({"exit": 1}, True),
+        ({"exit": 2}, True),
+        ({"exit": 3, "rows": [{}]}, False),
+        ({"exit": 130, "rows": [{}]}, False),
+        ({"exit": -9, "timed_out": True, "rows": [{}]}, True),
+        ({"exit": 130, "timed_out": True, "medians": [{}]}, True),
+        ({"exit": 130, "timed_out": True, "medians": []}, False),
+        ({}, False),
+    ],
+)
+def test_what_counts_as_settled(told: dict[str, Any], is_through: bool) -> None:
+    assert is_settled(told) is is_through
 
 
-def answering(text: str):
-    class Done:
-        stdout, stderr, returncode = text, "", 0
+def test_limits_are_scaled_by_the_pace_and_end_with_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are made up, and so is the clock: each takes two minutes."""
+    clock, limits = [0.0], {}
 
-    return lambda *_, **__: Done
+    def takes(out: Path, part: Part, limit_s: float, predicted_s: float) -> dict[str, Any]:
+        limits[part.name] = limit_s
+        clock[0] += 120
+        told = {"part": part.name, "exit": 0, "state": "well", "seconds": 120, "predicted": predicted_s}
+        write_json(out / f"{part.name}.json", {**told, "command": "kit", "complaint": ""})
+        return told
+
+    monkeypatch.setattr(reference, "perform", takes)
+    monkeypatch.setattr(reference.time, "monotonic", lambda: clock[0])
+    parts = [
+        Part(name=name, command=("bench", name), cost=Cost(idle=seconds))
+        for name, seconds in (("first", 40), ("second", 100), ("long", 70), ("short", 30))
+    ]
+    said: list[str] = []
+    assert make(tmp_path, parts=parts, pace=PACE, minutes=5, pack=tmp_path.with_suffix(".tgz"), say=said.append) == 0
+    assert limits == {"first": 100, "second": 180, "short": 60}
+    assert said[5] == "3 of 4, long: 60 s were left of 5 min: run `kit reference` again"
+    text = (tmp_path / "README.md").read_text()
+    assert "Not run: long: 60 s were left of 5 min: run `kit reference` again." in text
+    with tarfile.open(tmp_path.with_suffix(".tgz")) as tar:
+        assert f"{tmp_path.name}/short.json" in tar.getnames()
+    clock[0] = 0.0
+    assert make(tmp_path, parts=parts, pace=PACE, minutes=5, say=said.append) == 0
+    assert read_json(tmp_path / "long.json")["state"] == "well"
+
+
+@pytest.mark.slow
+def test_a_lab_past_its_limit_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real run of many cycles. Its limit is over when there are some records, however fast this machine is."""
+    part, limit_s = lab("smoke", "late", cycles=1000), 7.5
+    records = tmp_path / "runs" / part.name / "records.jsonl"
+
+    class Process(subprocess.Popen):
+        def communicate(self, input: Any = None, timeout: float | None = None) -> Any:  # noqa: A002 - the parent's name
+            if timeout != limit_s:
+                return super().communicate(input)
+            while not records.exists() or records.read_text().count("\n") < 20:
+                assert self.poll() is None
+                time.sleep(0.05)
+            raise subprocess.TimeoutExpired(self.args, limit_s)
+
+    monkeypatch.setattr(work.subprocess, "Popen", Process)
+    told = perform(tmp_path, part, limit_s, 1.0)
+    assert told["state"] == f"timed out with {len(told['medians'])} rows"
+    assert told["verdict"]
+    assert settled(tmp_path, part)
+
+
+# -- what a part leaves ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_a_bench_wrote_are_kept_however_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How it ends is made up."""
+
+    def broke(command: list[str], _: float) -> tuple[int, str, str, bool]:
+        book = Book("sync", Path(command[command.index("--out") + 1]))
+        book.begin()
+        book.keep("a", row("slow", [2.0], limit=1.0))
+        book.seat({"ranks": 2, "devices": ["cuda:0", "cuda:0"], "why": "asked for"})
+        return 3, "what  who\nslow  kit\n{}\n", "died", False
+
+    monkeypatch.setattr(work, "finish", broke)
+    perform(tmp_path, bench("sync"), 1.0, 1.0)
+    kept = read_json(tmp_path / "bench-sync.json")
+    assert ([one["what"] for one in kept["rows"]], kept["exit"], kept["state"]) == (["slow"], 3, "broke")
+    assert (tmp_path / "bench-sync.txt").read_text() == "what  who\nslow  kit\n"
+    assert not settled(tmp_path, bench("sync"))
+    page.write(tmp_path, [bench("sync")], PACE, {})
+    (line,) = [one for one in (tmp_path / "README.md").read_text().splitlines() if one.startswith("| bench-sync")]
+    assert line.endswith("| 2 ranks on cuda:0 (asked for) | slow |")
+
+
+def test_an_interrupted_reference_keeps_what_the_part_had_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(command: list[str], _: float) -> None:
+        Book("sync", Path(command[command.index("--out") + 1])).begin()
+        Book("sync", Path(command[command.index("--out") + 1])).keep("a", row("one", [2.0]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(work, "finish", interrupted)
+    part = bench("sync", "digests")
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path, parts=[part], pace=PACE, say=lambda _: None)
+    kept = read_json(tmp_path / "bench-sync.digests.json")
+    assert ([one["what"] for one in kept["rows"]], kept["state"]) == (["one"], "interrupted")
+    assert "| interrupted |" in (tmp_path / "README.md").read_text()
+    assert not settled(tmp_path, part)
+
+
+def test_rows_of_an_earlier_try_are_not_taken_for_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows").mkdir()
+    book = Book("sync", tmp_path / "rows" / "bench-sync.jsonl")
+    book.keep("a", row("old", [1.0]))
+    monkeypatch.setattr(work, "finish", lambda *_: (3, "", "died", False))
+    told = perform(tmp_path, bench("sync"), 1.0, 1.0)
+    assert "rows" not in told
+
+
+def test_what_was_recorded_by_hand_is_recorded_anew(tmp_path) -> None:
+    (tmp_path / "bench-sync.json").write_text(json.dumps({"bench": "sync", "rows": []}))
+    assert not settled(tmp_path, bench("sync"))
+    page.write(tmp_path, [bench("sync")], PACE, {})
+    assert "Not there yet: bench-sync." in (tmp_path / "README.md").read_text()
 
 
 def test_what_fell_short_is_named() -> None:
@@ -132,31 +284,91 @@ def test_what_fell_short_is_named() -> None:
     assert short_of(told) == ["a", "slow"]
 
 
-def test_what_a_bench_measured_before_its_time_was_over_is_kept(tmp_path, monkeypatch) -> None:
-    """How it ends is made up: a bench that is interrupted tells what it has, and ends well or not."""
-    rows = [{"what": "slow", "met": False}]
-    told = "what  who\nslow  kit\n" + json.dumps({"bench": "sync", "rows": rows}) + "\n"
-    monkeypatch.setattr(reference, "finish", lambda *_: (3, told, "it took more than 1 s and was ended"))
-    reference.perform(tmp_path, bench("sync"))
-    kept = read_json(tmp_path / "bench-sync.json")
-    assert (kept["rows"], kept["exit"], kept["state"]) == (rows, 3, "broke")
-    assert (tmp_path / "bench-sync.txt").read_text() == "what  who\nslow  kit\n"
+def test_a_pack_is_one_small_file_with_the_most_telling_first(tmp_path: Path) -> None:
+    box = tmp_path / "box"
+    sizes = {"README.md": 100, "a.json": 30_000, "a.png": 40_000, "a-dark.png": 45_000, "runs/a/records.jsonl": 60_000}
+    for index, (name, size) in enumerate(sizes.items()):
+        (box / name).parent.mkdir(parents=True, exist_ok=True)
+        (box / name).write_bytes(noise(index, size))
+    to, most = tmp_path / "box.tgz", 150_000
+    assert pack(box, to, most=most) == ["a-dark.png", "runs/a/records.jsonl"]
+    assert to.stat().st_size <= most
+    with tarfile.open(to) as tar:
+        assert tar.getnames() == [f"box/{name}" for name in ("README.md", "a.json", "a.png", LEFT_OUT)]
+        listed = tar.extractfile(f"box/{LEFT_OUT}")
+        assert listed is not None
+        assert listed.read().decode() == "a-dark.png\nruns/a/records.jsonl"
+    assert pack(box, to) == []
 
 
-def test_a_bench_that_ends_in_the_middle_has_no_rows(tmp_path, monkeypatch) -> None:
-    """How it ends is made up."""
-    monkeypatch.setattr(reference, "finish", lambda *_: (3, "what\n{oh}", "died"))
-    reference.perform(tmp_path, bench("sync"))
-    kept = read_json(tmp_path / "bench-sync.json")
-    assert (kept["exit"], kept["complaint"]) == (3, "died")
-    assert "rows" not in kept
+def noise(seed: int, size: int) -> bytes:
+    import random
+
+    return random.Random(seed).randbytes(size)
 
 
-def test_what_was_recorded_by_hand_is_recorded_anew(tmp_path) -> None:
-    (tmp_path / "bench-sync.json").write_text(json.dumps({"bench": "sync", "rows": []}))
-    assert not through(tmp_path, bench("sync"))
-    summarise(tmp_path, [bench("sync")])
-    assert "Not there yet" not in (tmp_path / "README.md").read_text()
+# -- which parts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(BadInput, match="is a file: name a folder for the reference"):
+        make(tmp_path / "taken", parts=())
+    with pytest.raises(BadInput, match=r"cannot make a folder at .*: Not a directory"):
+        make(tmp_path / "taken" / "below", parts=())
+    with pytest.raises(BadInput, match="there is no folder"):
+        make(tmp_path / "box", parts=(), pace=PACE, pack=tmp_path / "nowhere" / "box.tgz")
+
+
+@pytest.mark.parametrize("parts", [on_cpu(), on_gpus()], ids=["cpu", "gpus"])
+def test_every_lab_and_bench_has_its_part_with_settings_that_are_there(parts) -> None:
+    assert {part.lab for part in parts if part.lab} == set(discover().labs)
+    wanted = set(benches()) - {"view", "limits"}  # what people look at, in their environment; and the reference itself
+    assert {part.command[1] for part in parts if not part.lab} == wanted
+    assert len({part.name for part in parts}) == len(parts)
+    for part in parts:
+        if part.lab:
+            validate(find(part.lab), part.settings)
+
+
+@pytest.mark.parametrize(
+    ("here", "asked", "device"), [("cpu", "auto", "cpu"), ("cuda", "auto", "cuda"), ("cuda", "cpu", "cpu")]
+)
+def test_sizes_are_those_of_the_box(tmp_path, monkeypatch, here, asked, device) -> None:
+    """Doctor's answer is made up: there need be no GPU here."""
+    found = json.dumps({"problems": [], "ranks": {"device": here, "suspend_why": None}})
+    monkeypatch.setattr(reference.subprocess, "run", answering(found))
+    parts = on_cpu() if device == "cpu" else list(on_gpus())
+    assert sizes_here(tmp_path, asked) == (device, parts, {})
+    assert read_json(tmp_path / "doctor.json")["ranks"]["device"] == here
+
+
+def test_a_gpu_that_cannot_be_had_is_refused_with_the_reason(tmp_path, monkeypatch) -> None:
+    found = {"problems": [], "ranks": {"device": "cpu", "device_why": "torch is a build without CUDA"}}
+    monkeypatch.setattr(reference.subprocess, "run", answering(json.dumps(found)))
+    with pytest.raises(BadInput, match="device=cuda cannot be had: torch is a build without CUDA"):
+        sizes_here(tmp_path, "cuda")
+
+
+def test_a_box_where_labs_cannot_run_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(reference.subprocess, "run", answering(json.dumps({"problems": ["no torch"], "ranks": None})))
+    with pytest.raises(BadInput, match="labs cannot run here: no torch"):
+        sizes_here(tmp_path, "auto")
+
+
+def answering(text: str):
+    return lambda *_, **__: SimpleNamespace(stdout=text, stderr="", returncode=0)
+
+
+def test_a_plan_for_a_gpu_asks_nothing_of_this_box_and_is_the_one_in_the_docs(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(reference.subprocess, "run", answering("no doctor"))
+    assert plan(None, device="cuda", assumed=True) == 0
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert lines[0].startswith("seconds (assumed for one H200 with two ranks on it): ")
+    assert [line.split()[0] for line in lines[2:-1]] == [part.name for part in on_gpus() if not part.needs]
+    docs = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
+    assert f"```\n{said}```" in docs.read_text()
 
 
 def test_names_are_those_of_files() -> None:

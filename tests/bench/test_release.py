@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from kit.bench.release import Sizes, main, ways
-from kit.bench.release.ways import WHAT, of, table
+from kit.bench.release import Sizes, ways
+from kit.bench.release.onranks import GLOO, SPLIT, STORE
+from kit.bench.release.ways import LIKE_EXACT, Way, of, table
 from kit.bench.rows import Row
+from kit.bench.session import conduct
 from kit.errors import KitError
 
 MIB = 2**20
+EXACT, MANUAL = Way("exact"), Way("manual")
 
 
-def rank(release: float, *, freed: int, left: int, groups: int = 20) -> dict:
+def rank(release: float, *, freed: int, left: int, groups: int = 20, mechanism: str = GLOO) -> dict:
     """What one rank says of two cycles alike."""
     levels = {"groups": freed, "rss_anon": freed * MIB}
     one = {"seconds": {"release": release, "back": 0.01, "first collective": 0.002}, "freed": levels}
-    return {"groups": groups, "cycles": [one, one], "left": {"groups": left, "rss_anon": left * MIB}}
+    left_ = {"groups": left, "rss_anon": left * MIB}
+    return {"groups": groups, "cycles": [one, one], "left": left_, "mechanism": mechanism}
 
 
 def made() -> dict[tuple[str, str], Row]:
     seen = {
-        (20, "exact"): [[rank(0.02, freed=20, left=0), rank(0.03, freed=19, left=1)]] * 2,
-        (20, "manual"): [[rank(0.2, freed=17, left=9), rank(0.1, freed=17, left=9)]],
+        EXACT: [[rank(0.02, freed=20, left=0), rank(0.03, freed=19, left=1)]] * 2,
+        MANUAL: [[rank(0.2, freed=17, left=9), rank(0.1, freed=17, left=9)]],
     }
-    return {(one.who, one.what.partition(": ")[2]): one for one in of(20, 2, seen)}
+    return {(one.who, one.what.partition(": ")[2]): one for one in of(2, seen)}
 
 
 def test_a_time_is_the_slowest_ranks_and_a_sample_is_a_cycle():
     one = made()["exact", "release"]
     assert (one.median, one.n, one.unit) == (pytest.approx(30), 4, "ms")
-    assert made()["manual", "release + back"].median == pytest.approx(210)
+    assert made()["manual", "round"].median == pytest.approx(212)
 
 
 def test_freed_is_the_least_and_left_the_most_of_any_rank():
@@ -43,9 +48,29 @@ def test_freed_is_the_least_and_left_the_most_of_any_rank():
 
 
 def test_exact_is_held_against_what_is_in_common_use():
-    exact = made()["exact", "release + back"]
-    assert (exact.limit, exact.aim, exact.met) == (pytest.approx(210), 60, True)
-    assert made()["manual", "release + back"].limit is None
+    exact = made()["exact", "round"]
+    assert (exact.limit, exact.aim, exact.met) == (pytest.approx(212), 60, True)
+    assert made()["manual", "round"].limit is None
+
+
+def test_like_is_compared_with_like_and_every_row_names_its_mechanism():
+    """On a GPU: plain manual splits WORLD, which is another work than making communicators over the store."""
+    cost = {EXACT: (0.3, STORE), MANUAL: (0.1, SPLIT), LIKE_EXACT: (0.4, STORE)}
+    seen = {way: [[rank(taken, freed=20, left=0, mechanism=how)]] for way, (taken, how) in cost.items()}
+    rows = {(one.who, one.ids["what"]): one for one in of(2, seen)}
+    assert {one.who: one.ids["mechanism"] for one in rows.values()} == {
+        "exact": STORE,
+        "manual": SPLIT,
+        "manual, by store": STORE,
+    }
+    exact = rows["exact", "round"]
+    assert (exact.limit, exact.aim) == (pytest.approx(412), 6000)
+    assert exact.note == f"{STORE}; the limit is what 'manual, by store' takes, by the same mechanism"
+    assert rows["manual", "release"].note == SPLIT
+    del seen[LIKE_EXACT]
+    alone = next(one for one in of(2, seen) if one.who == "exact" and one.ids["what"] == "round")
+    assert (alone.limit, alone.met) == (None, None)
+    assert alone.note == f"{STORE}; nothing was measured here by the same mechanism"
 
 
 def test_the_table_has_a_line_for_each_way_and_says_what_was_not_measured():
@@ -69,14 +94,16 @@ def test_the_table_has_a_line_for_each_way_and_says_what_was_not_measured():
         "/",
         "1",
     ]
-    assert "exact, 20 groups a rank, 2 ranks: release + back: 40 ms, at most 210: met" in said
+    assert "exact, 20 groups a rank, 2 ranks: round: 42 ms, at most 212: met" in said
     assert said[-1] == "suspend, groups, 2 ranks: not measured: it needs a card"
 
 
 class Broken:
     """A World whose ranks die under one way of releasing, and which is interrupted after so many calls."""
 
-    def __init__(self, *_: object, **__: object) -> None:
+    device = "cpu"
+
+    def __init__(self) -> None:
         self.calls = 0
 
     def __enter__(self) -> Broken:
@@ -85,6 +112,9 @@ class Broken:
     def __exit__(self, *_: object) -> None: ...
 
     def restart(self) -> None: ...
+
+    def status(self) -> list:
+        return [{"device": "cpu"}] * 2
 
     def call(self, target: str, *, mode: str, **_: object) -> list:
         if target.endswith(":refused"):
@@ -97,30 +127,57 @@ class Broken:
         return [rank(0.02, freed=20, left=0)]
 
 
-def test_what_broke_is_said_and_what_was_measured_is_kept(monkeypatch, tmp_path):
-    monkeypatch.setattr(ways, "World", Broken)
-    rows: list[Row] = []
+def test_rows_of_every_trial_are_given_before_the_next_one():
+    world = Broken()
+    session = SimpleNamespace(device="cpu", world=lambda *_, **__: world)
+    rows: dict[tuple[str, str], Row] = {}
+
+    def keep() -> None:
+        for one in ways.rows(session, 2, 0, trials=2, cycles=1):
+            rows[one.what, one.who] = one
+
     with pytest.raises(KeyboardInterrupt):
-        ways.measure(rows, 2, (0,), tmp_path, trials=2, cycles=1)
-    notes = {(one.who, one.what): one.note for one in rows if one.note}
+        keep()
+    notes = {one.who: (one.what, one.note) for one in rows.values() if one.median is None}
     assert notes == {
-        ("suspend", "groups, 2 ranks"): "not measured: it needs a card",
-        ("abort", "own groups, 2 ranks"): "not measured: rank 1 died",
+        "suspend": ("own groups, 2 ranks", "not measured: it needs a card"),
+        "abort": ("own groups, 2 ranks", "not measured: rank 1 died"),
     }
-    counted = {one.who: one.n for one in rows if one.what.endswith(": release")}
+    counted = {one.who: one.n for one in rows.values() if one.ids.get("what") == "release"}
     assert counted == {"exact": 4, "manual": 2, "official": 2}
+
+
+def test_on_a_gpu_manual_is_measured_by_the_same_mechanism_too():
+    asked = []
+
+    class Gpu(Broken):
+        def status(self) -> list:
+            return [{"device": "cuda:0"}] * 2
+
+        def call(self, target: str, *, mode: str, by_store: bool = False, **_: object) -> list:
+            if target.endswith(":refused"):
+                return [""]
+            asked.append((mode, by_store))
+            return [rank(0.02, freed=20, left=0, mechanism=STORE)]
+
+    session = SimpleNamespace(device="cuda", world=lambda *_, **__: Gpu())
+    list(ways.rows(session, 2, 0, trials=1, cycles=1))
+    assert [one for one in asked if one[0] == "manual"] == [("manual", False), ("manual", True)]
+    (row,) = ways.rows(session, 4, 0, trials=1, cycles=1, most_a_gpu=1)
+    assert row.note == "not measured: 2 ranks would share a GPU"
 
 
 @pytest.mark.slow
 def test_a_small_run_tells_the_ways_apart(capsys):
     few = Sizes(groups=(0, 30), more_ranks=(), trials=1, cycles=2)
-    assert main(True, few) == 0
+    assert conduct("release", few, as_json=True, device="cpu") == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said["bench"] == "release"
+    assert {row["ids"]["mechanism"] for row in said["rows"] if row["median"] is not None} == {GLOO}
     rows = {
-        (int(found[1]), found[3], row["who"]): row["median"]
+        (row["ids"]["groups"], row["ids"]["what"], row["who"]): row["median"]
         for row in said["rows"]
-        if (found := WHAT.fullmatch(row["what"]))
+        if "what" in row["ids"]
     }
     own, more = sorted({number for number, _, _ in rows})
     assert more == 30 > own

@@ -12,7 +12,8 @@ import pytest
 
 from kit import results
 from kit.bench import routing
-from kit.bench.routing import NUMBERS, PHASES, QUICK, main
+from kit.bench.routing import NUMBERS, PHASES
+from kit.bench.session import Book, Session, conduct
 from tests.test_routing import STANDINS
 
 
@@ -25,7 +26,7 @@ def told(capsys: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_numbers_are_the_same_and_times_are_told(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("PYTHONPATH", str(STANDINS), prepend=os.pathsep)
-    assert main(True, QUICK) == 0
+    assert conduct("routing", quick=True, as_json=True, device="cpu") == 0
     rows = told(capsys)
     assert (rows[NUMBERS]["median"], rows[NUMBERS]["met"]) == (0.0, True)
     assert rows[NUMBERS]["note"] == "10 numbers in each turn; turns: 1"
@@ -58,13 +59,13 @@ def test_one_turn_that_differs_is_enough(
     monkeypatch.setattr(routing, "once", lambda *_: MadeUp(routed=routed))
     monkeypatch.setattr(routing, "seconds", lambda *_: 1.0)
     monkeypatch.setattr(results, "outcomes", lambda *_: next(turns))
-    rows = routing.side_by_side(tmp_path, routing.Sizes(turns=3))
-    assert rows[0].what == NUMBERS
-    assert (rows[0].median, rows[0].met, rows[0].note) == told
+    session = Session("cpu", tmp_path, Book("routing"))
+    rows = {row.what: row for row in routing.side_by_side(session, routing.Sizes(turns=3))}
+    assert (rows[NUMBERS].median, rows[NUMBERS].met, rows[NUMBERS].note) == told
 
 
 def test_where_it_is_not_in_effect_the_rows_say_why(capsys: Any) -> None:
-    assert main(True, QUICK) == 0
+    assert conduct("routing", quick=True, as_json=True, device="cpu") == 0
     rows = told(capsys)
     if rows[NUMBERS]["median"] is not None:
         pytest.skip("torchcomms is installed here")

@@ -45,7 +45,7 @@ def test_the_last_line_is_one_json_object(capsys: pytest.CaptureFixture[str], as
     said = json.loads(last)
     assert said["bench"] == "some"
     first = said["rows"][0]
-    assert list(first.values()) == ["it", "kit", "s", 1.5, 1.0, 2.0, 2, 1.2, None, 0.5, "", False]
-    assert list(first)[-6:] == ["n", "limit", "aim", "ceiling", "note", "met"]
+    assert list(first.values()) == ["it", "kit", "s", 1.5, 1.0, 2.0, 2, 1.2, None, 0.5, "", {}, False]
+    assert list(first)[-6:] == ["limit", "aim", "ceiling", "note", "ids", "met"]
     assert [one["note"] for one in said["rows"]] == ["", "why"]
     assert said["provenance"]["python"]

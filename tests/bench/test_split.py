@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kit.bench.split import Job, Sizes, grid, main, measured, onranks, steps
+from kit.bench.session import Book, Session, conduct
+from kit.bench.split import QUICK, Job, Sizes, grid, onranks, steps
 from kit.errors import KitError
 from kit.labs.configure import configure
 from kit.labs.split import LAB
@@ -28,7 +29,6 @@ def test_a_small_run_has_every_row(capsys):
     few = Sizes(
         job=TINY,
         pipeline=replace(TINY, layers=2),
-        experts=TINY,
         rounds=2,
         trials=1,
         peak_steps=1,
@@ -36,7 +36,7 @@ def test_a_small_run_has_every_row(capsys):
         loss_rounds=2,
         grid=ONE,
     )
-    assert main(True, few) == 0
+    assert conduct("split", few, as_json=True, device="cpu") == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said["bench"] == "split"
     rows = said["rows"]
@@ -72,10 +72,11 @@ def world(request, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(6, of="grid")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("world", "name"), [(GRID[name]["ranks"], name) for name in PART], indirect=["world"])
 def test_no_check_fails_on_the_grid(world, name, tmp_path):
-    row = grid.judged(name, GRID[name], world, tmp_path / "run")
+    row = grid.judged(Session("cpu", tmp_path, Book("split")), name, GRID[name], world, tmp_path / "run")
     assert row.met is True, row.note
     silent = row.note.partition("not measured: ")[2]
     assert silent == ("" if "fsdp2" in name else "backends_agree, oracle" if "ep2" in name else "backends_agree")
@@ -106,17 +107,16 @@ class FakeWorld:
         self.restarts += 1
 
 
-def test_a_config_that_breaks_is_a_row_that_says_so_and_costs_the_ranks(monkeypatch, tmp_path):
-    def breaks(*_):
+def test_a_config_that_breaks_is_a_row_that_says_so_and_costs_the_ranks(tmp_path):
+    def breaks(*_, **__):
         raise KitError("rank 1 died\nand more")
 
-    monkeypatch.setattr(grid, "_run", breaks)
     world = FakeWorld()
-    row = grid.judged("a", {}, world, tmp_path)
+    row = grid.judged(SimpleNamespace(lab=breaks), "a", {}, world, tmp_path)
     assert (row.median, row.note, world.restarts) == (None, "broke: rank 1 died", 1)
 
 
-def test_a_row_of_the_grid_counts_what_failed_and_names_the_worst(monkeypatch, tmp_path):
+def test_a_row_of_the_grid_counts_what_failed_and_names_the_worst(tmp_path):
     def one(check, measured, passed):
         return SimpleNamespace(check=check, measured=measured, passed=passed)
 
@@ -131,18 +131,17 @@ def test_a_row_of_the_grid_counts_what_failed_and_names_the_worst(monkeypatch, t
             one("oracle", None, passed=None),
         ]
     )
-    monkeypatch.setattr(grid, "_run", lambda *_: SimpleNamespace(verdict=lambda: verdict))
-    row = grid.judged("a", {}, FakeWorld(), tmp_path)
+    session = SimpleNamespace(lab=lambda *_, **__: SimpleNamespace(verdict=lambda: verdict))
+    row = grid.judged(session, "a", {}, FakeWorld(), tmp_path)
     assert (row.median, row.met) == (1, False)
     assert row.note == "2 passed; FAILED grad_parity 0.5; gradients 5.0e-01 off, metrics 3.0e-08; not measured: oracle"
 
 
-def test_a_part_that_breaks_is_a_row_that_says_so():
-    def breaks():
-        raise KitError("no memory\nhere")
-
-    (row,) = measured("this", breaks)
-    assert (row.what, row.median, row.note) == ("this", None, "not measured: no memory")
+def test_a_quick_bench_has_both_backends_and_a_larger_job_on_a_gpu():
+    assert {config.get("backend", "megatron") for config in QUICK.grid.values()} == {"megatron", "fsdp2"}
+    assert len(QUICK.grid) == len(grid.QUICK)
+    assert QUICK.on("cpu")[0].size == "tiny"
+    assert QUICK.on("cuda")[0].size == "125m"
 
 
 @pytest.mark.parametrize("count", [2, 4, 6])

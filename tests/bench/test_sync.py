@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +11,15 @@ import pytest
 import torch
 
 from kit.bench import sync
-from kit.bench.rows import Row, row
-from kit.bench.sync import Sizes, files, main, measured, parts, weights
-from kit.bench.sync.parts import Shape
-from kit.errors import BadInput, KitError
+from kit.bench.session import Book, Session, conduct
+from kit.bench.sync import Sizes, files, weights, works
+from kit.bench.sync.works import Shape
+from kit.errors import BadInput
 
 TINY = Sizes(
     shapes=(
-        Shape(name="tiny model", model="tiny", at_most=parts.LARGE),
-        Shape(name="9 x 32 KiB", count=9, each=32 * 1024, at_most=parts.SMALL),
+        Shape(key="model", name="tiny model", model="tiny", at_most=works.LARGE),
+        Shape(key="small", name="9 x 32 KiB", count=9, each=32 * 1024, at_most=works.SMALL),
     ),
     rounds=2,
     slow_rounds=1,
@@ -35,12 +34,15 @@ TINY = Sizes(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_small_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(True, TINY) == 0
+    assert conduct("sync", TINY, as_json=True, device="cpu") == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said["bench"] == "sync"
     rows = said["rows"]
     silent = {(row["what"], row["who"]): row["note"] for row in rows if row["median"] is None}
-    assert set(silent.values()) <= {"not installed", "not measured: this machine has no GPU driver"}, silent
+    assert set(silent.values()) <= {
+        "not installed",
+        "not measured: the CPU was asked for, or this machine has no GPU driver",
+    }, silent
 
     def named(*words: str) -> dict[str, Any]:
         (found,) = [row for row in rows if all(word in row["what"] for word in words)]
@@ -68,7 +70,7 @@ def test_a_small_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert named("growth: 1 MB, 2 receivers: broadcast")["n"] == 2
 
 
-@pytest.mark.parametrize("shape", [*parts.SHAPES, TINY.shapes[0]], ids=lambda shape: str(shape.name))
+@pytest.mark.parametrize("shape", [*works.SHAPES, TINY.shapes[0]], ids=lambda shape: str(shape.name))
 def test_sizes_are_those_of_the_weights(shape: Shape) -> None:
     """Vectors, as norms and biases, are left out of the arithmetic."""
     elements = sum(torch.Size(each).numel() for each in weights.shapes_of(shape.told()))
@@ -85,10 +87,10 @@ def test_noise_differs_from_tensor_to_tensor() -> None:
 
 
 def test_ways_are_told_in_words() -> None:
-    assert parts.called("broadcast@16") == "broadcast, buckets of 16 MiB"
-    assert parts.called("shm+cache") == "shm, by way of the cache"
-    assert parts.called("shm+sha256") == "shm, verified by sha256"
-    assert parts.called("file:dcp") == "dcp"
+    assert works.called("broadcast@16") == "broadcast, buckets of 16 MiB"
+    assert works.called("shm+cache") == "shm, by way of the cache"
+    assert works.called("shm+sha256") == "shm, verified by sha256"
+    assert works.called("file:dcp") == "dcp"
 
 
 def told(**seconds: list[float]) -> dict[str, Any]:
@@ -112,9 +114,9 @@ def test_ratios_are_taken_turn_by_turn_against_the_best(monkeypatch: pytest.Monk
         "per-tensor": [8.0, 8.0],
         "broadcast@4": [10.0, 10.0],
     }
-    monkeypatch.setattr(parts, "rates", lambda *_, **__: made)
+    monkeypatch.setattr(works, "rates", lambda *_, **__: made)
     rows = {
-        row.what.partition(": ")[2]: row for row in parts.transports(None, TINY.shapes[1], rounds=2, buckets_mib=[4])
+        row.what.partition(": ")[2]: row for row in works.transports(None, TINY.shapes[1], rounds=2, buckets_mib=[4])
     }  # type: ignore[arg-type]
     over = rows["shm, time over memcpy's"]
     assert (over.low, over.median, over.high, over.met) == (1.0, 1.5, 2.0, True)
@@ -125,37 +127,18 @@ def test_ratios_are_taken_turn_by_turn_against_the_best(monkeypatch: pytest.Monk
     assert automatic.note == "that is per-tensor; automatic buckets are of 4 MiB"
 
 
-def test_a_part_that_breaks_is_a_row_that_says_so_and_costs_the_ranks() -> None:
-    restarts: list[int] = []
-    world: Any = SimpleNamespace(restart=lambda: restarts.append(1))  # has nothing but a way to start anew
-
-    def breaks() -> list[Any]:
-        raise KitError("rank 1 died\nand more")
-
-    (made,) = measured(world, "this", breaks)
-    assert (made.what, made.median, made.note, restarts) == ("this", None, "not measured: rank 1 died", [1])
-
-
-def test_what_was_measured_before_an_interrupt_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The ranks are none, and so are the parts."""
-
-    def interrupted() -> list[Row]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(parts, "ranks", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(sync, "works", lambda *_: {"a": lambda: [row("a", [1.0])], "b": interrupted, "c": interrupted})
-    assert main(True, TINY) == 0
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [(one["what"], one["median"]) for one in said["rows"]] == [("a", 1.0), ("the rest", None)]
+@pytest.mark.parametrize(("device", "first"), [("cuda", "gpus.ipc"), ("cpu", "model.transports")])
+def test_gpu_rows_come_first_where_there_is_a_gpu(device: str, first: str, tmp_path: Path) -> None:
+    made = sync.parts(Session(device, tmp_path, Book("sync")), Sizes())
+    assert next(iter(made)) == first
+    assert {"gpus.ipc", "gpus.shm", "gpus.broadcast", "digests", "growth.bytes"} < made.keys()
 
 
 def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "available_bytes", lambda: 2**30)
+    monkeypatch.setattr(works, "free_memory", lambda: 2**30)
     world: Any = None
     with pytest.raises(BadInput, match=r"64 x 4 MiB needs 1\.8 GiB here, and 1\.0 GiB are free"):
-        parts.rates(world, parts.SHAPES[2], ["shm"], receivers=2, rounds=1)
+        works.rates(world, works.SHAPES[2], ["shm"], receivers=2, rounds=1)
 
 
 def test_files_lie_in_memory_where_there_is_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

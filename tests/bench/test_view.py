@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from kit.bench.view import RANKS, Sizes, made_up, main
+from kit.bench.session import conduct
+from kit.bench.view import RANKS, Sizes, made_up
 from kit.public import load
 from kit.view import named
 
@@ -25,7 +26,8 @@ def test_the_made_up_run_is_judged_and_drawn_as_the_labs_own(tmp_path):
 @pytest.mark.slow
 def test_a_small_run_has_every_row(capsys):
     before = os.environ.get("KIT_RUNS")
-    assert main(True, Sizes(records=3500, many=5000, moves=2, opens=2, panels=1)) == 0
+    few = Sizes(records=3500, many=5000, moves=2, opens=2, panels=1)
+    assert conduct("view", few, as_json=True) == 0
     assert os.environ.get("KIT_RUNS") == before
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said["bench"] == "view"

@@ -9,11 +9,14 @@ import pytest
 
 from kit import cli
 from kit.bench import world as bench
-from kit.bench.world import Sizes, main
+from kit.bench.session import conduct
+from kit.bench.world import Sizes
 from kit.errors import KitError
 from kit.world import interpreter
 
-TINY = Sizes(starts=1, megatron=1, steps=3, deaths=1, kernels=1, helps=1, restarts=1, phases=1, peer_trials=0)
+TINY = Sizes(
+    starts=1, megatron=1, steps=3, deaths=1, kernels=1, helps=1, restarts=1, phases=1, flights=1, peer_trials=0
+)
 
 
 def test_the_command_line_finds_it() -> None:
@@ -23,14 +26,14 @@ def test_the_command_line_finds_it() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 def test_every_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(True, TINY) == 0
+    assert conduct("world", TINY, as_json=True) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = {one["what"]: one for one in said["rows"] if one["who"] == "kit"}
-    limits = [2.5, 4.5, 0.5, None, 1.0, 0.5, 1.0, 2.0, 0.3]
+    limits = [2.5, 4.5, 1.3, 0.25, None, 1.0, 0.5, 1.0, 2.0, 2.0, 0.3]
     assert [one["limit"] for one in rows.values()] == limits
     measured = [one for one in rows.values() if not one["note"].startswith("not measured")]
     assert all(one["low"] <= one["median"] <= one["high"] for one in measured)
-    assert len(measured) == 9 if interpreter.find().megatron else 8
+    assert len(measured) == 11 if interpreter.find().megatron else 9
     assert rows[bench.STEPPED]["n"] == 3
     assert "rank 1" in rows[bench.TOLD]["note"]
     assert said["provenance"]["versions"]["torch"]

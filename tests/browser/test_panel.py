@@ -13,7 +13,8 @@ import nbformat
 import pytest
 
 import kit
-from kit.world import leftovers
+from kit import machine
+from kit.labs.discover import find
 from tests.browser.test_notebooks import menu
 from tests.holdings import wait_for
 
@@ -135,7 +136,7 @@ def ranks_of(server) -> list[int]:
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and setting in (entry / "environ").read_bytes():
                 found.append(int(entry.name))
-    return [pid for pid in found if leftovers.marked(pid) is not None]
+    return [pid for pid in found if machine.marked(pid) is not None]
 
 
 def test_a_lab_is_stepped_a_fault_is_seen_and_a_limit_flips_the_verdict(page, server, artefacts):
@@ -154,9 +155,11 @@ def test_a_lab_is_stepped_a_fault_is_seen_and_a_limit_flips_the_verdict(page, se
     assert panel.locator(".kit-strip td.kit-done").count() == 2
     press(panel, "Run all")
     said(panel, "finished")
-    assert panel.locator(".kit-strip td.kit-done").count() == 2 * 9
+    assert panel.locator(".kit-strip td.kit-done").count() == 2 * len(
+        find("smoke").plan(find("smoke").config(cycles=2))
+    )
     tab(panel, "Verdict")
-    panel.locator("[role=status]", has_text="0 failed, 5 passed").last.wait_for(timeout=10_000)
+    panel.locator("[role=status]", has_text="0 failed,").last.wait_for(timeout=10_000)
     snap(page, artefacts, "verdict", row(panel, "memory_drift"))
 
     choose(panel, "fault", "leaked-group")
@@ -183,7 +186,8 @@ def test_a_lab_is_stepped_a_fault_is_seen_and_a_limit_flips_the_verdict(page, se
     with written.open(newline="") as file:
         rows = list(csv.DictReader(file))
     kept = kit.load(runs[-1]).frame()
-    assert [float(line["value"]) for line in rows] == kept["value"].tolist()
+    values = [float(line["value"] or "nan") for line in rows]  # a record may have a text and no value
+    assert values == pytest.approx(kept["value"].tolist(), rel=0, abs=0, nan_ok=True)
     with page.expect_download() as download:
         panel.locator("a[download]").click()
     assert Path(download.value.path()).read_bytes() == written.read_bytes()
@@ -299,7 +303,7 @@ def test_a_restarted_kernel_leaves_no_ranks_and_the_last_run_is_shown_again(page
     idle(page)
     menu(page, "Run", "Run All Cells")
     panel = shown(page)
-    said(panel, "shown is the last run, smoke-")
+    said(panel, "showing the last run, smoke-")
     snap(page, artefacts, "again", panel)
 
     menu(page, "File", "Save Notebook")

@@ -168,7 +168,7 @@ def test_a_torn_last_line(kit: Kit, tmp_path: Path, next_world: None) -> None:
     records.write_bytes(records.read_bytes()[:-9])
     shown = kit("show", folder).out
     assert "finished (partial)" in shown
-    assert f"note: records.jsonl: 1 incomplete line was dropped (line {whole})" in shown
+    assert f"note: records.jsonl: 1 unreadable line was dropped (line {whole})" in shown
     assert kit("export", folder, "--to", tmp_path / "kept.csv").status == 0
     assert len((tmp_path / "kept.csv").read_text().splitlines()) == whole  # a heading in place of the torn line
     assert kit("trace", folder, "--to", tmp_path / "kept.json").status == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from jupyter_client import BlockingKernelClient, KernelManager
 
+from kit import machine
 from kit.world import leftovers
 from tests.holdings import holdings, wait_for
 
@@ -161,8 +162,8 @@ def test_clean_ends_leftovers_and_touches_nothing_else(tmp_path: Path) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     mine = leftovers.mark("abc")
-    left = subprocess.Popen(["sleep", "60"], env={**os.environ, leftovers.MARK: f"dead:{gone.pid}:12345"})
-    owned = subprocess.Popen(["sleep", "60"], env={**os.environ, leftovers.MARK: mine})
+    left = subprocess.Popen(["sleep", "60"], env={**os.environ, machine.MARK: f"dead:{gone.pid}:12345"})
+    owned = subprocess.Popen(["sleep", "60"], env={**os.environ, machine.MARK: mine})
     stranger = subprocess.Popen(["sleep", "60"])
     folder = leftovers.base() / f"dead:{gone.pid}:12345"
     folder.mkdir()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import machine
 from kit.errors import KitError, RankDied, RankError, RankTimeout
 from kit.world import World, processes
 from tests.holdings import wait_for
@@ -47,7 +48,6 @@ def while_waiting(world: World, act: Callable[[], None]) -> Iterator[None]:
 
 def world_stack(world: World) -> str:
     """Rank 0's stack, written by its interpreter on the kit's signal, so as not to share the links with the call."""
-    from kit.world import processes
 
     member = world._crew.members[0]
     return processes.describe(member.pid, member.started, world._crew.folder / "stack0")
@@ -283,7 +283,7 @@ def test_what_a_rank_started_in_a_session_of_its_own_ends_too(tmp_path: Path, en
 
 def alive(pid: int) -> bool:
     """A zombie is not: whoever is its parent now may take its time."""
-    fields = processes.stat_fields(pid)
+    fields = machine.stat_fields(pid)
     return fields is not None and fields[0] != "Z"
 
 

@@ -16,7 +16,7 @@ import os, signal, time
 from dataclasses import dataclass
 from typing import Annotated, Literal
 import torch.distributed as dist
-from kit.labs.definition import Definition, Fault, Step
+from kit.labs.definition import Definition, Fault, Role, Step
 from kit.labs.options import LabConfig, Option
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +40,7 @@ class Phases:
         self.ctx.record("world", self.ctx.world)
         self.ctx.record("world_size", self.ctx.world_size)
         self.ctx.record("worlds", len(self.ctx.world_sizes))
+        self.ctx.record("role", None, text=self.ctx.role)
         self.ctx.record("own_size", dist.get_world_size())
         self.ctx.record("meeting", int(self.ctx.meeting.removeprefix("kit-")[:8], 16))
         assert self.ctx.config.words == tuple(self.ctx.config.words)
@@ -54,6 +55,63 @@ class Phases:
                 time.sleep(60)
         if self.ctx.config.do in ("kill", "hang"):
             dist.barrier()
+
+    def slow(self, cycle):
+        # goes on only once what was recorded is on disk, where the notebook put it
+        if self.ctx.rank == 1:
+            self.ctx.record("early", 7, text="still under way", step=cycle)
+            records = os.path.join(os.environ["OWN_LAB_RUN"], "records.jsonl")
+            while '"early"' not in open(records).read():
+                time.sleep(0.01)
+
+    # calls of a driven step
+    def add(self, a, b):
+        self.ctx.record("sum", a + b, by=self.ctx.role)
+        return a + b
+    def nap(self, seconds):
+        time.sleep(seconds)
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+    def explode(self):
+        raise RuntimeError("a call is told to raise")
+
+def driver(drive):
+    # two calls in flight, one to each role, the next when the first of them is done
+    began = time.time()
+    flying = {name: drive.submit("add", args={"a": 1, "b": 1}, role=name) for name in drive.roles}
+    sums = []
+    for turn in range(2, 5):
+        done = drive.wait(flying.values())[0]
+        name = next(name for name, one in flying.items() if one is done)
+        sums += done.result()
+        flying[name] = drive.submit("add", args={"a": turn, "b": 1}, role=name)
+    for one in flying.values():
+        sums += one.result()
+    drive.record("calls", len(sums), "1", start=began, text="all of them")
+
+def careless(drive):
+    drive.submit("nap", args={"seconds": 600}, role="worker")
+
+def breaking(drive):
+    drive.submit("nap", args={"seconds": 600}, role="boss")
+    drive.submit("explode", role="worker").result()
+
+def patient(drive):
+    drive.submit("nap", args={"seconds": 600}, role="worker").result()
+
+def survivor(drive):
+    from kit.errors import RankDied
+    try:
+        drive.submit("die", role="worker").result()
+    except RankDied as error:
+        drive.record("died", error.rank, text=error.signal, rank_of="worker")
+    drive.record("answer", drive.submit("add", args={"a": 2, "b": 3}, role="boss").result()[0])
+
+def roles(config):
+    return (
+        Role(name="boss", ranks=(0,), phases="own_lab:Phases"),
+        Role(name="worker", ranks=tuple(range(1, config.ranks)), world=1, devices=tuple(range(4, config.ranks + 3))),
+    )
 
 class Choosy(Phases):
     def __init__(self, ctx):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 
 from kit.errors import BadInput
+from kit.gpu import has_driver
 from kit.labs.configure import as_json, check_target, complaints, configure, find_fault, from_text, validate
 from kit.labs.definition import Definition
 from kit.labs.discover import discover, find
 from kit.labs.options import LabConfig, Option
-from kit.world.capacity import GPU_DRIVERS
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_what_a_lab_itself_refuses(own: Definition) -> None:
 
 
 def test_a_device_that_is_not_there() -> None:
-    if any(path.exists() for path in GPU_DRIVERS):
+    if has_driver():
         pytest.skip("this machine has a GPU driver")
     with pytest.raises(BadInput, match="device=cuda needs a GPU driver"):
         configure(find("smoke"), {"device": "cuda"}, None)
@@ -102,12 +103,13 @@ def test_what_a_fault_needs_stands_under_what_was_given(own: Definition) -> None
 @pytest.mark.parametrize(
     ("lab", "fault", "given", "sentence"),
     [
-        ("offload", "leak-gloo", {"mode": "manual"}, "'leak-gloo' shows nothing with mode=manual: take mode=exact or abort"),
-        ("offload", "kept-handle", {"mode": "official"}, "mode=official: take mode=exact or abort"),
-        ("offload", "leak-device", {"groups": False}, "'leak-device' shows nothing with groups=false: take groups=true"),
-        ("offload", "alias-broken", {"mode": "manual"}, "mode=manual: take mode=exact or abort or suspend"),
-        ("offload", "slow-leak", {"mode": "official"}, "mode=official: take mode=exact or abort or suspend"),
-        ("sync", "leaked-segment", {"transport": "broadcast"}, "with transport=broadcast: take transport=shm"),
+        ("sync", "torn-read", {"refresh": "paused"}, "'torn-read' cannot be detected with refresh=paused; use refresh=staged"),
+        ("offload", "leak-gloo", {"mode": "manual"}, "'leak-gloo' cannot be detected with mode=manual; use mode=exact or abort"),
+        ("offload", "kept-handle", {"mode": "official"}, "mode=official; use mode=exact or abort"),
+        ("offload", "leak-device", {"groups": False}, "'leak-device' cannot be detected with groups=false; use groups=true"),
+        ("offload", "alias-broken", {"mode": "manual"}, "mode=manual; use mode=exact or abort or suspend"),
+        ("offload", "slow-leak", {"mode": "official"}, "mode=official; use mode=exact or abort or suspend"),
+        ("sync", "leaked-segment", {"transport": "broadcast"}, "with transport=broadcast; use transport=shm"),
     ],
 )  # fmt: skip
 def test_a_fault_where_its_check_could_not_tell(lab: str, fault: str, given: dict[str, Any], sentence: str) -> None:
@@ -116,6 +118,38 @@ def test_a_fault_where_its_check_could_not_tell(lab: str, fault: str, given: dic
         configure(found, given, find_fault(found, fault))
     assert set(complaints(found, given, find_fault(found, fault))) == set(given)
     configure(found, given, None)
+
+
+@pytest.mark.parametrize(
+    ("lab", "fault", "given", "reason"),
+    [
+        ("offload", "slow-leak", {"cycles": 2}, "memory_slope is not measured"),
+        ("offload", "bit-flip", {"hashes": False}, "tensors_restored is not measured (hashes=false compares no tensors)"),
+        ("offload", "double-copy", {"size": "tiny"}, "reload_peak is not measured"),
+        ("offload", "double-copy", {"weights": False, "grads": False, "optimizer": False}, "no tensor is released"),
+        ("offload", "leaked-file", {"cycles": 2}, "nothing_piles_up is not measured (needs at least 3 cycles)"),
+        ("offload", "slow-at-last", {"cycles": 2}, "time_steady is not measured"),
+        ("split", "per-chunk-finalize", {"chunks": [1]}, "chunk_invariance is not measured (the step is cut in one way"),
+        ("split", "mask-not-shifted", {"ep": 2, "experts": 4, "reduce": "mean"}, "oracle is not measured (the float64"),
+    ],
+)  # fmt: skip
+def test_a_fault_that_its_check_cannot_see_with_these_settings(
+    lab: str, fault: str, given: dict[str, Any], reason: str
+) -> None:
+    found = find(lab)
+    with pytest.raises(
+        BadInput, match=f"fault '{fault}' cannot be detected with these settings: .*{re.escape(reason)}"
+    ):
+        configure(found, given, find_fault(found, fault))
+    configure(found, given, None)
+
+
+@pytest.mark.parametrize("lab", discover().labs.values(), ids=lambda lab: lab.name)
+def test_a_fault_names_a_check_that_its_own_settings_can_answer(lab: Definition) -> None:
+    checks = {check.name: check for check in lab.all_checks()}
+    for fault in lab.faults:
+        if "cpu" in fault.devices:
+            assert checks[fault.check].unanswerable(as_json(validate(lab, fault.set))) == ""
 
 
 @pytest.mark.parametrize("lab", discover().labs.values(), ids=lambda lab: lab.name)
@@ -140,7 +174,7 @@ def test_an_unknown_fault() -> None:
         ("no_such_module:x", "No module named 'no_such_module'"),
         ("own_lab:nothing", "no attribute 'nothing'|cannot be loaded"),
         ("own_lab:SOURCE_OF_NOTHING.x", "cannot be loaded"),
-        ("os:sep", "it is not callable"),
+        ("os:sep", "os:sep is not callable"),
     ],
 )
 def test_code_that_the_ranks_cannot_load(own: Definition, target: str, why: str) -> None:
@@ -198,7 +232,7 @@ def test_the_type_of_weights_is_that_of_the_device(
 ) -> None:
     """A driver is made up: its file is what says that there is one."""
     file = tmp_path / "version"
-    monkeypatch.setattr("kit.labs.configure.GPU_DRIVERS", (file,))
+    monkeypatch.setattr("kit.gpu.DRIVERS", (file,))
 
     def types() -> set[str]:
         return {as_json(validate(find(lab), given))["dtype"] for lab in ("offload", "split", "sync")}
@@ -212,6 +246,28 @@ def test_faults_of_exact_numbers_are_looked_for_in_float32_also_on_cards(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "version").touch()
-    monkeypatch.setattr("kit.labs.configure.GPU_DRIVERS", (tmp_path / "version",))
+    monkeypatch.setattr("kit.gpu.DRIVERS", (tmp_path / "version",))
     split = find("split")
     assert {as_json(validate(split, fault.set))["dtype"] for fault in split.faults} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"dtype": "float32"}, True),
+        ({}, False),
+        ({"dtype": "bfloat16"}, False),
+        ({"dtype": "float32", "device": "cpu"}, False),
+    ],
+)
+def test_float32_that_the_environment_turns_into_tf32_is_refused_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, Any], refused: bool
+) -> None:
+    (tmp_path / "version").touch()
+    monkeypatch.setattr("kit.gpu.DRIVERS", (tmp_path / "version",))
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    said = complaints(find("split"), given, None)
+    why = "NVIDIA_TF32_OVERRIDE=1 makes float32 products TF32, about 1e-3 off; unset it or use dtype=bfloat16"
+    assert said == ({"dtype": why} if refused else {})
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert complaints(find("split"), given, None) == {}

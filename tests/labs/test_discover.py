@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import kit
+from kit.draw.picture import Picture
 from kit.errors import BadInput
 from kit.labs.definition import Definition
 from kit.labs.discover import checks_of, discover, find
+from kit.results import Record, create_run
+from kit.view import named
+from kit.view.report import page
 
 
 @pytest.fixture
@@ -45,7 +55,7 @@ def test_another_packages_lab(own: Definition, tmp_path: Path, fresh: None) -> N
     offer(tmp_path, "own = own_lab:LAB")
     assert find("own") is own
     assert "smoke" in discover().labs
-    assert [check.name for check in checks_of("own")] == ["seen_often", "routing_effective"]
+    assert [check.name for check in checks_of("own")] == ["seen_often", "routing_effective", "nothing_piles_up"]
 
 
 def test_broken_packages_are_told_and_harm_nobody(own: Definition, tmp_path: Path, fresh: None) -> None:
@@ -64,7 +74,78 @@ def test_broken_packages_are_told_and_harm_nobody(own: Definition, tmp_path: Pat
 
 def test_every_fault_can_be_caught_by_its_check() -> None:
     for lab in discover().labs.values():
-        names = {check.name for check in lab.load_checks()}
+        names = {check.name for check in lab.all_checks()}
         for fault in lab.faults:
             assert fault.exit in {1, 3}
             assert fault.check in names or fault.exit == 3
+
+
+OWN_PICTURES = """
+import pandas as pd
+from kit.draw.plots import Pictures, Plot, Table
+
+def paint(scene):
+    ax = scene.figure.subplots()
+    ax.plot(scene.data.of("seen")["cycle"], scene.data.of("seen")["value"])
+    ax.set_title("What the stranger saw")
+
+PICTURES = Pictures(
+    plots={"sights": Plot("Sights by cycle", lambda data: "seen" in data.metrics(), lambda *_: 2.0, paint)},
+    overview=(("sights",),),
+    words=lambda data: ["from elsewhere"],
+    tables={"sights": Table("Every sight", lambda run: run.frame().query("metric == 'seen'")[["cycle", "value"]], "value")},
+)
+"""
+
+
+def test_another_packages_lab_has_its_own_pictures_tables_and_panel(
+    own: Definition, tmp_path: Path, fresh: None, runs: Path
+) -> None:
+    (tmp_path / "own_pictures.py").write_text(OWN_PICTURES)
+    (tmp_path / "own_shown.py").write_text(
+        "import dataclasses, own_lab\n"
+        "LAB = dataclasses.replace(own_lab.LAB, pictures='own_pictures:PICTURES', first=('low', 'high'))\n"
+    )
+    offer(tmp_path, "own = own_shown:LAB")
+    writer = create_run(runs, "own", {"ranks": 1, "low": 1}, {})
+    for cycle in (1, 2):
+        about: dict[str, Any] = {
+            "run": writer.id,
+            "lab": "own",
+            "cycle": cycle,
+            "phase": "second",
+            "rank": 0,
+            "time": cycle,
+        }
+        rows = [("seconds", 0.5, "s"), ("seen", 3.0 * cycle, "1")]
+        writer.append([Record(**about, metric=name, value=value, unit=unit) for name, value, unit in rows])
+    writer.finish()
+    run = kit.load(writer.dir)
+    assert named.names(run)[:2] == ["overview", "sights"]
+    for picture in (run.plot(), run.plot("sights")):
+        assert isinstance(picture, Picture)
+        assert picture.axes[0].get_title(loc="left") == "What the stranger saw"
+        assert picture.get_suptitle() == "own · 1 rank · from elsewhere · finished"
+    assert "Every sight" in page([run])
+    panel = kit.panel("own")
+    first = panel.parameters.widget.children[0].children
+    assert [control.description for control in first] == ["low", "high", "fault"]
+    panel.tab.selected_index = list(panel.tabs).index("Records")
+    records = panel.tabs["Records"]
+    records.choice.value = "sights"
+    assert records.grid.found["value"].tolist() == [6, 3]
+
+
+def test_a_copy_of_a_lab_under_another_name_is_one_folder(tmp_path: Path) -> None:
+    shutil.copytree(Path(kit.__file__).parent, tmp_path / "kit", ignore=shutil.ignore_patterns("__pycache__"))
+    home = tmp_path / "kit" / "labs"
+    shutil.copytree(home / "smoke", home / "echo")
+    for file in (home / "echo").glob("*.py"):
+        file.write_text(file.read_text().replace("kit.labs.smoke", "kit.labs.echo").replace('"smoke"', '"echo"'))
+    script = "from kit.cli import main\nmain(['labs'])\nmain(['faults', '--json'])"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=env, cwd=tmp_path, check=True
+    )
+    assert done.stdout.startswith("echo ")
+    assert '"lab": "echo"' in done.stdout

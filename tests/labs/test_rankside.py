@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from kit.errors import BadInput
 from kit.labs import rankside
 from kit.labs.options import LabConfig
+from kit.world import news
 
 Calls = list[Any]
 
@@ -38,10 +41,39 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     rankside._session = None
 
 
-def begin(**more: Any) -> None:
-    config = f"{LabConfig.__module__}:{LabConfig.__qualname__}"
-    where: dict[str, Any] = {"devices": ["cpu"], "world_sizes": [1], "meeting": "here"}
-    rankside.begin(phases=f"{__name__}:Phases", config_type=config, config={}, fault=None, **where, **more)
+class Typed(LabConfig):
+    """A lab that names its type."""
+
+    dtype = "float32"
+
+
+def begin(config: type[LabConfig] = LabConfig, device: str = "cpu", **more: Any) -> None:
+    role = {"name": "", "ranks": [0], "phases": f"{__name__}:Phases"}
+    where: dict[str, Any] = {"devices": [device], "world_sizes": [1], "meeting": "here"}
+    rankside.begin(
+        roles=[role], config_type=f"{config.__module__}:{config.__qualname__}", config={}, fault=None, **where, **more
+    )
+
+
+@pytest.mark.parametrize(("config", "device", "within"), [(Typed, "cuda:0", "highest"), (Typed, "cpu", "high")])
+def test_float32_is_computed_as_float32_on_a_gpu_and_the_callers_choice_comes_back(
+    calls: Calls, config: type[LabConfig], device: str, within: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        begin(config, device)
+        assert torch.get_float32_matmul_precision() == within
+        rankside.end()
+        assert torch.get_float32_matmul_precision() == "high"
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+        if device == "cpu":
+            begin(config, device)
+            rankside.end()
+        else:
+            with pytest.raises(BadInput, match="NVIDIA_TF32_OVERRIDE=1 makes float32 products TF32"):
+                begin(config, device)
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_a_history_is_kept_until_the_end_and_written_then(calls: Calls, tmp_path: Path) -> None:
@@ -85,3 +117,18 @@ def test_without_it_nothing_is_asked_of_torch(calls: Calls, tmp_path: Path) -> N
     rankside.end()
     assert calls == []
     assert not list(tmp_path.iterdir())
+
+
+def test_a_record_says_what_it_is_about(calls: Calls) -> None:
+    begin()
+    news.take()
+    context = rankside._running().context
+    context.record("error", 0.5, tensor="w", step=torch.tensor(3))
+    context.record("digest", None, text="ab", start=1.0)
+    error, digest = (json.loads(row) for row in news.take())
+    assert (error["value"], error["ids"]) == (0.5, {"tensor": "w", "step": 3})
+    assert not {"text", "start"} & set(error)
+    assert (digest["value"], digest["text"], digest["start"]) == (None, "ab", 1.0)
+    assert digest["time"] > digest["start"]
+    with pytest.raises(BadInput, match=r"the id step=1\.5 is neither text nor a whole number"):
+        context.record("error", 0.5, step=1.5)  # type: ignore[arg-type]

@@ -8,11 +8,45 @@ import pytest
 
 import kit
 from kit.labs.discover import find
-from kit.results import NotMeasured, Record, judge, to_frame
+from kit.results import Record, judge, to_frame
+from tests.labs.parts import failing_parts
 
-CHECKS = {"groups_return_to_baseline", "every_group_communicates", "fds_return", "threads_return", "memory_drift"}
+CHECKS = {
+    "groups_return_to_baseline",
+    "groups_are_distinct",
+    "every_group_communicates",
+    "fds_return",
+    "threads_return",
+}
+CHECKS |= {"memory_drift", "memory_slope", "names_restored", "nothing_piles_up"}
+TOO_SHORT = dict.fromkeys(("memory_slope", "nothing_piles_up"))  # two cycles show neither
 OWN = '''
 import torch.distributed as dist
+
+class World:
+    """Hands out WORLD for every group."""
+    def __init__(self, ctx): ...
+    def make(self, ranks):
+        return dist.group.WORLD
+    def destroy(self, group): ...
+
+class Kept:
+    """Destroys every group and keeps what it made of one: torch's tables forget it, its threads live on."""
+    def __init__(self, ctx):
+        self.kept = []
+    def make(self, ranks):
+        return dist.new_group(list(ranks))
+    def destroy(self, group):
+        dist.destroy_process_group(group)
+        self.kept.append(group)
+
+class Patched(World):
+    def make(self, ranks):
+        plain = dist.barrier
+        dist.barrier = lambda *args, **kwargs: plain(*args, **kwargs)
+        return dist.new_group(list(ranks))
+    def destroy(self, group):
+        dist.destroy_process_group(group)
 
 class Own:
     """Counts what it is asked for, and forgets the last group of all."""
@@ -38,23 +72,27 @@ def test_passes(runs: Path, nothing_left: None) -> None:
     frame = run.frame()
     counted = frame[(frame["metric"] == "groups") & (frame["rank"] == 2)].set_index(["cycle", "phase"])["value"]
     assert [counted[2, phase] for phase in ("make", "talk", "destroy", "count")] == [4, 4, 1, 1]
+    digests = frame[frame["metric"] == "digest"]
+    assert {len(bytes.fromhex(text)) for text in digests["text"]} == {32}
+    assert digests["text"].nunique() == 1  # the sums are the same in every cycle and on every rank
+    assert failing_parts(run) == []
 
 
 def test_a_leaked_group(runs: Path, nothing_left: None) -> None:
     run = kit.run("smoke", fault="leaked-group")
     row = next(row for row in run.verdict() if row.check == "groups_return_to_baseline")
-    assert (row.measured, row.passed) == (3.0, False)
-    assert "1 at the baseline, 4 after cycle 3" in row.why
+    assert (row.measured, row.passed) == (4.0, False)
+    assert "after cycle 4: 5, at baseline: 1" in row.why
     assert outcome(run)["every_group_communicates"] is True
-    assert run.verdict(groups_more=3, fds_more=1000, threads_more=1000).passed
+    assert run.verdict(groups_more=4, fds_more=1000, threads_more=1000, piled_up=1000).passed
 
 
 def test_a_wrong_sum(runs: Path, nothing_left: None) -> None:
     run = kit.run("smoke", fault="wrong-sum", cycles=2)
-    assert outcome(run) == {**dict.fromkeys(CHECKS, True), "every_group_communicates": False}
+    assert outcome(run) == {**dict.fromkeys(CHECKS, True), **TOO_SHORT, "every_group_communicates": False}
     row = next(row for row in run.verdict() if row.check == "every_group_communicates")
     assert row.measured == 2.0
-    assert row.why == "wrong on rank 0 in cycle 2, rank 1 in cycle 2"
+    assert row.why == "wrong sums: rank 0 in cycle 2, rank 1 in cycle 2"
 
 
 @pytest.mark.slow
@@ -68,9 +106,28 @@ def test_ones_own_code_is_judged(
     assert (row.measured, row.passed) == (1.0, False)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "fails"),
+    [
+        ("World", {"groups_are_distinct"}),
+        ("Kept", {"groups_return_to_baseline", "fds_return", "threads_return", "nothing_piles_up"}),
+        ("Patched", {"names_restored"}),
+    ],
+)
+@pytest.mark.usefixtures("runs", "nothing_left")
+def test_what_no_table_of_torch_shows(
+    name: str, fails: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_groups.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    run = kit.run("smoke", implementation=f"own_groups:{name}", cycles=3)
+    assert {check for check, passed in outcome(run).items() if passed is False} == fails
+
+
 def test_one_rank_and_one_cycle(runs: Path, nothing_left: None) -> None:
     run = kit.run("smoke", ranks=1, cycles=1, groups=1, size=1)
-    assert outcome(run) == {**dict.fromkeys(CHECKS, True), "memory_drift": None}
+    assert outcome(run) == {**dict.fromkeys(CHECKS, True), **TOO_SHORT, "memory_drift": None}
 
 
 def rows(phase: str, metric: str, values: list[float], cycle: int = 1) -> list[Record]:
@@ -88,9 +145,9 @@ def test_what_is_missing_is_not_judged() -> None:
     short = rows("talk", "wrong_values", [0, 0]) + rows("talk", "talked_groups", [2, 2])
     lonely = rows("baseline", "fds", [5], 0) + rows("count", "fds", [5, 5])
     verdict = {row.check: row for row in judge(to_frame(short + lonely), config, checks)}
-    assert "only 2 of 4 talks" in verdict["every_group_communicates"].why
-    assert "missing on some rank" in verdict["fds_return"].why
+    assert "only 2 of 4 rounds" in verdict["every_group_communicates"].why
+    assert "was not recorded on every rank" in verdict["fds_return"].why
     silent = rows("talk", "wrong_values", [0, 0]) + rows("talk", "talked_groups", [2, 1])
     one = {row.check: row for row in judge(to_frame(silent), {**config, "cycles": 1}, checks)}
-    assert one["every_group_communicates"].passed is None
-    assert NotMeasured  # what the checks raise; judged as null
+    assert one["every_group_communicates"].passed is False
+    assert "could not be judged: a rank used fewer than 2 groups" in one["every_group_communicates"].why

@@ -1,4 +1,4 @@
-"""The census counts what is really open."""
+"""What is open is counted exactly."""
 
 import os
 import socket
@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from kit.measure import census, counts
+from kit.measure import counts
 
 
 def test_descriptors_and_sockets_are_counted_exactly():
@@ -40,13 +40,8 @@ def gloo():
     dist.destroy_process_group()
 
 
-def test_groups_are_listed_until_destroyed(gloo):
-    group = dist.new_group([0], group_desc="tensor")
-    rows = census()["groups"]
-    assert counts().groups == len(rows) == 2
-    assert rows[1]["description"] == "tensor"
-    assert "gloo" in rows[1]["backend"]
-    assert (rows[1]["size"], rows[1]["ranks"]) == (1, [0])
-    assert rows[0]["name"] != rows[1]["name"]
+def test_groups_are_counted_until_destroyed(gloo):
+    group = dist.new_group([0])
+    assert counts().groups == 2
     dist.destroy_process_group(group)
-    assert [row["name"] for row in census()["groups"]] == [rows[0]["name"]]
+    assert counts().groups == 1

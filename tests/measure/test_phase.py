@@ -5,7 +5,7 @@ import socket
 import pytest
 import torch
 
-from kit.measure import PhaseMeter, measure_overhead, measure_phase
+from kit.measure import PhaseMeter
 
 MIB = 1 << 20
 LEVELS = ("rss", "anon_rss", "shared_rss", "groups", "fds", "sockets", "threads")
@@ -16,8 +16,9 @@ def values(metrics):
 
 
 def test_every_metric_with_its_unit():
-    result, metrics = measure_phase(lambda: 7, "cpu")
-    assert result == 7
+    with PhaseMeter("cpu") as meter:
+        pass
+    metrics = meter.metrics
     expected = {"seconds", "overhead_seconds", "peak_rss", *LEVELS, *(f"{name}_before" for name in LEVELS)}
     assert {m.metric for m in metrics} == expected
     assert len(metrics) == len(expected)
@@ -70,9 +71,9 @@ def test_a_phase_that_raises_is_measured_and_raises_the_same():
 
 
 def test_its_own_cost_is_told():
-    assert measure_overhead(5) > 0
-    _, metrics = measure_phase(lambda: None)
-    assert values(metrics)["overhead_seconds"] > 0
+    with PhaseMeter() as meter:
+        pass
+    assert values(meter.metrics)["overhead_seconds"] > 0
 
 
 @pytest.mark.gpu

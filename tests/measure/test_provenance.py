@@ -65,7 +65,17 @@ def test_values_lose_paths_and_secrets_only(value, shown):
 
 def test_only_the_settings_that_matter_and_no_secret_names():
     given = dict.fromkeys(
-        ["NCCL_DEBUG", "TORCH_X", "MASTER_ADDR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "KIT_RUNS"], "1"
+        [
+            "NCCL_DEBUG",
+            "TORCH_X",
+            "MASTER_ADDR",
+            "OMP_NUM_THREADS",
+            "CUDA_VISIBLE_DEVICES",
+            "KIT_RUNS",
+            "NVIDIA_TF32_OVERRIDE",
+            "PYTORCH_ALLOC_CONF",
+        ],
+        "1",
     )
     others = dict.fromkeys(
         ["HOME", "USER", "KIT_TOKEN", "NCCL_API_KEY", "TORCH_SECRET_X", "KIT_password", "HF_HOME"], "1"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from kit.errors import BadInput
 from kit.measure import Recorder
+from kit.results import load
 
 ROOT = Path(__file__).parents[2]
 KEYS = ["run", "lab", "cycle", "phase", "rank", "metric", "value", "unit", "time"]
@@ -64,7 +66,7 @@ def test_a_run_from_start_to_end(tmp_path):
     assert len({r["time"] for r in phase}) == 1
     described = run_json(folder)
     assert list(described) == [
-        *("run", "lab", "config", "status", "started", "finished", "fault", "error", "provenance", "kit")
+        *("run", "lab", "config", "status", "started", "finished", "fault", "error", "provenance", "kit", "schema")
     ]
     assert described["config"] == {"ranks": 1, "tp": 2}
     assert (described["status"], described["error"]) == ("finished", None)
@@ -75,7 +77,40 @@ def test_values_that_are_not_finite_survive(tmp_path):
     with Recorder(tmp_path / "r") as rec:
         for value in (math.nan, math.inf, -math.inf):
             rec.record("x", value)
-    assert str([row["value"] for row in rows(tmp_path / "r")]) == "[nan, inf, -inf]"
+    assert [row["value"] for row in rows(tmp_path / "r")] == ["NaN", "Infinity", "-Infinity"]  # strict JSON
+    assert str(load(tmp_path / "r").frame()["value"].tolist()) == "[nan, inf, -inf]"
+
+
+def test_events_and_spans_carry_ids_and_times(tmp_path):
+    with Recorder(tmp_path / "r") as rec:
+        before = time.time()
+        rec.event("completed", group=17, sample=torch.tensor(3), version=4, text="stop token")
+        with rec.phase("rollout", cycle=2):
+            with pytest.raises(ZeroDivisionError), rec.span("generate", group=17):
+                raise ZeroDivisionError
+            with rec.span("generate", name="also an id", text="done"):
+                pass
+            rec.event("waited", start=before, cycle=9)
+        rec.record("loss", torch.tensor(0.5), "nat", start=before, tensor="embedding")
+        after = time.time()
+    event, failed, done, waited, *_, loss = rows(tmp_path / "r")
+    assert (event["metric"], event["value"], event["unit"], event["phase"]) == ("completed", None, "", "run")
+    assert event["ids"] == {"group": 17, "sample": 3, "version": 4}
+    assert event["text"] == "stop token"
+    assert "start" not in event
+    assert (failed["metric"], failed["unit"], failed["text"], failed["ids"]) == (
+        "generate",
+        "s",
+        "ZeroDivisionError",
+        {"group": 17},
+    )
+    assert (done["text"], done["ids"], done["phase"], done["cycle"]) == ("done", {"name": "also an id"}, "rollout", 2)
+    for row in (failed, done):
+        assert before <= row["start"] <= row["time"] <= after
+        assert 0 <= row["value"] < 60
+    assert (waited["value"], waited["start"], waited["cycle"]) == (None, before, 9)
+    assert (loss["value"], loss["start"], loss["ids"]) == (0.5, before, {"tensor": "embedding"})
+    assert len(load(tmp_path / "r").frame()) == len(rows(tmp_path / "r"))
 
 
 def test_a_phase_that_raises_is_recorded_and_raises_the_same(tmp_path):
@@ -151,10 +186,7 @@ rec.close()
 """
     done = script(tmp_path / "r", body)
     assert done.returncode == 0, done.stderr
-    lines = (tmp_path / "r/records.jsonl").read_text().splitlines()
-    assert len(lines) == 4
-    assert len(lines[1]) == 40
-    whole = [json.loads(lines[i]) for i in (0, 2, 3)]
+    whole = rows(tmp_path / "r")  # the torn piece was taken back
     assert [(row["metric"], row["value"]) for row in whole] == [("before", 1), ("after", 1), ("lost_records", 2)]
 
 
@@ -185,9 +217,19 @@ def test_a_folder_that_holds_a_run_is_refused_unless_torchrun_restarted_it(tmp_p
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(BadInput, match="config must be JSON values only"):
         Recorder(tmp_path / "a", config={"x": object()})
+    with pytest.raises(BadInput, match="config must be JSON values only: the number 1000"):
+        Recorder(tmp_path / "a", config={"x": 10**400})
     rec = Recorder(tmp_path / "b")
     with pytest.raises(BadInput, match="loss cannot be recorded: 'high' is not a number"):
         rec.record("loss", "high")
+    with pytest.raises(BadInput, match=r"the id group=1.5 is neither text nor a whole number"):
+        rec.event("completed", group=1.5)
+    with pytest.raises(BadInput, match="'rank' is a key of every record"), rec.span("generate", rank=1):
+        pytest.fail("the block ran")
+    with pytest.raises(BadInput, match="waited cannot start at nan"):
+        rec.event("waited", start=math.nan)
+    with pytest.raises(BadInput, match=r"cycle is 1.5; it must be a whole number"), rec.phase("a", cycle=1.5):
+        pytest.fail("the block ran")
     rec.close()
     rec.close()
     with pytest.raises(BadInput, match="is closed"), rec.phase("late"):

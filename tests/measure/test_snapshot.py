@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kit.measure.snapshot import History
+from kit.measure.memory import History
 
 Calls = list[object]
 

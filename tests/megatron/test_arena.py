@@ -45,6 +45,18 @@ def files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+def test_an_arena_that_is_dropped_without_a_close_leaves_no_file():
+    before = files()
+    arenas = [Arena(torch.device("cpu")) for _ in range(3)]
+    assert files() == before  # a job that stays on its device has none
+    arenas[0].open()
+    assert arenas[1].grow(512)
+    assert files() == before + 2
+    arenas[0].close()
+    del arenas
+    assert files() == before
+
+
 def test_an_arena_for_a_card_is_pinned_as_large_as_it_is(monkeypatch):
     runtime, before = Runtime(), files()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from kit.errors import BadInput
 from kit.megatron.groups import exact, suspend
 
 MIB = 2**20
@@ -34,6 +35,16 @@ class Older:
         return object()
 
 
+class Refusing(StandIn):
+    """A group whose NCCL part refuses to tell."""
+
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+    def memory_stats(self) -> dict[str, int]:
+        raise RuntimeError(self.words)
+
+
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
     def hold(*groups: Any, backend: str = "cuda:nccl") -> None:
@@ -45,16 +56,18 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_statistics_are_added_up_and_groups_that_were_never_used_have_none(registry: Any) -> None:
-    used = [StandIn({"suspend": 60 * MIB, "suspended": 1, "persist": 4 * MIB, "total": 64 * MIB}) for _ in range(3)]
+    used = [StandIn({"suspend": 60 * MIB, "suspended": 0, "persist": 4 * MIB, "total": 64 * MIB}) for _ in range(3)]
     registry(*used, StandIn(None))
     assert suspend.communicators() == {"suspend": 180 * MIB, "persist": 12 * MIB, "total": 192 * MIB}
 
 
 def test_a_suspended_group_is_asked_behind_its_empty_handle(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    handle, inner = object(), StandIn({"suspend": 60 * MIB, "persist": 4 * MIB, "total": 4 * MIB})
+    """`assumed`: NCCL's sums count what is suspended (ncclCommMemStats, src/mem_manager.cc of 2.29.7); only `persist` is on the card."""
+    handle = object()
+    inner = StandIn({"suspend": 60 * MIB, "suspended": 1, "persist": 4 * MIB, "total": 64 * MIB})
     registry(handle)
     monkeypatch.setattr(suspend, "_asleep", [(handle, inner)])
-    assert suspend.communicators()["total"] == 4 * MIB
+    assert suspend.communicators() == {"suspend": 0, "persist": 4 * MIB, "total": 4 * MIB}
 
 
 def test_where_the_library_says_nothing_there_is_nothing(registry: Any) -> None:
@@ -72,6 +85,32 @@ def test_a_sum_without_one_of_them_is_no_sum(registry: Any, monkeypatch: pytest.
     monkeypatch.setattr(broken, "memory_stats", fails)
     registry(StandIn({"total": MIB}), broken)
     assert suspend.communicators() == {}
+
+
+REQUIRES = "getMemoryStats() requires NCCL 2.29.7 or later\nException raised from getMemoryStats"
+
+
+@pytest.mark.parametrize(
+    ("world", "why"),
+    [
+        (StandIn({"total": MIB}), ""),
+        (StandIn(None), ""),  # never used yet: it can be asked
+        (Older(), "shows no statistics of communicators"),
+        (Refusing(REQUIRES), "cannot ask NCCL: getMemoryStats() requires NCCL 2.29.7 or later"),
+        (Refusing("NCCL error: MemManager is disabled"), "cannot ask NCCL: NCCL error: MemManager is disabled"),
+    ],
+)
+def test_suspend_is_refused_by_what_torch_was_built_with(monkeypatch: pytest.MonkeyPatch, world: Any, why: str) -> None:
+    """`assumed`: the words are those of torch's NCCLUtils.cpp where NCCL_HAS_COMM_OFFLOAD is not defined; versions are right here."""
+    monkeypatch.setattr(suspend.nccl, "no_suspend", lambda *_, **__: "")
+    monkeypatch.setattr(suspend.c10d._world, "default_pg", world)
+    monkeypatch.setitem(suspend.c10d._world.pg_backend_config, world, "cpu:gloo,cuda:nccl")
+    if not why:
+        suspend.refuse()
+        return
+    with pytest.raises(BadInput, match=r"^mode=suspend cannot be had: torch ") as refused:
+        suspend.refuse()
+    assert str(refused.value).endswith(why)
 
 
 @pytest.mark.parametrize("routed", [True, False])

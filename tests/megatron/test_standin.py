@@ -48,6 +48,20 @@ def test_installing_twice_is_installing_once_and_it_can_be_undone():
         torch.zeros(2, device="cuda")
 
 
+def test_what_megatron_forgot_to_define_is_there_on_a_gpu_too(monkeypatch):
+    """Of a stand-in for the GPU. Without Transformer Engine 0.16 leaves the name out, newer versions define it as None."""
+    from megatron.core.transformer.moe import moe_utils
+
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = torch.cuda.current_device
+    assert not standin.install().active
+    assert moe_utils.te_general_gemm is None
+    assert torch.cuda.current_device is before
+    with standin.on_this_thread():
+        assert torch.zeros(2).type() == "torch.FloatTensor"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_it_is_inert_where_there_is_a_gpu():

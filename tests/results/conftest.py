@@ -2,9 +2,50 @@
 
 from __future__ import annotations
 
+import json
+from typing import NamedTuple
+
+import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
 from kit.results import Record, create_run
+from kit.results.exports import METADATA
+from kit.results.frames import Reader
+from kit.results.records import COLUMNS, PATTERN, parse
+
+
+class Loaded(NamedTuple):
+    """A run folder's records, how many lines were dropped, and a sentence for each loss."""
+
+    records: list[Record]
+    torn: int
+    notes: list[str]
+
+
+def read_records(folder):
+    records, torn = [], 0
+    for path in sorted(folder.glob(PATTERN)):
+        columns, dropped = parse(path.read_bytes())
+        records += [Record(**dict(zip(COLUMNS, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+        torn += len(dropped)
+    return Loaded(records, torn, Reader(folder).read()[1])
+
+
+def read_back(path, like):
+    """A table from a file and its provenance, read with pandas and the columns' types alone."""
+    if path.suffix == ".csv":
+        table = pd.read_csv(path, dtype="str", keep_default_na=False, lineterminator="\n")
+        provenance = json.loads(path.with_name(f"{path.name}.provenance.json").read_text())
+    elif path.suffix == ".parquet":
+        table = pd.read_parquet(path)
+        provenance = json.loads(pq.read_schema(path).metadata[METADATA])
+    else:
+        data = json.loads(path.read_text(), parse_constant=pytest.fail)
+        table, provenance = pd.DataFrame(data["records"], columns=like.columns), data["provenance"]
+    for name in like.columns[[kind.kind == "f" for kind in like.dtypes]]:
+        table[name] = [float("nan") if item in ("", None) else float(item) for item in table[name]]
+    return table.astype(like.dtypes), provenance
 
 
 def make_record(**changes):

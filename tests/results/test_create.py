@@ -24,7 +24,7 @@ def test_a_run_goes_from_running_to_finished(tmp_path, record):
     assert (run.status, run.partial, run.provenance) == ("finished", False, {"late": 2})
     info = json.loads((writer.dir / "run.json").read_text())
     assert set(info) == {
-        *("run", "lab", "config", "status", "started", "finished", "fault", "error", "provenance", "kit")
+        *("run", "lab", "config", "status", "started", "finished", "fault", "error", "provenance", "kit", "schema")
     }
     assert info["finished"] >= info["started"]
     assert sorted(path.name for path in writer.dir.iterdir()) == ["logs", "records.jsonl", "run.json"]

@@ -12,7 +12,7 @@ from kit.bench.rows import Row, row
 from kit.errors import BadInput
 from kit.measure import provenance
 from kit.results.recorded import FOLDER, recorded
-from kit.view.recorded import recorded as shown
+from kit.view.tables import recorded as shown
 
 CHECK = {"check": "fds_return", "measured": 2.0, "limit": 0.0, "unit": "1", "passed": False, "why": "rank <0>: 2 more"}
 
@@ -40,6 +40,14 @@ def test_each_machine_is_found_and_named(references: Path) -> None:
     assert one.head.startswith("recorded on one, not here: ")
     assert f"Python {one.provenance['python']}" in one.head
     assert [len(one.rows), len(two.rows)] == [2, 1]
+
+
+def test_files_of_parts_come_together(references: Path) -> None:
+    for part, what in (("bench-sync.gpus-shm", "by GPU"), ("bench-sync.model", "by model"), ("bench-synch", "another")):
+        keep(references / "one", part, rows=[row(what, [1.0]).to_json()])
+    one, two = recorded("bench-sync", folder=references)
+    assert [each["what"] for each in one.rows] == ["a copy", "a far copy", "by GPU", "by model"]
+    assert len(two.rows) == 1
 
 
 def test_rows_are_chosen_by_a_text(references: Path) -> None:

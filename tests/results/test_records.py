@@ -10,8 +10,10 @@ import textwrap
 
 import pytest
 
-from kit.errors import KitError
-from kit.results import COLUMNS, RecordWriter, read_records, to_frame
+from kit.errors import BadInput, KitError
+from kit.results import COLUMNS, RecordWriter, to_frame, with_ids
+from kit.results.records import REQUIRED, RecordsLost
+from tests.results.conftest import read_records
 
 
 def write(path, records):
@@ -28,7 +30,81 @@ def test_a_value_survives_the_file_bit_for_bit(tmp_path, record, value):
     assert repr(back) == repr(record(value=value, phase='zurück "\n\u2028" | 計'))
 
 
-def test_lines_are_strict_json_with_the_nine_keys(tmp_path, record):
+def test_text_ids_and_start_survive_the_file(tmp_path, record):
+    given = [
+        record(text="two\nlines 計", ids={"tensor": "a/b", "step": -(2**63)}, start=0.0),
+        record(start=1.5, value=None),
+        record(),
+    ]
+    write(tmp_path / "records.jsonl", given)
+    assert read_records(tmp_path).records == given
+
+
+@pytest.mark.parametrize(
+    ("ids", "sentence"),
+    [
+        ({"step": 1.5}, "step=1.5 is neither text nor a whole number"),
+        ({"step": None}, "neither text nor a whole number"),
+        ({"step": 2**63}, "does not fit into 64 bits"),
+        ({"rank": 1}, "'rank' is a key of every record"),
+    ],
+)
+def test_ids_that_no_reader_takes_are_refused(record, ids, sentence):
+    with pytest.raises(BadInput, match=sentence):
+        record(ids=ids).to_line()
+
+
+DEEP = "[" * 100_000
+ABSURD = {
+    "a value beyond a float": ("0.5", "1e400"),
+    "a negative one": ("0.5", "-1e400"),
+    "a whole number beyond a float": ("0.5", "1" + "0" * 400),
+    "a number of 5,000 digits": ("0.5", "1" * 5000),
+    "a value that is true": ("0.5", "true"),
+    "a value that is a list": ("0.5", "[1]"),
+    "a word that is no number": ("0.5", '"inf"'),
+    "brackets, whole": ("0.5", DEEP + "]" * 100_000),
+    "brackets": ("0.5", DEEP),
+    "a cycle beyond 64 bits": ('"cycle":0', '"cycle":9223372036854775808'),
+    "a cycle that is NaN": ('"cycle":0', '"cycle":NaN'),
+    "a cycle that is infinite": ('"cycle":0', '"cycle":1e400'),
+    "a cycle that is half": ('"cycle":0', '"cycle":0.5'),
+    "a rank that is null": ('"rank":0', '"rank":null'),
+    "a time that is NaN": ('"time":1760000000.25', '"time":"NaN"'),
+    "a time that is null": ('"time":1760000000.25', '"time":null'),
+    "ids that are a list": ('"unit":"s"', '"unit":"s","ids":[]'),
+    "ids that are null": ('"unit":"s"', '"unit":"s","ids":null'),
+    "ids of objects": ('"unit":"s"', '"unit":"s","ids":{"a":{}}'),
+    "ids of floats": ('"unit":"s"', '"unit":"s","ids":{"a":1e400}'),
+    "ids beyond 64 bits": ('"unit":"s"', '"unit":"s","ids":{"a":-9223372036854775809}'),
+    "a text that is a number": ('"unit":"s"', '"unit":"s","text":3'),
+    "a start that is a text": ('"unit":"s"', '"unit":"s","start":"early"'),
+    "a start that is infinite": ('"unit":"s"', '"unit":"s","start":1e400'),
+    "a metric that is a number": ('"seconds"', "5"),
+}
+
+
+@pytest.mark.parametrize("what", ABSURD)
+def test_an_absurd_line_is_dropped_and_told_and_the_others_count(tmp_path, record, what):
+    good = record().to_line()
+    bad = good.replace(*ABSURD[what])
+    assert bad != good
+    (tmp_path / "records.jsonl").write_text(good + bad + good)
+    loaded = read_records(tmp_path)
+    assert loaded.records == [record(), record()]
+    assert loaded.notes == ["records.jsonl: 1 unreadable line was dropped (line 2)"]
+
+
+def test_half_a_character_does_not_cost_the_record(tmp_path, record):
+    """As in a file name that is not UTF-8; no table could hold it."""
+    write(tmp_path / "records.jsonl", [record(text="caf\udce9", ids={"file": "\ud83d"}), record(text="\U0001f680")])
+    loaded = read_records(tmp_path)
+    assert [row.text for row in loaded.records] == ["caf?", "\U0001f680"]
+    frame = to_frame(loaded.records)
+    assert with_ids(frame, "file")["file"].tolist() == ["?"]
+
+
+def test_lines_are_strict_json_with_the_keys_that_the_record_has(tmp_path, record):
     write(tmp_path / "records.jsonl", [record(value=math.nan), record(value=-math.inf), record(value=None)])
 
     def refuse(token):
@@ -36,7 +112,9 @@ def test_lines_are_strict_json_with_the_nine_keys(tmp_path, record):
 
     rows = [json.loads(line, parse_constant=refuse) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     assert [row["value"] for row in rows] == ["NaN", "-Infinity", None]
-    assert all(tuple(row) == COLUMNS for row in rows)
+    assert all(tuple(row) == REQUIRED for row in rows)
+    whole = record(text="sha256:ab", ids={"tensor": "a/b", "step": 3}, start=0.0)
+    assert tuple(json.loads(whole.to_line())) == COLUMNS
 
 
 def test_what_other_writers_call_nan_is_read_too(tmp_path, record):
@@ -55,7 +133,7 @@ def test_a_torn_last_line_is_dropped_and_told(tmp_path, record, cut):
     loaded = read_records(tmp_path)
     assert [row.cycle for row in loaded.records] == [0]
     assert loaded.torn == 1
-    assert loaded.notes == ["records.jsonl: 1 incomplete line was dropped (line 2)"]
+    assert loaded.notes == ["records.jsonl: 1 unreadable line was dropped (line 2)"]
 
 
 def test_a_last_line_that_lacks_only_its_newline_counts(tmp_path, record):
@@ -72,7 +150,7 @@ def test_torn_lines_in_the_middle_and_foreign_ones_are_counted(tmp_path, record)
     loaded = read_records(tmp_path)
     assert len(loaded.records) == 2
     assert loaded.torn == 6
-    assert loaded.notes == ["records.jsonl: 6 incomplete lines were dropped (lines 2, 3, 4, 5, 6, ...)"]
+    assert loaded.notes == ["records.jsonl: 6 unreadable lines were dropped (lines 2, 3, 4, 5, 6, ...)"]
 
 
 def test_a_writer_after_a_killed_one_keeps_its_own_records_whole(tmp_path, record):
@@ -133,6 +211,33 @@ def test_a_full_disk_takes_the_half_written_batch_back(tmp_path, record):
     assert (len(loaded.records), loaded.torn) == (3, 0)
 
 
+def test_a_torn_tail_that_others_wrote_behind_stays_and_swallows_no_record(tmp_path, record, monkeypatch):
+    path = tmp_path / "records.jsonl"
+    writer = RecordWriter(path)
+    real = os.write
+
+    def full(fd, data):
+        """The disk takes a record and a half, then nothing; meanwhile another rank appends."""
+        monkeypatch.setattr(os, "write", refuse)
+        done = real(fd, data[: len(data) // 2])
+        with path.open("a") as other:
+            other.write("\n" + record(rank=1).to_line())
+        return done
+
+    def refuse(fd, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(RecordsLost, match="No space left") as caught:
+        writer.append([record(cycle=c) for c in range(3)])
+    monkeypatch.setattr(os, "write", real)
+    assert caught.value.lost == 2
+    writer.append([record(cycle=9)])
+    loaded = read_records(tmp_path)
+    assert [(row.rank, row.cycle) for row in loaded.records] == [(0, 0), (1, 0), (0, 9)]
+    assert loaded.torn == 1
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")  # noqa: PTH110
 def test_no_space_left_is_an_error_that_names_the_file(tmp_path, record):
     path = tmp_path / "records.jsonl"
@@ -142,7 +247,7 @@ def test_no_space_left_is_an_error_that_names_the_file(tmp_path, record):
 
 
 def test_a_folder_that_is_not_there_is_an_error_that_names_the_file(tmp_path):
-    with pytest.raises(KitError, match="cannot record to"):
+    with pytest.raises(KitError, match="cannot record into"):
         RecordWriter(tmp_path / "gone" / "records.jsonl")
 
 
@@ -161,7 +266,7 @@ def test_a_killed_process_leaves_all_that_it_appended(tmp_path):
     assert len(read_records(tmp_path).records) == 1
 
 
-def test_the_frame_has_the_nine_columns_and_their_types_also_when_empty(record):
+def test_the_frame_has_the_columns_and_their_types_also_when_empty(record):
     full, empty = to_frame([record(value=None), record(value=2)]), to_frame([])
     for frame in (full, empty):
         assert tuple(frame.columns) == COLUMNS

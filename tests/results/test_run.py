@@ -11,14 +11,16 @@ from kit.results import (
     Check,
     Measured,
     RecordWriter,
+    Run,
     Verdict,
     VerdictRow,
     create_run,
+    frames,
     list_runs,
     load,
     newest_run,
-    reading,
     select,
+    with_ids,
 )
 from kit.results.records import read_bytes
 
@@ -68,11 +70,42 @@ def test_a_killed_run_loads_is_partial_and_exports(folder, tmp_path):
     assert len(run.frame()) == 1
     assert run.notes == [
         "the run has not finished, or was killed",
-        "records.jsonl: 1 incomplete line was dropped (line 2)",
+        "records.jsonl: 1 unreadable line was dropped (line 2)",
     ]
     about = json.loads(run.save(tmp_path / "t.json").read_text())["provenance"]
     assert about["torch"] == "2.13"
     assert about["run"]["partial"] is True
+
+
+@pytest.mark.parametrize(
+    ("info", "complete", "passed"),
+    [
+        ({"status": "finished", "fault": "leak"}, False, False),
+        ({"status": "finished", "config": {"implementation": "mine:Own"}}, False, False),
+        ({"status": "finished"}, False, None),
+        ({"status": "running", "fault": "leak"}, False, None),
+        ({"status": "failed", "error": "x", "fault": "leak"}, False, None),
+        ({"status": "running", "fault": "leak"}, True, False),
+    ],
+)
+def test_records_that_a_complete_run_lacks(folder, info, complete, passed):
+    (folder / "records.jsonl").write_text("")
+    path = folder / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **info}))
+    row = Run(folder, checks=checks, complete=complete).verdict()[0]
+    assert (row.passed, row.measured) == (passed, None)
+
+
+def test_what_is_missing_is_judged_anew_when_the_run_ends(folder):
+    (folder / "records.jsonl").write_text("")
+    path = folder / "run.json"
+    info = {**json.loads(path.read_text()), "fault": "leak"}
+    path.write_text(json.dumps({**info, "status": "running"}))
+    run = Run(folder, checks=checks)
+    assert run.verdict()[0].passed is None
+    path.write_text(json.dumps(info))
+    os.utime(path, ns=(0, 0))
+    assert run.verdict()[0].passed is False
 
 
 def test_torn_records_make_a_finished_run_partial(folder):
@@ -86,7 +119,7 @@ def test_a_run_that_lost_its_records_says_so(folder):
     (folder / "records.jsonl").unlink()
     run = load(folder)
     assert run.partial
-    assert run.notes == ["records.jsonl is missing: what was measured is gone"]
+    assert run.notes == ["records.jsonl is missing: the records of this run are lost"]
 
 
 @pytest.mark.parametrize("name", ["records.jsonl", "run.json"])
@@ -126,6 +159,60 @@ def test_a_lab_without_checks_shows_the_stored_verdict(folder):
         load(folder, checks=lambda _: []).verdict(drift_mib=1)
 
 
+def made_by_an_older_kit(folder):
+    info = json.loads((folder / "run.json").read_text())
+    del info["schema"]
+    (folder / "run.json").write_text(json.dumps(info))
+
+
+def about_ids(frame, config):
+    errors = with_ids(select(frame, metric="error"), "tensor")
+    return [Measured(float(rows["value"].max()), "now", of=str(name)) for name, rows in errors.groupby("tensor")]
+
+
+def raising(frame, config):
+    return Measured(frame[frame["metric"] == "gone"]["value"].iloc[0])
+
+
+OF_IDS = Check("errors", "?", "error_max", 1.0, "1", "<=", about_ids)
+RAISES = Check("raises", "?", "raises_max", 1.0, "1", "<=", raising)
+
+
+def test_an_older_run_is_judged_from_its_records_where_these_tell_and_else_as_it_was(folder, record):
+    with RecordWriter(folder / "records.jsonl") as writer:
+        writer.append([record(metric="error/w", value=0.5)])
+    stored = [VerdictRow("errors", 0.5, 9.0, "1", True, "w"), VerdictRow("errors/w", 0.5, 9.0, "1", True, "then")]
+    Verdict([*stored, VerdictRow("rss drift", 1.0, 2.0, "MiB", True, "")]).write(folder / "verdict.json")
+    every = [*CHECKS["smoke"], OF_IDS, RAISES]
+    today = {row.check: row for row in load(folder, checks=lambda _: every).verdict()}
+    assert (today["raises"].passed, "the check raised IndexError" in today["raises"].why) == (False, True)
+    made_by_an_older_kit(folder)
+    run = load(folder, checks=lambda _: every)
+    told = [(row.check, row.passed, row.measured, row.limit) for row in run.verdict()]
+    assert told == [
+        ("rss drift", False, 20.0, 10.0),
+        ("errors", True, 0.5, 1.0),
+        ("errors/w", True, 0.5, 1.0),
+        ("raises", None, None, 1.0),
+    ]
+    assert run.verdict()[2].why == "then (as judged when it ran)"
+    assert "IndexError" in run.verdict()[3].why
+    assert [row.passed for row in run.verdict(error_max=0.1)] == [False, False, False, None]
+    (folder / "verdict.json").unlink()
+    assert [row.passed for row in run.verdict()] == [False, None, None]
+
+
+def test_a_run_that_broke_is_judged_as_far_as_its_records_go(make_run, record, tmp_path):
+    writer = create_run(tmp_path, "smoke", {}, {}, out=tmp_path / "broke")
+    writer.append([record(metric="rss", value=2**20, unit="B")])
+    writer.fail("RankDied: rank 1 is gone")
+    run = load(writer.dir, checks=lambda _: [*CHECKS["smoke"], OF_IDS, RAISES])
+    assert [row.passed for row in run.verdict()] == [True, None, None]
+    assert run.verdict()[2].why.startswith(
+        "not measured: the records of this run lack what the check needs (IndexError"
+    )
+
+
 def test_plot_goes_to_the_plotter(folder):
     assert load(folder, plotter=lambda run, name, theme: (run.id, name, theme)).plot("drift", theme="dark") == (
         load(folder).id,
@@ -154,6 +241,10 @@ def test_the_html_is_escaped(make_run, record):
         ('{"run": "a", "lab": "b", "status": "gone"}', "allowed are running, finished, failed"),
         ('{"run": "a", "lab": "b", "status": "failed", "config": 3}', "config must be a JSON object"),
         ("\udce9", "not valid JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"run": "a", "lab": "b", "status": "failed", "config": {"cycles": 1e400}}', "the number 1e400 is too large"),
+        ('{"run": "a", "lab": "b", "status": "failed", "n": 1' + "0" * 400 + "}", "the number 10000000000000000000 is"),
+        ('{"run": "a", "lab": "b", "status": "failed", "n": ' + "1" * 5000 + "}", "not valid JSON"),
     ],
 )
 def test_a_damaged_run_json_is_one_sentence(folder, text, sentence):
@@ -185,11 +276,11 @@ def test_what_is_appended_is_read_without_the_rest(folder, record, monkeypatch):
     first = run.frame()
     size = (folder / "records.jsonl").stat().st_size
     starts = []
-    monkeypatch.setattr(reading, "read_bytes", lambda path, start=0: starts.append(start) or read_bytes(path, start))
+    monkeypatch.setattr(frames, "read_bytes", lambda path, start=0: starts.append(start) or read_bytes(path, start))
     with RecordWriter(folder / "records.jsonl") as writer:
         writer.append([record(cycle=7), record(cycle=8)])
     assert list(run.frame()["cycle"]) == [*first["cycle"], 7, 8]
-    assert starts == [size - reading.KNOWN_BY]
+    assert starts == [size - frames.KNOWN_BY]
     pd.testing.assert_frame_equal(run.frame(), load(folder).frame())
 
 
@@ -198,10 +289,10 @@ def test_lines_are_counted_through_what_was_read_before(folder, record):
     run = load(folder)
     lines = len(run.frame())
     path.write_bytes(path.read_bytes() + b"torn\n" + record(cycle=9).to_line().encode())
-    assert run.notes == [f"records.jsonl: 1 incomplete line was dropped (line {lines + 1})"]
+    assert run.notes == [f"records.jsonl: 1 unreadable line was dropped (line {lines + 1})"]
     path.write_bytes(path.read_bytes() + b"\nagain\n" + record(cycle=9).to_line().encode())
     assert run.notes == load(folder).notes
-    assert run.notes == [f"records.jsonl: 2 incomplete lines were dropped (lines {lines + 1}, {lines + 4})"]
+    assert run.notes == [f"records.jsonl: 2 unreadable lines were dropped (lines {lines + 1}, {lines + 4})"]
 
 
 def test_a_file_that_was_cut_or_written_anew_is_read_as_it_is(folder, record):

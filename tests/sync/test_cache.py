@@ -10,7 +10,7 @@ from kit.sync import cache as module
 from kit.sync.buckets import Bound, Mismatch, views
 from kit.sync.cache import Cache, CacheBusy
 from kit.sync.layout import lay_out, specs_of
-from kit.sync.memory import segments
+from tests.holdings import memory_files
 
 LIMIT = 20.0
 GIB = 2**30
@@ -18,9 +18,9 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    before = segments()
+    before = len(memory_files())
     yield
-    assert segments() == before
+    assert len(memory_files()) == before
 
 
 def model(version, changed=range(6)):
@@ -56,7 +56,7 @@ def held(cache, version):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_versions_come_and_go_by_the_rule(make, keep):
-    cache, before = make(keep=keep), segments()
+    cache, before = make(keep=keep), len(memory_files())
     assert (cache.latest, cache.active, cache.copies, cache.nbytes) == (-1, -1, 0, 0)
     cache.build(1, model(1))
     assert (cache.latest, cache.active, cache.copies) == (1, -1, 1)
@@ -68,12 +68,12 @@ def test_versions_come_and_go_by_the_rule(make, keep):
         assert held(cache, version - 1) == [version - 1] * 6
         cache.activate(version)
         assert (cache.latest, cache.active, cache.copies) == (version, version, 2 if keep else 1)
-        assert segments() - before == cache.blocks
+        assert len(memory_files()) - before == cache.blocks
         with pytest.raises(BadInput, match=rf"no copy of version {version - 1}: there are \[{version}\]"):
             cache.segment(version - 1)
     assert cache.nbytes == cache.copies * 3 * 4096
     cache.close()
-    assert segments() == before
+    assert len(memory_files()) == before
 
 
 def test_a_latest_that_nobody_activated_is_given_up_for_the_next(make):

@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from kit.errors import BadInput
-from kit.measure.census import descriptors
-from kit.sync.memory import Segment, segments
+from kit.machine import descriptors
+from kit.sync.memory import Segment
+from tests.holdings import memory_files
 
 MIB = 2**20
 
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    before = segments(), descriptors()
+    before = len(memory_files()), descriptors()
     yield
-    assert (segments(), descriptors()) == before
+    assert (len(memory_files()), descriptors()) == before
 
 
 def forked(work):
@@ -35,7 +36,7 @@ def forked(work):
 
 def test_another_process_attaches_by_descriptor_and_both_see_what_is_written():
     here, there = socket.socketpair()
-    before = segments()
+    before = len(memory_files())
 
     def other():
         _, fds, _, _ = socket.recv_fds(there, 1, 1)
@@ -43,8 +44,8 @@ def test_another_process_attaches_by_descriptor_and_both_see_what_is_written():
             assert segment.size == 3 * MIB + 5
             assert segment.tensor[-1] == 7
             segment.tensor[0] = 9
-            assert segments() == before + 1
-        assert segments() == before
+            assert len(memory_files()) == before + 1
+        assert len(memory_files()) == before
 
     with here, there:
         went_well = forked(other)  # before the segment is there: nothing is inherited
@@ -60,36 +61,36 @@ def test_another_process_attaches_by_descriptor_and_both_see_what_is_written():
 
 
 def test_closing_gives_memory_and_descriptor_back_and_twice_is_once():
-    before = segments()
+    before = len(memory_files())
     segment = Segment(MIB)
-    assert segments() == before + 1
+    assert len(memory_files()) == before + 1
     segment.close()
     segment.close()
     assert segment.fd == -1
-    assert segments() == before
+    assert len(memory_files()) == before
     with pytest.raises(BadInput, match="closed"):
         _ = segment.tensor
     segment.populate()
 
 
 def test_a_view_that_is_still_held_keeps_bytes_and_is_counted():
-    before = segments()
+    before = len(memory_files())
     segment = Segment(MIB)
     segment.tensor.fill_(3)
     view = segment.tensor[4096:8192].view(torch.int64)
     segment.close()
-    assert segments() == before + 1
+    assert len(memory_files()) == before + 1
     assert view[0] == 0x0303030303030303
     del view
-    assert segments() == before
+    assert len(memory_files()) == before
 
 
 def test_a_descriptor_that_was_forgotten_is_counted():
-    before = segments()
+    before = len(memory_files())
     fd = os.memfd_create("somebody")
-    assert segments() == before + 1
+    assert len(memory_files()) == before + 1
     os.close(fd)
-    assert segments() == before
+    assert len(memory_files()) == before
 
 
 def test_nobody_can_cut_it_short():

@@ -24,6 +24,7 @@ from kit.sync.cache import BASE
 from kit.sync.link import Listener, PeerFailed, PeerSilent
 from kit.sync.receiver import Call
 from kit.sync.sender import Report, SyncFailed
+from kit.sync.sending import Sending
 from kit.sync.transports.base import TransportContext
 from kit.sync.transports.shm import Shm
 from kit.sync.verify import Digests
@@ -53,12 +54,13 @@ class Scene:
         self.hosts = {"r1": Host(), "r2": Host(cut=True)}
         self.receivers = {name: receiver_of(name, host, listener.address) for name, host in self.hosts.items()}
         self.transports = dict.fromkeys(self.hosts, HERE)
+        self.replicas = dict.fromkeys(self.hosts, "")  # those of one name are ranks of one replica
 
     def sync(self, version: int, state: str = "serving", *names: str, **config: Any) -> list[Any]:
         """What the sender and each receiver gave or raised. `gather`: another one, or None."""
         names = names or tuple(self.receivers)
         gather = config.pop("gather", lambda: tensors(version))
-        targets = [target(name, self.transports[name], state) for name in names]
+        targets = [target(name, self.transports[name], state, self.replicas[name]) for name in names]
         act = functools.partial(self.sender.sync, version, targets, gather, **config)
         return at_once(act, *(self.receivers[name].join for name in names))
 
@@ -283,6 +285,62 @@ def test_a_failure_after_the_publication_keeps_the_version_where_it_arrived(
     assert (scene.receivers["r2"].version, scene.hosts["r2"].has(1)) == (1, True)  # an old version under its own number
     scene.receivers["r2"].calls = Call
     scene.works(3)
+
+
+@pytest.mark.parametrize("state", ["serving", "paused", "asleep"])
+@pytest.mark.parametrize(("step", "after"), [("activate", False), ("publish", True)])
+def test_a_replica_runs_one_version_whichever_of_its_ranks_fails(
+    scene: Scene, step: str, state: str, *, after: bool
+) -> None:
+    """`r2` fails when the version is active: `r1`, of the same replica, goes back with it, and `r3` keeps the version."""
+    scene.hosts["r3"], scene.transports["r3"] = Host(), HERE
+    scene.receivers["r3"] = receiver_of("r3", scene.hosts["r3"], scene.listener.address)
+    scene.replicas = {"r1": "one", "r2": "one", "r3": "other"}
+    scene.works(1)
+    version, gather = 2, {}
+    if state == "asleep":
+        version, gather = 1, {"gather": None}
+        for host in scene.hosts.values():
+            host.sleep()
+    scene.receivers["r2"].calls = failing(step, trouble, after=after)
+    error, *received = scene.sync(version, state, **gather)
+    assert error.peer == "r2"
+    for name in ("r1", "r2"):
+        host, receiver = scene.hosts[name], scene.receivers[name]
+        assert (receiver.version, receiver.routed) == (1, state == "serving"), name
+        assert host.has(1) if state == "serving" else state == "paused" or host.does[-1] == "sleep", name
+    assert (scene.receivers["r3"].version, scene.receivers["r3"].routed) == (version, True)
+    assert scene.hosts["r3"].has(version)
+    assert all(isinstance(one, KitError) for one in received)  # each hears that the sync failed
+    assert "given up by the sender: r2 failed: the disk is on fire" in str(received[0])
+    scene.receivers["r2"].calls = Call
+    if state == "asleep":
+        scene.works(1, state, "r1", "r2", gather=None)
+    else:
+        scene.works(3, state)
+
+
+@pytest.mark.parametrize("replica", ["one", ""])
+def test_a_sender_that_is_gone_as_it_activates_leaves_no_route_to_half_a_replica(
+    scene: Scene, replica: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Leaves(Sending):
+        def tell(self, kind: str, *given: Any, **message: Any) -> None:
+            if kind != "end":
+                super().tell(kind, *given, **message)
+                return
+            self.links["r1"].send({"kind": "end"})
+            for link in self.links.values():
+                link.close()
+            raise KitError("the sender is gone")
+
+    scene.replicas = dict.fromkeys(scene.hosts, replica)
+    scene.works(1)
+    monkeypatch.setattr("kit.sync.sender.Sending", Leaves)
+    scene.sync(2)
+    first, second = scene.receivers.values()
+    assert (first.version, first.routed, scene.hosts["r1"].has(2)) == (2, True, True)
+    assert (second.version, second.routed, scene.hosts["r2"].has(1)) == (1, not replica, True)
 
 
 def test_an_expansion_after_a_refresh_that_failed(scene: Scene) -> None:

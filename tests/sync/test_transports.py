@@ -12,10 +12,11 @@ import torch
 
 from kit.errors import BadInput, KitError
 from kit.sync.link import Listener, PeerFailed, PeerGone, PeerSilent
-from kit.sync.memory import Segment, segments
+from kit.sync.memory import Kept, Segment
 from kit.sync.transports import NAMES, Place, base, by_name, choose, shm
 from kit.sync.transports.base import DEPTH, Transport
 from kit.sync.transports.ipc import Ipc
+from tests.holdings import memory_files
 from tests.sync.ranks.transports import SIZES, Act, as_receiver, as_sender, bucket, context, receive, send
 
 
@@ -46,7 +47,7 @@ def between(kind: Any, send: Act, *receive: Act, timeout_s: float = 5.0, **more:
 def mapped() -> int:
     """Segments that somebody holds, and not only an error's frames."""
     gc.collect()
-    return segments()
+    return len(memory_files())
 
 
 @pytest.mark.parametrize("kind", ["shm", "serialize", "rendezvous"])
@@ -80,7 +81,7 @@ def test_shared_memory_is_not_copied() -> None:
 
 
 def test_mappings_that_are_kept_are_used_again_and_not_too_many() -> None:
-    before, kept = mapped(), shm.Kept()
+    before, kept = mapped(), Kept()
     segments_ = [Segment(4096) for _ in range(3)]
     first, second, again, third = (kept.attach(os.dup(segments_[place].fd)) for place in (0, 1, 0, 2))
     assert first is again
@@ -96,7 +97,7 @@ def test_mappings_that_are_kept_are_used_again_and_not_too_many() -> None:
 
 
 def test_a_kept_mapping_shows_the_next_syncs_bytes() -> None:
-    before, kept = mapped(), shm.Kept()
+    before, kept = mapped(), Kept()
 
     def twice(kind: str) -> list[Any]:
         return between(kind, send, receive, kept=kept)[1:]

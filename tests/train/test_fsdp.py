@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 EXACT = ("lr", "wd", "global_valid_seqs", "global_valid_toks", "version")
 GRADIENTS, PARAMETERS, METRICS, LOSS = 1e-6, 1e-5, 1e-6, 1e-6
 FIXED = {"gradients": GRADIENTS, "parameters": PARAMETERS, "metrics": METRICS, "loss": LOSS}
+# Of one token's ratio, where microbatches hold other rows: a float32 log-probability between 8 and 16 is rounded to 1e-6.
+REGROUPED_EXTREMES = 4e-6
 # Computed in bfloat16 on scales that differ: to its own rounding, and Adam makes small gradients large.
 NARROW = {"gradients": 2e-2, "parameters": 1e-3, "metrics": 5e-2, "loss": 1e-3}
 
@@ -54,7 +56,10 @@ def test_however_a_step_is_cut_it_is_the_plain_step(world: World, level: str, ba
             assert max(found["norms"]) <= limits["gradients"]
             for step in found["metrics"]:
                 assert len(step) > 10
-                assert {name: value for name, value in step.items() if value > limits["metrics"]} == {}
+                most = dict.fromkeys(step, limits["metrics"])
+                if batching != "fixed":
+                    most |= {name: REGROUPED_EXTREMES for name in step if name.endswith(("_min", "_max"))}
+                assert {name: value for name, value in step.items() if value > most[name]} == {}
             assert found["same"] == [dict.fromkeys(EXACT, True)] * 3
             assert found["reductions"] == [1] * 3 * found["groups"]
             assert found["scattered"] == 3 * found["groups"] == 9

@@ -61,6 +61,8 @@ SURROGATES = [
     {"dual_clip": 1.1},
     {"cispo": True},
     {"on_policy": True},
+    {"ratio": "none"},
+    {"positive_nll": 0.3},
     {"ratio": "sequences", "level": "sequences"},
     {"ratio": "sequences", "level": "sequences", "on_policy": True},
     {"ratio": "sequences", "level": "sequences", "dual_clip": 1.02, "clip_low": 0.01, "clip_high": 0.01},

@@ -13,7 +13,7 @@ DOCS = (Path(__file__).resolve().parents[2] / "docs" / "losses.md").read_text()
 
 REFUSED = [
     ({"level": "token"}, "level='token' is unknown: choose one of tokens, sequences"),
-    ({"ratio": "rows"}, "ratio='rows' is unknown: choose one of tokens, sequences"),
+    ({"ratio": "rows"}, "ratio='rows' is unknown: choose one of tokens, sequences, none"),
     ({"importance": True}, "importance=True is unknown: choose one of none, tokens, sequences"),
     ({"truncation": "TIS"}, "truncation='TIS' is unknown: choose one of none, tis, icepop, seq-mask-tis"),
     ({"kl_kind": "k4"}, "kl_kind='k4' is unknown: choose one of k1, k2, k3"),
@@ -32,6 +32,10 @@ REFUSED = [
     ({"cispo": True, "dual_clip": 3}, "cispo=True and dual_clip exclude each other"),
     ({"on_policy": True, "cispo": True}, "on_policy=True and cispo=True exclude each other"),
     ({"on_policy": True, "dual_clip": 3}, "on_policy=True and dual_clip exclude each other"),
+    ({"ratio": "none", "cispo": True}, "ratio='none' excludes cispo, on_policy and dual_clip"),
+    ({"ratio": "none", "on_policy": True}, "ratio='none' excludes cispo, on_policy and dual_clip"),
+    ({"ratio": "none", "dual_clip": 3}, "ratio='none' excludes cispo, on_policy and dual_clip"),
+    ({"positive_nll": -0.1}, "positive_nll=-0.1 is not allowed: it must be a finite number, 0 or above"),
     ({"truncation": "tis", "band_high": 2}, "truncation='tis' needs importance='tokens' or 'sequences'"),
     (
         {"truncation": "seq-mask-tis", "importance": "sequences", "band_low": 0.9, "band_high": 1.1},
@@ -66,20 +70,24 @@ def test_likelihood_knows_its_levels():
         NegativeLogLikelihood(level="rows")
 
 
-SETTINGS = [
-    ("ClippedPolicyGradient", ClippedPolicyGradient(level=level, importance=importance, **truncation))
-    for level in ("tokens", "sequences")
-    for importance in ("none", "tokens", "sequences")
-    for truncation in (
-        {},
-        {"truncation": "tis", "band_high": 2},
-        {"truncation": "icepop", "band_low": 0.5, "band_high": 2},
-        {"truncation": "seq-mask-tis", "band_low": 0.5, "band_high": 2},
-    )
-    if not truncation
-    or importance == "tokens"
-    or (importance == "sequences" and truncation["truncation"] != "seq-mask-tis")
-] + [("NegativeLogLikelihood", NegativeLogLikelihood(level=level)) for level in ("tokens", "sequences")]
+SETTINGS = (
+    [
+        ("ClippedPolicyGradient", ClippedPolicyGradient(level=level, importance=importance, **truncation))
+        for level in ("tokens", "sequences")
+        for importance in ("none", "tokens", "sequences")
+        for truncation in (
+            {},
+            {"truncation": "tis", "band_high": 2},
+            {"truncation": "icepop", "band_low": 0.5, "band_high": 2},
+            {"truncation": "seq-mask-tis", "band_low": 0.5, "band_high": 2},
+        )
+        if not truncation
+        or importance == "tokens"
+        or (importance == "sequences" and truncation["truncation"] != "seq-mask-tis")
+    ]
+    + [("ClippedPolicyGradient", ClippedPolicyGradient(positive_nll=0.5))]
+    + [("NegativeLogLikelihood", NegativeLogLikelihood(level=level)) for level in ("tokens", "sequences")]
+)
 
 
 def told(kind, loss):
@@ -100,6 +108,8 @@ def told(kind, loss):
                 if getattr(loss, "truncation", "") == "seq-mask-tis"
                 else "tokens",
             }[cells[2]]
+            if "with `positive_nll`" in cells[1] and kind == "ClippedPolicyGradient" and not loss.positive_nll:
+                continue
             table |= dict.fromkeys(re.findall("`([a-z_]+)`", cells[0]), word)
     return table
 
@@ -124,6 +134,6 @@ def test_every_metric_has_a_normalizer_and_every_normalizer_a_metric(loss):
 
 
 def test_the_docs_tell_what_is_refused():
-    section = DOCS.split("## Refused")[1]
+    section = DOCS.split("## Refused")[1].split("\n## ")[0]
     for settings, _ in REFUSED:
         assert any(f"`{name}" in section for name in settings), settings

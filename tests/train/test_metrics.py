@@ -56,6 +56,16 @@ def test_sums_are_exact_in_float64():
     assert metrics.of_microbatches(seen, ["loss"])["loss"] == 2.0
 
 
+@pytest.mark.parametrize(
+    ("values", "total"),
+    [([math.inf, -math.inf], math.nan), ([math.inf, 1.0], math.inf), ([1.7e308, 1.7e308], math.inf)],
+)
+def test_sums_that_are_not_finite_are_no_error(values, total):
+    """One rank that raises would leave the others in their collective."""
+    seen = [{"loss": torch.tensor(value, dtype=torch.float64)} for value in values]
+    assert metrics.of_microbatches(seen, ["loss"])["loss"] == pytest.approx(total, nan_ok=True)
+
+
 def test_each_is_divided_by_its_own():
     raw = {"loss": 12.0, "probs_ratio": 12.0, "num_valid_samples": 12.0, "unknown": 12.0, "r_min": 12.0}
     by = {"loss": "sequences", "probs_ratio": "tokens", "num_valid_samples": None, "r_min": None}

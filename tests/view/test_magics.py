@@ -6,8 +6,7 @@ import pytest
 from IPython.core.error import UsageError
 
 from kit.errors import BadInput, KitError, RankError, RankTimeout
-from kit.view.magics import parse_ranks
-from kit.view.values import RankValues
+from kit.view.magics import RankValues, parse_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +64,26 @@ def test_plain_calls_show_the_line_that_asked(cell):
     assert "kit/world" not in shown
 
 
+def test_cells_in_the_background_run_beside_each_other_and_are_waited_for(cell, world, tmp_path):
+    meet = f"import pathlib, time\nhere = pathlib.Path({str(tmp_path)!r})\n(here / str(rank)).touch()\n"
+    meet += "while len(list(here.iterdir())) < 2: time.sleep(0.001)\nrank * 10"
+    for rank in (1, 0):
+        result, shown = cell(f"%%ranks {rank} --background\n{meet}")
+        assert result.result is None
+        assert f"running in the background on {rank}; %ranks wait shows the result" in shown
+    assert repr(cell("%ranks wait")[0].result) == "[0] 0\n[1] 10"
+    assert "nothing runs in the background" in cell("%ranks wait")[1]
+    assert world.state == "idle"
+
+
+def test_an_error_in_the_background_is_raised_by_the_wait(cell, world):
+    assert cell("%%ranks --background\nraise ValueError('in the dark')")[0].success
+    result, shown = cell("%ranks wait")
+    assert isinstance(result.error_in_exec, RankError)
+    assert "in the dark" in shown
+    assert world.state == "idle"
+
+
 def test_a_typo_is_told_before_any_rank_sees_it(cell, world):
     result, shown = cell("%%ranks\nx = = 1")
     assert isinstance(result.error_in_exec, BadInput)
@@ -88,7 +107,7 @@ def test_a_deadline(cell, world):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("%ranks bogus", "status, stacks, restart, stop, start"),
+        ("%ranks bogus", "status, stacks, wait, restart, stop, start"),
         ("%ranks status 3", "takes nothing more"),
         ("%%ranks --timeout soon\n1", "invalid seconds value: 'soon'"),
         ("%%ranks --bogus\n1", "allowed is %%ranks [0,2-3] [--timeout SECONDS]"),

@@ -12,11 +12,10 @@ from matplotlib.colors import to_hex
 
 import kit
 from kit.bench.view import made_up
+from kit.draw.picture import PLACES, inline
+from kit.draw.style import DARK, LIGHT, THEMES
 from kit.errors import BadInput
 from kit.view import named
-from kit.view.inline import PLACES, inline
-from kit.view.sight import Sight
-from kit.view.style import DARK, LIGHT, THEMES
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +49,12 @@ def test_the_names_are_those_that_the_run_has_something_for(run, make_run):
     assert named.names(run) == ["overview", "memory", "drift", "times", "census", "timeline", "verdict"]
     assert named.names(make_run(cycles=0)) == ["overview"]
     assert named.names(make_run(cycles=1)) == ["overview", "memory", "times", "census", "timeline"]
-    assert named.PLOTS["drift"].tells(run)
-    assert not named.PLOTS["rates"].tells(run)
 
 
 @pytest.mark.parametrize("theme_name", THEMES)
 @pytest.mark.parametrize("name", ["memory", "drift", "times", "census", "timeline", "verdict"])
 def test_each_is_drawn_alone_with_its_origin(run, name, theme_name):
-    picture = named.PLOTS[name].draw(run, theme_name)
+    picture = named.plot(run, name, theme=theme_name)
     assert picture.get_suptitle().startswith("offload · 4 ranks · tiny, tp 2 · mode exact")
     assert to_hex(picture.get_facecolor()) == THEMES[theme_name].paper
     assert picture._repr_png_().startswith(b"\x89PNG")
@@ -68,7 +65,7 @@ def test_each_is_drawn_alone_with_its_origin(run, name, theme_name):
 
 def test_what_each_shows(run):
     def seen(name):
-        return named.PLOTS[name].draw(run)
+        return named.plot(run, name)
 
     assert titles(seen("memory")) == ["Host memory of a rank, 320 MiB at the baseline (median and range of 4 ranks)"]
     assert titles(seen("drift")) == ["Drift of anonymous memory while released"]
@@ -89,48 +86,52 @@ def test_what_each_shows(run):
 
 
 def test_a_tolerance_moves_its_line_and_is_told(run):
-    plain, moved = (named.PLOTS["drift"].draw(run, tolerances=limits) for limits in (None, {"drift_mib": 7.5}))
+    plain, moved = (named.plot(run, "drift", tolerances=limits) for limits in (None, {"drift_mib": 7.5}))
     assert (flat(plain.axes[0]), flat(moved.axes[0])) == ([200], [7.5])
     assert "limit 7.5 MiB" in words(moved)
     assert moved.get_suptitle().endswith("finished · limits moved: drift_mib 7.5")
-    census = named.PLOTS["census"].draw(run, tolerances={"fds_more": 9})
+    census = named.plot(run, "census", tolerances={"fds_more": 9})
     by_title = {axes.get_title(loc="left").partition(" (")[0]: flat(axes) for axes in census.axes}
     assert by_title == {"": [], "Process groups": [1], "Open files": [29], "Sockets": [], "Threads": [20]}
-    assert "✗ FAIL" in words(named.PLOTS["verdict"].draw(run, tolerances={"fds_more": -1}))
+    assert "✗ FAIL" in words(named.plot(run, "verdict", tolerances={"fds_more": -1}))
     assert "limits moved: drift_mib 7.5" in named.plot(run, tolerances={"drift_mib": 7.5}).get_suptitle()
     with pytest.raises(BadInput, match="unknown tolerance 'drift'"):
         named.plot(run, "drift", tolerances={"drift": 1})
 
 
-def test_a_drawing_changes_with_the_limits_that_are_in_it_alone():
+def test_a_plot_changes_with_the_limits_that_are_in_it_alone(run):
     checks = {"drift_mib": ("memory_drift",), "fds_more": ("fds_return",)}
-    moves = {name for name, plot in named.PLOTS.items() if plot.moves_with(checks, {"drift_mib"})}
-    assert moves == {"overview", "drift", "verdict"}
-    assert named.PLOTS["census"].moves_with(checks, {"fds_more"})
-    assert not named.PLOTS["memory"].moves_with(checks, {"fds_more", "drift_mib"})
+    album = named.album(run)
+    assert {name for name in album.names if album.moves_with(name, checks, {"drift_mib"})} == {
+        "overview",
+        "drift",
+        "verdict",
+    }
+    assert album.moves_with("census", checks, {"fds_more"})
+    assert not album.moves_with("memory", checks, {"fds_more", "drift_mib"})
 
 
-def test_a_drawing_that_is_like_another_is_laid_out_as_that_is(run):
-    sight, plot = Sight.of(run), named.PLOTS["census"]
-    first = plot.of(sight)
+def test_a_plot_that_is_like_another_is_laid_out_as_that_is(run):
+    album = named.album(run)
+    first = album.draw("census")
     first.draw_without_rendering()
-    second = plot.of(sight, tolerances={"fds_more": 3}, like=first)
+    second = album.draw("census", tolerances={"fds_more": 3}, like=first)
     second.draw_without_rendering()
     assert [axes.get_position().bounds for axes in second.axes] == [axes.get_position().bounds for axes in first.axes]
-    other = plot.of(sight, like=named.PLOTS["drift"].of(sight))  # it has other parts
+    other = album.draw("census", like=album.draw("drift"))  # it has other parts
     assert other.get_layout_engine() is not None
     assert second.get_layout_engine().__class__.__name__ == "PlaceHolderLayoutEngine"
 
 
 def test_names_and_options_that_are_wrong_are_told(run, make_run):
-    with pytest.raises(BadInput, match="there is no plot 'drfit'; its plots are: overview, memory, drift"):
+    with pytest.raises(BadInput, match="has no plot 'drfit'; its plots are: overview, memory, drift"):
         run.plot("drfit")
-    with pytest.raises(BadInput, match="this run has nothing for the plot 'rates'"):
+    with pytest.raises(BadInput, match="has no plot 'rates'"):
         run.plot("rates")
     with pytest.raises(BadInput, match="light, dark, not 'pink'"):
         run.plot("drift", theme="pink")
-    with pytest.raises(BadInput, match="has no records for 'Drift over cycles'"):
-        named.PLOTS["drift"].draw(make_run(cycles=1))
+    with pytest.raises(BadInput, match="has no plot 'drift'"):
+        named.plot(make_run(cycles=1), "drift")
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
@@ -141,7 +142,7 @@ def test_each_is_saved(run, tmp_path, suffix):
 
 
 def test_in_a_page_a_picture_takes_the_colours_of_its_theme(run):
-    page = inline(named.PLOTS["drift"].draw(run), 'Drift "of" <it>', salt="one")
+    page = inline(named.plot(run, "drift"), 'Drift "of" <it>', salt="one")
     assert 'aria-label="Drift &quot;of&quot; &lt;it&gt;"' in page
     assert f"stroke: var({PLACES[LIGHT.series[0]]})" in page
     assert not set(re.findall("#[0-9a-f]{6}", page)) & set(PLACES)
@@ -150,7 +151,7 @@ def test_in_a_page_a_picture_takes_the_colours_of_its_theme(run):
     used = set(re.findall(r"url\(#(\w+)\)", page))
     assert used
     assert all(f'id="{name}"' in page for name in used)
-    again = inline(named.PLOTS["drift"].draw(run), "Drift", salt="two")
+    again = inline(named.plot(run, "drift"), "Drift", salt="two")
     assert not used & set(re.findall(r'id="(p\w{10})"', again))  # two pictures of a page do not share names
 
 
@@ -159,11 +160,7 @@ def test_both_themes_have_the_same_colours_in_the_same_places():
     assert len(LIGHT.series) == len(DARK.series)
 
 
-def test_drift_of_a_run_of_ones_own_is_after_its_last_phase(make_run, tmp_path):
+def test_drift_of_any_run_is_after_its_last_phase(make_run):
     run = make_run(phases=("make", "use"))
-    assert named.drift_phase(Sight.of(run)) is None  # the smoke lab asks after a phase that is not there
-    info = (run.dir / "run.json").read_text().replace('"lab": "smoke"', '"lab": "own"')
-    (run.dir / "run.json").write_text(info)
-    own = kit.load(run.dir)
-    assert titles(named.PLOTS["drift"].draw(own)) == ["Drift of anonymous memory after use"]
-    assert flat(named.PLOTS["drift"].draw(own).axes[0]) == []
+    assert titles(named.plot(run, "drift")) == ["Drift of anonymous memory after use"]
+    assert flat(named.plot(run, "drift").axes[0]) == []

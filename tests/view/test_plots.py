@@ -7,12 +7,14 @@ import warnings
 import matplotlib as mpl
 import pytest
 
+import kit
+from kit.draw.data import read
+from kit.draw.picture import Picture
+from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.measure import Recorder
 from kit.results import Verdict, VerdictRow, load
-from kit.view.plots import Picture, plot_run
-from kit.view.steps import steps
-from kit.view.style import THEMES
+from kit.view.named import plot
 
 
 def titles(picture):
@@ -33,9 +35,8 @@ def strict():
 
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_a_run_shows_time_memory_census_and_timeline(make_run, theme_name):
-    picture = plot_run(make_run(), theme_name=theme_name)
-    assert titles(picture) == [
-        "",
+    picture = plot(make_run(), theme=theme_name)
+    assert [title for title in titles(picture) if title] == [
         "Time per phase and rank (n = 3 each, median and range)",
         "Host memory of the ranks (median and range of 2 ranks)",
         "Process groups (at start 1)",
@@ -49,24 +50,24 @@ def test_a_run_shows_time_memory_census_and_timeline(make_run, theme_name):
 
 
 def test_one_sample_says_so(make_run):
-    picture = plot_run(make_run(cycles=1))
-    assert titles(picture)[1] == "Time per phase and rank (n = 1 each)"
+    picture = plot(make_run(cycles=1))
+    assert titles(picture)[0] == "Time per phase and rank (n = 1 each)"
 
 
 def test_a_gpu_has_a_drawing_of_its_own(make_run):
     device = [("allocated", 3e10, "B"), ("allocated_before", 3e10, "B"), ("driver_used", 4e10, "B")]
-    picture = plot_run(make_run(more=device))
+    picture = plot(make_run(more=device))
     assert "GPU memory (median and range of 2 ranks)" in titles(picture)
     assert "whole GPU, 37.25 GiB" in words(picture)
-    shared = plot_run(make_run(more=[*device, ("card", 0, "1")]))
-    assert "GPU memory, each card shared by ranks (median and range of 2 ranks)" in titles(shared)
+    shared = plot(make_run(more=[*device, ("card", 0, "1")]))
+    assert "GPU memory, each GPU shared by ranks (median and range of 2 ranks)" in titles(shared)
 
 
 @pytest.mark.slow
 def test_many_ranks_phases_and_cycles_fit(make_run):
     phases = [f"a-long-name-{index}" for index in range(9)]
-    picture = plot_run(make_run(ranks=16, cycles=12, phases=phases))
-    assert titles(picture)[1] == "Time per phase, all ranks (n = 192 each, median and range)"
+    picture = plot(make_run(ranks=16, cycles=12, phases=phases))
+    assert titles(picture)[0] == "Time per phase, all ranks (n = 192 each, median and range)"
     picture._repr_png_()
 
 
@@ -76,7 +77,7 @@ def test_limits_are_drawn_above_the_start(make_run):
     Verdict([row, VerdictRow("fds_return", 9, 4, "1", False, "rank 1: 20 at the baseline, 29 after")]).write(
         run.dir / "verdict.json"
     )
-    picture = plot_run(load(run.dir))
+    picture = plot(load(run.dir))
     groups = next(axes for axes in picture.axes if axes.get_title(loc="left").startswith("Process groups"))
     assert groups.get_title(loc="left") == "Process groups (at start 1, limit +2)"
     assert {line.get_ydata()[0] for line in groups.lines if len(set(line.get_ydata())) == 1} >= {1, 3}
@@ -84,13 +85,13 @@ def test_limits_are_drawn_above_the_start(make_run):
 
 
 def test_levels_start_after_a_baseline(make_run):
-    seen = steps(make_run(phases=("baseline", "make")))
+    seen = read(make_run(phases=("baseline", "make")))
     assert seen.level("fds").start == 20
 
 
 def test_a_partial_run_and_one_without_records(make_run):
-    assert "running" in plot_run(make_run(finish=False)).get_suptitle()
-    assert any("no phase has been measured" in word for word in words(plot_run(make_run(cycles=0))))
+    assert "running" in plot(make_run(finish=False)).get_suptitle()
+    assert any("no phase has been measured" in word for word in words(plot(make_run(cycles=0))))
 
 
 def test_a_run_of_ones_own(tmp_path):
@@ -103,32 +104,41 @@ def test_a_run_of_ones_own(tmp_path):
         recorder.record("anything", 3.0)
         with pytest.raises(ZeroDivisionError), recorder.phase("broken"):
             1 / 0  # noqa: B018
-    picture = plot_run(load(tmp_path / "mine"))
+    picture = plot(load(tmp_path / "mine"))
     assert picture.get_suptitle() == "own mine · 1 rank · 2 cycles · finished"
     assert "Timeline of ranks (framed: raised)" in titles(picture)
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_saving(make_run, tmp_path, suffix):
-    path = plot_run(make_run()).save(tmp_path / "new" / f"picture{suffix}")
+    path = plot(make_run()).save(tmp_path / "new" / f"picture{suffix}")
     assert path.stat().st_size > 5_000
 
 
 def test_the_same_run_makes_the_same_svg(make_run, tmp_path):
     run = make_run()
-    first, second = (plot_run(run).save(tmp_path / f"{name}.svg").read_bytes() for name in "ab")
+    first, second = (plot(run).save(tmp_path / f"{name}.svg").read_bytes() for name in "ab")
     assert first == second
 
 
 def test_wrong_names_are_told(make_run, tmp_path):
     run = make_run()
     with pytest.raises(BadInput, match="light, dark, not 'pink'"):
-        plot_run(run, theme_name="pink")
+        plot(run, theme="pink")
     with pytest.raises(BadInput, match=r"\.png, \.svg, \.pdf, not 'picture\.docx'"):
-        plot_run(run).save(tmp_path / "picture.docx")
+        plot(run).save(tmp_path / "picture.docx")
 
 
 def test_settings_of_the_notebook_are_left_alone(make_run):
     before = dict(mpl.rcParams)
-    assert isinstance(plot_run(make_run()), Picture)
+    assert isinstance(plot(make_run()), Picture)
     assert dict(mpl.rcParams) == before
+
+
+def test_a_loaded_run_draws_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path))
+    run = kit.run("smoke", ranks=1, cycles=1, device="cpu", fault="leaked-group")
+    picture = kit.load(run.dir).plot()
+    assert isinstance(picture, Picture)
+    assert "fault: leaked-group" in picture.get_suptitle()
+    assert any(text.get_text() == "✗ FAIL" for axes in picture.axes for text in axes.texts)

@@ -44,6 +44,18 @@ def test_a_bar_names_phase_and_ranks():
     assert text.startswith("reload · answered: 0, 2 · waiting for: 1, 3 · ")
 
 
+def test_a_bar_counts_what_is_recorded_while_a_phase_lasts():
+    notes = Notes()
+    watch = Progress(line=notes, after_s=0)
+    for phase, words in (("reload", "2 records so far · "), ("train", "waiting for: 0 · 0 s")):
+        watch.started(phase, [0])
+        watch._drew = 0.0
+        if phase == "reload":
+            watch.recorded(2)
+        watch.tick([])
+        assert words in notes.lines[-1][1]
+
+
 def test_quick_work_has_no_bar():
     notes = Notes()
     watch = Progress(line=notes)

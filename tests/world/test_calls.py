@@ -1,8 +1,9 @@
-"""One call to the ranks, as far as it can be seen without any: who looks on is asked often, and may end the call."""
+"""Calls in flight as far as they can be seen without ranks: who looks on is asked often, and the first end is heard first."""
 
 from __future__ import annotations
 
 import socket
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +12,21 @@ import pytest
 from kit.errors import RankDied
 from kit.world.calls import Call
 from kit.world.channel import ChannelClosed
-from kit.world.crew import Exit
+from kit.world.crew import Crew, Exit
+from kit.world.pending import Pending
 
 
 class Onlooker:
     """A fake observer that ends the call when it is asked."""
 
+    def started(self, phase: str, ranks: object) -> None: ...
+
+    def output(self, rank: int, text: str) -> None: ...
+
     def tick(self, answered: object) -> None:
         raise KeyboardInterrupt
+
+    def ended(self) -> None: ...
 
 
 def test_who_looks_on_is_asked_though_there_is_always_something_to_hear() -> None:
@@ -26,12 +34,17 @@ def test_who_looks_on_is_asked_though_there_is_always_something_to_hear() -> Non
     with link, other:
         other.send(b"never read")
         # A fake of a crew whose agent is heard from at any time.
-        crew: Any = SimpleNamespace(
-            agents={0: SimpleNamespace(link=link)}, hear_agents=lambda: None, exits=[], torchrun_pid=None
+        member: Any = SimpleNamespace(
+            rank=0, call=None, work=SimpleNamespace(send=lambda _: None), asked=False, news=[]
         )
-        call = Call(crew, [], {"id": 1, "phase": "train"}, Onlooker(), 60.0)  # type: ignore[arg-type]
+        member.watch = SimpleNamespace(send=lambda _: None)
+        crew: Any = SimpleNamespace(members=[member], filenos=lambda: [link.fileno()], take=lambda *_: None)
+        crew.read_log = lambda *_: b""
+        member.log, member.since, member.phase = 0, 0.0, "idle"
+        call = Call(crew, [member], {"id": 1, "phase": "train"}, die=lambda *_: None)
+        pending = Pending([call], threading.RLock(), Onlooker(), 60.0)
         with pytest.raises(KeyboardInterrupt):
-            call._take(60.0)
+            pending.result()
 
 
 class Said:
@@ -55,11 +68,21 @@ def test_of_ranks_that_exit_at_once_the_first_is_heard_before_it_is_judged() -> 
     with mine, its:
         its.send(b"x")
         its.shutdown(socket.SHUT_WR)
-        members: Any = [SimpleNamespace(rank=rank, pid=rank, host="vm", work=Said(mine)) for rank in range(2)]
+        members: Any = [
+            SimpleNamespace(rank=rank, pid=rank, host="vm", work=Said(mine), asked=False, news=[], phase="release")
+            for rank in range(2)
+        ]
         crew: Any = SimpleNamespace(
             members=members, first_exit=lambda: Exit(1, -9, 0.0), torchrun_gone=lambda: None, torchrun_pid=None
         )
-        call = Call(crew, members, {"id": 1, "phase": "release"}, Onlooker(), 60.0)  # type: ignore[arg-type]
+        crew.hear = lambda member: Crew.hear(crew, member)
+        ended: list[str] = []
+        call = Call(crew, members, {"id": 1, "phase": "release"}, die=lambda why, _: ended.append(why))
+        for member in members:
+            member.call = call
         call.answers[0], call.gone = {"exiting": True, "exitcode": 5}, {0}
-        with pytest.raises(RankDied, match=r"rank 1 .* called sys\.exit\(5\) in phase 'release'"):
-            call._died()
+        call.advance()
+        assert isinstance(call.error, RankDied)
+        assert "called sys.exit(5) in phase 'release'" in str(call.error)
+        assert call.error.rank == 1
+        assert len(ended) == 1

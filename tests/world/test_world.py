@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from kit.errors import BadInput, KitError, RankError
+from kit.gpu import has_driver
 from kit.world import World, leftovers
 from kit.world.asked import check_call
-from kit.world.capacity import GPU_DRIVERS
 
 
 class Seen:
@@ -333,10 +333,10 @@ def test_bad_input_is_one_sentence_before_anything_starts(
 @pytest.mark.parametrize("target", ["math", "math:", ":sqrt", print])
 def test_a_function_is_called_by_its_name(target: Any) -> None:
     with pytest.raises(BadInput, match=r"a function is named 'package\.module:function', not"):
-        check_call(target, {})
+        check_call(target, None, {})
 
 
-@pytest.mark.skipif(any(path.exists() for path in GPU_DRIVERS), reason="this machine has a GPU driver")
+@pytest.mark.skipif(has_driver(), reason="this machine has a GPU driver")
 def test_cuda_without_a_driver_is_refused() -> None:
     with pytest.raises(BadInput, match="needs a GPU driver"):
         World(2, device="cuda")

@@ -6,13 +6,15 @@ of times: 1.43 times memcpy's time is 0.7 of its speed. Ranks import this packag
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import TYPE_CHECKING
 
+from kit.bench.cost import Cost
 from kit.bench.offload import lab, tensors
-from kit.bench.report import tell
-from kit.world import World
+
+if TYPE_CHECKING:
+    from kit.bench.session import Part, Session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,15 +31,29 @@ class Sizes:
 QUICK = Sizes(models=("125m",), trials=1, cycles=3, leak_cycles=5, grid=("tp2", "dp2 with the distributed optimizer"))
 
 
-def main(as_json: bool, sizes: Sizes = Sizes()) -> int:
-    with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch:
-        logs = Path(scratch)
-        rows = [
-            row for model in sizes.models for row in tensors.rows(model, logs, trials=sizes.trials, cycles=sizes.cycles)
-        ]
-        rows += lab.leaks(logs, cycles=sizes.leak_cycles)
-        rows += [lab.bitwise(name, logs) for name in sizes.grid]
-        with World(1, logs=logs) as world:
-            provenance = world.call("kit.measure:provenance")[0]
-    tell("offload", rows, provenance, as_json=as_json)
-    return 0
+def parts(session: Session, sizes: Sizes) -> dict[str, Part]:
+    made: dict[str, Part] = {}
+    for model in sizes.models:
+        made[f"tensors.{model}"] = partial(tensors.rows, session, model, trials=sizes.trials, cycles=sizes.cycles)
+    for model in sizes.models:
+        made[f"saver.{model}"] = partial(tensors.saved, session, model, trials=sizes.trials, cycles=sizes.cycles)
+    made["leaks"] = partial(lab.leaks, session, cycles=sizes.leak_cycles)
+    for name in sizes.grid:
+        made[f"bitwise.{slug(name)}"] = partial(lab.bitwise, session, name)
+    return made
+
+
+def costs(sizes: Sizes) -> dict[str, Cost]:
+    made: dict[str, Cost] = {}
+    for model in sizes.models:
+        copies = tensors.gib(model) * sizes.trials * (12 + 4 * sizes.cycles)
+        made[f"tensors.{model}"] = Cost(megatron=1, job=1.5 * sizes.trials, step=15 * sizes.trials, copy=copies)
+        made[f"saver.{model}"] = Cost()
+    made["leaks"] = lab.cost(ranks=4, cycles=sizes.leak_cycles)
+    for name in sizes.grid:
+        made[f"bitwise.{slug(name)}"] = lab.cost(ranks=lab.GRID[name]["ranks"], cycles=2)
+    return made
+
+
+def slug(name: str) -> str:
+    return name.replace(" ", "-").replace(",", "")

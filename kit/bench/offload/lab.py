@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from typing import TYPE_CHECKING, Any
 
+from kit.bench.cost import Cost, crowd
 from kit.bench.report import progress
 from kit.bench.rows import Row, row
 from kit.errors import KitError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from kit.bench.session import Session
     from kit.results import Run
 
 GRID: dict[str, dict[str, Any]] = {
@@ -27,10 +25,10 @@ GRID: dict[str, dict[str, Any]] = {
 LEAKS = {"groups_return_to_baseline": "groups", "fds_return": "fds", "threads_return": "threads"}
 
 
-def leaks(logs: Path, *, cycles: int) -> list[Row]:
+def leaks(session: Session, *, cycles: int) -> list[Row]:
     """Many cycles at four ranks, tensor parallel 2."""
     progress(f"the lab, {cycles} cycles on 4 ranks")
-    run = _run(logs / "leaks", ranks=4, tp=2, steps=1, cycles=cycles)
+    run = session.lab("offload", session.logs / "leaks", ranks=4, tp=2, steps=1, cycles=cycles)
     verdict = {one.check: one for one in run.verdict()}
     rows = [
         row(f"{what} leaked, 4 ranks, tp2, {cycles} cycles", _one(verdict[check].measured), unit="1", limit=0.0)
@@ -52,27 +50,24 @@ def _overhead(run: Run) -> Row:
     return row("the lab's own measuring, of the time it measures", shares, unit="%", limit=1.0)
 
 
-def bitwise(name: str, logs: Path) -> Row:
+def bitwise(session: Session, name: str) -> list[Row]:
     """One kind of parallelism: the steps and tensors that differ from a run without any release."""
     what = f"trained on bit for bit: {name}"
     settings = GRID[name]
     command = "kit run offload " + " ".join(f"--set {key}={str(value).lower()}" for key, value in settings.items())
     progress(what)
     try:
-        run = _run(logs / name.replace(" ", "-"), steps=1, cycles=2, **settings)
+        run = session.lab("offload", session.logs / name.replace(" ", "-"), steps=1, cycles=2, **settings)
     except KitError as error:
-        return Row(what=what, unit="differ", limit=0.0, note=f"{command}: {str(error).partition(chr(10))[0]}")
+        return [Row(what=what, unit="differ", limit=0.0, note=f"{command}: {str(error).partition(chr(10))[0]}")]
     verdict = run.verdict()
     failed = [one.check for one in verdict.failed]
     passed = sum(one.passed is True for one in verdict)
     said = f"{command}: {passed} checks passed, {len(failed)} failed{': ' + ', '.join(failed) if failed else ''}"
     (judged,) = [one for one in verdict if one.check == "training_continues_bitwise"]
-    return row(what, _one(judged.measured), unit="differ", limit=0.0, note=said)
+    return [row(what, _one(judged.measured), unit="differ", limit=0.0, note=said)]
 
 
-def _run(out: Path, **config: Any) -> Run:
-    from kit.public import run  # here, since the ranks' interpreter need not have what tables are made of
-
-    with contextlib.redirect_stdout(io.StringIO()):  # what ranks print stands in the run's logs
-        made: Run = run("offload", out=out, **config)
-    return made
+def cost(*, ranks: int, cycles: int) -> Cost:
+    """A run of the lab with the tiny job: three builds, three times the steps of a job, and groups that go and come."""
+    return Cost(megatron=1, job=4, step=3 * (cycles + 1), group=60 * cycles) * crowd(ranks)

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from kit.bench.report import progress
 from kit.bench.rows import Row, row
+from kit.bench.session import unmeasured
 from kit.errors import BadInput, KitError
-from kit.world import World
+from kit.megatron.config import ModelConfig, model_bytes
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
+
+    from kit.bench.session import Session
 
 OUT, BACK, ON_CUDA = 1 / 0.7, 1 / 0.8, 1 / 0.8
 GIB = 2**30
@@ -18,7 +21,13 @@ SAVER = "torch_memory_saver"
 NEW = "into memory that is new; nothing is given back"
 
 
-def rows(model: str, logs: Path, *, trials: int, cycles: int) -> list[Row]:
+def gib(model: str) -> float:
+    """Of a job on one rank: weights, gradients and optimizer state."""
+    sizes = model_bytes(ModelConfig(size=model), ranks=1)
+    return sum(sizes[kind] for kind in ("params", "grads", "optimizer")) / GIB
+
+
+def rows(session: Session, model: str, *, trials: int, cycles: int) -> Iterator[Row]:
     """One rank, no other at work: the copies of several ranks share the memory's bandwidth, and so do memcpy's."""
     from kit.labs.offload import LAB
 
@@ -26,43 +35,43 @@ def rows(model: str, logs: Path, *, trials: int, cycles: int) -> list[Row]:
     try:
         LAB.fits(LAB.config(size=model, ranks=1, tp=1))  # type: ignore[call-arg]  # fields of this lab's own config
     except BadInput as error:
-        return [Row(what=f"{model}: tensors", note=f"not measured: {error}")]
+        yield unmeasured(f"{model}: tensors", error)
+        return
     seen: list[dict[str, Any]] = []
-    try:
-        with World(1, logs=logs, preload=("megatron.core",), timeout_s=600) as world:
-            for trial in range(trials):
-                progress(f"tensors of {model}, {trial + 1} of {trials}")
-                if trial:
-                    world.restart()
-                seen += world.call("kit.bench.offload.onranks:tensors", size=model, cycles=cycles)
-            cuda = world.device.startswith("cuda")
-            refused = world.call("kit.bench.offload.saver:refused")[0]
-    except KitError as error:
-        return [Row(what=f"{model}: tensors", note=f"not measured: {str(error).partition(chr(10))[0]}")]
-    made = _cuda_rows(model, seen) if cuda else _cpu_rows(model, seen)
-    if refused:
-        return [*made, Row(what=f"{model}: out and back", who=SAVER, note=refused)]
-    return [*made, *saved(model, logs, trials=trials, cycles=cycles)]
+    with session.world(1, preload=("megatron.core",), timeout_s=600) as world:
+        made = _cuda_rows if world.device.startswith("cuda") else _cpu_rows
+        for trial in range(trials):
+            progress(f"tensors of {model}, {trial + 1} of {trials}")
+            if trial:
+                world.restart()
+            seen += world.call("kit.bench.offload.onranks:tensors", size=model, cycles=cycles)
+            yield from made(model, seen)
 
 
-def saved(model: str, logs: Path, *, trials: int, cycles: int) -> list[Row]:
+def saved(session: Session, model: str, *, trials: int, cycles: int) -> Iterator[Row]:
     """torch_memory_saver, in ranks of its own: it must have made the memory that it gives back."""
+    what = f"{model}: out and back"
+    if session.device == "cpu":
+        yield unmeasured(what, "it pauses CUDA memory, which needs a GPU", who=SAVER)
+        return
     seen: list[dict[str, Any]] = []
-    try:
-        with World(1, logs=logs, preload=("megatron.core",), timeout_s=600) as world:
-            for trial in range(trials):
-                progress(f"torch_memory_saver with {model}, {trial + 1} of {trials}")
-                if trial:
-                    world.restart()
+    with session.world(1, preload=("megatron.core",), timeout_s=600) as world:
+        if refused := world.call("kit.bench.offload.saver:refused")[0]:
+            yield Row(what=what, who=SAVER, note=refused)
+            return
+        for trial in range(trials):
+            progress(f"torch_memory_saver with {model}, {trial + 1} of {trials}")
+            if trial:
+                world.restart()
+            try:
                 seen += world.call("kit.bench.offload.saver:tensors", size=model, cycles=cycles)
-    except KitError as error:
-        note = f"not measured: {str(error).partition(chr(10))[0]}"
-        return [Row(what=f"{model}: out and back", who=SAVER, note=note)]
-    note = f"{min(one['left'] for one in seen) / GIB:.2f} GiB left the card, with what training leaves cached"
-    return [
-        row(f"{model}: {way}", [value for one in seen for value in one["times"][way]], who=SAVER, note=note)
-        for way in ("out", "back")
-    ]
+            except KitError as error:
+                yield unmeasured(what, error, who=SAVER)
+                return
+            note = f"{min(one['left'] for one in seen) / GIB:.2f} GiB left the card, with what training leaves cached"
+            for way in ("out", "back"):
+                taken = [value for one in seen for value in one["times"][way]]
+                yield row(f"{model}: {way}", taken, who=SAVER, note=note)
 
 
 class Samples:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from kit import machine
 from kit.bench import remains
 from kit.bench.report import progress
 from kit.bench.rows import Row, row
@@ -73,14 +74,13 @@ class Answers:
     failure: str = ""
 
 
-def peers(*, trials: int, steps: int, wanted: dict[str, Library] = PEERS) -> list[Row]:
+def peers(*, trials: int, steps: int, wanted: dict[str, Library] = PEERS) -> Iterator[Row]:
     """Rows of every peer; of one that is not installed, a row that says so."""
-    rows = []
     for name, library in wanted.items():
         try:
             version = importlib.metadata.version(library.needs)
         except importlib.metadata.PackageNotFoundError:
-            rows.append(Row(what=STARTED, who=name, note=f"not measured: {library.needs} is not installed"))
+            yield Row(what=STARTED, who=name, note=f"not measured: {library.needs} is not installed")
             continue
         answers = Answers(who=f"{name} {version}", step=library.step)
         progress(f"{answers.who}, {trials} times each")
@@ -90,8 +90,7 @@ def peers(*, trials: int, steps: int, wanted: dict[str, Library] = PEERS) -> lis
                 outlive(name, answers)
         except KitError as error:
             answers.failure = str(error)
-        rows += told(answers)
-    return rows
+        yield from told(answers)
 
 
 def told(answers: Answers) -> list[Row]:
@@ -183,7 +182,7 @@ def environment(mark: str, scratch: str) -> dict[str, str]:
     bin_ = str(Path(sys.executable).parent)
     return {
         **os.environ,
-        leftovers.MARK: mark,
+        machine.MARK: mark,
         "CUDA_VISIBLE_DEVICES": "",
         "IPYTHONDIR": str(Path(scratch) / "ipython"),
         "TMPDIR": scratch,

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from kit.errors import BadInput
-from kit.measure.census import counts
+from kit.measure import counts
 from kit.megatron import groups, model
 from kit.megatron.config import ModelConfig
+from kit.megatron.groups.handle import c10d
 from kit.megatron.groups.snapshot import current_groups, parallel_state
 from kit.megatron.tensors import memory
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GLOO, STORE, SPLIT, KEPT = (
+    "gloo over the store",
+    "ncclCommInitRankConfig over the store",
+    "ncclCommSplit",
+    "ncclCommResume",
+)
 EXTRA = "_MORE_FOR_THE_BENCH_GROUPS"  # a global among Megatron's own, so that every mode finds what it holds
 
 
@@ -29,7 +41,17 @@ def refused(*, mode: str) -> str:
     return ""
 
 
-def cycles(*, mode: str, total: int, n: int) -> dict[str, Any]:
+def mechanism(*, mode: str, by_store: bool) -> str:
+    """What makes this rank's communicators again. Under a default group that is bound to its device, torch splits it; the exact modes
+    unbind it meanwhile, and so does `by_store`."""
+    if not c10d._world.default_pg.bound_device_id:
+        return STORE if torch.cuda.is_available() else GLOO
+    if mode in groups.KEEPING:
+        return KEPT
+    return STORE if by_store or mode in groups.EXACT else SPLIT
+
+
+def cycles(*, mode: str, by_store: bool, total: int, n: int) -> dict[str, Any]:
     """A job of tensor parallel 2 with `total` groups a rank, or as many as Megatron makes where that is 0 or less than it makes."""
     job = model.build(ModelConfig(tp=2, layers=1))
     own = len(current_groups())
@@ -40,14 +62,15 @@ def cycles(*, mode: str, total: int, n: int) -> dict[str, Any]:
     gc.collect()
     dist.barrier()
     first = levels()
-    seen = [cycle(mode, more) for _ in range(n)]
+    seen = [cycle(mode, more, by_store=by_store) for _ in range(n)]
     dist.barrier()
     last = levels()
     job.mover.close()
-    return {"groups": own + more, "cycles": seen, "left": {name: last.get(name, 0) - first[name] for name in first}}
+    left = {name: last.get(name, 0) - first[name] for name in first}
+    return {"groups": own + more, "cycles": seen, "left": left, "mechanism": mechanism(mode=mode, by_store=by_store)}
 
 
-def cycle(mode: str, more: int) -> dict[str, Any]:
+def cycle(mode: str, more: int, *, by_store: bool) -> dict[str, Any]:
     """Seconds of each part, and what the release gave back by source."""
     dist.barrier()
     before = levels()
@@ -60,9 +83,10 @@ def cycle(mode: str, more: int) -> dict[str, Any]:
     released = levels()  # once all have released: a card may be shared
     dist.barrier()
     again = time.perf_counter()
-    groups.reload(stats["snapshot"])
-    if mode not in (*groups.EXACT, *groups.KEEPING):
-        make_extra(more)  # these two rebuild what Megatron makes; the rest is for whoever made it to make again
+    with unbound() if by_store else contextlib.nullcontext():
+        groups.reload(stats["snapshot"])
+        if mode not in (*groups.EXACT, *groups.KEEPING):
+            make_extra(more)  # these two rebuild what Megatron makes; the rest is for whoever made it to make again
     back = time.perf_counter()
     dist.barrier()
     ready = time.perf_counter()
@@ -72,6 +96,18 @@ def cycle(mode: str, more: int) -> dict[str, Any]:
         "seconds": {"release": gone - start, "back": back - again, "first collective": talked - ready},
         "freed": {name: before[name] - released.get(name, 0) for name in before},
     }
+
+
+@contextlib.contextmanager
+def unbound() -> Iterator[None]:
+    """Meanwhile torch does not split the default group for a new one, which then makes its communicator over the store."""
+    default = c10d._world.default_pg
+    bound = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
 
 
 def make_extra(number: int) -> None:

@@ -5,20 +5,18 @@ A World of each size is shared by all configs that want it; one that breaks cost
 
 from __future__ import annotations
 
-import contextlib
-import io
 from typing import TYPE_CHECKING, Any
 
 from kit.bench.report import progress
 from kit.bench.rows import Row, row
 from kit.errors import KitError
-from kit.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from kit.results import Run
+    from kit.bench.session import Session
+    from kit.world import World
 
 Config = dict[str, Any]
 
@@ -44,6 +42,7 @@ MEGATRON: dict[str, Config] = {
 FSDP2: dict[str, Config] = {"dp2": {"ranks": 2}, "dp4": {"ranks": 4}}
 BATCHING = {"fixed": {}, "dynamic": {"token_budget": 48}, "packed": {"token_budget": 48}}
 SWITCHES = ("overlap", "distributed optimizer")
+QUICK = ("megatron dp2, ragged", "fsdp2 dp2, ragged, packed")
 TIMEOUT_S = 300.0
 
 
@@ -92,26 +91,22 @@ def masks_of(config: Config) -> tuple[str, ...]:
     return ("ragged", "full", "empty-rank") if data_ranks > 1 else ("ragged", "full")
 
 
-def rows(logs: Path, wanted: Mapping[str, Config] | None = None) -> list[Row]:
-    chosen = grid() if wanted is None else wanted
-    return [made for ranks in (2, 4) for made in _on_one_world(ranks, logs / f"grid{ranks}", chosen)]
-
-
-def _on_one_world(ranks: int, logs: Path, wanted: Mapping[str, Config]) -> Iterator[Row]:
+def rows(session: Session, ranks: int, wanted: Mapping[str, Config]) -> Iterator[Row]:
+    """Every config that is for so many ranks, on one World."""
     here = {name: config for name, config in wanted.items() if config["ranks"] == ranks}
     if not here:
         return
-    with World(ranks, logs=logs / "world", preload=("megatron.core",), timeout_s=TIMEOUT_S) as world:
+    with session.world(ranks, preload=("megatron.core",), timeout_s=TIMEOUT_S) as world:
         for number, (name, config) in enumerate(here.items(), start=1):
             progress(f"grid on {ranks} ranks, {number} of {len(here)}: {name}")
-            yield judged(name, config, world, logs / f"{number}")
+            yield judged(session, name, config, world, session.logs / f"grid{ranks}-{number}")
 
 
-def judged(name: str, config: Config, world: World, out: Path) -> Row:
+def judged(session: Session, name: str, config: Config, world: World, out: Path) -> Row:
     """One config on ranks that are there: how many checks failed, and its largest errors."""
     what = f"grid: {name}"
     try:
-        run = _run(world, out, {**COMMON, **config})
+        run = session.lab("split", out, world=world, **{**COMMON, **config}, timeout_s=TIMEOUT_S)
     except KitError as error:
         world.restart()
         return Row(what=what, unit="failed", limit=0.0, note=f"broke: {str(error).partition(chr(10))[0]}")
@@ -127,11 +122,3 @@ def judged(name: str, config: Config, world: World, out: Path) -> Row:
     words.append(f"gradients {worst('grad_parity'):.1e} off, metrics {worst('metric_parity'):.1e}")
     words += [f"not measured: {', '.join(silent)}"] * bool(silent)
     return row(what, [float(len(failed))], unit="failed", limit=0.0, note="; ".join(words))
-
-
-def _run(world: World, out: Path, config: Config) -> Run:
-    from kit.public import run  # here, since the ranks' interpreter need not have what tables are made of
-
-    with contextlib.redirect_stdout(io.StringIO()):  # what ranks print stands in the World's logs
-        made: Run = run("split", world=world, out=out, **config, timeout_s=TIMEOUT_S)
-    return made

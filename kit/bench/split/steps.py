@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 from kit.bench.report import progress
 from kit.bench.rows import Row, row
 from kit.labs.split.config import SplitConfig, model_config
-from kit.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
+
+    from kit.bench.session import Session
+    from kit.world import World
 
 ONRANKS = "kit.bench.split.onranks"
 RANKS = 2
 WHOLE, IN_FIVE, MEMORY, METRICS = 1.02, 1.05, 1.01, 1.15
+WARM = 1  # turn before the first that is timed
 LONG_ENOUGH = 0.3  # seconds of a step whose ratios say something
 SLOW = 1800.0  # for a call that makes all turns, on a busy machine
 MIB = 2**20
@@ -32,13 +34,20 @@ class Job:
     micro_batch: int = 1
     microbatches: int = 5
 
+    def weight(self) -> float:
+        """Its step, in steps of the tiny job of the offload lab. Of 125m most goes to the vocabulary, whatever the tokens."""
+        if self.size == "tiny":
+            return 1 + self.microbatches * self.micro_batch * self.length / 1100
+        return 15 + 2.4 * self.microbatches * self.micro_batch * self.length / 32
+
     def told(self) -> str:
         rows = f"{self.microbatches} microbatches of {self.micro_batch} x {self.length}"
         return f"{self.size}, {self.layers} layers, {rows}"
 
 
-def ranks(logs: Path) -> World:
-    return World(RANKS, logs=logs, preload=("megatron.core",), timeout_s=SLOW)
+def ranks(session: Session) -> World:
+    """Fresh processes for each part: a job leaves its groups."""
+    return session.fresh(RANKS, preload=("megatron.core",), timeout_s=SLOW)
 
 
 def called(chunks: int) -> str:
@@ -68,14 +77,14 @@ def plain_rows(what: str, seconds: dict[str, list[float]], apart: float) -> list
     return [times, control]
 
 
-def times(job: Job, backend: str, logs: Path, *, rounds: int) -> list[Row]:
+def times(session: Session, job: Job, backend: str, *, rounds: int) -> list[Row]:
     """On data ranks alone."""
     what = f"{backend} dp{RANKS}, {job.told()}"
     progress(what)
-    with ranks(logs) as world:
-        answers = world.call(
-            f"{ONRANKS}:steps", job={**asdict(job), "ranks": RANKS, "backend": backend}, chunks=[1, 5], rounds=rounds
-        )
+    world = ranks(session)
+    answers = world.call(
+        f"{ONRANKS}:steps", job={**asdict(job), "ranks": RANKS, "backend": backend}, chunks=[1, 5], rounds=rounds
+    )
     seconds = slowest(answers)
     return [
         *plain_rows(what, seconds, answers[0]["apart"]),
@@ -91,14 +100,14 @@ def times(job: Job, backend: str, logs: Path, *, rounds: int) -> list[Row]:
     ]
 
 
-def bubbles(job: Job, logs: Path, *, rounds: int) -> list[Row]:
+def bubbles(session: Session, job: Job, *, rounds: int) -> list[Row]:
     """On two pipeline stages. Theory is of stages that take alike, and of the passes alone."""
     what = f"megatron pp{RANKS}, {job.told()}"
     progress(what)
     settings = {**asdict(job), "ranks": RANKS, "pp": RANKS}
-    cuts = [1, 2, 5, 0]
-    with ranks(logs) as world:
-        answers = world.call(f"{ONRANKS}:steps", job=settings, chunks=cuts, rounds=rounds)
+    cuts = [1, 2, *([5] if job.microbatches > 5 else []), 0]
+    world = ranks(session)
+    answers = world.call(f"{ONRANKS}:steps", job=settings, chunks=cuts, rounds=rounds)
     seconds = slowest(answers)
     first = share_of_first_stage(job)
     made = plain_rows(what, seconds, answers[0]["apart"])
@@ -134,13 +143,13 @@ def share_of_first_stage(job: Job) -> float:
     return half / (2 * half + g.hidden * g.vocab)
 
 
-def experts(job: Job, logs: Path, *, rounds: int) -> list[Row]:
+def experts(session: Session, job: Job, *, rounds: int) -> list[Row]:
     """What one more pass for the experts' loss costs, where the counts of rows ask for it."""
     what = f"megatron ep{RANKS}, 4 experts, {job.told()}"
     progress(what)
     settings = {**asdict(job), "ranks": RANKS, "ep": RANKS, "experts": 4, "reduce": "mean"}
-    with ranks(logs) as world:
-        answers = world.call(f"{ONRANKS}:experts", job=settings, rounds=rounds)
+    world = ranks(session)
+    answers = world.call(f"{ONRANKS}:experts", job=settings, rounds=rounds)
     seconds, passes = slowest(answers), answers[0]["passes"]
     note = f"{passes['corrected']} forward passes of a microbatch against {passes['uncorrected']}"
     return [
@@ -155,22 +164,25 @@ def experts(job: Job, logs: Path, *, rounds: int) -> list[Row]:
     ]
 
 
-def memory(job: Job, backend: str, logs: Path, *, trials: int, times: int) -> list[Row]:
+def memory(session: Session, job: Job, backend: str, *, trials: int, times: int) -> Iterator[Row]:
     """Peaks in fresh processes, each with one way of stepping; trials are pairs, and the larger rank speaks for both."""
     what = f"{backend} dp{RANKS}, {job.told()}: peak"
     settings = {**asdict(job), "ranks": RANKS, "backend": backend}
     ways: dict[str, int | None] = {"plain": None, "plain again": None, "1": 1, "5": 5}
     seen: dict[str, list[float]] = {name: [] for name in ways}
-    with ranks(logs) as world:
-        for trial in range(trials):
-            for name, chunks in ways.items():
-                progress(f"{what}, {name}, {trial + 1} of {trials}")
-                seen[name].append(max(world.call(f"{ONRANKS}:peak", job=settings, chunks=chunks, steps=times)))
-                world.restart()
+    world = ranks(session)
+    for trial in range(trials):
+        for name, chunks in ways.items():
+            progress(f"{what}, {name}, {trial + 1} of {trials}")
+            seen[name].append(max(world.call(f"{ONRANKS}:peak", job=settings, chunks=chunks, steps=times)))
+            world.restart()
+        yield from peaks(what, seen)
+
+
+def peaks(what: str, seen: dict[str, list[float]]) -> list[Row]:
+    mib = [value / MIB for value in seen["plain"]]
     return [
-        row(
-            what, [value / MIB for value in seen["plain"]], who="plain", unit="MiB", note="of the process that has most"
-        ),
+        row(what, mib, who="plain", unit="MiB", note="of the process that has most"),
         row(f"{what}, plain over plain, the empty control", ratios(seen["plain again"], seen["plain"]), unit="x"),
         *(
             row(f"{what}, {called(count)} over plain", ratios(seen[str(count)], seen["plain"]), unit="x", limit=MEMORY)
@@ -179,12 +191,12 @@ def memory(job: Job, backend: str, logs: Path, *, trials: int, times: int) -> li
     ]
 
 
-def losses(logs: Path, *, shape: tuple[int, int], rounds: int) -> list[Row]:
+def losses(session: Session, *, shape: tuple[int, int], rounds: int) -> list[Row]:
     """Every recipe, with its metrics over bare; on the host on one thread."""
     what = f"loss at {list(shape)}, forward and backward"
     progress(what)
     alone = {"OMP_NUM_THREADS": "1"}
-    with World(1, logs=logs, env=alone, preload=("megatron.core",), timeout_s=SLOW) as world:
+    with session.world(1, env=alone, preload=("megatron.core",), timeout_s=SLOW) as world:
         (seen,) = world.call(f"{ONRANKS}:losses", rows=shape[0], length=shape[1], rounds=rounds)
     made = []
     for recipe, seconds in seen.items():

@@ -6,29 +6,26 @@ fewer cores than ranks that work, what could go side by side waits. Ranks import
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kit.bench.report import progress, table, tell
-from kit.bench.rows import Row
-from kit.bench.sync import cards, parts
-from kit.errors import KitError
-from kit.world import World
+from kit.bench.cost import Cost, crowd
+from kit.bench.sync import cards, works
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from kit.bench.sync.parts import Shape
+    from kit.bench.rows import Row
+    from kit.bench.session import Part, Session
+    from kit.bench.sync.works import Shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
     """How much of each. `aim` is the share of memcpy's speed that shared memory is to reach."""
 
-    shapes: tuple[Shape, ...] = field(default_factory=lambda: parts.SHAPES)
+    shapes: tuple[Shape, ...] = field(default_factory=lambda: works.SHAPES)
     rounds: int = 7
     slow_rounds: int = 2  # of what goes through files
     buckets_mib: tuple[float, ...] = (1, 4, 8, 16, 64)
@@ -41,57 +38,52 @@ class Sizes:
 
 
 QUICK = Sizes(
-    rounds=3,
+    shapes=works.SHAPES[1:],
+    rounds=2,
     slow_rounds=1,
     buckets_mib=(4, 16, 64),
+    hash_mib=64,
     verify=("mix128", "xxh3"),
-    growth_mb=(10, 100, 1000),
+    growth_mb=(10, 100),
     receivers=(1, 2),
 )
 
 
-def main(as_json: bool, sizes: Sizes = Sizes()) -> int:
-    from kit.labs.configure import has_driver  # here, since the ranks import this package too
-
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch:
-        logs = Path(scratch)
-        try:
-            with parts.ranks(max(2, *sizes.receivers), logs / "ranks") as world:
-                for what, part in works(world, sizes).items():
-                    made = measured(world, what, part)
-                    progress(f"\n{table(made)}\n")
-                    rows += made
-            rows += cards.rows(logs / "cards", model=sizes.on_cards, cycles=sizes.rounds, driver=has_driver())
-        except KeyboardInterrupt:  # what was measured before is told
-            rows.append(Row(what="the rest", note="not measured: interrupted"))
-        with World(1, logs=logs / "last") as world:
-            provenance = world.call("kit.measure:provenance")[0]
-    tell("sync", rows, provenance, as_json=as_json)
-    return 0
-
-
-def works(world: World, sizes: Sizes) -> dict[str, Callable[[], list[Row]]]:
-    """Every part by its name, in order."""
+def parts(session: Session, sizes: Sizes) -> dict[str, Part]:
+    """The GPUs' first, where there is a driver: nothing else here is as rare."""
     few = sizes.rounds
-    made: dict[str, Callable[[], list[Row]]] = {}
+    by_gpu: dict[str, Part] = {
+        f"gpus.{name}": partial(cards.rows, session, name, model=sizes.on_cards, cycles=few) for name in cards.RANKS
+    }
+
+    def on(part: Callable[..., Iterable[Row]], *args: Any, **keywords: Any) -> Part:
+        return lambda: part(works.ranks(session, max(2, *sizes.receivers)), *args, **keywords)
+
+    made: dict[str, Part] = {}
     for shape in sizes.shapes:
-        name = shape.name
-        made[f"{name}: transports"] = partial(parts.transports, world, shape, rounds=few, buckets_mib=sizes.buckets_mib)
-        made[f"{name}: two receivers"] = partial(parts.two_receivers, world, shape, rounds=few)
-        made[f"{name}: verified"] = partial(parts.verified, world, shape, sizes.verify, rounds=few)
-        made[f"{name}: files"] = partial(parts.through_files, world, shape, rounds=sizes.slow_rounds)
-    made["digests"] = partial(parts.digests, world, sizes.hash_mib, rounds=few)
-    made["growth"] = partial(parts.growth, world, sizes.growth_mb, rounds=few)
-    made["receivers"] = partial(parts.more_receivers, world, sizes.receivers, sizes.receivers_mb, rounds=few)
+        made[f"{shape.key}.transports"] = on(works.transports, shape, rounds=few, buckets_mib=sizes.buckets_mib)
+        made[f"{shape.key}.receivers"] = on(works.two_receivers, shape, rounds=few)
+        made[f"{shape.key}.verified"] = on(works.verified, shape, sizes.verify, rounds=few)
+        made[f"{shape.key}.files"] = on(works.through_files, shape, rounds=sizes.slow_rounds)
+    made["digests"] = on(works.digests, sizes.hash_mib, rounds=few)
+    made["growth.bytes"] = on(works.growth, sizes.growth_mb, [1], rounds=few)
+    made["growth.receivers"] = on(works.growth, [sizes.receivers_mb], sizes.receivers, rounds=few)
+    return {**by_gpu, **made} if session.device == "cuda" else {**made, **by_gpu}
+
+
+def costs(sizes: Sizes) -> dict[str, Cost]:
+    """Times of copies; a tensor more is as good as 64 KiB more. The World is counted with each first part of a shape."""
+    turns, slow = sizes.rounds + 1, sizes.slow_rounds + 1
+    ranks = max(2, *sizes.receivers) + 2
+    start = Cost(world=crowd(ranks))
+    made = {f"gpus.{name}": Cost(megatron=1.3, job=2, copy=3 * (turns + 1)) for name in cards.RANKS}
+    for shape in sizes.shapes:
+        weight = shape.size() / works.GIB + (shape.count or 300) / 16_000
+        made[f"{shape.key}.transports"] = start + Cost(copy=50 * weight * turns)
+        made[f"{shape.key}.receivers"] = Cost(copy=14 * weight * turns)
+        made[f"{shape.key}.verified"] = Cost(copy=14 * weight * turns)
+        made[f"{shape.key}.files"] = Cost(copy=55 * weight * slow)
+    made["digests"] = start + Cost(copy=14 * sizes.hash_mib / 1024 * turns)
+    made["growth.bytes"] = start + Cost(copy=6 * sum(sizes.growth_mb) / 1000 * turns)
+    made["growth.receivers"] = Cost(copy=12 * sizes.receivers_mb / 1000 * sum(sizes.receivers) * turns)
     return made
-
-
-def measured(world: World, what: str, part: Callable[[], list[Row]]) -> list[Row]:
-    """A part that breaks is a row that says so, and costs the ranks; the others go on."""
-    progress(what)
-    try:
-        return part()
-    except KitError as error:
-        world.restart()
-        return [Row(what=what, note=f"not measured: {str(error).partition(chr(10))[0]}")]

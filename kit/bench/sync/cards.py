@@ -7,22 +7,18 @@ card yet; on the CPU the same code runs over shared memory and gloo, in the test
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import statistics
 from typing import TYPE_CHECKING, Any
 
 from kit.bench import ceilings
-from kit.bench.report import progress
 from kit.bench.rows import Row, row
-from kit.errors import KitError
-from kit.world import World
+from kit.bench.session import unmeasured
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
+    from kit.bench.session import Session
     from kit.results import Run
 
     Seconds = Mapping[str, list[float]]
@@ -34,44 +30,27 @@ ROUNDS = 7
 GB = 1e9
 
 
-def rows(logs: Path, *, model: str, cycles: int, driver: bool, transports: Mapping[str, int] = RANKS) -> list[Row]:
-    """Every transport; one that cannot be had here is a row that says why."""
-    if not driver:
-        return [Row(what="on cards", note="not measured: this machine has no GPU driver")]
-    made: list[Row] = []
-    for name in transports:
-        progress(f"on cards: {name}")
-        try:
-            made += by_transport(name, logs / name, device="cuda", model=model, cycles=cycles)
-        except KitError as error:
-            made.append(Row(what=f"on cards: {name}", note=f"not measured: {str(error).partition(chr(10))[0]}"))
-    return made
+def rows(session: Session, name: str, *, model: str, cycles: int) -> list[Row]:
+    """One transport. Without a GPU a row gives the reason."""
+    if session.device == "cpu":
+        return [unmeasured(f"on GPUs: {name}", "the CPU was asked for, or this machine has no GPU driver")]
+    return by_transport(session, name, model=model, cycles=cycles)
 
 
-def by_transport(name: str, logs: Path, *, device: str, model: str, cycles: int) -> list[Row]:
+def by_transport(session: Session, name: str, *, model: str, cycles: int) -> list[Row]:
     """Ceilings, then as many versions, in the same ranks; the first version brings pages and connections, and is not told."""
     env = {VISIBLE: os.environ.get(VISIBLE, "0").partition(",")[0]} if name == "ipc" else None  # both ends on one card
+    logs = session.logs / "gpus" / name
     logs.mkdir(parents=True, exist_ok=True)
-    with World(
-        RANKS[name], device=device, logs=logs / "ranks", env=env, preload=("megatron.core",), timeout_s=600
-    ) as world:
+    with session.world(RANKS[name], logs=logs / "ranks", env=env, preload=("megatron.core",), timeout_s=600) as world:
         seats = [seat["device"] for seat in world.status()]
         plain = world.call(
             "kit.bench.ceilings:measured", ranks=[0], size=BLOCK, rounds=ROUNDS, device=seats[0], timeout_s=600
         )[0]
-        run = versions(name, logs / "run", world, device=device, model=model, cycles=cycles)
+        settings: dict[str, Any] = {"tp": 1, "replicas": 1, "infer_tp": 1, "placement": "apart", "refresh": "paused"}
+        settings |= {"transport": name, "verify": "none", "sweep": False, "ranks": RANKS[name], "size": model}
+        run = session.lab("sync", logs / "run", world=world, timeout_s=600, cycles=cycles + 1, **settings)
     return told(run, name, plain, same=seats[0] == seats[-1])
-
-
-def versions(name: str, out: Path, world: World, **config: Any) -> Run:
-    from kit.public import run  # here, since the ranks' interpreter need not have what tables are made of
-
-    settings: dict[str, Any] = {"tp": 1, "replicas": 1, "infer_tp": 1, "placement": "apart", "refresh": "paused"}
-    settings |= {"transport": name, "verify": "none", "sweep": False, "ranks": RANKS[name], "size": config.pop("model")}
-    config["cycles"] += 1
-    with contextlib.redirect_stdout(io.StringIO()):  # what ranks print stands in the run's logs
-        made: Run = run("sync", out=out, world=world, timeout_s=600, **settings, **config)
-    return made
 
 
 def told(run: Run, name: str, plain: Seconds, *, same: bool) -> list[Row]:
@@ -92,13 +71,15 @@ def told(run: Run, name: str, plain: Seconds, *, same: bool) -> list[Row]:
     share = least[slowest] / statistics.median(seconds)
     where = f"{run.config['size']}, 1 receiver on {'the same' if same else 'another'} device"
     note = f"{rate:.2f} GB/s, {share:.2f} of {slowest} at {size / least[slowest] / GB:.2f} GB/s"
-    made = [row(f"{where}: {name}, from all ready to applied", seconds, ceiling=least[slowest], note=note)]
+    ids: dict[str, str | int | float] = {"transport": name, "bytes": size, "device": "same" if same else "another"}
+    made = [row(f"{where}: {name}, from all ready to applied", seconds, ceiling=least[slowest], note=note, ids=ids)]
     return made + [
         row(
             f"{name}: {BLOCK >> 20} MiB, {what}",
             taken,
             who="plain copy",
             note=f"{BLOCK / statistics.median(taken) / GB:.2f} GB/s",
+            ids={"transport": name, "bytes": BLOCK, "copy": what},
         )
         for what, taken in plain.items()
     ]

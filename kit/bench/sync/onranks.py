@@ -25,11 +25,10 @@ from kit.sync.cache import Cache, starts
 from kit.sync.hashes import algorithms, digest
 from kit.sync.layout import Layout, automatic, lay_out, specs_of
 from kit.sync.link import Listener, address_of, call
-from kit.sync.memory import Segment
+from kit.sync.memory import Kept, Segment
 from kit.sync.ring import LARGEST, SLOTS
 from kit.sync.transports import make
 from kit.sync.transports.base import TransportContext
-from kit.sync.transports.shm import Kept
 from kit.sync.verify import NONE, Digests
 
 if TYPE_CHECKING:

@@ -14,6 +14,8 @@ LAB = Definition(
     phases="kit.labs.offload.phases:Offload",
     checks="kit.labs.offload.checks:CHECKS",
     presets="kit.labs.offload.presets:PRESETS",
+    pictures="kit.labs.offload.pictures:PICTURES",
+    first=("size", "ranks", "tp", "pp", "ep", "cycles", "steps", "mode", "implementation"),
     faults=FAULTS,
     preload=("megatron.core",),
 )

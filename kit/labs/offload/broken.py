@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import tempfile
+import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +20,12 @@ from kit.megatron.groups.handle import Handle, c10d
 from kit.megatron.groups.snapshot import groups_in, megatron_groups, parallel_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kit.labs.offload.job import JobContext
 
 LEAK_BYTES = 16 * 2**20
+SLOW_S = 1.5
 
 
 class Broken(KitReleaser):
@@ -28,9 +34,12 @@ class Broken(KitReleaser):
     def __init__(self, ctx: JobContext) -> None:
         super().__init__(ctx)
         self.kept: list[Any] = []
+        self.reloads = 0
+        if ctx.fault == "patch-left":
+            dist.barrier = functools.partial(dist.barrier)
         self.last = ctx.rank == ctx.world_size - 1
 
-    def destroy(self) -> State:
+    def destroy(self) -> State:  # noqa: PLR0911 - a way out for each fault
         if not self.ctx.config.groups:
             return super().destroy()
         fault = self.ctx.fault
@@ -44,6 +53,8 @@ class Broken(KitReleaser):
             return {"snapshot": forget_groups_only()}
         elif fault == "missing-rank-in-destroy" and self.last:
             return {"snapshot": groups.snapshot()}
+        if fault == "kept-world":
+            return groups.destroy(self.ctx.config.mode, timeout_s=self.ctx.config.meet_timeout_s)
         if fault == "swallowed-failure":
             try:
                 return super().destroy()
@@ -56,8 +67,8 @@ class Broken(KitReleaser):
             return super().reload(stats)
         fault, snapshot = self.ctx.fault, stats["snapshot"]
         if fault == "dropped-timeout":
-            for facts in snapshot["groups"]:
-                facts["timeout_s"] = 600.0
+            with default_timeouts():
+                return super().reload(stats)
         if fault in {"lossy-snapshot", "stale-globals"}:
             lossy = {key: snapshot["init_arguments"][key] for key in LOSSY if key in snapshot["init_arguments"]}
             parallel_state().initialize_model_parallel(**lossy)
@@ -72,7 +83,14 @@ class Broken(KitReleaser):
         if fault == "slow-leak":
             self.kept.append(bytearray(b"x" * LEAK_BYTES))
         done = super().restore_tensors()
-        if fault == "double-copy":
+        self.reloads += 1
+        if fault == "reseeded":
+            torch.manual_seed(self.ctx.config.seed)
+        elif fault == "leaked-file":
+            self.leave_a_file()
+        elif fault == "slow-at-last" and self.reloads == self.ctx.config.cycles:
+            time.sleep(SLOW_S)
+        elif fault == "double-copy":
             copies = [item.storage.clone() for item in self.ctx.mover.items()]
             del copies
         elif fault == "bit-flip" and self.last:
@@ -87,6 +105,12 @@ class Broken(KitReleaser):
         elif fault == "grads-not-zeroed":
             self.skip_zeroing()
         return done
+
+    def leave_a_file(self) -> None:
+        """A file in shared memory that nobody has open or mapped. It goes when the job ends."""
+        fd, path = tempfile.mkstemp(prefix="kit-fault-", dir="/dev/shm")
+        os.close(fd)
+        weakref.finalize(self, os.unlink, path)
 
     def skip_zeroing(self) -> None:
         """Once, the next step's zeroing of the gradient buffers does nothing."""
@@ -112,6 +136,24 @@ LOSSY = (
     "expert_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
 )
+
+
+@contextlib.contextmanager
+def default_timeouts() -> Iterator[None]:
+    """Groups are made with torch's default timeout, whatever was asked for: what leaving the argument out comes to."""
+    plain = c10d._new_process_group_helper
+
+    def helper(*args: Any, backend_options: Any = None, **kwargs: Any) -> Any:
+        default = c10d._get_default_timeout(c10d.Backend(str(args[3]).rpartition(":")[2]))
+        if backend_options is not None:
+            backend_options._timeout = default
+        return plain(*args, backend_options=backend_options, **kwargs | {"timeout": default})
+
+    c10d._new_process_group_helper = helper
+    try:
+        yield
+    finally:
+        c10d._new_process_group_helper = plain
 
 
 def forget_groups_only() -> State:

@@ -1,152 +1,240 @@
-"""What the offload lab asks of its records. A check that this device cannot answer says why, and is null."""
+"""The checks of the offload lab. A check that this device or config cannot answer is null and says why."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kit.labs.memory import growth, on_cuda, others_untouched
+from kit.labs.growth import few_cycles, lasting, left, slope_limit, slopes, steady, too_short
+from kit.labs.memory import growth, on_cuda, one_cycle, others_untouched
 from kit.labs.offload.counts import (
     as_found,
     bitwise,
     count_of,
     failure,
     groups_return,
-    lasting,
+    kept_groups,
+    kept_world,
+    names_restored,
     old_groups,
+    random_unchanged,
     tensors_restored,
+    undestroyed,
+    unhashed,
+    unrehearsed,
+    world_released,
 )
 from kit.labs.offload.memory import (
     comm_released,
+    kept_by_choice,
     reload_peak,
     residual,
-    slope,
+    state_bytes,
     tensors_released,
+    unmoved,
+    unseen,
 )
 from kit.results import Check
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
+
     from kit.labs.offload.counts import Measure
 
+    Cannot = Callable[[Mapping[str, Any]], str]
 
-def zero(name: str, question: str, measure: Measure, tolerance: str) -> Check:
-    return Check(name=name, question=question, tolerance=tolerance, limit=0, unit="1", better="<=", measure=measure)
+
+def zero(name: str, question: str, measure: Measure, tolerance: str, cannot: Cannot | None = None) -> Check:
+    return Check(
+        name=name,
+        question=question,
+        tolerance=tolerance,
+        limit=0,
+        unit="1",
+        better="<=",
+        measure=measure,
+        cannot=cannot,
+    )
 
 
 CHECKS = (
     zero(
         "groups_return_to_baseline",
-        "Are the groups gone while released, and no more of them after?",
+        "Are all groups gone while released, and is their number after a reload the same as before?",
         groups_return,
         "groups_more",
+        undestroyed,
     ),
     zero(
         "model_parallel_uninitialised",
-        "Does Megatron know that it has no groups?",
-        count_of("idle", "initialised", "ranks whose Megatron still calls itself initialised"),
+        "While released, does Megatron report that it has no groups (or does using one raise an error that names it)?",
+        count_of(
+            "idle", "initialised", "ranks where Megatron reports initialised groups and using one raises no error"
+        ),
         "initialised",
+        undestroyed,
     ),
     zero(
         "every_group_communicates",
-        "Does every rebuilt group give the exact sum?",
-        count_of("talk", "wrong_groups", "groups with a wrong sum"),
+        "After a reload, does an all-reduce over every group reach the right ranks and return the exact sum?",
+        count_of("talk", "wrong_groups", "groups whose all-reduce fails or reaches the wrong ranks"),
         "wrong_groups",
     ),
     zero(
         "membership_unchanged",
-        "Does every name stand for the same ranks?",
-        count_of("verify", "membership_changed", "names that stand for other ranks"),
+        "Does every group name refer to the same ranks in the same order as before?",
+        count_of("verify", "membership_changed", "group names that refer to other ranks"),
         "names_moved",
     ),
     zero(
         "options_unchanged",
-        "Same timeout, backend, options, description?",
-        count_of("verify", "options_changed", "groups with other options"),
+        "Do all groups keep their timeout, backend, options and description?",
+        count_of("verify", "options_changed", "groups with changed options"),
         "options_changed",
     ),
     zero(
         "handles_alive",
-        "Does every holder point at a living group?",
-        count_of("verify", "stale_holders", "holders of a dead or replaced group"),
+        "Does every object that held a group hold a live one after a reload?",
+        count_of("verify", "stale_holders", "references to a dead or replaced group"),
         "stale_holders",
     ),
     zero(
         "stale_handle_raises",
-        "Does a group in use after destroy raise, by name?",
-        count_of("idle", "stale_usable", "destroyed groups that do not raise by name"),
+        "Does using a destroyed group raise an error that names it?",
+        count_of("idle", "stale_usable", "destroyed groups whose use raises no error that names them"),
         "stale_usable",
+        kept_groups,
     ),
-    zero("old_groups_dead", "Are old groups really gone, sockets and threads too?", old_groups, "old_groups"),
-    zero("destroy_failure_raises", "Does a group that cannot be destroyed raise, by name?", failure, "failures_hidden"),
+    zero(
+        "old_groups_dead",
+        "Are the old groups freed, with their sockets and threads?",
+        old_groups,
+        "old_groups",
+        undestroyed,
+    ),
+    zero("world_released", "Is WORLD destroyed while released?", world_released, "worlds_left", kept_world),
+    zero(
+        "destroy_failure_raises",
+        "Does a group that cannot be destroyed raise an error that names it?",
+        failure,
+        "failures_hidden",
+        unrehearsed,
+    ),
     Check(
         name="tensors_released",
-        question="Do the bytes leave the device?",
+        question="Does the memory of weights, gradients and optimizer state leave the device?",
         tolerance="released_share",
         limit=0.9,
         unit="ratio",
         better=">=",
         measure=tensors_released,
+        cannot=unmoved,
     ),
-    zero("tensors_restored", "Is every tensor back, by its hash?", tensors_restored, "tensors_changed"),
-    zero("training_continues_bitwise", "Does it train as if nothing had happened?", bitwise, "values_differ"),
+    zero(
+        "tensors_restored",
+        "Is every tensor bit-identical after a reload (SHA-256)?",
+        tensors_restored,
+        "tensors_changed",
+        unhashed,
+    ),
+    zero(
+        "random_unchanged",
+        "Are all random number generators in the same state as before the release?",
+        random_unchanged,
+        "generators_moved",
+    ),
+    zero(
+        "training_continues_bitwise",
+        "Is training bit-identical to a run without any release?",
+        bitwise,
+        "values_differ",
+    ),
     Check(
         name="memory_drift",
-        question="Does memory stay where it was after the first cycle?",
+        question="Is memory while released the same in the last cycle as in the first?",
         tolerance="drift_mib",
         limit=200,
         unit="MiB",
         better="<=",
         measure=growth("idle", "while released"),
+        cannot=one_cycle,
     ),
     Check(
         name="memory_slope",
-        question="Does memory grow with every cycle, more than in a control?",
+        question="Is memory growth per cycle no larger than in a control without any release?",
         tolerance="slope_mib",
-        limit=1,
+        limit=slope_limit(state_bytes),
         unit="MiB/cycle",
         better="<=",
-        measure=slope,
+        measure=slopes("verify", then="compare", control="control"),
+        cannot=few_cycles,
     ),
     Check(
         name="reload_peak",
-        question="Does the way back take more memory than training?",
+        question="Does a reload peak at no more memory than training uses?",
         tolerance="peak_ratio",
         limit=1.1,
         unit="ratio",
         better="<=",
         measure=reload_peak,
+        cannot=unseen,
     ),
     Check(
         name="residual",
-        question="How much of the card is still taken while released?",
+        question="How much GPU memory does the process still hold while released?",
         tolerance="residual_mib",
         limit=500,
         unit="MiB",
         better="<=",
         measure=on_cuda(residual),
+        cannot=kept_by_choice,
     ),
     Check(
         name="comm_released",
-        question="Does the communicators' memory come back?",
+        question="Is the communicators' memory freed?",
         tolerance="comm_share",
         limit=0.7,
         unit="ratio",
         better=">=",
         measure=on_cuda(comm_released),
+        cannot=kept_groups,
     ),
-    zero("fds_return", "Are sockets and files as many as before?", lasting("fds", "verify", "build"), "fds_more"),
-    zero("threads_return", "Are threads as many as before?", lasting("threads", "verify", "build"), "threads_more"),
+    zero(
+        "fds_return",
+        "Does the number of file descriptors return to the baseline?",
+        lasting("fds", "verify", "build", "compare"),
+        "fds_more",
+    ),
+    zero(
+        "threads_return",
+        "Does the number of threads return to the baseline?",
+        lasting("threads", "verify", "build", "compare"),
+        "threads_more",
+    ),
+    zero("nothing_left", "Is nothing left once the job has ended?", left("end", "baseline"), "left_more"),
+    Check(
+        name="time_steady",
+        question="Do the last release and reload take as long as earlier ones?",
+        tolerance="time_ratio",
+        limit=3,
+        unit="ratio",
+        better="<=",
+        measure=steady(("release", "reload")),
+        cannot=too_short,
+    ),
     Check(
         name="others_untouched",
-        question="Does a process beside the job keep its memory on the card?",
+        question="Does another process on the GPU keep its memory unchanged?",
         tolerance="others_mib",
         limit=10,
         unit="MiB",
         better="<=",
         measure=on_cuda(others_untouched("start")),
     ),
+    zero("names_restored", "Are all patched functions restored at the end?", names_restored, "names_replaced"),
     zero(
         "state_as_found",
-        "Is the distributed state left as it was found?",
+        "Is the distributed state at the end the same as at the start?",
         as_found,
         "not_as_found",
     ),

@@ -23,6 +23,12 @@ class OffloadConfig(LabConfig):
     size: Annotated[Literal["tiny", "125m", "qwen2.5-0.5b"], Option("geometry of the model")] = "tiny"
     tp: Annotated[int, Option("tensor parallel size", low=1, high=64)] = 2
     pp: Annotated[int, Option("pipeline parallel size", low=1, high=64)] = 1
+    vpp: Annotated[int | None, Option("virtual pipeline stages of each pipeline rank; null: none", low=2, high=64)] = (
+        None
+    )
+    cp: Annotated[
+        int, Option("context parallel size; each rank trains on whole sequences of its own", low=1, high=64)
+    ] = 1
     ep: Annotated[int, Option("expert parallel size", low=1, high=64)] = 1
     etp: Annotated[int | None, Option("expert tensor parallel size; null: Megatron's own choice", low=1, high=64)] = (
         None
@@ -44,20 +50,23 @@ class OffloadConfig(LabConfig):
     ] = "auto"
     seed: Annotated[int, Option("seed of weights and data", low=0, high=2**31)] = 1234
     steps: Annotated[int, Option("training steps between two releases", low=1, high=1000)] = 2
-    cycles: Annotated[int, Option("how often everything is given back", low=1, high=1000)] = 3
+    cycles: Annotated[int, Option("how often everything is given back", low=1, high=1000)] = 4
     mode: Annotated[
         Literal["exact", "abort", "manual", "official", "suspend"],
         Option(
             "how groups are released: exact, the same by abort, one of the two ways in common use, or suspended by NCCL"
         ),
     ] = "exact"
-    include_world: Annotated[bool, Option("whether WORLD is destroyed and rebuilt too (not with manual, official)")] = (
-        False
-    )
+    include_world: Annotated[
+        bool, Option("whether WORLD must be destroyed and rebuilt too (not with manual, official)")
+    ] = False
     groups: Annotated[bool, Option("whether communicators are given back")] = True
     weights: Annotated[bool, Option("whether weights are given back")] = True
     grads: Annotated[bool, Option("whether gradient buffers are given back")] = True
     optimizer: Annotated[bool, Option("whether optimizer state is given back")] = True
+    dropped_grads: Annotated[
+        bool, Option("whether a release may drop gradients, which then come back as zeros or not at all")
+    ] = False
     hashes: Annotated[
         bool, Option("whether every tensor is hashed before and after; without, a cycle is unchecked")
     ] = True
@@ -78,6 +87,12 @@ class OffloadConfig(LabConfig):
     def __post_init__(self) -> None:
         if self.model == KIT_MODEL:
             check(model_config(self), self.ranks)
+        if self.implementation != KIT_RELEASER and self.mode != "exact":
+            raise BadInput(
+                f"mode={self.mode} is a way of the kit's own releaser: leave it out with implementation={self.implementation}"
+            )
+        if self.include_world and not self.groups:
+            raise BadInput("include_world=true needs groups=true: with groups=false no group is given back")
         if self.include_world and self.mode in ("manual", "official"):
             raise BadInput(
                 f"include_world=true needs mode=exact, abort or suspend, not {self.mode!r}: it cannot bring WORLD back"
@@ -101,6 +116,8 @@ def model_config(config: OffloadConfig) -> ModelConfig:
         size=config.size,
         tp=config.tp,
         pp=config.pp,
+        vpp=config.vpp,
+        cp=config.cp,
         ep=config.ep,
         etp=config.etp,
         experts=config.experts,
@@ -114,6 +131,10 @@ def model_config(config: OffloadConfig) -> ModelConfig:
         microbatches=config.microbatches,
         seed=config.seed,
         dtype=dtype_on(config.dtype),
+        # Values that are nobody's default, so that a fall back to a default shows; and dropout, so that random numbers matter.
+        dropout=0.1,
+        timeout_minutes=23,
+        odd_options=True,
     )
 
 

@@ -48,7 +48,7 @@ FAULTS = (
     ),
     Fault(
         name="dropped-timeout",
-        breaks="groups come back with torch's default timeout",
+        breaks="groups are made again without their timeout, and get torch's default",
         check="options_unchanged",
         needs=DESTROYED,
     ),
@@ -90,7 +90,7 @@ FAULTS = (
         name="slow-leak",
         breaks="16 MiB stay behind in every cycle",
         check="memory_slope",
-        set={"cycles": 12, "steps": 1},
+        set={"cycles": 5, "steps": 1},
         needs=WHOLE,
     ),
     Fault(
@@ -101,6 +101,27 @@ FAULTS = (
         breaks="one forgotten holder keeps a destroyed group alive",
         check="old_groups_dead",
         needs=DESTROYED,
+    ),
+    Fault(name="reseeded", breaks="random numbers begin anew with every reload", check="random_unchanged"),
+    Fault(
+        name="kept-world",
+        breaks="WORLD is left as it is where it was to be destroyed too",
+        check="world_released",
+        set={"include_world": True},
+        needs={"mode": EXACT},
+    ),
+    Fault(
+        name="leaked-file",
+        breaks="every cycle leaves a file in /dev/shm that nobody has open",
+        check="nothing_piles_up",
+    ),
+    Fault(
+        name="slow-at-last",
+        breaks="the last reload takes 1.5 s longer than those before",
+        check="time_steady",
+    ),
+    Fault(
+        name="patch-left", breaks="a function of torch.distributed stays replaced at the end", check="names_restored"
     ),
     Fault(
         name="leaves-default-group",

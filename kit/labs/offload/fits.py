@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kit.errors import BadInput
-from kit.labs.fits import cards, check_fits
+from kit.gpu import free_bytes
+from kit.labs.fits import check_fits
 from kit.labs.offload.config import KIT_MODEL, model_config
 from kit.megatron.config import model_bytes
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def fits(config: OffloadConfig) -> None:
-    if config.mode == "suspend" and not cards():
+    if config.mode == "suspend" and not free_bytes():
         raise BadInput(
             "mode=suspend needs CUDA: only NCCL can suspend communicators, and this machine has no GPU driver"
         )

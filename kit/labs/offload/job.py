@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kit.labs.offload.config import model_config
-from kit.megatron import groups, model, tensors
+from kit.megatron import groups, model, observe, tensors
+from kit.megatron.config import ModelConfig, model_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +46,15 @@ class JobContext:
 def build(ctx: Context) -> Trainable:
     """The kit's own job: megatron-core's GPTModel, DDP, optimizer and scheduler."""
     return model.build(model_config(ctx.config))
+
+
+def arithmetic(job: Trainable, ranks: int) -> dict[str, int]:
+    """Bytes of each kind that a rank of the kit's own job must have, from its geometry; empty for anybody else's."""
+    config = getattr(job, "config", None)
+    if not isinstance(config, ModelConfig):
+        return {}
+    sizes = model_bytes(config, ranks=ranks, stage=observe.stage())
+    return {"weights": sizes["params"], "grads": sizes["grads"], "optimizer": sizes["optimizer"]}
 
 
 def context_for(ctx: Context, job: Trainable, around: Any) -> JobContext:

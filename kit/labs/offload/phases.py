@@ -1,4 +1,7 @@
-"""What a rank does in the offload lab. One method a phase; faults are in `broken.py`, what is looked at in `watch.py`."""
+"""What a rank does in the offload lab. One method a phase; faults are in `broken.py`, what is looked at in `watch.py`.
+
+The phases between `release` and `reload`, and around them, are the observers': nothing of them is in the times of the code under test.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,15 @@ from kit.labs.bystander import Bystander
 from kit.labs.offload import rehearse
 from kit.labs.offload.broken import double_patched
 from kit.labs.offload.config import KIT_MODEL
-from kit.labs.offload.job import JobContext, context_for
+from kit.labs.offload.job import JobContext, arithmetic, context_for
 from kit.labs.offload.releaser import around, make_releaser, told
-from kit.labs.offload.watch import Births, Watched, any_rank, compare_groups, differences, stale_holders
+from kit.labs.offload.watch import Watch, any_rank, departs, differing
 from kit.labs.outcome import digest
-from kit.labs.rankside import load
-from kit.megatron import groups, ownership, standin, tensors
+from kit.measure.observers import names
+from kit.measure.observers.births import Births
+from kit.measure.observers.tensors import State, children, live_bytes
+from kit.megatron import groups, observe, ownership, standin, tensors
+from kit.target import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,6 +32,8 @@ if TYPE_CHECKING:
     from kit.labs.rankside import Context
 
 Log = list[dict[str, float]]
+PATCHABLE = ("torch.distributed", "megatron.core")  # whose functions must be themselves again at the end
+SHOWN = 5  # of what differs, by name
 
 
 class Offload:
@@ -40,9 +48,8 @@ class Offload:
         self.controls: list[tuple[Log, dict[str, str]]] = []
         self.log: Log = []
         self.state: Any = None
-        self.births = Births()
-        self.watched: Watched
-        self.before: dict[str, str] = {}
+        self.watch = Watch(Births())
+        self.names: names.Names = {}
         self.broken = False  # handles went stale on some rank: training on would use dead groups
         self.found: dict[str, Any] = {}
         self.scope = contextlib.ExitStack()
@@ -69,6 +76,7 @@ class Offload:
 
     def control(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.log += self.job.step(self.config.steps)
+        self.ctx.record("tensor_bytes", live_bytes(), "B")
 
     def control_end(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.controls.append((self.log, self._hashes()))
@@ -83,7 +91,7 @@ class Offload:
             self.control(cycle)
         self.control_end(cycle)
         (first_log, first), (second_log, second) = self.controls
-        self.ctx.record("controls_differ", differences(first_log, second_log) + differences(first, second))
+        self.ctx.record("controls_differ", differing(first_log, second_log) + differing(first, second))
 
     # -- the job that is released -------------------------------------------------------------------------------------
 
@@ -93,17 +101,18 @@ class Offload:
         tensors.trim()
         dist.barrier()
         self._communicators()
+        self.names = names.take(*PATCHABLE)
 
     def build(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self._enter()
-        self.births = self.scope.enter_context(Births())
+        self.watch = Watch(self.scope.enter_context(Births()))
         given = self.scope.enter_context(around(self.ctx))
         with double_patched() if self.ctx.fault == "double-patch" else contextlib.nullcontext():
             self._build()
         self.of = context_for(self.ctx, self.job, given)
         self.releaser = make_releaser(self.of)
-        for row in groups.talk():  # over NCCL a communicator is there only after its first collective
-            assert row["exact"], row
+        wrong = self.watch.first_talk()  # over NCCL a communicator is there only after its first collective
+        assert not wrong, wrong
 
     def train(self, cycle: int) -> None:  # noqa: ARG002 - as above
         if self.broken:
@@ -115,10 +124,15 @@ class Offload:
                 self.ctx.record(name, self.log[-1][name])
 
     def fingerprint(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        self.before = self._hashes() if self.config.hashes else {}
-        self.watched = Watched(self.births)
-        self.ctx.record("groups_watched", len(self.watched.facts))
-        self.ctx.record("resident_bytes", self._resident(), "B")
+        """Before a release: every tensor, group, holder and generator as it is."""
+        self.watch.before(self._state(), hashed=self.config.hashes, **self._roots())
+        self.ctx.record("groups_watched", len(self.watch.old))
+        sizes, wanted = self._resident(), arithmetic(self.job, self.ctx.world_size)
+        for kind, size in sizes.items():
+            self.ctx.record("state_bytes", size, "B", kind=kind)
+            if kind in wanted:
+                self.ctx.record("state_arithmetic", wanted[kind], "B", kind=kind)
+        self.ctx.record("resident_bytes", self._wanted(sizes), "B")
         self._communicators()
 
     def release(self, cycle: int) -> None:  # noqa: ARG002 - as above
@@ -128,12 +142,16 @@ class Offload:
     def idle(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Nothing is held. What is measured of this phase is what a release is worth."""
         gc.collect()  # here and not in release: what the lab does to see clearly is no part of what it times
-        self.ctx.record("left_bytes", self._resident(), "B")
+        self.ctx.record("left_bytes", self._wanted(self._resident()), "B")
         if self.config.groups:
-            self.ctx.record("initialised", int(groups.initialised()))
-            self.ctx.record("old_groups_alive", len(self.watched.alive()))
-            kept = self.config.mode in groups.KEEPING  # some groups cannot be suspended, and stay in use
-            self.ctx.record("stale_usable", len(self.watched.still_usable(but_kept=kept)))
+            alive = self.watch.alive()
+            self.ctx.record("old_groups_alive", len(alive), text=shown(alive))
+            # Of suspended groups those over gloo stay in use.
+            usable = self.watch.usable(but_gloo=self.config.mode in groups.KEEPING)
+            self.ctx.record("stale_usable", len(usable), text=shown(usable))
+            # A Megatron that stays initialised is right where each of its groups raises by its name.
+            self.ctx.record("initialised", int(observe.initialised() and (bool(usable) or not self.watch.old)))
+            self.ctx.record("world_left", int(self.watch.world_left()))
             self._communicators()
         self._ask_bystander()
 
@@ -142,49 +160,65 @@ class Offload:
         self.state = None
 
     def talk(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """The first collective after a reload, over every group, with values that depend on the rank."""
-        rows = groups.talk()
-        self.ctx.record("talked_groups", len(rows))
-        self.ctx.record("wrong_groups", sum(not row["exact"] for row in rows))
+        """The first collectives after a reload, over every group, with values that depend on the rank."""
+        talked, wrong = self.watch.talk()
+        self.ctx.record("talked_groups", talked)
+        self.ctx.record("wrong_groups", len(wrong), text=shown(wrong))
 
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        moved, changed, what = compare_groups(self.watched)
-        self.ctx.record("membership_changed", moved)
-        self.ctx.record("options_changed", changed)
-        stale = stale_holders(chunks=self.job.chunks, optimizer=self.job.optimizer)
-        self.ctx.record("stale_holders", len(stale))
+        """After a reload: all of it again, random numbers first."""
         self.ctx.record("unchecked", int(not self.config.hashes))
+        if self.config.groups or self.config.kinds:
+            moved = self.watch.random_moved()
+            self.ctx.record("generators_moved", len(moved), text=shown(moved))
+        after = self.watch.after(self._state(), hashed=self.config.hashes, **self._roots())
+        self.ctx.record("membership_changed", len(after.moved), text=shown(after.moved))
+        self.ctx.record("options_changed", len(after.options), text=shown(after.options))
+        self.ctx.record("stale_holders", len(after.stale), text=shown(after.stale))
         if self.config.hashes:
-            after = self._hashes()
-            self.ctx.record("tensors_hashed", len(after))
-            self.ctx.record("tensors_changed", differences(self.before, after))
+            different = self.watch.tensors(zeroed=self.config.dropped_grads)
+            self.ctx.record("tensors_hashed", self.watch.hashed)
+            self.ctx.record("tensors_changed", len(different), text=shown(different))
+            for one in different[:SHOWN]:
+                self.ctx.record("tensor_differs", one.largest, text=one.what, tensor=one.name, kind=one.kind)
+        self.watch.forget()
         if not self.broken:
-            for line in [*what, *stale[:3], *([f"... and {len(stale) - 3} more"] if len(stale) > 3 else [])]:
+            for line in [*after.moved, *after.options, *after.stale][:SHOWN]:
                 print("differs:", line)
-        self.broken = self.broken or any_rank(bool(stale))
+        self.broken = self.broken or any_rank(bool(after.stale or self.watch.mute))
         self.ctx.record("broken", int(self.broken))
         self._ask_bystander()
+        gc.collect()
+        self.ctx.record("tensor_bytes", live_bytes(), "B")
 
     def compare(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Against the control: every loss, gradient norm, weight and optimizer state."""
+        gc.collect()
+        self.ctx.record("tensor_bytes", live_bytes(), "B")
         if self.broken:
             return
         log, hashes = self.controls[0]
         self.ctx.record("steps_compared", len(self.log))
-        self.ctx.record("steps_differ", differences(self.log, log))
+        self.ctx.record("steps_differ", differing(self.log, log))
+        first = departs(self.log, log)
+        if first:
+            step, what = first
+            self.ctx.record("departs", step, text=what, cycle_of_step=-(-step // self.config.steps))
         after = self._hashes()
-        self.ctx.record("tensors_differ", differences(after, hashes))
-        self.ctx.record("digest", digest(after))
+        self.ctx.record("tensors_differ", differing(after, hashes), text=shown(apart(after, hashes)))
+        self.ctx.record("digest", None, text=digest(after))
 
     def rehearse_failure(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """A group that cannot be destroyed: the release must say so, by name."""
-        if self.config.groups and self.config.mode in groups.EXACT and not self.broken and groups.initialised():
+        if self.config.groups and self.config.mode in groups.EXACT and not self.broken and self.watch.standing:
             raised = rehearse.failure_raises(self.releaser)
             if raised is not None:
                 self.ctx.record("failure_hidden", int(not raised))
 
     def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self._leave()
+        gone = names.replaced(self.names)
+        self.ctx.record("names_replaced", len(gone), text=shown(gone))
         if self.bystander is not None:
             self.bystander.close()
 
@@ -231,11 +265,35 @@ class Offload:
         for row in rows:
             self.ctx.record(*row)
 
-    def _hashes(self) -> dict[str, str]:
-        return tensors.hashes(self.job.chunks, self.job.optimizer)
+    def _roots(self) -> dict[str, Any]:
+        """Where the walk begins: chunks and optimizer, for short names, then whatever else the job keeps."""
+        own = {name: value for name, value in children(self.job) if not isinstance(value, tensors.Mover)}
+        return {"chunks": self.job.chunks, "optimizer": self.job.optimizer, "job": own}
 
-    def _resident(self) -> int:
-        """Bytes of the job's tensors that are on the device and were to be given back."""
-        assert self.of is not None
-        kinds: tuple[str, ...] = self.config.kinds
-        return sum(item.size for item in self.of.mover.items() if item.kind in kinds)
+    def _state(self) -> State:
+        return State(**self._roots())
+
+    def _hashes(self) -> dict[str, str]:
+        """A digest of every tensor of the state, by kind and name. Scratch memory is no part of it."""
+        found = self._state().prints()
+        return {f"{one.kind}/{name}": one.digest for name, one in found.items() if one.kind != "other"}
+
+    def _wanted(self, sizes: dict[str, int]) -> int:
+        """Bytes of the kinds that are to be given back. Where that is all of them, what is of no kind is to go too."""
+        kinds = self.config.kinds
+        return sum(size for kind, size in sizes.items() if kind in kinds or len(kinds) == len(tensors.KINDS))
+
+    def _resident(self) -> dict[str, int]:
+        """Bytes of the job's tensors that are on the device, by kind."""
+        return self._state().bytes_on(self.ctx.device.type)
+
+
+def shown(found: Iterable[Any]) -> str:
+    """The first of what was found, in one line."""
+    every = [str(one) for one in found]
+    more = f"; and {len(every) - SHOWN} more" if len(every) > SHOWN else ""
+    return "; ".join(every[:SHOWN]) + more
+
+
+def apart(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]

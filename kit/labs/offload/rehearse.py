@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from kit.megatron import groups, ownership
+from kit.measure.observers import births
+from kit.megatron import groups, observe, ownership
 from kit.megatron.groups.exact import DestroyFailed
-from kit.megatron.groups.handle import Handle, c10d
-from kit.megatron.groups.snapshot import megatron_groups
+from kit.megatron.groups.handle import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,54 +23,77 @@ if TYPE_CHECKING:
 REFUSED = "refused on purpose"
 
 
-class Refusing:
-    """A group whose shutdown or abort fails; in all else the group. `asked` tells whether anybody tried."""
+class Refusal:
+    """While entered, one group cannot be destroyed, however that is asked for: by torch's own call, or by its shutdown or abort. It is
+    known by what a collective reaches, so that a wrapper or handle around it is refused alike. `asked` tells whether anybody tried."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, victim: Any) -> None:
+        self.victim = victim
         self.asked = False
+        self._undo: list[tuple[Any, str, Any]] = []
 
-    def shutdown(self) -> None:
+    def __enter__(self) -> Refusal:
+        self._replace(dist, "destroy_process_group", self._unless_refused(dist.destroy_process_group))
+        self._replace(c10d, "destroy_process_group", self._unless_refused(c10d.destroy_process_group))
+        for name in ("shutdown", "abort"):
+            self._replace(dist.ProcessGroup, name, self._method(vars(dist.ProcessGroup)[name]))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._undo:
+            owner, name, plain = self._undo.pop()
+            setattr(owner, name, plain)
+
+    def _replace(self, owner: Any, name: str, new: Any) -> None:
+        self._undo.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, new)
+
+    def _unless_refused(self, plain: Callable[..., None]) -> Callable[..., None]:
+        def destroy(group: Any = None) -> None:
+            if group is not None and self._is_victim(group):
+                self._refuse()
+            plain(group)
+
+        return destroy
+
+    def _method(self, plain: Any) -> Callable[..., None]:
+        def method(group: Any) -> None:
+            if group is self.victim:
+                self._refuse()
+            plain.__get__(group)()
+
+        return method
+
+    def _is_victim(self, group: Any) -> bool:
+        try:
+            with births.doors():
+                return births.reach(group) is self.victim
+        except Exception:  # noqa: BLE001 - what reaches no group is none
+            return False
+
+    def _refuse(self) -> None:
         self.asked = True
         raise RuntimeError(REFUSED)
-
-    abort = shutdown
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 def failure_raises(releaser: Any) -> bool | None:
     """Does a release in which one group refuses to be destroyed raise, and name that group? None: nobody tried to destroy it."""
-    victim = megatron_groups()[0]
-    name = victim.group_desc
-    plain = dist.destroy_process_group
-    inner = victim.kit_inner if isinstance(victim, Handle) else None
-    group_itself = Refusing(inner)
-
-    def refusing(group: Any = None) -> None:
-        if group is victim:
-            group_itself.shutdown()
-        plain(group)
-
-    if inner is not None:
-        victim.kit_inner = group_itself
-    dist.destroy_process_group = c10d.destroy_process_group = refusing
+    with births.doors():
+        victim = births.reach(next(iter(observe.standing().values())))
+    name = str(victim.group_desc)
     raised = None
-    try:
-        state = releaser.release()
-        if not dist.is_initialized():
-            releaser.restore(state)
-    except DestroyFailed as failure:
-        raised = name in str(failure)
-        groups.reload(failure.stats["snapshot"])
-    except Exception as error:  # noqa: BLE001 - any error will do, if it names the group
-        raised = name in str(error)
-    finally:
-        dist.destroy_process_group = c10d.destroy_process_group = plain
-        if isinstance(victim, Handle) and victim.kit_inner is group_itself:
-            victim.kit_inner = inner
-    return False if raised is None and group_itself.asked else raised
+    with Refusal(victim) as refusal:
+        del victim
+        try:
+            state = releaser.release()
+            if not dist.is_initialized():
+                releaser.restore(state)
+        except DestroyFailed as failure:
+            raised = name in str(failure)
+            groups.reload(failure.stats["snapshot"])
+        except Exception as error:  # noqa: BLE001 - any error will do, if it names the group
+            raised = any(name in str(one) for one in births.chain(error))
+    return False if raised is None and refusal.asked else raised
 
 
 class OnPurposeError(Exception):

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
 from kit.labs.offload.config import KIT_RELEASER
-from kit.labs.rankside import load
 from kit.megatron import groups
 from kit.megatron.groups.suspend import STATS
+from kit.target import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +34,7 @@ class KitReleaser:
 
     def __init__(self, ctx: JobContext) -> None:
         self.ctx = ctx
+        ctx.mover.arena.open()  # now, so that its file is no growth after the first release
 
     def release(self) -> State:
         return {"tensors": self.release_tensors(), "groups": self.destroy()}

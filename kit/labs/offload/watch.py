@@ -1,114 +1,108 @@
-"""What the offload lab sees of groups and memory, whatever code releases them."""
+"""What the offload lab sees of groups, tensors and random numbers around a release, whatever code releases them."""
 
 from __future__ import annotations
 
-import datetime as dt
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from kit.megatron import groups
-from kit.megatron.groups.handle import Handle, c10d
-from kit.megatron.groups.snapshot import describe, global_names, groups_in, megatron_groups, parallel_state
-
-STALE_WAIT = dt.timedelta(seconds=5)
+from kit.measure.observers import births, tensors
+from kit.megatron import observe
 
 
-class Births:
-    """Every group that torch makes while this is entered, by name and weak reference: the group itself, whatever wraps it."""
+@dataclass(frozen=True, slots=True)
+class After:
+    """What is not as it was before a release, in words."""
 
-    def __init__(self) -> None:
-        self.made: list[tuple[str, weakref.ref[Any]]] = []
-
-    def __enter__(self) -> Births:
-        self._plain = c10d._new_process_group_helper
-        c10d._new_process_group_helper = self._make
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        c10d._new_process_group_helper = self._plain
-
-    def forget_dead(self) -> None:
-        self.made = [(name, one) for name, one in self.made if one() is not None]
-
-    def _make(self, *args: Any, **kwargs: Any) -> Any:
-        made = self._plain(*args, **kwargs)
-        if isinstance(made[0], dist.ProcessGroup):
-            self.made.append((made[0].group_name, weakref.ref(made[0])))
-        return made
+    moved: list[str]
+    options: list[str]
+    stale: list[str]
 
 
-class Watched:
-    """Megatron's groups as they are now, held so that holding them keeps none alive."""
+class Watch:
+    """One job's groups, tensors and generators, before each release and after each reload. It keeps no group alive, and no tensor
+    across a release."""
 
-    def __init__(self, births: Births) -> None:
-        births.forget_dead()
-        live = megatron_groups()
-        self.facts = {facts["name"]: facts for facts in map(describe, live)}
-        self.members = membership()
-        # Handles too: one that nobody has emptied, as in `manual`, holds its group, which must not live on because of this list.
-        self.handles = [(describe(g), weakref.ref(g)) for g in live]
-        self.inner = [(name, one) for name, one in births.made if name in self.facts]
+    def __init__(self, born: births.Births) -> None:
+        self.born = born
+        self.old: list[observe.Old] = []
+        self.standing = False
+        self.mute = False  # a group of Megatron's did not talk: training on would wait for it
+        self.hashed = 0
+        self._ranks: dict[str, list[int]] = {}
+        self._seen = observe.Seen()
+        self._prints: tuple[dict[str, tensors.Print], dict[str, tensors.Print]] = ({}, {})
+        self._random: dict[str, str] = {}
+        self._world: weakref.ref[Any] | None = None
+
+    def first_talk(self) -> list[str]:
+        """Over every group of the new job; which ranks answer now is what must answer ever after."""
+        self._ranks, wrong = observe.talk()
+        self.standing = bool(observe.standing())
+        return wrong
+
+    def before(self, state: tensors.State, *, hashed: bool, **roots: Any) -> None:
+        self._prints = (state.prints() if hashed else {}, {})
+        self._seen = observe.look(self._whole(), **roots)
+        self._seen.ranks = self._ranks
+        self.old = observe.remember()
+        self._world = weakref.ref(births.world())
+        self._random = observe.random_state()
 
     def alive(self) -> list[str]:
-        """Old groups that something still holds."""
-        return [name for name, reference in self.inner if reference() is not None]
+        """Groups that were made since the job was begun and that something still holds."""
+        return [str(group.group_desc) for group in self._whole()]
 
-    def still_usable(self, *, but_kept: bool = False) -> list[str]:
-        """Old groups over which a collective still goes through. The right answer is an error in Python that names the group.
-        `but_kept`: not those that were left as they are, on purpose."""
-        usable = []
-        for facts, held in self.handles:
-            group = held()
-            if group is None:
-                continue  # nobody can use what is gone
-            if but_kept and isinstance(group, Handle) and group.kit_inner is not None:
-                continue
-            try:
-                work = dist.all_reduce(torch.zeros(1), group=group, async_op=True)
-                if work is not None:
-                    work.wait(STALE_WAIT)
-            except Exception as error:  # noqa: BLE001 - whatever it raises, the question is whether the group is named
-                if facts["description"] in str(error):  # its name is a bare number, which any message may hold
-                    continue
-            usable.append(facts["description"])
-            del group
-        return usable
+    def _whole(self) -> list[Any]:
+        """The groups of the job that are there, without the backends inside of them."""
+        return [group for group in self.born.alive() if type(group) is dist.ProcessGroup]
 
+    def usable(self, *, but_gloo: bool) -> list[str]:
+        """Old groups over which a collective would still run. The right answer is an error that names the group."""
+        return observe.usable(self.old, but_gloo=but_gloo)
 
-def membership() -> dict[str, Any]:
-    """Which ranks each of Megatron's names stands for, groups and lists of ranks alike."""
-    found: dict[str, Any] = {}
-    for name in global_names():
-        value = getattr(parallel_state(), name)
-        if live := groups_in(value):
-            found[name] = [sorted(c10d._world.pg_group_ranks.get(group, {})) for group in live]
-        elif "RANKS" in name or "SIZE" in name:
-            found[name] = value
-    return found
+    def world_left(self) -> bool:
+        """Whether the default group of before is still there."""
+        return dist.is_initialized() or (self._world is not None and self._world() is not None)
 
+    def talk(self) -> tuple[int, list[str]]:
+        """How many groups answered, and what is wrong: a collective that failed, or ranks that are not those of before."""
+        answered, wrong = observe.talk()
+        self.mute = bool(wrong)
+        if not wrong:
+            wrong = [
+                f"{name}: {f'ranks {answered[name]}' if name in answered else 'no ranks'} answer in place of {ranks}"
+                for name, ranks in self._ranks.items()
+                if answered.get(name) != ranks
+            ]
+        if name := births.taken_name():
+            wrong.append(f"the next group that anybody makes would be named {name!r}, as another one is")
+        self._answered = answered
+        return len(answered), wrong
 
-def options(facts: dict[str, Any]) -> dict[str, Any]:
-    return {key: facts[key] for key in ("description", "backend", "timeout_s", "options")}
+    def random_moved(self) -> list[str]:
+        """Generators that are not where they were before the release."""
+        now = observe.random_state()
+        return [name for name in {**self._random, **now} if self._random.get(name) != now.get(name)]
 
+    def after(self, state: tensors.State, *, hashed: bool, **roots: Any) -> After:
+        now = observe.look(self._whole(), **roots)
+        now.ranks = self._answered
+        if hashed:
+            self._prints = (self._prints[0], state.prints())
+            self.hashed = len(self._prints[1])
+        return After(observe.moved(self._seen, now), observe.changed(self._seen, now), observe.stale(self._seen, now))
 
-def compare_groups(before: Watched) -> tuple[int, int, list[str]]:
-    """(names that stand for other ranks, groups with other options, what differs) against how it was."""
-    members = membership()
-    moved = sorted(n for n in {*before.members, *members} if before.members.get(n) != members.get(n))
-    old = sorted(str((facts["ranks"], options(facts))) for facts in before.facts.values())
-    new = sorted(str((facts["ranks"], options(facts))) for facts in map(describe, megatron_groups()))
-    changed = sum(1 for facts in old if facts not in new)
-    return len(moved), changed, [*moved, *(facts for facts in old if facts not in new)][:5]
+    def tensors(self, *, zeroed: bool) -> list[tensors.Difference]:
+        """Tensors that are not as they were. `zeroed`: gradients may come back as zeros."""
+        return tensors.differences(*self._prints, zeroed=zeroed)
 
-
-def stale_holders(**roots: Any) -> list[str]:
-    """Places that hold a group which is dead or was replaced."""
-    return [
-        f"{holder.path} ({holder.group})" for holder in groups.holders(**roots) if not (holder.alive and holder.current)
-    ]
+    def forget(self) -> None:
+        """Let go of what was kept to compare."""
+        self._prints = ({}, {})
 
 
 def any_rank(value: bool) -> bool:
@@ -120,8 +114,19 @@ def any_rank(value: bool) -> bool:
     return bool(flag.item())
 
 
-def differences(one: Any, other: Any) -> int:
+def differing(one: Any, other: Any) -> int:
     """How many entries are not exactly the same, those that only one has included. NaN is never the same."""
     if isinstance(one, list):
         return sum(bool(a != b) for a, b in zip(one, other, strict=False)) + abs(len(one) - len(other))
     return sum(bool(one.get(key) != other.get(key)) for key in {*one, *other})
+
+
+def departs(log: list[dict[str, float]], control: list[dict[str, float]]) -> tuple[int, str] | None:
+    """The first step, counted from 1, at which training is not what it is without a release, and how."""
+    for number, (mine, theirs) in enumerate(zip(log, control, strict=False), 1):
+        if mine != theirs:
+            names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+            return number, ", ".join(f"{name} {mine.get(name)} vs {theirs.get(name)}" for name in names)
+    if len(log) != len(control):
+        return min(len(log), len(control)) + 1, f"{len(log)} steps vs {len(control)}"
+    return None

@@ -12,5 +12,6 @@ LAB = Definition(
     phases="kit.labs.smoke.phases:Smoke",
     checks="kit.labs.smoke.checks:CHECKS",
     presets="kit.labs.smoke.presets:PRESETS",
+    first=("size", "ranks", "cycles", "groups", "implementation"),
     faults=FAULTS,
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kit.results import Check, Measured, NotMeasured, select
+from kit.labs.growth import few_cycles, slopes
+from kit.labs.memory import one_cycle
+from kit.results import Check, Measured, Missing, Unjudged, incomplete, select
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -20,11 +22,12 @@ def more_than_baseline(metric: str) -> Callable[[pd.DataFrame, Mapping[str, Any]
         after = select(frame, phase="count", metric=metric)
         more = after["value"] - after["rank"].map(before)
         if more.isna().any():
-            raise NotMeasured(f"{metric} is missing on some rank")
+            incomplete(f"{metric} was not recorded on every rank")
+            after, more = after[more.notna()], more.dropna()
         worst = after.iloc[int(more.to_numpy().argmax())]
         was, now = int(before[worst["rank"]]), int(worst["value"])
         return Measured(
-            float(more.max()), f"rank {worst['rank']}: {was} at the baseline, {now} after cycle {worst['cycle']}"
+            float(more.max()), f"after cycle {worst['cycle']}: {now}, at baseline: {was} (rank {worst['rank']})"
         )
 
     return measure
@@ -35,37 +38,78 @@ def wrong_values(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     wrong = select(frame, phase="talk", metric="wrong_values")
     talked = select(frame, phase="talk", metric="talked_groups")
     if len(wrong) < config["cycles"] * config["ranks"]:
-        raise NotMeasured(f"only {len(wrong)} of {config['cycles'] * config['ranks']} talks were made")
+        incomplete(f"only {len(wrong)} of {config['cycles'] * config['ranks']} rounds were run")
     if (talked["value"] != config["groups"]).any():
-        raise NotMeasured(f"a rank talked over fewer than {config['groups']} groups")
-    bad = wrong[wrong["value"] != 0]
+        raise Unjudged(f"a rank used fewer than {config['groups']} groups")
+    bad = wrong[wrong["value"] != 0].sort_values(["cycle", "rank"])  # they come as ranks answer
     where = ", ".join(f"rank {row.rank} in cycle {row.cycle}" for row in bad.itertuples())
-    talks = f"{len(wrong)} talks over {config['groups']} groups, every sum compared"
-    return Measured(float(wrong["value"].sum()), f"wrong on {where}" if where else talks)
+    talks = f"{len(wrong)} rounds over {config['groups']} groups, all sums exact"
+    return Measured(float(wrong["value"].sum()), f"wrong sums: {where}" if where else talks)
+
+
+def groups_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Groups in torch's registry, or those that were made and are still held by somebody, whichever are more."""
+    listed = more_than_baseline("groups")(frame, config)
+    held = select(frame, phase="count", metric="groups_alive")
+    worst = held.iloc[int(held["value"].to_numpy().argmax())]
+    if worst["value"] > (listed.value or 0):
+        where = f"rank {worst['rank']} after cycle {worst['cycle']}"
+        return Measured(float(worst["value"]), f"{worst['value']:g} groups are still referenced: {where}")
+    return listed
+
+
+def shared(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Groups that are no groups of their own: a collective over them runs over another of the groups, or over WORLD."""
+    rows = select(frame, phase="talk", metric="shared_groups")
+    if len(rows) < config["cycles"] * config["ranks"]:
+        incomplete(f"shared_groups was recorded {len(rows)} times, not {config['cycles'] * config['ranks']}")
+    worst = rows.iloc[int(rows["value"].to_numpy().argmax())]
+    value = float(worst["value"])
+    said = f"{value:g} of {config['groups']} groups alias another group or WORLD (rank {worst['rank']}, cycle {worst['cycle']})"
+    return Measured(value, said if value else f"all {config['groups']} groups are distinct")
+
+
+def replaced(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
+    rows = select(frame, phase="count", metric="names_replaced")
+    worst = rows.iloc[int(rows["value"].to_numpy().argmax())]
+    value = float(worst["value"])
+    return Measured(value, f"rank {worst['rank']}: {worst['text']}" if value else "no function was replaced")
 
 
 def drift(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
     """Growth of anonymous memory from the first cycle's end to the last's, on the rank where it is worst."""
     levels = select(frame, phase="count", metric="anon_rss").pivot_table(index="cycle", columns="rank", values="value")
     if len(levels) < 2:
-        raise NotMeasured("a drift needs two cycles or more")
+        raise Missing("memory was recorded in fewer than 2 cycles")
     grown = (levels.iloc[-1] - levels.iloc[0]) / 2**20
-    return Measured(float(grown.max()), f"rank {grown.idxmax()}, cycle {levels.index[0]} to {levels.index[-1]}")
+    return Measured(
+        float(grown.max()),
+        f"anon_rss after cycle {levels.index[-1]} vs cycle {levels.index[0]} (rank {grown.idxmax()})",
+    )
 
 
 CHECKS = (
     Check(
         name="groups_return_to_baseline",
-        question="Are all process groups gone from torch's registry after every cycle?",
+        question="Are all process groups gone after every cycle, registered with torch or not?",
         tolerance="groups_more",
         limit=0,
         unit="1",
         better="<=",
-        measure=more_than_baseline("groups"),
+        measure=groups_left,
+    ),
+    Check(
+        name="groups_are_distinct",
+        question="Is every group distinct from the others and from WORLD?",
+        tolerance="groups_shared",
+        limit=0,
+        unit="1",
+        better="<=",
+        measure=shared,
     ),
     Check(
         name="every_group_communicates",
-        question="Does every group give the exact sum of what its ranks put in?",
+        question="Does an all-reduce over every group return the exact sum?",
         tolerance="wrong_values",
         limit=0,
         unit="1",
@@ -74,7 +118,7 @@ CHECKS = (
     ),
     Check(
         name="fds_return",
-        question="Are the groups' sockets and files closed?",
+        question="Does the number of file descriptors return to the baseline?",
         tolerance="fds_more",
         limit=0,
         unit="1",
@@ -83,7 +127,7 @@ CHECKS = (
     ),
     Check(
         name="threads_return",
-        question="Have the groups' threads ended?",
+        question="Does the number of threads return to the baseline?",
         tolerance="threads_more",
         limit=0,
         unit="1",
@@ -92,11 +136,31 @@ CHECKS = (
     ),
     Check(
         name="memory_drift",
-        question="Does memory stay where it was after the first cycle?",
+        question="Is memory after the last cycle the same as after the first?",
         tolerance="drift_mib",
         limit=50,
         unit="MiB",
         better="<=",
         measure=drift,
+        cannot=one_cycle,
+    ),
+    Check(
+        name="memory_slope",
+        question="Is memory growth per cycle no larger than in a control without groups?",
+        tolerance="slope_mib",
+        limit=1,
+        unit="MiB/cycle",
+        better="<=",
+        measure=slopes("count", control="control"),
+        cannot=few_cycles,
+    ),
+    Check(
+        name="names_restored",
+        question="Are all functions of torch.distributed the original ones at the end?",
+        tolerance="names_replaced",
+        limit=0,
+        unit="1",
+        better="<=",
+        measure=replaced,
     ),
 )

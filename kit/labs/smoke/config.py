@@ -15,7 +15,7 @@ PHASES = ("make", "talk", "destroy", "count")
 class SmokeConfig(LabConfig):
     """Groups of all ranks, made and destroyed in every cycle."""
 
-    cycles: Annotated[int, Option("how often all of it is done", low=1, high=1000)] = 3
+    cycles: Annotated[int, Option("how often all of it is done", low=1, high=1000)] = 4
     groups: Annotated[int, Option("groups that live at the same time", low=1, high=64)] = 2
     size: Annotated[int, Option("numbers in one message", low=1, high=1 << 24)] = 1024
     implementation: Annotated[
@@ -25,5 +25,12 @@ class SmokeConfig(LabConfig):
 
 
 def plan(config: SmokeConfig) -> list[Step]:
-    """A baseline after everything was done once, so that what is made only once does not look like a leak; then the cycles."""
-    return [Step(0, "baseline"), *(Step(cycle, phase) for cycle in range(1, config.cycles + 1) for phase in PHASES)]
+    """A baseline after everything was done once, so that what is made only once does not look like a leak; then as many cycles
+    without groups as with them."""
+    cycles = range(1, config.cycles + 1)
+    return [
+        Step(0, "baseline"),
+        *(Step(cycle, "control") for cycle in cycles),
+        *(Step(cycle, phase) for cycle in cycles for phase in PHASES),
+        Step(0, "end"),
+    ]

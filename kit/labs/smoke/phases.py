@@ -9,11 +9,16 @@ import torch
 import torch.distributed as dist
 
 from kit.labs.outcome import digest
+from kit.measure.observers import births, names
+from kit.measure.observers.births import Births
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kit.labs.rankside import Context
+
+
+PATCHABLE = "torch.distributed"
 
 
 class Plain:
@@ -33,9 +38,12 @@ class Smoke:
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
+        self.births = Births().__enter__()  # for as long as this rank works for the lab
         self.code = ctx.implementation(ctx.config.implementation)
         self.groups: list[Any] = []
         self.forgotten: list[Any] = []
+        self.names = names.take(PATCHABLE)
+        self.before = len(self.births.alive())
 
     def baseline(self, cycle: int) -> None:
         """All of it once, without faults."""
@@ -44,6 +52,11 @@ class Smoke:
             self.wrong_values(index, group, self.message(index))
         while self.groups:
             self.code.destroy(self.groups.pop())
+        gc.collect()
+        self.before = len(self.births.alive())
+
+    def control(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
+        """Nothing is made: how memory moves by itself."""
         gc.collect()
 
     def make(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
@@ -60,8 +73,9 @@ class Smoke:
             wrong += self.wrong_values(index, group, message)
             sums[str(index)] = str(int(message.sum()))
         self.ctx.record("talked_groups", len(self.groups))
+        self.ctx.record("shared_groups", self.shared())
         self.ctx.record("wrong_values", wrong)
-        self.ctx.record("digest", digest(sums))
+        self.ctx.record("digest", None, text=digest(sums))
 
     def destroy(self, cycle: int) -> None:  # noqa: ARG002 - as above
         if self.ctx.fault == "leaked-group":
@@ -73,6 +87,18 @@ class Smoke:
     def count(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """What garbage still held goes; what is open after this phase is left over."""
         gc.collect()
+        self.ctx.record("groups_alive", len(self.births.alive()) - self.before)
+        gone = names.replaced(self.names)
+        self.ctx.record("names_replaced", len(gone), text=", ".join(gone[:5]))
+
+    def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self.births.__exit__()
+
+    def shared(self) -> int:
+        """How many of the groups are not groups of their own: over them runs what runs over another, or over WORLD."""
+        with births.doors():
+            reached = [births.reach(group) for group in self.groups]
+        return len(reached) + 1 - len({id(group) for group in [births.world(), *reached]})
 
     def message(self, index: int) -> torch.Tensor:
         """Whole numbers, different for every place, group and rank."""

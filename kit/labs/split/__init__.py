@@ -14,6 +14,8 @@ LAB = Definition(
     phases="kit.labs.split.phases:Split",
     checks="kit.labs.split.checks:CHECKS",
     presets="kit.labs.split.presets:PRESETS",
+    pictures="kit.labs.split.pictures:PICTURES",
+    first=("backend", "size", "ranks", "tp", "pp", "ep", "steps", "chunks", "recipe", "level", "implementation"),
     faults=FAULTS,
     preload=("megatron.core",),
 )

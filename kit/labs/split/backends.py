@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-from kit.labs.split.config import model_config
+from kit.errors import BadInput
+from kit.labs.split.config import KIT_MODEL, model_config
 from kit.megatron import model, shards, split, tensors
 from kit.megatron.gradients import Reductions, counted, reduced
+from kit.target import load
 from kit.train import fsdp
 from kit.train.batch import Batch, cut, rows
 from kit.train.settings import Settings
@@ -30,7 +33,10 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(kw_only=True, slots=True)
 class SplitContext:
-    """`ctx` for code under test: the job, and where it runs. `groups` describes Megatron's groups as plain JSON."""
+    """`ctx` for code under test: the job, and where it runs. `settings` are those of the kit's optimizers, clipping among them.
+
+    `groups` describes Megatron's groups as plain JSON.
+    """
 
     rank: int
     world_size: int
@@ -39,8 +45,20 @@ class SplitContext:
     chunks: list[Any]
     optimizer: Any
     scheduler: Any
+    settings: Settings
     groups: list[dict[str, Any]]
     job: Any
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelContext:
+    """`ctx` for a model that is named as code. Megatron's groups are there; `settings` are those of the kit's own optimizer."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    config: SplitConfig
+    settings: Settings
 
 
 class Sync(Protocol):
@@ -80,8 +98,53 @@ class Counter(Protocol):
 
 
 def settings(config: SplitConfig) -> Settings:
-    """The rate moves in every step, so that it can be told which step's rate a result speaks of."""
-    return Settings(first_lr=1e-4, warmup=4 * config.batch, decay=1000 * config.batch)
+    """Values that show what an update does with them: every step has its own rate, is clipped, and decays weights visibly."""
+    return Settings(
+        first_lr=1e-4,
+        last_lr=2e-4,
+        weight_decay=0.1,
+        betas=(0.8, 0.95),
+        eps=1e-6,
+        clip=0.1,
+        warmup=2 * config.batch,
+        decay=8 * config.batch,
+    )
+
+
+def kept_type(config: SplitConfig) -> torch.dtype:
+    """The type of the weights that are looked at: FSDP2 keeps float32 whatever it computes in."""
+    return torch.float32 if config.backend == "fsdp2" else model.DTYPES[config.dtype]
+
+
+@dataclass(kw_only=True, slots=True)
+class OwnJob:
+    """What `model=module:attr` built, in the form that steps work on."""
+
+    chunks: list[Any]
+    optimizer: Any
+    scheduler: Any
+    device: torch.device
+
+
+def own_job(target: str, built: Any, device: torch.device) -> OwnJob:
+    """The job that somebody's code built, if it has what a step needs."""
+    missing = [name for name in ("chunks", "optimizer", "scheduler") if not hasattr(built, name)]
+    if missing:
+        raise BadInput(f"model={target}: the object it returned lacks {', '.join(missing)}")
+    chunks = list(built.chunks)
+    if not all(hasattr(chunk, "scale_gradients") for chunk in chunks):
+        raise BadInput(f"model={target}: chunks must be wrapped in Megatron's DistributedDataParallel")
+    if any(chunk.config.finalize_model_grads_func is None for chunk in chunks):
+        raise BadInput(
+            f"model={target}: finalize_model_grads_func of a chunk's config is None, so that no schedule would reduce gradients; "
+            "set it to megatron.core.distributed.finalize_model_grads"
+        )
+    return OwnJob(chunks=chunks, optimizer=built.optimizer, scheduler=built.scheduler, device=device)
+
+
+def assemble(ctx: ModelContext) -> model.Training:
+    """The kit's own job."""
+    return model.assemble(model_config(ctx.config), ctx.device, settings(ctx.config))
 
 
 class Megatron:
@@ -93,12 +156,23 @@ class Megatron:
         self.model_config = model_config(config)
         self.device = model.initialise(self.model_config)
 
-    def fresh(self) -> model.Training:
-        job = model.assemble(self.model_config, self.device, settings(self.config))
+    def fresh(self) -> Any:
+        target = self.config.model
+        built = load(target)(
+            ModelContext(
+                rank=dist.get_rank(),
+                world_size=dist.get_world_size(),
+                device=self.device,
+                config=self.config,
+                settings=settings(self.config),
+            )
+        )
+        if target != KIT_MODEL:
+            return own_job(target, built, self.device)
         if self.weights:
-            shards.load_full(job.chunks, self.weights)
-            job.optimizer.reload_model_params()
-        return job
+            shards.load_full(built.chunks, self.weights)
+            built.optimizer.reload_model_params()
+        return built
 
     def sync(self, job: Any) -> split.MegatronSync:
         return split.MegatronSync(job)
@@ -107,10 +181,15 @@ class Megatron:
         return split.MegatronSplit(job)
 
     def parameters(self, job: Any) -> Tensors:
-        return shards.merge(job.chunks)
+        return self._whole(job, lambda param: param.data)
 
     def gradients(self, job: Any) -> Tensors:
-        return shards.merge(job.chunks, reduced(job.chunks[0]))
+        return self._whole(job, reduced(job.chunks[0]))
+
+    def _whole(self, job: Any, tensor: Callable[[Any], torch.Tensor]) -> Tensors:
+        return (
+            shards.merge(job.chunks, tensor) if self.config.model == KIT_MODEL else shards.by_rank(job.chunks, tensor)
+        )
 
     def counted(self, job: Any) -> contextlib.AbstractContextManager[Reductions]:
         return counted(job.chunks[0])
@@ -170,11 +249,7 @@ class Fsdp2:
         return fsdp.state(job)
 
     def nonzero_gradients(self, job: Any) -> int:
-        return sum(
-            int(torch.count_nonzero(param.grad.to_local()))
-            for param in job.model.parameters()
-            if param.grad is not None
-        )
+        return fsdp.nonzero_gradients(job)
 
 
 def split_step(ctx: SplitContext) -> Split:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from kit.errors import BadInput
-from kit.labs.rankside import load
 from kit.labs.split.config import KIT_SPLIT
 from kit.megatron import gradients, split
+from kit.target import load
 from kit.train import fsdp, metrics
+from kit.train.batch import Batch, cut, rows
+from kit.train.losses import ClippedPolicyGradient
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,10 +23,10 @@ if TYPE_CHECKING:
     from kit.labs.rankside import Context
     from kit.labs.split.backends import SplitContext
     from kit.labs.split.config import SplitConfig
-    from kit.train.batch import Batch
     from kit.train.protocol import Loss, Normalizer, Split, StepResult
 
-IN_THE_LOSS = frozenset({"mask-not-shifted"})
+IN_THE_LOSS = frozenset({"mask-not-shifted", "weights-cancel", "masks-multiply"})
+ELSEWHERE = IN_THE_LOSS | {"unclipped"}  # faults that work with any implementation
 CALLS = ("begin", "microbatch", "finish", "abort", "version")
 NUMBERS = ("global_loss", "grad_norm", "lr", "wd", "global_valid_seqs", "global_valid_toks", "updated")
 
@@ -30,7 +34,7 @@ NUMBERS = ("global_loss", "grad_norm", "lr", "wd", "global_valid_seqs", "global_
 def make_split(ctx: Context, given: SplitContext) -> Split:
     """The configured code under test; the kit's own with the fault, if one is on."""
     target = given.config.implementation
-    if ctx.fault is None or ctx.fault in IN_THE_LOSS:
+    if ctx.fault is None or ctx.fault in ELSEWHERE:
         own: Split = load(target)(given)
         missing = [name for name in CALLS if not hasattr(own, name)]
         if missing:
@@ -73,7 +77,25 @@ def is_number(value: Any) -> bool:
 
 
 def broken_loss(fault: str | None, loss: Loss) -> Loss:
-    return NotShifted(loss) if fault == "mask-not-shifted" else loss
+    """The loss with its fault, if one is on."""
+    if fault == "mask-not-shifted":
+        return NotShifted(loss)
+    if fault == "masks-multiply":
+        return Multiplied(loss)
+    if fault == "weights-cancel":
+        if not isinstance(loss, ClippedPolicyGradient):
+            raise BadInput("fault 'weights-cancel' is a bug of the kit's clipped loss: leave loss and recipe=nll out")
+        return Cancelling(**{field.name: getattr(loss, field.name) for field in dataclasses.fields(loss)})
+    return loss
+
+
+def broken_job(fault: str | None, job: Any) -> Any:
+    """The job with its fault, if one is on."""
+    if fault == "unclipped":
+        if not hasattr(job.optimizer, "config"):
+            raise BadInput("fault 'unclipped' is a bug of a job on Megatron: leave backend=fsdp2 out")
+        job.optimizer.config.clip_grad = 0.0
+    return job
 
 
 class NotShifted:
@@ -91,6 +113,25 @@ class NotShifted:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mask = batch["token_mask"].roll(1, dims=1)
         return self.loss(logprobs, {**batch, "token_mask": mask}, tokens=tokens, sequences=sequences)
+
+
+class Multiplied(NotShifted):
+    """A loss that leaves masked places in and multiplies them by 0."""
+
+    def __call__(
+        self, logprobs: torch.Tensor, batch: Batch, *, tokens: float, sequences: float
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        value, seen = self.loss(logprobs, batch, tokens=tokens, sequences=sequences)
+        return value + (logprobs * 0.0).sum(), seen
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Cancelling(ClippedPolicyGradient):
+    """A loss that takes the importance weight for expm1(gap) + 1 in float32."""
+
+    def _weight(self, gap: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        lossy = (gap.float().expm1() + 1).double().log()
+        return super(Cancelling, self)._weight(lossy, length)
 
 
 class OneScalar:
@@ -152,6 +193,8 @@ class BrokenMegatron(split.MegatronSplit):
         super()._restore()
 
     def _pieces(self, data: Batch) -> list[Batch]:
+        if self.fault == "drops-remainder":
+            data = cut(data, 0, rows(data) // self.mbs * self.mbs)
         pieces = super()._pieces(data)
         return pieces[:-1] if self.fault == "drops-last-microbatch" and len(pieces) > 1 else pieces
 
@@ -161,6 +204,14 @@ class BrokenMegatron(split.MegatronSplit):
     def _correct_aux(self, own: float) -> None:
         if self.fault != "moe-aux-unscaled":
             super()._correct_aux(own)
+
+    def _metrics(self, sequences: float, tokens: float) -> dict[str, float]:
+        if self.fault == "group-per-step":
+            self.own_group = dist.new_group()
+        table = super()._metrics(sequences, tokens)
+        if self.fault == "moe-aux-summed":
+            table["moe_aux_loss"] *= self.microbatches
+        return table
 
     def _step_metrics(self, group: Any, sequences: float, tokens: float) -> dict[str, float]:
         if self.fault == "replicas-counted-n-times":
@@ -196,6 +247,9 @@ class BrokenMegatron(split.MegatronSplit):
         super()._reduce()
 
     def _update(self, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
+        if self.fault == "nan-applied":
+            with mock.patch.object(split, "finite_gradients", return_value=True):
+                return super()._update(sequences, tokens, table)
         if self.fault == "schedule-by-steps":
             return split.update(self.job, 1, sequences, tokens, table)
         result = super()._update(sequences, tokens, table)

@@ -8,15 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from kit.errors import BadInput
 from kit.labs.definition import Step
 from kit.labs.options import LabConfig, Option
-from kit.labs.split.recipes import Recipe
+from kit.labs.split.recipes import RECIPES, Recipe
 from kit.megatron.config import ModelConfig, check, dtype_on
+from kit.train.options import ClippedOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kit.train.options import Level
+
 KIT_SPLIT = "kit.labs.split.backends:split_step"
-LEVELS = ("tokens", "sequences")
-NORMALIZERS = (None, "tokens", "sequences")  # a metric's, in records a number
+KIT_LOSS = "kit.labs.split.losses:of_recipe"
+KIT_MODEL = "kit.labs.split.backends:assemble"
+LEVELS: tuple[Level, ...] = ("tokens", "sequences")
+LOSS_OPTIONS = (
+    *("clip_low", "clip_high", "dual_clip", "ratio", "importance", "truncation", "band_low", "band_high"),
+    *("kl", "kl_kind", "kl_input_clamp", "kl_output_clamp", "positive_nll"),
+)
+NORMALIZERS = (None, "tokens", "sequences")  # what a metric may be divided by
 
 
 class Case(NamedTuple):
@@ -67,6 +76,53 @@ class SplitConfig(LabConfig):
         Literal["tokens", "sequences", "both"], Option("whether the loss is a mean over tokens or over sequences")
     ] = "both"
     recipe: Annotated[Recipe, Option("the loss, by its name in common use")] = "grpo"
+    clip_low: Annotated[float | None, Option("ratios are clipped to 1 - clip_low; null: the recipe's own", low=0)] = (
+        None
+    )
+    clip_high: Annotated[float | None, Option("ratios are clipped to 1 + clip_high; null: the recipe's own", low=0)] = (
+        None
+    )
+    dual_clip: Annotated[
+        float | None,
+        Option("where the advantage A is negative the loss is at most -A dual_clip; null: the recipe's own", low=1),
+    ] = None
+    ratio: Annotated[
+        Literal["recipe", "tokens", "sequences", "none"],
+        Option("ratio of a token, or of its sequence; none: REINFORCE, RLOO; recipe: the recipe's own"),
+    ] = "recipe"
+    importance: Annotated[
+        Literal["recipe", "none", "tokens", "sequences"],
+        Option("importance weight of what the engine sampled; recipe: the recipe's own"),
+    ] = "recipe"
+    truncation: Annotated[
+        Literal["recipe", "none", "tis", "icepop", "seq-mask-tis"],
+        Option("what is done to importance weights outside the band; recipe: the recipe's own"),
+    ] = "recipe"
+    band_low: Annotated[float | None, Option("lower end of the weights' band; null: the recipe's own", low=0)] = None
+    band_high: Annotated[float | None, Option("upper end of the weights' band; null: the recipe's own", low=0)] = None
+    kl: Annotated[
+        float | None, Option("coefficient of the penalty for leaving the reference; null: the recipe's own", low=0)
+    ] = None
+    kl_kind: Annotated[
+        Literal["recipe", "k1", "k2", "k3"], Option("estimate of the penalty's KL; recipe: the recipe's own")
+    ] = "recipe"
+    kl_input_clamp: Annotated[
+        float | None, Option("largest difference to the reference that the penalty sees; null: none", low=0)
+    ] = None
+    kl_output_clamp: Annotated[float | None, Option("largest penalty of a token; null: none", low=0)] = None
+    positive_nll: Annotated[
+        float | None, Option("coefficient of -log p of tokens with a positive advantage; null: the recipe's own", low=0)
+    ] = None
+    loss: Annotated[
+        str,
+        Option(
+            "the loss, module:attr; attr(ctx) has level, normalizers() and is called as docs/losses.md says",
+            target=True,
+        ),
+    ] = KIT_LOSS
+    model: Annotated[
+        str, Option("the Megatron job, module:attr; attr(ctx) has chunks, optimizer and scheduler", target=True)
+    ] = KIT_MODEL
     masks: Annotated[
         Literal["ragged", "full", "empty-rank"],
         Option("ragged answers with masked samples; all valid; or one data rank without a valid token"),
@@ -109,6 +165,11 @@ class SplitConfig(LabConfig):
             raise BadInput(
                 f"recipe=gspo needs level=sequences, not {self.level!r}: its ratio is one of the whole sequence"
             )
+        check_loss(self)
+        if self.model != KIT_MODEL and (self.backend != "megatron" or self.experts or self.layers is not None):
+            raise BadInput(
+                f"model={self.model} needs backend=megatron without experts and layers: they shape the kit's model"
+            )
         if self.masks == "empty-rank" and self.data_ranks < 2:
             raise BadInput("masks=empty-rank needs two data ranks or more: one of them has no valid token")
 
@@ -122,8 +183,42 @@ class SplitConfig(LabConfig):
         return self.data_ranks * self.microbatches * self.micro_batch
 
     @property
-    def levels(self) -> tuple[str, ...]:
+    def has_twin(self) -> bool:
+        """Whether a plain torch model has the same weights as the job: the oracle and FSDP2 work on that."""
+        return not self.experts and self.model == KIT_MODEL
+
+    @property
+    def balances(self) -> bool:
+        """Whether experts have a load-balancing loss."""
+        return self.experts > 0 and self.aux_loss > 0
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
         return LEVELS if self.level == "both" else (self.level,)
+
+
+def loss_settings(config: SplitConfig) -> dict[str, Any]:
+    """What the kit's loss is made with, apart from its level: the recipe, under what was set."""
+    return {**RECIPES[config.recipe], **set_options(config)}
+
+
+def set_options(config: SplitConfig) -> dict[str, Any]:
+    """The loss's options that a person set."""
+    values = {name: getattr(config, name) for name in LOSS_OPTIONS}
+    return {name: value for name, value in values.items() if value not in (None, "recipe")}
+
+
+def check_loss(config: SplitConfig) -> None:
+    """One sentence where the loss cannot have these options."""
+    chosen = ", ".join(set_options(config))
+    if config.loss != KIT_LOSS and (chosen or config.recipe != "grpo"):
+        raise BadInput(f"loss={config.loss} has its own settings: leave {chosen or 'recipe'} out")
+    if config.recipe == "nll":
+        if chosen:
+            raise BadInput(f"recipe=nll is the negative log-likelihood, which has no {chosen}: use another recipe")
+        return
+    for level in config.levels:
+        ClippedOptions(level=level, **loss_settings(config))
 
 
 def model_config(config: SplitConfig) -> ModelConfig:

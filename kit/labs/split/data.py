@@ -37,11 +37,26 @@ def rollouts(config: SplitConfig, device: torch.device) -> tuple[Tensors, Batch]
             device=device,
         )
     weights, batch = (everywhere(tensors, device) for tensors in made)
+    if config.masks == "ragged":
+        batch = edges(batch)
     if config.masks == "full":
         batch["sample_mask"] = torch.ones_like(batch["sample_mask"])
         batch["token_mask"] = torch.ones_like(batch["token_mask"])
         batch["input_lengths"] = torch.full_like(batch["input_lengths"], config.length)
     return weights, batch
+
+
+def edges(batch: Batch) -> Batch:
+    """In one row of four the first and the last column are marked as trained on: the first is predicted by nothing and must not count."""
+    made = {name: value.clone() for name, value in batch.items()}
+    some = slice(0, None, 4)
+    made["token_mask"][some, [0, -1]] = 1.0
+    made["advantages"][some, -1] = made["advantages"][some].sum(1) / made["token_mask"][some, 1:-1].sum(1).clamp(min=1)
+    ended = made["input_lengths"][some] < made["token_mask"].shape[1]
+    for place, name in enumerate(("prev_logprobs", "generation_logprobs", "reference_logprobs")):
+        made[name][some, -1] = torch.where(ended, -5.0 - 0.1 * place, made[name][some, -1])
+    made["input_lengths"][some] = made["token_mask"].shape[1]
+    return made
 
 
 def everywhere(tensors: Tensors, device: torch.device) -> Tensors:

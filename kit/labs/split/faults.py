@@ -121,4 +121,46 @@ FAULTS = (
         check="params_parity",
         set={**QUICK, "steps": 5},
     ),
+    Fault(
+        name="nan-applied",
+        breaks="a step whose gradients are NaN is applied like any other",
+        check="nonfinite_skipped",
+        set=QUICK,
+    ),
+    Fault(
+        name="unclipped",
+        breaks="nothing clips gradients, in both ways of stepping alike",
+        check="update",
+        set=QUICK,
+    ),
+    Fault(
+        name="weights-cancel",
+        breaks="the loss computes importance weights as expm1(gap) + 1 in float32",
+        check="extreme_gaps",
+        set=QUICK,
+    ),
+    Fault(
+        name="masks-multiply",
+        breaks="the loss multiplies masked places by 0, which leaves NaN and infinities in",
+        check="masked_places",
+        set=QUICK,
+    ),
+    Fault(
+        name="drops-remainder",
+        breaks="rows beyond the last whole microbatch are left out without a word",
+        check="misuse_raises",
+        set=QUICK,
+    ),
+    Fault(
+        name="group-per-step",
+        breaks="every step makes a process group and destroys none",
+        check="groups_return_to_baseline",
+        set=QUICK,
+    ),
+    Fault(
+        name="moe-aux-summed",
+        breaks="the metric of the experts' load-balancing loss is a sum over microbatches",
+        check="experts_balance",
+        set=EXPERTS,
+    ),
 )

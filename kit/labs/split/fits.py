@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from kit.labs.fits import check_fits
-from kit.labs.split.config import model_config
+from kit.labs.split.config import KIT_MODEL, model_config
 from kit.megatron.config import model_bytes
 
 if TYPE_CHECKING:
@@ -16,10 +16,12 @@ WAYS = 2  # the plain step and the piece-wise one are kept side by side
 
 
 def fits(config: SplitConfig) -> None:
+    if config.model != KIT_MODEL:
+        return  # its size is its owner's to know
     job = model_config(config)
     stages = [model_bytes(job, ranks=config.ranks, stage=stage)["total"] for stage in range(config.pp)]
     whole = model_bytes(dataclasses.replace(job, tp=1, pp=1, ep=1, dtype="float32"), ranks=1)["params"]
-    kept = whole * (WAYS * (config.steps + 1) + 2)  # on rank 0; and the float64 model
+    kept = whole * (WAYS * (config.steps + 2) + 2)  # on rank 0; and the float64 model
     check_fits(
         config.size,
         config.ranks,

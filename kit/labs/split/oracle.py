@@ -55,7 +55,7 @@ def oracle(
         table = _clipped_table(settings, rows, judged, count)
     else:
         losses = [[-token.now for token in row] for row in rows]
-        table = {"positive_nll_loss": sum(-token.now.item() for row in rows for token in row if token.advantage > 0)}
+        table = {"positive_nll_loss": _positive(rows)}
     # A step without a valid token still has a graph, with a gradient of exactly 0.
     total = torch.zeros_like(logprobs).mul(logprobs.nan_to_num(0.0, 0.0, 0.0)).sum()
     for row in losses:
@@ -67,6 +67,35 @@ def oracle(
         "num_unmasked_tokens": float(sum(len(row) for row in rows)),
     }
     return total, table
+
+
+def by_itself(
+    loss: Any, logprobs: torch.Tensor, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """For a loss whose formulas nobody else has: its own value over all rows at once, in float64, divided by the true counts."""
+    sequences, tokens = true_counts(batch)
+    exact = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    value, _ = loss(logprobs, exact, tokens=float(max(1, tokens)), sequences=float(max(1, sequences)))
+    return value, {"loss": value.item()}
+
+
+def true_counts(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
+    """Valid sequences and valid tokens, counted one by one. Nothing predicts a row's first token."""
+    kept = [
+        tokens for row, tokens in zip(batch["sample_mask"].tolist(), batch["token_mask"].tolist(), strict=True) if row
+    ]
+    return len(kept), sum(1 for tokens in kept for token in tokens[1:] if token)
+
+
+def _positive(rows: Sequence[Sequence[Token]]) -> float:
+    return math.fsum(-token.now.item() for row in rows for token in row if token.advantage > 0)
+
+
+def _exp(x: float) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
 
 
 def _valid_rows(settings: Any, logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> list[list[Token]]:
@@ -103,7 +132,7 @@ def _judge(settings: Any, row: Sequence[Token]) -> list[Judged]:
     engine_steps = [token.before - token.engine for token in row]
     row_outside = False
     if settings.truncation == "seq-mask-tis":
-        mean = math.exp(math.fsum(engine_steps) / len(row))
+        mean = _exp(math.fsum(engine_steps) / len(row))
         row_outside = not settings.band_low <= mean <= settings.band_high
     done = []
     for token, step, engine_step in zip(row, steps, engine_steps, strict=True):
@@ -113,9 +142,10 @@ def _judge(settings: Any, row: Sequence[Token]) -> list[Judged]:
         clipped = ratio if low <= ratio.item() <= high else torch.full_like(ratio, low if ratio.item() < low else high)
         gain = _gain(settings, token, ratio, clipped)
         penalty = _penalty(settings, token) if settings.kl else torch.zeros_like(ratio)
+        praise = -settings.positive_nll * token.now if token.advantage > 0 else torch.zeros_like(ratio)
         done.append(
             Judged(
-                loss=(gain if settings.importance == "none" else gain * weight) + settings.kl * penalty,
+                loss=(gain if settings.importance == "none" else gain * weight) + settings.kl * penalty + praise,
                 penalty=penalty.item(),
                 ratio=ratio.item(),
                 clipped=clipped.item(),
@@ -127,7 +157,7 @@ def _judge(settings: Any, row: Sequence[Token]) -> list[Judged]:
 
 
 def _weigh(settings: Any, own: float, whole_row: Sequence[float], row_outside: bool) -> tuple[float, bool]:
-    weight = math.exp(math.fsum(whole_row)) if settings.importance == "sequences" else math.exp(own)
+    weight = _exp(math.fsum(whole_row) if settings.importance == "sequences" else own)
     if settings.truncation == "none":
         return weight, False
     if settings.truncation == "seq-mask-tis":
@@ -141,6 +171,8 @@ def _weigh(settings: Any, own: float, whole_row: Sequence[float], row_outside: b
 
 def _gain(settings: Any, token: Token, ratio: torch.Tensor, clipped: torch.Tensor) -> torch.Tensor:
     """What one token adds to the loss before it is weighted: the worse of two, and no worse than dual clipping allows."""
+    if settings.ratio == "none":
+        return -token.advantage * token.now
     if settings.cispo:
         return -token.advantage * clipped.item() * token.now
     free, held = -token.advantage * ratio, -token.advantage * clipped
@@ -193,7 +225,8 @@ def _clipped_table(
         outside = sum(row[0].outside for row in judged if row) / n_rows
     else:
         outside = sum(each.outside for each in results) / count
-    return {
+    praised = {"positive_nll_loss": _positive(rows)} if settings.positive_nll else {}
+    return praised | {
         "kl_penalty": penalty,
         "probs_ratio": mean(ratios),
         "probs_ratio_clamped": mean(clipped),
@@ -201,18 +234,21 @@ def _clipped_table(
         "probs_ratio_max": max(ratios, default=NOTHING_SEEN),
         "probs_ratio_clamped_min": min(clipped, default=NOTHING_SEEN),
         "probs_ratio_clamped_max": max(clipped, default=NOTHING_SEEN),
-        "token_mult_prob_error": mean([math.exp(abs(token.engine - token.before)) for token in tokens]),
+        "token_mult_prob_error": mean([_exp(abs(token.engine - token.before)) for token in tokens]),
         "gen_kl_error": mean([_k3(token.before - token.engine) for token in tokens]),
         "policy_kl_error": mean([_k3(token.engine - token.before) for token in tokens]),
         "js_divergence_error": mean([_to_mixture(token.before, token.engine) for token in tokens]),
-        "approx_entropy": mean([-math.exp(t.now.item() - t.engine) * t.now.item() for t in tokens]),
+        "approx_entropy": mean([-_exp(t.now.item() - t.engine) * t.now.item() for t in tokens]),
         "sampling_importance_ratio": weight,
         "is_oob_ratio": outside,
     }
 
 
 def _k3(log_ratio: float) -> float:
-    return math.expm1(log_ratio) - log_ratio
+    try:
+        return math.expm1(log_ratio) - log_ratio
+    except OverflowError:
+        return math.inf
 
 
 def _to_mixture(one: float, other: float) -> float:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kit.labs.split.config import NORMALIZERS, cases_of
-from kit.results import NotMeasured
+from kit.labs.split.config import cases_of
+from kit.results import Missing, with_ids
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,14 +23,18 @@ REGROUPED = 1.0
 NOT_METRICS = frozenset({"grad_norm", "lr", "wd", "global_valid_seqs", "global_valid_toks", "updated", "global_loss"})
 
 
-def values(frame: pd.DataFrame, phase: str, name: str) -> pd.DataFrame:
-    """The numbers `name/step/metric` that rank 0 recorded in a phase, by cycle, step and metric."""
-    rows = frame[(frame["phase"] == phase) & (frame["rank"] == 0)]
-    parts = rows["metric"].str.extract(rf"^{name}/(?P<step>\d+)/(?P<metric>.+)$")
-    found = rows.assign(step=parts["step"], metric=parts["metric"])[parts["metric"].notna()]
+def results(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
+    """The numbers that ranks recorded of the steps of a phase, with columns for the step and the number's name."""
+    found = with_ids(frame[(frame["phase"] == phase) & (frame["metric"] == "result")], "step", "name")
     if found.empty:
-        raise NotMeasured(f"no numbers of {phase}")
-    return found.astype({"step": int})[["cycle", "step", "metric", "value"]]
+        raise Missing(f"no numbers of {phase}")
+    return found
+
+
+def values(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
+    """The numbers that rank 0 recorded of the steps of a phase, by cycle, step and metric."""
+    found = results(frame[frame["rank"] == 0], phase)
+    return found.assign(metric=found["name"])[["cycle", "step", "metric", "value"]]
 
 
 def error(value: pd.Series, base: pd.Series, floor: float) -> pd.Series:
@@ -48,8 +52,8 @@ def worst(table: pd.DataFrame, column: str) -> dict[str, Any]:
 
 def paired(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
     """Every number of the plain and of the piece-wise step: cycle, level, chunks, step, metric, sync, split, error."""
-    cut = values(frame, "split", "split")
-    plain = values(frame, "sync", "sync")
+    cut = values(frame, "split")
+    plain = values(frame, "sync")
     rows = []
     base = 0
     for case in cases_of(config):
@@ -57,7 +61,7 @@ def paired(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
         one = plain[plain["cycle"] == base].drop(columns="cycle").rename(columns={"value": "sync"})
         two = cut[cut["cycle"] == case.cycle].drop(columns="cycle").rename(columns={"value": "split"})
         if two.empty:
-            raise NotMeasured(f"{case.chunks} chunks at level {case.level} were not run")
+            raise Missing(f"{case.chunks} chunks at level {case.level} were not run")
         both = one.merge(two, on=["step", "metric"], how="outer", indicator="seen")
         rows.append(both.assign(cycle=case.cycle, level=case.level, chunks=case.chunks))
     table = pd.concat(rows, ignore_index=True)
@@ -70,12 +74,14 @@ def metrics(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
     table = paired(frame, config)
     table = table[~table["metric"].isin(NOT_METRICS)]
     plain = paired(frame, config).pivot_table(index=["cycle", "step"], columns="metric", values="sync", dropna=False)
-    told = frame[(frame["phase"] == "sync") & (frame["rank"] == 0) & frame["metric"].str.startswith("normalizer/")]
+    told = with_ids(
+        frame[(frame["phase"] == "sync") & (frame["rank"] == 0) & (frame["metric"] == "normalizer")], "name"
+    )
     level = {case.cycle: case.level for case in cases_of(config)}
-    rows = zip(told["cycle"], told["metric"].str.removeprefix("normalizer/"), told["value"], strict=True)
-    by = {(level[cycle], name): NORMALIZERS[int(value)] for cycle, name, value in rows}
+    rows = zip(told["cycle"], told["name"], told["text"], strict=True)
+    by = {(level[cycle], name): normalizer for cycle, name, normalizer in rows}
     keys = zip(table["level"], table["metric"], strict=True)
-    table = table.assign(normalizer=[by.get(key) or "none" for key in keys])
+    table = table.assign(normalizer=[by.get(key, "none") for key in keys])
     counts = plain[["global_valid_seqs", "global_valid_toks"]].clip(lower=1)
     where = pd.MultiIndex.from_frame(table[["cycle", "step"]])
     sequences = counts["global_valid_seqs"].reindex(where).to_numpy()
@@ -104,12 +110,10 @@ def metrics(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
 def tensors(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
     """Every tensor of every case: relative error of the first gradient and of the weights at the end, and where it is worst."""
     rows = frame[(frame["phase"] == "compare") & (frame["rank"] == 0)]
-    parts = rows["metric"].str.extract(
-        r"^(?P<what>gradient|parameter|uncertain)/(?P<tensor>.+)/(?P<number>error|index|worst)$"
-    )
-    found = rows.assign(tensor=parts["tensor"], what=parts["what"] + "_" + parts["number"])[parts["tensor"].notna()]
+    found = with_ids(rows[rows["metric"].str.startswith("tensor_")], "tensor")
     if found.empty:
-        raise NotMeasured("no tensors were compared")
+        raise Missing("no tensors were compared")
+    found = found.assign(what=found["metric"].str.removeprefix("tensor_"))
     wide = found.pivot_table(index=["cycle", "tensor"], columns="what", values="value", sort=False).reset_index()
     which = {case.cycle: case for case in cases_of(config)}
     wide.insert(0, "level", [which[cycle].level for cycle in wide["cycle"]])

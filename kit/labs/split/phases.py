@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from dataclasses import dataclass, field
@@ -9,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kit.labs.split import backends, compare, data, rehearse
-from kit.labs.split.broken import NUMBERS, broken_loss, make_split, whole_result
-from kit.labs.split.config import NORMALIZERS, Case, SplitConfig, cases
-from kit.labs.split.oracle import oracle
-from kit.labs.split.recipes import RECIPES
+from kit.labs.split import backends, compare, data, experts, extremes, rehearse, updates
+from kit.labs.split.broken import NUMBERS, broken_job, broken_loss, make_split, whole_result
+from kit.labs.split.compare import Tensors
+from kit.labs.split.config import KIT_LOSS, KIT_MODEL, Case, SplitConfig, cases
+from kit.labs.split.losses import LossContext, make_loss
+from kit.labs.split.oracle import by_itself, oracle, true_counts
 from kit.measure import clock
 from kit.megatron import groups
-from kit.train.batch import counts
-from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
 from kit.train.plain import from_weights, logprobs
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class Way:
     """What one way of stepping came to: a result, gradients and a rate for every step, and the weights at the end."""
 
     results: list[StepResult] = field(default_factory=list)
-    gradients: list[compare.Tensors] = field(default_factory=list)
-    weights: compare.Tensors = field(default_factory=dict)
+    gradients: list[Tensors] = field(default_factory=list)
+    weights: Tensors = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,7 +66,8 @@ class Split:
         self.batches: list[Batch]
         self.plain = Way()
         self.cut = Way()
-        self.first: compare.Tensors = {}  # the gradients of the level's first cut
+        self.first: Tensors = {}  # the gradients of the level's first cut
+        self.losses: dict[str, Loss] = {}  # by level
 
     # -- what is trained, and on what ----------------------------------------------------------------------------------
 
@@ -74,20 +75,20 @@ class Split:
         """Weights, rollouts and groups; both ranks of a pair of replicas see the same rows."""
         config = self.config
         self.weights, whole = data.rollouts(config, self.ctx.device)
-        self.megatron = backends.Megatron(config, {} if config.experts else self.weights)
+        self.megatron = backends.Megatron(config, self.weights if config.has_twin else {})
         self.backend = (
             self.megatron
             if config.backend == "megatron"
             else backends.Fsdp2(config, self.weights, self.megatron.device)
         )
         self.whole = data.steps(config, whole)
-        if config.experts:
+        if not config.has_twin:
             self.whole = [data.shifted(self.megatron, step) for step in self.whole]
         self.batches = [data.share(config, step) for step in self.whole]
         for step, batch in enumerate(self.whole, start=1):
-            sequences, tokens = counts(batch).tolist()
-            self.ctx.record(f"true/{step}/sequences", sequences)
-            self.ctx.record(f"true/{step}/tokens", tokens)
+            sequences, tokens = true_counts(batch)
+            self.ctx.record("result", sequences, step=step, name="sequences")
+            self.ctx.record("result", tokens, step=step, name="tokens")
         self.ctx.record("rows", config.batch * config.steps)
         self.ctx.record("ratios_off_one", data.ratios_off_one(whole))
 
@@ -96,37 +97,47 @@ class Split:
         case = self.cases[cycle]
         self.first = {}
         self.plain = self._drive(self.backend, case, plain=True)
-        self._tell("sync", self.plain)
+        self._tell(self.plain)
         for name, by in self._loss(case.level).normalizers().items():
-            self.ctx.record(f"normalizer/{name}", NORMALIZERS.index(by))
+            self.ctx.record("normalizer", None, text=by or "none", name=name)
 
     def oracle(self, cycle: int) -> None:
-        """The first step once more, in float64 on a plain model, by formulas of its own."""
-        if self.config.experts or self.ctx.rank:
+        """The first step once more, in float64 on a plain model, by formulas of its own. The loss alone where no rollout leads.
+
+        Of experts: their load-balancing loss.
+        """
+        if self.config.balances:
+            exact_balance = experts.balance_of_step(self.megatron.fresh(), self.batches[0], self.config.micro_batch)
+            self.ctx.record("balance", exact_balance)
+        if self.ctx.rank:
             return
-        loss = self._loss(self.cases[cycle].level, sound=True)
+        level, step = self.cases[cycle].level, self.whole[0]
+        formulas = oracle if self.config.loss == KIT_LOSS else by_itself
+        exact = functools.partial(formulas, self._loss(level, sound=True))
+        self._far_apart(self._loss(level), exact, step)
+        if not self.config.has_twin:
+            return
         net = from_weights(self._geometry(), self.weights, dtype=torch.float64)
-        step = self.whole[0]
-        value, table = oracle(loss, logprobs(net, step["input_ids"]), step)
+        value, table = exact(logprobs(net, step["input_ids"]), step)
         value.backward()  # type: ignore[no-untyped-call]
-        exact = {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
-        self.ctx.record("oracle/gradient_error", compare.overall(self.plain.gradients[0], exact))
+        slopes = {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
+        self.ctx.record("gradient_error", compare.overall(self.plain.gradients[0], slopes))
         for name, number in table.items():
-            self.ctx.record(f"oracle/1/{name}", number)
+            self.ctx.record("result", number, step=1, name=name)
 
     def other_backend(self, cycle: int) -> None:
         """Megatron's plain step on the same weights and rows."""
         other = self._drive(self.megatron, self.cases[cycle], plain=True)
-        self._tell("other", other)
+        self._tell(other)
         if self.ctx.rank == 0:
             for step, (a, b) in enumerate(zip(self.plain.gradients, other.gradients, strict=True), start=1):
-                self.ctx.record(f"other/gradient_error/{step}", compare.overall(a, b))
-            self.ctx.record("other/parameter_error", compare.overall(self.plain.weights, other.weights))
+                self.ctx.record("gradient_error", compare.overall(a, b), step=step)
+            self.ctx.record("parameter_error", compare.overall(self.plain.weights, other.weights))
 
     def split(self, cycle: int) -> None:
         """The piece-wise step."""
         self.cut = self._drive(self.backend, self.cases[cycle], plain=False)
-        self._tell("split", self.cut)
+        self._tell(self.cut)
 
     def compare(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Weights on every rank, since a replica may be left behind; what they were made of on rank 0, which has it all."""
@@ -137,41 +148,40 @@ class Split:
         sure: dict[str, torch.Tensor] = {}
         for step, (a, b) in enumerate(zip(cut.gradients, plain.gradients, strict=True), start=1):
             apart = compare.by_tensor(a, b)
-            record(f"gradient_error/{step}", compare.overall(a, b))
-            record(f"gradients_same/{step}", sum(each.same for each in apart) / max(len(apart), 1))
+            record("gradient_error", compare.overall(a, b), step=step)
+            record("gradients_same", sum(each.same for each in apart) / max(len(apart), 1), step=step)
             sure |= {name: mask & sure.get(name, mask) for name, mask in compare.certain(b).items()}
             if step == 1:
                 for each in apart:
-                    record(f"gradient/{each.name}/error", each.error)
-                    record(f"gradient/{each.name}/index", each.index)
-                    record(f"gradient/{each.name}/worst", each.worst)
+                    record("tensor_gradient_error", each.error, tensor=each.name)
+                    record("tensor_gradient_index", each.index, tensor=each.name)
+                    record("tensor_gradient_worst", each.worst, tensor=each.name)
         self.first = self.first or cut.gradients[0]
         record("chunk_error", compare.overall(cut.gradients[0], self.first))
         sure = sure or {name: torch.ones_like(value, dtype=torch.bool) for name, value in plain.weights.items()}
         for name, these in (("parameter", True), ("uncertain", False)):
             a, b = compare.only(cut.weights, sure, those=these), compare.only(plain.weights, sure, those=these)
             for each in compare.by_tensor(a, b):
-                record(f"{name}/{each.name}/error", each.error)
-                record(f"{name}/{each.name}/worst", each.worst)
+                record(f"tensor_{name}_error", each.error, tensor=each.name)
+                record(f"tensor_{name}_worst", each.worst, tensor=each.name)
         record("uncertain_elements", sum(int((~mask).sum()) for mask in sure.values()))
         record("elements", sum(mask.numel() for mask in sure.values()))
 
     def rehearse(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """What is promised of aborts, of errors in the middle, and of calls that do not fit."""
-        job = self.backend.fresh()
         scene = rehearse.Scene(
             backend=self.backend,
-            job=job,
-            step=self._make(job),
+            job=None,
+            step=None,
             make=self._make,
             loss=self._loss(self.config.levels[0]),
             batches=self.batches,
             config=self.config,
         )
-        for name, number in rehearse.all_of_it(scene).items():
-            self.ctx.record(name, number)
-            if number:
-                print(f"rehearse: {name} is {number:g}")
+        for found in rehearse.all_of_it(scene):
+            self.ctx.record(found.metric, found.value, text=found.text, **found.ids)
+            if found.value:
+                print(f"rehearse: {found.metric} {found.ids} is {found.value:g} {found.text}")
 
     def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.plain = self.cut = Way()
@@ -180,13 +190,47 @@ class Split:
     # -- how -----------------------------------------------------------------------------------------------------------
 
     def _loss(self, level: Any, *, sound: bool = False) -> Loss:
-        recipe = self.config.recipe
-        loss: Any = (
-            NegativeLogLikelihood(level=level)
-            if recipe == "nll"
-            else ClippedPolicyGradient(level=level, **RECIPES[recipe])
+        ctx = LossContext(
+            rank=self.ctx.rank,
+            world_size=self.ctx.world_size,
+            device=self.megatron.device,
+            config=self.config,
+            level=level,
         )
+        if level not in self.losses:
+            self.losses[level] = make_loss(ctx)
+        loss = self.losses[level]
         return loss if sound else broken_loss(self.ctx.fault, loss)
+
+    def _far_apart(self, loss: Loss, exact: Any, step: Batch) -> None:
+        """The loss at gaps between trainer and engine that no rollout brings, and with rubbish in masked places."""
+        for gap in extremes.GAPS:
+            error, name = extremes.gap_error(loss, exact, step, gap)
+            self.ctx.record("gap_error", error, text=name, gap=int(gap))
+        for name, rubbish in extremes.RUBBISH.items():
+            reached = extremes.masked_reach(loss, step, rubbish)
+            self.ctx.record("masked_reach", len(reached), text=", ".join(reached), rubbish=name)
+
+    def _judge_updates(self, way: str, start: Tensors, found: Way) -> None:
+        """Clipping, AdamW and schedule of all steps against float64, from the weights and gradients that were seen."""
+        if self.ctx.rank or self.config.model != KIT_MODEL:
+            return
+        told = backends.settings(self.config)
+        done = updates.steps(told, found.gradients, self.config.batch)
+        eps = torch.finfo(backends.kept_type(self.config)).eps
+        moved = updates.moved(told, start, found.weights, found.gradients, done, eps=eps)
+        worst = max(moved, key=lambda each: each.error)
+        self.ctx.record("update_error", worst.error, text=worst.name, way=way)
+        for number, (result, must) in enumerate(zip(found.results, done, strict=True), start=1):
+            if not found.gradients[number - 1]:
+                continue
+            for metric, value, exact, rounding in (
+                ("update_norm_error", result["grad_norm"], must.norm, must.norm_rounding),
+                ("update_rate_error", result["lr"], must.lr, 0.0),
+                ("update_decay_error", result["wd"], must.wd, 0.0),
+            ):
+                error = max(0.0, updates.relative(float(value), exact) - rounding)
+                self.ctx.record(metric, error, way=way, step=number)
 
     def _geometry(self) -> Any:
         return self.megatron.model_config.geometry
@@ -204,15 +248,16 @@ class Split:
             chunks=job.chunks,
             optimizer=job.optimizer,
             scheduler=job.scheduler,
+            settings=backends.settings(self.config),
             groups=groups.snapshot().get("groups", []),
             job=job,
         )
 
     def _drive(self, backend: backends.Backend, case: Case, *, plain: bool) -> Way:
         """All steps of one way on a fresh job; what the optimizer finds is kept on rank 0."""
-        job, way, config = backend.fresh(), Way(), self.config
+        job, way, config = broken_job(self.ctx.fault, backend.fresh()), Way(), self.config
         used: list[float] = []  # rates, and gradients on rank 0, of this step's updates
-        seen: list[compare.Tensors] = []
+        seen: list[Tensors] = []
         calls = Calls(device=str(self.megatron.device))
 
         def look() -> None:
@@ -226,6 +271,7 @@ class Split:
 
         backends.watch_optimizer(job, look)
         loss, before = self._loss(case.level), backend.hooks(job)
+        start = {name: value.clone() for name, value in backend.parameters(job).items()}
         step: Any = backend.sync(job) if plain else self._make(job)
         hooks_lost = wrong_versions = 0
         rate_off = 0.0
@@ -246,7 +292,7 @@ class Split:
                     wrong_versions += step.version != number
                 reductions += counter.counts.values()
                 way.results.append(result)
-                way.gradients.append(seen[-1] if seen else {})
+                way.gradients.append(self._whole(seen[-1], result) if seen else {})
                 hooks_lost += sum(a is not b and a != b for a, b in zip(before, backend.hooks(job), strict=True))
                 wrong_versions += result["version"] != number
                 if result["updated"]:
@@ -255,25 +301,36 @@ class Split:
                     if not used:
                         print(f"step {number} calls itself updated, and ctx.optimizer.step was not called")
         way.weights = backend.parameters(job)
-        record = self.ctx.record
-        record("reductions_least", min(reductions))
-        record("reductions_most", max(reductions))
-        record("hooks_lost", hooks_lost)
-        record("rate_off", rate_off)
-        record("wrong_versions", wrong_versions)
+        self._judge_updates("plain" if plain else "split", start, way)
+        numbers = {
+            "reductions_least": min(reductions),
+            "reductions_most": max(reductions),
+            "hooks_lost": hooks_lost,
+            "rate_off": rate_off,
+            "wrong_versions": wrong_versions,
+            "norm_rounding": updates.norm_rounding(way.weights),
+        }
+        for name, value in numbers.items():
+            self.ctx.record(name, value)
         for index, (name, seconds) in enumerate(calls.seconds):
-            record(f"call/{index}/{name}", seconds, "s")
+            self.ctx.record("call_seconds", seconds, "s", call=name, order=index)
         return way
 
-    def _tell(self, name: str, way: Way) -> None:
+    def _whole(self, found: Tensors, result: StepResult) -> Tensors:
+        """Gradients before clipping; a model of one's own has clipping of its own."""
+        if self.config.model != KIT_MODEL:
+            return found
+        return updates.unclipped(backends.settings(self.config), found, float(result["grad_norm"]))
+
+    def _tell(self, way: Way) -> None:
         """The numbers of every step, on every rank: they must be the same everywhere."""
         for step, result in enumerate(way.results, start=1):
             for key in NUMBERS:
-                self.ctx.record(f"{name}/{step}/{key}", float(result[key]))  # type: ignore[literal-required]
+                self.ctx.record("result", float(result[key]), step=step, name=key)  # type: ignore[literal-required]
             for metric, value in result["metrics"].items():
-                self.ctx.record(f"{name}/{step}/{metric}", value)
+                self.ctx.record("result", value, step=step, name=metric)
             if not math.isfinite(result["global_loss"]):
-                print(f"{name}: the loss of step {step} is {result['global_loss']}")
+                print(f"the loss of step {step} is {result['global_loss']}")
 
 
 def run_in_pieces(step: Any, loss: Loss, pieces: list[Batch], config: SplitConfig, calls: Calls) -> StepResult:

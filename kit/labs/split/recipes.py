@@ -1,10 +1,12 @@
-"""Losses by the names in common use. Settings only: the loss itself is made on the ranks."""
+"""Losses by the names in common use, and how a config changes them. Settings only: the loss itself is made on the ranks."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-Recipe = Literal["grpo", "dapo", "gspo", "cispo", "tis", "icepop", "seq-mask-tis", "on-policy", "nll"]
+Recipe = Literal[
+    "grpo", "dapo", "gspo", "cispo", "tis", "icepop", "seq-mask-tis", "on-policy", "reinforce", "vapo", "nll"
+]
 
 # What kit.train.losses.ClippedPolicyGradient is made with; nll is the negative log-likelihood.
 RECIPES: dict[Recipe, dict[str, Any]] = {
@@ -16,5 +18,7 @@ RECIPES: dict[Recipe, dict[str, Any]] = {
     "icepop": {"importance": "tokens", "truncation": "icepop", "band_low": 0.5, "band_high": 2.0},
     "seq-mask-tis": {"importance": "tokens", "truncation": "seq-mask-tis", "band_low": 0.9, "band_high": 1.1},
     "on-policy": {"on_policy": True, "importance": "sequences", "kl": 0.05, "kl_kind": "k2"},
+    "reinforce": {"ratio": "none", "kl": 0.05, "kl_kind": "k2"},
+    "vapo": {"clip_high": 0.28, "positive_nll": 0.1},
     "nll": {},
 }

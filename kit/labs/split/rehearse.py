@@ -1,15 +1,26 @@
 """What a step promises when things do not go well: aborts that leave nothing, hooks put back, calls that do not fit refused.
 
-Everything is counted; right is 0. The state is compared by hashes of every tensor, so that "as before" means every bit.
+Each rehearsal has a fresh job that has trained one step. Everything is counted; right is 0. The state is compared by hashes of every
+tensor, so that "as before" means every bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import gc
+import math
+import traceback
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+
+from kit.labs.split.oracle import true_counts
+from kit.measure.observers.births import Births
+from kit.megatron import split
+from kit.train.batch import valid
+from kit.train.stream import Misuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +36,16 @@ class RehearsedError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """A number of broken promises, what it is about, and what was seen."""
+
+    metric: str
+    value: float
+    text: str = ""
+    ids: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
     """A job, its step, and what to feed it."""
 
@@ -35,6 +56,12 @@ class Scene:
     loss: Loss
     batches: list[Batch]
     config: SplitConfig
+    hooks: tuple[Any, ...] = ()
+
+    def again(self) -> Scene:
+        """The same on a fresh job."""
+        job = self.backend.fresh()
+        return dataclasses.replace(self, job=job, step=self.make(job), hooks=self.backend.hooks(job))
 
     def begin(self, loss: Loss | None = None) -> None:
         self.step.begin(loss or self.loss, self.config.batch, self.config.micro_batch)
@@ -43,14 +70,18 @@ class Scene:
         """A copy: what the code under test does to its rows is its own business."""
         self.step.microbatch({name: value.clone() for name, value in batch.items()})
 
-    def whole(self, batch: Batch) -> StepResult:
-        self.begin()
+    def whole(self, batch: Batch, loss: Loss | None = None) -> StepResult:
+        self.begin(loss)
         self.feed(batch)
         result: StepResult = self.step.finish()
         return result
 
-    def lost_hooks(self, before: tuple[Any, ...]) -> int:
-        return sum(a is not b and a != b for a, b in zip(before, self.backend.hooks(self.job), strict=True))
+    def lost_hooks(self) -> int:
+        return sum(a is not b and a != b for a, b in zip(self.hooks, self.backend.hooks(self.job), strict=True))
+
+    def changed(self, before: dict[str, str]) -> list[str]:
+        after = self.backend.state(self.job)
+        return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
 
 
 class DrawingLoss:
@@ -77,69 +108,91 @@ class RaisingLoss(DrawingLoss):
         raise RehearsedError("a loss that raises, on purpose")
 
 
-def all_of_it(scene: Scene) -> dict[str, float]:
-    first, second = scene.batches[0], scene.batches[-1]
-    hooks = scene.backend.hooks(scene.job)
-    scene.whole(first)  # the optimizer has state from here on
-    found: dict[str, float] = dict(misuse(scene, second))
-    found |= aborted(scene, second, hooks)
-    found |= raised(scene, second, hooks)
-    after = [found.pop(f"hooks_lost_after_{what}") for what in ("error", "abort")]
-    found["hooks_lost"] = scene.lost_hooks(hooks) + sum(after)
+class Poisoned(DrawingLoss):
+    """The loss, with a gradient or a value that is not finite on one data rank; the others know nothing of it."""
+
+    def __init__(self, loss: Loss, kind: str) -> None:
+        super().__init__(loss)
+        self.kind = kind
+
+    def __call__(self, logprobs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        value, seen = self.loss(logprobs, *args, **kwargs)
+        if dist.get_rank(split.data_group()):
+            return value, seen
+        if self.kind == "loss":
+            return value, {**seen, "loss": seen["loss"] * math.inf}
+        logprobs.register_hook(lambda slope: slope + math.nan)  # type: ignore[no-untyped-call]
+        return value, seen
+
+
+def all_of_it(made: Scene) -> list[Finding]:
+    """Every rehearsal, each on a job of its own. An error that no rehearsal asks for ends that one alone, and is told."""
+    found = []
+    for rehearsal in (misuse, remainder, aborted, raised, not_finite, groups_of_steps):
+        scene = made.again()
+        before = scene.backend.state(scene.job)
+        scene.whole(scene.batches[0])  # the optimizer has state from here on
+        ids = {"rehearsal": rehearsal.__name__}
+        found.append(Finding(metric="state_unseen", value=unseen(scene.changed(before)), ids=ids))
+        text = ""
+        try:
+            found += rehearsal(scene, scene.batches[-1])
+        except Exception as error:  # noqa: BLE001 - a person's own step raises what it likes
+            text = f"{type(error).__name__}: {str(error)[:120]}"
+            traceback.print_exc()
+        found.append(Finding(metric="rehearsal_raised", value=int(bool(text)), text=text, ids=ids))
     return found
 
 
-def aborted(scene: Scene, batch: Batch, hooks: tuple[Any, ...]) -> dict[str, float]:
+def unseen(changed: list[str]) -> int:
+    """Kinds of state that a whole step changed without its hashes showing it: a state that is not seen would pass as unchanged."""
+    optimizer = {name for name in changed if "/" in name and not name.startswith(("weights/", "random/"))}
+    weights = {*changed} - optimizer - {"scheduler", "random", "random/device"}
+    return sum((not weights, not optimizer, "scheduler" not in changed))
+
+
+def aborted(scene: Scene, batch: Batch) -> list[Finding]:
     """Half a step, given up: every bit as before; and the step after it is the one that would have been without it."""
     before, version = scene.backend.state(scene.job), scene.step.version
     scene.begin(DrawingLoss(scene.loss))
     scene.feed(batch)
     scene.step.abort()
-    lost = scene.lost_hooks(hooks)
-    after = scene.backend.state(scene.job)
-    changed = [name for name in before if before[name] != after.get(name)]
+    lost = scene.lost_hooks()
+    changed = scene.changed(before)
     gradients = scene.backend.nonzero_gradients(scene.job)
-    for name in changed[:3]:
-        print(f"abort changed {name}")
     ticked = int(scene.step.version != version)
     scene.whole(batch)
-    unlike = differs_from_control(scene, batch)
-    return {
-        "abort_changed": len(changed),
-        "abort_gradients": gradients,
-        "abort_next_differs": unlike,
-        "abort_ticked": ticked,
-        "hooks_lost_after_abort": lost,
-    }
+    return [
+        Finding(metric="abort_changed", value=len(changed), text=", ".join(changed[:3])),
+        Finding(metric="abort_gradients", value=gradients),
+        Finding(metric="abort_next_differs", value=differs_from_control(scene, batch)),
+        Finding(metric="abort_ticked", value=ticked),
+        Finding(metric="hooks_lost", value=lost, ids={"after": "abort"}),
+    ]
 
 
 def differs_from_control(scene: Scene, batch: Batch) -> int:
-    """Tensors that are not those of a job which did the same steps and never gave one up."""
-    control = scene.backend.fresh()
-    steadfast = dataclasses.replace(scene, job=control, step=scene.make(control))
+    """Tensors that are not those of a job which did the same steps and nothing between them."""
+    control = scene.again()
     for rows in (scene.batches[0], batch):
-        steadfast.whole(rows)
-    mine, theirs = scene.backend.state(scene.job), scene.backend.state(control)
+        control.whole(rows)
+    mine, theirs = scene.backend.state(scene.job), control.backend.state(control.job)
     return sum(mine[name] != theirs.get(name) for name in mine if name != "random")
 
 
-def raised(scene: Scene, batch: Batch, hooks: tuple[Any, ...]) -> dict[str, float]:
+def raised(scene: Scene, batch: Batch) -> list[Finding]:
     """An error in the middle of microbatch, and one in the middle of finish: hooks are back, and only abort goes on."""
-    lost = closed = swallowed = 0
+    found = []
     before, version = scene.backend.state(scene.job), scene.step.version
-    for breaks in (broken_microbatch, broken_finish):
-        swallowed += not breaks(scene, batch)
-        lost += scene.lost_hooks(hooks)
-        closed += not refuses(lambda: scene.feed(batch), "open")
+    for call, breaks in (("microbatch", broken_microbatch), ("finish", broken_finish)):
+        ids = {"after": f"error in {call}"}
+        found.append(Finding(metric="error_swallowed", value=int(not breaks(scene, batch)), ids=ids))
+        found.append(Finding(metric="hooks_lost", value=scene.lost_hooks(), ids=ids))
+        found += refused(f"microbatch after an error in {call}", lambda: scene.feed(batch), "open")
         scene.step.abort()
-    after = scene.backend.state(scene.job)
-    return {
-        "hooks_lost_after_error": lost,
-        "error_closed": closed,
-        "error_changed": sum(before[name] != after.get(name) for name in before),
-        "error_ticked": int(scene.step.version != version),
-        "error_swallowed": swallowed,
-    }
+    changed = scene.changed(before)
+    found.append(Finding(metric="error_changed", value=len(changed), text=", ".join(changed[:3])))
+    return [*found, Finding(metric="error_ticked", value=int(scene.step.version != version))]
 
 
 def broken_microbatch(scene: Scene, batch: Batch) -> bool:
@@ -164,26 +217,137 @@ def broken_finish(scene: Scene, batch: Batch) -> bool:
     return raised
 
 
-def misuse(scene: Scene, batch: Batch) -> dict[str, float]:
+def not_finite(scene: Scene, batch: Batch) -> list[Finding]:
+    """A gradient, and a loss, that is not finite on one data rank: nothing moves, and the next step is the one without it.
+
+    With model-parallel ranks also a gradient that is NaN on one of them alone. finish() either says that it did not update, or raises;
+    then abort() goes on.
+    """
+    found = []
+    for kind in ("gradient", "loss", "gradient of one rank"):
+        hook = None
+        if kind == "gradient of one rank":
+            if scene.config.tp * scene.config.pp == 1:
+                continue
+            if dist.get_rank() == 0:
+                *_, last = scene.job.chunks[0].parameters()  # the first may be an embedding that stages share
+                hook = last.register_hook(lambda slope: slope + math.nan)
+        ids = {"of": kind}
+        before, version = scene.backend.state(scene.job), scene.step.version
+        updated, ticks = False, 0
+        scene.begin(scene.loss if kind == "gradient of one rank" else Poisoned(scene.loss, kind))
+        scene.feed(batch)
+        try:
+            updated, ticks = bool(scene.step.finish()["updated"]), 1
+        except Exception as error:  # noqa: BLE001 - a person's own step raises what it likes
+            print(f"a {kind} that is not finite: finish raised {type(error).__name__}: {error}")
+            scene.step.abort()
+        if hook is not None:
+            hook.remove()
+        changed = [name for name in scene.changed(before) if name != "random"]
+        found += [
+            Finding(metric="nonfinite_updated", value=int(updated), ids=ids),
+            Finding(metric="nonfinite_changed", value=len(changed), text=", ".join(changed[:3]), ids=ids),
+            Finding(metric="nonfinite_ticks_off", value=abs(scene.step.version - version - ticks), ids=ids),
+            Finding(metric="hooks_lost", value=scene.lost_hooks(), ids={"after": f"{kind} not finite"}),
+        ]
+    scene.whole(batch)
+    return [*found, Finding(metric="nonfinite_next_differs", value=differs_from_control(scene, batch))]
+
+
+def misuse(scene: Scene, batch: Batch) -> list[Finding]:
     """Calls that do not fit the state must raise and name it; giving up what is closed does nothing."""
     step = scene.step
     version, before = step.version, scene.backend.state(scene.job)
-    silent = [not refuses(lambda: scene.feed(batch), "closed"), not refuses(step.finish, "closed")]
-    silent.append(raises(step.abort))
+    found = refused("microbatch while closed", lambda: scene.feed(batch), "closed")
+    found += refused("finish while closed", step.finish, "closed")
+    found.append(Finding(metric="abort_raised", value=int(raises(step.abort)), ids={"call": "abort while closed"}))
     scene.begin()
-    silent += [not refuses(scene.begin, "open"), not refuses(step.finish, "open")]
+    found += refused("begin while open", scene.begin, "open")
+    found += refused("finish without a microbatch", step.finish, "open")
     step.abort()
     changed = scene.backend.state(scene.job) != before or step.version != version
-    return {"misuse_silent": sum(silent), "misuse_changed": int(changed)}
+    return [*found, Finding(metric="misuse_changed", value=int(changed))]
 
 
-def refuses(call: Callable[[], object], state: str) -> bool:
-    """Whether the call raises with the state's name in what it says."""
+def remainder(scene: Scene, batch: Batch) -> list[Finding]:
+    """Rows beyond the last whole microbatch are refused, or they count: in the result, and in what is learnt.
+
+    The step is taken twice, with other tokens in the rows that remain: if weights and optimizer then have the same bits, those rows
+    were not trained on, whatever the result says. They have an advantage and no gap to the engine, so that no loss leaves them out by
+    itself. Not tried where a pipeline's stages agree on a microbatch's shape.
+    """
+    size = scene.config.micro_batch
+    if size == 1 or scene.config.pp > 1:
+        return []
+    longest = valid(batch).sum(1).argsort()[1 - size :]
+    more = {name: value[longest] for name, value in batch.items()}
+    more |= {"advantages": torch.ones_like(more["advantages"]), "generation_logprobs": more["prev_logprobs"]}
+    other = {**more, "input_ids": more["input_ids"].roll(1, dims=1)}
+    given = [{name: torch.cat([batch[name], end[name]]) for name in batch} for end in (more, other)]
     try:
-        call()
+        taken = [taken_step(scene.again(), each) for each in given]
     except Exception as error:  # noqa: BLE001 - a person's own step raises what it likes
-        return state in str(error)
-    return False
+        return [lost_rows("", f"refused with {type(error).__name__}: {str(error)[:120]}")]
+    true = torch.tensor(true_counts(given[0]), dtype=torch.float64, device=scene.job.device)
+    dist.all_reduce(true, group=split.data_group())
+    (result, state), (_, state_of_others) = taken
+    counted = [float(result["global_valid_seqs"]), float(result["global_valid_toks"])]
+    if counted != true.tolist():
+        what = "{:g} sequences and {:g} tokens"
+        return [lost_rows(f"{what.format(*counted)} were counted, and there are {what.format(*true.tolist())}")]
+    untouched = state == state_of_others and bool(valid(more).any())
+    return [lost_rows("all rows were counted, and what stands in the last does not reach weights" if untouched else "")]
+
+
+def lost_rows(wrong: str, fine: str = "") -> Finding:
+    ids = {"call": "microbatch of rows that are no whole microbatches"}
+    return Finding(metric="misuse_silent", value=int(bool(wrong)), text=wrong or fine, ids=ids)
+
+
+def taken_step(scene: Scene, batch: Batch) -> tuple[StepResult, dict[str, str]]:
+    """One step on a fresh job: its result, and what weights and optimizer are then."""
+    result = scene.whole(batch)
+    return result, {name: value for name, value in scene.backend.state(scene.job).items() if "random" not in name}
+
+
+def groups_of_steps(scene: Scene, batch: Batch) -> list[Finding]:
+    """Process groups, in torch's tables or not, of which there are more after each of two rounds of a step and an aborted one.
+
+    What a trainer makes once and keeps is no leak, and neither is what it makes anew for each step and destroys.
+    """
+    levels = [0]
+    with Births() as born:
+        for _ in range(2):
+            scene.whole(batch)
+            scene.begin()
+            scene.feed(batch)
+            scene.step.abort()
+            gc.collect()
+            levels.append(len(born.alive()))
+    first, second = levels[1], levels[2] - levels[1]
+    return [
+        Finding(
+            metric="groups_kept",
+            value=max(0, min(first, second)),
+            text=f"{first} more after one round, {levels[2]} after two" if first > 0 else "",
+        )
+    ]
+
+
+def refused(call: str, function: Callable[[], object], state: str) -> list[Finding]:
+    """Whether a call raises, whether what it raises names the state, and whether it is the kit's own error: three numbers."""
+    text, silent, other_words, other_type = "", 0, 0, 0
+    try:
+        function()
+        silent = 1
+    except Exception as error:  # noqa: BLE001 - a person's own step raises what it likes
+        text = f"{type(error).__name__}: {str(error)[:120]}"
+        other_words = int(state not in str(error))
+        other_type = int(not isinstance(error, Misuse))
+    numbers = {"misuse_silent": silent, "misuse_other_words": other_words, "misuse_other_type": other_type}
+    ids = {"call": call}
+    return [Finding(metric=name, value=value, text=text if value else "", ids=ids) for name, value in numbers.items()]
 
 
 def raises(call: Callable[[], object]) -> bool:

@@ -1,7 +1,7 @@
 """Sync: weights from trainer shards to inference replicas of another layout; complete, exact, in order, with nothing left behind."""
 
 from kit.labs.definition import Definition
-from kit.labs.sync.config import SyncConfig, plan, worlds
+from kit.labs.sync.config import SyncConfig, plan, roles
 from kit.labs.sync.faults import FAULTS
 from kit.labs.sync.fits import fits
 
@@ -10,11 +10,13 @@ LAB = Definition(
     summary="weights go from trainer shards to inference replicas, verified and versioned, and no forward sees half-new ones",
     config=SyncConfig,
     plan=plan,
-    worlds=worlds,
+    roles=roles,
     fits=fits,
     phases="kit.labs.sync.phases:side",
     checks="kit.labs.sync.checks:CHECKS",
     presets="kit.labs.sync.presets:PRESETS",
+    pictures="kit.labs.sync.pictures:PICTURES",
+    first=("size", "ranks", "tp", "pp", "replicas", "placement", "transport", "cycles", "steps"),
     faults=FAULTS,
     preload=("megatron.core",),
 )

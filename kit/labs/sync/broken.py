@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -9,21 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 from kit.errors import KitError
 from kit.sync.cache import BASE
+from kit.sync.gate import Gate
 from kit.sync.link import PeerSilent
 from kit.sync.receiver import Call
 from kit.sync.sender import STEPS, Sender
 from kit.sync.transports.groups import Broadcast
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
     from kit.sync.cache import Cache
     from kit.sync.link import Link
+    from kit.sync.serving import Serving
     from kit.sync.weights import Destination
 
 KEPT: list[Any] = []  # what leaks
+KEPT_GROUPS: list[Any] = []
+LEAKED = 2  # groups, before the syncs that are made to fail
 
 
 def sender_of(fault: str | None) -> type[Sender]:
@@ -53,6 +58,12 @@ def places_of(fault: str | None, places: dict[str, list[Destination]]) -> Mappin
     if fault != "swapped-shards":
         return places
     return {name: [(into, other_rank(take)) for into, take in each] for name, each in places.items()}
+
+
+def serving(fault: str | None, serving: Serving, weight: torch.Tensor) -> None:
+    """How the replica serves."""
+    if fault == "reads-ahead":
+        serving.gate = ReadsAhead(serving.gate.timeout_s, weight)
 
 
 def other_rank(take: Any) -> Any:
@@ -89,12 +100,38 @@ SENDERS: dict[str | None, type[Sender]] = {
 
 
 class LeakyBroadcast(Broadcast):
-    """Keeps its group."""
+    """Keeps its group, in the first syncs of a run: later ones are made to fail, and their peers wait until a group is destroyed."""
 
     def close(self) -> None:
-        KEPT.append(self.group)
-        self.group = None
+        if len(KEPT_GROUPS) < LEAKED:
+            KEPT_GROUPS.append(self.group)
+            self.group = None
         super().close()
+
+
+class ReadsAhead(Gate):
+    """A forward takes one tensor as it was before it went through the gate."""
+
+    def __init__(self, timeout_s: float, tensor: torch.Tensor) -> None:
+        super().__init__(timeout_s)
+        self.tensor = tensor.detach()
+
+    @contextlib.contextmanager
+    def reading(self, timeout_s: float | None = None) -> Iterator[None]:
+        ahead = self.tensor.clone()
+        with super().reading(timeout_s):
+            now = self.tensor.clone()
+            self.tensor.copy_(ahead)
+            try:
+                yield
+            finally:
+                self.tensor.copy_(now)
+
+
+class RunsAtOnce(Call):
+    def activate(self, said: dict[str, Any]) -> None:
+        self.commit()
+        super().activate(said)
 
 
 class PermutedRows(Call):
@@ -143,6 +180,16 @@ class TornRead(Call):
         self.link.send({"kind": "applied", "buckets": self.received.applied})
 
 
+class EarlyGate(Call):
+    """Forwards run again when one bucket is still to come."""
+
+    def apply_stored(self) -> None:
+        for index, buffer in enumerate(self.stored):
+            if index == len(self.stored) - 1:
+                self.writing.close()
+            self.apply_bucket(index, buffer)
+
+
 class Dies(Call):
     def look(self, index: int, buffer: torch.Tensor) -> None:
         if index == len(self.layout.buckets) // 2:
@@ -175,11 +222,14 @@ class KeepsNewWeights(Call):
 
 
 CALLS: dict[str | None, type[Call]] = {
+    "activate-before-publish": RunsAtOnce,
+    "activates-alone": RunsAtOnce,
     "permuted-rows": PermutedRows,
     "dropped-bucket": DroppedBucket,
     "misaligned-offset": Misaligned,
     "leaked-segment": LeakedSegment,
     "torn-read": TornRead,
+    "early-gate": EarlyGate,
     "receiver-dies": Dies,
     "receiver-stalls": Stalls,
     "keeps-new-weights": KeepsNewWeights,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kit.errors import BadInput
-from kit.labs.definition import Step
+from kit.labs.definition import Role, Step
 from kit.labs.options import LabConfig, Option
 from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on
 
@@ -193,19 +193,29 @@ def replica_model(config: SyncConfig) -> ModelConfig:
     )
 
 
-def worlds(config: SyncConfig) -> tuple[int, ...]:
-    """Ranks of each World."""
-    return (config.ranks,) if config.worlds == "one" else (config.trainer_ranks, config.infer_ranks)
+def roles(config: SyncConfig) -> tuple[Role, ...]:
+    """The trainer, the replicas that serve, and those that sleep while the trainer works on their devices."""
+    first, apart = config.trainer_ranks, int(config.worlds == "two")
+    replicas = {
+        sleeps: tuple(
+            rank for rank in range(first, config.ranks) if config.sleeps((rank - first) // config.infer_tp) == sleeps
+        )
+        for sleeps in (False, True)
+    }
+    found = (
+        Role(name="trainer", ranks=tuple(range(first))),
+        Role(name="replica", ranks=replicas[False], world=apart),
+        Role(name="sleeper", ranks=replicas[True], world=apart),
+    )
+    return tuple(role for role in found if role.ranks)
 
 
 def plan(config: SyncConfig) -> list[Step]:
     """The base, then every version: trained, brought to those that serve, and to those that wake while the trainer's weights are away."""
-    cycle = ["train", "refresh"] if config.awake else ["train"]
-    if config.shares:
-        cycle += ["offload", "expand", "verify", "shrink"]
-    else:
-        cycle += ["verify"]
-    steps = [Step(number, phase) for number in range(1, config.cycles + 1) for phase in cycle]
+    refresh = [("refresh", ("trainer", "replica"))] if config.awake else []
+    expand = [("offload", ("trainer",)), ("expand", ("trainer", "sleeper"))] if config.shares else []
+    cycle = [("train", ("trainer",)), *refresh, *expand, ("verify", ()), *([("shrink", ())] if config.shares else [])]
+    steps = [Step(number, phase, who) for number in range(1, config.cycles + 1) for phase, who in cycle]
     return [
         Step(0, "prepare"),
         Step(0, "base"),

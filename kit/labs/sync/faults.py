@@ -4,6 +4,7 @@ from kit.labs.definition import Fault
 
 QUICK = {"cycles": 2, "sweep": False}
 UNSEEN = {**QUICK, "verify": "none"}  # what is compared on the way would end the run before the check sees it
+TWO_RANKS = {**QUICK, "ranks": 6, "replicas": 2, "infer_tp": 2}
 SERVING = {**QUICK, "placement": "apart", "ranks": 4, "replicas": 2}
 
 FAULTS = (
@@ -48,7 +49,7 @@ FAULTS = (
         name="swapped-shards",
         breaks="the ranks of a replica take each other's shards",
         check="bit_exact",
-        set={**QUICK, "ranks": 6, "replicas": 2, "infer_tp": 2},
+        set=TWO_RANKS,
     ),
     Fault(
         name="misaligned-offset",
@@ -74,6 +75,20 @@ FAULTS = (
         breaks="weights change with the gate open, and a forward runs when half of them are new",
         check="no_torn_reads",
         set=SERVING,
+        needs={"refresh": ("staged",)},
+    ),
+    Fault(
+        name="early-gate",
+        breaks="the gate opens when one bucket is still to be applied",
+        check="no_torn_reads",
+        set=SERVING,
+        needs={"refresh": ("staged",)},
+    ),
+    Fault(
+        name="reads-ahead",
+        breaks="a forward reads one tensor before it goes through the gate, and the others after",
+        check="no_torn_reads",
+        set=SERVING,
     ),
     Fault(
         name="resumed-trainer",
@@ -94,6 +109,12 @@ FAULTS = (
         check="receivers_answer",
         exit=3,
         set={**QUICK, "deadline_s": 3},
+    ),
+    Fault(
+        name="activates-alone",
+        breaks="a rank runs the new version before all ranks of its replica are ready, and keeps it when one of them fails",
+        check="failure_is_clean",
+        set=TWO_RANKS,
     ),
     Fault(
         name="keeps-new-weights",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,10 @@ import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.labs import outcome
-from kit.labs.sync import broken, rehearse, sweep
+from kit.labs.sync import broken
 from kit.labs.sync.config import replica_model
-from kit.labs.sync.side import Side, fill, name_of
-from kit.labs.sync.trainer import PROOF
+from kit.labs.sync.side import Side, fill, name_of, raised
+from kit.labs.sync.watch import Forwards, SeenWeights, Watch, judge, sha256
 from kit.megatron import model, serve, shards, standin
 from kit.sync.hashes import digest
 from kit.sync.link import call
@@ -24,6 +25,8 @@ from kit.sync.transports.serialize import memory
 from kit.sync.weights import Cut
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from kit.labs.rankside import Context
     from kit.sync.receiver import Received
 
@@ -36,10 +39,18 @@ class Inference(Side):
         place = ctx.rank - self.config.trainer_ranks
         self.sleeper = self.config.sleeps(place // self.config.infer_tp)
         self.sweeps = ctx.rank == self.config.ranks - 1
-        self.finalized = 0
+        here = range(self.config.trainer_ranks, self.config.ranks)
+        alike = [rank for rank in here if self.config.sleeps((rank - here[0]) // self.config.infer_tp) == self.sleeper]
+        self.last = ctx.rank == alike[-1]  # of those that take part in one sync
+        self.of_last_replica = ctx.rank in alike[-self.config.infer_tp :]
+        self.cut: Callable[[Cut], Cut] = lambda weights: weights  # a rehearsal lets the receiver know other weights
+        self.truth: dict[str, str] = {}  # the trainer's digests of the version that this replica must have
+        self.own: dict[str, str] = {}  # of its own weights, when they were last hashed
         self.replica: serve.Replica
         self.receiver: Receiver
         self.serving: Serving
+        self.forwards: Forwards
+        self.watch: Watch
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
         """A replica with the base weights."""
@@ -57,72 +68,76 @@ class Inference(Side):
             with standin.on_this_thread():
                 return self.replica.logits(tokens)
 
-        self.serving = Serving(forward, group=self.group, timeout_s=wait)
+        self.forwards = Forwards(forward, lambda: self.receiver, wait)
+        self.serving = Serving(self.forwards, group=self.group, timeout_s=wait)
+        broken.serving(self.ctx.fault, self.serving, next(self.replica.chunks[0].parameters()))
         self.receiver = Receiver(
             name_of(self.ctx.rank), self.weights, self, address=self.address, device=self.ctx.device, timeout_s=wait
         )
-        self.receiver.calls = broken.call_of(self.ctx.fault, last=self.sweeps)
+        self.watch = Watch(lambda: self.receiver.version, lambda: self.receiver.routed, self.forwards, self.serving)
+        self.receiver.make = self.watch.made(self.receiver.make)
+        self.receiver.calls = self.watch.calls(broken.call_of(self.ctx.fault, last=self.sweeps))
         self.count()
 
     def base(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        self.told(self.receiver.join())
+        """The base is refused where a tensor differs, which the trainer pretends first; then it is published."""
+        self.ctx.record("base_accepted", int(raised(self.receiver.join) is None))
+        self.watch.reset("base")
+        try:
+            self.told(self.receiver.join())
+        finally:
+            self.watch.record(self.ctx)
+        self.compare()
         if self.sleeper:
             self.leave()
         self.count()
 
-    def train(self, cycle: int) -> None:
-        """The trainer's."""
-
     def refresh(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """While weights arrive forwards go on, one after the other; each must have been made by one version."""
-        if not self.sleeper:
-            with self.hammered():
-                self.told(self.receiver.join())
+        self.take()
         self.count()
 
-    def offload(self, cycle: int) -> None:
-        """The trainer's."""
-
     def expand(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        if self.sleeper:
-            self.told(self.receiver.join())
+        self.take()
         self.count()
 
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """What this replica has against what the trainer had: a digest of every tensor, and logits."""
+        """What this replica has against what the trainer had: a SHA-256 of every tensor, and logits."""
+        self.compare()
+        self.tell_state()
+        self.count()
+
+    def compare(self) -> None:
+        """Hear what the trainer has, and record how far this replica is from it. Collective over trainer and replicas."""
         with call(self.address, name_of(self.ctx.rank), peer=SENDER, timeout_s=self.config.deadline_s) as link:
             truth, _ = link.expect("truth")
             wanted = torch.empty(truth["shape"], dtype=torch.float32)
             link.receive_bytes(memory(wanted.view(-1).view(torch.uint8)))
-            own = self.digests(PROOF)
-            differing = sorted(
-                name for name in {*own, *truth["digests"]} if own.get(name) != truth["digests"].get(name)
-            )
-            logits = self.replica.logits(self.prompt(wanted.shape[1])).cpu()
+            self.truth = truth["digests"]
+            self.compare_weights()
+            logits = self.forwards.at_rest().cpu()
             apart = (logits.double() - wanted.double()).abs().max() / wanted.double().abs().max()
             link.send({"kind": "judged"})
-        for name in differing[:5]:
-            print(f"differs from the trainer's: {name}")
-        record = self.ctx.record
-        record("tensors_hashed", len(own))
-        record("digest", outcome.digest(own))
-        record("tensors_differ", len(differing))
+        record, version, known = self.ctx.record, self.receiver.version, self.watch.known
         record("logits_error", float(apart) if math.isfinite(float(apart)) else math.inf)
         record("logits_same", int(torch.equal(logits, wanted)))
-        self.tell_state()
-        self.count()
+        record("logits_moved", int(known.setdefault(version, sha256(logits)) != sha256(logits)))
+
+    def compare_weights(self, scene: str = "synced") -> int:
+        """Record how many tensors are not the trainer's; gives how many are not what they were the last time. Collective over a replica."""
+        own, before = self.hashes(sha256), self.own
+        self.own = own
+        differing = sorted(name for name in {*own, *self.truth} if own.get(name) != self.truth.get(name))
+        for name in differing[:5]:
+            print(f"differs from the trainer's: {name}")
+        self.ctx.record("tensors_hashed", len(own), scene=scene)
+        self.ctx.record("digest", None, text=outcome.digest(own), scene=scene)
+        self.ctx.record("tensors_differ", len(differing), scene=scene)
+        return sum(own.get(name) != before.get(name) for name in {*own, *before})
 
     def shrink(self, cycle: int) -> None:  # noqa: ARG002 - as above
         if self.sleeper:
             self.leave()
-        self.count()
-
-    def sweep(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        if self.sweeps:
-            sweep.receive(self)
-
-    def rehearse(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        rehearse.inference(self)
         self.count()
 
     def end(self, cycle: int) -> None:
@@ -133,30 +148,38 @@ class Inference(Side):
 
     def wake(self) -> None:
         self.replica.wake()
+        self.watch.point("wake")
 
     def sleep(self) -> None:
         self.replica.sleep()
 
-    def writing(self) -> contextlib.AbstractContextManager[None]:
-        return self.serving.writing()
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        with self.forwards.writer(self.serving.writing(), serves=self.serving.running):
+            self.watch.point("gate")
+            yield
 
     def finalize(self) -> None:
-        """Nothing is derived from these weights; it is counted that it was asked for."""
-        self.finalized += 1
+        """Nothing is derived from these weights; it is seen that it was asked for."""
+        self.watch.point("derive")
 
     def digests(self, algorithm: str) -> dict[str, str]:
         """Of every full tensor of the replica, on each of its ranks. Collective over the replica."""
+        return self.hashes(functools.partial(digest, algorithm=algorithm))
+
+    def hashes(self, of: Callable[[torch.Tensor], str]) -> dict[str, str]:
         with self.as_job():
-            own = {name: digest(tensor, algorithm) for name, tensor in shards.full_tensors(self.replica.chunks)}
+            own = {name: of(tensor) for name, tensor in shards.full_tensors(self.replica.chunks)}
             said: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(said, own)
         table: dict[str, str] = said[0]
         return table
 
-    def weights(self) -> Cut:
+    def weights(self) -> SeenWeights:
         with self.as_job():
             places = shards.destinations(self.replica.chunks)
-        return Cut(broken.places_of(self.ctx.fault, places), [p.data for p in self.replica.chunks[0].parameters()])
+        weights = Cut(broken.places_of(self.ctx.fault, places), [p.data for p in self.replica.chunks[0].parameters()])
+        return SeenWeights(self.cut(weights), self.watch)
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
@@ -165,32 +188,39 @@ class Inference(Side):
         self.receiver.routed = False
         self.replica.sleep()
 
-    @contextlib.contextmanager
-    def hammered(self) -> Any:
-        """Serve through all of it, and count forwards whose output belongs to neither the old nor the new weights."""
-        if self.config.refresh == "paused":
-            yield
-            return
-        self.serving.start()
+    def take(self) -> None:
+        """Join a sync that must succeed, with forwards one after the other; afterwards this replica serves the new version."""
+        old, asleep = self.receiver.version, self.replica.asleep
+        self.watch.reset(self.path_of(asleep=asleep))
         try:
-            old = self.serving.next()
-            yield
-            new = self.serving.next()
-        except BaseException:
+            if not asleep:
+                self.serving.start()
+                self.forwards.attempt(self.config.deadline_s)
+            self.told(self.receiver.join())
+            if asleep:
+                self.serving.start()
+            served = self.forwards.attempt(self.config.deadline_s)
+            failed = raised(self.serving.stop)
+            new = self.receiver.version
+            self.watch.known[new] = sha256(self.forwards.at_rest())
+        finally:
             with contextlib.suppress(KitError):  # what went wrong first is what is told
                 self.serving.stop()
-            raise
-        self.serving.stop()
-        made = self.serving.served
-        first = made.index(new)
-        self.ctx.record("served", len(made))
-        self.ctx.record("versions_differ", int(old != new))
-        self.ctx.record("torn", sum(one not in (old, new) for one in made) + made[first:].count(old) * int(old != new))
+            self.watch.record(self.ctx)
+        if failed is not None:
+            print(f"after a sync that succeeded: {failed}")
+        known = self.watch.known
+        self.ctx.record("serves", int(failed is None and self.receiver.routed and served == known[new]))
+        if not asleep:
+            found = judge(self.forwards, known, old, new)
+            self.ctx.record("served", found.served)
+            self.ctx.record("torn", found.torn)
+            self.ctx.record("mislabelled", found.mislabelled)
+            self.ctx.record("versions_differ", int(known.get(old) != known[new]))
 
     def told(self, received: Received) -> None:
         self.tell(received.log, received.began)
         self.ctx.record("wall", received.log.events[-1][1] - received.began, "s")
-        self.ctx.record("finalized", received.finalized)
         self.tell_state()
 
     def tell_state(self) -> None:

@@ -1,6 +1,8 @@
-"""What a sync promises when it fails: nobody has the version, weights are as before, the error names who and what, the next one works.
+"""What a sync promises when it fails: no replica has the version, weights are as before, the error names who and what, the next one works.
 
-Everything is counted; right is 0. The last serving rank fails on purpose, each time in another way, while the others do their part.
+Everything is counted; right is 0. The last replica of those that take part fails on purpose, each time in another way, while the others do
+their part; so does the sender's end of a transport. Replicas that serve are asked for forwards throughout, and all of these must be of the
+old version. Expansions fail while the replicas that slept are waking; afterwards they must sleep, and the active version must still come.
 """
 
 from __future__ import annotations
@@ -11,58 +13,135 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from kit.errors import BadInput, KitError
+from kit.errors import BadInput
+from kit.labs.sync.failing import ALONE, EXTRA, PACKED, TOO_LATE, failing, failing_transport
+from kit.labs.sync.side import failed, raised
+from kit.labs.sync.watch import WAITS, judge, sha256
+from kit.measure.observers.holdings import temp_files
 from kit.sync.cache import BASE
-from kit.sync.memory import segments
-from kit.sync.sender import SyncFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import torch
+    from collections.abc import Callable, Iterator, Sequence
 
     from kit.labs.sync.inference import Inference
     from kit.labs.sync.trainer import Trainer
-    from kit.sync.receiver import Receiver
+    from kit.sync.sender import Target
 
-HASH = "mix128"
-
-
-class RehearsedError(KitError):
-    """An error that a rehearsal wants."""
+BY_THE_SENDER = ("both", ALONE, PACKED)
 
 
 def scenes(config: Any) -> tuple[str, ...]:
-    """How a sync fails: a receiver lacks a tensor; gets other bytes than were sent; or fails when all have their new weights."""
-    return ("missing", *(("wrong-bytes",) if config.verify != "none" and config.verify_share == 1 else ()), "late")
+    """How a refresh fails. A receiver lacks a tensor, waits for one that is not sent, or has one of another dtype and one of another shape;
+    gets other bytes than were sent, or than were packed; its transport raises an error of its own, and the sender's does, too; the
+    sender's alone does; the receiver fails when all weights are new; or when others have published."""
+    return ("missing", "unsent", "unfit", *wrong_bytes(config), "transport", "both", ALONE, "late", "publish")
+
+
+def expansions(config: Any) -> tuple[str, ...]:
+    return ("missing", *wrong_bytes(config), "late", "publish")
+
+
+def wrong_bytes(config: Any) -> tuple[str, ...]:
+    return ("wrong-bytes", PACKED) if config.verify != "none" and config.verify_share == 1 else ()
+
+
+# -- the trainer -----------------------------------------------------------------------------------------------------------
 
 
 def trainer(side: Trainer) -> None:
+    train(side)
+    if not side.sends:
+        for _ in scenes(side.config):
+            side.gather()
+        if side.config.shares:
+            side.job.mover.release()
+            side.job.mover.restore()
+        side.gather()
+        side.learn()
+        train(side)
+        side.gather()
+        train(side)
+        side.gather()
+        side.learn()
+        return
+    sender, awake = side.sender, side.targets(sleeping=False)
+    tell(side, "accepted", accepted(side), "calls that must be refused")
+    for scene in scenes(side.config):
+        fail(side, scene, awake, sender.version + 1, side.gather)
+    if side.config.shares:
+        asleep = side.targets(sleeping=True)
+        side.job.mover.release()
+        for scene in expansions(side.config):
+            fail(side, scene, asleep, sender.version, None)
+        report = side.deliver(sender.version, asleep, asleep=True)
+        tell(side, "next_failed", int(report.answered != len(asleep)), scene="expansion")
+        side.job.mover.restore()
+    version = sender.version
+    # Nothing is called dirty: what failed has changed everything, and the cache must know.
+    report = side.deliver(version + 1, awake, dirty=())
+    tell(side, "next_failed", int(sender.version != version + 1 or report.answered != len(awake)), scene="refresh")
+    side.learn()
+    side.tell_truth(awake)
+    train(side)
+    fail_late(side, awake)
+    train(side)
+    report = side.deliver(version + 3, awake)
+    tell(side, "next_failed", int(sender.version != version + 3 or report.answered != len(awake)), scene=TOO_LATE)
+    side.learn()
+    side.tell_truth(awake)
+
+
+def train(side: Trainer) -> None:
     with side.as_job():
         side.job.step()
-    if not side.sends:
-        for _ in [*scenes(side.config), "the next"]:
-            side.gather()
-        return
-    sender, targets = side.sender, side.targets(sleeping=False)
-    found = {"accepted": accepted(side), "unnamed": 0, "kept_version": 0, "left_segments": 0, "left_groups": 0}
-    groups, held = len(pg_map()), segments() - side.cache.blocks
-    for scene in scenes(side.config):
-        version = sender.version
-        error = failed(functools.partial(sender.sync, version + 1, targets, side.gather))
-        named = error is not None and error.peer == targets[-1].name and f"version {version} stays" in str(error)
-        if scene != "late":
-            named = named and error is not None and bool(error.tensors) and error.tensors[0] in str(error)
-        if not named:
-            print(f"rehearse: the error of '{scene}' names too little: {error}")
-        found["unnamed"] += not named
-        found["kept_version"] += sender.version != version
-        found["left_segments"] += max(0, segments() - side.cache.blocks - held)
-        found["left_groups"] += max(0, len(pg_map()) - groups)
-    version = sender.version
-    report = sender.sync(version + 1, targets, side.gather)
-    found["next_failed"] = int(sender.version != version + 1 or report.answered != len(targets))
-    tell(side, found)
+
+
+def fail_late(side: Trainer, targets: Sequence[Target]) -> None:
+    """A receiver fails when the version is active already: its replica goes back, and no other."""
+    sender, active = side.sender, side.sender.version
+    with nothing_left(side, TOO_LATE):
+        error = failed(functools.partial(sender.sync, active + 1, targets, side.gather))
+    named = error is not None and error.peer == targets[-1].name
+    named = named and f"version {active + 1} is active already" in str(error)
+    if not named:
+        print(f"rehearse: the error of '{TOO_LATE}' names too little: {error}")
+    tell(side, "unnamed", int(not named), scene=TOO_LATE)
+    tell(side, "kept_version", int(sender.version != active + 1), scene=TOO_LATE)
+
+
+def fail(side: Trainer, scene: str, targets: Sequence[Target], version: int, gather: Callable[[], Any] | None) -> None:
+    """One sync that fails, as the sender sees it."""
+    sender, active = side.sender, side.sender.version
+    with (
+        nothing_left(side, scene),
+        failing_transport(sender, scene) if scene in BY_THE_SENDER else contextlib.nullcontext(),
+    ):
+        error = failed(functools.partial(sender.sync, version, targets, gather))
+    named = error is not None and f"version {active} stays" in str(error)
+    if error is not None and scene == ALONE:
+        named = named and error.peer is None and "the sender" in str(error)
+    elif error is not None:
+        peers = [target.name for target in targets]
+        named = named and error.peer in (peers if scene == PACKED else peers[-1:]) and error.peer in str(error)
+        named = named and sorted(error.tensors) == blamed(side, scene)
+    if not named:
+        print(f"rehearse: the error of '{scene}' names too little: {error}")
+    tell(side, "unnamed", int(not named), scene=scene)
+    tell(side, "kept_version", int(sender.version != active), scene=scene)
+
+
+def blamed(side: Trainer, scene: str) -> list[str]:
+    """The tensors that an error must name."""
+    names, layout = sorted(side.digests), side.cache.layout
+    first = layout.specs[layout.buckets[0][0].spec].name
+    wrong = {
+        "missing": names[-1:],
+        "unfit": [names[0], names[-1]],
+        "unsent": [EXTRA],
+        "wrong-bytes": names,
+        PACKED: [first],
+    }
+    return wrong.get(scene, [])
 
 
 def accepted(side: Trainer) -> int:
@@ -75,95 +154,119 @@ def accepted(side: Trainer) -> int:
         lambda: sender.sync(BASE, targets, dict),
         lambda: sender.sync(version + 1, []),
         lambda: sender.sync(version + 1, targets),
+        lambda: sender.sync(version + 1, [*targets, targets[0]], dict),
     ]
     if asleep:
         wrong += [lambda: sender.sync(version + 1, asleep), lambda: sender.sync(version, [*asleep, *targets], dict)]
     return sum(not refused(each) for each in wrong)
 
 
+# -- a replica -------------------------------------------------------------------------------------------------------------
+
+
 def inference(side: Inference) -> None:
     if side.sleeper:
+        for scene in expansions(side.config):
+            endure(side, scene)
+        take(side, "expansion", side.receiver.version)
+        side.compare_weights(scene="expansion")
+        side.leave()
         return
-    found = {"kept_wrong": 0, "left_segments": 0, "left_groups": 0, "silent": 0}
-    receiver = side.receiver
-    staged = side.config.refresh == "staged"
-    groups, held = len(pg_map()), segments()
     for scene in scenes(side.config):
-        before = side.digests(HASH), receiver.version, receiver.routed
-        with failing(receiver, scene) if side.sweeps else contextlib.nullcontext():
-            found["silent"] += raised(receiver.join) is None
-        after = side.digests(HASH), receiver.version, receiver.routed
-        # A replica that pauses is not routed to after a failure; what is in its weights then is nobody's business.
-        kept = after == before if staged else (after[1], receiver.routed) == (before[1], False)
-        if not kept:
-            print(f"rehearse: after '{scene}' version {after[1]} (was {before[1]}), routed {after[2]}, weights changed")
-        found["kept_wrong"] += not kept
-        found["left_segments"] += max(0, segments() - held)
-        found["left_groups"] += max(0, len(pg_map()) - groups)
-    before_last = receiver.version
-    receiver.join()
-    found["next_failed"] = int(receiver.version != before_last + 1 or not receiver.routed)
-    tell(side, found)
+        endure(side, scene)
+    version = side.receiver.version
+    take(side, "refresh", version + 1)
+    side.compare()
+    go_back(side)
+    take(side, TOO_LATE, version + 3)
+    side.compare()
+
+
+def go_back(side: Inference) -> None:
+    """The last rank fails where the version is active already: all ranks of its replica go back, all others have it and keep it."""
+    receiver, version, staged = side.receiver, side.receiver.version, side.config.refresh == "staged"
+    back = side.of_last_replica
+    side.watch.reset("rehearsed")
+    with nothing_left(side, TOO_LATE), failing(side, TOO_LATE) if side.last else contextlib.nullcontext():
+        if staged:
+            serve(side)
+        tell(side, "silent", int(raised(receiver.join) is None), scene=TOO_LATE)
+    known, rest = side.watch.known, ""
+    served, failed = stop_serving(side) if staged else ("", None)
+    wanted = (version, staged) if back else (version + 1, True)
+    tell(side, "kept_version", int((receiver.version, receiver.routed) != wanted), scene=TOO_LATE)
+    moved = side.hashes(sha256) != side.own
+    tell(side, "kept_wrong", int(moved == back and (staged or not back)), scene=TOO_LATE)
+    if staged or not back:
+        rest = known.setdefault(receiver.version, sha256(side.forwards.at_rest()))
+    if staged:
+        found = judge(side.forwards, known, version, receiver.version)
+        wrong = found.torn + found.mislabelled + int(failed is not None or served != rest)
+        tell(side, "served_wrong", wrong, scene=TOO_LATE)
+
+
+def take(side: Inference, scene: str, wanted: int) -> None:
+    """The sync after those that failed."""
+    side.take()
+    tell(side, "next_failed", int(side.receiver.version != wanted or not side.receiver.routed), scene=scene)
+
+
+def endure(side: Inference, scene: str) -> None:
+    """One sync that fails, as a replica sees it: afterwards it is what it was."""
+    receiver, staged = side.receiver, side.config.refresh == "staged"
+    serves, version = staged and not side.sleeper, side.receiver.version
+    side.watch.reset("rehearsed")
+    with nothing_left(side, scene):
+        if serves:
+            serve(side)
+        with failing(side, scene) if side.last else contextlib.nullcontext():
+            silent = raised(receiver.join) is None
+        tell(side, "silent", int(silent), scene=scene)
+        tell(side, "kept_version", int(receiver.version != version), scene=scene)
+        if serves:
+            served, failed = stop_serving(side)
+            wrong = [each for each in side.forwards.made.values() if each.logits != side.watch.known.get(version)]
+            wrong_label = [each for each in side.forwards.made.values() if each.versions != (version, version)]
+            # Old weights come back behind the gate: where a replica is asked to derive from them, no forward runs yet.
+            early = [point for point in side.watch.points if point.name == "derive" and point.logits != WAITS]
+            count = len(wrong) + len(wrong_label) + len(early) + side.forwards.overlaps
+            stopped = failed is not None or served not in side.watch.known.values()
+            tell(side, "served_wrong", count + int(stopped), scene=scene)
+            tell(side, "kept_wrong", int(not receiver.routed) + side.compare_weights(scene=scene), scene=scene)
+        else:
+            # Weights of a replica that paused or woke are undefined now: nothing may be routed to it, and who woke sleeps again.
+            awake = side.sleeper and not side.replica.asleep
+            tell(side, "kept_wrong", int(receiver.routed) + int(awake), scene=scene)
+            if awake:
+                side.replica.sleep()
+
+
+def serve(side: Inference) -> None:
+    """Forwards run, one after the other."""
+    side.serving.start()
+    side.forwards.attempt(side.config.deadline_s)
+
+
+def stop_serving(side: Inference) -> tuple[str, Exception | None]:
+    """Logits of one more forward, and what any raised."""
+    return side.forwards.attempt(side.config.deadline_s), raised(side.serving.stop)
+
+
+# -- both ends -------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def failing(receiver: Receiver, scene: str) -> Iterator[None]:
-    """The receiver fails in the next sync, in this way."""
-    plain: Any = receiver.calls
-
-    class Failing(plain):  # type: ignore[misc]
-        def begin(self, said: dict[str, Any]) -> None:
-            if scene == "missing":
-                _, known = receiver.layout
-                assert known is not None  # versions came before
-                name = known.specs[-1].name
-                receiver_weights = receiver.weights
-                receiver.weights = lambda: without(receiver_weights(), name)
-                try:
-                    super().begin(said)
-                finally:
-                    receiver.weights = receiver_weights
-            else:
-                super().begin(said)
-
-        def look(self, index: int, buffer: torch.Tensor) -> None:
-            if scene == "wrong-bytes" and index == 0:
-                buffer = buffer.clone()
-                buffer[0] ^= 1
-            super().look(index, buffer)
-
-        def finalize(self, said: dict[str, Any]) -> None:
-            if scene == "late":
-                raise RehearsedError("the rehearsed failure after all weights were new")
-            super().finalize(said)
-
-    receiver.calls = Failing
-    try:
-        yield
-    finally:
-        receiver.calls = plain
-
-
-def without(weights: Any, name: str) -> Any:
-    """The same weights, which do not know one tensor."""
-    return type(weights)({key: place for key, place in weights.destinations.items() if key != name}, weights.own())
-
-
-def failed(call: Callable[[], object]) -> SyncFailed | None:
-    error = raised(call)
-    return error if isinstance(error, SyncFailed) else None
+def nothing_left(side: Trainer | Inference, scene: str) -> Iterator[None]:
+    """Groups, shared memory and files in temporary folders: what a sync that failed has made and not given back."""
+    groups, held, files = len(pg_map()), side.held(), set(temp_files())
+    yield
+    tell(side, "left_groups", max(0, len(pg_map()) - groups), scene=scene)
+    tell(side, "left_segments", len(side.held() - held), scene=scene)
+    tell(side, "left_files", len(set(temp_files()) - files), scene=scene)
 
 
 def refused(call: Callable[[], object]) -> bool:
     return isinstance(raised(call), BadInput)
-
-
-def raised(call: Callable[[], object]) -> KitError | None:
-    try:
-        call()
-    except KitError as error:
-        return error
-    return None
 
 
 def pg_map() -> dict[Any, Any]:
@@ -171,8 +274,7 @@ def pg_map() -> dict[Any, Any]:
     return found
 
 
-def tell(side: Trainer | Inference, found: dict[str, int]) -> None:
-    for name, number in found.items():
-        side.ctx.record(name, number)
-        if number:
-            print(f"rehearse: {name} is {number}")
+def tell(side: Trainer | Inference, metric: str, number: int, scene: str) -> None:
+    side.ctx.record(metric, number, scene=scene)
+    if number:
+        print(f"rehearse: {metric} is {number} in '{scene}'")

@@ -5,30 +5,33 @@ from __future__ import annotations
 import contextlib
 import socket
 import zlib
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from kit.errors import KitError
 from kit.labs.bystander import Bystander
+from kit.machine import boot_id
+from kit.measure.observers.holdings import shared_memory
 from kit.megatron import groups, ownership, standin
 from kit.megatron.roles import as_world
 from kit.megatron.shards import destinations
 from kit.sync.link import address_of
-from kit.sync.memory import segments
+from kit.sync.sender import SyncFailed
 from kit.sync.transports import Place
 from kit.train.plain import PlainModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kit.labs.rankside import Context
     from kit.labs.sync.config import SyncConfig
     from kit.megatron.config import Geometry
+    from kit.sync.cache import Cache
     from kit.sync.log import Log
 
-BOOT = Path("/proc/sys/kernel/random/boot_id")
 ROWS, LENGTH = 2, 8  # of the prompt whose logits are compared
 
 
@@ -72,16 +75,24 @@ class Side:
     def end(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
         self.scope.close()
 
+    def path_of(self, *, asleep: bool) -> str:
+        """How a version comes to replicas that sleep, or to the others."""
+        return "expand" if asleep else "refresh" if self.config.refresh == "staged" else "stream"
+
     def tell(self, log: Log, began: float) -> None:
         """Stages and events of one sync."""
         for stage, seconds in log.seconds.items():
-            self.ctx.record(f"stage/{stage}", seconds, "s")
+            self.ctx.record("stage_seconds", seconds, "s", stage=stage)
         for number, (name, when) in enumerate(log.events):
-            self.ctx.record(f"event/{number:02}/{name}", when - began, "s")
+            self.ctx.record("event", when - began, "s", event=name, order=number)
 
-    def count(self, own: int = 0) -> None:
-        """Memory files that this rank holds, less those that are its to keep; and what a process beside the job has."""
-        self.ctx.record("segments", segments() - own)
+    def held(self) -> set[Any]:
+        """Shared memory on this rank that is not there to stay."""
+        return set(shared_memory())
+
+    def count(self) -> None:
+        """Shared memory, and what a process beside the job has."""
+        self.ctx.record("segments", len(self.held()))
         if self.bystander is not None:
             for metric, value in self.bystander.ask().items():
                 self.ctx.record(metric, value, "B")
@@ -96,7 +107,7 @@ def name_of(rank: int) -> str:
 
 def place(ctx: Context) -> Place:
     """Where a rank lives, as transports see it."""
-    host = BOOT.read_text().strip() if BOOT.exists() else socket.gethostname()
+    host = boot_id() or socket.gethostname()
     card = ""
     if ctx.device.type == "cuda":
         card = str(torch.cuda.get_device_properties(ctx.device).uuid)
@@ -114,3 +125,32 @@ def fill(chunks: Sequence[Any], geometry: Geometry, dtype: torch.dtype, seed: in
             full = (1 + 0.1 * full if full.dim() == 1 and "norm" in name else 0.05 * full).to(dtype)
             for into, take in places:
                 into.copy_(take(full))
+
+
+def failed(call: Callable[[], object]) -> SyncFailed | None:
+    """Run a sync that is expected to fail; the error, if it is a failed sync."""
+    error = raised(call)
+    return error if isinstance(error, SyncFailed) else None
+
+
+def raised(call: Callable[[], object]) -> Exception | None:
+    """The error that the call raises, without its frames: they would keep tensors alive."""
+    try:
+        call()
+    except (KitError, OSError) as error:
+        link: BaseException | None = error
+        while link is not None:
+            link.__traceback__, link = None, link.__cause__ or link.__context__
+        return error
+    return None
+
+
+def takes(cache: Cache) -> bool:
+    """Whether the cache's lock is free for another thread."""
+
+    def take() -> None:
+        with cache.held("a rehearsal", timeout_s=0):
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(raised, take).result() is None

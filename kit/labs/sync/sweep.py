@@ -11,7 +11,7 @@ import functools
 import statistics
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,9 +20,9 @@ from kit.labs.sync.side import name_of
 from kit.sync.buckets import Bound
 from kit.sync.cache import Cache
 from kit.sync.layout import Spec, automatic, lay_out
+from kit.sync.memory import Kept
 from kit.sync.receiver import Receiver
 from kit.sync.sender import Sender
-from kit.sync.transports.shm import Kept
 from kit.sync.weights import Whole
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from kit.sync.layout import Key, Layout
 
 MIB = 2**20
-TENSOR = 256 * 1024  # bytes of each tensor
+TENSOR = (
+    256 * 1024 - 64
+)  # bytes of each tensor: neighbours in memory are none in a bucket, where each begins at a boundary
 SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB)
 TURNS = 3
 
@@ -54,13 +56,23 @@ def specs(config: SyncConfig) -> list[Spec]:
     return [Spec(f"tensor {number}", 0, torch.uint8, (TENSOR,)) for number in range(count)]
 
 
+def contents(config: SyncConfig) -> dict[Key, torch.Tensor]:
+    """Tensors side by side in one piece of memory. Bytes differ by tensor and by place: what arrives elsewhere, or is left from before,
+    is not taken for it."""
+    places, wanted = torch.arange(TENSOR), specs(config)
+    rows = torch.empty(len(wanted), TENSOR, dtype=torch.uint8)
+    for number, row in enumerate(rows):
+        row.copy_((places + 1) * (2 * number + 3) % 251 + 1)
+    return {spec.key: row for spec, row in zip(wanted, rows, strict=True)}
+
+
 def buckets(config: SyncConfig, size: int) -> Layout:
     return lay_out(specs(config), size)
 
 
 def send(side: Trainer) -> None:
     config = side.config
-    tensors: dict[Key, torch.Tensor] = {spec.key: torch.full(spec.shape, 7, dtype=spec.dtype) for spec in specs(config)}
+    tensors = contents(config)
     whole = torch.full((len(tensors) * TENSOR,), 7, dtype=torch.uint8)
     into = torch.empty_like(whole).fill_(0)
     target = replace(side.targets()[-1], state="paused")
@@ -71,7 +83,7 @@ def send(side: Trainer) -> None:
         if turn:
             plain.append(whole.numel() / (time.perf_counter() - started))
     side.ctx.record("sweep_bytes", whole.numel(), "B")
-    tell(side, "memcpy", plain)
+    tell(side, plain, transport="memcpy")
     del whole, into
     for name, size in ways(config):
         layout = buckets(config, size)
@@ -95,14 +107,14 @@ def send(side: Trainer) -> None:
         rates = [
             sum(spec.size for spec in specs(config)) / taken for taken in seconds[1:]
         ]  # the first brings the pages
-        tell(side, f"{name}/{size}", rates)
+        tell(side, rates, transport=name, bucket_size=size)
 
 
-def tell(side: Trainer, way: str, rates: list[float]) -> None:
+def tell(side: Trainer, rates: list[float], **way: Any) -> None:
     """A way's median, its least and greatest, and of how many."""
     for word, value in (("rate", statistics.median(rates)), ("rate_low", min(rates)), ("rate_high", max(rates))):
-        side.ctx.record(f"{word}/{way}", value, "B/s")
-    side.ctx.record(f"rate_n/{way}", len(rates))
+        side.ctx.record(word, value, "B/s", **way)
+    side.ctx.record("rate_samples", len(rates), **way)
 
 
 def as_it_is(bound: Bound) -> Bound:
@@ -110,9 +122,8 @@ def as_it_is(bound: Bound) -> Bound:
 
 
 def receive(side: Inference) -> None:
-    tensors: dict[Key, torch.Tensor] = {
-        spec.key: torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs(side.config)
-    }
+    wanted = contents(side.config)
+    tensors = {key: tensor.clone() for key, tensor in wanted.items()}  # not side by side, as the sender's are
     whole = Whole(tensors)
     receiver = Receiver(
         name_of(side.ctx.rank),
@@ -122,12 +133,14 @@ def receive(side: Inference) -> None:
         device=side.ctx.device,
         timeout_s=side.config.deadline_s,
     )
-    for _ in ways(side.config):
+    for name, size in ways(side.config):
+        for tensor in tensors.values():
+            tensor.zero_()
         with contextlib.closing(Kept()) as receiver.kept:
             for _ in range(TURNS + 1):
                 receiver.join()
-    arrived = sum(bool((tensor == 7).all()) for tensor in tensors.values())
-    side.ctx.record("sweep_missing", len(tensors) - arrived)
+        missing = sum(not torch.equal(tensor, wanted[key]) for key, tensor in tensors.items())
+        side.ctx.record("sweep_missing", missing, transport=name, bucket_bytes=size)
 
 
 class Idle:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from kit.results import NotMeasured
+from kit.results import NotMeasured, with_ids
 
 PATHS = ("refresh", "expand")
 SENDER = ("gather", "pack", "send", "verify", "apply", "teardown", "finalize", "publish", "activate")
@@ -20,10 +20,9 @@ def stages(frame: pd.DataFrame) -> pd.DataFrame:
 
     The stage `wall` is the time that passed; stages overlap, so that their sum may be more.
     """
-    rows = frame[frame["phase"].isin(PATHS)]
-    names = rows["metric"].str.extract(r"^(?:stage/(?P<stage>\w+)|(?P<wall>wall))$")
-    rows = rows.assign(stage=names["stage"].fillna(names["wall"]))
-    rows = rows[rows["stage"].notna() & rows["value"].notna()]
+    rows = frame[frame["phase"].isin(PATHS) & frame["value"].notna()]
+    busy = with_ids(rows[rows["metric"] == "stage_seconds"], "stage")
+    rows = pd.concat([busy, rows[rows["metric"] == "wall"].assign(stage="wall")])
     received = rows[rows["rank"] != 0]
     walls = received[received["stage"] == "wall"]
     slowest = walls.loc[walls.groupby(["cycle", "phase"])["value"].idxmax(), ["cycle", "phase", "rank"]]
@@ -49,10 +48,11 @@ def syncs(frame: pd.DataFrame) -> pd.DataFrame:
     rows = frame[(frame["rank"] == 0) & frame["phase"].isin(PATHS)]
     found = []
     for (cycle, path), mine in busy.groupby(["cycle", "path"], sort=False):
-        told = rows[(rows["cycle"] == cycle) & (rows["phase"] == path)].set_index("metric")["value"]
+        here = rows[(rows["cycle"] == cycle) & (rows["phase"] == path)]
+        told = here[here["ids"] == ""].set_index("metric")["value"]
         sent, received = (mine[mine["who"] == who].set_index("stage")["seconds"] for who in ("sender", "receiver"))
-        by = told[told.index.str.startswith("transport/")]
-        names = [f"{str(name).removeprefix('transport/')} to {count:g}" for name, count in by.items() if count]
+        by = with_ids(here[here["metric"] == "transport_receivers"], "transport")
+        names = [f"{name} to {count:g}" for name, count in zip(by["transport"], by["value"], strict=True) if count]
         found.append(
             {
                 "cycle": cycle,
@@ -70,13 +70,11 @@ def syncs(frame: pd.DataFrame) -> pd.DataFrame:
 
 def transports(frame: pd.DataFrame) -> pd.DataFrame:
     """Every transport and size of bucket that was tried on synthetic bytes: bytes a second, and its share of one large memcpy."""
-    rows = frame[(frame["phase"] == "sweep") & (frame["rank"] == 0)]
-    names = rows["metric"].str.extract(r"^rate/(?P<transport>.+)/(?P<bucket_bytes>\d+)$")
-    rows = rows.assign(transport=names["transport"], bucket_bytes=names["bucket_bytes"])
-    rows = rows[rows["transport"].notna() & rows["value"].notna()]
+    rows = swept(frame, "rate", "transport", "bucket_size")
+    rows = rows[(rows["rank"] == 0) & rows["value"].notna()]
     if rows.empty:
         raise NotMeasured("transports were not compared")
-    found = rows.astype({"bucket_bytes": int}).rename(columns={"value": "rate"})[["transport", "bucket_bytes", "rate"]]
+    found = rows.rename(columns={"value": "rate", "bucket_size": "bucket_bytes"})[["transport", "bucket_bytes", "rate"]]
     return found.assign(of_memcpy=found["rate"] / memcpy(frame)).sort_values(
         ["transport", "bucket_bytes"], ignore_index=True
     )
@@ -92,19 +90,29 @@ def best(frame: pd.DataFrame) -> pd.DataFrame:
 
 def memcpy(frame: pd.DataFrame) -> float:
     """Bytes a second of one copy of the same bytes; NaN where it was not measured."""
-    rows = frame[(frame["phase"] == "sweep") & (frame["metric"] == f"rate/{MEMCPY}")]["value"]
-    return float(rows.median()) if len(rows) else float("nan")
+    rows = swept(frame, "rate", "transport")
+    values = rows[rows["transport"] == MEMCPY]["value"]
+    return float(values.median()) if len(values) else float("nan")
+
+
+def swept(frame: pd.DataFrame, metric: str, *ids: str) -> pd.DataFrame:
+    """Records of the comparison of transports that have these ids."""
+    return with_ids(frame[(frame["phase"] == "sweep") & (frame["metric"] == metric)], *ids)
 
 
 def events(frame: pd.DataFrame, path: str, cycle: int) -> pd.DataFrame:
     """What happened on each rank, in its order: rank, order, event, seconds since the sender began."""
-    rows = frame[(frame["phase"] == path) & (frame["cycle"] == cycle)]
-    names = rows["metric"].str.extract(r"^event/(?P<order>\d+)/(?P<event>.+)$")
-    rows = rows.assign(order=names["order"], event=names["event"])[names["event"].notna()]
+    rows = all_events(frame)
+    rows = rows[(rows["phase"] == path) & (rows["cycle"] == cycle)]
     if rows.empty:
         raise NotMeasured(f"no events of {path} in cycle {cycle}")
-    found = rows.astype({"order": int}).rename(columns={"value": "seconds"})
+    found = rows.rename(columns={"value": "seconds"})
     return found.sort_values(["rank", "order"], ignore_index=True)[["rank", "order", "event", "seconds"]]
+
+
+def all_events(frame: pd.DataFrame) -> pd.DataFrame:
+    """The records of events of every sync, with columns for the event and its order on its rank."""
+    return with_ids(frame[frame["metric"] == "event"], "event", "order")
 
 
 def digests(frame: pd.DataFrame) -> pd.DataFrame:

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kit.labs.sync import broken, rehearse, sweep
+from kit.labs.sync import broken
 from kit.labs.sync.config import trainer_model
-from kit.labs.sync.side import Side, fill, name_of
+from kit.labs.sync.side import Side, failed, fill, name_of, takes
+from kit.labs.sync.watch import Watch, sha256
+from kit.measure.observers.holdings import MEMFD, SHM, shared_memory
 from kit.megatron import model, serve, shards
 from kit.sync.cache import BASE, Cache
-from kit.sync.hashes import digest
 from kit.sync.layout import ALIGN, Spec, automatic, lay_out
 from kit.sync.link import Listener
 from kit.sync.ring import LARGEST, Ring
 from kit.sync.sender import Target
 from kit.sync.transports.serialize import memory
+from kit.train.plain import PlainModel
 from kit.train.settings import DEFAULTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kit.labs.rankside import Context
+    from kit.measure.observers.holdings import Place
+    from kit.megatron.config import ModelConfig
     from kit.sync.layout import Key, Layout
     from kit.sync.sender import Report, Sender
 
 MOVES = dataclasses.replace(DEFAULTS, first_lr=DEFAULTS.lr)  # no warm-up: the first step makes other weights, too
-PROOF = "sha256"
 OF_THE_CACHE = ("stale-bucket", "cache-after-offload")  # faults that need one
 LEAST_BUCKETS = 8  # of a model that would fit into less: a run with one bucket proves little
 
@@ -41,6 +46,13 @@ class Trainer(Side):
         self.sends = ctx.rank == 0
         self.digests: dict[str, str] = {}
         self.logits: torch.Tensor | None = None
+        self.shared: set[Place] = set()  # memory files that came up in a sync
+        self.others: set[Place] = set()  # those that were there before, or came up between two
+        self.named: set[str] = set()  # files in /dev/shm that were held in a sync
+        self.most = 0  # bytes of memory files that came up in a sync
+        self.unlocked = 0  # points of a sync at which the sender's lock was free
+        self.total = 0  # bytes of all tensors
+        self.watch = Watch(lambda: self.sender.version, measure=self.weigh)
         self.job: Any
         self.cache: Cache
         self.listener: Listener
@@ -52,6 +64,7 @@ class Trainer(Side):
         config = trainer_model(self.config)
         with self.as_job():
             self.job = model.build(config, MOVES)
+            self.job.mover.arena.open()  # now, so that its file is no growth after the first release
             fill(self.job.chunks, config.geometry, model.DTYPES[config.dtype], self.config.seed)
             self.job.optimizer.reload_model_params()
             if self.ctx.fault == "resumed-trainer":
@@ -61,6 +74,7 @@ class Trainer(Side):
             self.job.mover.release()
             self.job.mover.restore()
         tensors = self.gather()
+        self.total = sum(tensor.nbytes for tensor in tensors.values())
         if self.sends:
             self.cache = memory_of(self.config, tensors, self.ctx.fault)
             self.listener = self.scope.enter_context(Listener(name=self.ctx.meeting))
@@ -76,22 +90,46 @@ class Trainer(Side):
                 share=self.config.verify_share,
                 timeout_s=self.config.deadline_s,
             )
+            self.sender.make = self.watch.made(self.sender.make)
         self.count()
 
     def base(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Version -1: nothing moves, where all weights are equal."""
-        report = self.sync(BASE, self.targets())
-        if report is not None:
-            self.ctx.record("base_differ", sum(map(len, report.base_differs.values())))
-            self.ctx.record("base_compared", report.verified * len(report.base_differs))
+        """Version -1: nothing moves, where all weights are equal; where one number differs it is refused."""
+        self.learn()
+        if self.sends:
+            error = failed(lambda: self.sender.sync(BASE, self.targets(), self.other_base))
+            named = error is not None and error.tensors == (max(self.digests),) and error.peer in self.names()
+            self.ctx.record("base_accepted", int(not named))
+        else:
+            self.gather()
+        self.sync(BASE, self.targets())
+        self.tell_truth(self.targets())
         self.count()
 
+    def other_base(self) -> dict[Key, torch.Tensor]:
+        """The gathered weights, of which one number of the last tensor is another."""
+        tensors = self.gather()
+        key = max(self.digests), 0
+        other = tensors[key].clone()
+        other.view(-1)[-1] += 1
+        return {**tensors, key: other}
+
     def train(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """A new version, and what it must look like on every replica: a digest of each tensor, and logits."""
+        """A new version, and what it must look like on every replica."""
         with self.as_job():
             self.job.step(self.config.steps)
+        self.learn()
+
+    def learn(self) -> None:
+        """What the weights are now: a SHA-256 of each tensor, and logits; and whether a plain model gives these by the tensors' names."""
+        with self.as_job():
             self.logits = serve.logits(self.job, self.tokens)
-        self.digests = {name: digest(tensor, PROOF) for (name, _), tensor in self.gather().items()}
+        tensors = {name: tensor for (name, _), tensor in self.gather().items()}
+        self.digests = {name: sha256(tensor) for name, tensor in tensors.items()}
+        if self.logits is not None and self.sends:
+            plain = plain_logits(trainer_model(self.config), tensors, self.tokens).double()
+            apart = (plain - self.logits.double()).abs().max() / self.logits.double().abs().max()
+            self.ctx.record("plain_error", float(apart) if apart.isfinite() else math.inf)
 
     def refresh(self, cycle: int) -> None:
         if self.ctx.fault == "cache-after-offload":
@@ -107,34 +145,29 @@ class Trainer(Side):
 
     def expand(self, cycle: int) -> None:
         if self.sends:
-            self.told(self.sender.sync(cycle, self.targets(sleeping=True)))
+            self.deliver(cycle, self.targets(sleeping=True), asleep=True)
 
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Tell every replica what it must have; what it finds it records itself."""
-        if self.sends:
-            assert self.logits is not None
-            names = [target.name for target in self.targets()]
-            links = self.listener.accept(names, self.config.deadline_s)
-            logits = self.logits.cpu().contiguous()
-            for link in links.values():
-                link.send({"kind": "truth", "digests": self.digests, "shape": list(logits.shape)})
-                link.send_bytes(memory(logits.view(-1).view(torch.uint8)))
-            for link in links.values():
-                link.expect("judged")
-                link.close()
-            self.ctx.record("version", self.sender.version)
+        self.tell_truth(self.targets())
         self.count()
+
+    def tell_truth(self, targets: Sequence[Target]) -> None:
+        """Tell replicas what they must have; what each finds it records itself."""
+        if not self.sends:
+            return
+        assert self.logits is not None
+        links = self.listener.accept([target.name for target in targets], self.config.deadline_s)
+        logits = self.logits.cpu().contiguous()
+        for link in links.values():
+            link.send({"kind": "truth", "digests": self.digests, "shape": list(logits.shape)})
+            link.send_bytes(memory(logits.view(-1).view(torch.uint8)))
+        for link in links.values():
+            link.expect("judged")
+            link.close()
+        self.ctx.record("version", self.sender.version)
 
     def shrink(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.job.mover.restore()
-        self.count()
-
-    def sweep(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        if self.sends:
-            sweep.send(self)
-
-    def rehearse(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        rehearse.trainer(self)
         self.count()
 
     def end(self, cycle: int) -> None:
@@ -167,6 +200,7 @@ class Trainer(Side):
                 rank=rank,
                 place=self.place_of(rank),
                 state="asleep" if sleeping else awake,  # type: ignore[arg-type]
+                replica=f"replica {(rank - config.trainer_ranks) // config.infer_tp}",
             )
             for rank in range(config.trainer_ranks, config.ranks)
             if sleeping is None or config.sleeps((rank - config.trainer_ranks) // config.infer_tp) == sleeping
@@ -181,9 +215,18 @@ class Trainer(Side):
         if not self.sends:
             self.gather()
             return None
-        return self.told(
-            self.sender.sync(version, targets, self.gather, dirty=broken.dirty(self.ctx.fault, self.cache))
-        )
+        return self.deliver(version, targets, dirty=broken.dirty(self.ctx.fault, self.cache))
+
+    def deliver(
+        self, version: int, targets: Sequence[Target], *, asleep: bool = False, dirty: Sequence[str] | None = None
+    ) -> Report:
+        """One sync by the sender, watched."""
+        self.watch.reset("base" if version == BASE else self.path_of(asleep=asleep))
+        self.others |= shared_memory().keys() - self.shared
+        try:
+            return self.told(self.sender.sync(version, targets, None if asleep else self.gather, dirty=dirty))
+        finally:
+            self.watch.record(self.ctx)
 
     def told(self, report: Report) -> Report:
         record = self.ctx.record
@@ -196,22 +239,57 @@ class Trainer(Side):
         record("version", self.sender.version)
         record("tensors_verified", report.verified)
         record("tensors_sent", report.tensors)
-        record("cache_copies", report.copies)
-        record("cache_bytes", self.cache.nbytes, "B")
+        record("unlocked", self.unlocked)
+        record("cache_copies", self.most // self.total)
+        record("cache_bytes", self.most, "B")
         for name, count in report.transports.items():
-            record(f"transport/{name}", count)
+            record("transport_receivers", count, transport=name)
         self.tell(report.log, report.began)
         return report
 
-    def count(self, own: int = 0) -> None:
-        super().count(own + (self.cache.blocks if self.sends else 0))
+    def weigh(self) -> None:
+        """Shared memory that syncs have made, at its peak; and whether another thread could take the sender's lock."""
+        self.unlocked += takes(self.cache)
+        held = shared_memory()
+        files = {place: one.size for place, one in held.items() if one.name.startswith(MEMFD)}
+        self.shared |= files.keys() - self.others
+        self.named |= {one.name for one in held.values() if one.name.startswith(SHM)}
+        self.most = max(self.most, sum(size for place, size in files.items() if place in self.shared))
+
+    def names(self) -> list[str]:
+        return [target.name for target in self.targets()]
+
+    def held(self) -> set[Any]:
+        """The copies out of which versions were sent may stay, as many as there may be; a name in /dev/shm may not."""
+        held = super().held()
+        homes = sorted(held & self.watch.homes)
+        named = {name for name in self.named if Path(name).exists()}
+        return (held - set(homes[: copies(self.config, self.ctx.fault)])) | named
+
+
+def copies(config: Any, fault: str | None) -> int:
+    """Versions in memory between syncs: a ring has one, some of whose bytes are there."""
+    return 1 if streams(config, fault) else 2
+
+
+def streams(config: Any, fault: str | None) -> bool:
+    """Whether nobody needs a copy of a version: no replica sleeps, and none serves while it comes."""
+    return config.refresh == "paused" and not config.shares and fault not in OF_THE_CACHE
 
 
 def memory_of(config: Any, tensors: dict[Key, torch.Tensor], fault: str | None) -> Cache:
-    """A ring where nobody needs a copy of a version: no replica sleeps, and none serves while it comes."""
-    if config.refresh == "paused" and not config.shares and fault not in OF_THE_CACHE:
+    if streams(config, fault):
         return Ring(layout(config, tensors, most=LARGEST), timeout_s=config.deadline_s)
     return Cache(layout(config, tensors), keep=True, timeout_s=config.deadline_s)
+
+
+def plain_logits(config: ModelConfig, tensors: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of the last position by the plain model, which knows tensors by their names alone."""
+    plain = PlainModel(config.geometry, dtype=model.DTYPES[config.dtype], device="meta")
+    plain.load_state_dict(dict(tensors), assign=True)
+    with torch.no_grad():
+        logits: torch.Tensor = plain(tokens.to(next(iter(tensors.values())).device))
+    return logits[:, -1].float()
 
 
 def layout(config: Any, tensors: dict[Key, torch.Tensor], most: int | None = None) -> Layout:

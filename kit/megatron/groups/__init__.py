@@ -1,4 +1,4 @@
-"""Megatron's communicators: snapshot, destroy, reload, and the census of who holds what.
+"""Megatron's communicators: snapshot, destroy, reload, and a sum over each.
 
 `install()` once, before Megatron makes its groups (`kit.megatron.model.build` does it). Then `destroy(mode)` gives the
 groups back and `reload(snapshot)` brings them back. Modes: `exact` (really released, every holder lives on), `abort` (as
@@ -16,7 +16,7 @@ from typing import Any
 from kit.errors import BadInput
 from kit.megatron.groups import common, exact
 from kit.megatron.groups import suspend as keeping
-from kit.megatron.groups.census import holders, talk
+from kit.megatron.groups.common import talk
 from kit.megatron.groups.exact import DestroyFailed, registered_left
 from kit.megatron.groups.handle import GroupReleased, Handle, install, uninstall
 from kit.megatron.groups.snapshot import initialised, snapshot
@@ -33,7 +33,6 @@ __all__ = [
     "Handle",
     "communicators",
     "destroy",
-    "holders",
     "initialised",
     "install",
     "refuse_keeping",

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.megatron.groups.handle import state
-from kit.megatron.groups.snapshot import groups_in, parallel_state
+from kit.megatron.groups.snapshot import groups_in, initialised, megatron_groups, parallel_state
 
 
 def manual() -> tuple[int, list[str], list[str]]:
@@ -52,3 +53,21 @@ def reload(snapshot: dict[str, Any]) -> None:
         )
     functions = {k: v for k, v in (state.init_arguments or {}).items() if callable(v)}
     parallel_state().initialize_model_parallel(**functions, **snapshot["init_arguments"])
+
+
+def talk(over: list[Any] | None = None) -> list[dict[str, Any]]:
+    """All-reduce over every group of Megatron's (or over these) with values that depend on the rank; `exact` says whether the
+    sum is right."""
+    if not initialised():
+        return []
+    results = []
+    for group in megatron_groups() if over is None else over:
+        ranks = dist.get_process_group_ranks(group)
+        on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
+        value = torch.tensor([(dist.get_rank() + 1) ** 2], dtype=torch.float64, device="cuda" if on_gpu else "cpu")
+        dist.all_reduce(value, group=group)
+        expected = float(sum((rank + 1) ** 2 for rank in ranks))
+        results.append(
+            {"group": group.group_desc, "ranks": ranks, "sum": float(value.item()), "exact": value.item() == expected}
+        )
+    return results

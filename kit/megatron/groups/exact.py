@@ -24,6 +24,7 @@ from kit.errors import KitError
 from kit.measure.host import join
 from kit.megatron.groups.handle import Handle, c10d, forget, rekey, state, title
 from kit.megatron.groups.snapshot import decode, global_names, groups_in, make_options, megatron_groups, parallel_state
+from kit.nccl import unbound
 
 # Handles between a destroy and the reload that fills them again, by group name.
 _released: dict[str, Handle] = {}
@@ -168,26 +169,21 @@ def _make_world(plain: dict[str, Any], store: Any, rank: int, size: int) -> Hand
 
 def _make(plain: dict[str, Any], store: Any, default: Any, rank: int) -> Handle:
     ranks = plain["ranks"]
-    bound = default.bound_device_id
-    if bound is not None:
-        # A bound default group would be split, which is collective over all ranks; this rank makes only its own groups.
-        default.bound_device_id = None
     tag = plain["tag"] or ""
-    inner, _ = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(rank),
-        ranks,
-        c10d.Backend(plain["backend"]),
-        store,
-        plain["name"],
-        backend_options=make_options(plain["options"], plain["timeout_s"]),
-        timeout=dt.timedelta(seconds=plain["timeout_s"]),
-        pg_tag=tag.removeprefix("user:") if tag.startswith("user:") else None,
-        device_id=torch.device(plain["bound_device"]) if plain["bound_device"] else None,
-        group_desc=plain["description"],
-    )
-    if bound is not None:
-        default.bound_device_id = bound
+    with unbound(default):  # this rank makes only its own groups
+        inner, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(rank),
+            ranks,
+            c10d.Backend(plain["backend"]),
+            store,
+            plain["name"],
+            backend_options=make_options(plain["options"], plain["timeout_s"]),
+            timeout=dt.timedelta(seconds=plain["timeout_s"]),
+            pg_tag=tag.removeprefix("user:") if tag.startswith("user:") else None,
+            device_id=torch.device(plain["bound_device"]) if plain["bound_device"] else None,
+            group_desc=plain["description"],
+        )
     c10d._world.pg_group_ranks[inner] = {each: place for place, each in enumerate(ranks)}
     return _fill(plain, inner)
 

@@ -9,6 +9,7 @@ registry, so censuses and plain `destroy_process_group(handle)` behave as with a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as _c10d
 
 from kit.errors import KitError
+from kit.nccl import unbound
 
 c10d: Any = _c10d  # torch's registry of groups; its tables and helpers carry no types
 WORLD = "WORLD"
@@ -147,10 +149,13 @@ def install() -> None:
     if state.installed:
         return
     plain = c10d.new_group
+    signature = inspect.signature(plain)
 
     @functools.wraps(plain)
     def new_group(*args: Any, **kwargs: Any) -> Any:
-        group = plain(*args, **kwargs)
+        asked = signature.bind(*args, **kwargs).arguments.get("backend")
+        with unbound(c10d._world.default_pg) if over_gloo(asked) else contextlib.nullcontext():
+            group = plain(*args, **kwargs)
         # Another wrapper of new_group may sit inside or outside of this one: only a plain, registered group is adopted.
         if isinstance(group, dist.ProcessGroup) and not isinstance(group, Handle) and group in c10d._world.pg_map:
             return adopt(group, maker=str(sys._getframe(1).f_globals.get("__name__", "")))
@@ -160,6 +165,12 @@ def install() -> None:
     _replace(dist, "new_group", new_group)
     _send_batches_whole()
     _remember_arguments()
+
+
+def over_gloo(backend: Any) -> bool:
+    """Whether a group is to have nothing of NCCL. Under a default group that is bound to its device torch has those outside of it split
+    NCCL's communicator all the same, which waits for those inside (pytorch/pytorch#145376)."""
+    return str(backend).lower() in {"gloo", "cpu:gloo"}
 
 
 def uninstall() -> None:

@@ -30,9 +30,31 @@ _asleep: list[tuple[Handle, Any]] = []
 
 
 def refuse() -> None:
-    """Where this process cannot suspend anything."""
-    if why := nccl.no_suspend(nccl.running(), torch.__version__, cards=torch.cuda.device_count()):
+    """Where this process cannot suspend anything: by the versions that run, and by what torch was built with, which WORLD's statistics
+    tell. A torch that was built for an older NCCL refuses whatever runs (TORCH_CHECK in torch/csrc/distributed/c10d/NCCLUtils.cpp)."""
+    why = nccl.no_suspend(nccl.running(), torch.__version__, cards=torch.cuda.device_count()) or unbuilt()
+    if why:
         raise BadInput(f"mode=suspend cannot be had: {why}")
+
+
+def unbuilt() -> str:
+    """Why this torch shows no statistics of WORLD's communicator; empty where it does, or where there is no such WORLD to ask."""
+    world = c10d._world.default_pg
+    backend = None if world is None else on_card(world)
+    if backend is None:
+        return ""
+    try:
+        backend.memory_stats()
+    except AttributeError:
+        return f"torch {torch.__version__} shows no statistics of communicators"
+    except RuntimeError as error:
+        if UNUSED not in str(error):
+            return f"torch {torch.__version__} cannot ask NCCL: {brief(error)}"
+    return ""
+
+
+def brief(error: BaseException) -> str:
+    return " ".join(str(error).partition("\n")[0].split())
 
 
 def suspend(*, include_world: bool, timeout_s: float) -> dict[str, Any]:
@@ -60,7 +82,7 @@ def suspend(*, include_world: bool, timeout_s: float) -> dict[str, Any]:
         try:
             backend.suspend()
         except RuntimeError as error:
-            failed.append((name, " ".join(str(error).partition("\n")[0].split())))
+            failed.append((name, brief(error)))
             continue
         after = backend.memory_stats()
         done.append({"group": name, "before": picked(before), "after": picked(after)})
@@ -108,7 +130,7 @@ def communicators() -> dict[str, int]:
     return {name: sum(one.get(name, 0) for one in told) for name in STATS} if told else {}
 
 
-def on_card(handle: Handle) -> Any:
+def on_card(handle: Any) -> Any:
     """The group's NCCL part; None where it has none."""
     if "nccl" not in str(c10d._world.pg_backend_config.get(handle, "")):
         return None
@@ -116,4 +138,9 @@ def on_card(handle: Handle) -> Any:
 
 
 def picked(stats: dict[str, int]) -> dict[str, int]:
-    return {name: stats[name] for name in STATS if name in stats}
+    """Bytes that are on the card now. NCCL's own sums go on counting what is suspended: only allocating and freeing changes them
+    (ncclCommMemStats and ncclCommMemSuspend in its src/mem_manager.cc, 2.29.7 to 2.30.7)."""
+    there = {name: stats[name] for name in STATS if name in stats}
+    if stats.get("suspended"):
+        there |= {"suspend": 0, "total": there.get("persist", 0)}
+    return there

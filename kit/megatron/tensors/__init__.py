@@ -10,11 +10,11 @@ refused by name.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kit import machine
 from kit.errors import BadInput, KitError
 from kit.measure.host import Move, transfer, trim, workers
 from kit.megatron.tensors import streams
@@ -29,12 +29,8 @@ __all__ = ["KINDS", "Arena", "Item", "Mover", "digest", "hashes", "inventory", "
 
 def memory() -> dict[str, int]:
     """Bytes of this process by source: anonymous and shared resident memory; on CUDA allocator and driver too."""
-    status = Path("/proc/self/status").read_text()
-    fields = dict(line.split(":", 1) for line in status.splitlines())
-    sources = {
-        "rss_anon": int(fields["RssAnon"].split()[0]) * 1024,
-        "rss_shmem": int(fields["RssShmem"].split()[0]) * 1024,
-    }
+    status = machine.status()
+    sources = {"rss_anon": status["RssAnon"], "rss_shmem": status["RssShmem"]}
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         sources |= {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}

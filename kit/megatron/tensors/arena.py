@@ -29,7 +29,16 @@ class Arena:
         self.used = 0
         self._address = 0
         self._pinned: torch.Tensor | None = None
-        self._fd = os.memfd_create("kit-arena")
+        self._fd = -1
+
+    def open(self) -> None:
+        """Make the file, if it is not there: a job that never leaves its device holds none."""
+        if self._fd < 0:
+            self._fd = os.memfd_create("kit-arena")
+
+    def __del__(self) -> None:
+        if self._fd >= 0:  # a job that is dropped takes its arena along
+            self.close()
 
     def grow(self, size: int) -> bool:
         """Make room for at least so many bytes; nothing may be waiting in the arena. True: its pages are not there yet."""
@@ -38,6 +47,7 @@ class Arena:
         if size <= self.size:
             return False
         self._unmap()
+        self.open()
         os.ftruncate(self._fd, size)
         self._address = map_shared(self._fd, size)
         self.size = size

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kit.errors import BadInput
+from kit.target import is_target, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,13 +41,11 @@ def choose(sender: Place, receiver: Place) -> str:
 
 def by_name(name: str) -> Callable[[TransportContext], Transport]:
     """A transport's type, or of one's own what `module:attr` names. Called with a context on each end."""
-    module, colon, attribute = NAMES.get(name, name).partition(":")
-    if not colon:
+    target = NAMES.get(name, name)
+    if not is_target(target):
         raise BadInput(f"there is no transport {name!r}; allowed are {', '.join(NAMES)} and module:attr")
     try:
-        found: Any = import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        found = load(target)
     except (ImportError, AttributeError) as error:
         raise BadInput(f"the transport {name} cannot be had on this rank: {error}") from error
     if not callable(found):

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kit.sync.link import Link
-    from kit.sync.memory import Segment
-    from kit.sync.transports.shm import Kept
+    from kit.sync.memory import Kept, Segment
 
 DEPTH = 3
 GRACE_S = 0.3  # in which the end of a peer that has just died is seen on its link
@@ -54,7 +53,12 @@ class TransportContext:
 
 
 class Transport(abc.ABC):
-    """One end. Made on every rank that takes part, closed by the sender first; closing a second time does nothing."""
+    """One end. Made on every rank that takes part, closed by the sender first; closing a second time does nothing.
+
+    `on_device`: a receiver's bytes come to its device, so that it should give room there for what it applies at once.
+    """
+
+    on_device = False
 
     def __init__(self, ctx: TransportContext) -> None:
         self.ctx = ctx

@@ -1,13 +1,16 @@
 """Over a process group that lives for one sync: a broadcast a bucket among ranks that share a World.
 
 A collective that fails tells little of why. So its error is told anew, by what the links say: who is gone, who has failed, or who has
-said least. Limits: where several receivers wait for the same silent rank, each of them can only name the sender or one between.
+said least. Limits: where several receivers wait for the same silent rank, each of them can only name the sender or one between. What is
+done for NCCL is read off torch's ProcessGroupNCCL.cpp and NCCLUtils.cpp, 2.9 to 2.13, and has not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
+import threading
+import time
 from abc import abstractmethod
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,26 +20,30 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as _c10d
 
 from kit.errors import BadInput, KitError
+from kit.nccl import unbound
 from kit.sync.layout import ALIGN
 from kit.sync.link import PeerSilent
 from kit.sync.transports.base import DEPTH, Transport, TransportContext
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 c10d: Any = _c10d  # what is needed of it carries no types
+SPIN_S = 0.02
 
 
 class Grouped(Transport):
     """The group's life and its broadcasts, on the ranks' device. Buckets go from and to host memory directly where that is the host."""
 
     group: Any = None
+    on_device = True
 
     def __init__(self, ctx: TransportContext) -> None:
         super().__init__(ctx)
         self.wait = timedelta(seconds=ctx.timeout_s)
         self.name = ""
-        self.failed = False
+        self.failed = self.aborted = False
+        self.handed = 0  # buckets that went through the group
         self._slots: list[torch.Tensor] = []
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
@@ -61,7 +68,17 @@ class Grouped(Transport):
             self.name = offer["name"]
             self.say({"kind": "joining"})
             self.ctx.sender.expect("join")
-        self.guarded("its start", lambda: self.join(offer))
+        self.guarded("its start", lambda: self.begin(offer))
+
+    def begin(self, offer: dict[str, Any]) -> None:
+        """Make the group. Over NCCL a group gets its communicator with its first collective: here, so that no bucket waits for it."""
+        self.join(offer)
+        if self.ctx.device.type == "cuda":
+            within(self.wait, self.first_words)
+
+    def first_words(self) -> None:
+        torch.cuda.set_device(self.ctx.device)  # every thread begins with the first GPU
+        settle(self.group.allreduce([torch.zeros(1, device=self.ctx.device)]), self.wait)
 
     def offer(self) -> dict[str, Any]:
         """What receivers must know to join, beside the name and how many there are."""
@@ -79,12 +96,14 @@ class Grouped(Transport):
         if self.ctx.device.type != buffer.device.type:
             buffer = self.slot(index).copy_(buffer)
         self.broadcast(index, buffer)
+        self.handed = index + 1
 
     def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
         self.say({"kind": "here", "bucket": index})  # where the group gets stuck, the sender knows who came
         direct = self.ctx.device.type == into.device.type
         there = into if direct else self.slot(index)
         self.broadcast(index, there)
+        self.handed = index + 1
         return into if direct else into.copy_(there)
 
     def broadcast(self, index: int, buffer: torch.Tensor) -> None:
@@ -93,8 +112,7 @@ class Grouped(Transport):
     def share(self, index: int, buffer: torch.Tensor) -> None:
         def act() -> None:
             work = self.group.broadcast([buffer], self._options)
-            # gloo keeps the group's own deadline; NCCL's watchdog would end the process, unless somebody waits with one.
-            work.wait(self.wait) if buffer.is_cuda else work.wait()
+            settle(work, self.wait) if buffer.is_cuda else work.wait()  # gloo keeps the group's own deadline
 
         self.guarded(f"bucket {index}", act, index)
 
@@ -112,16 +130,27 @@ class Grouped(Transport):
         super().done(index)
 
     def close(self) -> None:
+        if self.failed or self.handed < len(self.ctx.sizes):
+            self.abort()
         group, self.group = self.group, None
         self._slots = []
         if group is not None:
             self.leave(group)
+
+    def abort(self) -> None:
+        """Over NCCL: to destroy the group would wait for peers that may be gone, and a kernel that waits for them keeps the GPU busy."""
+        if self.group is None or self.aborted or self.ctx.device.type != "cuda":
+            return
+        self.aborted = True
+        with contextlib.suppress(RuntimeError):  # it is given back below whatever it says here
+            self.group.abort()
 
     def guarded(self, what: str, act: Callable[[], None], index: int = -1) -> None:
         try:
             act()
         except RuntimeError as error:
             self.failed = True
+            self.abort()
             words = " ".join(str(error).partition("\n")[0].split())
         else:
             return
@@ -168,6 +197,8 @@ class Broadcast(Grouped):
         ranks = list(self.ctx.ranks)
         default = c10d._get_default_group()
         store = c10d._world.pg_map[default][1]
+        if self.ctx.device.type == "cuda":
+            store = hurried(store, self.wait)
         with unbound(default):
             group, _ = c10d._new_process_group_helper(
                 len(ranks),
@@ -183,8 +214,6 @@ class Broadcast(Grouped):
         self.group = group
 
     def leave(self, group: Any) -> None:
-        if self.failed and self.ctx.device.type == "cuda":
-            group.abort()  # destroying would wait for peers that are gone
         dist.destroy_process_group(group)
 
 
@@ -199,15 +228,45 @@ class PerTensor(Broadcast):
             start += -(-size // ALIGN) * ALIGN
 
 
-@contextlib.contextmanager
-def unbound(default: Any) -> Iterator[None]:
-    """Where the World is bound to its device, a new communicator would be split off its own, and every rank would have to take part."""
-    device = default.bound_device_id
-    if device is None:
-        yield
-        return
-    default.bound_device_id = None
+def settle(work: Any, wait: timedelta) -> None:
+    """Until a collective on a GPU is over. torch's wait with a deadline sleeps between two looks (WorkNCCL::wait: 1 ms or more), which
+    alone would hold a bucket of 64 MiB to 60 GB/s. So it is looked at without a pause first; what is late or has failed is left to that
+    wait, which aborts the communicator and raises."""
+    end = time.monotonic() + SPIN_S
+    while not work.is_completed() and time.monotonic() < end:
+        pass
+    work.wait(wait)
+
+
+def within(wait: timedelta, act: Callable[[], None]) -> None:
+    """Do it on a thread, and give up on it after a while: a communicator that is being made waits for its peers without a deadline
+    (ncclCommInitRankConfig). Limits: the thread that was given up stays until the process ends."""
+    done: list[BaseException | None] = []
+
+    def body() -> None:
+        try:
+            act()
+        except BaseException as error:  # noqa: BLE001 - raised by who waits
+            done.append(error)
+        else:
+            done.append(None)
+
+    thread = threading.Thread(target=body, daemon=True, name="kit-sync-start")
+    thread.start()
+    thread.join(wait.total_seconds())
+    if not done:
+        raise RuntimeError(f"timed out after {wait.total_seconds():g} s: a peer did not come to make the communicator")
+    error = done.pop()
     try:
-        yield
+        if error is not None:
+            raise error
     finally:
-        default.bound_device_id = device
+        del error  # its frames would keep it, and with it the group, until the garbage is collected
+
+
+def hurried(store: Any, wait: timedelta) -> Any:
+    """The store with a deadline of its own, on a connection of its own. Who makes a communicator asks the store for its id, and waits for
+    as long as that store's clients do (broadcastUniqueNCCLID): of the World's, half an hour."""
+    own = store.clone()
+    own.set_timeout(wait)
+    return own

@@ -1,7 +1,8 @@
 """Memory of one GPU that two processes use: the sender's staging buffers, whose CUDA handles go over the links once.
 
-Buckets are copied to the card by the sender, and on the card by receivers, which need not wait for each other. Limits: this has
-never run on a card; where memory comes from an allocator that cannot share it (expandable segments), torch refuses.
+Buckets are copied to the card by the sender, and on the card by receivers, which need not wait for each other: what a receiver applies
+at once stays on the card, what it stores goes to the host. Limits: this has never run on a card. Where PyTorch's allocator uses
+expandable segments, receivers need the right to take a descriptor from the sender's process, which containers often withhold.
 """
 
 from __future__ import annotations
@@ -14,9 +15,16 @@ import torch
 from kit.errors import BadInput, KitError
 from kit.sync.transports.base import DEPTH, Transport, TransportContext
 
+PIDFD = (
+    "with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF a process shares GPU memory by a descriptor that another may only take "
+    "with the permission to trace it (kernel.yama.ptrace_scope=0, or CAP_SYS_PTRACE); use expandable_segments:False, or transport=shm"
+)
+
 
 class Ipc(Transport):
     """A ring of `DEPTH` buffers on the card, written again when every receiver is done with them."""
+
+    on_device = True
 
     def __init__(self, ctx: TransportContext) -> None:
         super().__init__(ctx)
@@ -66,5 +74,11 @@ def handle_of(slot: torch.Tensor) -> list[Any]:
 def opened(handle: list[Any]) -> torch.Tensor:
     """The other process's memory."""
     parts = [base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in handle]
-    storage = torch.UntypedStorage._new_shared_cuda(*parts)
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(*parts)
+    except RuntimeError as error:
+        words = " ".join(str(error).partition("\n")[0].split())
+        # torch's CUDACachingAllocator.cpp (ExpandableSegment::fromShared), 2.9 to 2.13: "pidfd_open:..." and "pidfd_getfd: ..."
+        why = f": {PIDFD}" if "pidfd" in words else ""
+        raise KitError(f"the sender's memory on the GPU cannot be opened here ({words}){why}") from None
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -29,8 +29,6 @@ class Rendezvous(Grouped):
         self.group = made(PrefixStore(offer["name"], self.store), self.ctx.place, offer["size"], self.wait)
 
     def leave(self, group: Any) -> None:
-        if self.failed and self.ctx.device.type == "cuda":
-            group.abort()
         group.shutdown()
 
     def close(self) -> None:

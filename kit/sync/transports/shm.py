@@ -20,33 +20,6 @@ if TYPE_CHECKING:
 DEPTH = 64  # nothing is written over, so that this only keeps links from filling up
 
 
-class Kept:
-    """Mappings that stay, the last used ones: as many as a sender's cache has places. Its owner closes it. Only for a sender that
-    keeps its memory, too: pages that it gave up would stay with whoever maps them."""
-
-    def __init__(self, most: int = 2) -> None:
-        self.most = most
-        self._segments: dict[int, Segment] = {}  # by inode, which is nobody else's while it is mapped here
-
-    def attach(self, fd: int) -> Segment:
-        """The segment behind a descriptor, which is taken over."""
-        inode = os.fstat(fd).st_ino
-        segment = self._segments.pop(inode, None)
-        if segment is None:
-            segment = Segment.attach(fd)
-        else:
-            os.close(fd)
-        self._segments[inode] = segment
-        while len(self._segments) > self.most:
-            self._segments.pop(next(iter(self._segments))).close()
-        return segment
-
-    def close(self) -> None:
-        for segment in self._segments.values():
-            segment.close()
-        self._segments = {}
-
-
 class Shm(Transport):
     """Views of the sender's segment. The segment itself is the caller's."""
 

@@ -1,7 +1,16 @@
 """Training steps on FSDP2 (`fully_shard`, DTensor parameters): the plain one and the one that is cut into a stream."""
 
 from kit.train.fsdp.job import FsdpJob, build, forget_gradients
-from kit.train.fsdp.look import Reductions, counted, full_gradients, full_parameters, hooks, reduction_groups, state
+from kit.train.fsdp.look import (
+    Reductions,
+    counted,
+    full_gradients,
+    full_parameters,
+    hooks,
+    nonzero_gradients,
+    reduction_groups,
+    state,
+)
 from kit.train.fsdp.steps import FsdpSplit, FsdpSync
 
 __all__ = [
@@ -15,6 +24,7 @@ __all__ = [
     "full_gradients",
     "full_parameters",
     "hooks",
+    "nonzero_gradients",
     "reduction_groups",
     "state",
 ]

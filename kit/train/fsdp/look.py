@@ -27,6 +27,20 @@ def full_gradients(job: FsdpJob) -> dict[str, torch.Tensor]:
     return {name: _whole(param.grad) for name, param in job.model.named_parameters() if param.grad is not None}
 
 
+def nonzero_gradients(job: FsdpJob) -> int:
+    """Elements of this rank's gradients that are not zero, reduced or still waiting to be."""
+    found = [_local(param.grad) for param in job.model.parameters() if param.grad is not None]
+    for module in sharded_modules(job.model):
+        for group in param_groups(module._get_fsdp_state()):
+            for param in group.fsdp_params:
+                waiting = (
+                    param.unsharded_accumulated_grad,
+                    getattr(getattr(param, "_unsharded_param", None), "grad", None),
+                )
+                found += [_local(each) for each in waiting if each is not None]
+    return sum(int(torch.count_nonzero(each)) for each in found)
+
+
 def reduction_groups(job: FsdpJob) -> int:
     """How many reduce-scatters make one reduction of all gradients."""
     return len(list(sharded_modules(job.model)))
@@ -89,5 +103,8 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 def _digest(value: torch.Tensor) -> str:
     with torch.no_grad():
-        local = value.to_local() if isinstance(value, DTensor) else value
-        return hashlib.sha256(local.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
+        return hashlib.sha256(_local(value).reshape(-1).view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value

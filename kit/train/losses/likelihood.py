@@ -9,12 +9,12 @@ import torch
 
 from kit.train.batch import valid
 from kit.train.losses import sums
+from kit.train.options import Level, known
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kit.train.batch import Batch
-    from kit.train.losses.sums import Level
     from kit.train.protocol import Normalizer
 
 
@@ -26,7 +26,7 @@ class NegativeLogLikelihood:
     metrics: bool = True  # False: nothing but the loss
 
     def __post_init__(self) -> None:
-        sums.known("level", self.level, sums.LEVELS)
+        known("level", self.level, Level)
 
     def normalizers(self) -> dict[str, Normalizer]:
         """The normalizer of every metric, in the order in which they are given."""
@@ -37,9 +37,8 @@ class NegativeLogLikelihood:
     def __call__(
         self, logprobs: Tensor, batch: Batch, *, tokens: float, sequences: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        mask = valid(batch)
-        inside = mask > 0
-        length = mask.sum(1, keepdim=True)
+        inside = valid(batch) > 0
+        length = inside.sum(1, keepdim=True)
         each = -sums.kept(logprobs, inside)
         rows = sums.by_row(each, length, self.level)
         loss = rows.sum() / (tokens if self.level == "tokens" else sequences)

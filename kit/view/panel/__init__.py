@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import os
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from kit.labs.definition import Definition
     from kit.labs.lab import Lab
     from kit.results.run import Plotter
+    from kit.view.panel.controller import Controller
     from kit.view.panel.panel import Panel
 
 
@@ -22,8 +24,7 @@ def make(
     out: str | os.PathLike[str] | None = None,
     plotter: Plotter | None = None,
 ) -> Panel:
-    """A panel of a lab that is not there yet; its ranks start with Start. Those that its cell made before are closed."""
-    from kit.view.panel.cells import of_this_cell
+    """A panel of a lab; its ranks start with Start. Panels from an earlier run of the same cell are closed."""
     from kit.view.panel.controller import Controller
     from kit.view.panel.model import PanelModel
     from kit.view.panel.panel import Panel
@@ -36,10 +37,47 @@ def make(
 
 
 def adopt(lab: Lab, *, plotter: Plotter | None = None) -> Panel:
-    """A panel of a lab as it stands."""
+    """A panel of a lab that exists already."""
     from kit.view.panel.controller import Controller
     from kit.view.panel.model import PanelModel
     from kit.view.panel.panel import Panel
 
     model = PanelModel(lab.definition, lab.given, fault=lab.fault, tolerances=lab.tolerances, plotter=plotter)
     return Panel(model, Controller(model, lab=lab))
+
+
+# A cell that runs again removes its output, and with it the Stop button of the panel that was in it.
+
+
+class Turn(NamedTuple):
+    """One run of a cell, and the controllers of the panels that it made."""
+
+    message: str
+    made: list[Controller]
+
+
+TURNS: dict[str, Turn] = {}
+
+
+def of_this_cell() -> list[Controller]:
+    """The panels that this run of the cell has made. Those of an earlier run of the same cell are closed."""
+    cell, message = asked_by()
+    if not cell:
+        return []
+    turn = TURNS.get(cell)
+    if turn is None or turn.message != message:
+        for old in turn.made if turn else ():
+            old.close()
+        turn = TURNS[cell] = Turn(message, [])
+    return turn.made
+
+
+def asked_by() -> tuple[str, str]:
+    """The cell that is running and the request that runs it; empty outside a notebook."""
+    if "ipykernel" not in sys.modules:
+        return "", ""
+    from IPython import get_ipython
+
+    parent: dict[str, Any] = getattr(get_ipython(), "get_parent", dict)() or {}
+    cell = (parent.get("metadata") or {}).get("cellId") or ""
+    return str(cell), str((parent.get("header") or {}).get("msg_id", ""))

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 
+from kit.draw.against import plot_against
+from kit.draw.picture import SHEET, inline
 from kit.errors import KitError
 from kit.labs.discover import checks_of
 from kit.results import Run, compare, list_runs, runs_dir
-from kit.results.compare import settings
-from kit.view.against import plot_against
-from kit.view.inline import SHEET, inline
+from kit.results.comparison import settings
+from kit.results.frames import without_empty
 from kit.view.panel import look
-from kit.view.panel.grid import Grid
-from kit.view.panel.sift import terms
-from kit.view.panel.tab import Tab
+from kit.view.panel.look import Tab
+from kit.view.panel.records_tab import Grid
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,7 +31,7 @@ LEFT_OUT = ["base_run", "found_in", "base_n", "difference", "base_spread"]
 
 
 @lru_cache(maxsize=4096)
-def told(folder: Path, stamp: int) -> str:
+def run_line(folder: Path, stamp: int) -> str:
     """A run in a line, from run.json alone; empty where it cannot be read. `stamp` is when that was written."""
     try:
         run = Run(folder)
@@ -47,10 +47,10 @@ def listed(folder: Path, words: str = "") -> list[tuple[str, str]]:
     found = []
     for path in list_runs(folder):
         try:
-            line = told(path, (path / "run.json").stat().st_mtime_ns)
+            line = run_line(path, (path / "run.json").stat().st_mtime_ns)
         except OSError:  # it was taken away meanwhile
             continue
-        if line and all(word.lower() in line.lower() for word in terms(words)):
+        if line and all(word.lower() in line.lower() for word in words.split()):
             found.append((line, str(path)))
         if len(found) == MANY:
             break
@@ -61,6 +61,7 @@ class CompareTab(Tab):
     """The list is read when it is looked at; runs are compared when a person asks for it."""
 
     def __init__(self, model: PanelModel, folder: Path | None = None) -> None:
+        super().__init__()
         self.model = model
         self.folder = folder
         self._salt = secrets.token_hex(4)
@@ -81,14 +82,13 @@ class CompareTab(Tab):
             layout={"width": "100%"},
         )
         self.base = widgets.Dropdown(
-            description="Against", tooltip="the run that the others are held against", layout={"width": "100%"}
+            description="Against", tooltip="the run that the others are compared with", layout={"width": "100%"}
         )
         self.go = widgets.Button(
             description="Compare", icon="exchange", button_style="primary", disabled=True, layout={"width": "auto"}
         )
-        self.said = widgets.HTML()
         self.picture = widgets.HTML(layout={"width": "100%"})
-        self.grid = Grid(name="what changed most")
+        self.grid = Grid("what changed most")
         sheet = widgets.HTML(f"<style>{SHEET}</style>", layout={"display": "none"})
         self.widget = widgets.VBox(
             [
@@ -122,7 +122,7 @@ class CompareTab(Tab):
             self._say(f"No run in {self.folder or runs_dir()} has these words.")
 
     def _chosen(self, _: Any = None) -> None:
-        """The oldest of the chosen is what the others are held against, until a person says otherwise."""
+        """The others are compared with the oldest, until a person chooses another."""
         names = {path: line for line, path in self.runs.options}
         options = [(names[path], path) for path in self.runs.value]
         before = self.base.value
@@ -146,6 +146,7 @@ class CompareTab(Tab):
             self._say(str(error), bad=True)
             return None
         self.picture.value = inline(picture, f"What changed most against {runs[0].id}", salt=self._salt)
+        table = without_empty(table)
         self.grid.show(table.drop(columns=LEFT_OUT if len(runs) > 2 else [*LEFT_OUT, "run"]), name="what changed most")
         self.grid.widget.layout.display = None
         differ = "; ".join(f"{name}: {' / '.join(map(str, values))}" for name, values in settings(runs).items())
@@ -153,6 +154,3 @@ class CompareTab(Tab):
         only = f" {alone} rows are of one run only, and stand last." if alone else ""
         self._say((f"Settings that differ: {differ}." if differ else "The settings are the same.") + only)
         return table
-
-    def _say(self, words: str, *, bad: bool = False) -> None:
-        self.said.value = f'<p role="status">{look.span("bad" if bad else "faint", words)}</p>' if words else ""

@@ -6,17 +6,21 @@ most, so that views need no locks and the kernel stays free.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
+from kit.labs.definition import role_names
 from kit.labs.lab import Lab
-from kit.view.panel.mail import Mail, Post
-from kit.view.panel.watch import Watch, told
+from kit.view.panel.watch import Watch, failure_of
 
 if TYPE_CHECKING:
     import os
@@ -26,6 +30,10 @@ if TYPE_CHECKING:
 EVERY_S = 0.2  # between two updates of what only ticks
 POLL_S = 0.02
 CLOSE_S = 10.0
+
+LOGGER = logging.getLogger(__name__)
+
+Post = Callable[[Callable[[], None]], None]
 
 
 class Controller:
@@ -208,7 +216,7 @@ class Controller:
         self._end("finished", self.model.finished, run)
 
     def _caught_up(self, lab: Lab) -> bool:
-        """See what was done by hand since the panel had its say; true where that was the lab's end."""
+        """Take over what was done by hand since the panel's last order; true if the lab has ended."""
         if lab.phases != self._watch.rows():
             self._watch.take(lab)
         if lab.judged is not None:
@@ -263,7 +271,7 @@ class Controller:
     def _failed(self, error: BaseException) -> None:
         watch = self._watch
         done = f"{watch.done} phases were done, and what they measured is kept"
-        failure = told(error, watch.stacks, watch.phase, done)
+        failure = failure_of(error, watch.stacks, watch.phase, done)
         if self._lab is not None:
             self._lab.close()
         watch.failed(failure)
@@ -303,13 +311,51 @@ class Controller:
     def _flush(self) -> None:
         """Hand on how far it is."""
         phases, progress, log = self._watch.seen()
+        roles = {} if self._lab is None else role_names(self._lab.roles)
         grew, self._watch.grew = self._watch.grew, False
 
         def change() -> None:
             with self.model.hold_trait_notifications():
                 self.model.size = len(phases[0].ranks) if phases else 0
+                self.model.roles = roles
                 self.model.phases, self.model.progress, self.model.log = phases, progress, log
                 if grew:
                     self.model.grown()
 
         self._mail.send(change)
+
+
+class Mail:
+    """Changes of the model, in order, made in the kernel's own thread. `post` schedules a delivery there; `deliver` makes them now."""
+
+    def __init__(self, post: Post | None = None) -> None:
+        self._post = post or here()
+        self._changes: deque[Callable[[], None]] = deque()
+        self.lock = threading.RLock()
+
+    def send(self, change: Callable[[], None]) -> None:
+        self._changes.append(change)
+        self._post(self.deliver)
+
+    def deliver(self) -> None:
+        """Make all changes that were sent."""
+        with self.lock:
+            while self._changes:
+                try:
+                    self._changes.popleft()()
+                except Exception:  # a view that fails must not keep the others, or the ranks, from going on
+                    LOGGER.exception("a view of the panel failed")
+
+
+def here() -> Post:
+    """How to reach the calling thread: through its event loop, as in a kernel; without one, changes are made at once."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return lambda call: call()
+
+    def post(call: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(call)
+
+    return post

@@ -1,4 +1,4 @@
-"""Controls for the fields of a config: each shows a value, and tells one when a person changes it. The kind follows from the field.
+"""Controls for the fields of a config: each shows a value and reports a person's change. The kind follows from the field.
 
 A choice that would be refused as the others stand is marked in its label, since a browser cannot grey out one option from here.
 """
@@ -14,13 +14,10 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as widgets
 
 from kit.view.panel import look
-from kit.view.panel.scale import scale
 
 if TYPE_CHECKING:
     from kit.labs.options import Field
 
-SMALL = 128  # a slider of so many places can be put on any of them with the mouse
-WIDE = 4096  # beyond, a slider only guesses
 OWN = "own code (module:attr)"
 LABEL = {"description_width": "11.5em"}
 
@@ -105,73 +102,39 @@ class Switch(Control):
 
 
 class Number(Control):
-    """A whole or broken number. A slider stands beside a whole one whose range it can span; a browser tells its name only of the field."""
+    """A number; one that may be null has a tick for that."""
 
     def __init__(self, field: Field, change: Callable[[str, Any], None]) -> None:
         super().__init__(field, change)
-        low, high = field.option.low, field.option.high
-        whole = int in _plain(field.kind)
-        self.rough: Any = None
-        least, most = (-(2**53), 2**53) if whole else (-1e300, 1e300)
-        ends = {"min": least if low is None else low, "max": most if high is None else high}
-        if not whole:
-            self.build(self._made(widgets.BoundedFloatText, step=None, **ends))
-            return
-        exact = self._made(widgets.BoundedIntText, **{name: int(end) for name, end in ends.items()})
-        if low is None or high is None or high > WIDE:
+        kind: Any = int if int in _plain(field.kind) else float
+        end, low, high = kind(2**53), field.option.low, field.option.high
+        bounds = {"min": -end if low is None else kind(low), "max": end if high is None else kind(high)}
+        box = widgets.BoundedIntText if kind is int else widgets.BoundedFloatText
+        exact = self._made(box, value=1 if low is None else kind(low), step=1 if kind is int else None, **bounds)
+        if not field.optional:
             self.build(exact)
             return
-        few = high - low < SMALL
-        self.scale = scale(low if few else max(1, low), high, whole=few)
-        self.rough = widgets.IntSlider(max=self.scale.steps, readout=False, tooltip=self.help)
-        self.rough.layout = widgets.Layout(flex="1 1 60px", width="60px", min_width="40px", margin="2px 2px 2px 10px")
-        exact.layout = widgets.Layout(flex="1 1 auto", width="240px")
-        row = widgets.HBox([exact, self.rough], layout={"width": "auto"})
-        self.build(look.classed(row, "kit-number"), exact, self.rough)
-
-    def read(self, part: Any) -> Any:
-        return round(self.scale.value(part.value)) if part is self.rough else part.value
-
-    def show(self, value: Any, refused: Mapping[Any, str]) -> None:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            super().show(value, refused)
-            if self.rough is not None:
-                self.rough.value = self.scale.place(value)
-
-
-class Open(Control):
-    """A number that may be left open (null): a tick opens it to a number of one's own."""
-
-    def __init__(self, field: Field, change: Callable[[str, Any], None]) -> None:
-        super().__init__(field, change)
-        whole = int in _plain(field.kind)
-        low, high = field.option.low, field.option.high
-        self._start = low if low is not None else 1
-        kind = widgets.BoundedIntText if whole else widgets.BoundedFloatText
-        end = 2**53 if whole else 1e300
-        bounds: dict[str, Any] = {"min": low if low is not None else -end, "max": high if high is not None else end}
-        exact = self._made(kind, value=self._start, **bounds)
         exact.layout = widgets.Layout(flex="1 1 auto", width="200px")
-        left = widgets.Checkbox(
-            description="left open", indent=False, tooltip=f"{self.help}; ticked: null", layout={"width": "auto"}
+        null = widgets.Checkbox(
+            description="not set", indent=False, tooltip=f"{self.help}; ticked: null", layout={"width": "auto"}
         )
-        self.build(look.classed(widgets.HBox([exact, left], layout={"width": "auto"}), "kit-number"), exact, left)
+        self.build(look.classed(widgets.HBox([exact, null], layout={"width": "auto"}), "kit-number"), exact, null)
 
     def read(self, part: Any) -> Any:
-        exact, left = self.parts
-        if part is left:
-            return None if left.value else exact.value
-        return exact.value
+        exact, *null = self.parts
+        return None if part in null and part.value else exact.value
 
     def show(self, value: Any, refused: Mapping[Any, str]) -> None:  # noqa: ARG002 - as above
-        exact, left = self.parts
-        left.value = value is None
-        if isinstance(value, int | float):
+        exact, *null = self.parts
+        for tick in null:
+            tick.value = value is None
+        if isinstance(value, int | float) and not isinstance(value, bool):
             exact.value = value
 
     def take(self, value: Any, refused: Mapping[Any, str], *, locked: bool, wrong: bool = False) -> None:
         super().take(value, refused, locked=locked, wrong=wrong)
-        self.parts[0].disabled = locked or value is None
+        if self.field.optional:
+            self.parts[0].disabled = locked or value is None
 
 
 class Words(Control):
@@ -239,7 +202,7 @@ def control(field: Field, change: Callable[[str, Any], None]) -> Control:
     if plain == (bool,):
         return Switch(field, change)
     if set(plain) <= {int, float} and plain:
-        return Open(field, change) if field.optional else Number(field, change)
+        return Number(field, change)
     if any(typing.get_origin(kind) in {tuple, list} for kind in plain):
         return Several(field, change)
     return Words(field, change)

@@ -11,6 +11,7 @@ import ipywidgets as widgets
 from kit.errors import KitError
 from kit.results import write_trace
 from kit.view.panel import look
+from kit.view.panel.look import Tab
 
 if TYPE_CHECKING:
     from kit.view.panel.model import PanelModel
@@ -34,12 +35,12 @@ MIME = {
 LINKED = 4 * 2**20  # bytes: a larger file is for scp, not for a page
 
 
-class ExportTab:
+class ExportTab(Tab):
     """Writes into the run's folder, or where a person says; a small file can be taken from the page as well."""
 
     def __init__(self, model: PanelModel) -> None:
+        super().__init__()
         self.model = model
-        self.visible = True
         self.kind = widgets.Dropdown(
             description="Format", options=KINDS, tooltip="what kind of file", layout={"width": "24em"}
         )
@@ -54,7 +55,6 @@ class ExportTab:
             tooltip="write the file",
             layout={"width": "auto"},
         )
-        self.said = widgets.HTML()
         self.link = widgets.HTML()
         self.widget = widgets.VBox(
             [look.box(self.kind, self.name), self.folder, look.box(self.go), self.said, self.link]
@@ -100,15 +100,16 @@ class ExportTab:
         self.link.value = linked(path)
         return path
 
-    def _say(self, words: str, *, bad: bool = False) -> None:
-        self.said.value = f'<p role="status">{look.span("bad" if bad else "faint", words)}</p>' if words else ""
+    def _changed(self, _: Any = None) -> None:
+        """Nothing here is slow: it is always up to date."""
 
 
 def linked(path: Path) -> str:
     """A link that has the file in itself, for a browser that is not on this machine; none for a large file."""
     if path.stat().st_size > LINKED:
         return look.span(
-            "faint", f"{path.stat().st_size / 2**20:.0f} MiB are too much for a link: copy the file from there"
+            "faint",
+            f"{path.stat().st_size / 2**20:.0f} MiB is too large for a download link; copy the file from its folder",
         )
     data = base64.b64encode(path.read_bytes()).decode()
     kind = MIME.get(path.suffix, "application/octet-stream")

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 
+from kit.results.records import rank_name
 from kit.view.panel import look
-from kit.view.panel.tab import Tab
+from kit.view.panel.look import Tab
 
 if TYPE_CHECKING:
     from kit.view.panel.model import Failure, PanelModel
 
-LAST = (50, 200, 1000)  # lines; a page of many thousand is slow and nobody reads it
+LAST = (50, 200, 1000)  # lines; a page of many thousand lines is slow
 ALL = "all ranks"
 
 
@@ -21,19 +22,20 @@ class LogsTab(Tab):
     """Observes the log and the failure; draws only while it is looked at."""
 
     def __init__(self, model: PanelModel) -> None:
+        super().__init__()
         self.model = model
         narrow = {"description_width": "initial"}
         self.rank = widgets.Dropdown(
-            options=[ALL], description="lines of", style=narrow, tooltip="whose lines are shown"
+            options=[ALL], description="lines of", style=narrow, tooltip="which ranks' lines to show"
         )
         self.last = widgets.Dropdown(
-            options=LAST, value=LAST[1], description="last", style=narrow, tooltip="how many lines are shown"
+            options=LAST, value=LAST[1], description="last", style=narrow, tooltip="how many lines to show"
         )
         self.follow = widgets.Checkbox(
             True,
             description="follow",
             indent=False,
-            tooltip="show new lines as they come; unticked, what is shown stays as it is",
+            tooltip="show new lines as they arrive",
             layout={"width": "auto"},
         )
         for drop in (self.rank, self.last):
@@ -43,12 +45,12 @@ class LogsTab(Tab):
         for control in (self.rank, self.last, self.follow):
             control.observe(self._changed, "value")
         model.observe(self._grown, ["log", "failure"])
-        model.observe(self._ranks, "size")
+        model.observe(self._ranks, ["size", "roles"])
         self._ranks()
 
     def _ranks(self, _: Any = None) -> None:
         before = self.rank.value
-        self.rank.options = [ALL, *(f"rank {rank}" for rank in range(self.model.size))]
+        self.rank.options = [ALL, *(rank_name(rank, self.model.roles) for rank in range(self.model.size))]
         if before in self.rank.options:
             self.rank.value = before
 
@@ -70,7 +72,7 @@ def log_html(log: Sequence[tuple[int, str]], failure: Failure | None, *, rank: i
     if failure is not None and (rank is None or rank in failure.ranks or not failure.ranks):
         rows.append(look.span("bad", f"✗ {failure.kind}: {failure.message}"))
     if not rows:
-        return '<p class="kit-faint">Nothing was printed so far.</p>'
+        return '<p class="kit-faint">Nothing has been printed yet.</p>'
     count = f"{len(shown)} of {len(wanted)} lines" if len(shown) < len(wanted) else f"{len(wanted)} lines"
     count = count if wanted else "nothing was printed"
     body = "\n".join(rows)

@@ -6,15 +6,15 @@ Every colour is a variable of the theme with a fallback for another page, so tha
 from __future__ import annotations
 
 import html
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import ipywidgets as widgets
 
-GOOD = "var(--jp-success-color1, #00704f)"
-BAD = "var(--jp-error-color1, #b33a00)"
-BUSY = "var(--jp-brand-color1, #0072b2)"
-FAINT = "var(--jp-ui-font-color2, #57606a)"
+from kit.draw import style
+
+GOOD, BAD, BUSY, FAINT = (style.CSS[kind] for kind in ("good", "bad", "busy", "open"))
 LINE = "var(--jp-border-color2, #d0d7de)"
 
 # ipywidgets' own arrow is black, which a dark page hides. Drawn here in a grey that both themes show.
@@ -22,8 +22,8 @@ ARROW = (
     "url(\"data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 18 18'%3E"
     "%3Cpath d='M4 7l5 5 5-5' fill='none' stroke='%23888' stroke-width='2'/%3E%3C/svg%3E\")"
 )
-# A state is told by its sign and its word as well as by its colour.
-SIGNS = {"waiting": "·", "running": "▶", "done": "✓", "failed": "✗"}
+# A state has a sign and a word besides its colour.
+SIGNS = {"waiting": "·", "running": "▶", "done": "✓", "failed": "✗", "absent": ""}
 
 CSS = f"""
 .kit-panel {{ color: var(--jp-ui-font-color1, inherit); max-width: 100%; }}
@@ -33,7 +33,7 @@ CSS = f"""
 .kit-panel .widget-inline-hbox {{ max-width: calc(100% - 4px); }}
 .kit-panel h3 {{ margin: 0; font-size: 1.15em; }}
 .kit-panel p {{ margin: 0; }}
-.kit-faint {{ color: {FAINT}; }}
+.kit-faint, .kit-open {{ color: {FAINT}; }}
 .kit-bad {{ color: {BAD}; }}
 .kit-good {{ color: {GOOD}; }}
 .kit-busy {{ color: {BUSY}; }}
@@ -106,19 +106,31 @@ def folded(summary: str, inside: str) -> str:
     return f"<details><summary>{text(summary)}</summary><pre>{text(inside)}</pre></details>"
 
 
-def number(value: float, unit: str = "") -> str:
-    """A number as short as it can be said, with its unit; "1" is the unit of a count and goes unsaid."""
-    said = f"{value:.0f}" if abs(value) < 1e6 and value == round(value) else f"{value:.4g}"
-    return f"{said} {unit}" if unit not in {"", "1"} else said
+def status(words: str, *, bad: bool = False) -> str:
+    """What a tab did, or why it could not; a screen reader reads it aloud."""
+    return f'<p role="status">{span("bad" if bad else "faint", words)}</p>' if words else ""
 
 
-def duration(seconds: float) -> str:
-    """8.1 µs, 2.2 ms, 0.31 s, 12 s, 3 min 5 s."""
-    if seconds < 0.0000995:
-        return f"{1e6 * seconds:.2g} µs"
-    if seconds < 0.0995:
-        return f"{1000 * seconds:.2g} ms"
-    if seconds < 9.95:
-        return f"{seconds:.2g} s"
-    whole = round(seconds)
-    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60} s"
+class Tab(ABC):
+    """Draws only while it is looked at, and catches up when it is."""
+
+    _visible = False
+
+    def __init__(self) -> None:
+        self.said = widgets.HTML()
+
+    def _say(self, words: str, *, bad: bool = False) -> None:
+        self.said.value = status(words, bad=bad)
+
+    @property
+    def visible(self) -> bool:
+        return self._visible
+
+    @visible.setter
+    def visible(self, seen: bool) -> None:
+        self._visible = seen
+        self._changed()
+
+    @abstractmethod
+    def _changed(self, _: Any = None) -> None:
+        """Show the present state, if the tab is visible."""

@@ -16,9 +16,11 @@ from traitlets import Dict, HasTraits, Instance, Int, Tuple, Unicode
 
 from kit.errors import KitError
 from kit.labs.configure import complaints, find_fault, settled, validate
+from kit.labs.definition import role_names, working
 from kit.labs.options import Field, fields
 from kit.results import Run, load_tolerances, newest_run, runs_dir, save_tolerances
 from kit.results.tolerances import checked_tolerances
+from kit.results.units import counted
 from kit.view.panel.facts import (
     AS_IT_IS,
     BUSY,
@@ -26,15 +28,16 @@ from kit.view.panel.facts import (
     FRESH,
     Failure,
     Late,
+    Limit,
     PhaseState,
     Progress,
     choices,
-    count,
     described,
     first_new,
+    limits_of,
+    marks,
     plain,
 )
-from kit.view.panel.limits import Limit, limits_of
 
 if TYPE_CHECKING:
     import os
@@ -54,6 +57,7 @@ class PanelModel(HasTraits):
     state = Unicode("idle")
     phases = Tuple()
     size = Int(0)
+    roles: Any = Dict()  # of ranks, where they have names
     progress = Instance(Progress, args=())
     failure = Instance(Failure, allow_none=True)
     log = Tuple()
@@ -86,7 +90,7 @@ class PanelModel(HasTraits):
         find_fault(definition, fault)
         unknown = set(self._given) - {field.name for field in self.fields}
         if unknown:
-            validate(definition, self._given)  # says which, and what there is
+            validate(definition, self._given)  # names it, and the known ones
         self.fault = fault
         self.tolerances = checked_tolerances(tolerances or {}, [check.tolerance for check in self.checks])
         self._settle()
@@ -106,7 +110,7 @@ class PanelModel(HasTraits):
         """Give a setting a value; what it had by itself is no choice of the person's."""
         base = self._base()
         if field not in base:
-            validate(self.definition, {field: value})  # says that there is none, and what there is
+            validate(self.definition, {field: value})  # says that it is unknown, and names the known ones
         (value,) = plain({field: value}).values()
         if value == base[field] and type(value) is type(base[field]):
             self._given.pop(field, None)
@@ -126,17 +130,17 @@ class PanelModel(HasTraits):
             self.said = "no fault is switched on"
         elif kept:
             wanted = ", ".join(f"{key}={value}" for key, value in kept.items())
-            self.said = f"fault {name}: {fault.breaks}; it wants {wanted}, and your own values stand"
+            self.said = f"fault {name}: {fault.breaks}; it needs {wanted}; your own values are kept"
         else:
             self.said = f"fault {name}: {fault.breaks}"
 
     def reset(self) -> None:
-        """All settings as the lab has them, and no fault."""
+        """All settings back to the lab's defaults, and no fault."""
         self._given = {}
         self._late = None
         self.fault = None
         self._settle()
-        self.said = "all settings are as the lab has them"
+        self.said = "all settings are back to the lab's defaults"
 
     def refuse(self, sentence: str) -> None:
         """Something that only a start found out, such as code that cannot be loaded. It stands until that setting changes."""
@@ -166,13 +170,13 @@ class PanelModel(HasTraits):
         """The moved limits as a JSON file that `kit run --tolerances` takes too."""
         target = Path(path).expanduser()
         save_tolerances(target, self.tolerances)
-        self.said = f"{count(len(self.tolerances), 'tolerance')} saved to {target}"
+        self.said = f"{counted(len(self.tolerances), 'tolerance')} saved to {target}"
         return target
 
     def load_tolerances(self, path: str | os.PathLike[str]) -> None:
         source = Path(path).expanduser()
         self.take(load_tolerances(source))
-        self.said = f"{count(len(self.tolerances), 'tolerance')} taken from {source}"
+        self.said = f"{counted(len(self.tolerances), 'tolerance')} taken from {source}"
 
     # -- the run that is shown --------------------------------------------------------------------------------------------
 
@@ -186,16 +190,16 @@ class PanelModel(HasTraits):
             self.revision += 1
             self.judge()
         if run is not None:
-            self.said = f"shown is {described(run)}"
+            self.said = f"showing {described(run)}"
 
     def follow(self, folder: Path) -> None:
         """Show the run that ranks work on from now on."""
         self._live = folder
         self.show(self.open(folder))
-        self.said = f"{folder.name} is under way"
+        self.said = f"{folder.name} is running"
 
     def finished(self, run: Run) -> None:
-        """The run that ranks worked on came to its verdict; it was read and measured elsewhere, so that nobody waits for that here."""
+        """The run that ranks worked on came to its verdict; its records were read and judged in another thread."""
         self.run = run
         self.revision += 1
         self.judge()
@@ -271,11 +275,18 @@ class PanelModel(HasTraits):
             self.phases = ()
             return
         config = validate(self.definition, values)
-        self.size = config.ranks
+        roles = self.definition.roles_of(config)
+        self.size, self.roles = config.ranks, role_names(roles)
         steps = self.definition.plan(config)
         nothing: tuple[None, ...] = (None,) * config.ranks
         self.phases = tuple(
-            PhaseState(step.cycle, step.phase, "to do" if index else "next", ("waiting",) * config.ranks, nothing)
+            PhaseState(
+                step.cycle,
+                step.phase,
+                "to do" if index else "next",
+                marks(config.ranks, working(step, roles), "waiting"),
+                nothing,
+            )
             for index, step in enumerate(steps)
         )
         self.progress = Progress(0, len(steps))
@@ -289,7 +300,7 @@ class PanelModel(HasTraits):
         """The newest run, so that a notebook that is opened again shows where its owner left off."""
         try:
             self.run = self.open(folder)
-            self.said = f"shown is the last run, {described(self.run)}"
+            self.said = f"showing the last run, {described(self.run)}"
         except KitError as error:
             self.said = f"the last run cannot be shown: {error}"
 

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 BUTTONS = {
     "start": ("Start", "power-off", "start the ranks and the lab on them"),
     "step": ("Step", "step-forward", "run the next phase on every rank"),
-    "run": ("Run all", "forward", "run the phases that are left, and judge"),
-    "stop": ("Stop", "stop", "end the ranks, even where one hangs; what was measured stays"),
-    "restart": ("Restart", "refresh", "end the ranks and start anew with these settings"),
+    "run": ("Run all", "forward", "run the remaining phases, then judge"),
+    "stop": ("Stop", "stop", "end the ranks, even if one hangs; what was measured stays"),
+    "restart": ("Restart", "refresh", "end the ranks and start again with the current settings"),
 }
 TABS = {
     "Plots": PlotsTab,

@@ -1,6 +1,6 @@
 """The settings of a lab as controls, made from its config's fields, and its faults as a menu.
 
-A control tells the model what a person chose, and shows what the model has; what may not be is said by the model.
+A control passes a person's choice to the model and shows the model's value; the model says what is not allowed.
 """
 
 from __future__ import annotations
@@ -12,16 +12,11 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as widgets
 
 from kit.view.panel import look
-from kit.view.panel.controls import LABEL, Switch, control
+from kit.view.panel.controls import LABEL, control
 
 if TYPE_CHECKING:
     from kit.view.panel.model import PanelModel
 
-# What people change first, in every lab that has it; the others are under "More".
-FIRST = (
-    *("backend", "size", "ranks", "tp", "pp", "ep", "replicas", "placement", "transport", "cycles", "steps", "mode"),
-    *("chunks", "recipe", "level", "groups", "implementation"),
-)
 LOCKED = {"starting", "running", "stopping"}  # the ranks have their config already
 NO_FAULT = ""
 
@@ -32,7 +27,7 @@ class Parameters:
     def __init__(self, model: PanelModel) -> None:
         self.model = model
         self.controls = {field.name: control(field, model.set) for field in model.fields}
-        first = [name for name in FIRST if name in self.controls and not isinstance(self.controls[name], Switch)]
+        first = model.definition.first or tuple(self.controls)
         more = [name for name in self.controls if name not in first]
         self.fault = widgets.Dropdown(
             options=[
@@ -40,14 +35,14 @@ class Parameters:
                 *((fault.name, fault.name) for fault in model.definition.faults),
             ],
             description="fault",
-            tooltip="a known bug that is switched on, to see the check that catches it",
+            tooltip="a known bug to switch on, to see which check catches it",
             style=LABEL,
             layout={"width": "auto"},
         )
         self.reset = widgets.Button(
             description="Defaults",
             icon="undo",
-            tooltip="every setting as the lab has it, and no fault",
+            tooltip="all settings back to the lab's defaults, no fault",
             layout={"width": "auto"},
         )
         self.about = widgets.HTML()
@@ -108,7 +103,7 @@ def refused_html(refused: Mapping[str, Mapping[Any, str]]) -> str:
         return ""
     lines = "".join(f"<li>{look.text(f'{name}={_said(choice)}')}: {look.text(why)}</li>" for name, choice, why in rows)
     count = "1 choice is" if len(rows) == 1 else f"{len(rows)} choices are"
-    return f"<details><summary>{count} not possible as the others stand</summary><ul>{lines}</ul></details>"
+    return f"<details><summary>{count} excluded by other settings</summary><ul>{lines}</ul></details>"
 
 
 def _said(choice: Any) -> str:

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 
+from kit.draw.picture import SHEET, inline
+from kit.draw.plots import OVERVIEW
 from kit.errors import KitError
 from kit.view import named
-from kit.view.inline import SHEET, inline
 from kit.view.panel import look
-from kit.view.panel.tab import Tab
-from kit.view.sight import Sight
+from kit.view.panel.look import Tab
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kit.draw.picture import Picture
+    from kit.draw.plots import Album
     from kit.results import Run
     from kit.view.panel.model import PanelModel
-    from kit.view.plots import Picture
 
 THEMES = {"as the notebook": "auto", "light": "light", "dark": "dark"}
-WHOLE = "overview"  # here it is all the others, of which only those are drawn again that must be
 NOTHING = "There is no run yet: press Start, then Step or Run all."
 
 
@@ -43,15 +43,16 @@ class PlotsTab(Tab):
     """Draws when it is looked at: on new records, another plot, another theme, and on a limit that is in the drawing."""
 
     def __init__(self, model: PanelModel) -> None:
+        super().__init__()
         self.model = model
         self._offering = False
-        self._sight: Sight | None = None
+        self._album: Album | None = None
         self._read: tuple[Run | None, int] | None = None  # of which records the sight is
         self._took = self._last = 0.0  # how long the last drawing took, and when that was
         self._parts: dict[str, Part] = {}
         self._chosen: str | None = None  # by a person; else it is the first that the run has something for
         self._salt = secrets.token_hex(4)
-        self.choice = widgets.Dropdown(description="Plot", tooltip="which drawing of the run", layout={"width": "26em"})
+        self.choice = widgets.Dropdown(description="Plot", tooltip="which plot to draw", layout={"width": "26em"})
         self.theme = widgets.Dropdown(
             description="Colours", options=THEMES, tooltip="light or dark", layout={"width": "20em"}
         )
@@ -64,7 +65,6 @@ class PlotsTab(Tab):
             )
             for kind in ("png", "svg")
         )
-        self.said = widgets.HTML()
         self.pictures = widgets.VBox(layout={"width": "100%", "min_height": "120px"})
         self.png.on_click(lambda _: self.save("png"))
         self.svg.on_click(lambda _: self.save("svg"))
@@ -98,16 +98,16 @@ class PlotsTab(Tab):
         if self._read != records:
             if self._too_soon():
                 return
-            self._sight = None if run is None else Sight.of(run)
+            self._album = None if run is None else named.album(run)
             self._read, self._parts = records, {name: Part(part.html) for name, part in self._parts.items()}
             self._offer()
         for button in (self.png, self.svg, self.choice, self.theme):
-            button.disabled = self._sight is None
-        if self._sight is None:
+            button.disabled = self._album is None
+        if self._album is None:
             self._put([widgets.HTML(f"<p>{look.span('faint', NOTHING)}</p>")])
             return
-        every = [name for _, name in self.choice.options if name != WHOLE]
-        self._draw(self._sight, every if self.choice.value == WHOLE and every else [self.choice.value])
+        every = [name for _, name in self.choice.options if name != OVERVIEW]
+        self._draw(self._album, every if self.choice.value == OVERVIEW and every else [self.choice.value])
         self._took = time.monotonic() - began
         self._last = time.monotonic()
 
@@ -116,20 +116,21 @@ class PlotsTab(Tab):
         same = self._read is not None and self._read[0] is self.model.run
         return same and self.model.state == "running" and time.monotonic() - self._last < 10 * self._took
 
-    def _draw(self, sight: Sight, names: Sequence[str]) -> None:
+    def _draw(self, album: Album, names: Sequence[str]) -> None:
         """One below the other; what is on the page already, and as it must be, stays."""
         self._say("")
         checks = {limit.tolerance: limit.checks for limit in self.model.limits}
         for name in names:
             part = self._parts.setdefault(name, Part())
-            plot = named.PLOTS[name]
-            moved = {key: value for key, value in self.model.tolerances.items() if plot.moves_with(checks, {key})}
+            moved = {
+                key: value for key, value in self.model.tolerances.items() if album.moves_with(name, checks, {key})
+            }
             if part.picture is None or part.limits != moved:
-                part.picture, part.limits = plot.of(sight, tolerances=moved, like=part.picture), moved
+                part.picture, part.limits = album.draw(name, tolerances=moved, like=part.picture), moved
             elif part.theme == self.theme.value:
                 continue
             part.theme = self.theme.value
-            label = f"{plot.title} of {sight.run.id}"
+            label = f"{album.title(name)} of {album.data.run.id}"
             part.html.value = inline(part.picture, label, theme_name=part.theme, salt=self._salt + name)
         self._put(self._parts[name].html for name in names)
 
@@ -140,9 +141,8 @@ class PlotsTab(Tab):
 
     def _offer(self) -> None:
         """The plots that the run has something for; the one that a person chose stays, if it can."""
-        names = [] if self._sight is None else named.names_of(self._sight)
-        names.sort(key=lambda name: name == WHOLE)  # it takes longest: a person asks for it
-        options = [(named.PLOTS[name].title, name) for name in names]
+        names = [] if self._album is None else [*self._album.plots, OVERVIEW]  # the slowest comes last
+        options = [] if self._album is None else [(self._album.title(name), name) for name in names]
         if list(self.choice.options) == options:
             return
         self._offering = True
@@ -152,20 +152,16 @@ class PlotsTab(Tab):
 
     def save(self, kind: str) -> Path | None:
         """Write the plot that is chosen into the run's folder, in the theme that is chosen; the page's own is saved as light."""
-        if self._sight is None or self.choice.value is None:
+        if self._album is None or self.choice.value is None:
             return None
         dark = self.theme.value == "dark"
         name = f"{self.choice.value}{'-dark' if dark else ''}.{kind}"
         try:
-            picture = named.PLOTS[self.choice.value].of(
-                self._sight, "dark" if dark else "light", dict(self.model.tolerances)
-            )
-            path = picture.save(self._sight.run.dir / name)
+            theme_name = "dark" if dark else "light"
+            picture = self._album.draw(self.choice.value, theme_name=theme_name, tolerances=self.model.tolerances)
+            path = picture.save(self._album.data.run.dir / name)
         except (KitError, OSError) as error:
             self._say(f"{name} could not be written: {error}", bad=True)
             return None
         self._say(f"written: {path}")
         return path
-
-    def _say(self, words: str, *, bad: bool = False) -> None:
-        self.said.value = f'<p role="status">{look.span("bad" if bad else "faint", words)}</p>' if words else ""

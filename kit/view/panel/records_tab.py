@@ -1,70 +1,125 @@
-"""The records of the run as a table, and the tables that its lab makes of them."""
+"""The records of the run as a table, and the tables that its lab makes of them: filtered, sorted, copied as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
+import pandas as pd
 
 from kit.errors import KitError
-from kit.labs.split import parity
-from kit.labs.sync import tables
+from kit.view import named
 from kit.view.panel import look
-from kit.view.panel.grid import Grid
-from kit.view.panel.tab import Tab
+from kit.view.panel.look import Tab
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from kit.results import Run
     from kit.view.panel.model import PanelModel
 
-Make = Callable[["Run"], "pd.DataFrame"]
+PAGE = 100  # rows
+SHEET = """
+.kit-grid { overflow:auto; max-height:34em; }
+.kit-grid table { border-collapse:collapse; font-size:.92em; font-variant-numeric:tabular-nums; }
+.kit-grid th { position:sticky; top:0; background:var(--jp-layout-color0, Canvas); }
+.kit-grid td, .kit-grid th { padding:1px 10px; white-space:nowrap; max-width:36em; overflow:hidden; text-overflow:ellipsis; }
+"""
 
 
-def records(run: Run) -> pd.DataFrame:
-    """Every record, in the order of time. Run and lab are the same in each; times are seconds since the first."""
-    frame = run.frame().drop(columns=["run", "lab"])
-    return frame.assign(time=(frame["time"] - frame["time"].min()).round(3)).rename(columns={"time": "at [s]"})
+def select(frame: pd.DataFrame, words: str) -> pd.DataFrame:
+    """The rows that a pandas query selects (`rank == 1 and value > 3`); other words are looked for in the columns of text."""
+    if not words.strip():
+        return frame
+    try:
+        return frame.query(words)
+    except Exception:  # noqa: BLE001 - whatever a half-typed query raises: it is words then
+        text = frame.select_dtypes(exclude="number")
+        found = pd.Series(data=False, index=frame.index)
+        for name in text:
+            found |= text[name].isin([one for one in text[name].unique() if words.strip().lower() in str(one).lower()])
+        return frame[found]
 
 
-def times(run: Run) -> pd.DataFrame:
-    """Seconds of each phase and rank: how many, median, least and most."""
-    frame = run.frame()
-    seconds = frame[frame["metric"] == "seconds"].groupby(["phase", "rank"], sort=False)["value"]
-    found = seconds.agg(["count", "median", "min", "max"]).reset_index()
-    return found.rename(columns={"count": "n", "median": "median [s]", "min": "min [s]", "max": "max [s]"})
+def markdown(frame: pd.DataFrame) -> str:
+    """A pipe table, in which no cell ends early."""
+    text = frame.replace({r"\|": r"\\|"}, regex=True)
+    return str(text.to_markdown(index=False, floatfmt=".6g", missingval=""))
 
 
-# What each table is called, what makes it, and the column whose greatest is the worst, if one is.
-GENERAL: dict[str, tuple[Make, str]] = {"records": (records, ""), "times": (times, "median [s]")}
-OF_LAB: dict[str, dict[str, tuple[Make, str]]] = {
-    "sync": {
-        "syncs": (lambda run: tables.syncs(run.frame()), "wall"),
-        "stages": (lambda run: tables.stages(run.frame()), ""),
-        "transports": (lambda run: tables.transports(run.frame()), ""),
-        "digests": (lambda run: tables.digests(run.frame()), "differ"),
-    },
-    "split": {
-        "metrics": (lambda run: parity.metrics(run.frame(), run.config), "error"),
-        "tensors": (lambda run: parity.tensors(run.frame(), run.config), "gradient_error"),
-    },
-}
+class Grid:
+    """A table to filter and to sort, a page of rows at a time. Another table keeps the order where it has the same columns."""
 
+    def __init__(self, name: str = "table") -> None:
+        self.frame: pd.DataFrame | None = None
+        self.found: pd.DataFrame | None = None  # the rows that are asked for, in their order
+        self._name = name
+        self.words = widgets.Text(
+            description="Filter",
+            placeholder='a word, or: metric == "groups" and rank == 1',
+            tooltip="rows with this text, or a pandas query such as value > 3",
+            layout={"width": "32em"},
+        )
+        self.by = widgets.Dropdown(description="Sort by", tooltip="the column to sort by", layout={"width": "18em"})
+        self.descending = widgets.Checkbox(
+            description="greatest first",
+            tooltip="from the greatest to the least",
+            indent=False,
+            layout={"width": "auto"},
+        )
+        self.page = widgets.BoundedIntText(
+            min=1, max=1, description="Page", tooltip=f"{PAGE} rows each", layout={"width": "11em"}
+        )
+        self.count = widgets.HTML()
+        self.rows = widgets.HTML(layout={"width": "100%"})
+        self.copy = widgets.Textarea(
+            description="Markdown",
+            tooltip="the rows shown, as Markdown to copy",
+            layout={"width": "100%", "height": "8em"},
+        )
+        self.folded = widgets.Accordion([self.copy], titles=("Copy as Markdown",))
+        sheet = widgets.HTML(f"<style>{SHEET}</style>", layout={"display": "none"})
+        above = look.box(self.words, self.by, self.descending, self.page, self.count)
+        self.widget = widgets.VBox([sheet, above, self.rows, self.folded], layout={"width": "100%"})
+        for control in (self.words, self.by, self.descending, self.page):
+            control.observe(self._draw, "value")
+        self.show(None)
 
-def tables_of(run: Run) -> dict[str, tuple[Make, str]]:
-    return {**GENERAL, **OF_LAB.get(run.lab, {})}
+    def show(self, frame: pd.DataFrame | None, *, worst: str = "", name: str = "") -> None:
+        """Another table. `worst` is the column whose greatest value comes first."""
+        known = [] if self.frame is None else list(self.frame.columns)
+        self.frame, self._name = None, name or self._name  # nothing is drawn until the controls are set
+        if frame is not None and list(frame.columns) != known:
+            self.by.options = [("as it is", ""), *((str(column), str(column)) for column in frame.columns)]
+            self.by.value, self.descending.value, self.words.value = worst, bool(worst), ""
+        self.frame = frame
+        self._draw()
+
+    def _draw(self, change: Any = None) -> None:
+        for control in (self.words, self.by, self.descending):
+            control.disabled = self.frame is None
+        self.rows.layout.display = self.folded.layout.display = "none" if self.frame is None else None
+        if self.frame is None:
+            return
+        found = select(self.frame, self.words.value)
+        if self.by.value:
+            found = found.sort_values(self.by.value, ascending=not self.descending.value, kind="stable")
+        self.found = found
+        self.page.max = max(1, -(-len(found) // PAGE))
+        if change is not None and change["owner"] is not self.page:
+            self.page.value = 1
+        shown = found.iloc[(self.page.value - 1) * PAGE : self.page.value * PAGE]
+        html = shown.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.6g}")
+        self.rows.value = f'<div class="kit-grid" tabindex="0" aria-label="{look.text(self._name)}">{html}</div>'
+        self.count.value = look.status(f"{len(found):,} of {len(self.frame):,} rows, {self.page.max} pages")
+        self.copy.value = markdown(shown)
 
 
 class RecordsTab(Tab):
     """Reads when it is looked at."""
 
     def __init__(self, model: PanelModel) -> None:
+        super().__init__()
         self.model = model
         self._shown: object = None
-        self.choice = widgets.Dropdown(description="Table", options=list(GENERAL), tooltip="which table of the run")
-        self.said = widgets.HTML()
+        self.choice = widgets.Dropdown(description="Table", options=["records"], tooltip="which table of the run")
         self.grid = Grid()
         self.widget = widgets.VBox([look.box(self.choice), self.said, self.grid.widget])
         model.observe(self._changed, ["run", "revision"])
@@ -77,23 +132,23 @@ class RecordsTab(Tab):
         if run is None:
             self._say("There is no run yet.")
             return
-        known = tables_of(run)
-        if list(self.choice.options) != list(known):
-            self.choice.options = list(known)
+        known = named.tables(run)
+        names = ["records", *(name for name in known if name != "records")]
+        if list(self.choice.options) != names:
+            self.choice.options = names
         wanted = (run, self.model.revision, self.choice.value)
         if self._shown == wanted:
             return
-        make, worst = known[self.choice.value]
+        table = known[self.choice.value]
         try:
-            self.grid.show(make(run), worst=worst, name=self.choice.value)
+            self.grid.show(table.make(run), worst=table.worst, name=table.title)
             self._say("")
         except KitError as error:
-            self.grid.show(None)
-            self._say(str(error))
+            self._cannot(str(error))
         except (KeyError, ValueError, IndexError) as error:  # part of a run may lack what a table is made of
-            self.grid.show(None)
-            self._say(f"this run has too little for the table {self.choice.value}: {type(error).__name__}: {error}")
+            self._cannot(f"this run has too little for the table {self.choice.value}: {type(error).__name__}: {error}")
         self._shown = wanted
 
-    def _say(self, words: str) -> None:
-        self.said.value = f'<p role="status">{look.span("faint", words)}</p>' if words else ""
+    def _cannot(self, why: str) -> None:
+        self.grid.show(None)
+        self._say(why)

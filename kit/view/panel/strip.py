@@ -1,18 +1,20 @@
-"""Where a lab is: every phase and every rank in one grid, a bar with words, what was said last, and a failure with its traceback.
+"""Where a lab is: every phase and every rank in one grid, a bar with words, the last message, and a failure with its traceback.
 
-States are told by a sign and a word besides their colour. The grid is one piece of HTML, built anew a few times a second; the
+States have a sign and a word besides their colour. The grid is one piece of HTML, built anew a few times a second; the
 traceback is another, so that it stays unfolded while the grid moves. Only phases near the one under way are shown of a long plan.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 
+from kit.results.records import rank_name
+from kit.results.units import duration
 from kit.view.panel import look
 from kit.view.progress import ranks_short
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from kit.view.panel.model import Failure, PanelModel, PhaseState, Progress
 
 FITS = 14  # phases that are in sight at once
-COLUMNS = 60  # more in one page are slow to lay out, and nobody reads them
+COLUMNS = 60  # a page lays out more only slowly
 CELLS = 480  # what is sent a few times a second stays below 100 kB, with many ranks too
 FEWEST = 8
 UNDER_WAY = {"starting", "running", "stopping"}
@@ -49,7 +51,7 @@ FOLDS = {"raised": "traceback", "timeout": "what the ranks were doing", "stopped
 
 
 class Strip:
-    """Observes phases, progress, failure and what is said."""
+    """Observes phases, progress, failure and the last message."""
 
     def __init__(self, model: PanelModel) -> None:
         self.model = model
@@ -62,15 +64,15 @@ class Strip:
             min=0,
             max=0,
             description="from phase",
-            tooltip="the first phase that is shown of a long plan",
+            tooltip="the first phase shown of a long plan",
             continuous_update=False,
             style={"description_width": "6.5em"},
         )
         self.follow = widgets.Checkbox(
             True,
-            description="keep the phase under way in sight",
+            description="follow the running phase",
             indent=False,
-            tooltip="keep the phase under way in sight",
+            tooltip="follow the running phase",
             layout={"width": "auto"},
         )
         self.where = look.box(self.first, self.follow)
@@ -108,7 +110,8 @@ class Strip:
         held = self.follow.value and self.model.state in {*UNDER_WAY, "ready"}
         (self.scroll.add_class if held else self.scroll.remove_class)("kit-follow")
         begin = self.first.value
-        self.grid.value = grid_html(phases[begin : begin + wide], self.model.size, self.model.failure)
+        shown = phases[begin : begin + wide]
+        self.grid.value = grid_html(shown, self.model.size, self.model.failure, self.model.roles)
 
     def _move(self, first: int, last: int) -> None:
         self._moving = True
@@ -152,7 +155,9 @@ def current(phases: Sequence[PhaseState]) -> int:
     return max(0, len(phases) - 1) if phases and phases[0].status == "done" else 0
 
 
-def grid_html(phases: Sequence[PhaseState], size: int, failure: Failure | None) -> str:
+def grid_html(
+    phases: Sequence[PhaseState], size: int, failure: Failure | None, roles: Mapping[int, str] | None = None
+) -> str:
     """A row for each rank, a column for each phase; cycles above. Times are what was measured, or since when it runs."""
     if not phases:
         return ""
@@ -170,7 +175,9 @@ def grid_html(phases: Sequence[PhaseState], size: int, failure: Failure | None) 
     for rank in range(size):
         cells = "".join(_cell(phase, rank, now) for phase in phases)
         mark = ("✗ ", ' class="kit-culprit"') if rank in culprits else ("", "")
-        rows.append(f'<tr{mark[1]}><th class="kit-rank" scope="row">{mark[0]}rank {rank}</th>{cells}</tr>')
+        rows.append(
+            f'<tr{mark[1]}><th class="kit-rank" scope="row">{mark[0]}{look.text(rank_name(rank, roles or {}))}</th>{cells}</tr>'
+        )
     return (
         '<table class="kit-strip" aria-label="phases and ranks">'
         f'<thead><tr><th class="kit-rank"></th>{above}</tr><tr><th class="kit-rank"></th>{heads}</tr></thead>'
@@ -190,8 +197,9 @@ def _cell(phase: PhaseState, rank: int, now: float) -> str:
     seconds = phase.seconds[rank] if rank < len(phase.seconds) else None
     if seconds is None and state == "running" and phase.began is not None:
         seconds = max(0.0, now - phase.began)
-    took = "" if seconds is None else look.duration(seconds)
-    title = look.text(f"{phase.phase}, cycle {phase.cycle}, rank {rank}: {' '.join(filter(None, [state, took]))}")
+    took = "" if seconds is None else duration(seconds)
+    word = "no work in this phase" if state == "absent" else state
+    title = look.text(f"{phase.phase}, cycle {phase.cycle}, rank {rank}: {' '.join(filter(None, [word, took]))}")
     small = f"<small>{took}</small>" if took else ""
     return f'<td class="kit-{state}" title="{title}">{look.SIGNS.get(state, "·")}{small}</td>'
 
@@ -217,14 +225,14 @@ def progress_words(progress: Progress, phases: Sequence[PhaseState], state: str)
         name = f"{phase.phase}, cycle {phase.cycle}" if phase.cycle else phase.phase
         words = [f"phase {min(progress.done + 1, progress.total)} of {progress.total} ({name})"]
     if progress.elapsed > 0:
-        words.append(look.duration(progress.elapsed))
+        words.append(duration(progress.elapsed))
     if state == "running" and progress.left is not None:
-        words.append(f"about {look.duration(progress.left)} left")
+        words.append(f"about {duration(progress.left)} left")
     return ", ".join(words)
 
 
 def failure_html(failure: Failure | None) -> str:
-    """What went wrong and whose doing it was, in red; its traceback or the ranks' stacks folded beneath."""
+    """What went wrong and the ranks at fault, in red; its traceback or the ranks' stacks folded beneath."""
     if failure is None:
         return ""
     who = f"{'rank' if len(failure.ranks) == 1 else 'ranks'} {ranks_short(failure.ranks)}" if failure.ranks else ""

@@ -9,22 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ipywidgets as widgets
 
 from kit.errors import KitError
+from kit.results.marks import MARKS, tally, without_parts
+from kit.results.units import amount
 from kit.view.panel import look
-from kit.view.panel.scale import scale
-from kit.view.panel.tab import Tab
+from kit.view.panel.look import Tab
 
 if TYPE_CHECKING:
     from kit.results import VerdictRow
     from kit.view.panel.model import Limit, PanelModel
 
-MARKS = {False: ("✗ FAIL", "bad"), None: ("- not measured", "faint"), True: ("✓ pass", "good")}
 ORDER = list(MARKS)
 SIGNS = {"<=": "≤", ">=": "≥", "==": "="}
+PLACES = 400
+DECADE = 20  # places to a power of ten, which itself is one of them
 FEW = 6  # rows of a check of many answers that are written out
 FILE = "tolerances.json"
 
@@ -64,7 +66,7 @@ class LimitRow:
         self.limit = limit
         counts = limit.unit == "1" and all(float(end).is_integer() for end in (limit.low, limit.high))
         self.scale = scale(limit.low, limit.high, whole=counts)
-        self.undo.tooltip = f"{limit.tolerance} as the lab has it: {look.number(limit.default, limit.unit)}"
+        self.undo.tooltip = f"{limit.tolerance}: back to the lab's {amount(limit.default, limit.unit)}"
         if self.slider is not None:
             self._taking = True
             self.slider.max = self.scale.steps
@@ -99,6 +101,7 @@ class VerdictTab(Tab):
     """Observes the verdict and the tolerances. Its rows, nearly half of a panel's widgets, are made when it is first looked at."""
 
     def __init__(self, model: PanelModel, *, visible: bool = True) -> None:
+        super().__init__()
         self.model = model
         self._visible = self._made = visible
         self.rows: dict[str, LimitRow] = {}
@@ -107,7 +110,7 @@ class VerdictTab(Tab):
         self.preset = widgets.Dropdown(
             options=[("choose...", ""), *((name, name) for name in model.presets)],
             description="tolerances",
-            tooltip="a set of tolerances in place of the present one",
+            tooltip="a named set of limits",
             style=wide,
             layout={"width": "auto"},
         )
@@ -127,7 +130,6 @@ class VerdictTab(Tab):
         self.load = widgets.Button(
             description="Load", icon="upload", tooltip="take the tolerances of the file", layout={"width": "auto"}
         )
-        self.said = widgets.HTML()
         self.body = widgets.VBox()
         controls = look.box(self.preset, self.path, self.save, self.load)
         self.widget = widgets.VBox([self.head, controls, self.said, self.body])
@@ -139,14 +141,14 @@ class VerdictTab(Tab):
         self._order()
 
     def _changed(self, _: Any = None) -> None:
-        if self._visible and not self._made:  # from then on they follow while nobody looks, too: that is cheap
+        if self._visible and not self._made:  # from then on hidden rows follow too, which is cheap
             self._made = True
             self._order()
 
     def _preset(self, change: Any) -> None:
         if change["new"]:
             self.model.take(self.model.presets[change["new"]])
-            self._say(f"{len(self.model.tolerances)} limits moved from where the lab has them")
+            self._say(f"{len(self.model.tolerances)} limits differ from the lab's own")
 
     def _file(self, *, save: bool) -> None:
         path = Path(self.path.value.strip() or FILE).expanduser()
@@ -158,9 +160,6 @@ class VerdictTab(Tab):
                 self._say(f"took {len(self.model.tolerances)} tolerances from {path}")
         except (KitError, OSError) as error:
             self._say(str(error), bad=True)
-
-    def _say(self, words: str, *, bad: bool = False) -> None:
-        self.said.value = f'<div role="status" aria-live="polite">{look.span("bad" if bad else "faint", words)}</div>'
 
     def _order(self, _: Any = None) -> None:
         """The worst first. Limits and the ends of sliders hang on the run, and stay where they are while it does."""
@@ -198,16 +197,15 @@ def worst(rows: Sequence[VerdictRow]) -> int:
 
 def head_html(verdict: Any) -> str:
     if verdict is None or not len(verdict):
-        return '<p class="kit-faint">Nothing is judged yet: run the lab to its end, or show a run from the Compare tab.</p>'
-    counts = {passed: sum(row.passed is passed for row in verdict) for passed in MARKS}
-    failed = f'<b class="kit-{"bad" if counts[False] else "good"}">{"✗" if counts[False] else "✓"} {counts[False]} failed</b>'
-    return f"<div role='status' aria-live='polite'>{failed}, {counts[True]} passed, {counts[None]} not measured</div>"
+        return '<p class="kit-faint">Not judged yet: run the lab to its end.</p>'
+    mark = MARKS[not any(row.passed is False for row in verdict)]
+    return f"<div role='status' aria-live='polite'>{look.span(mark.kind, f'{mark.sign} {tally(verdict)}')}</div>"
 
 
 def check_html(limit: Limit, rows: Sequence[VerdictRow], *, moved: bool) -> str:
     """A check's answer; of one with many answers the failed ones too, the worst few."""
-    heads = [row for row in rows if "/" not in row.check]
-    held = f"limit {SIGNS[limit.better]} {look.number(limit.default, limit.unit)}"
+    heads = without_parts(rows)
+    held = f"limit {SIGNS[limit.better]} {amount(limit.default, limit.unit)}"
     parts = [look.span("faint", f"{name}: not judged yet, {held}") for name in limit.checks if not rows]
     for row in heads:
         below = [one for one in rows if one.check.startswith(f"{row.check}/")]
@@ -222,12 +220,53 @@ def check_html(limit: Limit, rows: Sequence[VerdictRow], *, moved: bool) -> str:
 
 
 def row_html(limit: Limit, row: VerdictRow, *, moved: bool, brief: bool = False) -> str:
-    word, kind = MARKS[row.passed]
-    measured = "" if row.measured is None else look.number(row.measured, row.unit)
-    held = f"{measured} {SIGNS[limit.better]} {look.number(row.limit, row.unit)}" if measured else ""
+    mark = MARKS[row.passed]
+    measured = "" if row.measured is None else amount(row.measured, row.unit)
+    held = f"{measured} {SIGNS[limit.better]} {amount(row.limit, row.unit)}" if measured else ""
     if row.passed is False:
-        held = f"{measured}, limit {SIGNS[limit.better]} {look.number(row.limit, row.unit)}"
-    lab = look.span("busy", f" (lab: {look.number(limit.default, limit.unit)})") if moved else ""
+        held = f"{measured}, limit {SIGNS[limit.better]} {amount(row.limit, row.unit)}"
+    lab = look.span("busy", f" (lab: {amount(limit.default, limit.unit)})") if moved else ""
     name = row.check.partition("/")[2] if brief else row.check
     why = look.span("faint", row.why) if row.why else ""
-    return f'<b class="kit-{kind}">{word}</b> <b>{look.text(name)}</b> {look.text(held)}{lab} {why}'
+    return f'<b class="kit-{mark.kind}">{mark}</b> <b>{look.text(name)}</b> {look.text(held)}{lab} {why}'
+
+
+# -- sliders ------------------------------------------------------------------------------------------------------------
+# A browser rounds a slider's number to its steps and sends it back at once, as if a person had moved it: a limit of 1e-06 would
+# come back as 9.83e-07. So a slider has whole numbers only, places on a scale; the exact number is in the field beside it.
+
+
+class Scale(NamedTuple):
+    """From `low` to `high` in `steps` steps: whole numbers, powers, or even steps."""
+
+    low: float
+    high: float
+    steps: int
+    kind: str  # whole, powers, even
+
+    def value(self, place: int) -> float:
+        if self.kind == "whole":
+            return self.low + place
+        if place <= 0 or place >= self.steps:
+            return self.low if place <= 0 else self.high
+        if self.kind == "powers":
+            return float(f"{self.low * 10 ** (place / DECADE):.3g}")
+        return float(f"{self.low + (self.high - self.low) * place / self.steps:.4g}")
+
+    def place(self, value: float) -> int:
+        """The place that is nearest; a value beyond the ends is shown at the end."""
+        inside = min(max(value, self.low), self.high)
+        if self.kind == "whole":
+            return round(inside - self.low)
+        if self.kind == "powers":
+            return self.steps if inside == self.high else round(DECADE * math.log10(inside / self.low))
+        return round(self.steps * (inside - self.low) / (self.high - self.low)) if self.steps else 0
+
+
+def scale(low: float, high: float, *, whole: bool = False) -> Scale:
+    """By powers where the range spans them, each number where they are few and whole, else even."""
+    if whole and high - low <= PLACES:
+        return Scale(low, high, round(high - low), "whole")
+    if low > 0 and high / low >= 100:
+        return Scale(low, high, math.floor(DECADE * math.log10(high / low) + 1e-9), "powers")
+    return Scale(low, high, PLACES if high > low else 0, "even")

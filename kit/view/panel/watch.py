@@ -1,4 +1,4 @@
-"""Who looks on while a panel's ranks work, in the thread of the call: how far each phase and rank is, what was printed, time left."""
+"""Follows a panel's ranks while they work, in the thread of the call: how far each phase and rank is, what was printed, time left."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kit.errors import KitError, RankDied, RankError, RankTimeout
+from kit.labs.definition import working
 from kit.labs.lab import PhaseRow
 from kit.results import Run
-from kit.view.panel.facts import LOG_LINES, Failure, PhaseState, Progress
+from kit.view.panel.facts import LOG_LINES, Failure, PhaseState, Progress, marks
 
 if TYPE_CHECKING:
     from kit.labs.lab import Lab
@@ -45,7 +46,7 @@ class Watch:
         self.stacks: dict[int, str] = {}
         self.grew = False
 
-    # -- what the controller tells ------------------------------------------------------------------------------------
+    # -- called by the controller ------------------------------------------------------------------------------------
 
     def take(self, lab: Lab) -> None:
         """Watch this lab from now on, as far as it is."""
@@ -62,10 +63,10 @@ class Watch:
                 row.cycle,
                 row.phase,
                 row.status,
-                ("done" if row.status == "done" else "waiting",) * ranks,
+                marks(ranks, working(step, lab.roles), "done" if row.status == "done" else "waiting"),
                 tuple(known[row.cycle, row.phase].get(rank) for rank in range(ranks)),
             )
-            for row in lab.phases
+            for row, step in zip(lab.phases, lab.steps, strict=True)
         ]
         self._index = sum(state.status == "done" for state in self._phases)
         self._goal = self._index
@@ -91,8 +92,9 @@ class Watch:
     def stepped(self, stepped: Stepped, seconds: float) -> None:
         self._stepping = False
         self._took[stepped.phase].append(seconds)
-        ranks = len(self._phases[self._index].ranks)
-        self._set(self._index, status="done", ranks=("done",) * ranks, seconds=seconds_of(stepped.records, ranks))
+        before = self._phases[self._index].ranks
+        done = tuple("absent" if mark == "absent" else "done" for mark in before)
+        self._set(self._index, status="done", ranks=done, seconds=seconds_of(stepped.records, len(before)))
         self._index += 1
         if self._index < len(self._phases):
             self._set(self._index, status="next")
@@ -105,11 +107,17 @@ class Watch:
         if self._index < len(self._phases):
             state = self._phases[self._index]
             done = self._answered if failure.kind == "timeout" else ()  # else an answer may be that of a victim
-            marks = tuple(
-                "failed" if rank in failure.ranks else "done" if rank in done else "waiting"
-                for rank in range(len(state.ranks))
+            after = tuple(
+                "failed"
+                if rank in failure.ranks
+                else "done"
+                if rank in done
+                else mark
+                if mark == "absent"
+                else "waiting"
+                for rank, mark in enumerate(state.ranks)
             )
-            self._set(self._index, status="failed", ranks=marks)
+            self._set(self._index, status="failed", ranks=after)
         self.grew = True
 
     def rest(self) -> None:
@@ -120,7 +128,7 @@ class Watch:
         self.phase = ""
 
     def rows(self) -> list[PhaseRow]:
-        """The plan and how far it is, as a lab tells it."""
+        """The plan and how far it is, as a lab lists it."""
         return [PhaseRow(state.cycle, state.phase, state.status) for state in self._phases]
 
     @property
@@ -144,16 +152,14 @@ class Watch:
         progress = Progress(self._index, len(self._phases), self._since(), self._time_left())
         return tuple(self._phases), progress, tuple(self._log)
 
-    # -- what the World tells ------------------------------------------------------------------------------------------
+    # -- called by the World ------------------------------------------------------------------------------------------
 
     def started(self, phase: str, ranks: Sequence[int]) -> None:
         self._answered = []
         self.phase = phase
         if self._stepping and self._index < len(self._phases) and self._phases[self._index].phase == phase:
-            marks = tuple(
-                "running" if rank in ranks else "waiting" for rank in range(len(self._phases[self._index].ranks))
-            )
-            self._set(self._index, status="running", ranks=marks, began=time.monotonic())
+            running = marks(len(self._phases[self._index].ranks), ranks, "running")
+            self._set(self._index, status="running", ranks=running, began=time.monotonic())
         self._tell()
 
     def output(self, rank: int, text: str) -> None:
@@ -161,14 +167,14 @@ class Watch:
         self._tell()
 
     def tick(self, answered: Sequence[int]) -> None:
-        # Once they are told to stop, ranks answer that: what hung has not done its phase.
+        # Ranks answer an interrupt too, which does not mean that they finished the phase.
         if list(answered) != self._answered and not self._interrupted:
             self._answered = list(answered)
             if self._index < len(self._phases) and self._phases[self._index].status == "running":
-                marks = self._phases[self._index].ranks
+                before = self._phases[self._index].ranks
                 self._set(
                     self._index,
-                    ranks=tuple("done" if rank in self._answered else mark for rank, mark in enumerate(marks)),
+                    ranks=tuple("done" if rank in self._answered else mark for rank, mark in enumerate(before)),
                     keep=True,
                 )
         if self._stop.is_set() and not self._interrupted:
@@ -176,6 +182,10 @@ class Watch:
             self._look()
             raise KeyboardInterrupt(f"by hand, in phase {self.phase!r}")
         self._tell()
+
+    def recorded(self, count: int) -> None:  # noqa: ARG002 - that there are more is enough
+        """Records reached the run's folder while their phase lasts."""
+        self.grew = True
 
     def ended(self) -> None: ...
 
@@ -206,7 +216,7 @@ class Watch:
             self._flush()
 
     def _look(self) -> None:
-        """What ranks that have not answered are doing, before they are told to stop."""
+        """What ranks that have not answered are doing, before they are interrupted."""
         if self._lab is not None and self._lab.started:
             with contextlib.suppress(KitError, OSError):
                 stacks = self._lab.world.stacks()
@@ -236,7 +246,7 @@ def seconds_of(records: Sequence[Record], ranks: int) -> tuple[float | None, ...
     return tuple(known.get(rank) for rank in range(ranks))
 
 
-def told(error: BaseException, stacks: dict[int, str], phase: str, done: str) -> Failure:
+def failure_of(error: BaseException, stacks: dict[int, str], phase: str, done: str) -> Failure:
     """An error as a panel shows it. Ranks that only waited for others are not among the blamed."""
     message, _, rest = str(error).partition("\n")
     notes = "\n".join(getattr(error, "__notes__", ()))

@@ -29,6 +29,12 @@ GIB = 2**30
         ({"tp": 2, "ranks": 3}, "tp\\*pp=2 does not divide 3 ranks"),
         ({"pp": 3, "ranks": 3, "tp": 1}, "pp=3 does not divide 4 layers"),
         ({"experts": 2, "tp": 2}, "Megatron asks for tp=1"),
+        ({"tp": 1, "cp": 3, "ranks": 2}, "tp\\*pp\\*cp=3 does not divide 2 ranks"),
+        ({"vpp": 2}, "vpp=2 needs a pipeline: set pp=2 or more"),
+        ({"tp": 1, "pp": 2, "vpp": 3}, "pp\\*vpp=6 does not divide 4 layers"),
+        ({"tp": 1, "pp": 2, "vpp": 2, "microbatches": 3}, "microbatches=3 must be a multiple of pp=2"),
+        ({"mode": "official", "implementation": "mine:Whole"}, "mode=official is a way of the kit's own releaser"),
+        ({"include_world": True, "groups": False}, "include_world=true needs groups=true"),
         ({"mode": "gentle"}, "mode must be one of exact, abort, manual, official, suspend, not 'gentle'"),
         ({"cycles": 0}, "cycles must be a whole number from 1 to 1000, not 0"),
         ({"implementation": "mine"}, "implementation must be 'module:attr', not 'mine'"),
@@ -42,8 +48,8 @@ def test_one_sentence(config: dict[str, object], sentence: str) -> None:
 
 
 def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fits, "available_bytes", lambda: 10 * GIB)
-    monkeypatch.setattr(fits, "cards", list)
+    monkeypatch.setattr(fits, "free_memory", lambda: 10 * GIB)
+    monkeypatch.setattr(fits, "free_bytes", list)
     offload_fits(OffloadConfig(size="125m"))
     with pytest.raises(
         BadInput, match=r"size qwen2.5-0.5b does not fit: 2 ranks x \(.* GiB, and 10.0 GiB are free"
@@ -57,21 +63,21 @@ def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_card_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fits, "available_bytes", lambda: 1000 * GIB)
-    monkeypatch.setattr(fits, "cards", lambda: [80 * GIB, 2 * GIB])
+    monkeypatch.setattr(fits, "free_memory", lambda: 1000 * GIB)
+    monkeypatch.setattr(fits, "free_bytes", lambda: [80 * GIB, 2 * GIB])
     offload_fits(OffloadConfig(size="125m"))
     with pytest.raises(
-        BadInput, match=r"of weights, gradients and optimizer for each rank, and 2\.0 GiB are free on a card"
+        BadInput, match=r"of weights, gradients and optimizer for each rank, and 2\.0 GiB are free on a GPU"
     ):
         kit.lab("offload", size="qwen2.5-0.5b")
     offload_fits(OffloadConfig(size="qwen2.5-0.5b", device="cpu"))
 
 
 def test_a_card_that_is_too_small_for_those_who_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fits, "available_bytes", lambda: 1000 * GIB)
-    monkeypatch.setattr(fits, "cards", lambda: [12 * GIB])
+    monkeypatch.setattr(fits, "free_memory", lambda: 1000 * GIB)
+    monkeypatch.setattr(fits, "free_bytes", lambda: [12 * GIB])
     offload_fits(OffloadConfig(size="qwen2.5-0.5b", tp=1, ranks=1))
-    with pytest.raises(BadInput, match=r"on each of 2 ranks that share a card, and 12\.0 GiB are free on a card"):
+    with pytest.raises(BadInput, match=r"on each of 2 ranks that share a GPU, and 12\.0 GiB are free on a GPU"):
         offload_fits(OffloadConfig(size="qwen2.5-0.5b", tp=1, ranks=2))
 
 
@@ -84,8 +90,8 @@ def test_the_modes_are_those_of_the_room_that_releases() -> None:
 def test_suspending_needs_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match=r"mode=suspend needs CUDA: .* and device=cpu has none"):
         kit.lab("offload", mode="suspend", device="cpu")
-    monkeypatch.setattr("kit.labs.offload.fits.cards", list)
+    monkeypatch.setattr("kit.labs.offload.fits.free_bytes", list)
     with pytest.raises(BadInput, match=r"mode=suspend needs CUDA: .* and this machine has no GPU driver"):
         kit.lab("offload", mode="suspend")
-    monkeypatch.setattr("kit.labs.offload.fits.cards", lambda: [80 * GIB])
+    monkeypatch.setattr("kit.labs.offload.fits.free_bytes", lambda: [80 * GIB])
     offload_fits(OffloadConfig(mode="suspend"))

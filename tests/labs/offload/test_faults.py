@@ -35,15 +35,26 @@ ALSO = {
     "double-patch": {"old_groups_dead", "fds_return", "threads_return"},
     "kept-handle": {"fds_return", "threads_return"},
     "bit-flip": {"training_continues_bitwise"},
+    "reseeded": {"training_continues_bitwise"},
     "lost-optimizer-state": {"tensors_restored"},
-    "stale-handles": {"old_groups_dead", "fds_return", "threads_return"},
+    "stale-handles": {
+        "old_groups_dead",
+        "fds_return",
+        "threads_return",
+        "training_continues_bitwise",
+        "destroy_failure_raises",
+    },
 }
+
+
+CYCLES = {"slow-at-last": 3, "leaked-file": 3}  # what they do shows against cycles before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", SUBTLE, ids=lambda fault: fault.name)
 def test_a_fault_fails_its_check_and_hardly_another(offload: Offload, fault: Fault) -> None:
-    broken = failed(offload(fault=fault.name, cycles=2).verdict())
+    cycles = CYCLES.get(fault.name, 2)
+    broken = failed(offload(fault=fault.name, cycles=cycles).verdict(), times=fault.check == "time_steady")
     assert {fault.check} <= broken <= {fault.check} | ALSO.get(fault.name, set())
 
 

@@ -11,10 +11,13 @@ from kit.errors import BadInput
 from kit.labs.discover import find
 from kit.results import Verdict
 from tests.labs.offload.conftest import failed, unanswered, why
+from tests.labs.parts import failing_parts
 
 Offload = Callable[..., kit.Run]
 NOT_HERE = {"residual", "comm_released", "others_untouched"}  # asked of a card's driver
-TOO_SMALL = {"memory_slope", "reload_peak"}
+STAYS = {"world_released"}  # WORLD was not to be given back
+TOO_SMALL = {"reload_peak"}
+TOO_SHORT = {"memory_slope", "time_steady", "nothing_piles_up"}
 
 
 def of(run: kit.Run, phase: str, metric: str) -> list[float]:
@@ -25,19 +28,20 @@ def of(run: kit.Run, phase: str, metric: str) -> list[float]:
 def test_the_default_run_row_by_row() -> None:
     run = kit.run("offload")
     verdict = run.verdict()
-    assert [row.check for row in verdict] == [check.name for check in find("offload").load_checks()]
+    asked = [check.name for check in find("offload").all_checks() if check.asked(run.config)]
+    assert [row.check for row in verdict] == asked
     assert failed(verdict) == set()
-    assert unanswered(verdict) == NOT_HERE | TOO_SMALL
-    assert {row.measured for row in verdict if row.unit == "1"} == {0.0}
-    assert why(verdict, "handles_alive") == "holders of a dead or replaced group: none, 2 ranks, 3 cycles"
-    assert "8 steps and every tensor" in why(verdict, "training_continues_bitwise")
-    assert why(verdict, "memory_slope") == "not measured: a slope needs 8 cycles or more"
+    assert unanswered(verdict) == NOT_HERE | TOO_SMALL | STAYS
+    assert {row.measured for row in verdict if row.unit == "1" and row.passed is not None} == {0.0}
+    assert why(verdict, "handles_alive") == "references to a dead or replaced group: 0 in 2 ranks, 4 cycles"
+    assert "10 steps and all final tensors" in why(verdict, "training_continues_bitwise")
+    assert "MiB/cycle over 4 cycles" in why(verdict, "memory_slope")
     assert why(verdict, "residual") == "not measured: the ranks had no CUDA device"
     assert set(of(run, "idle", "groups")) == {1.0}
     (made,) = set(of(run, "fingerprint", "groups_watched"))
     assert made >= 20
     assert set(of(run, "verify", "groups")) == {made + 1}
-    assert set(of(run, "idle", "left_bytes")) == {0.0}
+    assert set(of(run, "idle", "left_bytes")) == {36.0}  # rotary frequencies and a scale: constants, no training state
     assert min(of(run, "fingerprint", "resident_bytes")) > 2**20
     assert set(of(run, "release", "groups_destroyed")) == {made}
     # Limits move without a rerun.
@@ -50,6 +54,8 @@ def test_the_default_run_row_by_row() -> None:
 def test_world_too(offload: Offload) -> None:
     run = offload(include_world=True, cycles=2)
     assert failed(run.verdict()) == set()
+    assert failing_parts(run) == []  # a run that broke is not blamed for what it did not get to
+    assert "world_released" not in unanswered(run.verdict())
     assert set(of(run, "idle", "groups")) == {0.0}
     assert of(run, "release", "groups_destroyed") == [made + 1 for made in of(run, "fingerprint", "groups_watched")]
 
@@ -61,7 +67,7 @@ def test_kinds_are_chosen_one_by_one(offload: Offload, kind: str) -> None:
     run = offload(**others)
     verdict = run.verdict()
     assert failed(verdict) == set()
-    assert why(verdict, "handles_alive") == "not measured: groups=false: no group was given back"
+    assert why(verdict, "stale_handle_raises") == "not measured: groups=false releases no group"
     assert {"old_groups_dead", "groups_return_to_baseline", "destroy_failure_raises"} <= unanswered(verdict)
     moved = {kind: of(run, "release", f"{kind}_bytes") for kind in ("weights", "grads", "optimizer")}
     assert {each for each in moved if any(moved[each])} == {kind}
@@ -73,9 +79,12 @@ def test_groups_alone_without_hashes(offload: Offload) -> None:
     run = offload(hashes=False, weights=False, grads=False, optimizer=False)
     verdict = run.verdict()
     assert failed(verdict) == set()
-    assert why(verdict, "tensors_restored") == "not measured: hashes=false, every cycle is unchecked"
+    assert why(verdict, "tensors_restored") == "not measured: hashes=false compares no tensors"
     assert set(of(run, "verify", "unchecked")) == {1.0}
-    assert why(verdict, "tensors_released") == "not measured: nothing was to be given back"
+    assert (
+        why(verdict, "tensors_released")
+        == "not measured: weights, grads and optimizer are false: no tensor is released"
+    )
     assert {"tensors_restored", "tensors_released"} <= unanswered(verdict)
 
 
@@ -85,13 +94,14 @@ def test_abort_is_exact_by_another_word(offload: Offload) -> None:
     run = offload(mode="abort", cycles=2)
     verdict = run.verdict()
     assert failed(verdict) == set()
-    assert unanswered(verdict) == NOT_HERE | TOO_SMALL
+    assert unanswered(verdict) == NOT_HERE | TOO_SMALL | TOO_SHORT | STAYS
     assert set(of(run, "release", "groups_destroyed")) == set(of(run, "fingerprint", "groups_watched"))
     assert set(of(run, "idle", "groups")) == {1.0}
     assert "the error named it on all 2 ranks" in why(verdict, "destroy_failure_raises")
 
 
 MODE_FAILS = {
+    "training_continues_bitwise",
     "groups_return_to_baseline",
     "handles_alive",
     "stale_handle_raises",
@@ -111,17 +121,17 @@ def test_the_ways_in_common_use(offload: Offload, mode: str) -> None:
     gloo = 3  # manual loses these, official destroys these alone and does not count
     assert set(of(run, "release", "groups_destroyed")) == {made - gloo if mode == "manual" else -1.0}
     left = gloo if mode == "manual" else made - gloo
-    assert f"{left:g} more on rank 0 in cycle 1" in why(verdict, "groups_return_to_baseline")
-    assert "training ended in cycle 1: layers hold groups" in why(verdict, "training_continues_bitwise")
-    assert f"mode={mode}: a failure is rehearsed" in why(verdict, "destroy_failure_raises")
-    assert {"training_continues_bitwise", "destroy_failure_raises"} <= unanswered(verdict)
+    assert f"+{left:g} (rank " in why(verdict, "groups_return_to_baseline")
+    assert "training stopped in cycle 1: groups were dead" in why(verdict, "training_continues_bitwise")
+    assert f"only with mode=exact or abort, not {mode}" in why(verdict, "destroy_failure_raises")
+    assert "destroy_failure_raises" in unanswered(verdict)
 
 
 @pytest.mark.slow
 def test_the_lab_keeps_no_group_that_it_watches(offload: Offload) -> None:
     alive = of(offload(mode="manual", cycles=2), "idle", "old_groups_alive")
-    # Two ranks, cycle 2: the three gloo groups of each cycle that manual loses, and no other.
-    assert alive[2:] == [6.0, 6.0]
+    # Of the first cycle's groups the job keeps some. From one cycle to the next manual loses three gloo groups; no other may stay.
+    assert [after - before for before, after in zip(alive[:2], alive[2:], strict=True)] == [3.0, 3.0]
 
 
 GRID = [
@@ -134,12 +144,15 @@ GRID = [
     {"ranks": 4, "tp": 1, "pp": 4, "layers": 4},
     {"ranks": 4, "tp": 2, "gloo_groups": False, "order": "tp-cp-ep-pp-dp"},
     {"ranks": 1, "tp": 1},
+    {"ranks": 2, "tp": 1, "cp": 2},
+    {"ranks": 2, "tp": 1, "pp": 2, "vpp": 2, "layers": 4, "microbatches": 2},
 ]
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(4, of="ways of spreading a job")
 @pytest.mark.parametrize("parallel", GRID, ids=lambda config: "-".join(f"{k}={v}" for k, v in config.items()))
 def test_every_way_of_spreading_a_job(offload: Offload, parallel: dict[str, object]) -> None:
     verdict: Verdict = offload(cycles=2, **parallel).verdict()
     assert failed(verdict) == set()
-    assert unanswered(verdict) == NOT_HERE | TOO_SMALL
+    assert unanswered(verdict) == NOT_HERE | TOO_SMALL | TOO_SHORT | STAYS

@@ -15,9 +15,14 @@ from tests.holdings import holdings, wait_for
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = {"steps": 2, "layers": 2, "microbatches": 4, "chunks": [1, 2, 0]}
 OWN = '''
+import math
+import types
 import torch
 import torch.distributed as dist
+from kit.megatron import model, split
+from kit.megatron.config import ModelConfig
 from kit.megatron.split import MegatronSplit
+from kit.train.losses import ClippedPolicyGradient
 from own_split import Trainer
 
 
@@ -171,11 +176,121 @@ class Swallows(Kit):
             pass
 
 
+class AppliesNaN(Kit):
+    """What is not a number is trained on like the rest."""
+    def _update(self, *args):
+        kept, split.finite_gradients = split.finite_gradients, lambda job: True
+        try:
+            return super()._update(*args)
+        finally:
+            split.finite_gradients = kept
+
+
+class RaisesOnNaN(Kit):
+    """Refuses a step that is not finite by an error, which abort clears up."""
+    def _update(self, *args):
+        if not split.finite_gradients(self.job) or not math.isfinite(args[2]["loss"]):
+            raise FloatingPointError("a gradient or the loss is not finite")
+        return super()._update(*args)
+
+
+class OtherWords(Kit):
+    """Refuses what it must, and does not say in which state it is."""
+    def _need(self, state, call):
+        try:
+            super()._need(state, call)
+        except Exception:
+            raise RuntimeError("not now") from None
+
+
+class BreaksAfterAbort(Kit):
+    """Cannot be used once it was aborted."""
+    def abort(self):
+        was_open = self.state == "open"
+        super().abort()
+        if was_open:
+            self.failed = "was aborted"
+
+
 class RaisesWhenClosed(Kit):
     def abort(self):
         if self.state == "closed":
             raise RuntimeError("nothing to abort")
         super().abort()
+
+
+class Reinforce:
+    """A loss from nothing: -A log p, a mean by its level, in float32."""
+    def __init__(self, ctx):
+        self.level = ctx.level
+
+    def normalizers(self):
+        return {"loss": self.level, "entropy": "tokens", "rows": None}
+
+    def __call__(self, logprobs, data, *, tokens, sequences):
+        inside = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]) > 0
+        each = -torch.where(inside, data["advantages"][:, 1:], 0.0) * torch.where(inside, logprobs, 0.0)
+        own = torch.where(inside, -logprobs.detach(), 0.0).sum().double() / tokens
+        total = each.double().sum(1)
+        if self.level == "sequences":
+            total = total / inside.sum(1).clamp(min=1)
+        loss = total.sum() / (tokens if self.level == "tokens" else sequences)
+        return loss, {"loss": loss.detach(), "entropy": own, "rows": data["sample_mask"].sum()}
+
+
+class WrongNormalizer(Reinforce):
+    def normalizers(self):
+        return {**super().normalizers(), "entropy": "sequences"}
+
+
+class DividesAgain(Reinforce):
+    """By its own rows as well: the gradient hangs on how a step is cut."""
+    def __call__(self, logprobs, data, **by):
+        loss, seen = super().__call__(logprobs, data, **by)
+        return loss / len(logprobs), seen
+
+
+class ByMultiplying(Reinforce):
+    """Masked places are multiplied by 0."""
+    def __call__(self, logprobs, data, *, tokens, sequences):
+        mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+        loss = (-data["advantages"][:, 1:] * logprobs * mask).sum() / tokens
+        return loss, {"loss": loss.detach(), "entropy": loss.detach() * 0, "rows": data["sample_mask"].sum()}
+
+
+class OneLevel(Reinforce):
+    def __init__(self, ctx):
+        self.level = "tokens"
+
+
+class UnknownMetric(Reinforce):
+    def __call__(self, *args, **kwargs):
+        loss, seen = super().__call__(*args, **kwargs)
+        return loss, {**seen, "extra": loss.detach()}
+
+
+class OddNormalizer(Reinforce):
+    def normalizers(self):
+        return {"loss": "rows"}
+
+
+def own_model(ctx):
+    """Megatron's model again, wider, with another optimizer."""
+    config = ModelConfig(layers=2, tp=ctx.config.tp, pp=ctx.config.pp, seq=ctx.config.length, sum_gradients=True, seed=7)
+    job = model.assemble(config, ctx.device, ctx.settings)
+    return types.SimpleNamespace(chunks=job.chunks, optimizer=job.optimizer, scheduler=job.scheduler)
+
+
+def model_without_scheduler(ctx):
+    made = own_model(ctx)
+    del made.scheduler
+    return made
+
+
+def model_that_never_reduces(ctx):
+    made = own_model(ctx)
+    made.chunks[0].config.finalize_model_grads_func = None
+    return made
 '''
 
 
@@ -224,7 +339,8 @@ def failed(verdict: Verdict) -> set[str]:
 
 
 def unanswered(verdict: Verdict) -> set[str]:
-    return {row.check for row in verdict if row.passed is None}
+    """The checks without an answer, but for the one that most runs here are too short for: it needs three cycles."""
+    return {row.check for row in verdict if row.passed is None} - {"nothing_piles_up"}
 
 
 def why(verdict: Verdict, check: str) -> str:

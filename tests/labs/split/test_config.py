@@ -42,6 +42,30 @@ EXPERTS = {"experts": 4, "reduce": "mean"}
         ({"recipe": "gspo", "level": "tokens"}, "recipe=gspo needs level=sequences, not 'tokens'"),
         ({"masks": "empty-rank", "tp": 2}, "masks=empty-rank needs two data ranks or more"),
         ({"masks": "empty-rank", "ranks": 1}, "masks=empty-rank needs two data ranks or more"),
+        ({"kl_kind": "k4"}, "kl_kind must be one of recipe, k1, k2, k3, not 'k4'"),
+        ({"dual_clip": 0.5}, "dual_clip must be a number of at least 1 or null, not 0.5"),
+        ({"dual_clip": 1}, "dual_clip=1.* is not allowed: it must be a finite number above 1"),
+        ({"ratio": "none", "dual_clip": 3}, "ratio='none' excludes cispo, on_policy and dual_clip"),
+        ({"recipe": "cispo", "dual_clip": 3}, "cispo=True and dual_clip exclude each other"),
+        ({"truncation": "tis", "band_high": 2}, "truncation='tis' needs importance='tokens' or 'sequences'"),
+        (
+            {"recipe": "nll", "kl": 0.1, "clip_low": 0.1},
+            "recipe=nll is the negative log-likelihood, which has no clip_low, kl",
+        ),
+        ({"recipe": "dapo", "kl_input_clamp": 20}, "kl_input_clamp and kl_output_clamp need kl above 0"),
+        ({"loss": "json:loads", "kl": 0.1}, "loss=json:loads has its own settings: leave kl out"),
+        ({"loss": "json:loads", "recipe": "dapo"}, "loss=json:loads has its own settings: leave recipe out"),
+        ({"loss": "nowhere"}, "loss must be 'module:attr', not 'nowhere'"),
+        (
+            {"loss": "nowhere:loss"},
+            "loss=nowhere:loss cannot be loaded by the ranks' Python .* No module named 'nowhere'",
+        ),
+        ({"model": "json:nothing"}, "model=json:nothing cannot be loaded by the ranks' Python"),
+        ({"model": "json:loads", "layers": 2}, "model=json:loads needs backend=megatron without experts and layers"),
+        (
+            {"model": "json:loads", "backend": "fsdp2"},
+            "model=json:loads needs backend=megatron without experts and layers",
+        ),
         ({"length": 23}, "length must be a whole number from 24 to 32768, not 23"),
         ({"steps": 0}, "steps must be a whole number from 1 to 1000, not 0"),
         ({"dtype": "float16"}, "dtype must be one of auto, float32, bfloat16, not 'float16'"),
@@ -56,8 +80,8 @@ def test_one_sentence(config: dict[str, object], sentence: str) -> None:
 
 
 def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fits, "available_bytes", lambda: 16 * GIB)
-    monkeypatch.setattr(fits, "cards", list)
+    monkeypatch.setattr(fits, "free_memory", lambda: 16 * GIB)
+    monkeypatch.setattr(fits, "free_bytes", list)
     split_fits(SplitConfig(size="125m", layers=2, steps=1))
     with pytest.raises(BadInput, match=r"gradients, kept of 9 steps to be compared"):
         kit.lab("split", size="qwen2.5-0.5b", steps=9)

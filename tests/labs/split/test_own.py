@@ -11,7 +11,7 @@ from kit.errors import BadInput
 from kit.labs.split.broken import NUMBERS, whole_result
 from kit.labs.split.config import SplitConfig
 from kit.results import exit_code
-from tests.labs.split.conftest import ROOT, failed, unanswered
+from tests.labs.split.conftest import ROOT, failed, unanswered, why
 
 Split = Callable[..., kit.Run]
 ONE = {"steps": 1, "layers": 1, "microbatches": 2, "chunks": [1], "level": "tokens"}
@@ -50,14 +50,39 @@ WRONG = {
     "AbortLosesHooks": {"hooks_restored"},
     "KeepsRandom": {"abort_is_clean"},
     "Swallows": {"misuse_raises"},
+    "AppliesNaN": {"nonfinite_skipped"},
+    "OtherWords": {"misuse_raises"},
+    "BreaksAfterAbort": {"abort_is_clean", "misuse_raises"},
     "RaisesWhenClosed": {"misuse_raises"},
 }
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(6, of="a_wrong_trainer_is_found_out")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_trainer_is_found_out(split: Split, name: str) -> None:
     assert WRONG[name] <= failed(split(implementation=f"mine:{name}", **ONE).verdict())
+
+
+def test_words_of_its_own_are_a_number_of_their_own(split: Split) -> None:
+    run = split(implementation="mine:OtherWords", **ONE)
+    said = why(run.verdict(), "misuse_raises")
+    assert said.startswith("misuse other words: 5 (")
+    assert "finish while closed, RuntimeError: not now" in said
+    assert "misuse other type: 5" in said
+    records = run.frame().query("phase == 'rehearse' and rank == 0").groupby("metric")["value"].sum()
+    assert (records["misuse_silent"], records["misuse_other_words"], records["misuse_other_type"]) == (0, 5, 5)
+
+
+@pytest.mark.slow
+def test_a_rehearsal_that_breaks_off_fails_what_it_was_to_judge(split: Split) -> None:
+    verdict = split(implementation="mine:BreaksAfterAbort", **ONE).verdict()
+    assert "could not be judged: the rehearsal raised" in why(verdict, "abort_is_clean")
+
+
+@pytest.mark.slow
+def test_an_error_instead_of_a_skipped_update_is_right_too(split: Split) -> None:
+    assert failed(split(implementation="mine:RaisesOnNaN", **ONE).verdict()) == set()
 
 
 @pytest.mark.slow
@@ -68,6 +93,7 @@ def test_what_it_does_to_its_rows_is_its_own_business(split: Split) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(2, of="what_breaks_the_run_says_so")
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -85,6 +111,69 @@ def test_what_breaks_the_run_says_so(split: Split, name: str, said: str) -> None
     assert caught.value.phase == "split"
     assert name == "Raises" or f"implementation=mine:{name}" in str(caught.value)
     assert name != "Raises" or "mine.py" in caught.value.traceback
+
+
+@pytest.mark.slow
+def test_a_loss_of_ones_own(split: Split) -> None:
+    verdict = split(loss="mine:Reinforce", **{**ONE, "level": "both", "chunks": [1, 2]}).verdict()
+    assert failed(verdict) == set()
+    assert {"later_steps", "backends_agree"} == unanswered(verdict)
+    assert "1 metric in float64" in why(verdict, "oracle")
+    assert {row.check for row in verdict if row.check.startswith("metric_parity/")} == {
+        f"metric_parity/{name}" for name in ("loss", "entropy", "rows")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(2, of="a_wrong_loss_is_found_out")
+@pytest.mark.parametrize(
+    ("name", "checks"),
+    [("WrongNormalizer", {"metric_parity"}), ("DividesAgain", {"oracle"}), ("ByMultiplying", {"masked_places"})],
+)
+def test_a_wrong_loss_is_found_out(split: Split, name: str, checks: set[str]) -> None:
+    assert checks <= failed(split(loss=f"mine:{name}", **ONE).verdict())
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(1, of="a_loss_that_cannot_be_used_says_so")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("OneLevel", "loss=mine:OneLevel: its level is 'tokens', and ctx.level is 'sequences'; set level=tokens"),
+        ("UnknownMetric", "normalizers.. and the metrics that it returns differ in extra"),
+        ("OddNormalizer", "a normalizer is 'tokens', 'sequences' or None"),
+        ("Empty", "the object it returned lacks level, normalizers, __call__"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_says_so(split: Split, name: str, said: str) -> None:
+    with pytest.raises(kit.RankError, match=said):
+        split(loss=f"mine:{name}", **{**ONE, "level": "sequences"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [{}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_a_model_of_ones_own(split: Split, config: dict[str, object]) -> None:
+    own = {name: value for name, value in ONE.items() if name != "layers"}
+    verdict = split(model="mine:own_model", **{**own, "layers": None}, **config).verdict()
+    assert failed(verdict) == set()
+    assert {"oracle", "update", "backends_agree", "chunk_invariance", "later_steps"} == unanswered(verdict)
+    assert "worst tensor 0.decoder." in why(verdict, "grad_parity") or "worst tensor 1.decoder." in why(
+        verdict, "grad_parity"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(1, of="a_model_that_cannot_be_used_says_so")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model_without_scheduler", "model=mine:model_without_scheduler: the object it returned lacks scheduler"),
+        ("model_that_never_reduces", "finalize_model_grads_func of a chunk's config is None"),
+    ],
+)
+def test_a_model_that_cannot_be_used_says_so(split: Split, name: str, said: str) -> None:
+    with pytest.raises(kit.RankError, match=said):
+        split(model=f"mine:{name}", **{**ONE, "layers": None})
 
 
 WHOLE = {**dict.fromkeys(NUMBERS, 1.0), "version": 1, "metrics": {"loss": 0.5}}

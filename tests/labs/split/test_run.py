@@ -12,6 +12,8 @@ from kit.errors import BadInput
 from kit.labs.discover import find
 from kit.labs.split import parity
 from kit.labs.split.phases import Split as Phases
+from kit.results import with_ids
+from tests.labs.parts import failing_parts
 from tests.labs.split.conftest import failed, unanswered, why
 
 Split = Callable[..., kit.Run]
@@ -28,12 +30,18 @@ def test_every_check_passes_or_says_why_not(split: Split) -> None:
     verdict = split().verdict()
     assert failed(verdict) == set()
     assert unanswered(verdict) == {"backends_agree"}
-    assert "run backend=fsdp2" in why(verdict, "backends_agree")
+    assert "use backend=fsdp2" in why(verdict, "backends_agree")
     names = [row.check for row in verdict]
     assert len(set(names)) == len(names)
-    assert [name for name in names if "/" not in name] == [check.name for check in find("split").load_checks()]
+    asked = [check.name for check in find("split").all_checks() if check.asked(split().config)]
+    assert [name for name in names if "/" not in name] == asked
     assert {name.partition("/")[0] for name in names if "/" in name} == {"metric_parity"}
     assert {row.measured for row in verdict if row.unit == "1"} == {0.0}
+
+
+@pytest.mark.slow
+def test_a_run_that_breaks_is_not_blamed_for_what_it_did_not_get_to(split: Split) -> None:
+    assert failing_parts(split()) == []
 
 
 def test_a_metric_is_a_row(split: Split) -> None:
@@ -86,32 +94,27 @@ def test_the_table_of_tensors(split: Split) -> None:
     assert {"model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.bias"} <= set(table["tensor"])
     assert table.notna().all(axis=None)
     by = table.groupby("tensor")["gradient_error"].max()
-    # Adding to all keys of a row changes nothing in a softmax: what a key's bias has as a gradient is rounding.
-    assert by["model.layers.1.self_attn.k_proj.bias"] > 5 * by["model.layers.1.mlp.up_proj.weight"]
+    assert by.nunique() > len(by) / 2  # each tensor has its own
 
 
 def test_records_of_every_rank_and_call(split: Split) -> None:
     run = split()
-    for metric in (
-        "split/1/global_loss",
-        "split/2/grad_norm",
-        "split/1/probs_ratio",
-        "reductions_most",
-        "wrong_versions",
-    ):
-        rows = of(run, "split", metric)
+    results = parity.results(run.frame(), "split").set_index(["step", "name"])
+    told = [results.loc[key] for key in ((1, "global_loss"), (2, "grad_norm"), (1, "probs_ratio"))]
+    told += [of(run, "split", metric) for metric in ("reductions_most", "wrong_versions")]
+    for rows in told:
         assert sorted(zip(rows["cycle"], rows["rank"], strict=True)) == [(c, r) for c in range(1, 7) for r in (0, 1)]
     assert set(of(run, "compare", "parameter_error")["rank"]) == {0, 1}
-    rows = run.frame().query("phase == 'split' and rank == 1 and metric.str.startswith('call/')")
+    rows = with_ids(of(run, "split", "call_seconds").query("rank == 1"), "call", "order")
     calls = [len(each) for _, each in rows.groupby("cycle")]
     assert calls == [3, 4, 6] * 2  # begin, the cuts of four microbatches, finish
+    assert rows["call"].tolist()[:3] == ["begin", "microbatch", "finish"]
     assert (rows["value"] > 0).all()
     assert float(of(run, "prepare", "ratios_off_one")["value"].min()) > 0.5  # the losses are tried on something
-    assert len(of(run, "sync", "split/1/loss")) == 0
 
 
 def test_the_rate_moves_and_every_step_differs(split: Split) -> None:
-    told = parity.values(split().frame(), "split", "split").query("cycle == 1").set_index(["metric", "step"])["value"]
+    told = parity.values(split().frame(), "split").query("cycle == 1").set_index(["metric", "step"])["value"]
     assert told["lr", 1] != told["lr", 2]
     assert told["global_loss", 1] != told["global_loss", 2]
     assert told["updated", 1] == 1
@@ -150,11 +153,13 @@ def test_step_by_step(world: kit.World, split: Split) -> None:
         by_hand = lab.run()
     assert failed(by_hand.verdict()) == set()
     assert unanswered(by_hand.verdict()) == {"backends_agree", "chunk_invariance", "later_steps"}
-    assert "name two numbers of chunks" in why(by_hand.verdict(), "chunk_invariance")
+    assert "give two numbers of chunks or more" in why(by_hand.verdict(), "chunk_invariance")
     at_once = split(**config)
-    keys = ["cycle", "phase", "rank", "metric", "unit"]
-    assert by_hand.frame()[keys].to_dict("records") == at_once.frame()[keys].to_dict("records")
-    told = [parity.values(run.frame(), "split", "split") for run in (by_hand, at_once)]
+    keys = ["cycle", "phase", "rank", "metric", "ids", "text", "unit"]
+    # Ranks record in their own order; which rank is first hangs on the machine.
+    rows = [run.frame()[keys].sort_values(["cycle", "phase", "rank"], kind="stable") for run in (by_hand, at_once)]
+    assert rows[0].to_dict("records") == rows[1].to_dict("records")
+    told = [parity.values(run.frame(), "split") for run in (by_hand, at_once)]
     assert told[0].reset_index(drop=True).equals(told[1].reset_index(drop=True))  # the same seed, the same bits
     assert world.pids == pids
     assert world.eval("dist.get_world_size()") == [2, 2]

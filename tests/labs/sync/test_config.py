@@ -7,7 +7,8 @@ import pytest
 import kit
 from kit.errors import BadInput
 from kit.labs import fits
-from kit.labs.sync.config import SyncConfig, plan, worlds
+from kit.labs.lab import sizes
+from kit.labs.sync.config import SyncConfig, plan, roles
 from kit.labs.sync.fits import fits as sync_fits
 
 GIB = 2**30
@@ -67,8 +68,8 @@ def test_a_world_of_ones_own_cannot_be_two(tmp_path, monkeypatch) -> None:
 
 
 def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fits, "available_bytes", lambda: 16 * GIB)
-    monkeypatch.setattr(fits, "cards", list)
+    monkeypatch.setattr(fits, "free_memory", lambda: 16 * GIB)
+    monkeypatch.setattr(fits, "free_bytes", list)
     sync_fits(SyncConfig(size="125m", layers=2))
     with pytest.raises(BadInput, match="of copies between them"):
         sync_fits(SyncConfig(size="qwen2.5-0.5b"))
@@ -88,8 +89,19 @@ def test_only_who_shares_a_device_wakes() -> None:
         "prepare", "base", "train", "refresh", "offload", "expand", "verify", "shrink", "sweep", "rehearse", "end",
     ]  # fmt: skip
     apart = SyncConfig(cycles=2, ranks=4, replicas=2, placement="apart", sweep=False)
+    assert {step.phase: step.roles for step in plan(SyncConfig(cycles=1)) if step.roles} == {
+        "train": ("trainer",),
+        "refresh": ("trainer", "replica"),
+        "offload": ("trainer",),
+        "expand": ("trainer", "sleeper"),
+    }
+    assert {role.name: role.ranks for role in roles(SyncConfig())} == {
+        "trainer": (0, 1),
+        "replica": (4,),
+        "sleeper": (2, 3),
+    }
     assert [step.phase for step in plan(apart)] == [
         "prepare", "base", "train", "refresh", "verify", "train", "refresh", "verify", "rehearse", "end",
     ]  # fmt: skip
-    assert worlds(apart) == (4,)
-    assert worlds(SyncConfig(worlds="two")) == (2, 3)
+    assert sizes(roles(apart)) == (4,)
+    assert sizes(roles(SyncConfig(worlds="two"))) == (2, 3)

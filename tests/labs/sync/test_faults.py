@@ -12,6 +12,7 @@ import pytest
 import kit
 from kit.labs.definition import Fault
 from kit.labs.sync.faults import FAULTS
+from kit.results import newest_run, runs_dir
 from tests.labs.sync.conftest import failed, unanswered
 
 Sync = Callable[..., kit.Run]
@@ -21,14 +22,20 @@ HERE = {fault.name: fault for fault in FAULTS if fault.exit == 1}
 ALSO = {
     "permuted-rows": {"logits_equal"},
     "stale-bucket": {"logits_equal"},
-    "cache-after-offload": {"logits_equal"},
-    "publish-before-apply": {"failure_is_clean"},  # it cannot be taken back then
-    "dropped-bucket": {"logits_equal"},
+    "cache-after-offload": {"logits_equal", "no_torn_reads"},  # two versions of zeros are one
+    "activate-before-publish": {"failure_is_clean", "bit_exact", "no_torn_reads"},  # there is no way back then
+    "publish-before-apply": {"failure_is_clean", "bit_exact"},  # it cannot be taken back then
+    "dropped-bucket": {"logits_equal", "no_torn_reads", "version_order"},  # nothing is written at one point
     "swapped-shards": {"logits_equal"},
     "misaligned-offset": {"logits_equal"},
     "leaked-group": {"failure_is_clean"},
     "leaked-segment": {"failure_is_clean"},
-    "torn-read": {"version_order"},  # nobody asked for the gate
+    "torn-read": {"version_order", "failure_is_clean"},  # nobody asked for the gate, also where a sync fails
+    "early-gate": {"version_order", "failure_is_clean"},
+    "reads-ahead": {"version_order", "failure_is_clean"},
+    "resumed-trainer": {"logits_equal"},
+    "activates-alone": {"version_order", "no_torn_reads"},
+    "keeps-new-weights": {"bit_exact", "no_torn_reads", "version_order"},
 }
 QUICK = ("permuted-rows",)
 
@@ -74,6 +81,17 @@ def test_who_does_not_answer_is_named() -> None:
     with pytest.raises(kit.RankError, match=r"rank 4 did not answer within 3 s.*version -1 stays active") as stalled:
         kit.run("sync", fault="receiver-stalls", layers=2)
     assert stalled.value.phase == "refresh"
+    assert "not on rank 4 in refresh of cycle 1" in blamed()["receivers_answer"]
     with pytest.raises(kit.RankDied, match="SIGKILL") as died:
         kit.run("sync", fault="receiver-dies", layers=2)
     assert (died.value.rank, died.value.phase) == (4, "refresh")
+    assert "not on rank 4 in refresh of cycle 1" in blamed()["receivers_answer"]
+
+
+def blamed() -> dict[str, str]:
+    """The one check that failed in the newest run, and why."""
+    folder = newest_run(runs_dir(), "sync")
+    assert folder is not None
+    found = {row.check: row.why for row in kit.load(folder).verdict().failed}
+    assert set(found) == {"receivers_answer"}
+    return found

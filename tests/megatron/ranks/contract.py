@@ -10,6 +10,8 @@ from common import attempt, census, collect, exercise, write
 dist.init_process_group("gloo")
 early_world = dist.group.WORLD
 
+from holders import holders as holders_of  # noqa: E402
+
 from kit.megatron import groups, model  # noqa: E402 - groups that exist before the kit loads are part of the test
 from kit.megatron.config import ModelConfig  # noqa: E402
 from kit.megatron.groups.snapshot import maker, megatron_groups, parallel_state  # noqa: E402
@@ -94,7 +96,7 @@ def common_modes() -> dict[str, Any]:
             stats = groups.destroy(mode)
             groups.reload(stats["snapshot"])
             counts.append(census()["groups"])
-        holders = groups.holders(job=job)
+        holders = holders_of(job=job)
         result[mode] = {
             "counts": counts,
             "destroyed": stats["destroyed"],

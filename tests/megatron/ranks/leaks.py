@@ -4,6 +4,7 @@ import sys
 
 import torch.distributed as dist
 from common import census, collect, write
+from holders import holders as holders_of
 
 from kit.megatron import groups, model
 from kit.megatron.config import ModelConfig
@@ -23,4 +24,4 @@ for _ in range(int(sys.argv[1])):
     job.step(1)
     collect()
     cycles.append({"released": released, "back": census(), "alive": stats["alive"], "anon": memory()["rss_anon"]})
-write({"cycles": cycles, "dead": [h.path for h in groups.holders(job=job) if not h.alive]})
+write({"cycles": cycles, "dead": [h.path for h in holders_of(job=job) if not h.alive]})

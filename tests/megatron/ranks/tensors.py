@@ -32,6 +32,7 @@ def case(*, distributed_optimizer: bool, dtype: str) -> dict[str, Any]:
     config = ModelConfig(size="125m", layers=1, seq=16, distributed_optimizer=distributed_optimizer, dtype=dtype)
     job = model.build(config)
     job.step(1)
+    job.mover.arena.open()  # its file stays until the mover is closed
     fds = census()["fds"]
     cycles = []
     before = job.hashes()

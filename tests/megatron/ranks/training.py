@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from common import attempt, census, collect, exercise, write
+from holders import holders as holders_of
 
 from kit.megatron import groups, model, ownership
 from kit.megatron.config import ModelConfig, model_bytes
@@ -42,9 +43,10 @@ def interrupted(config: ModelConfig, *, mode: str, include_world: bool) -> dict[
     steps = job.step(BEFORE)
     stale = megatron_groups()
     plain = [group.kit_inner.group_name for group in stale]
+    job.mover.arena.open()  # its file stays until the mover is closed
     result: dict[str, Any] = {"base": base, "training": census(), "before": job.hashes(), "names": plain}
     described = groups.snapshot()["groups"]
-    held = {h.path for h in groups.holders(job=job)}
+    held = {h.path for h in holders_of(job=job)}
 
     out = job.mover.release()
     result["guard"] = attempt(job.step)
@@ -66,7 +68,7 @@ def interrupted(config: ModelConfig, *, mode: str, include_world: bool) -> dict[
     result["after"] = job.hashes()
     result["described_same"] = groups.snapshot()["groups"] == described
     result["talk"] = groups.talk()
-    holders = groups.holders(job=job)
+    holders = holders_of(job=job)
     result["holders_same"] = {h.path for h in holders} == held
     result["dead_holders"] = [h.path for h in holders if not (h.alive and h.current)]
     result["holders"] = len(holders)

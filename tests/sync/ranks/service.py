@@ -22,11 +22,11 @@ from kit.sync.cache import Cache
 from kit.sync.hashes import digest
 from kit.sync.layout import lay_out, specs_of
 from kit.sync.link import Listener, address_of
-from kit.sync.memory import segments
 from kit.sync.receiver import Call, Receiver
 from kit.sync.sender import Sender, Target
 from kit.sync.transports import Place
 from kit.sync.weights import Cut, Whole
+from tests.holdings import memory_files
 
 CPU = torch.device("cpu")
 HERE, THERE = Place("here", 0), Place("there", 1)
@@ -119,8 +119,8 @@ def receiver_of(name: str, host: Host, address: dict[str, Any], call: type[Call]
     return made
 
 
-def target(name: str, place: Place = HERE, state: Any = "serving") -> Target:
-    return Target(name=name, rank=1, place=place, state=state)
+def target(name: str, place: Place = HERE, state: Any = "serving", replica: str = "") -> Target:
+    return Target(name=name, rank=1, place=place, state=state, replica=replica)
 
 
 def at_once(*acts: Callable[[], Any]) -> list[Any]:
@@ -144,7 +144,7 @@ def at_once(*acts: Callable[[], Any]) -> list[Any]:
 
 def held() -> dict[str, int]:
     gc.collect()
-    return {**counts()._asdict(), "segments": segments()}
+    return {**counts()._asdict(), "segments": len(memory_files())}
 
 
 # -- processes -------------------------------------------------------------------------------------------------------------

@@ -11,14 +11,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kit
 from kit.errors import BadInput
-from kit.labs.definition import Definition
+from kit.labs.definition import Definition, Role, Step
 from kit.labs.discover import find
 from kit.labs.lab import Lab
+from kit.labs.stepped import Stepped
 from kit.results import read_verdict
 from kit.view.panel.controller import Controller
 from kit.view.panel.model import Failure, PanelModel
@@ -122,7 +124,9 @@ def hanging(model: PanelModel) -> bool:
 
 @pytest.mark.slow
 def test_every_button_of_the_smoke_lab(made: Make) -> None:
-    model, controller = made(find("smoke"))
+    smoke = find("smoke")
+    model, controller = made(smoke)
+    whole, short = (len(smoke.plan(smoke.config(cycles=cycles))) for cycles in (model.values["cycles"], 1))
     states: list[str] = []
     model.observe(lambda change: states.append(change["new"]), "state")
 
@@ -138,7 +142,7 @@ def test_every_button_of_the_smoke_lab(made: Make) -> None:
     first, second, *_ = model.phases
     assert (first.status, first.ranks, second.status) == ("done", ("done", "done"), "next")
     assert all(value is not None and value > 0 for value in first.seconds)
-    assert (model.progress.done, model.progress.total) == (1, 13)
+    assert (model.progress.done, model.progress.total) == (1, whole)
     assert set(model.run.frame()["phase"]) == {"run", "baseline"}
 
     grown = model.revision
@@ -158,10 +162,10 @@ def test_every_button_of_the_smoke_lab(made: Make) -> None:
     before = model.run.dir
     model.set("cycles", 1)
     model.set_fault("leaked-group")
-    assert len(model.phases) == 13  # what ran stays in sight until the next start
+    assert len(model.phases) == whole  # what ran stays in sight until the next start
     controller.restart()
     controller.wait()
-    assert (model.state, len(model.phases)) == ("ready", 5)
+    assert (model.state, len(model.phases)) == ("ready", short)
     assert model.run.dir != before
     assert (model.run.fault, model.run.config["cycles"]) == ("leaked-group", 1)
     controller.run_all()
@@ -240,8 +244,13 @@ def test_stop_ends_ranks_that_hang_and_keeps_what_was_measured(made: Make, do: s
     assert holdings(os.getpid())["processes"] == []
 
 
+def halves(config: Any) -> list[Role]:
+    """Rank 0 in one World, all others in another."""
+    return [Role(name="one", ranks=(0,)), Role(name="other", ranks=tuple(range(1, config.ranks)), world=1)]
+
+
 def test_stop_ends_every_world(made: Make, own: Definition) -> None:
-    model, controller = made(dataclasses.replace(own, worlds=lambda config: (1, config.ranks - 1)), do="sleep")
+    model, controller = made(dataclasses.replace(own, roles=halves), do="sleep")
     controller.run_all()
     until(lambda: hanging(model))
     controller.stop()
@@ -431,6 +440,22 @@ def test_time_left_is_known_from_the_same_phases_of_earlier_cycles(made: Make) -
     left.append(watch.seen()[1].left)
     took = watch._took["first"][0]
     assert left == [None, pytest.approx(3 * took)]  # what is new is taken to be as long as what is known
+
+
+def test_ranks_without_work_in_a_phase_are_neither_running_nor_done(own: Definition) -> None:
+    plan = [Step(0, "first", ("one",)), Step(1, "second")]
+    watch = Watch(threading.Event(), lambda: None, every_s=3600)
+    with Lab(dataclasses.replace(own, roles=halves, plan=lambda _: plan), {"ranks": 3}) as lab:
+        watch.take(lab)
+        assert [phase.ranks for phase in watch.seen()[0]] == [("waiting", "absent", "absent"), ("waiting",) * 3]
+        watch.step()
+        watch.started("first", [0])
+        assert watch.seen()[0][0].ranks == ("running", "absent", "absent")
+        assert not watch.grew
+        watch.recorded(1)
+        assert watch.grew
+        watch.stepped(Stepped(0, "first", [], done=1, planned=2), 0.1)
+        assert watch.seen()[0][0].ranks == ("done", "absent", "absent")
 
 
 def test_who_is_to_blame_is_marked_and_nobody_else(own: Definition) -> None:

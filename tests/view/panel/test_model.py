@@ -10,10 +10,11 @@ import pytest
 
 import kit
 from kit.errors import BadInput
+from kit.labs.configure import as_json, find_fault
+from kit.labs.definition import working
 from kit.labs.discover import discover, find
 from kit.results import Record, create_run, load_tolerances
-from kit.view.panel.facts import choices
-from kit.view.panel.limits import limits_of, rounded_up, span
+from kit.view.panel.facts import choices, limits_of, marks, rounded_up, span
 from kit.view.panel.model import AS_IT_IS, PanelModel
 
 LABS = sorted(discover().labs)
@@ -63,8 +64,11 @@ def test_a_new_panel_has_the_labs_settings_its_plan_and_may_start(name: str) -> 
     config = find(name).config()
     assert model.values == json.loads(json.dumps({field.name: getattr(config, field.name) for field in model.fields}))
     assert (model.problems, model.state, model.given) == ({}, "idle", {})
-    assert [(row.cycle, row.phase) for row in model.phases] == list(find(name).plan(config))
-    assert {row.ranks for row in model.phases} == {("waiting",) * config.ranks}
+    plan, roles = find(name).plan(config), find(name).roles_of(config)
+    assert [(row.cycle, row.phase) for row in model.phases] == [(step.cycle, step.phase) for step in plan]
+    assert [row.ranks for row in model.phases] == [
+        marks(config.ranks, working(step, roles), "waiting") for step in plan
+    ]
     assert [row.status for row in model.phases] == ["next"] + ["to do"] * (len(model.phases) - 1)
     assert (model.size, model.progress.total) == (config.ranks, len(model.phases))
     assert model.can == {"start", "step", "run"}
@@ -131,7 +135,7 @@ def test_what_was_wrong_before_does_not_refuse_every_choice() -> None:
 def test_a_value_that_is_as_without_it_is_no_choice() -> None:
     model = PanelModel(find("smoke"), {"cycles": 5, "size": 8})
     assert model.given == {"cycles": 5, "size": 8}
-    model.set("cycles", 3)
+    model.set("cycles", find("smoke").config().cycles)
     assert model.given == {"size": 8}
     model.set("ranks", 2.0)  # not a whole number, though equal to one
     assert "ranks" in model.problems
@@ -160,16 +164,19 @@ def test_a_value_that_json_has_no_word_for_is_refused_by_name() -> None:
 
 
 def test_a_faults_settings_come_below_a_persons() -> None:
-    model = PanelModel(find("offload"), {"cycles": 4})
+    fault = find_fault(find("offload"), "slow-leak")
+    model = PanelModel(find("offload"), {"cycles": 7})
     model.set_fault("slow-leak")
-    assert model.fault_sets == {"cycles": 12, "steps": 1}
-    assert (model.values["cycles"], model.values["steps"]) == (4, 1)
-    assert "it wants cycles=12, and your own values stand" in model.said
-    model.set("cycles", 12)  # as the fault has it: no choice any more
+    wanted = fault.set["cycles"]
+    assert model.fault_sets == dict(fault.set)
+    assert (model.values["cycles"], model.values["steps"]) == (7, fault.set["steps"])
+    assert f"it needs cycles={wanted}; your own values are kept" in model.said
+    model.set("cycles", wanted)  # as the fault has it: no choice any more
     assert model.given == {}
-    assert sum(row.phase == "release" for row in model.phases) == 12
+    assert sum(row.phase == "release" for row in model.phases) == wanted
     model.set_fault(None)
-    assert (model.values["cycles"], model.values["steps"], model.fault_sets) == (3, 2, {})
+    plain = find("offload").config()
+    assert (model.values["cycles"], model.values["steps"], model.fault_sets) == (plain.cycles, plain.steps, {})
 
 
 @pytest.mark.parametrize("name", LABS)
@@ -290,8 +297,9 @@ def test_sliders_reach_beyond_what_was_measured_so_that_every_verdict_can_be_fli
 def test_every_tolerance_has_a_limit_whose_slider_holds_its_default(name: str) -> None:
     lab = find(name)
     limits = PanelModel(lab).limits
-    assert {limit.tolerance for limit in limits} == {check.tolerance for check in lab.load_checks()}
-    assert sorted(check for limit in limits for check in limit.checks) == sorted(c.name for c in lab.load_checks())
+    asked = [check for check in lab.all_checks() if check.asked(as_json(lab.config()))]
+    assert {limit.tolerance for limit in limits} == {check.tolerance for check in asked}
+    assert sorted(check for limit in limits for check in limit.checks) == sorted(check.name for check in asked)
     for limit in limits:
         assert 0 <= limit.low <= limit.default < limit.high, limit
 
@@ -309,7 +317,7 @@ def test_ranges() -> None:
 def test_a_check_that_stumbles_is_told_and_the_panel_stays(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = smoke_run(runs)
 
-    def stumble(*_: object) -> None:
+    def stumble(*_: object, **__: object) -> None:
         raise ZeroDivisionError("of this test")
 
     monkeypatch.setattr("kit.results.run.measure", stumble)

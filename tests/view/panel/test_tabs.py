@@ -5,22 +5,23 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import math
 import re
 import shutil
 
+import pandas as pd
 import pytest
 
 import kit
 from kit.bench.view import made_up
 from kit.labs.discover import find
-from kit.results import read_export
-from kit.view import named
 from kit.view.panel import plots_tab
 from kit.view.panel.compare_tab import CompareTab, listed
 from kit.view.panel.export_tab import KINDS, ExportTab
 from kit.view.panel.model import PanelModel
 from kit.view.panel.plots_tab import PlotsTab
-from kit.view.panel.records_tab import RecordsTab, tables_of
+from kit.view.panel.records_tab import Grid, RecordsTab, select
+from tests.results.conftest import read_back
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +192,8 @@ def test_a_drawing_that_stumbles_is_one_sentence_and_the_next_one_is_drawn(offlo
     tab = PlotsTab(offload)
     tab.visible = True
     # A fake: no run is known that a drawing stumbles over.
-    monkeypatch.setitem(named.PLOTS, "drift", dataclasses.replace(named.PLOTS["drift"], paint=stumble))
+    plots = tab._album.plots
+    monkeypatch.setitem(plots, "drift", dataclasses.replace(plots["drift"], paint=stumble))
     tab.choice.value = "drift"
     assert said(tab) == "drift cannot be drawn of this run: KeyError: &#x27;idle&#x27;"
     tab.choice.value = "times"
@@ -228,20 +230,71 @@ def test_without_a_run_a_person_is_told_what_to_do(tmp_path, monkeypatch):
 # -- records ---------------------------------------------------------------------------------------------------------------
 
 
+FRAME = pd.DataFrame(
+    {
+        "phase": ["reload", "release", "idle", "reload", "Idle <b>"],
+        "rank": [0, 1, 10, 1, 0],
+        "value": [2.5, math.nan, 3e6, -1.0, 4.0],
+        "unit": ["s", "s", "B", "s", "1|2"],
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("", [0, 1, 2, 3, 4]),
+        ("RELOAD", [0, 3]),
+        ("idle", [2, 4]),
+        ('phase == "reload" and rank == 1', [3]),
+        ("rank >= 1", [1, 2, 3]),
+        ("value > 2.5", [2, 4]),
+        ("rank >= ", []),  # still being typed
+        ("<b>", [4]),
+    ],
+)
+def test_a_query_or_a_word_selects_rows(words, found):
+    assert select(FRAME, words).index.tolist() == found
+
+
+def test_a_table_is_escaped_sorted_and_copied_as_markdown():
+    grid = Grid()
+    assert grid.words.disabled
+    grid.show(FRAME, worst="value")
+    assert grid.found["value"].tolist()[:4] == [3e6, 4.0, 2.5, -1.0]
+    assert "Idle &lt;b&gt;" in grid.rows.value
+    assert r"1\|2" in grid.copy.value
+    grid.by.value, grid.descending.value = "phase", False
+    grid.show(FRAME.tail(2), worst="value")  # the records grew: the order stays
+    assert grid.by.value == "phase"
+    grid.show(None)
+    assert grid.words.disabled
+
+
+def test_a_long_table_has_pages_and_a_filter_goes_back_to_the_first():
+    grid = Grid()
+    grid.show(pd.DataFrame({"n": range(250), "word": ["even", "odd"] * 125}))
+    grid.page.value = 3
+    assert grid.rows.value.count("<tr") == 1 + 50
+    grid.words.value = "odd"
+    assert (grid.page.value, grid.page.max) == (1, 2)
+    assert "125 of 250 rows" in grid.count.value
+
+
 def test_records_are_a_table_and_follow_the_run(smoke, folder):
     tab = RecordsTab(smoke)
-    assert tab.grid.table is None
+    assert tab.grid.frame is None
     tab.visible = True
     frame = smoke.run.frame()
-    assert len(tab.grid.table) == len(frame)
-    assert tab.grid.table.columns == ["cycle", "phase", "rank", "metric", "value", "unit", "at [s]"]
-    tab.grid.words.value = "metric:=groups rank:1"
+    assert len(tab.grid.frame) == len(frame)
+    assert list(tab.grid.frame.columns) == ["cycle", "phase", "rank", "metric", "value", "unit", "at [s]", "text"]
+    tab.grid.words.value = 'metric == "groups" and rank == 1'
     some = int(((frame["metric"] == "groups") & (frame["rank"] == 1)).sum())
     assert f"{some} of {len(frame)} rows" in tab.grid.count.value
     smoke.show(kit.load(folder / "plain"))
-    assert len(tab.grid.table) == len(smoke.run.frame())
+    assert len(tab.grid.frame) == len(smoke.run.frame())
     tab.choice.value = "times"
-    assert tab.grid.query.by == "median [s]"
+    assert tab.grid.by.value == "median"
     assert tab.grid.descending.value
 
 
@@ -256,7 +309,7 @@ def test_tables_of_a_lab_that_the_run_has_nothing_for_say_so(folder):
     model.show(kit.load(copy))
     tab = RecordsTab(model)
     tab.visible = True
-    assert set(tables_of(model.run)) == {"records", "times", "syncs", "stages", "transports", "digests"}
+    assert set(tab.choice.options) == {"records", "times", "levels", "syncs", "stages", "transports", "digests"}
     tab.choice.value = "digests"
     assert said(tab) == "no tensor was hashed on a receiver"
     assert tab.grid.words.disabled
@@ -289,18 +342,9 @@ def test_two_runs_are_compared(smoke, folder):
     assert "fault: None / leaked-group" in said(tab)
     assert "<svg" in tab.picture.value
     assert "What changed most against" in tab.picture.value
-    columns = tab.grid.table.columns
-    assert columns == ["phase", "rank", "metric", "unit", "base", "value", "ratio", "n", "spread"]
-    tab.grid.words.value = "metric:=groups phase:count"
-    assert re.findall(r"<td[^>]*>(.*?)</td>", tab.grid.rows.value)[:7] == [
-        "count",
-        "0",
-        "groups",
-        "1",
-        "1",
-        "2.5",
-        "2.5",
-    ]
+    assert list(tab.grid.frame.columns) == ["phase", "rank", "metric", "unit", "base", "value", "ratio", "n", "spread"]
+    (row,) = tab.grid.frame.query('metric == "groups" and phase == "count" and rank == 0').to_dict("records")
+    assert (row["base"], row["value"], row["ratio"]) == (1, 2.5, 2.5)
     tab.base.value = str(folder / "leaking")
     tab.go.click()
     assert "fault: leaked-group / None" in said(tab)
@@ -333,9 +377,9 @@ def test_every_kind_is_written_with_its_origin_and_can_be_taken_from_the_page(sm
     assert f'download="leaking{kind}"' in tab.link.value
     assert base64.b64decode(tab.link.value.partition("base64,")[2].partition('"')[0]) == path.read_bytes()
     if kind in {".csv", ".parquet", ".json"}:
-        back = read_export(path)
-        assert len(back.frame) == len(smoke.run.frame())
-        assert back.provenance["run"]["id"] == smoke.run.id
+        back, provenance = read_back(path, smoke.run.frame())
+        assert len(back) == len(smoke.run.frame())
+        assert provenance["run"]["id"] == smoke.run.id
     elif kind == ".trace.json":
         assert json.loads(path.read_text())["traceEvents"]
     else:

@@ -1,0 +1,135 @@
+"""`kit reference --out DIR`: every lab and every bench at this box's sizes, a file or two for each, to keep and to compare with.
+
+Each part runs in a process of its own, as a person would run it, and its files are written when it is through: what is there
+already is not run again, so that an interrupted reference goes on where it was. A part that its limit ended and that has rows (a lab:
+records) is settled too. Limits are arithmetic: how often a part does each thing that `pace.py` measures. Needs no Jupyter and no network.
+
+    NAME.json, NAME.txt           rows of a bench, or of some of its parts, with their provenance, and the same for people
+    NAME.json, NAME.png, -dark    a lab's verdict, its medians by phase and metric, its provenance; its picture
+    README.md                     what is there, what failed, what fell short, what was predicted
+    rows/, runs/                  rows as they were measured; the runs themselves, with every record
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from typing import TYPE_CHECKING
+
+from kit.bench import pace as paces
+from kit.bench.reference import page
+from kit.bench.reference.pack import pack as pack_into
+from kit.bench.reference.parts import ASSUMED_BOX, GPU_MINUTES, able, on_cpu, on_gpus
+from kit.bench.reference.running import KIT, is_settled, perform, settled
+from kit.errors import BadInput
+from kit.results.files import need_folder, read_json, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from kit.bench.pace import Pace
+    from kit.bench.reference.parts import Part
+
+DOCTOR = "doctor.json"
+
+
+def make(
+    out: Path,
+    *,
+    parts: Sequence[Part] | None = None,
+    pace: Pace | None = None,
+    device: str = "auto",
+    assumed: bool = False,
+    minutes: float | None = None,
+    pack: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Run what is not there yet, as far as it fits into `minutes`. Ends with the worst of what parts ended with: 0, 1 or 3; what this
+    box refuses is no failure, and neither is what there was no time for."""
+    began = time.monotonic()
+    folder(out)
+    if pack is not None:
+        need_folder(pack)
+    missing: dict[str, str] = {}
+    if parts is None:
+        device, parts, missing = sizes_here(out, device)
+    if pace is None:
+        pace = paces.ASSUMED if assumed else paces.find(out, device)
+    if minutes is None and device == "cuda":
+        minutes = GPU_MINUTES
+    say(page.plan_text(parts, pace, minutes))
+    try:
+        for number, part in enumerate(parts, start=1):
+            place = f"{number} of {len(parts)}, {part.name}"
+            if settled(out, part):
+                say(f"{place}: there already")
+                continue
+            predicted, limit = part.cost.seconds(pace), part.cost.limit(pace)
+            if minutes is not None:
+                left = 60 * minutes - (time.monotonic() - began)
+                if left < predicted:
+                    missing[part.name] = f"{left:.0f} s were left of {minutes:g} min: run `kit reference` again"
+                    say(f"{place}: {missing[part.name]}")
+                    continue
+                limit = min(limit, left)
+            say(f"{place} ...")
+            told = perform(out, part, limit, predicted)
+            say(f"{place}: {told['state']}, {told['seconds']:.0f} s (predicted: {told['predicted']:.0f} s)")
+            keep(out, parts, pace, missing, pack)
+    finally:
+        left_out = keep(out, parts, pace, missing, pack)
+    if pack is not None:
+        say(f"packed into {pack}" + (f"; {len(left_out)} files did not fit" if left_out else ""))
+    say(f"the reference is in {out}")
+    done = [path for part in parts if (path := out / f"{part.name}.json").exists()]
+    ended = [told for told in map(read_json, done) if "exit" in told]
+    return 3 if not all(map(is_settled, ended)) else int(any(told["exit"] == 1 for told in ended))
+
+
+def keep(out: Path, parts: Sequence[Part], pace: Pace, missing: dict[str, str], pack: Path | None) -> list[str]:
+    """The page, and the pack if one is wanted; gives the files that it has no room for."""
+    page.write(out, parts, pace, missing)
+    return pack_into(out, pack) if pack is not None else []
+
+
+def plan(out: Path | None, *, device: str = "auto", assumed: bool = False, minutes: float | None = None) -> int:
+    """Print what would run, with the arithmetic. Runs no part; measures the pace where none is known."""
+    if assumed and device == "cuda":  # asks nothing of this box: a plan for one that is to be rented
+        parts: Sequence[Part] = able(on_gpus(), ASSUMED_BOX)[0]
+    else:
+        if out is not None:
+            folder(out)
+        device, parts, _ = sizes_here(out, device)
+    pace = paces.ASSUMED if assumed else paces.find(out, device)
+    print(page.plan_text(parts, pace, minutes or (GPU_MINUTES if device == "cuda" else None)))
+    return 0
+
+
+def folder(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise BadInput(f"{out} is a file: name a folder for the reference")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"cannot make a folder at {out}: {error.strerror}") from error
+
+
+def sizes_here(out: Path | None, device: str) -> tuple[str, Sequence[Part], dict[str, str]]:
+    """The device, its parts, and why some of them cannot run here; asked of doctor, whose answer is kept."""
+    said = subprocess.run([*KIT, "doctor", "--json"], capture_output=True, text=True, check=False, timeout=300)
+    try:
+        found = json.loads(said.stdout)
+    except ValueError:
+        raise BadInput(f"`kit doctor` does not answer here: {said.stderr.strip().splitlines()[-1:]}") from None
+    if found["problems"]:
+        raise BadInput(f"labs cannot run here: {'; '.join(found['problems'])}")
+    if out is not None:
+        write_json(out / DOCTOR, found)
+    here = (found["ranks"] or {}).get("device", "cpu")
+    if device == "cuda" and here != "cuda":
+        raise BadInput(f"device=cuda cannot be had: {found['ranks'].get('device_why')}")
+    if "cpu" in {device, here}:
+        return "cpu", on_cpu(), {}
+    return "cuda", *able(on_gpus(), found)

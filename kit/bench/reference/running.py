@@ -1,0 +1,142 @@
+"""Runs one part of a reference, and writes its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from kit.bench.session import INTERRUPTED, read_rows, seat_of
+from kit.machine import free_memory
+from kit.results.files import read_json, write_json, write_text
+from kit.results.frames import labels
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from kit.bench.reference.parts import Part
+    from kit.results import Run
+
+GIB = 2**30
+KIT = (sys.executable, "-m", "kit")
+SETTLED = (0, 1, 2)
+ENDED = {0: "no check failed", 1: "a check failed", 2: "refused", 3: "broke", INTERRUPTED: "interrupted"}
+MEASURED = ("rows", "medians")  # what a bench, or a lab, came to
+
+
+def perform(out: Path, part: Part, limit_s: float, predicted_s: float) -> dict[str, Any]:
+    """Run a part and write its files, the one by which it is known last. What broke is kept as such, and run again next time."""
+    free, began = free_memory(), time.monotonic()
+    run, rows = out / "runs" / part.name, out / "rows" / f"{part.name}.jsonl"
+    shutil.rmtree(run, ignore_errors=True)
+    rows.unlink(missing_ok=True)
+    pairs = [word for name, value in part.settings.items() for word in ("--set", f"{name}={spelled(value)}")]
+    place = ("--out", str(run if part.lab else rows))
+    stopped: KeyboardInterrupt | None = None
+    try:
+        status, printed, complaint, late = finish([*KIT, *part.command, *pairs, *place, "--json"], limit_s)
+    except KeyboardInterrupt as error:  # what was measured so far is kept; the part is run again next time
+        stopped, (status, printed, complaint, late) = error, (INTERRUPTED, "", "", False)
+    told: dict[str, Any] = {
+        "part": part.name,
+        "command": " ".join(["kit", *part.command, *pairs]),
+        "exit": status,
+        "state": "",
+        "timed_out": late,
+        "seconds": round(time.monotonic() - began, 1),
+        "predicted": round(predicted_s, 1),
+        "limit": round(limit_s, 1),
+        "free_gib": round(free / GIB, 1),
+        "complaint": complaint,
+    }
+    if part.lab and (run / "run.json").exists():
+        told |= of_run(out, part, run)
+    elif found := read_rows(rows):  # also of one that was ended: what it had measured
+        told |= found
+        table = printed.strip().rpartition("\n")[0].rstrip()
+        if table:
+            write_text(out / f"{part.name}.txt", table + "\n")
+    told["state"] = state(told)
+    write_json(out / f"{part.name}.json", told)
+    if stopped is not None:
+        raise stopped
+    return told
+
+
+def state(told: Mapping[str, Any]) -> str:
+    count = next((len(told[name]) for name in MEASURED if told.get(name)), 0)
+    if told["timed_out"]:
+        return f"timed out with {count} rows" if count else "timed out without a row"
+    if (
+        told["exit"] == 0 and "rows" in told
+    ):  # a bench judges nothing, and a row may only have the reason why it has no number
+        return f"measured {sum(row['median'] is not None for row in told['rows'])} of {count} rows"
+    return ENDED.get(told["exit"], f"ended with status {told['exit']}")
+
+
+def is_settled(told: Mapping[str, Any]) -> bool:
+    """Whether it need not run again: it ended as it should, or its limit ended it and it measured something before."""
+    if told.get("timed_out"):
+        return any(told.get(name) for name in MEASURED)
+    return told.get("exit") in SETTLED
+
+
+def settled(out: Path, part: Part) -> bool:
+    path = out / f"{part.name}.json"
+    return path.exists() and is_settled(read_json(path))
+
+
+def spelled(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def finish(command: Sequence[str], limit_s: float) -> tuple[int, str, str, bool]:
+    """Status, what it printed, its last complaint where it did not end well, and whether its limit ended it: first as a person would
+    interrupt it, which leaves it time to write what it has."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=dict(os.environ)
+    )
+    try:
+        printed, said = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(2)
+        try:
+            printed, said = process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            printed, said = process.communicate()
+        return process.returncode, printed, f"it took more than {limit_s:.3g} s and was ended", True
+    except BaseException:
+        process.send_signal(2)
+        process.communicate(timeout=60)
+        raise
+    wrong = process.returncode not in {0, 1}
+    return process.returncode, printed, (said.strip().splitlines() or [""])[0] if wrong else "", False
+
+
+def of_run(out: Path, part: Part, folder: Path) -> dict[str, Any]:
+    """What is kept of a lab's run beside the run itself."""
+    from kit.draw.style import THEMES
+    from kit.public import load
+    from kit.view.named import plot
+
+    run = load(folder)
+    found: dict[str, Any] = {"verdict": run.verdict().to_json(), "medians": medians(run), "provenance": run.provenance}
+    if found["medians"]:
+        for theme_name in THEMES:
+            suffix = "" if theme_name == "light" else f"-{theme_name}"
+            plot(run, theme=theme_name).save(out / f"{part.name}{suffix}.png")
+    return found | ({"seats": [seat_of(run.provenance)]} if "world" in run.provenance else {})
+
+
+def medians(run: Run) -> list[dict[str, Any]]:
+    """Of every phase and metric over ranks and cycles: the median, its ends, and of how many."""
+    frame = run.frame()
+    grouped = frame.assign(metric=labels(frame)).groupby(["phase", "metric", "unit"], sort=False)["value"]
+    table = grouped.agg(["median", "min", "max", "count"]).reset_index()
+    return json.loads(table.to_json(orient="records"))  # type: ignore[no-any-return]

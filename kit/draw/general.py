@@ -1,0 +1,384 @@
+"""The plots and tables that every run has. Colour is the phase, shape is the rank."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import textwrap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from kit.draw.axes import (
+    SEPARATE,
+    cycle_axis,
+    draw_level,
+    draw_limit,
+    draw_samples,
+    grid_across,
+    limit_of,
+    log_scale,
+    name_ends,
+    phase_columns,
+    phase_legend,
+    rank_lanes,
+    step_axis,
+    widen,
+)
+from kit.draw.plots import ALL, ROW, Pictures, Plot, Table
+from kit.draw.style import LINES, MARKERS, Theme
+from kit.results.frames import without_empty
+from kit.results.marks import MARKS, without_parts, worst_first
+from kit.results.records import rank_name
+from kit.results.units import amount, samples, size_unit, time_unit
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+    from kit.draw.data import RunData
+    from kit.draw.plots import Scene
+    from kit.results import Run, Verdict
+
+MIB = 2**20
+HOST = {"peak_rss": "peak", "rss": "resident", "anon_rss": "anonymous"}
+DEVICE = {
+    "driver_used": "whole GPU",
+    "process_used": "this process",
+    "reserved": "reserved",
+    "peak_allocated": "peak",
+    "allocated": "allocated",
+}
+COUNTS = {"groups": "Process groups", "fds": "Open files", "sockets": "Sockets", "threads": "Threads"}
+COUNT_CHECKS = ("groups_return_to_baseline", "fds_return", "threads_return")
+DRIFT_CHECKS = ("memory_drift", "memory_growth")  # the checks that limit it, in any lab
+PASSED_COLUMNS = 4
+MEMORY_METRICS = ("anon_rss", "rss", "pss", "driver_used", "process_used", "allocated", "reserved")
+
+
+def measured(data: RunData) -> bool:
+    return bool(data.order)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def memory_of(data: RunData) -> list[str]:
+    """Whose memory was recorded: the host's, a device's."""
+    known = data.metrics()
+    return [where for where, names in {"host": HOST, "device": DEVICE}.items() if set(names) & known]
+
+
+def memory(scene: Scene) -> None:
+    """By source through the phases, the host's above the GPU's."""
+    shared = "each GPU shared by ranks" if scene.data.memory.card_of else ""
+    about = {
+        "host": (HOST, "Host memory of the ranks"),
+        "device": (DEVICE, ", ".join(filter(None, ["GPU memory", shared]))),
+    }
+    where = memory_of(scene.data)
+    for ax, name in zip(scene.figure.subplots(len(where), 1, squeeze=False)[:, 0], where, strict=True):
+        draw_memory(ax, scene.data, scene.theme, *about[name])
+
+
+def draw_memory(ax: Axes, data: RunData, theme: Theme, sources: Mapping[str, str], title: str) -> None:
+    """Memory after each phase as the change since the start. At the end of each line: the source and its last level."""
+    known = [name for name in sources if name in data.metrics()]
+    scale, unit = size_unit(max(data.level(name).high[-1] for name in known))
+    ends: list[tuple[float, str]] = []
+    for source, line in zip(known, itertools.cycle(LINES)):
+        level = data.level(source)
+        start = data.level(source.removeprefix("peak_")).start or 0.0
+        draw_level(ax, level, data, theme, start=start, scale=scale, line=line, points=not source.startswith("peak"))
+        ends.append(((level.middle[-1] - start) * scale, f"{sources[source]}, {level.middle[-1] * scale:.4g} {unit}"))
+    widen(ax, least=8 * MIB * scale)
+    ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)
+    ax.set_ylabel(f"change since start [{unit}]")
+    ax.set_title(f"{title} ({data.ranks_word()})")
+    step_axis(ax, data, theme)
+    name_ends(ax, ends, len(data.order) - 1, theme)
+
+
+# -- drift -------------------------------------------------------------------------------------------------------------
+
+
+def drift(phase: str = "", when: str = "") -> Plot:
+    """Memory after a phase of each cycle against the first cycle; without a phase, the last one that several cycles have."""
+
+    def after(data: RunData) -> str | None:
+        found = data.frame[
+            data.frame["metric"].isin(["driver_used", "anon_rss"]) & data.frame["cycle"].isin(data.cycles)
+        ]
+        often = found.groupby("phase")["cycle"].nunique()
+        often = often[often > 1]
+        if phase or often.empty:
+            return phase if phase in often.index else None
+        return max((str(one) for one in often.index if often[one] == often.max()), key=data.phases.index)
+
+    def paint(scene: Scene) -> None:
+        found = after(scene.data)
+        assert found is not None
+        draw_drift(scene.figure.subplots(), scene, found, when or f"after {found}")
+
+    return Plot("Drift over cycles", lambda data: after(data) is not None, lambda *_: 3.4, paint, DRIFT_CHECKS)
+
+
+def draw_drift(ax: Axes, scene: Scene, phase: str, when: str) -> None:
+    """By rank or GPU; beside them a job that is never released, where the lab has one, and the limit."""
+    data, theme = scene.data, scene.theme
+    table = data.memory_levels(phase)
+    table = (table - table.iloc[0]) / MIB
+    draw_ranks(ax, table, theme, each=data.memory.whose)
+    control = data.memory_levels("control")
+    control = control[control.index.isin(table.index)]
+    if not control.empty:
+        moved = ((control - control.iloc[0]) / MIB).median(axis=1)
+        ax.plot(
+            moved.index, moved, color=theme.faint, linestyle=LINES[1], linewidth=1.2, label="control, never released"
+        )
+    limit = limit_of(scene.verdict, *DRIFT_CHECKS)
+    if limit is not None:
+        draw_limit(ax, limit, f"limit {limit:g} MiB", theme)
+        if limit > 8 * float(table.abs().max().max()):
+            ax.set_yscale("symlog", linthresh=1)
+            ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    low, high = ax.get_ylim()
+    ax.set_ylim(min(low, -2), max(high, 2) * (15 if ax.get_yscale() == "symlog" else 1.3))
+    ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)
+    cycle_axis(ax)
+    ax.set_xlabel("cycle (a point is one sample)")
+    ax.set_ylabel(f"since cycle {table.index[0]} [MiB]")
+    word = "anonymous memory" if data.memory.metric == "anon_rss" else "GPU memory"
+    ax.set_title(f"Drift of {word} {when}")
+    ax.legend(loc="upper left", ncols=3, handletextpad=0.4, columnspacing=0.9)
+
+
+def draw_ranks(ax: Axes, table: pd.DataFrame, theme: Theme, each: str) -> None:
+    """A line per rank or GPU, a point per cycle; many are drawn as their median and range."""
+    style: dict[str, Any] = {"color": theme.series[0], "markersize": 4.5, "linewidth": 1.2}
+    if len(table.columns) <= SEPARATE:
+        for lane, rank in enumerate(table.columns):
+            ax.plot(table.index, table[rank], marker=MARKERS[lane], label=f"{each} {rank}", **style)
+        return
+    ax.fill_between(table.index, table.min(axis=1), table.max(axis=1), color=theme.series[0], alpha=0.25, linewidth=0)
+    many = f"median and range of {len(table.columns)} {each}s"
+    ax.plot(table.index, table.median(axis=1), marker="o", label=many, **style)
+
+
+# -- time and counts ---------------------------------------------------------------------------------------------------
+
+
+def times(scene: Scene) -> None:
+    """Seconds per phase and rank: a point per cycle."""
+    ax, data, theme = scene.figure.subplots(), scene.data, scene.theme
+    seconds = data.of("seconds")
+    scale, unit = time_unit(float(seconds["value"].max()))
+    lanes = rank_lanes(data)
+    counts = set()
+    for index, phase in enumerate(data.phases):
+        for lane, ranks in enumerate(lanes):
+            chosen = seconds[(seconds["phase"] == phase) & seconds["rank"].isin(ranks)]["value"] * scale
+            if not chosen.empty:
+                counts.add(len(chosen))
+                x = index + (lane - (len(lanes) - 1) / 2) * 0.6 / len(lanes)
+                draw_samples(ax, x, chosen, theme, marker=MARKERS[lane], colour=theme.colour(index))
+    low, high = float(seconds["value"].min()), float(seconds["value"].max())
+    logarithmic = low > 0 and high / low > 30
+    if logarithmic:
+        log_scale(ax)
+    else:
+        ax.set_ylim(bottom=0)
+    if len(lanes) > 1:
+        shapes = [
+            Line2D([], [], linestyle="", marker=MARKERS[lane], color=theme.faint, label=f"rank {ranks[0]}")
+            for lane, ranks in enumerate(lanes)
+        ]
+        ax.legend(handles=shapes, ncols=len(shapes), loc="upper right", handletextpad=0.2, columnspacing=1.0)
+        ax.set_ylim(top=high * scale * (2.5 if logarithmic else 1.25))  # room for the legend
+    ax.set_ylabel(f"time [{unit}]")
+    slant = {"rotation": 25, "ha": "right"} if len(data.phases) > 5 or max(map(len, data.phases)) > 11 else {}
+    ax.set_xticks(range(len(data.phases)), data.phases, **slant)
+    ax.set_xlim(-0.6, len(data.phases) - 0.4)
+    spread = "" if counts == {1} else ", median and range"
+    of = "Time per phase and rank" if len(lanes) == len(data.ranks) else "Time per phase, all ranks"
+    ax.set_title(f"{of} ({samples(counts)} each{spread})")
+
+
+def counts_of(data: RunData) -> list[str]:
+    return [name for name in COUNTS if name in data.metrics()]
+
+
+def allowed(verdict: Verdict, metric: str) -> float | None:
+    """By how much a count may grow: the limit of the check that is named `<metric>_return...`."""
+    return next((row.limit for row in verdict if row.check.startswith(f"{metric}_return")), None)
+
+
+def phase_legend_height(data: RunData) -> float:
+    return 0.25 * math.ceil(len(data.phases) / phase_columns(data))
+
+
+def census(scene: Scene) -> None:
+    """A count per metric side by side, below the legend of the phases."""
+    counts, high = counts_of(scene.data), phase_legend_height(scene.data)
+    axes = scene.figure.subplot_mosaic([["legend"] * len(counts), counts], height_ratios=[high, 2.2])
+    phase_legend(axes["legend"], scene.data, scene.theme)
+    for name in counts:
+        draw_count(axes[name], scene, name)
+
+
+def draw_count(ax: Axes, scene: Scene, metric: str) -> None:
+    """A count through the phases, with the level at the start and, where a check judges it, the limit above that."""
+    data, theme, more = scene.data, scene.theme, allowed(scene.verdict, metric)
+    level = data.level(metric)
+    draw_level(ax, level, data, theme)
+    if level.start is not None:
+        ax.axhline(level.start, color=theme.faint, linewidth=1.2, linestyle=LINES[1], zorder=1)
+        if more is not None:
+            ax.axhline(level.start + more, color=theme.bad, linewidth=1.2, linestyle=LINES[2], zorder=1, gid="limit")
+    widen(ax, least=4)
+    ax.set_ylim(bottom=max(-0.2, ax.get_ylim()[0]))
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    ax.set_ylabel("count" if len(data.ranks) == 1 else f"count (range of {len(data.ranks)} ranks)")
+    limit = "" if level.start is None or more is None else f", limit {more:+g}"
+    ax.set_title(COUNTS[metric] + ("" if level.start is None else f" (at start {level.start:g}{limit})"))
+    step_axis(ax, data, theme)
+
+
+def timeline(scene: Scene) -> None:
+    """What each rank did when: a lane per rank, a bar per phase. A phase that raised has a frame."""
+    data, theme = scene.data, scene.theme
+    high = phase_legend_height(data)
+    rows = 2 if scene.alone else 1  # in the overview the counts have the legend already
+    *above, ax = scene.figure.subplots(
+        rows, 1, height_ratios=(high, timeline_height(data) - high)[-rows:], squeeze=False
+    )[:, 0]
+    for legend in above:
+        phase_legend(legend, data, theme)
+    seconds = data.of("seconds").sort_values("value", ascending=False)  # so that an inner phase lies on top
+    failed = data.of("failed")
+    raised = set(zip(failed["step"].tolist(), failed["rank"].tolist(), strict=True))
+    begin = float((seconds["time"] - seconds["value"]).min())
+    scale, unit = time_unit(float(seconds["time"].max()) - begin)
+    lanes = {rank: lane for lane, rank in enumerate(data.ranks)}
+    for phase, bars in seconds.groupby("phase", sort=False):
+        index = data.phases.index(str(phase))
+        framed = [key in raised for key in zip(bars["step"].tolist(), bars["rank"].tolist(), strict=True)]
+        ax.barh(
+            bars["rank"].map(lanes),
+            bars["value"] * scale,
+            left=(bars["time"] - bars["value"] - begin) * scale,
+            height=0.72,
+            color=theme.colour(index),
+            hatch=theme.hatch(index),
+            edgecolor=theme.ink,
+            linewidth=[2.0 if frame else 0.0 for frame in framed],
+        )
+    ax.set_yticks(range(len(data.ranks)), [rank_name(rank, data.run.roles) for rank in data.ranks])
+    ax.set_ylim(len(data.ranks) - 0.5, -0.5)
+    grid_across(ax)
+    ax.set_xlabel(f"time since the first phase began [{unit}]")
+    ax.set_title("Timeline of ranks" + (" (framed: raised)" if raised else ""))
+
+
+def timeline_height(data: RunData) -> float:
+    return phase_legend_height(data) + 0.8 + min(0.34 * len(data.ranks), 5.0)
+
+
+# -- verdict -----------------------------------------------------------------------------------------------------------
+
+
+def verdict_lines(verdict: Verdict) -> int:
+    """Lines that the verdict takes: one per check that did not pass, and the names of the others in columns."""
+    rows = without_parts(verdict)
+    passed = sum(row.passed is True for row in rows)
+    return len(rows) - passed + math.ceil(passed / PASSED_COLUMNS)
+
+
+def verdict(scene: Scene) -> None:
+    """Checks that failed and those not measured first, with the reason; of those that passed the names."""
+    ax, theme = scene.figure.subplots(), scene.theme
+    rows = worst_first(without_parts(scene.verdict))
+    passed, others = [row for row in rows if row.passed], [row for row in rows if not row.passed]
+    lines = verdict_lines(scene.verdict)
+    ax.set_axis_off()
+
+    def write(x: float, line: float, text: str, **style: Any) -> None:
+        ax.text(x, 1 - (line + 0.5) / lines, text, va="center", transform=ax.transAxes, fontsize=8.5, **style)
+
+    for line, row in enumerate(others):
+        held = "" if row.measured is None else f"{amount(row.measured, row.unit)}, limit {amount(row.limit, row.unit)}"
+        why = textwrap.shorten(row.why.removeprefix("not measured: "), 84 if held else 110, placeholder=" ...")
+        write(0.0, line, str(MARKS[row.passed]), color=theme.answer(row.passed), fontweight="bold")
+        for x, text in ((0.12, row.check), (0.34, held), (0.5 if held else 0.34, why)):
+            write(x, line, text)
+    deep = math.ceil(len(passed) / PASSED_COLUMNS)
+    for index, row in enumerate(passed):
+        column, line = divmod(index, deep)
+        x = column / PASSED_COLUMNS
+        write(x, len(others) + line, MARKS[True].sign, color=theme.good, fontweight="bold")
+        write(x + 0.015, len(others) + line, row.check)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def records_table(run: Run) -> pd.DataFrame:
+    """Every record, in the order of time. Run and lab are the same in each; times are seconds since the first."""
+    frame = without_empty(run.frame().drop(columns=["run", "lab"]))
+    began = frame["time"].min()
+    moments = {name: (frame[name] - began).round(3) for name in ("time", "start") if name in frame}
+    return frame.assign(**moments).rename(columns={"time": "at [s]", "start": "since [s]"})
+
+
+def times_table(run: Run) -> pd.DataFrame:
+    """Seconds of each phase on each rank over the cycles."""
+    frame = run.frame()
+    seconds = frame[(frame["metric"] == "seconds") & frame["value"].notna()].groupby(["phase", "rank"], sort=False)
+    found = seconds["value"].agg(["count", "median", "min", "max"]).reset_index()
+    return found.assign(rank=[rank_name(int(rank), run.roles) for rank in found["rank"]]).rename(columns={"count": "n"})
+
+
+def levels_table(run: Run) -> pd.DataFrame:
+    """Memory and counts at the end of each phase, over all ranks and cycles."""
+    frame = run.frame()
+    frame = frame[frame["metric"].isin([*MEMORY_METRICS, *COUNTS]) & frame["value"].notna()]
+    grouped = frame.groupby(["phase", "metric", "unit"], sort=False)["value"]
+    return grouped.agg(["median", "min", "max"]).reset_index()
+
+
+SPREAD = {"median": ROW, "min": ROW, "max": ROW}
+GENERAL = Pictures(
+    plots={
+        "memory": Plot(
+            "Memory by source",
+            lambda data: measured(data) and bool(memory_of(data)),
+            lambda data, _: 3.2 * len(memory_of(data)),
+            memory,
+        ),
+        "drift": drift(),
+        "times": Plot("Time per phase and rank", measured, lambda *_: 3.4, times),
+        "census": Plot(
+            "Groups, files, threads",
+            lambda data: measured(data) and bool(counts_of(data)),
+            lambda data, _: 2.4 + phase_legend_height(data),
+            census,
+            COUNT_CHECKS,
+        ),
+        "timeline": Plot("Timeline of ranks", measured, lambda data, _: timeline_height(data), timeline),
+        "verdict": Plot(
+            "Verdict",
+            lambda data: bool(data.verdict()),
+            lambda _, rows: 0.22 * verdict_lines(rows) + 0.1,
+            verdict,
+            (ALL,),
+        ),
+    },
+    overview=(("times", "memory"), ("census",), ("timeline",), ("verdict",)),
+    tables={
+        "times": Table("Time per phase and rank", times_table, "median", dict.fromkeys(("median", "min", "max"), "s")),
+        "levels": Table("Memory and counts per phase", levels_table, units=SPREAD),
+        "records": Table("Every record", records_table),
+    },
+)

@@ -1,0 +1,110 @@
+"""One look for every plot, light and dark. A plot has its own background, so the page behind it may be either.
+
+Colours are Okabe and Ito's, which colour-blind people can tell apart; each also has a shape, a line or a word beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kit.errors import BadInput
+
+FONT = {"font.family": "DejaVu Sans", "font.size": 9.0, "svg.fonttype": "path", "svg.hashsalt": "kit"}
+MARKERS = ("o", "s", "^", "D", "v", "P")
+LINES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
+HATCHES = ("", "//", "..", "xx")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Theme:
+    """Colours of one look."""
+
+    paper: str
+    ink: str
+    faint: str
+    grid: str
+    shade: str
+    good: str
+    bad: str
+    series: Sequence[str]
+
+    def colour(self, index: int) -> str:
+        return self.series[index % len(self.series)]
+
+    def hatch(self, index: int) -> str:
+        """Distinguishes series of the same colour when there are more series than colours."""
+        return HATCHES[index // len(self.series) % len(HATCHES)]
+
+    def answer(self, passed: bool | None) -> str:
+        """The colour of a check that passed, failed or was not measured."""
+        return {True: self.good, False: self.bad, None: self.faint}[passed]
+
+    def rc(self) -> dict[Any, Any]:
+        """Settings for matplotlib."""
+        return {
+            **FONT,
+            "figure.facecolor": self.paper,
+            "savefig.facecolor": self.paper,
+            "axes.facecolor": self.paper,
+            "axes.edgecolor": self.faint,
+            "axes.labelcolor": self.ink,
+            "axes.titlecolor": self.ink,
+            "axes.titlelocation": "left",
+            "axes.titlesize": 10.0,
+            "axes.titleweight": "bold",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "axes.grid.axis": "y",
+            "axes.axisbelow": True,
+            "axes.formatter.useoffset": False,
+            "grid.color": self.grid,
+            "grid.linewidth": 0.8,
+            "hatch.color": self.paper,
+            "legend.frameon": False,
+            "legend.labelcolor": self.ink,
+            "legend.fontsize": 8.5,
+            "text.color": self.ink,
+            "xtick.color": self.ink,
+            "ytick.color": self.ink,
+            "xtick.labelsize": 8.5,
+            "ytick.labelsize": 8.5,
+        }
+
+
+LIGHT = Theme(
+    paper="#ffffff",
+    ink="#1f2328",
+    faint="#6e7781",
+    grid="#e4e7eb",
+    shade="#f4f6f8",
+    good="#00704f",
+    bad="#b33a00",
+    series=("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9"),
+)
+DARK = Theme(
+    paper="#161b22",
+    ink="#e6edf3",
+    faint="#8d96a0",
+    grid="#2b323b",
+    shade="#1d242d",
+    good="#3fbf8f",
+    bad="#ff8a4c",
+    series=("#56b4e9", "#e69f00", "#2fc79b", "#cc79a7", "#f0e442", "#ff7f3f"),
+)
+# The same in a page: JupyterLab's own colours, so that its light and dark themes both fit; another page gets those after the comma.
+CSS = {
+    "good": f"var(--jp-success-color1, {LIGHT.good})",
+    "bad": f"var(--jp-error-color1, {LIGHT.bad})",
+    "busy": f"var(--jp-brand-color1, {LIGHT.series[0]})",
+    "open": "var(--jp-ui-font-color2, #57606a)",
+}
+THEMES = {"light": LIGHT, "dark": DARK}
+
+
+def theme(name: str) -> Theme:
+    if name not in THEMES:
+        raise BadInput(f"theme must be one of {', '.join(THEMES)}, not {name!r}")
+    return THEMES[name]

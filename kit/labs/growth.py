@@ -1,0 +1,213 @@
+"""Checks that every lab can use: growth per cycle, counts that must return to a baseline, leftovers at the end, steady times."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kit.labs.memory import MIB, by_owner, label
+from kit.results import Check, Measured, Missing, NotMeasured, incomplete, select
+from kit.results.sources import source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import pandas as pd
+
+    Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
+
+COUNTS = ("fds", "sockets", "threads", "children", "memfds", "shared_maps", "shm_files", "temp_files")
+PILED = ("groups", *COUNTS)
+WEIGHED = ("anon_rss", "file_rss", "shm_rss", "tensor_bytes", "pinned_bytes")
+WARM_UP = 1  # first cycles that a slope leaves out
+SLOPE_CYCLES = 4
+SETTLED = 2  # cycles after which everything that is allocated once exists
+TOO_FEW = f"needs at least {SETTLED + 1} cycles"
+STATE_SHARE = 0.01  # of the job's state may be added in a cycle before it is called growth
+
+
+def few_cycles(config: Mapping[str, Any]) -> str:
+    """Why a config cannot have a slope."""
+    return "" if config["cycles"] >= SLOPE_CYCLES else f"a slope needs at least {SLOPE_CYCLES} cycles"
+
+
+def series(frame: pd.DataFrame, metric: str, phase: str, then: str = "") -> pd.DataFrame:
+    """A metric after each cycle's phase, a column for each owner; `then` is a phase after the last cycle, counted as one more."""
+    told = source(frame)
+    seen = told if metric == told.metric else told._replace(metric=metric, card_of={})
+    table = by_owner(frame, seen, phase).unstack(seen.whose)
+    more = frame[(frame["phase"] == then) & (frame["metric"] == metric)]
+    if len(more):
+        last = by_owner(frame, seen, then).groupby(seen.whose).max()
+        table.loc[int(table.index.max()) + 1] = last
+    return table
+
+
+def theil_sen(table: pd.DataFrame) -> pd.Series:
+    """The median of all pairwise slopes per cycle after the warm-up, a value per column; robust against single odd levels."""
+    import numpy as np
+    import pandas as pd
+
+    rows = table[table.index > table.index.min() + WARM_UP - 1] if len(table) > WARM_UP + 1 else table
+    first, second = np.triu_indices(len(rows), k=1)
+    cycles = rows.index.to_numpy(dtype=float)
+    values = rows.to_numpy(dtype=float)
+    slopes = (values[second] - values[first]) / (cycles[second] - cycles[first])[:, None]
+    return pd.Series(np.median(slopes, axis=0), index=rows.columns)
+
+
+def slopes(phase: str, then: str = "", control: str = "") -> Measure:
+    """Growth in each cycle of the kind of memory that grows most, on the rank or card where it is most, above the slope of the same
+    kind in a control without treatment."""
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
+        told = source(frame)
+        kinds = dict.fromkeys([told.metric, *(["driver_used"] if told.metric != "process_used" else []), *WEIGHED])
+        here = [kind for kind in kinds if ((frame["metric"] == kind) & (frame["phase"] == phase)).any()]
+        if not here:
+            raise Missing(f"no memory was recorded in phase {phase}")
+        found = [_slope(frame, kind, phase, then, control) for kind in here]
+        worst = max(found, key=lambda one: one.value or 0.0)
+        others = ", ".join(f"{one.of} {one.value:+.3f}" for one in found if one is not worst)
+        return Measured(worst.value, f"{worst.why}; others: {others}" if others else worst.why)
+
+    return measure
+
+
+def _slope(frame: pd.DataFrame, metric: str, phase: str, then: str, control: str) -> Measured:
+    table = series(frame, metric, phase, then)
+    if len(table) <= WARM_UP + 1:
+        raise Missing(f"{metric} was recorded in {len(table)} cycles, too few for a slope")
+    mine = theil_sen(table) / MIB
+    allowed, compared = mine * 0, ""
+    if control and ((frame["metric"] == metric) & (frame["phase"] == control)).any():
+        allowed = (theil_sen(series(frame, metric, control)) / MIB).clip(lower=0)
+        compared = f", control {allowed.max():+.3f}"
+    over = mine - allowed
+    worst: Any = over.idxmax()
+    where = f"{table.columns.name} {worst}"
+    why = f"{metric} {mine[worst]:+.3f} MiB/cycle over {len(table) - WARM_UP} cycles ({where}){compared}"
+    return Measured(max(0.0, float(over.max())), why, of=metric)
+
+
+def slope_limit(state: Callable[[Mapping[str, Any]], float]) -> Callable[[Mapping[str, Any]], float]:
+    """1 MiB a cycle, or a share of the job's state where that is more; `state` gives its bytes."""
+    return lambda config: max(1.0, STATE_SHARE * state(config) / MIB)
+
+
+def lasting(metric: str, phase: str, base: str, then: str = "") -> Measure:
+    """How many more there are after `phase` of a cycle and of the next one, too, than after `base`, on the worst rank.
+
+    `then` is looked at after the last cycle. What leaks stays. Seen once on a busy machine without a leak: a socket more on one rank in
+    one cycle of 20, from the first collectives on, which went with the groups. So what appears at the last count of several is not
+    looked at again, and not counted.
+    """
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+        before = select(frame, phase=base, metric=metric).groupby("rank")["value"].first()
+        rows = select(frame, phase=phase, metric=metric)
+        if len(rows) < config["ranks"] * config["cycles"]:
+            incomplete(f"{metric} was counted {len(rows)} times, not {config['ranks'] * config['cycles']}")
+        table = rows.pivot_table(index="cycle", columns="rank", values="value", aggfunc="max")
+        more = frame[(frame["phase"] == then) & (frame["metric"] == metric)]
+        if len(more):
+            table.loc[int(table.index.max()) + 1] = more.groupby("rank")["value"].max()
+        table = table - before
+        stays = table.clip(upper=table.shift(-1)).iloc[:-1] if len(table) > 1 else table
+        rank, cycle = stays.max().idxmax(), stays.max(axis=1).idxmax()
+        value = float(stays.max().max())
+        said = f"+{value:g} from cycle {cycle} on (rank {rank})" if value > 0 else "no lasting increase"
+        return Measured(value, f"{metric} after {phase}, baseline {int(before.max())} after {base}: {said}")
+
+    return measure
+
+
+def unsettled(config: Mapping[str, Any]) -> str:
+    """Why a config shows nothing that piles up; a lab without cycles says it by how many rounds it recorded."""
+    return "" if config.get("cycles", SETTLED + 1) > SETTLED else TOO_FEW
+
+
+def piled_up(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
+    """How many more of anything there are after the last phase of the last cycles than after that of the second, on the worst rank.
+
+    What is made once and kept, or twice in turn, is there after two cycles. Of four cycles or more the last two must both have more.
+    """
+    rows = frame[(frame["cycle"] > 0) & frame["metric"].isin(PILED)]
+    if rows.empty:
+        raise Missing("no file descriptors, threads or files were counted")
+    if rows["cycle"].nunique() <= SETTLED:
+        raise NotMeasured(TOO_FEW)
+    phases = rows.groupby("cycle")["phase"].last()
+    rows = rows[rows["phase"] == rows["cycle"].map(phases)]
+    table = rows.pivot_table(index="cycle", columns=["metric", "rank"], values="value", aggfunc="last")
+    many = len(table) > SETTLED + 1
+    last = "in each of the last two" if many else f"after cycle {table.index[-1]}"
+    now = table.iloc[-2:].min() if many else table.iloc[-1]
+    return _more(table.iloc[SETTLED - 1], now, f"after cycle {table.index[SETTLED - 1]}", last)
+
+
+def left(after: str, base: str) -> Measure:
+    """How many more of anything there are when all is over than before it began, on the worst rank."""
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+        rows = frame[frame["metric"].isin(COUNTS)]
+        before, now = (
+            rows[rows["phase"] == phase].groupby(["metric", "rank"])["value"].last() for phase in (base, after)
+        )
+        if min(len(before), len(now)) < config["ranks"]:
+            incomplete(f"file descriptors, threads and files were not counted on every rank after {base} and {after}")
+        return _more(before, now, f"after {base}", f"after {after}")
+
+    return measure
+
+
+def _more(before: pd.Series, now: pd.Series, then: str, at_last: str) -> Measured:
+    """What there is more of, by (metric, rank)."""
+    more = (now - before).dropna()
+    worst = more.groupby(level="metric").idxmax()
+    grown = [place for place in worst if more[place] > 0]
+    said = [
+        f"{name}: {before[name, rank]:g} {then}, {now[name, rank]:g} {at_last} (rank {rank})" for name, rank in grown
+    ]
+    return Measured(max(0.0, float(more.max())), "; ".join(said) or f"no increase in {', '.join(worst.index)}")
+
+
+def steady(phases: Sequence[str], least_s: float = 0.1) -> Measure:
+    """How many times as long as in the median of the cycles between each phase took in the last, on the worst rank. The first cycle
+    warms up, and less than `least_s` more is no more."""
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+        found = [_steady(frame, config, phase, least_s) for phase in phases]
+        worst = max(found, key=lambda one: one.value or 0.0)
+        return Measured(worst.value, "; ".join(one.why for one in found) + label(frame))
+
+    return measure
+
+
+def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, least_s: float) -> Measured:
+    table = select(frame, phase=phase, metric="seconds").pivot_table(index="cycle", columns="rank", values="value")
+    if len(table) < config["cycles"]:
+        raise Missing(f"{phase} was timed in {len(table)} of {config['cycles']} cycles")
+    last, usual = table.iloc[-1], table.iloc[1:-1].median()
+    ratio = (last / usual).where(last - usual >= least_s, (last / usual).clip(upper=1.0))
+    rank: Any = ratio.idxmax()
+    times = f"{last[rank] * 1e3:.0f} ms in the last cycle, median of the cycles before: {usual[rank] * 1e3:.0f} ms"
+    return Measured(float(ratio[rank]), f"{phase}: {times} (rank {rank})")
+
+
+def too_short(config: Mapping[str, Any]) -> str:
+    """Why a config cannot compare its last cycle with those between."""
+    return "" if config["cycles"] >= 3 else "needs at least 3 cycles"
+
+
+EVERY_LAB = (
+    Check(
+        name="nothing_piles_up",
+        question="Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
+        tolerance="piled_up",
+        limit=0,
+        unit="1",
+        better="<=",
+        measure=piled_up,
+        cannot=unsettled,
+    ),
+)

@@ -1,0 +1,183 @@
+"""Ways of releasing side by side: what each leaves behind while released, what its groups cost, and which checks see it.
+
+For runs of the offload lab with the same ranks and cycles: its modes, a fault, a person's own code. A way's name is its fault,
+its implementation or its mode, whichever sets it apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+
+from kit.draw.axes import cycle_axis, log_scale
+from kit.draw.data import RunData, read
+from kit.draw.general import COUNTS
+from kit.draw.picture import Picture
+from kit.draw.style import MARKERS, Theme, theme
+from kit.errors import BadInput
+from kit.labs.offload.pictures import OURS
+from kit.labs.offload.pictures.cycles import rows_of
+from kit.results.marks import MARKS
+from kit.results.units import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from kit.results import Run, Verdict, VerdictRow
+
+WAYS = (
+    "exact",
+    "abort",
+    "manual",
+    "official",
+    "suspend",
+    "manual, by store",
+)  # each keeps its colour and shape, whichever are shown
+PARTS = {"release": "destroy groups", "reload": "rebuild groups"}
+
+
+def plot_modes(runs: Sequence[Run], *, theme_name: str = "light") -> Picture:
+    """Two or more offload runs. `theme_name` is light or dark."""
+    if len(runs) < 2 or any(run.lab != "offload" for run in runs):
+        raise BadInput("ways of releasing are compared in two runs or more of lab 'offload'")
+    look, seen = theme(theme_name), {name(run): read(run) for run in runs}
+    if len(seen) < len(runs):
+        raise BadInput(f"two of these runs are of the same way; there are {', '.join(seen)}")
+    verdicts = {name(run): run.verdict() for run in runs}
+    with mpl.rc_context(look.rc()):
+        picture = Picture()
+        draw(picture, seen, verdicts, look)
+        ranks = len(next(iter(seen.values())).ranks)
+        picture.suptitle(
+            f"offload · {counted(ranks, 'rank')} · ways of releasing · counts of the worst rank",
+            x=0.01,
+            ha="left",
+            fontsize=11.5,
+        )
+    return picture
+
+
+def name(run: Run) -> str:
+    own = str(run.config["implementation"])
+    return run.fault or (own.rpartition(":")[2] if not own.startswith(OURS) else str(run.config["mode"]))
+
+
+def numbered(ways: Iterable[str]) -> dict[str, int]:
+    """Numbers for colours and shapes: a mode has its own, as in the picture of the bench; others take what is free."""
+    shown = list(ways)
+    free = [index for index in range(len(WAYS) + len(shown)) if index >= len(WAYS) or WAYS[index] not in shown]
+    others = [way for way in shown if way not in WAYS]
+    return {**{way: WAYS.index(way) for way in shown if way in WAYS}, **dict(zip(others, free, strict=False))}
+
+
+def draw(picture: Picture, seen: Mapping[str, RunData], verdicts: Mapping[str, Verdict], look: Theme) -> None:
+    counts = [metric for metric in COUNTS if all(metric in one.metrics() for one in seen.values())]
+    table = differing(verdicts)
+    lines = len(table) + 3
+    rows: list[tuple[list[str], float]] = [([metric for metric in counts for _ in range(12 // len(counts))], 2.1)]
+    rows += [(["times"] * 4 + ["checks"] * 8, max(2.2, 0.2 * lines))]
+    picture.set_size_inches(11, sum(height for _, height in rows) + 1.0)
+    names: list[Any] = [row for row, _ in rows]
+    axes = picture.subplot_mosaic(names, height_ratios=[height for _, height in rows])
+    for metric in counts:
+        left_behind(axes[metric], seen, metric, look)
+    picture.legend(
+        *axes[counts[0]].get_legend_handles_labels(), loc="outside upper right", ncols=len(seen), handletextpad=0.4
+    )
+    group_times(axes["times"], seen, look)
+    checks(axes["checks"], table, verdicts, look)
+
+
+def left_behind(ax: Axes, seen: Mapping[str, RunData], metric: str, look: Theme) -> None:
+    """More than a process without the job has, while released: the worst rank of each cycle."""
+    numbers = numbered(seen)
+    for way, one in seen.items():
+        index = numbers[way]
+        size = 5.5 + 1.2 * (len(seen) - 1 - index)  # those below stay in sight where ways are alike
+        base = rows_of(one, "baseline", metric).set_index("rank")["value"]
+        rows = rows_of(one, "idle", metric)
+        more = rows.assign(value=rows["value"] - rows["rank"].map(base)).groupby("cycle")["value"].max()
+        ax.plot(
+            more.index,
+            more,
+            marker=MARKERS[index % len(MARKERS)],
+            color=look.colour(index),
+            linewidth=1.4,
+            markersize=size,
+            label=way,
+        )
+    low, high = ax.get_ylim()
+    ax.set_ylim(min(low, -1), max(high, 4) * 1.05)
+    ax.axhline(0, color=look.faint, linewidth=1.0, zorder=1)
+    cycle_axis(ax)
+    ax.set_ylabel("more than without a job")
+    ax.set_title(f"{COUNTS[metric]} while released")
+
+
+def group_times(ax: Axes, seen: Mapping[str, RunData], look: Theme) -> None:
+    """What the code under test says its groups took: a point per rank and cycle, a tick at the median."""
+    counts, numbers = set(), numbered(seen)
+    for index, (way, one) in enumerate(seen.items()):
+        marker, colour = MARKERS[numbers[way] % len(MARKERS)], look.colour(numbers[way])
+        for place, phase in enumerate(PARTS):
+            found = rows_of(one, phase, "groups_seconds")["value"] * 1e3
+            if found.empty:
+                continue
+            counts.add(len(found))
+            x = place + (index - (len(seen) - 1) / 2) * min(0.22, 0.8 / len(seen))
+            ax.plot([x] * len(found), found, marker, color=colour, markersize=5, alpha=0.75)
+            ax.plot(x, found.median(), "_", color=look.ink, markersize=14, markeredgewidth=1.6)
+    log_scale(ax)
+    ax.set_xticks(range(len(PARTS)), list(PARTS.values()))
+    ax.set_xlim(-0.6, len(PARTS) - 0.4)
+    ax.set_ylabel("time [ms]")
+    ax.set_title(f"Cost of groups (n = {', '.join(str(number) for number in sorted(counts))} each, median)")
+
+
+def differing(verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, VerdictRow]]:
+    """The checks that do not pass for every way, unless none was measured: a row by way."""
+    rows: dict[str, dict[str, VerdictRow]] = {}
+    for way, verdict in verdicts.items():
+        for row in verdict:
+            rows.setdefault(row.check, {})[way] = row
+    return {
+        check: ways
+        for check, ways in rows.items()
+        if len({row.passed for row in ways.values()} | {True}) > 1
+        and not all(row.passed is None for row in ways.values())
+    }
+
+
+def checks(
+    ax: Axes, table: Mapping[str, Mapping[str, VerdictRow]], verdicts: Mapping[str, Verdict], look: Theme
+) -> None:
+    """A line per check on which the ways differ or fail, with what was measured."""
+    ax.set_axis_off()
+    lines = max(len(table) + 3, 11)
+    where = {way: 0.5 + 0.5 * (index + 0.5) / len(verdicts) for index, way in enumerate(verdicts)}
+
+    def write(x: float, line: float, text: str, **how: Any) -> None:
+        ax.text(x, 1 - (line + 0.5) / lines, text, va="center", transform=ax.transAxes, **{"fontsize": 8.5, **how})
+
+    write(0.06, 0, "Checks", fontweight="bold", fontsize=10)
+    numbers = numbered(where)
+    for way, x in where.items():
+        write(x, 0, way, ha="center", fontweight="bold", color=look.colour(numbers[way]))
+    for line, (check, ways) in enumerate(table.items(), start=1):
+        write(0.06, line, check)
+        for way, row in ways.items():
+            measured = "" if row.measured is None or row.passed else f" {row.measured:g}"
+            word = "not measured" if row.passed is None else measured
+            write(
+                where[way], line, f"{MARKS[row.passed].sign} {word}".strip(), ha="center", color=look.answer(row.passed)
+            )
+    write(0.06, len(table) + 1.6, left_out(table, verdicts), color=look.faint)
+
+
+def left_out(table: Mapping[str, Any], verdicts: Mapping[str, Verdict]) -> str:
+    """How many checks are not drawn."""
+    rest = [row for row in next(iter(verdicts.values())) if row.check not in table]
+    passed = sum(row.passed is True for row in rest)
+    return f"and {passed} that all pass, {len(rest) - passed} not measured in any"

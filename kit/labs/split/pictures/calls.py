@@ -1,0 +1,91 @@
+"""A step as the calls that it was made of: the plain step beside each way to cut it, a lane for every rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.patches import Patch
+
+from kit.draw.axes import SEPARATE, grid_across
+from kit.labs.split.config import cases_of
+from kit.results import with_ids
+from kit.results.units import counted, time_unit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+    from kit.draw.data import RunData
+    from kit.draw.style import Theme
+    from kit.labs.split.config import Case
+
+KINDS = {"run": "plain step", "begin": "begin", "microbatch": "microbatch", "finish": "finish"}
+HIGH = 0.76  # of a way's place
+BETWEEN = 0.5  # two levels
+
+
+def ways(config: Mapping[str, Any]) -> list[tuple[float, Case, str]]:
+    """Where each way of stepping is drawn, from above: its place, the case that it came with, its phase."""
+    found: list[tuple[float, Case, str]] = []
+    place = 0.0
+    for case in cases_of(config):
+        if case.first:
+            place += BETWEEN if found else 0.0
+            found.append((place, case, "sync"))
+            place += 1
+        found.append((place, case, "split"))
+        place += 1
+    return found
+
+
+def height(config: Mapping[str, Any]) -> float:
+    return 0.27 * (ways(config)[-1][0] + 2)
+
+
+def timeline(ax: Axes, data: RunData, config: Mapping[str, Any], theme: Theme) -> None:
+    """The calls of the last step, one after the other. A rank that waits for another does so inside a call."""
+    rows = calls_of(data)
+    ranks = data.ranks if len(data.ranks) <= SEPARATE else data.ranks[:1]
+    rows = rows[rows["rank"].isin(ranks)]
+    totals = rows.groupby(["cycle", "phase", "rank"])["value"].sum()
+    longest = float(totals.max()) if len(totals) else 1.0
+    scale, unit = time_unit(longest)
+    colours = dict(zip(KINDS, (theme.faint, theme.series[3], theme.series[0], theme.series[2]), strict=True))
+    labels = {}
+    for place, case, phase in ways(config):
+        here = rows[(rows["cycle"] == case.cycle) & (rows["phase"] == phase)]
+        cut = f"in {counted(case.chunks, 'call')}" if case.chunks else "a call a microbatch"
+        labels[place] = f"{case.level}, plain" if phase == "sync" else cut
+        for lane, rank in enumerate(ranks):
+            mine = here[here["rank"] == rank]
+            ax.barh(
+                place + ((lane + 0.5) / len(ranks) - 0.5) * HIGH,
+                mine["value"] * scale,
+                left=(mine["value"].cumsum() - mine["value"]) * scale,
+                height=HIGH / len(ranks) * 0.94,
+                color=[colours[kind] for kind in mine["kind"]],
+                edgecolor=theme.paper,
+                linewidth=0.6,
+            )
+        if not here.empty:
+            took = float(totals[case.cycle, phase].max())
+            ax.text((took + 0.015 * longest) * scale, place, f"{took * scale:.3g} {unit}", va="center", fontsize=8.5)
+    ax.set_yticks(list(labels), list(labels.values()))
+    ax.set_ylim(max(labels) + 0.6, -0.6 - 0.12 * (max(labels) + 1))  # room for the legend
+    ax.set_xlim(0, 1.14 * longest * scale)
+    grid_across(ax)
+    ax.set_xlabel(f"time since the step began [{unit}], one sample")
+    lanes = f"rank {ranks[0]}" if len(ranks) == 1 else f"lanes: ranks {ranks[0]} to {ranks[-1]}"
+    ax.set_title(f"Step {config['steps']}, call by call ({lanes})")
+    marks = [Patch(facecolor=colours[kind], label=word) for kind, word in KINDS.items()]
+    ax.legend(handles=marks, ncols=len(marks), loc="upper left", columnspacing=1.1, handlelength=1.2)
+
+
+def calls_of(data: RunData) -> pd.DataFrame:
+    """The records of calls, in their order, with what was called."""
+    rows = with_ids(data.frame[data.frame["metric"] == "call_seconds"], "call", "order").rename(
+        columns={"call": "kind"}
+    )
+    return rows.sort_values(["cycle", "phase", "rank", "order"])

@@ -1,0 +1,316 @@
+"""What the kernel says about this machine: processes, descriptors, mappings, memory and control groups.
+
+The only module that reads /proc and control groups. Linux and the standard library only; every room may import it, on both sides.
+
+A control group limits memory or processes at every level from a process's own group up to the mount, so the level with the least room
+counts. Inside a container the kernel may name a path that the mount does not show; the mount then stands for the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MARK = "KIT_WORLD"  # in the environment of every process of a World: its id, the notebook's pid and start time
+
+# -- processes -----------------------------------------------------------------------------------------------------------
+
+
+def pids() -> list[int]:
+    """Every process of this machine that this one may see."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - numbers are wanted, not paths
+
+
+def stat_fields(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat from the third (state) on; None when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text.rpartition(")")[2].split()  # the name may hold spaces and brackets
+
+
+def start_time(pid: int) -> int | None:
+    """Clock ticks from boot to the start of the process: pid and start time together identify a process for ever."""
+    fields = stat_fields(pid)
+    return int(fields[19]) if fields else None
+
+
+def alive(pid: int, started: int) -> bool:
+    fields = stat_fields(pid)
+    return fields is not None and int(fields[19]) == started and fields[0] not in "ZX"
+
+
+def started_at(ticks: int) -> float:
+    """A process's start time in Unix seconds."""
+    boot = next(
+        int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
+    )
+    return boot + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def waiting_place(pid: int) -> str:
+    """Where in the kernel a process waits; empty where the kernel does not say."""
+    with contextlib.suppress(OSError):
+        place = Path(f"/proc/{pid}/wchan").read_text()
+        return "" if place == "0" else place
+    return ""
+
+
+def command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def marked(pid: int | str) -> str | None:
+    """The `MARK` that a process carries: `id:pid:start time`. None without one, or where its environment cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            name, _, value = entry.partition(b"=")
+            if name == MARK.encode() and value.count(b":") >= 2:
+                return value.decode()
+    return None
+
+
+def children() -> list[int] | None:
+    """Processes that this one started and that have not ended; None where the kernel does not list them."""
+    found: list[int] = []
+    try:
+        for task in os.listdir("/proc/self/task"):  # noqa: PTH208 - as above
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                found += map(int, Path(f"/proc/self/task/{task}/children").read_bytes().split())
+    except OSError:
+        return None
+    return found
+
+
+def has_thread(native_id: int | None) -> bool:
+    """Whether a thread of this process still exists for the kernel."""
+    return Path(f"/proc/self/task/{native_id}").exists()
+
+
+def files_of(pid: int) -> str:
+    """The names of all files that a process has open or mapped, as one text."""
+    folder = f"/proc/{pid}/fd"
+    links = [os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)]  # noqa: PTH115, PTH208 - as above
+    return "\n".join([Path(f"/proc/{pid}/maps").read_text(errors="replace"), *links, ""])
+
+
+def boot_id() -> str:
+    """A name of this machine until it boots again; empty where the kernel gives none."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text().strip() if file.exists() else ""
+
+
+def cpu_model() -> str | None:
+    """None where the kernel does not say, as on ARM."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+
+
+def output(*command: str, timeout_s: float = 20) -> tuple[str | None, str | None]:
+    """What a tool writes to stdout, or None and why there is nothing."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except FileNotFoundError:
+        return None, f"{command[0]} is not on this box"
+    except OSError as error:
+        return None, f"{command[0]} cannot be started: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return None, f"{command[0]} did not answer within {timeout_s:g} s"
+    if done.returncode:
+        words = (done.stderr or done.stdout).strip().partition("\n")[0]
+        return None, f"{command[0]} ended with status {done.returncode}: {words}"
+    return done.stdout, None
+
+
+# -- what this process holds -----------------------------------------------------------------------------------------------
+
+
+_WANTED = frozenset((b"VmHWM", b"VmRSS", b"RssAnon", b"RssFile", b"RssShmem", b"Threads"))
+
+
+def status() -> dict[str, int]:
+    """Bytes by kind (VmRSS, VmHWM, RssAnon, RssFile, RssShmem) and Threads, where this kernel gives them.
+
+    Opened each time: a kept descriptor shows the parent after a fork.
+    """
+    found = {}
+    with open("/proc/self/status", "rb", buffering=0) as file:  # noqa: PTH123 - half the cost of Path.read_bytes
+        for line in file.read().splitlines():
+            name, _, rest = line.partition(b":")
+            if name in _WANTED:
+                number, *unit = rest.split()
+                found[name.decode()] = int(number) * (1024 if unit else 1)
+    return found
+
+
+def reset_peak() -> str | None:
+    """Set VmHWM back to the level of now. Returns why the kernel refused, or None."""
+    try:
+        with open("/proc/self/clear_refs", "wb", buffering=0) as file:  # noqa: PTH123 - as above
+            file.write(b"5")
+    except OSError as error:
+        return f"/proc/self/clear_refs: {error.strerror}"
+    return None
+
+
+def pss() -> int | None:
+    """Proportional resident bytes: a page shared by n processes counts 1/n. Slow. None where the kernel does not say."""
+    try:
+        with open("/proc/self/smaps_rollup", "rb") as file:  # noqa: PTH123 - as above
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(b"Pss:"))
+    except FileNotFoundError:
+        return None
+
+
+def descriptors() -> tuple[int, int]:
+    """Open file descriptors, and the sockets among them. The descriptor that the listing needs is not counted."""
+    count = sockets = 0
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - as above
+        try:
+            mode = os.fstat(int(name)).st_mode
+        except OSError:  # closed since the listing: the listing's own, or another thread's
+            continue
+        count += 1
+        sockets += stat.S_ISSOCK(mode)
+    return count, sockets
+
+
+def open_files() -> Iterator[tuple[str, os.stat_result]]:
+    """The name and the status of each file that this process has open."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - as above
+        with contextlib.suppress(OSError):
+            yield os.readlink(f"/proc/self/fd/{name}"), os.fstat(int(name))  # noqa: PTH115 - a text, not a path
+
+
+class Mapping(NamedTuple):
+    """One mapping of this process, and the file behind it."""
+
+    start: int
+    end: int
+    mode: str
+    device: str
+    inode: int
+    name: str
+
+
+def mappings() -> Iterator[Mapping]:
+    with open("/proc/self/maps", errors="replace") as file:  # noqa: PTH123 - as above
+        for line in file:
+            span, mode, _, device, inode, *name = line.rstrip("\n").split(maxsplit=5)
+            start, _, end = span.partition("-")
+            yield Mapping(int(start, 16), int(end, 16), mode, device, int(inode), "".join(name))
+
+
+# -- memory and control groups ---------------------------------------------------------------------------------------------
+
+_UNLIMITED = 1 << 60  # version 1 writes "no limit" as the largest multiple of a page
+_FILES = {
+    ("memory", 1): ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ("memory", 2): ("memory.max", "memory.current"),
+    ("pids", 1): ("pids.max", "pids.current"),
+    ("pids", 2): ("pids.max", "pids.current"),
+}
+
+
+class Limit(NamedTuple):
+    """`used` is what the limiting level uses already. `maximum` None: no limit. `version` None: no control group."""
+
+    maximum: int | None
+    used: int | None
+    version: int | None
+
+
+def cgroup_limit(controller: str, proc: Path = Path("/proc/self")) -> Limit:
+    """The limit on "memory" (bytes) or "pids" (processes and threads) with the least room left."""
+    version, levels = _levels(controller, proc)
+    if not levels:
+        return Limit(None, None, version)
+    _, maximum, used = min(levels, key=lambda level: level[1] - level[2])
+    return Limit(maximum, used, version)
+
+
+def cgroup_limits(proc: Path = Path("/proc/self")) -> dict[str, int | None]:
+    """Both limits as one flat JSON-able dict: version, memory_max, memory_used (bytes), pids_max, pids_used."""
+    memory, pids = cgroup_limit("memory", proc), cgroup_limit("pids", proc)
+    return {
+        "version": memory.version or pids.version,
+        "memory_max": memory.maximum,
+        "memory_used": memory.used,
+        "pids_max": pids.maximum,
+        "pids_used": pids.used,
+    }
+
+
+def free_memory(proc: Path = Path("/proc/self"), meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that may still be taken: what the machine has available, or what a level's limit leaves where that is less.
+
+    Pages of files that nobody uses count as free on both sides: the kernel drops them when it needs room, and a group that
+    has just read a checkpoint is charged for all of it.
+    """
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    version, levels = _levels("memory", proc)
+    left = [most - used + _dropped_if_needed(folder, version) for folder, most, used in levels]
+    return max(0, min([int(fields["MemAvailable"].split()[0]) * 1024, *left]))
+
+
+def _dropped_if_needed(folder: Path, version: int | None) -> int:
+    key = "inactive_file" if version == 2 else "total_inactive_file"
+    file = folder / "memory.stat"
+    fields = dict(line.split() for line in file.read_text().splitlines()) if file.exists() else {}
+    return int(fields.get(key, 0))
+
+
+def _levels(controller: str, proc: Path) -> tuple[int | None, list[tuple[Path, int, int]]]:
+    """The version that holds the controller, and each level with a limit: its folder, the limit, and what it uses."""
+    version, folders = _folders(controller, proc)
+    limited = []
+    for folder in folders:
+        maximum, used = (_number(folder / name) for name in _FILES[controller, version or 2])
+        if maximum is not None and used is not None:
+            limited.append((folder, maximum, used))
+    return version, limited
+
+
+def _folders(controller: str, proc: Path) -> tuple[int | None, list[Path]]:
+    """The version that holds the controller, and its folders from the own group up to the mount."""
+    lines = (proc / "cgroup").read_text().splitlines() if (proc / "cgroup").exists() else []
+    groups = [line.split(":", 2)[1:] for line in lines]
+    paths = {name: path for controllers, path in groups for name in controllers.split(",")}
+    for version, key in ((1, controller), (2, "")):
+        if key in paths and (mount := _mount(version, controller, proc)) is not None:
+            return version, _upwards(*mount, paths[key])
+    return None, []
+
+
+def _mount(version: int, controller: str, proc: Path) -> tuple[str, Path] | None:
+    """The hierarchy's mount: the path it shows as its root, and where it is mounted."""
+    for line in (proc / "mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.split(" ", 2)
+        root, point = left.split()[3:5]
+        if kind == "cgroup2" if version == 2 else kind == "cgroup" and controller in options.split(","):
+            return root, Path(point)
+    return None
+
+
+def _upwards(root: str, mount: Path, path: str) -> list[Path]:
+    inner = Path(path.removeprefix(root.rstrip("/")).lstrip("/"))
+    own = mount / inner
+    if ".." in inner.parts or not own.is_dir():
+        return [mount]
+    return [own, *(folder for folder in own.parents if folder.is_relative_to(mount))]
+
+
+def _number(file: Path) -> int | None:
+    if not file.exists():  # the root group has no limit files
+        return None
+    text = file.read_text().split()[0]
+    return None if text == "max" or int(text) >= _UNLIMITED else int(text)

@@ -1,0 +1,222 @@
+"""Process groups, found when they are made rather than in somebody's list.
+
+`Births` hooks the constructors of torch's own group and backend classes: `new_group`, `init_process_group`, a raw `ProcessGroupGloo(...)`
+and a wrapper's `super().__init__` all call them. Groups that C++ makes (`split_group`) are taken from torch's tables. References are
+weak, so that watching keeps nothing alive.
+
+A group is identified by what a collective over it reaches: `reach` starts one and stops it before anything is sent. So a wrapper, a
+handle and a plain group are treated alike, and a destroyed group that silently falls back to WORLD is found.
+Limit: a group that only C++ refers to is not seen here; its sockets and threads are counted with every phase.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BACKENDS = ("ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroupMPI", "ProcessGroupUCC", "ProcessGroupXCCL")
+
+
+class ReachedError(Exception):
+    """Raised in place of a collective, by the group that would have run it."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__("a collective was stopped before it was sent")
+        self.group = group
+
+
+def _c10d() -> Any:
+    import torch.distributed.distributed_c10d as c10d
+
+    return c10d
+
+
+@functools.cache
+def _classes() -> tuple[Any, ...]:
+    """ProcessGroup, and the backends that this torch was built with."""
+    from torch._C import _distributed_c10d as core
+
+    return (core.ProcessGroup, *(getattr(core, name) for name in BACKENDS if hasattr(core, name)))
+
+
+def is_group(value: Any) -> bool:
+    """Whether an object is a process group or stands for one: a subclass, or something that keeps a group and forwards to it."""
+    kind = type(value)  # never isinstance: an object that forwards everything forwards __class__ too
+    if issubclass(kind, _classes()):
+        return True
+    if not hasattr(kind, "__getattr__") or not any(
+        issubclass(type(one), _classes()) for one in attributes(value).values()
+    ):
+        return False
+    try:
+        return callable(value.allreduce)
+    except Exception:  # noqa: BLE001 - a stranger's class may raise anything for a name that it does not have
+        return False
+
+
+def is_real(value: Any) -> bool:
+    """Whether an object is one of torch's own groups, and not a wrapper."""
+    return type(value) in _classes()
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """An object's own attributes, whatever its class makes of looking them up."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@dataclass(slots=True)
+class Born:
+    """One group as it was made: torch's class by name, and the group by weak reference."""
+
+    kind: str
+    group: weakref.ref[Any]
+
+
+@dataclass
+class Births:
+    """Every group that is made while this is entered. `alive()` are those of torch's own that something still refers to."""
+
+    made: list[Born] = field(default_factory=list)
+    _before: list[weakref.ref[Any]] = field(default_factory=list)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def __enter__(self) -> Births:
+        self._before = [weakref.ref(group) for group in registered()]
+        for kind in _classes():
+            self._hook(kind)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def look(self) -> None:
+        """Add groups of torch's tables that no constructor made, and forget those that are gone."""
+        self.made = [one for one in self.made if one.group() is not None]
+        known = {id(one.group()) for one in self.made} | {id(one()) for one in self._before}
+        for group in registered():
+            if is_real(group) and id(group) not in known:
+                self._add(group)
+
+    def alive(self) -> list[Any]:
+        """torch's own groups made here that are still there."""
+        self.look()
+        return [group for one in self.made if (group := one.group()) is not None and is_real(group)]
+
+    def _add(self, group: Any) -> None:
+        self.made.append(Born(type(group).__name__, weakref.ref(group)))
+
+    def _hook(self, kind: Any) -> None:
+        plain = vars(kind)["__init__"]  # not by attribute: torch's own come bound to nothing, and could not be put back
+
+        def __init__(group: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it takes this method's place
+            plain.__get__(group)(*args, **kwargs)
+            self._add(group)
+
+        def undo() -> None:
+            kind.__init__ = plain
+
+        kind.__init__ = __init__
+        self._undo.append(undo)
+
+
+def registered() -> list[Any]:
+    """Every group in torch's tables, in the order of registration."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    return [] if c10d is None else list(c10d._world.pg_map)
+
+
+@contextlib.contextmanager
+def doors() -> Iterator[None]:
+    """Inside, an all-reduce over any of torch's groups on this thread raises `ReachedError` in place of running."""
+    here = threading.get_ident()
+    undo: list[tuple[Any, Any]] = []
+
+    def closed(plain: Any) -> Any:
+        def allreduce(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == here:
+                raise ReachedError(group)
+            return plain(group, *args, **kwargs)
+
+        return allreduce
+
+    for kind in dict.fromkeys(base for one in _classes() for base in one.__mro__):
+        if "allreduce" in vars(kind):
+            undo.append((kind, vars(kind)["allreduce"]))
+            kind.allreduce = closed(vars(kind)["allreduce"])
+    try:
+        yield
+    finally:
+        for kind, plain in undo:
+            kind.allreduce = plain
+
+
+def reach(group: Any) -> Any:
+    """The group of torch's that a collective over this object would run over. Raises what the object raises where it would not
+    run. Only inside `doors()`."""
+    import torch
+    import torch.distributed as dist
+
+    try:
+        dist.all_reduce(torch.zeros(1), group=group)  # by its name at this moment: others may have replaced it
+    except Exception as error:
+        # torch's logger asks for more of a group that has raised, and a wrapper in no table makes it raise once more.
+        for one in chain(error):
+            if isinstance(one, ReachedError):
+                return one.group
+        raise
+    raise RuntimeError("a collective over it returned and ran over no process group")
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it was raised on top of, as a traceback shows them."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def world() -> Any:
+    """The group that a collective without a group runs over; None where torch.distributed is not initialised."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return None
+    with doors():
+        return reach(_c10d()._world.default_pg)
+
+
+def taken_name() -> str:
+    """The name that torch would give the next group, if a group has it already and none can be made; else empty."""
+    tables = _c10d()._world
+    name = str(tables.group_count)
+    return name if name in {str(one) for one in tables.pg_names.values()} else ""
+
+
+def facts(group: Any) -> dict[str, Any]:
+    """What a group was made with, as torch reports it: description, backends, timeout, options by device."""
+    backends = {}
+    for device in sorted(group._device_types, key=str):
+        backend = group._get_backend(device)
+        options = backend.options
+        plain: dict[str, Any] = {"backend": type(backend).__name__, "timeout_s": options._timeout.total_seconds()}
+        if hasattr(options, "config"):
+            plain["is_high_priority_stream"] = bool(options.is_high_priority_stream)
+            plain |= {name: value for name, value in _public(options.config) if not callable(value)}
+        backends[str(device)] = plain
+    return {"description": str(group.group_desc), "bound": str(group.bound_device_id), "backends": backends}
+
+
+def _public(config: Any) -> list[tuple[str, Any]]:
+    return [(name, getattr(config, name)) for name in dir(config) if not name.startswith("_")]

@@ -1,0 +1,312 @@
+"""The training state, found by walking objects: modules, their parameters and buffers, gradients, and what optimizers keep.
+
+The code that moves tensors is not asked. The walk follows attributes, items and the attributes of parameters (`main_grad`), through the
+tree of modules first and else breadth first, so that a tensor gets its module's name or its shortest path. `State` counts the bytes of
+each kind, takes a digest of every tensor, and notes which tensors share memory. A tensor that is neither parameter, buffer, gradient nor
+optimizer state has the kind "other": scratch. Limits: a tensor that only C++ or a closure refers to is not found; above `SAMPLE` elements
+the largest difference is that of a sample.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import random
+import sys
+import types
+import warnings
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from kit.measure.observers.births import is_group
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+KINDS = ("weights", "grads", "optimizer", "other")
+GRADIENTS = ("grad", "main_grad", "decoupled_grad")
+SAMPLE = 4096  # elements of each tensor that are kept to say how far it is off
+_LEAVES = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+)
+
+
+class Tensor(NamedTuple):
+    """One tensor of the state: the shortest path to it, and its kind."""
+
+    name: str
+    kind: str
+    tensor: torch.Tensor
+
+
+def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every module, optimizer and tensor that the roots lead to, each once, with the shortest path to it."""
+    todo = deque(roots.items())
+    seen: set[int] = set()
+    while todo:
+        path, value = todo.popleft()
+        if isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if not isinstance(value, torch.Tensor) and is_group(value):
+            continue
+        yield path, value
+        below = [(f"{path}.{key}", child) for key, child in children(value)]
+        own = (
+            len(value._parameters) + len(value._buffers) + len(value._modules)
+            if isinstance(value, torch.nn.Module)
+            else 0
+        )
+        todo.extendleft(reversed(below[:own]))  # a parameter is called what its module calls it, however long that is
+        todo.extend(below[own:])
+
+
+def children(value: Any) -> Iterable[tuple[Any, Any]]:
+    """What an object refers to, by attribute or place."""
+    if isinstance(value, torch.Tensor):
+        return _of_tensor(value)
+    if isinstance(value, torch.nn.Module):  # parameters by their own names, before the dicts in which they lie
+        own = [*value._parameters.items(), *value._buffers.items(), *value._modules.items()]
+        hidden = ("_parameters", "_buffers", "_modules")
+        return [*own, *((name, one) for name, one in vars(value).items() if name not in hidden)]
+    if isinstance(value, dict):
+        return [(_key(key, number), child) for number, (key, child) in enumerate(value.items())]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(enumerate(value))
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if isinstance(name, str)]
+    named = [(name, getattr(value, name)) for name in slots if not name.startswith("__") and hasattr(value, name)]
+    found = getattr(value, "__dict__", None)
+    return [*named, *found.items()] if isinstance(found, dict) else named
+
+
+def _of_tensor(value: torch.Tensor) -> list[tuple[str, Any]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a gradient of a view is odd to torch
+        gradient = value.grad
+    return [("grad", gradient), *vars(value).items()]
+
+
+def _key(key: Any, number: int) -> str:
+    """A dict's key in a name: what is no text or number counts by its place."""
+    return str(key) if isinstance(key, str | int) else str(number)
+
+
+class State:
+    """The state at the moment this is made. It keeps tensors alive: do not keep it across a release; keep `prints()`."""
+
+    def __init__(self, **roots: Any) -> None:
+        found = list(walk(roots))
+        self._kinds = _kinds([value for _, value in found])
+        self.tensors = [
+            Tensor(path, self._kinds.get(_storage(value), "other"), value)
+            for path, value in found
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided
+        ]
+
+    def bytes_on(self, device: str) -> dict[str, int]:
+        """Bytes of each kind on a type of device, each storage once."""
+        sizes: dict[tuple[str, int], int] = {}
+        for _, kind, tensor in self.tensors:
+            if tensor.device.type == device:
+                sizes[kind, _storage(tensor)] = tensor.untyped_storage().nbytes()
+        return {kind: sum(size for (of, _), size in sizes.items() if of == kind) for kind in KINDS}
+
+    def prints(self) -> dict[str, Print]:
+        """A digest of every tensor by name. A flat buffer with other tensors in it is represented by those tensors."""
+        spans: dict[int, list[tuple[int, int, str]]] = {}
+        for name, _, tensor in self.tensors:
+            if tensor.numel():
+                start = int(tensor.storage_offset()) * tensor.element_size()
+                spans.setdefault(_storage(tensor), []).append((start, start + _extent(tensor), name))
+        whole = {place: max(of, key=lambda one: (one[1] - one[0], -len(one[2]), one[2])) for place, of in spans.items()}
+        named = _essential([value for _, _, value in self.tensors])
+        found: dict[str, Print] = {}
+        for name, kind, tensor in self.tensors:
+            if not tensor.numel():
+                continue
+            start = int(tensor.storage_offset()) * tensor.element_size()
+            base, _, container = whole[_storage(tensor)]
+            if kind != "optimizer" and id(tensor) not in named and _has_parts(tensor, start, spans):
+                continue
+            found[name] = _print(tensor, kind, container, start - base)
+        return found
+
+
+class Print(NamedTuple):
+    """A tensor as it was: kind, shape, place within its memory, digest, and a sample of its values."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    part_of: str
+    at: int
+    digest: str
+    sample: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How one tensor changed: gone, new, moved (no longer a view of the same memory), or with other values."""
+
+    name: str
+    kind: str
+    what: str
+    largest: float | None = None
+
+    def __str__(self) -> str:
+        far = "" if self.largest is None else f", largest difference {self.largest:.3g}"
+        return f"{self.kind} {self.name}: {self.what}{far}"
+
+
+def differences(before: Mapping[str, Print], after: Mapping[str, Print], *, zeroed: bool = False) -> list[Difference]:
+    """What changed, by name. `zeroed`: gradients, and nothing else, may be gone or come back as zeros."""
+    found = []
+    for name in [*before, *(name for name in after if name not in before)]:
+        old, new = before.get(name), after.get(name)
+        kind = (old or new or _NOTHING).kind
+        if zeroed and kind == "grads" and (new is None or (old is not None and old[1:6] == new[1:6] and _zero(new))):
+            continue
+        what, largest = _difference(old, new)
+        if what:
+            found.append(Difference(name, kind, what, largest))
+    return found
+
+
+def _difference(old: Print | None, new: Print | None) -> tuple[str, float | None]:
+    if old is None or new is None:
+        return ("did not exist before" if old is None else "is gone"), None
+    for what, was, now in (
+        ("shape", old.shape, new.shape),
+        ("type", old.dtype, new.dtype),
+        ("device", old.device, new.device),
+    ):
+        if was != now:
+            return f"{what} {was} became {now}", None
+    if (old.part_of, old.at) != (new.part_of, new.at):
+        return f"was a part of {old.part_of} and lies in other memory now", None
+    if old.digest != new.digest:
+        return "other numbers", _largest(old.sample, new.sample)
+    return "", None
+
+
+def _largest(old: torch.Tensor, new: torch.Tensor) -> float:
+    return float((old.double() - new.double()).abs().nan_to_num(nan=float("inf")).max())
+
+
+def _zero(one: Print) -> bool:
+    return one.digest == _zeros(one.shape, one.dtype)
+
+
+def _zeros(shape: tuple[int, ...], dtype: str) -> str:
+    return digest(torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch."))))
+
+
+def _kinds(values: list[Any]) -> dict[int, str]:
+    """The kind of every storage: a parameter's or buffer's of a module is weights, whatever else lies in it."""
+    modules = [value for value in values if isinstance(value, torch.nn.Module)]
+    optimizers = [value for value in values if isinstance(value, torch.optim.Optimizer)]
+    weights = [one for module in modules for one in (*module._parameters.values(), *module._buffers.values())]
+    params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+    every = [one for one in (*weights, *params) if one is not None]
+    grads = [one for param in every for name, one in _of_tensor(param) if name in GRADIENTS]
+    state = [one for each in optimizers for of in each.state.values() for one in _tensors(of)]
+    kinds: dict[int, str] = {}
+    for kind, tensors in (("weights", weights), ("grads", grads), ("optimizer", [*params, *state])):
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                kinds.setdefault(_storage(tensor), kind)
+    return kinds
+
+
+def _essential(tensors: list[torch.Tensor]) -> set[int]:
+    """Tensors that get a digest although others lie within them: parameters and their gradients."""
+    params = [one for one in tensors if isinstance(one, torch.nn.Parameter)]
+    return {id(one) for param in params for one in (param, *(g for n, g in _of_tensor(param) if n in GRADIENTS))}
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors(one)
+
+
+def _has_parts(tensor: torch.Tensor, start: int, spans: Mapping[int, list[tuple[int, int, str]]]) -> bool:
+    end = start + _extent(tensor)
+    return any(start <= a and b <= end and b - a < end - start for a, b, _ in spans[_storage(tensor)])
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to behind its last."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _print(tensor: torch.Tensor, kind: str, part_of: str, at: int) -> Print:
+    flat = tensor.detach().reshape(-1)
+    step = -(-flat.numel() // SAMPLE)
+    sample = flat[::step].to("cpu", copy=True)
+    return Print(kind, tuple(tensor.shape), str(tensor.dtype), str(tensor.device), part_of, at, digest(tensor), sample)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's bytes in the order of its elements."""
+    flat = tensor.detach().cpu().contiguous()
+    # Not through numpy(): that marks the storage as never to be resized again.
+    raw = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr()) if flat.nbytes else b""
+    return hashlib.sha256(raw).hexdigest()
+
+
+_NOTHING = Print("other", (), "", "", "", 0, "", torch.empty(0))
+
+
+def live_bytes() -> int:
+    """Bytes of every tensor that Python refers to anywhere, on any device, each storage once. It walks all objects: some 30 ms."""
+    sizes: dict[int, int] = {}
+    for value in gc.get_objects():
+        if issubclass(type(value), torch.Tensor) and type(value) in {torch.Tensor, torch.nn.Parameter}:
+            storage = value.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def generators() -> dict[str, str]:
+    """A digest of each random generator: Python's, numpy's, torch's, and each CUDA device's. Nothing is drawn."""
+    found = {"python": repr(random.getstate()).encode(), "torch": raw(torch.default_generator.get_state())}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        found["numpy"] = repr(numpy.random.get_state(legacy=False)).encode()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for number, generator in enumerate(torch.cuda.default_generators):
+            found[f"cuda:{number}"] = raw(generator.get_state())
+    return {name: digest_of(state) for name, state in found.items()}
+
+
+def raw(state: Any) -> bytes:
+    """A generator's state tensor as bytes."""
+    return bytes(state.cpu().tolist())
+
+
+def digest_of(state: bytes) -> str:
+    return hashlib.sha256(state).hexdigest()

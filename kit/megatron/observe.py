@@ -1,0 +1,311 @@
+"""Megatron's groups as an observer sees them: what stands in `parallel_state`, who holds it, over which ranks it talks.
+
+Nothing of `kit.megatron.groups` is asked, since that is code under test, and neither is torch's registry of names: a wrapper that is in no
+table stands for its group here as a plain group does. A group is followed by what a collective over it would reach, and its ranks are
+those that answer an all-gather.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+import types
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kit.measure.observers import births, tensors
+from kit.measure.observers.births import is_group
+from kit.measure.observers.tensors import children
+
+PATIENCE = dt.timedelta(seconds=10)  # for one collective over a group
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+_LEAVES = (torch.Tensor, str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType)
+WORLD = "WORLD"
+
+
+def parallel_state() -> Any:
+    from megatron.core import parallel_state as module
+
+    return module
+
+
+def globals_now() -> dict[str, Any]:
+    """The module's private names that hold data."""
+    return {
+        name: value
+        for name, value in vars(parallel_state()).items()
+        if name.startswith("_") and not name.startswith("__") and not isinstance(value, _CODE)
+    }
+
+
+def standing() -> dict[str, Any]:
+    """What stands for a group in Megatron's globals, by name and place, in the order of the module; WORLD is no part of it."""
+    default = dist.group.WORLD
+    found = {}
+    for name, value in globals_now().items():
+        found.update({path: one for path, one in _groups_in(name, value) if one is not default})
+    return found
+
+
+def _groups_in(path: str, value: Any) -> list[tuple[str, Any]]:
+    if not isinstance(value, _LEAVES) and is_group(value):
+        return [(path, value)]
+    if isinstance(value, dict):
+        items = [(str(key), one) for key, one in value.items()]
+    elif isinstance(value, list | tuple):
+        items = [(str(number), one) for number, one in enumerate(value)]
+    else:
+        return []
+    return [found for key, one in items for found in _groups_in(f"{path}[{key}]", one)]
+
+
+def plain_globals() -> dict[str, str]:
+    """Ranks, sizes and other plain values among the globals, as text."""
+    return {
+        name: repr(value)
+        for name, value in globals_now().items()
+        if isinstance(value, int | float | str | list | tuple | type(None)) and not _groups_in(name, value)
+    }
+
+
+@dataclass(slots=True)
+class Seen:
+    """Megatron's groups at one moment. References to groups are weak or by identity: this keeps none alive.
+
+    `ranks` are those that answered, by name; `options` what each group says of itself, and `others` what groups say that no name leads
+    to; `holders` the name of the group that each place leads to; `wrong` what did not work, in words.
+    """
+
+    ranks: dict[str, list[int]] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    plain: dict[str, str] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+    holders: dict[str, str] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+
+def look(made: list[Any], **roots: Any) -> Seen:
+    """Everything but `ranks`, which takes collectives: see `talk`. `made` are the groups that are known by their births."""
+    seen = Seen(plain=plain_globals())
+    reached: dict[int, str] = {}
+    keep = []  # identities are good only while their objects live
+    with births.doors():
+        for name, group in {WORLD: dist.group.WORLD, **standing()}.items():
+            try:
+                real = births.reach(group)
+            except Exception as error:  # noqa: BLE001 - whatever it raises: this name leads to no group that works
+                seen.wrong.append(f"{name}: {first_line(error)}")
+                continue
+            keep.append(real)
+            reached.setdefault(id(real), name)
+            seen.options[name] = births.facts(real)
+        seen.others = sorted(str(births.facts(group)) for group in made if id(group) not in reached)
+        for path, group in holders(**roots):
+            seen.holders[path] = _leads_to(group, reached, keep)
+    return seen
+
+
+def _leads_to(group: Any, reached: dict[int, str], keep: list[Any]) -> str:
+    """The name under which Megatron knows what a holder's group reaches, or what is wrong with it."""
+    try:
+        real = births.reach(group)
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"nothing: {first_line(error)}"
+    keep.append(real)
+    if id(real) in reached:
+        return reached[id(real)]
+    listed = any(one is real or one is group for one in births.registered())
+    about = births.facts(real)["description"]
+    return f"{about} (outside of Megatron's globals)" if listed else f"{about} (in no table)"
+
+
+def holders(**roots: Any) -> list[tuple[str, Any]]:
+    """Every place that the roots lead to and that holds what stands for a group."""
+    found = []
+    todo = deque(roots.items())  # breadth first: the shortest way is the name
+    seen: set[int] = set()
+    while todo:
+        path, value = todo.popleft()
+        if isinstance(value, _LEAVES):
+            continue
+        if is_group(value):
+            found.append((path, value))
+        elif id(value) not in seen:
+            seen.add(id(value))
+            todo += [(f"{path}.{key}", child) for key, child in _parts(value)]
+    return sorted(found, key=lambda one: one[0])
+
+
+def _parts(value: Any) -> Any:
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if isinstance(value, types.MethodType):
+        return [("self", value.__self__)]
+    if isinstance(value, types.FunctionType):
+        cells = value.__closure__ or ()
+        return [(f"closure{i}", cell.cell_contents) for i, cell in enumerate(cells) if cell != types.CellType()]
+    return children(value)
+
+
+def talk() -> tuple[dict[str, list[int]], list[str]]:
+    """All-gather of ranks and a sum over each of Megatron's groups, and over WORLD: who answered by name, and what went wrong.
+
+    Every rank goes through the names in the order of the module, so that two ranks meet at each group that they share. After a first
+    failure the rest is not tried: each would wait for its deadline.
+    """
+    answered: dict[str, list[int]] = {}
+    wrong: list[str] = []
+    for name, group in {WORLD: dist.group.WORLD, **standing()}.items():
+        try:
+            answered[name] = _gather(group)
+            total = _sum(group)
+        except Exception as error:  # noqa: BLE001 - as above
+            wrong.append(f"{name}: {first_line(error)}")
+            break
+        if total != (expected := sum((rank + 1) ** 2 for rank in answered[name])):
+            wrong.append(f"{name}: a sum over ranks {answered[name]} is {total:g}, not {expected}")
+    return answered, wrong
+
+
+def _gather(group: Any) -> list[int]:
+    mine = torch.tensor([dist.get_rank()], dtype=torch.int64, device=_device(group))
+    out = [torch.full_like(mine, -1) for _ in range(dist.get_world_size(group))]
+    _wait(dist.all_gather(out, mine, group=group, async_op=True))
+    return [int(one.item()) for one in out]
+
+
+def _sum(group: Any) -> float:
+    value = torch.tensor([(dist.get_rank() + 1) ** 2], dtype=torch.float64, device=_device(group))
+    _wait(dist.all_reduce(value, group=group, async_op=True))
+    return float(value.item())
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait(PATIENCE)
+
+
+def _device(group: Any) -> str:
+    devices = {str(torch.device(one).type) for one in group._device_types}
+    return "cuda" if "cuda" in devices and torch.cuda.is_available() else "cpu"
+
+
+def moved(before: Seen, after: Seen) -> list[str]:
+    """Names that stand for other ranks, or for the same in another order, and plain globals of another value."""
+    names = dict.fromkeys([*before.ranks, *after.ranks])
+    found = [
+        f"{name}: ranks {before.ranks.get(name)} became {after.ranks.get(name)}"
+        for name in names
+        if before.ranks.get(name) != after.ranks.get(name)
+    ]
+    values = dict.fromkeys([*before.plain, *after.plain])
+    return found + [
+        f"{name}: {before.plain.get(name)} became {after.plain.get(name)}"
+        for name in values
+        if before.plain.get(name) != after.plain.get(name) and name not in names
+    ]
+
+
+def changed(before: Seen, after: Seen) -> list[str]:
+    """Groups that say something else of themselves than before: timeout, backend, options, description."""
+    named = [
+        f"{name}: {_apart(old, after.options[name])}"
+        for name, old in before.options.items()
+        if name in after.options and after.options[name] != old
+    ]
+    lost = Counter(before.others) - Counter(after.others)
+    return named + [f"a group that no name leads to came back otherwise: {one}" for one in lost.elements()]
+
+
+def _apart(old: dict[str, Any], new: dict[str, Any]) -> str:
+    return "; ".join(f"{key} {old[key]!r} became {new.get(key)!r}" for key in old if old[key] != new.get(key))
+
+
+def stale(before: Seen, after: Seen) -> list[str]:
+    """Names of Megatron's, and places, that lead to another group than before, or to none that works."""
+    names = [name for name in before.options if name not in after.options]
+    places = [
+        f"{path} led to {group} and leads to {after.holders[path]}"
+        for path, group in before.holders.items()
+        if path in after.holders and after.holders[path] != group
+    ]
+    return [f"{name} leads to no group that works" for name in names] + places
+
+
+@dataclass(frozen=True, slots=True)
+class Old:
+    """Something that stood for a group before a release, weakly."""
+
+    name: str
+    description: str
+    group: Any
+
+
+def remember() -> list[Old]:
+    """What stands for Megatron's groups now, to be tried while they are released."""
+    found: list[Old] = []
+    with births.doors():
+        for name, group in standing().items():
+            if all(group is not one.group() for one in found):
+                found.append(Old(name, str(births.reach(group).group_desc), _weak(group)))
+    return found
+
+
+def usable(old: list[Old], *, but_gloo: bool) -> list[str]:
+    """Old groups over which a collective would still run, or whose error does not name them. Nothing is sent. `but_gloo`: not those
+    that have nothing of NCCL, which stay in use where NCCL's are suspended."""
+    found = []
+    with births.doors():
+        for one in old:
+            group = one.group()
+            if group is None:
+                continue  # nobody can use what is gone
+            try:
+                real = births.reach(group)
+            except Exception as error:  # noqa: BLE001 - whatever it raises, the question is whether the group is named
+                # By its description: its name is a bare number, which any message may hold.
+                if not any(one.description in str(each) for each in births.chain(error)):
+                    found.append(f"{one.name}: the error does not name it: {first_line(error)}")
+                continue
+            backends = [each["backend"] for each in births.facts(real)["backends"].values()]
+            if not but_gloo or any("Gloo" not in name for name in backends):
+                found.append(f"{one.name}: a collective would run over {real.group_desc}")
+    return found
+
+
+def initialised() -> bool:
+    """Whether Megatron says that it has groups."""
+    return bool(parallel_state().model_parallel_is_initialized()) if dist.is_initialized() else False
+
+
+def stage() -> int:
+    """This rank's place in the pipeline."""
+    return int(parallel_state().get_pipeline_model_parallel_rank())
+
+
+def random_state() -> dict[str, str]:
+    """The generators of this process, and the states that Megatron's tracker keeps."""
+    from megatron.core.tensor_parallel import random
+
+    tracker = random._CUDA_RNG_STATE_TRACKER
+    states = tracker.get_states() if tracker is not None and hasattr(tracker, "get_states") else {}
+    tracked = {
+        f"tracker {name}": tensors.digest_of(tensors.raw(one))
+        for name, one in states.items()
+        if isinstance(one, torch.Tensor)
+    }
+    return {**tensors.generators(), **tracked}
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
+
+
+def _weak(group: Any) -> Any:
+    import weakref
+
+    return weakref.ref(group)

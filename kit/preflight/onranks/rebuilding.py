@@ -1,0 +1,131 @@
+"""Groups destroyed exactly and made anew inside their handles, seen from outside: descriptors, threads, driver, options, bits."""
+
+from __future__ import annotations
+
+import datetime as dt
+import gc
+import hashlib
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kit.measure import counts
+from kit.preflight.onranks.memory import held
+from kit.preflight.onranks.talk import device, finish, meet, timed
+
+MORE = "_MORE_FOR_THE_PREFLIGHT_GROUPS"  # a global among Megatron's own, so that a destroy finds what it holds
+NAMES = ("_TENSOR_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP")
+
+
+class Ten:
+    """The groups of this rank, and what they were like at first."""
+
+    def __init__(self, made: list[Any]) -> None:
+        self.made = made
+        self.bits = [bits(group) for group in made]
+        self.options = [options(group) for group in made]
+
+
+_ten: Ten
+
+
+def begin(*, n: int) -> dict[str, Any]:
+    """Make the groups where Megatron's are; levels before there are any, and with them."""
+    global _ten  # noqa: PLW0603 - kept between calls
+    from kit.megatron import groups, standin
+    from kit.megatron.groups.snapshot import parallel_state
+
+    groups.install()
+    standin.install()
+    once = dist.new_group(list(range(dist.get_world_size())))  # what a process keeps of its first group is no leak
+    bits(once)
+    dist.destroy_process_group(once)
+    del once
+    before = level()
+    made = [make(number) for number in range(n)]
+    for name, group in zip(NAMES, made, strict=False):
+        setattr(parallel_state(), name, group)
+    setattr(parallel_state(), MORE, made[len(NAMES) :])
+    _ten = Ten(made)
+    return {"without": before, "with": level(), "options": _ten.options[1]}
+
+
+def cycle() -> dict[str, Any]:
+    """Destroy all and make them anew: levels in between and after, seconds for one group, and what is not as at first."""
+    from kit.megatron import groups
+
+    n = len(_ten.made)
+    meet()
+    start = time.perf_counter()
+    stats = groups.destroy("exact", timeout_s=5.0)
+    finish()
+    seconds = {"destroy": (time.perf_counter() - start) / n}
+    without = level()
+    seconds["reload"] = timed(lambda: groups.reload(stats["snapshot"], timeout_s=5.0)) / n
+    again: list[str] = []
+    seconds["use"] = timed(lambda: again.extend(bits(group) for group in _ten.made)) / n
+    return {
+        "without": without,
+        "with": level(),
+        "seconds": seconds,
+        "alive": len(stats["alive"]),
+        "same_bits": again == _ten.bits,
+        "changed_options": sorted(differences(_ten.options, [options(group) for group in _ten.made])),
+    }
+
+
+def make(number: int) -> Any:
+    """Every other group with options that are not the defaults."""
+    everyone = list(range(dist.get_world_size()))
+    odd = number % 2 == 1
+    given: Any = (
+        dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if odd and device().type == "cuda" else None
+    )
+    seconds = dt.timedelta(seconds=600 + number)
+    if given is not None:
+        given._timeout = seconds
+    return dist.new_group(everyone, timeout=seconds, pg_options=given, group_desc=f"PREFLIGHT_{number}")
+
+
+def bits(group: Any) -> str:
+    """The bits that an all-reduce of this rank's own random numbers gives."""
+    generator = torch.Generator().manual_seed(dist.get_rank() + 1)
+    value = torch.randn(4096, generator=generator).to(device())
+    dist.all_reduce(value, group=group)
+    return hashlib.sha256(value.cpu().numpy().tobytes()).hexdigest()
+
+
+def options(group: Any) -> dict[str, Any]:
+    """What the group's own backend says of its options, asked of torch and not of the snapshot."""
+    stored: Any = group._get_backend(device()).options
+    facts: dict[str, Any] = {"timeout_s": stored._timeout.total_seconds(), "description": group.group_desc}
+    if hasattr(stored, "config"):
+        config = {name: getattr(stored.config, name) for name in dir(stored.config) if not name.startswith("_")}
+        facts |= {name: value for name, value in config.items() if not callable(value)}
+        facts["is_high_priority_stream"] = bool(stored.is_high_priority_stream)
+    return facts
+
+
+def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[str]:
+    return {
+        f"group {number}: {name} {one.get(name)} -> {other.get(name)}"
+        for number, (one, other) in enumerate(zip(before, after, strict=True))
+        for name in one.keys() | other.keys()
+        if one.get(name) != other.get(name)
+    }
+
+
+def level() -> dict[str, int]:
+    """What this process holds once all ranks have come here."""
+    gc.collect()
+    finish()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    meet()
+    seen = counts()._asdict()
+    if torch.cuda.is_available():
+        seen["driver"] = held()
+    meet()
+    return seen

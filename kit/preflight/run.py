@@ -1,0 +1,255 @@
+"""Runs the probes one after the other: a fresh process each, a limit each, a line as each ends, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from kit import machine
+from kit.preflight.cleaning import AGENT_S, clean, shm_names
+from kit.preflight.report import Findings, Result, Row
+from kit.preflight.times import Times, save
+from kit.results.records import utc
+from kit.world import leftovers
+from kit.world.members import signal_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import IO
+
+Ended = Literal["finished", "cut", "crashed", "interrupted", "not run"]
+TOTAL_S = 130.0
+SLOWER_ON_CPU = 5.0  # the limits are for a box with a GPU; one without is a laptop
+BUSIEST = 4.0  # times as long again where others use its cores
+NAMED = ("cut", "crashed", "interrupted", "not run")
+LEAST_S = 2.0  # with less left of the total a probe is not begun
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """What to run: `target` is module:function; `env` goes to its ranks."""
+
+    number: str
+    title: str
+    target: str
+    limit_s: float = 6.0
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def probe(number: str, title: str, target: str, limit_s: float = 6.0, *, expandable: bool = False) -> Probe:
+    env = EXPANDABLE if expandable else {}
+    return Probe(number=number, title=title, target=f"kit.preflight.probes.{target}", limit_s=limit_s, env=env)
+
+
+PROBES = (
+    probe("1", "seats", "collectives:seats"),
+    probe("2", "all-reduces", "collectives:all_reduces"),
+    probe("3", "groups", "collectives:groups", 12),
+    probe("4", "rebuild", "collectives:rebuild", 12),
+    probe("5", "absent peer", "collectives:absent_peer", 12),
+    probe("6", "host memory", "memory:host_memory"),
+    probe("7a", "resize", "memory:resize"),
+    probe("7b", "resize, expandable segments", "memory:resize", expandable=True),
+    probe("8", "driver memory", "memory:driver_memory"),
+    probe("9a", "ipc", "memory:ipc"),
+    probe("9b", "ipc, expandable segments", "memory:ipc", expandable=True),
+    probe("10", "jobs", "jobs:jobs", 40),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a probe ended. `at` is what it was doing when it was cut or crashed."""
+
+    number: str
+    title: str
+    result: Result
+    ended: Ended
+    seconds: float = 0.0
+    limit_s: float = 0.0
+    rows: tuple[Row, ...] = ()
+    at: str = ""
+    why: str = ""
+
+    def line(self) -> str:
+        return f"{self.number:<4}{self.title:<29}{self.result:<16}{self.seconds:5.1f} s  {self.summary()}"
+
+    def summary(self) -> str:
+        """Why, where it did not pass; else its numbers."""
+        if self.ended != "finished":
+            return self.why
+        if failed := [row for row in self.rows if row.result == "fail"]:
+            return "; ".join(f"{row.text()}: {row.why}" if row.why else row.text() for row in failed)
+        if numbers := [row.text() for row in self.rows if row.value and row.unit]:
+            return "; ".join(numbers)
+        return self.rows[0].why if self.rows else ""
+
+
+def deep(
+    found: Mapping[str, Any], tell: Callable[[str], None], began: float, probes: Sequence[Probe] | None = None
+) -> tuple[dict[str, Any], int]:
+    """All probes on what doctor found; as JSON values, and the exit status. The times are saved for `kit reference`.
+
+    The total counts from `began`, when doctor itself did.
+    """
+    device = "cuda" if found["ranks"].get("device") == "cuda" else "cpu"
+    factor = pace(device)
+    total = TOTAL_S * factor
+    megatron = bool(found["ranks"].get("megatron.core"))
+    outcomes: list[Outcome] = []
+    times: dict[str, float] = {}
+    stopped = False
+    chosen = PROBES if probes is None else probes
+    for place, one in enumerate(chosen):
+        left = total - AGENT_S - (time.monotonic() - began)
+        if stopped or left < LEAST_S:
+            why = "interrupted" if stopped else f"the {total:.0f} s of all probes are spent"
+            outcome = Outcome(
+                number=one.number, title=one.title, result="not measurable", ended="not run", why=f"not run: {why}"
+            )
+        else:
+            later = sum(other.limit_s for other in chosen[place + 1 :])
+            outcome, seconds = run(one, device, allowed(one.limit_s * factor, later * factor, left), megatron=megatron)
+            times |= {name: min(value, times.get(name, value)) for name, value in seconds.items()}  # a start, of many
+        outcomes.append(outcome)
+        stopped = stopped or outcome.ended == "interrupted"
+        tell(outcome.line())
+    kept = as_times(found, device, times)
+    path = save(kept)
+    tell(summary(outcomes, time.monotonic() - began, total))
+    result = {
+        "device": device,
+        "seconds": round(time.monotonic() - began, 1),
+        "limit_s": round(total, 1),
+        "probes": [asdict(one) for one in outcomes],
+        "times": asdict(kept),
+        "saved": str(path),
+    }
+    return result, 130 if stopped else exit_status(outcomes)
+
+
+def allowed(own_s: float, later_s: float, left_s: float) -> float:
+    """A probe's limit; up to as long again from what is spare, so that a slow start is not cut while later probes lose nothing."""
+    return min(left_s, max(own_s, min(2 * own_s, left_s - later_s)))
+
+
+def pace(device: str) -> float:
+    """By how much limits are stretched: not at all with a GPU; without one for a slow machine, and for what else runs there."""
+    if device == "cuda":
+        return 1.0
+    busy = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+    return SLOWER_ON_CPU * min(BUSIEST, max(1.0, busy))
+
+
+def run(probe: Probe, device: str, limit_s: float, *, megatron: bool) -> tuple[Outcome, dict[str, float]]:
+    """One probe in a fresh process, which is gone with all that it made when this returns; and the times that it measured."""
+    before, began = shm_names(), time.monotonic()
+    settings = json.dumps({"env": dict(probe.env), "megatron": megatron})
+    command = [sys.executable, "-m", "kit.preflight.child", probe.target, device, settings]
+    findings = Findings()
+    with tempfile.TemporaryFile("w+", errors="replace") as complaints:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            text=True,
+            start_new_session=True,
+        )
+        started = machine.start_time(process.pid) or 0
+        assert process.stdout is not None
+        reader = threading.Thread(target=listen, args=(process.stdout, findings), daemon=True)
+        reader.start()
+        ended: Ended = "finished"
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            ended = "cut"
+        except KeyboardInterrupt:  # what was measured so far is reported all the same
+            ended = "interrupted"
+        if process.poll() is None:
+            leftovers.end_group(process.pid)
+            process.wait()
+        left = clean(process.pid, started, findings.pids, before)
+        seconds = time.monotonic() - began
+        reader.join(5.0)
+        complaints.seek(0)
+        last = (complaints.read().strip().splitlines() or [""])[-1]
+    if left:
+        findings.rows.append(Row(what="left behind, now removed", result="fail", value=len(left), why=", ".join(left)))
+    if ended == "finished" and (process.returncode or not findings.done):
+        ended = "crashed"
+    why = {
+        "finished": "",
+        "cut": f"cut after {limit_s:.3g} s, during: {findings.at}",
+        "crashed": f"crashed during {findings.at}: {findings.failed or last or status_word(process.returncode)}",
+        "interrupted": f"interrupted during {findings.at}",
+    }[ended]
+    outcome = Outcome(
+        number=probe.number,
+        title=probe.title,
+        result=judged(findings.rows) if ended == "finished" else "fail",
+        ended=ended,
+        seconds=round(seconds, 2),
+        limit_s=limit_s,
+        rows=tuple(findings.rows),
+        at="" if ended == "finished" else findings.at,
+        why=why,
+    )
+    return outcome, findings.times
+
+
+def listen(out: IO[str], findings: Findings) -> None:
+    for line in out:
+        findings.hear(line)
+    out.close()
+
+
+def status_word(status: int) -> str:
+    return f"killed by {signal_name(-status)}" if status < 0 else f"exit status {status} without a result"
+
+
+def judged(rows: Sequence[Row]) -> Result:
+    """Fail if anything failed; pass if anything passed; else nothing was measurable here."""
+    results = {row.result for row in rows}
+    return "fail" if "fail" in results else "pass" if "pass" in results else "not measurable"
+
+
+def exit_status(outcomes: Sequence[Outcome]) -> int:
+    """3 where a probe was cut or crashed, 1 where one failed; what could not be measured here fails nothing."""
+    if any(one.ended in {"cut", "crashed"} for one in outcomes):
+        return 3
+    return int(any(one.result == "fail" for one in outcomes))
+
+
+def summary(outcomes: Sequence[Outcome], seconds: float, total_s: float) -> str:
+    counts = ", ".join(
+        f"{sum(one.result == name for one in outcomes)} {name}" for name in ("pass", "fail", "not measurable")
+    )
+    named = {end: [f"{one.number} {one.title}" for one in outcomes if one.ended == end] for end in NAMED}
+    parts = [f"{len(outcomes)} probes in {seconds:.0f} s (limit {total_s:.0f} s): {counts}"]
+    parts += [f"{ended}: {', '.join(names)}" for ended, names in named.items() if names]
+    return "; ".join(parts)
+
+
+def as_times(found: Mapping[str, Any], device: str, seconds: Mapping[str, float]) -> Times:
+    ranks = found["ranks"]
+    gpus = found["gpu"]["gpus"]
+    return Times(
+        device=device,
+        host=platform.node(),
+        gpu=str(gpus[0]["name"]) if gpus and device == "cuda" else "",
+        torch=ranks.get("torch"),
+        nccl=ranks.get("nccl"),
+        measured=utc(),
+        **seconds,
+    )

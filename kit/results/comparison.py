@@ -1,0 +1,119 @@
+"""Runs side by side: each run's medians against the first run's, aligned by phase, rank, metric and ids."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from kit.errors import BadInput
+from kit.results.frames import with_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import pandas as pd
+
+    from kit.results.run import Run
+
+# The outcome of a job, as the name of a metric or as the id `name`: identical to the last bit in two runs that did the same.
+OUTCOMES = ("loss", "global_loss", "grad_norm", "digest")
+KEYS = ["phase", "rank", "metric", "ids", "unit"]
+COLUMNS = [
+    *KEYS,
+    "base_run",
+    "run",
+    "base",
+    "value",
+    "difference",
+    "ratio",
+    "base_n",
+    "n",
+    "base_spread",
+    "spread",
+    "found_in",
+]
+
+
+def compare(runs: Sequence[Run]) -> pd.DataFrame:
+    """One row per phase, rank, metric, ids and later run; what changed most (by ratio) comes first.
+
+    `base` and `value` are medians over the cycles, `n` counts them, `spread` is largest minus smallest. Rows that only one
+    run has come last, with `found_in` naming the side that has it.
+    """
+    import pandas as pd
+
+    if len(runs) < 2:
+        raise BadInput(f"a comparison needs two runs or more, not {len(runs)}")
+    base, *others = [_medians(run) for run in runs]
+    labels = [run.id for run in runs]
+    table = pd.concat(
+        [_against(base, other, labels[0], label) for other, label in zip(others, labels[1:], strict=True)]
+    )
+    weight = [_change(*pair) for pair in zip(table["base"], table["value"], strict=True)]
+    order = table.assign(_weight=weight, _single=table["found_in"] != "both")
+    order = order.sort_values(["_single", "_weight", *KEYS], ascending=[True, False, *[True] * len(KEYS)])
+    return order[COLUMNS].reset_index(drop=True)
+
+
+def settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """The settings in which the runs differ, by name: what each of them had."""
+    configs: list[Mapping[str, Any]] = [{**run.config, "fault": run.fault, "lab": run.lab} for run in runs]
+    names = list(dict.fromkeys(name for config in configs for name in config))
+    found = {name: [config.get(name) for config in configs] for name in names}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+
+
+def outcomes(base: Run, run: Run) -> tuple[int, int]:
+    """How many outcomes the two runs have, and how many of them differ. NaN always differs."""
+    one, other = (_outcomes(each) for each in (base, run))
+    keys = {*one, *other}
+    return len(keys), sum(_differ(one.get(key), other.get(key)) for key in keys)
+
+
+def _outcomes(run: Run) -> dict[tuple[object, ...], tuple[str, float]]:
+    """The text and the value of each outcome."""
+    frame = run.frame()
+    named = with_ids(frame, "name")
+    known = frame["metric"].isin(OUTCOMES)
+    known[named.index[named["name"].isin(OUTCOMES)]] = True
+    found = frame[known]
+    keys = zip(*(found[name] for name in ("cycle", "phase", "rank", "metric", "ids")), strict=True)
+    return dict(zip(keys, zip(found["text"], found["value"].tolist(), strict=True), strict=True))
+
+
+def _differ(one: tuple[str, float] | None, other: tuple[str, float] | None) -> bool:
+    """Whether an outcome is missing in one run, or differs. Equal texts may both have no value; NaN without a text always differs."""
+    if one is None or other is None or one[0] != other[0]:
+        return True
+    if one[0] and math.isnan(one[1]) and math.isnan(other[1]):
+        return False
+    return one[1] != other[1]
+
+
+def _medians(run: Run) -> pd.DataFrame:
+    grouped = run.frame().groupby(KEYS)["value"]
+    table = grouped.agg(["median", "count", "max", "min"]).reset_index()
+    table["spread"] = table["max"] - table["min"]
+    return table[[*KEYS, "median", "count", "spread"]]
+
+
+def _against(base: pd.DataFrame, other: pd.DataFrame, base_label: str, label: str) -> pd.DataFrame:
+    names = {"median": "value", "count": "n", "spread": "spread"}
+    first = base.rename(columns={old: "base" if new == "value" else f"base_{new}" for old, new in names.items()})
+    table = first.merge(other.rename(columns=names), on=KEYS, how="outer", indicator="found_in")
+    sides = {"both": "both", "left_only": "base_run", "right_only": "run"}
+    table["found_in"] = [sides[side] for side in table["found_in"]]
+    table = table.assign(base_run=base_label, run=label)
+    table[["base_n", "n"]] = table[["base_n", "n"]].fillna(0).astype("int64")
+    table["difference"] = table["value"] - table["base"]
+    table["ratio"] = table["value"] / table["base"]
+    return table
+
+
+def _change(base: float, value: float) -> float:
+    """How far apart two medians are: the size of the ratio's logarithm; infinite where there is none."""
+    if base == value or (math.isnan(base) and math.isnan(value)):
+        return 0.0
+    if not (math.isfinite(base) and math.isfinite(value)) or base * value <= 0:
+        return math.inf
+    return abs(math.log(abs(value)) - math.log(abs(base)))

@@ -1,0 +1,59 @@
+"""Numbers with their units, as people read them: the one place that formats them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set as AbstractSet
+
+
+def amount(value: float | None, unit: str = "") -> str:
+    """12.3 ms, 2.0 MiB, 9.5 GB/s, 3; "1" is the unit of a count and is left out. A missing number is "-"."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    if unit == "s":
+        # Compared with 0.99, since what rounds up to a second would read 1e+03 ms.
+        scale, unit = (1.0, "s") if value > 0.99 else (1e3, "ms") if value > 0.99e-3 or value <= 0 else (1e6, "µs")
+        return f"{value * scale:.3g} {unit}"
+    if unit == "B":
+        return f"{value / 2**20:.1f} MiB"
+    if unit == "B/s":
+        return f"{value / 1e9:.3g} GB/s"
+    return " ".join(filter(None, [f"{value:.6g}", unit_word(unit)]))
+
+
+def duration(seconds: float) -> str:
+    """A time that is still running, without digits that flicker: 8.1 µs, 2.2 ms, 0.31 s, 12 s, 3 min 5 s."""
+    if seconds < 0.0000995:
+        return f"{1e6 * seconds:.2g} µs"
+    if seconds < 0.0995:
+        return f"{1000 * seconds:.2g} ms"
+    if seconds < 9.95:
+        return f"{seconds:.2g} s"
+    whole = round(seconds)
+    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60} s"
+
+
+def time_unit(longest: float) -> tuple[float, str]:
+    """The factor from seconds, and the unit, in which an axis that reaches this far is read best."""
+    return (1.0, "s") if longest >= 2 else (1e3, "ms") if longest >= 2e-3 else (1e6, "µs")
+
+
+def size_unit(most: float) -> tuple[float, str]:
+    """As `time_unit`, for bytes."""
+    return (2.0**-30, "GiB") if most >= 8 * 2**30 else (2.0**-20, "MiB")
+
+
+def unit_word(unit: str) -> str:
+    return "" if unit == "1" else unit
+
+
+def counted(number: int, noun: str) -> str:
+    """1 rank, 2 ranks."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def samples(counts: AbstractSet[int]) -> str:
+    """How many samples a number is made of: n = 3, or n = 2 to 3."""
+    return f"n = {min(counts)}" if len(counts) == 1 else f"n = {min(counts)} to {max(counts)}"

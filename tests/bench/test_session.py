@@ -1,0 +1,184 @@
+"""How every bench runs, with benches that are made up here: which rows are on disk, whatever ended it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kit.bench import session as room
+from kit.bench.rows import Row, row
+from kit.bench.session import SHARED, Book, Session, chosen, conduct, device_for, read_rows
+from kit.errors import BadInput, KitError
+
+MACHINE = {"cpu": {}}
+# A bench in a process of its own: two rows, then it says so and waits for its end.
+WAITING = """
+import sys, time, types
+from pathlib import Path
+from kit.bench.rows import row
+from kit.bench.session import conduct
+def measured():
+    yield row("first", [1.0])
+    yield row("second", [2.0, 4.0])
+    print("two rows", flush=True)
+    time.sleep(60)
+    yield row("third", [3.0])
+def parts(session, sizes):
+    session.book.provenance = {"cpu": {"affinity": 2, "cores": 2, "model": ""}, "versions": {}, "gpu": {"gpus": []},
+        "git": {"commit": None}, "python": "3", "kit": "0", "time": "now"}
+    return {"slow": measured}
+module = types.SimpleNamespace(parts=parts, Sizes=dict, QUICK={"few": 1})
+raise SystemExit(conduct("made-up", quick=True, as_json=True, out=Path(sys.argv[1]), device="cpu", module=module))
+"""
+
+
+def bench(**parts: Any) -> Any:
+    def made(session: Session, sizes: Any) -> dict[str, Any]:
+        session.book.provenance = MACHINE  # else a World would be started to ask for it
+        return parts
+
+    return SimpleNamespace(parts=made, Sizes=lambda: {"of": "all"}, QUICK={"of": "few"})
+
+
+@pytest.fixture(autouse=True)
+def machine_in_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kit.bench.report.machine", lambda _: "a machine")
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+def test_rows_of_a_bench_that_is_ended_are_on_disk(how: signal.Signals, tmp_path: Path) -> None:
+    """A real process, ended after two of its three rows."""
+    out = tmp_path / "rows.jsonl"
+    root = Path(room.__file__).resolve().parents[2]
+    process = subprocess.Popen([sys.executable, "-c", WAITING, out], stdout=subprocess.PIPE, text=True, cwd=root)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "two rows\n"
+    process.send_signal(how)
+    printed, _ = process.communicate(timeout=60)
+    found = read_rows(out)
+    assert [(one["what"], one["median"]) for one in found["rows"]] == [("first", 1.0), ("second", 3.0)]
+    if how is signal.SIGINT:
+        assert process.returncode == 130
+        assert found["ended"] == "interrupted"
+        assert json.loads(printed.splitlines()[-1])["rows"] == found["rows"]
+    else:
+        assert found["ended"] == ""
+
+
+def test_a_row_is_on_disk_before_the_next_one_is_measured(tmp_path: Path) -> None:
+    out, seen = tmp_path / "rows.jsonl", []
+
+    def measured() -> Iterator[Row]:
+        for number in range(3):
+            seen.append(len(read_rows(out).get("rows", ())))
+            yield row(f"row {number}", [1.0])
+
+    assert conduct("x", out=out, device="cpu", module=bench(only=measured)) == 0
+    assert seen == [0, 1, 2]
+    assert read_rows(out)["parts"].keys() == {"only"}
+
+
+def test_a_later_row_of_the_same_name_takes_its_place(tmp_path: Path) -> None:
+    """As after a second trial: more samples of the same."""
+    out = tmp_path / "rows.jsonl"
+    rows = [row("a", [1.0]), row("b", [1.0]), row("a", [1.0, 3.0]), row("a", [9.0], who="other")]
+    conduct("x", out=out, device="cpu", module=bench(only=lambda: rows))
+    told = [(one["what"], one["who"], one["median"]) for one in read_rows(out)["rows"]]
+    assert told == [("a", "kit", 2.0), ("b", "kit", 1.0), ("a", "other", 9.0)]
+
+
+def test_a_part_that_breaks_is_a_row_with_the_reason_and_the_others_go_on(tmp_path: Path, capsys: Any) -> None:
+    def breaks() -> Iterator[Row]:
+        yield row("before", [1.0])
+        raise KitError("rank 1 died\nand more")
+
+    assert conduct("x", as_json=True, device="cpu", module=bench(a=breaks, b=lambda: [row("after", [1.0])])) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [one["what"] for one in said["rows"]] == ["before", "a", "after"]
+    assert said["rows"][1]["note"] == "not measured: rank 1 died"
+    assert said["rows"][1]["median"] is None
+
+
+def test_what_is_no_error_of_the_kit_ends_the_bench_and_leaves_its_rows(tmp_path: Path) -> None:
+    def wrong() -> Iterator[Row]:
+        yield row("before", [1.0])
+        raise ZeroDivisionError
+
+    out = tmp_path / "rows.jsonl"
+    with pytest.raises(ZeroDivisionError):
+        conduct("x", out=out, device="cpu", module=bench(a=wrong))
+    assert (len(read_rows(out)["rows"]), read_rows(out)["ended"]) == (1, "broke")
+
+
+def test_parts_are_chosen_by_name_or_by_what_they_have_in_common() -> None:
+    parts: dict[str, Any] = dict.fromkeys(("steps.a", "steps.b", "stepson", "grid.2"), list)
+    assert list(chosen("x", parts, ())) == list(parts)
+    assert list(chosen("x", parts, ("steps",))) == ["steps.a", "steps.b"]
+    assert list(chosen("x", parts, ("grid.2", "steps.b"))) == ["steps.b", "grid.2"]
+    with pytest.raises(BadInput, match=r"bench x has no part 'step'; its parts are: steps\.a, steps\.b, stepson"):
+        chosen("x", parts, ("steps", "step"))
+
+
+def test_sizes_are_those_that_were_asked_for() -> None:
+    seen = []
+    module = bench()
+    plain = module.parts
+    module.parts = lambda session, sizes: seen.append(sizes) or plain(session, sizes)
+    for quick in (True, False):
+        conduct("x", quick=quick, device="cpu", module=module)
+    assert seen == [{"of": "few"}, {"of": "all"}]
+
+
+def test_where_there_is_a_driver_a_bench_insists_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is a file that is made here. No rank starts: the World is made up, and keeps what it was asked."""
+    monkeypatch.setattr("kit.gpu.DRIVERS", (tmp_path / "driver",))
+    assert device_for("auto") == "cpu"
+    (tmp_path / "driver").touch()
+    assert [device_for(asked) for asked in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
+    asked = {}
+
+    class Made:
+        numbers = range(2)
+
+        def __init__(self, ranks: int, **options: Any) -> None:
+            asked.update(options)
+
+        def status(self) -> list[dict[str, Any]]:
+            return [{"device": "cuda:0", "why": "1 CUDA device for 2 ranks"}] * 2
+
+        def call(self, *_: object, **__: object) -> list[Any]:
+            return [MACHINE]
+
+    monkeypatch.setattr(room, "World", Made)
+    book = Book("x")
+    Session(device_for("auto"), tmp_path, book).world(2)
+    assert asked["device"] == "cuda"
+    assert book.seats == [{"ranks": 2, "devices": ["cuda:0", "cuda:0"], "why": "1 CUDA device for 2 ranks"}]
+    book.keep("a", row("time", [1.0], note="so and so"))
+    assert book.rows["time", "kit"].note == f"so and so; {SHARED}"
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match="cannot write rows to"):
+        conduct("x", out=tmp_path / "file" / "rows.jsonl", device="cpu", module=bench())
+
+
+def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
+    book = Book("x", tmp_path / "rows.jsonl")
+    book.begin()
+    book.describe(MACHINE)
+    book.keep("a", row("whole", [1.0]))
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"part": "a", "row": {"wh')
+    assert [one["what"] for one in read_rows(tmp_path / "rows.jsonl")["rows"]] == ["whole"]
+    assert read_rows(tmp_path / "rows.jsonl")["provenance"] == MACHINE
+    assert read_rows(tmp_path / "none") == {}

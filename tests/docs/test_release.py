@@ -1,0 +1,71 @@
+"""The picture of ways of releasing, from rows that are made up here, in the shape of the bench's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.pictures.release import measured, plot_release
+from kit.bench.release.ways import Way, of
+from kit.bench.rows import Row
+from kit.errors import BadInput
+
+MIB = 2**20
+COST = {"exact": 0.02, "manual": 0.2}
+
+
+def bench(*sources: str) -> dict[str, Any]:
+    """Two ways, three numbers of groups; official and suspend were not measured."""
+    rows = []
+    for number in (20, 40, 80):
+        seen = {}
+        for way, cost in COST.items():
+            seconds = {"release": cost * number / 20, "back": 0.01, "first collective": 0.002}
+            freed = dict.fromkeys(("groups", "rss_anon", *sources), number * MIB)
+            told = {"cycles": [{"seconds": seconds, "freed": freed}] * 3, "left": dict.fromkeys(freed, 0)}
+            told |= {"groups": number, "mechanism": "gloo over the store"}
+            seen[Way(way)] = [[told, told]]
+        rows += [*of(2, seen), *(of(4, seen) if number == 20 else ())]
+    why = "not measured: it needs a card (NCCL)"
+    rows.append(Row(what="own groups, 2 ranks", who="suspend", note=why, ids={"ranks": 2, "way": "suspend"}))
+    return {"bench": "release", "rows": [row.to_json() for row in rows], "provenance": {"gpu": {"gpus": []}}}
+
+
+def test_rows_become_a_table() -> None:
+    found = measured(bench()).set_index(["ranks", "groups", "what", "way"])["median"]
+    assert found[2, 80, "release", "manual"] == pytest.approx(800)
+    assert found[4, 20, "release", "exact"] == pytest.approx(20)
+
+
+@pytest.mark.parametrize("theme_name", ["light", "dark"])
+def test_it_is_drawn(theme_name: str, tmp_path: Path) -> None:
+    picture = plot_release(bench("sockets"), theme_name=theme_name)
+    titles = [ax.get_title(loc="left") for ax in picture.axes]
+    assert titles[0] == "Time to release"
+    assert titles[3:] == ["Groups", "Sockets", "Host memory"]
+    points = {line.get_label(): line.lines[0].get_ydata().tolist() for line in picture.axes[0].containers}
+    assert points == {"exact": pytest.approx([20, 40, 80]), "manual": pytest.approx([200, 400, 800])}
+    assert [bar.get_height() for bar in picture.axes[3].patches] == [80 * MIB, 0, 80 * MIB, 0]
+    assert "2 ranks · no GPU" in picture.get_suptitle()
+    assert picture.save(tmp_path / "ways.png").stat().st_size > 10_000
+
+
+def test_a_cards_own_numbers_come_before_the_hosts() -> None:
+    picture = plot_release(bench("sockets", "threads", "driver", "comm_total"))
+    titles = [ax.get_title(loc="left") for ax in picture.axes][3:]
+    assert titles == ["Groups", "Driver", "Communicators", "Sockets"]
+
+
+def test_what_was_not_measured_is_said() -> None:
+    picture = plot_release(bench())
+    below = picture.subfigs[1]
+    assert below.get_supxlabel() == "suspend not measured: it needs a card (NCCL)"
+
+
+def test_other_benches_are_refused() -> None:
+    with pytest.raises(BadInput, match="no rows of `kit bench release --json`"):
+        measured(bench() | {"bench": "sync"})
+    with pytest.raises(BadInput, match="no rows of `kit bench release --json`"):
+        measured({"bench": "release", "rows": []})

@@ -1,0 +1,117 @@
+"""Runs against each other as a picture: what changed most first, with both medians, their spread and how many."""
+
+from __future__ import annotations
+
+import warnings
+
+import matplotlib as mpl
+import pytest
+
+from kit.draw.against import most, plot_against, ratios
+from kit.draw.style import THEMES
+from kit.errors import BadInput
+from kit.results import Record, compare, create_run, load
+from kit.results.comparison import settings
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    """A layout that does not fit only warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture
+def make(tmp_path):
+    """A run of two ranks and three cycles; a number by metric, and what is added to it in each cycle."""
+
+    def make(values, *, step=0.0, fault=None, **config):
+        writer = create_run(tmp_path, "offload", {"mode": "exact", **config}, {}, fault=fault)
+        writer.append(
+            [
+                Record(
+                    run=writer.id,
+                    lab="offload",
+                    cycle=cycle,
+                    phase="reload",
+                    rank=rank,
+                    metric=metric,
+                    value=value + step * cycle,
+                    unit=unit,
+                    time=1e9 + cycle,
+                )
+                for metric, (value, unit) in values.items()
+                for cycle in range(3)
+                for rank in range(2)
+            ]
+        )
+        writer.finish()
+        return load(writer.dir)
+
+    return make
+
+
+BASE = {"seconds": (0.5, "s"), "rss": (2.0**30, "B"), "groups": (4, "1"), "rss_before": (1.0, "B"), "zero": (0, "1")}
+MORE = {**BASE, "seconds": (2.0, "s"), "groups": (6, "1"), "rss_before": (9.0, "B"), "zero": (5, "1")}
+
+
+def words(picture):
+    return {text.get_text() for text in picture.findobj(mpl.text.Text)}
+
+
+def test_what_changed_most_is_on_top_and_what_did_not_is_left_out(make):
+    runs = [make(BASE), make(MORE, fault="leak-gloo")]
+    (axes,) = plot_against(runs).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["reload  seconds", "reload  groups"]
+    low, high = axes.get_ylim()
+    assert low > high  # the first is on top
+    marks = {tuple(line.get_ydata()): line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 1}
+    assert marks == {(0.0,): 4.0, (1.0,): 1.5}
+    assert axes.get_title(loc="left") == f"{runs[1].id}, fault leak-gloo"
+
+
+@pytest.mark.parametrize("theme_name", THEMES)
+def test_both_medians_their_spread_and_number_are_told(make, theme_name):
+    runs = [make({"seconds": (1.0, "s")}, step=0.1), make({"seconds": (4.0, "s")}, step=1.0)]
+    picture = plot_against(runs, theme_name=theme_name)
+    assert "1.1 s → 5 s, rank 0" in words(picture)
+    assert picture.axes[0].get_xlabel().startswith("ratio of medians over cycles (n = 3)")
+    spans = [line.get_xdata() for line in picture.axes[0].lines if len(set(line.get_xdata())) == 2]
+    assert pytest.approx([5 / 1.1 - 1 / 1.1, 5 / 1.1 + 1 / 1.1]) in [list(span) for span in spans]
+    assert pytest.approx([1 - 0.1 / 1.1, 1 + 0.1 / 1.1]) in [list(span) for span in spans]
+    assert picture._repr_png_().startswith(b"\x89PNG")
+
+
+def test_three_runs_have_a_lane_each(make):
+    runs = [make(BASE), make(MORE), make({**BASE, "seconds": (0.25, "s")})]
+    picture = plot_against(runs)
+    assert {run.id for run in runs[1:]} <= words(picture)
+    assert {"500 ms → 2 s, rank 0", "500 ms → 250 ms, rank 0"} <= words(picture)
+
+
+def test_two_that_are_alike_say_so(make):
+    assert any("nothing that both measured changed" in word for word in words(plot_against([make(BASE), make(BASE)])))
+
+
+def test_one_run_is_no_comparison(make):
+    run = make(BASE)
+    with pytest.raises(BadInput, match="at least two different runs"):
+        plot_against([run, run])
+
+
+def test_the_table_that_is_known_is_taken(make):
+    runs = [make(BASE), make(MORE)]
+    table = compare(runs)
+    assert words(plot_against(runs, table=table)) == words(plot_against(runs))
+    assert most(table, 1)["metric"].tolist() == ["seconds"]
+
+
+def test_settings_that_differ_are_told(make):
+    runs = [make(BASE, tp=2), make(BASE, tp=2, mode="manual", fault="leak-gloo")]
+    assert settings(runs) == {"mode": ["exact", "manual"], "fault": [None, "leak-gloo"]}
+
+
+def test_ticks_are_round():
+    assert ratios(0.95, 2.2) == [1.0, 1.1, 1.25, 1.5, 2.0]
+    assert 1.0 in ratios(1e-5, 40)

@@ -1,0 +1,122 @@
+"""Foreign code in the labs: what is right passes every check, and each bug fails the check that is there to see it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kit
+from kit.labs.configure import validate
+from kit.labs.discover import find
+from kit.results import Verdict
+from tests.examples.cases import CASES, Case
+from tests.holdings import holdings, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
+SHARED = Path("/dev/shm")
+SHOWN_ELSEWHERE = {"own_pair", "own_script", "own_split", "own_transport", "own_wrapper"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs and temporary files go to a folder of the module. What a leaking example leaves in shared memory is removed."""
+    folder = tmp_path_factory.mktemp("examples")
+    (folder / "tmp").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KIT_RUNS", str(folder / "runs"))
+        patch.setenv("TMPDIR", str(folder / "tmp"))
+        patch.chdir(ROOT)
+        before = holdings(os.getpid())
+        yield
+        while WORLDS:
+            WORLDS.popitem()[1].close()
+        wait_for(lambda: holdings(os.getpid()) == before, 5.0)
+        assert holdings(os.getpid()) == before
+        shutil.rmtree(folder / "tmp")
+        for segment in SHARED.glob("example-weights-*"):
+            segment.unlink()
+
+
+def unanswered(verdict: Verdict) -> set[str]:
+    return {row.check for row in verdict if row.passed is None}
+
+
+def failed(verdict: Verdict) -> set[str]:
+    return {row.check.partition("/")[0] for row in verdict if row.passed is False}
+
+
+NULLS: dict[str, set[str]] = {}
+
+
+def null_for_the_kit(case: Case) -> set[str]:
+    """The checks that nobody's code can have judged with these settings."""
+    key = repr((case.lab, case.shared))
+    if key not in NULLS:
+        NULLS[key] = unanswered(verdict_of(case.lab, case.shared))
+    return NULLS[key]
+
+
+WORLDS: dict[int, kit.World] = {}
+
+
+def verdict_of(lab: str, config: dict[str, Any]) -> Verdict:
+    """The verdict of a run on fresh ranks of a World that is shared: foreign code may leave anything behind on them."""
+    ranks = validate(find(lab), config).ranks
+    if ranks in WORLDS:
+        WORLDS[ranks].restart()
+    else:
+        WORLDS[ranks] = kit.World(ranks, device="cpu", preload=["megatron.core"])
+    return kit.run(lab, world=WORLDS[ranks], **config).verdict()
+
+
+def wrong_with(case: Case) -> list[str]:
+    """How the verdict of this case differs from what it must be."""
+    verdict = verdict_of(case.lab, case.config)
+    if case.fails:
+        return [] if case.fails in failed(verdict) else [f"{case.fails} did not fail: {sorted(failed(verdict))} did"]
+    rows = [f"{row.check} failed: {row.why}" for row in verdict if row.passed is False]
+    if not case.field:  # a job of one's own has other checks that cannot be judged than the kit's
+        rows += [f"{name} was not judged" for name in sorted(unanswered(verdict) - null_for_the_kit(case))]
+    return rows
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=case.code, marks=() if case.quick else [pytest.mark.slow, pytest.mark.drawn(3, of=case.lab)]
+        )
+        for case in CASES
+    ],
+)
+def test_the_verdict_is_right(case: Case) -> None:
+    assert not wrong_with(case)
+
+
+def test_every_example_is_tried() -> None:
+    """Each class that a lab can be given is a case."""
+    tried = {case.code for case in CASES}
+    modules = {code.partition(":")[0] for code in tried}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == modules | SHOWN_ELSEWHERE
+    for module in modules:
+        under_test = {code.partition(":")[2] for code in tried if code.startswith(f"{module}:")}
+        for node in ast.parse((EXAMPLES / f"{module}.py").read_text()).body:
+            if isinstance(node, ast.ClassDef) and {getattr(base, "id", "") for base in node.bases} & under_test:
+                assert node.name in under_test
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.code)
+def test_the_documentation_has_the_verdict(case: Case) -> None:
+    module, _, name = case.code.partition(":")
+    page = (ROOT / "docs" / "own-code.md").read_text()
+    assert f"(examples/{module}.py)" in page
+    (row,) = [line for line in page.splitlines() if f"| `{name}` |" in line]
+    says = f"`{case.fails}` fails" if case.fails else "passes"
+    assert row.endswith(f"| {says} |")

@@ -1,0 +1,216 @@
+"""The picture of an offload run and of its modes: what they show of which source, and that they come whole whatever is missing."""
+
+from __future__ import annotations
+
+import warnings
+
+import matplotlib as mpl
+import pytest
+
+from kit.draw.data import read
+from kit.draw.style import THEMES
+from kit.errors import BadInput
+from kit.labs.offload.pictures.host import places
+from kit.labs.offload.pictures.modes import WAYS, numbered, plot_modes
+from kit.results import Record, Verdict, VerdictRow, create_run, load
+from kit.view.named import plot
+
+MIB = 2**20
+CYCLE = ("train", "fingerprint", "release", "idle", "reload", "talk", "verify")
+HELD = {"release", "idle", "end"}  # phases after which the job holds nothing
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    """A layout that does not fit only warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture
+def make_offload(tmp_path):
+    """An offload run as the lab leaves it; `without` takes metrics away, `leak` leaves groups behind in every cycle."""
+
+    def make(*, ranks=2, cycles=3, without=(), leak=0, cuda=False, fault=None, until=None, **config):
+        config = {
+            "size": "tiny",
+            "tp": 2,
+            "mode": "exact",
+            "implementation": "kit.labs.offload.releaser:KitReleaser",
+            **config,
+        }
+        writer = create_run(tmp_path, "offload", config, {}, fault=fault)
+        plan = [
+            (0, "start"),
+            (0, "control_build"),
+            *((c, "control") for c in range(1, cycles + 2)),
+            (0, "second_control"),
+        ]
+        plan += [(0, "baseline"), (0, "build"), *((c, phase) for c in range(1, cycles + 1) for phase in CYCLE)]
+        plan += [(cycles + 1, "train"), (0, "compare"), (0, "end")]
+        clock = 1.8e9
+        for cycle, phase in plan[: None if until is None else plan.index(until) + 1]:
+            clock += 0.5
+            for rank in range(ranks):
+                held = 0 if phase in HELD | {"start", "baseline"} else 348
+                left = leak * cycle * (phase in CYCLE)
+                rows = [("seconds", 0.4 / (1 + cycle), "s")]
+                rows += [("anon_rss", (280 + held + 0.1 * cycle + rank) * MIB, "B"), ("shared_rss", 40 * MIB, "B")]
+                rows += [("rss", (320 + held) * MIB, "B"), ("peak_rss", (330 + held) * MIB, "B")]
+                rows += [(name, (20 if held else 1) + left, "1") for name in ("groups", "fds", "sockets", "threads")]
+                if cuda:
+                    rows += [("driver_used", (900 + held) * MIB, "B"), ("reserved", (20 + held) * MIB, "B")]
+                    rows += [("allocated", (10 + held) * MIB, "B"), ("peak_allocated", (15 + held) * MIB, "B")]
+                if phase in {"release", "reload"}:
+                    rows += [("groups_seconds", 0.02, "s"), ("tensors_seconds", 0.1, "s")]
+                    rows += [
+                        ("weights_bytes", 87 * MIB, "B"),
+                        ("grads_bytes", 87 * MIB, "B"),
+                        ("optimizer_bytes", 174 * MIB, "B"),
+                    ]
+                if phase == "idle":
+                    rows += [("left_bytes", 0, "B")]
+                about = {
+                    "run": writer.id,
+                    "lab": "offload",
+                    "cycle": cycle,
+                    "phase": phase,
+                    "rank": rank,
+                    "time": clock,
+                }
+                told = [row for row in rows if row[0] not in without]
+                writer.append([Record(**about, metric=name, value=value, unit=unit) for name, value, unit in told])
+        writer.finish()
+        bad = VerdictRow("groups_return_to_baseline", leak, 0, "1", leak == 0, "rank 0 has more")
+        none = VerdictRow("residual", None, 500, "MiB", None, "not measured: the ranks had no CUDA device")
+        Verdict([VerdictRow("memory_drift", 0.2, 200, "MiB", True, ""), bad, none]).write(writer.dir / "verdict.json")
+        return load(writer.dir)
+
+    return make
+
+
+def axes_of(picture, title):
+    return next(axes for axes in picture.axes if axes.get_title(loc="left").startswith(title))
+
+
+def words(picture):
+    return {text.get_text().strip() for text in picture.findobj(mpl.text.Text)}
+
+
+@pytest.mark.parametrize("theme_name", THEMES)
+def test_it_tells_the_story_and_not_the_bookkeeping(make_offload, theme_name):
+    picture = plot(make_offload(), theme=theme_name)
+    assert picture.get_suptitle() == "offload · 2 ranks · tiny, tp 2 · mode exact · 3 cycles · finished"
+    shown = words(picture)
+    assert {
+        "anonymous",
+        "shared, with the host arena",
+        "job's weights",
+        "job's grads",
+        "job's optimizer",
+        "peak in the phase",
+    } <= shown
+    assert {
+        "cycle 1",
+        "cycles 2 to 3, median",
+        "first\ncollective",
+        "its groups",
+        "its tensors",
+        "limit 200 MiB",
+    } <= shown
+    assert {"cycle 1, n = 1", "later, n = 2 to 3"} <= shown
+    assert not {"control", "second_control", "fingerprint", "compare"} & shown
+    assert any(word.startswith("not drawn: controls 1.") for word in shown)
+    assert not [word for word in shown if "VRAM" in word or "GPU" in word]
+    assert picture._repr_png_().startswith(b"\x89PNG")
+
+
+def test_bars_are_the_bytes_above_the_baseline(make_offload):
+    axes = axes_of(plot(make_offload(ranks=1)), "Host memory of a rank, 320 MiB at the baseline")
+    names = [label.get_text() for label in axes.get_xticklabels()]
+    tops = {}
+    for bar in (bar for drawn in axes.containers for bar in drawn):
+        place = round(bar.get_x() + bar.get_width() / 2)
+        tops[place] = max(tops.get(place, 0), bar.get_y() + bar.get_height())
+    assert names[:6] == ["baseline", "build", "train", "release", "idle", "reload"]
+    assert tops[names.index("train")] == pytest.approx(348.1)
+    assert tops[names.index("idle")] == pytest.approx(0.1)
+
+
+def test_only_a_driver_speaks_for_the_gpu(make_offload):
+    picture = plot(make_offload(cuda=True))
+    assert axes_of(picture, "GPU memory by what takes it (median of 2 ranks)")
+    assert {"weights (the job)", "slack (allocator)"} <= words(picture)
+    assert axes_of(picture, "Drift of GPU memory while released")
+    assert "job's weights" not in words(picture)  # beside the host's memory: they live on the card
+
+
+def test_what_leaks_is_seen_to_rise(make_offload):
+    picture = plot(make_offload(leak=3, fault="leak-gloo"))
+    axes = axes_of(picture, "Process groups (without a job 1)")
+    assert [4, 7, 10] in [line.get_ydata().tolist() for line in axes.lines if len(line.get_ydata()) == 3]
+    assert {"✗ FAIL", "3, limit 0", "rank 0 has more", "- not measured", "the ranks had no CUDA device"} <= words(
+        picture
+    )
+    assert "fault: leak-gloo" in picture.get_suptitle()
+
+
+def test_many_ranks_are_one_cloud_and_one_cycle_is_one_sample(make_offload):
+    assert axes_of(plot(make_offload(ranks=16)), "Time per phase, all ranks")
+    shown = words(plot(make_offload(cycles=1)))
+    assert "cycle 1, n = 1" in shown
+
+
+def test_code_that_tells_nothing_of_its_parts(make_offload):
+    parts = ("weights_bytes", "grads_bytes", "optimizer_bytes", "groups_seconds", "tensors_seconds")
+    picture = plot(make_offload(without=parts, implementation="mine.code:Mine"))
+    assert "its groups" not in words(picture)
+    assert "mine.code:Mine" in picture.get_suptitle()
+
+
+def test_a_run_that_broke_early_is_drawn_as_any_run(make_offload):
+    picture = plot(make_offload(until=(1, "fingerprint")))
+    assert axes_of(picture, "Timeline of ranks")
+    assert axes_of(plot(make_offload(until=(1, "idle"))), "Host memory of a rank")
+
+
+def test_places_are_those_that_were_measured(make_offload):
+    assert [place.phase for place in places(read(make_offload(until=(1, "idle"))))] == [
+        "baseline",
+        "build",
+        "train",
+        "release",
+        "idle",
+    ]
+
+
+def test_modes_side_by_side(make_offload):
+    runs = [make_offload(), make_offload(mode="manual", leak=3), make_offload(mode="official", leak=17)]
+    picture = plot_modes(runs)
+    axes = axes_of(picture, "Process groups while released")
+    assert [line.get_ydata().tolist() for line in axes.lines[:3]] == [[0, 0, 0], [3, 6, 9], [17, 34, 51]]
+    assert {
+        "exact",
+        "manual",
+        "official",
+        "groups_return_to_baseline",
+        "✗  3",
+        "✗  17",
+        "and 1 that all pass, 1 not measured in any",
+    } <= words(picture)
+    assert axes_of(picture, "Cost of groups (n = 6 each, median)")
+    assert {"exact", "Code"} <= words(plot_modes([runs[0], make_offload(implementation="mine:Code")]))
+
+
+def test_modes_need_runs_that_can_be_told_apart(make_offload, tmp_path):
+    with pytest.raises(BadInput, match="two runs or more of lab 'offload'"):
+        plot_modes([make_offload(), load(create_run(tmp_path, "smoke", {}, {}).dir)])
+    with pytest.raises(BadInput, match="two of these runs are of the same way; there are exact"):
+        plot_modes([make_offload(), make_offload()])
+
+
+def test_a_mode_has_its_own_colour_whichever_are_shown():
+    assert numbered(["exact", "official"]) == {"exact": 0, "official": 3}
+    assert numbered(["manual", "mine", "kept-handle"]) == {"manual": 2, "mine": 0, "kept-handle": 1}
+    assert len(set(numbered([*WAYS, "one", "two"]).values())) == len(WAYS) + 2

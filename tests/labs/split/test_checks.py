@@ -1,0 +1,95 @@
+"""Checks of the split lab on records made up here: what rounding explains passes, and what it does not fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import pytest
+
+from kit.labs.configure import as_json
+from kit.labs.discover import find
+from kit.labs.split.config import SplitConfig
+from kit.results import Record, VerdictRow, judge, to_frame
+
+CONFIG = as_json(SplitConfig(ranks=2, level="tokens", chunks=(1,), steps=2, dtype="float32"))
+Row = tuple[int, str, str, float, dict[str, str | int]]
+RESULT = {
+    "grad_norm": 1.0,
+    "lr": 1e-4,
+    "wd": 0.1,
+    "updated": 1.0,
+    "global_valid_seqs": 15.0,
+    "global_valid_toks": 85.0,
+    "global_loss": 0.5,
+}
+ROUNDING = 1.5e-5
+
+
+def answers(rows: Iterable[Row], **config: object) -> dict[str, VerdictRow]:
+    records = [
+        Record(run="r", lab="split", cycle=c, phase=p, rank=0, metric=m, value=v, unit="1", time=0, ids=i)
+        for c, p, m, v, i in rows
+    ]
+    full = {**CONFIG, **config}
+    checks = [check for check in find("split").load_checks() if check.asked(full)]
+    return {row.check: row for row in judge(to_frame(records), full, checks)}
+
+
+def results(phase: str, change: Mapping[str, float] | None = None, step: int = 1) -> list[Row]:
+    """The numbers of two steps; `change` is what one of them says otherwise."""
+    return [
+        (1, phase, "result", value, {"step": each, "name": name})
+        for each in (1, 2)
+        for name, value in {**RESULT, **((change or {}) if each == step else {})}.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "passed"),
+    [
+        ({}, True),
+        ({"grad_norm": 1 + 2e-6}, True),  # a norm of float32 squares
+        ({"grad_norm": 1 + 2e-5}, False),
+        ({"grad_norm": float("nan")}, False),
+        ({"wd": 0.1 * (1 + 2e-5)}, False),  # the rest of a result has no such rounding
+        ({"global_valid_toks": 85.001}, False),
+        ({"updated": 0.0}, False),
+    ],
+    ids=str,
+)
+def test_a_norm_may_be_rounded_as_float32_rounds(change: dict[str, float], *, passed: bool) -> None:
+    rounding: list[Row] = [(1, phase, "norm_rounding", ROUNDING, {}) for phase in ("sync", "split")]
+    row = answers(results("sync") + results("split", change) + rounding)["result_parity"]
+    assert row.passed is passed
+    assert row.limit == 1e-6
+
+
+def test_without_a_rounding_a_norm_has_none() -> None:
+    """Records of an earlier version."""
+    row = answers(results("sync") + results("split", {"grad_norm": 1 + 2e-6}))["result_parity"]
+    assert (row.passed, row.measured) == (False, pytest.approx(2e-6))
+
+
+def balances(plain: float, cut: float | None, exact: float = 1.25) -> list[Row]:
+    said = [*results("sync", {"moe_aux_loss": plain}), *results("split", {} if cut is None else {"moe_aux_loss": cut})]
+    return [*said, (1, "oracle", "balance", exact, {})]
+
+
+@pytest.mark.parametrize(
+    ("plain", "cut", "passed"),
+    [
+        (1.25, 1.25 * (1 + 1e-7), True),
+        (1.25, 1.2501, False),
+        (5.0, 5.0, False),  # an error that both ways share
+        (1.25, None, False),
+        (float("nan"), float("nan"), False),
+    ],
+)
+def test_the_experts_balance_is_held_against_float64(plain: float, cut: float | None, *, passed: bool) -> None:
+    row = answers(balances(plain, cut), experts=4, aux_loss=0.01)["experts_balance"]
+    assert row.passed is passed
+
+
+def test_a_job_without_that_loss_is_not_asked_for_it() -> None:
+    for config in ({"experts": 0}, {"experts": 4, "aux_loss": 0.0}):
+        assert "experts_balance" not in answers(balances(1.25, 1.25), **config)

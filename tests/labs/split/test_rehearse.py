@@ -1,0 +1,219 @@
+"""What the lab rehearses of steps that the protocol refuses or that leave something behind, on a job of this process alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kit.labs.split import rehearse
+from kit.labs.split.config import SplitConfig
+from kit.megatron import split
+from kit.train.batch import Batch, cuts
+from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
+from kit.train.protocol import StepResult
+from kit.train.stream import Misuse, SplitStep
+
+CONFIG = SplitConfig(ranks=1, steps=1, microbatches=2, micro_batch=3, chunks=(1,), level="tokens", dtype="float32")
+ROWS, LENGTH, WORDS = 6, 12, 40
+
+
+class Job:
+    """A table of what follows what."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.table = torch.nn.Parameter(torch.sin(torch.arange(float(WORDS * WORDS))).view(WORDS, WORDS))
+
+
+class Step(SplitStep):
+    """A right step on that; the last microbatch may be smaller."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job.device)
+        self.job = job
+
+    def _pieces(self, data: Batch) -> list[Batch]:
+        return list(cuts(data, self.mbs))
+
+    def _open(self) -> None:
+        self.job.table.grad = None
+
+    def _run(self, pieces: list[Batch]) -> list[dict[str, torch.Tensor]]:
+        seen = []
+        for piece in pieces:
+            ids = piece["input_ids"]
+            said = self.job.table[ids[:, :-1]].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+            value, metrics = self.loss(said, piece, tokens=1.0, sequences=1.0)
+            value.backward()  # type: ignore[no-untyped-call]
+            seen.append(metrics)
+        return seen
+
+    def _close(self) -> Any:
+        sequences, tokens, _ = self._true_counts(None)
+        with torch.no_grad():
+            self.job.table -= self.job.table.grad
+        return {"global_valid_seqs": sequences, "global_valid_toks": tokens}
+
+    def _restore(self) -> None: ...
+
+    def _give_up(self) -> None: ...
+
+
+class Backend:
+    def fresh(self) -> Job:
+        return Job()
+
+    def hooks(self, job: Job) -> tuple[Any, ...]:
+        return ()
+
+    def state(self, job: Job) -> dict[str, str]:
+        return {"table": repr(job.table.tolist()), "random": repr(torch.get_rng_state().tolist())}
+
+
+def batch() -> Batch:
+    """Rows without advantages, with different numbers of valid tokens, one of them without any."""
+    place = torch.arange(LENGTH)
+    answers = ((place > 2) & (place < torch.tensor([[12], [4], [8], [5], [3], [9]]))).float()
+    near = -2 + torch.sin(torch.arange(float(ROWS * LENGTH))).view(ROWS, LENGTH) / 10
+    return {
+        "input_ids": (torch.arange(ROWS)[:, None] * 7 + place * 3) % WORDS,
+        "input_lengths": torch.full((ROWS,), LENGTH),
+        "token_mask": answers,
+        "sample_mask": torch.tensor([1.0, 1, 1, 0, 1, 1]),
+        "advantages": torch.zeros(ROWS, LENGTH),
+        "prev_logprobs": near,
+        "generation_logprobs": near + 1,
+        "reference_logprobs": near,
+    }
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """A default group of this process, and no other when it ends."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(split, "data_group", lambda: dist.group.WORLD)
+        yield
+    GROUPS.clear()
+    dist.destroy_process_group()
+    gc.collect()
+
+
+class Whole(Step):
+    """Whole microbatches alone, as Megatron's step has it."""
+
+    def _pieces(self, data: Batch) -> list[Batch]:
+        if len(data["input_ids"]) % self.mbs:
+            raise Misuse("no whole number of microbatches")
+        return super()._pieces(data)
+
+
+class RefusesLate(Step):
+    def finish(self) -> StepResult:
+        raise Misuse("rows remain")
+
+
+class Drops(Step):
+    """Rows beyond the last whole microbatch are not there."""
+
+    def microbatch(self, data: Batch) -> None:
+        whole = len(data["input_ids"]) // self.mbs * self.mbs
+        super().microbatch({name: value[:whole] for name, value in data.items()})
+
+
+class CountsAndDrops(Step):
+    """All rows are counted, and those of whole microbatches trained on."""
+
+    def _pieces(self, data: Batch) -> list[Batch]:
+        return [piece for piece in super()._pieces(data) if len(piece["input_ids"]) == self.mbs]
+
+
+class TrainsAndForgets(Step):
+    """All rows are trained on, and those of whole microbatches counted."""
+
+    def finish(self) -> StepResult:
+        result = super().finish()
+        return {**result, "global_valid_toks": result["global_valid_toks"] - 1}
+
+
+class Keeps(Step):
+    """A group for every step."""
+
+    def finish(self) -> StepResult:
+        self.group = dist.new_group([0])
+        return super().finish()
+
+
+class KeepsOfAborts(Step):
+    def abort(self) -> None:
+        super().abort()
+        GROUPS.append(dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
+
+
+class MakesOne(Step):
+    """A group of its own, made when it is needed first; and one for each step, which it gives back."""
+
+    group: Any = None
+
+    def finish(self) -> StepResult:
+        self.group = self.group or dist.new_group([0])
+        dist.destroy_process_group(dist.new_group([0]))
+        return super().finish()
+
+
+GROUPS: list[Any] = []
+
+
+def scene(step: Callable[[Job], Any], **changed: Any) -> rehearse.Scene:
+    backend: Any = Backend()
+    whole = rehearse.Scene(
+        backend=backend,
+        job=None,
+        step=None,
+        make=step,
+        loss=ClippedPolicyGradient(level="tokens"),
+        batches=[],
+        config=CONFIG,
+    )
+    return dataclasses.replace(whole, **changed).again()
+
+
+def found(step: Callable[[Job], Any], rehearsal: Any, rows: Batch | None = None, **changed: Any) -> list[float]:
+    return [one.value for one in rehearsal(scene(step, **changed), rows or batch())]
+
+
+@pytest.mark.parametrize("step", [Step, Whole, RefusesLate])
+def test_a_remainder_that_counts_or_is_refused(step: Any) -> None:
+    assert found(step, rehearse.remainder) == [0]
+
+
+@pytest.mark.parametrize("step", [Drops, CountsAndDrops, TrainsAndForgets])
+def test_a_remainder_that_is_lost(step: Any) -> None:
+    assert found(step, rehearse.remainder) == [1]
+
+
+def test_a_remainder_under_other_losses() -> None:
+    nll: Any = NegativeLogLikelihood(level="sequences")
+    assert found(CountsAndDrops, rehearse.remainder, loss=nll) == [1]
+    assert found(Step, rehearse.remainder, loss=nll) == [0]
+
+
+def test_a_remainder_of_rows_of_which_one_counts() -> None:
+    few = {**batch(), "sample_mask": torch.eye(ROWS)[2]}
+    assert found(Step, rehearse.remainder, few) == [0]
+    assert found(CountsAndDrops, rehearse.remainder, few) == [1]
+
+
+def test_rows_of_one_leave_no_remainder() -> None:
+    assert found(Drops, rehearse.remainder, config=dataclasses.replace(CONFIG, micro_batch=1)) == []
+
+
+@pytest.mark.parametrize(("step", "kept"), [(Step, 0), (MakesOne, 0), (Keeps, 1), (KeepsOfAborts, 1)])
+def test_groups_of_steps_are_counted(step: Any, kept: int) -> None:
+    assert found(step, rehearse.groups_of_steps) == [kept]

@@ -1,0 +1,256 @@
+"""Points of made-up syncs: those in the order of the rule pass, and each other order is told by its first point. Of a sync that was cut
+off, what is there is judged, and what is not is no finding."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from kit.labs.sync.checks import answers
+from kit.labs.sync.config import SyncConfig
+from kit.labs.sync.counts import AFTER, PUBLISHED, attempts, out_of_order, rule
+from kit.results import NotMeasured
+
+CONFIG = {"ranks": 3, "infer_tp": 1, "replicas": 2}
+Rows = list[dict[str, Any]]
+
+
+def receiver(path: str, rank: int = 2) -> Rows:
+    """A right one's points."""
+    made: Rows = []
+    inside = False
+    for order, (point, index) in enumerate(rule(path, 2)):
+        new = point in PUBLISHED
+        inside = (inside or point == "gate") and point != "end"
+        routed = path == "refresh" or point in {"begin", "end"}
+        forward = "" if path in {"base", "expand"} else "waits" if inside else f"version {int(new)}"
+        ids = {
+            "path": path,
+            "sync": 1,
+            "point": point,
+            "bucket": index,
+            "order": order,
+            "version": int(new),
+            "routed": int(routed),
+        }
+        made.append({"rank": rank, "value": 100.0 + order, **ids, "forward": forward})
+    return made
+
+
+def sender(path: str, closed: float = 100.0) -> Rows:
+    ids = {
+        "path": path,
+        "sync": 1,
+        "point": "closed",
+        "bucket": 0,
+        "order": 5,
+        "version": 0,
+        "routed": 1,
+        "forward": "",
+    }
+    return [{"rank": 0, "value": closed, **ids}]
+
+
+def ending(*ranks: int, failed: bool = False, phase: str = "refresh", cycle: int = 1) -> pd.DataFrame:
+    """What is recorded when ranks have ended a phase."""
+    metrics = ["seconds", *["failed"] * failed]
+    rows = [{"rank": rank, "metric": metric, "value": 1.0} for rank in ranks for metric in metrics]
+    return pd.DataFrame(rows).assign(cycle=cycle, phase=phase, ids="")
+
+
+def sampled(*rows: Rows, phase: str = "refresh", cycle: int = 1) -> pd.DataFrame:
+    own = ("rank", "value")
+    return pd.DataFrame(
+        [
+            {
+                "cycle": cycle,
+                "phase": phase,
+                "metric": "point",
+                **{name: row[name] for name in own},
+                "ids": json.dumps({name: value for name, value in row.items() if name not in own}),
+            }
+            for each in rows
+            for row in each
+        ]
+    )
+
+
+def frame(*rows: Rows) -> pd.DataFrame:
+    """A phase that all ranks have ended."""
+    return pd.concat([sampled(*rows), ending(0, 1, 2)], ignore_index=True)
+
+
+@pytest.mark.parametrize("path", ["base", "refresh", "stream", "expand"])
+def test_the_rule_itself_passes(path: str) -> None:
+    assert out_of_order(frame(receiver(path, 1), receiver(path, 2), sender(path)), 1) == (0, 2, "")
+
+
+def at(rows: Rows, point: str) -> dict[str, Any]:
+    return next(row for row in rows if row["point"] == point)
+
+
+def swap(one: str, other: str) -> Callable[[Rows], None]:
+    def change(rows: Rows) -> None:
+        first, second = at(rows, one), at(rows, other)
+        first["point"], second["point"] = other, one
+
+    return change
+
+
+def put(point: str, **values: Any) -> Callable[[Rows], None]:
+    return lambda rows: at(rows, point).update(values)
+
+
+def drop(point: str) -> Callable[[Rows], None]:
+    return lambda rows: rows.remove(at(rows, point))
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "words"),
+    [
+        ("refresh", swap("publish", "activate"), "activate where publish must come"),
+        ("refresh", swap("gate", "verify"), "gate where verify must come"),
+        ("refresh", drop("derive"), "finalize where derive must come"),
+        ("refresh", drop("end"), "nothing where end must come"),
+        ("refresh", put("apply", version=1), "version [0, 1] before it was published"),
+        ("refresh", put("publish", version=0), "version [0] before it was published and [0, 1] after"),
+        ("refresh", put("verify", routed=0), "not routed to at verify, although it serves"),
+        ("refresh", put("finalize", forward="version 1"), "a forward ran at finalize, between gate and end"),
+        ("refresh", put("activate", forward="version 1"), "a forward ran at activate, between gate and end"),
+        ("stream", put("open", routed=1), "routed to at open, before the end"),
+        ("stream", put("write", forward="no version"), "a forward ran at write, between gate and end"),
+        ("expand", put("publish", routed=1), "routed to at publish, before the end"),
+        ("expand", put("activate", routed=1), "routed to at activate, before the end"),
+        ("expand", put("end", routed=0), "not routed to at the end"),
+        ("expand", drop("wake"), "open where wake must come"),
+        ("refresh", put("close", value=99.0), "times go back"),
+    ],
+)
+def test_what_breaks_the_rule_is_told(path: str, change: Callable[[Rows], None], words: str) -> None:
+    rows = receiver(path)
+    change(rows)
+    wrong, count, first = out_of_order(frame(receiver(path, 1), rows, sender(path)), 1)
+    assert (wrong, count) == (1, 2)
+    assert first.endswith(words) or words in first
+    assert "on rank 2" in first
+
+
+def test_the_sender_closes_first() -> None:
+    place = 2 + 2 * 2 + 2 + 1  # of `close` in a refresh with two buckets
+    wrong, _, first = out_of_order(frame(receiver("refresh"), sender("refresh", 100.5 + place)), 1)
+    assert (wrong, "closed before the sender's" in first) == (1, True)
+    wrong, _, first = out_of_order(frame(receiver("refresh")), 1)
+    assert (wrong, "the sender's transport was not closed" in first) == (1, True)
+
+
+def test_two_syncs_of_one_path_are_told_apart() -> None:
+    second = [{**row, "sync": 2, "value": row["value"] + 50} for row in receiver("refresh")]
+    closed = [{**row, "sync": 2, "value": 150.0} for row in sender("refresh")]
+    table = frame(receiver("refresh"), sender("refresh"), second, closed)
+    assert out_of_order(table, 1) == (0, 2, "")
+    assert attempts(table, CONFIG)[1] == []
+
+
+def test_the_same_version_may_be_expanded_and_not_refreshed() -> None:
+    for path, wanted in (("expand", 0), ("refresh", 1), ("stream", 1)):
+        rows = receiver(path)
+        for row in rows:
+            row["version"] = 1
+        assert out_of_order(frame(rows, sender(path)), 1)[0] == wanted
+
+
+def test_a_point_without_an_attempt_is_named() -> None:
+    rows = receiver("refresh")
+    table, missing = attempts(frame(rows), CONFIG)
+    assert (len(table), missing) == (len(rows), [])
+    at(rows, "publish")["forward"] = ""
+    at(rows, "write")["forward"] = "stuck"
+    assert attempts(frame(rows), CONFIG)[1] == [
+        "write 0 on rank 2 in phase refresh of cycle 1",
+        "publish on rank 2 in phase refresh of cycle 1",
+    ]
+
+
+def test_nothing_sampled_is_not_measured() -> None:
+    with pytest.raises(NotMeasured, match="no point of any sync was sampled"):
+        out_of_order(frame(receiver("base"))[:0], 1)
+    with pytest.raises(NotMeasured, match="no forward after a sync was asked for"):
+        answers(frame(receiver("base"))[:0], CONFIG)
+    with pytest.raises(NotMeasured, match="no replica was awake"):
+        attempts(frame(receiver("expand")), CONFIG)
+
+
+def test_rules_share_what_comes_after() -> None:
+    for path in ("stream", "expand"):
+        assert tuple(name for name, _ in rule(path, 3))[-len(AFTER) :] == AFTER
+
+
+# -- syncs that were cut off -----------------------------------------------------------------------------------------------
+
+OF_A_RUN = dataclasses.asdict(SyncConfig(ranks=4, tp=1, replicas=3))  # 0 trains, 1 sleeps, 2 and 3 serve
+
+
+def served(rank: int, value: float = 1.0) -> pd.DataFrame:
+    return pd.DataFrame([{"cycle": 1, "phase": "refresh", "metric": "serves", "rank": rank, "value": value, "ids": ""}])
+
+
+def rank_of_a_refresh(rank: int) -> pd.DataFrame:
+    """All that one receiver records in a phase, in its order."""
+    return pd.concat([sampled(receiver("refresh", rank)), served(rank), ending(rank)])
+
+
+def test_no_beginning_of_a_good_run_is_blamed() -> None:
+    """Whatever rank and row it was cut off at, and whoever was ahead."""
+    mine = pd.concat([sampled(sender("refresh")), ending(0)])
+    two, three = rank_of_a_refresh(2), rank_of_a_refresh(3)
+    early, late = three[: len(three) // 2], three[len(three) // 2 :]
+    for parts in ([mine, two, three], [early, two, mine, late]):
+        whole = pd.concat(parts, ignore_index=True)
+        for cut in range(1, len(whole) + 1):
+            part = whole.head(cut)
+            if (part["metric"] == "point").any():
+                assert out_of_order(part, 1)[0] == 0, cut
+                with contextlib.suppress(NotMeasured):
+                    assert attempts(part, OF_A_RUN)[1] == [], cut
+            with contextlib.suppress(NotMeasured):
+                assert answers(part, OF_A_RUN).value == 0, cut
+        assert answers(whole, OF_A_RUN).value == 0
+
+
+@pytest.mark.parametrize("point", ["open", "gate", "finalize"])
+def test_a_sync_that_failed_is_judged_up_to_where_it_was_undone(point: str) -> None:
+    rows = receiver("refresh")
+    place = rows.index(at(rows, point))
+    broken = [*rows[: place + 1], *({**rows[place], "point": name, "order": 90} for name in ("undo", "closed"))]
+    table = pd.concat([sampled(broken, sender("refresh")), ending(0, 2, failed=True)], ignore_index=True)
+    assert out_of_order(table, 1) == (0, 1, "")
+    assert attempts(table, CONFIG)[1] == []
+    at(broken, "begin")["routed"] = 0
+    table = pd.concat([sampled(broken, sender("refresh")), ending(0, 2, failed=True)], ignore_index=True)
+    assert "not routed to at begin" in out_of_order(table, 1)[2]
+    # Nothing may be undone in a sync that succeeded.
+    assert "undo where" in out_of_order(frame(broken, sender("refresh")), 1)[2]
+
+
+def test_a_receiver_answers_where_its_phase_has_ended_or_the_sync_failed() -> None:
+    def unserved(*parts: pd.DataFrame) -> tuple[float | None, str]:
+        found = answers(pd.concat(parts, ignore_index=True), OF_A_RUN)
+        return found.value, found.why
+
+    assert unserved(served(2), ending(2), served(3), ending(3))[0] == 0
+    assert unserved(served(2), ending(2), ending(3)) == (
+        1,
+        "1 of 2 times a receiver served the new version after its sync; not on rank 3 in refresh of cycle 1",
+    )
+    assert unserved(served(2), ending(2), served(3, 0.0), ending(3))[0] == 1
+    # 3 was killed, and recorded nothing; 1 sleeps, and was not asked.
+    value, why = unserved(ending(0, 2, failed=True))
+    assert (value, "not on rank 2 in refresh" in why) == (2, True)
+    assert unserved(ending(0, 1, failed=True, phase="expand"))[1].endswith("not on rank 1 in expand of cycle 1")
+    assert unserved(served(2), ending(2), ending(0, failed=True, phase="train"))[0] == 0

@@ -1,0 +1,304 @@
+"""The picture of a sync run: stages as they were timed, events in their order, rates, digests, and what is missing left out.
+
+Its runs are made up here, in the shape in which the lab records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+
+import matplotlib as mpl
+import pandas as pd
+import pytest
+
+import kit
+from kit.draw.style import THEMES, theme
+from kit.labs.sync import tables
+from kit.labs.sync.config import SyncConfig
+from kit.labs.sync.pictures import rates, stages
+from kit.results import NotMeasured, Record, create_run, with_ids
+from kit.view import named
+from kit.view.named import plot
+
+SENDER = {"gather": 0.02, "pack": 0.01, "send": 0.03, "verify": 0.004, "teardown": 0.001, "finalize": 0, "publish": 0}
+RECEIVER = {"receive": 0.03, "keep": 0.002, "apply": 0.01, "verify": 0.005}
+SENT = ("begin", "gathered", "packed", "sent", "teardown", "finalize", "publish", "activate", "end")
+ARRIVED = ("begin", "ready", "received", "verified", "applied", "teardown", "finalize", "publish", "activate", "end")
+MIB = 2**20
+RATES = {"shm": {MIB: 6e9, 8 * MIB: 9e9}, "broadcast": {MIB: 0.5e9, 8 * MIB: 1.5e9}, "serialize": {MIB: 1e9}}
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    """A layout that does not fit only warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture
+def make_sync(tmp_path):
+    """A sync run as the lab leaves it. `until` is the last (cycle, phase); `differ` is what receivers find, `torn` what they serve."""
+
+    def make(*, until=None, differ=0, torn=0, rates=RATES, events=True, fault=None, old=False, **changed):
+        config = dataclasses.asdict(SyncConfig(**changed))
+        writer = create_run(tmp_path, "sync", config, {}, fault=fault)
+        receivers = range(config["ranks"] - config["replicas"] * config["infer_tp"], config["ranks"])
+        overlap = config["placement"] == "overlap"
+        clock = 1.8e9
+
+        def tell(cycle, phase, rank, rows):
+            about = {"run": writer.id, "lab": "sync", "cycle": cycle, "phase": phase, "rank": rank, "time": clock}
+            writer.append([as_record(about, *row) for row in rows])
+
+        def as_record(about, name, value, ids=None, text=""):
+            if old:  # texts and ids were coded in names and numbers
+                path = "/".join([name, *map(str, (ids or {}).values())])
+                return Record(**about, metric=path, value=1 if value is None else value, unit="1")
+            return Record(**about, metric=name, value=value, unit="1", ids=ids or {}, text=text)
+
+        def happened(names, pace):
+            return [
+                ("event", (index - names.index("begin")) * pace, {"event": name, "order": index})
+                for index, name in enumerate(names)
+            ]
+
+        def stages(table, nth=1):
+            return [("stage_seconds", value * nth, {"stage": name}) for name, value in table.items()]
+
+        def sync(phase, rank, nth):
+            if rank == 0:
+                rows = [("wall", 0.08), ("bytes", 1e6), ("buckets", 3)]
+                rows += [
+                    ("transport_receivers", count, {"transport": name}) for name, count in (("shm", 3), ("ipc", 0))
+                ]
+                return rows + stages(SENDER) + happened(SENT, 0.008) * events
+            names = ("inactive", "wake", *ARRIVED) if phase == "expand" else ARRIVED
+            rows = [("wall", 0.07 + 0.001 * nth), *stages(RECEIVER, nth)]
+            return rows + happened(names, 0.007) * events + [("served", 4), ("torn", torn)] * (phase == "refresh")
+
+        cycle_phases = ["train", "refresh", *(["offload", "expand"] if overlap else []), "verify"]
+        plan = [(0, "prepare"), *itertools.product(range(1, config["cycles"] + 1), cycle_phases)]
+        plan += [(0, "sweep")] * config["sweep"] + [(0, "rehearse")]
+        for cycle, phase in plan:
+            clock += 1
+            for rank in range(config["ranks"]):
+                rows = [("seconds", 0.4)]
+                if phase in tables.PATHS and (rank == 0 or rank in receivers):
+                    rows += sync(phase, rank, rank - receivers[0] + 1)
+                if phase == "verify" and rank in receivers:
+                    rows += [("tensors_hashed", 10), ("tensors_differ", differ if cycle == 2 else 0)]
+                if phase == "sweep" and rank == 0 and rates:
+                    rows += [("rate", 12e9, {"transport": "memcpy"}), ("sweep_bytes", 64 * MIB)]
+                    rows += [
+                        ("rate", rate, {"transport": name, "bucket_size": size})
+                        for name, sizes in rates.items()
+                        for size, rate in sizes.items()
+                    ]
+                tell(cycle, phase, rank, rows)
+            if (cycle, phase) == until:
+                break
+        writer.finish()
+        return kit.load(writer.dir)
+
+    return make
+
+
+def axes_of(picture, title):
+    return next(axes for axes in picture.axes if axes.get_title(loc="left").startswith(title))
+
+
+def titles(picture):
+    return [axes.get_title(loc="left").split(" (")[0] for axes in picture.axes if axes.get_title(loc="left")]
+
+
+def words(picture):
+    return {text.get_text().strip() for text in picture.findobj(mpl.text.Text)}
+
+
+def bars(axes):
+    return [bar for drawn in axes.containers for bar in drawn]
+
+
+@pytest.mark.parametrize("theme_name", THEMES)
+def test_it_tells_the_story(make_sync, theme_name):
+    picture = plot(make_sync(), theme=theme_name)
+    expected = "sync · 5 ranks · tiny, tp 2 · 3 replicas · overlap · transport auto · 3 cycles · finished"
+    assert picture.get_suptitle() == expected
+    assert titles(picture) == [
+        "Stages of each sync, n = 1 each", "Expansion of cycle 3, event by event",
+        "Transports by bucket size, 64 MiB to one receiver", "Medians at their best",
+    ]  # fmt: skip
+    assert {
+        "gather",
+        "copy to undo",
+        "time that passed",
+        "one memcpy, 12",
+        "sender, rank 0",
+        "replica 2, rank 4",
+    } <= words(picture)
+    assert "Digests: 90 tensors hashed on 3 receivers over 3 cycles, 0 differ from the trainer's." in words(picture)
+    assert "Meanwhile: 36 forwards served during refreshes, 0 with weights of mixed versions." in words(picture)
+    assert picture._repr_png_().startswith(b"\x89PNG")
+
+
+def test_stages_stand_on_one_another_beside_the_time_that_passed(make_sync):
+    axes = axes_of(plot(make_sync(cycles=1)), "Stages of each sync")
+    columns = {}
+    for bar in bars(axes):
+        x = round(bar.get_x() + bar.get_width() / 2, 3)
+        columns.setdefault(x, []).append(bar)
+    refresh, last = list(columns.values())[:2]
+    assert [bar.get_height() for bar in refresh] == pytest.approx([20, 10, 30, 4, 1, 0])
+    assert [bar.get_height() for bar in last] == pytest.approx(
+        [90, 15, 6, 30]
+    )  # of the third receiver, not of the others
+    tops = [round(bar.get_y() + bar.get_height(), 6) for bar in last]
+    assert [bar.get_y() for bar in last[1:]] == pytest.approx(tops[:-1])
+    assert len(columns) == 4
+    assert [line.get_ydata()[0] for line in axes.lines] == pytest.approx([80, 80])
+
+
+def test_of_many_cycles_the_last_are_drawn(make_sync):
+    axes = axes_of(plot(make_sync(cycles=9)), "Stages of each sync")
+    assert [label.get_text() for label in axes.get_xticklabels()][::2] == [
+        f"refresh\ncycle {cycle}\ntook 80 ms" for cycle in range(5, 10)
+    ]
+
+
+def test_events_lie_where_they_happened(make_sync):
+    axes = axes_of(plot(make_sync()), "Expansion of cycle 3")
+    lane = [bar for bar in bars(axes) if abs(bar.get_y() + bar.get_height() / 2 - 1) < 0.1]
+    assert [bar.get_x() for bar in lane] == pytest.approx([7 * index for index in range(-2, 9)])
+    names = [text.get_text() for text in axes.texts if round(text.get_position()[1] + 0.27) == 1]
+    assert ", ".join(names) == "inactive, wake, " + ", ".join(ARRIVED)
+
+
+def test_names_that_would_touch_are_written_as_one():
+    moments = [(0.0, "inactive"), (1.0, "wake"), (2.0, "begin"), (50.0, "end")]
+    assert stages.labels(moments, 1.0) == [(0.0, "inactive, wake, begin"), (50.0, "end")]
+    assert stages.labels(moments, 0.1) == [(x, name) for x, name in moments]
+
+
+def test_without_an_expansion_the_refresh_is_drawn(make_sync):
+    picture = plot(make_sync(placement="apart"))
+    assert axes_of(picture, "Refresh of cycle 3, event by event")
+    assert "inactive" not in " ".join(words(picture))
+
+
+def test_many_receivers_are_told_by_the_slowest(make_sync):
+    axes = axes_of(
+        plot(make_sync(ranks=10, replicas=4, infer_tp=2)), "Expansion of cycle 3, event by event, 5 of 8 receivers"
+    )
+    assert [label.get_text() for label in axes.get_yticklabels()][:3] == [
+        "sender, rank 0",
+        "replica 0, rank 2",
+        "replica 0, rank 3",
+    ]
+
+
+def test_rates_have_their_ceiling_and_their_best(make_sync):
+    picture = plot(make_sync())
+    axes = axes_of(picture, "Transports by bucket size")
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert lines["shm"] == pytest.approx([6, 9])
+    assert lines["serialize"] == pytest.approx([1])
+    assert [12, 12] in [pytest.approx(values) for values in lines.values()]
+    axes = axes_of(picture, "Medians at their best")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["shm", "broadcast", "serialize"]
+    assert [text.get_text().strip() for text in axes.texts][:2] == [
+        "9 GB/s, 75%, 8 MiB, used here",
+        "1.5 GB/s, 12%, 8 MiB",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"sweep": False}, "Transports were not compared: sweep is off."),
+        ({"until": (2, "refresh")}, "Transports were not compared: the run did not get to it."),
+        ({"rates": {}}, "Transports were not compared: the run did not get to it."),
+        ({"until": (1, "expand")}, "Digests: no tensor was hashed on a receiver."),
+    ],
+)
+def test_what_is_missing_is_said(make_sync, changed, sentence):
+    picture = plot(make_sync(**changed))
+    assert sentence in words(picture)
+    assert not any(title.startswith("Medians at") for title in titles(picture))
+    assert axes_of(picture, "Stages of each sync")
+
+
+def test_a_run_without_events_has_no_timeline(make_sync):
+    assert titles(plot(make_sync(events=False)))[1].startswith("Transports")
+
+
+def test_a_run_that_broke_before_a_sync_is_drawn_as_any_run(make_sync):
+    assert axes_of(plot(make_sync(until=(1, "train"))), "Timeline of ranks")
+
+
+def test_wrong_digests_and_torn_forwards_are_in_the_colour_of_what_is_wrong(make_sync):
+    picture = plot(make_sync(differ=2, torn=1, fault="swapped"))
+    colours = {text.get_text(): text.get_color() for text in picture.findobj(mpl.text.Text)}
+    digests = "Digests: 90 tensors hashed on 3 receivers over 3 cycles, 6 differ from the trainer's, first on rank 2 in cycle 2."
+    assert colours[digests] == THEMES["light"].bad
+    assert (
+        colours["Meanwhile: 36 forwards served during refreshes, 9 with weights of mixed versions."]
+        == THEMES["light"].bad
+    )
+    assert "fault: swapped" in picture.get_suptitle()
+
+
+def test_a_run_of_an_older_kit_is_drawn_without_what_it_named_otherwise(make_sync):
+    run = make_sync(old=True)
+    drawn = titles(plot(run))
+    assert drawn
+    assert not any(title.startswith(("Expansion", "Transports")) for title in drawn)
+    assert not {"events", "rates"} & set(named.names(run))
+    for name in named.names(run):
+        run.plot(name)
+    assert len(tables.syncs(run.frame())) == 6
+    assert [row for row in run.verdict() if row.passed is False] == []
+
+
+def test_tables_of_a_run(make_sync):
+    run = make_sync()
+    table = tables.syncs(run.frame())
+    assert list(table["path"]) == ["refresh", "expand"] * 3
+    assert table.loc[0, ["transport", "buckets", "wall", "gather", "receiver receive"]].tolist() == [
+        "shm to 3", 3, pytest.approx(0.08), pytest.approx(0.02), pytest.approx(0.09)]  # fmt: skip
+    assert tables.transports(run.frame())["of_memcpy"].max() == pytest.approx(0.75)
+    for asked in (tables.stages, tables.transports, tables.digests):
+        with pytest.raises(NotMeasured):
+            asked(run.frame().head(0))
+
+
+def test_its_drawings_have_names(make_sync):
+    run = make_sync()
+    assert {"stages", "events", "rates", "memory", "drift"} - set(named.names(run)) == {"memory", "drift"}
+    rates = named.plot(run, "rates")
+    assert titles(rates) == [
+        "Transports by bucket size, 64 MiB to one receiver",
+        "Medians at their best",
+    ]
+    assert {"one memcpy, 12", "bucket size [MiB] (medians)"} <= words(rates)  # older runs have no spread
+    assert titles(named.plot(run, "stages")) == ["Stages of each sync, n = 1 each"]
+    assert titles(named.plot(run, "events")) == ["Expansion of cycle 3, event by event"]
+    assert "rates" not in named.names(make_sync(rates={}))
+
+
+def test_rates_have_their_spread_where_it_was_recorded(make_sync):
+    spread = [(MIB, "rate_low", 5e9), (MIB, "rate_high", 7e9), (MIB, "rate_samples", 3)]
+    spread += [(8 * MIB, "rate_low", 8e9), (8 * MIB, "rate_high", 9.5e9), (8 * MIB, "rate_samples", 3)]
+    run = make_sync()
+    frame = run.frame()
+    rows = with_ids(frame, "transport", "bucket_size").query("transport == 'shm'")
+    more = [rows[rows["bucket_size"] == size].assign(metric=metric, value=value) for size, metric, value in spread]
+    more = pd.concat(more)[list(frame.columns)]
+    look = theme("light")
+    axes = mpl.figure.Figure().subplots()
+    rates.curves(axes, pd.concat([frame, more], ignore_index=True), look)
+    (spans,) = axes.collections
+    assert [segment[:, 1].tolist() for segment in spans.get_segments()] == [[5, 7], [8, 9.5]]
+    assert axes.get_xlabel() == "bucket size [MiB] (n = 3, median and range)"

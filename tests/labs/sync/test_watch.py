@@ -1,0 +1,185 @@
+"""The lab's own eyes: a forward is attempted and waits or gives logits, writers who do not wait are counted, and bytes are hashed whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kit.labs.sync.config import SyncConfig
+from kit.labs.sync.trainer import Trainer
+from kit.labs.sync.watch import WAITS, Forward, Forwards, SeenTransport, Watch, judge, sha256
+from kit.measure.observers.holdings import shared_memory
+from kit.sync.memory import Segment
+from kit.sync.serving import Serving
+
+LONG = 10.0
+
+
+class Scene:
+    """A replica of one weight that serves."""
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros(4)
+        self.receiver: Any = SimpleNamespace(version=1, routed=True)
+        self.forwards = Forwards(self.logits, lambda: self.receiver, LONG)
+        self.serving = Serving(self.forwards, timeout_s=LONG)
+        self.watch = Watch(lambda: self.receiver.version, lambda: self.receiver.routed, self.forwards, self.serving)
+
+    def logits(self) -> torch.Tensor:
+        return self.weight.clone()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    made.serving.start()
+    yield made
+    made.serving.stop()
+
+
+def test_an_attempt_gives_logits_or_waits(scene: Scene) -> None:
+    assert scene.forwards.attempt(LONG) == sha256(torch.zeros(4))
+    with scene.forwards.writer(scene.serving.writing(), serves=True):
+        assert scene.forwards.attempt() == WAITS
+        scene.weight = torch.ones(4)
+    assert scene.forwards.attempt(LONG) == sha256(torch.ones(4))
+    assert scene.forwards.overlaps == 0
+
+
+def test_a_writer_that_does_not_wait_for_a_forward_is_counted(scene: Scene) -> None:
+    with scene.forwards.writer(contextlib.nullcontext(), serves=True):
+        assert scene.forwards.overlaps == 1
+        assert scene.forwards.attempt(LONG) == sha256(torch.zeros(4))  # nobody keeps it from running
+
+
+def test_nobody_serves_and_an_attempt_waits() -> None:
+    assert Scene().forwards.attempt() == WAITS
+
+
+def test_a_forward_that_raises_is_not_inside_any_more(scene: Scene) -> None:
+    def broken() -> torch.Tensor:
+        raise ValueError("no such token")
+
+    scene.forwards.forward = broken
+    assert scene.forwards.attempt() == WAITS or scene.forwards.attempt() == WAITS
+    with pytest.raises(Exception, match="no such token"):
+        scene.serving.stop()
+
+
+def test_points_hold_version_route_and_the_forward(scene: Scene) -> None:
+    scene.watch.known[1] = sha256(torch.zeros(4))
+    scene.watch.point("verify")
+    scene.receiver.version, scene.receiver.routed, scene.weight = 2, False, torch.ones(4)
+    scene.forwards.attempt(LONG)
+    scene.watch.point("write", 3)
+    records: list[Any] = []
+    scene.watch.record(SimpleNamespace(record=lambda *given, **ids: records.append((given, ids))))  # type: ignore[arg-type]
+    (first, one), (_, two) = records
+    assert first[0] == "point"
+    assert (one["point"], one["version"], one["routed"], one["forward"]) == ("verify", 1, 1, "version 1")
+    assert (two["point"], two["bucket"], two["version"], two["routed"], two["forward"]) == (
+        "write",
+        3,
+        2,
+        0,
+        "no version",
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "torn", "mislabelled"),
+    [
+        ("o1 o1 n2 n2", 0, 0),
+        ("o1 x1 n2", 1, 0),
+        ("o1 n2 o2", 1, 1),
+        ("o1 n1 n2", 0, 1),
+        ("o1 o2", 0, 1),
+        ("o1 n2 s2", 1, 1),
+    ],
+)
+def test_forwards_are_judged_by_logits_and_by_label(made: str, torn: int, mislabelled: int) -> None:
+    forwards = Forwards(lambda: torch.zeros(1), lambda: None, LONG)  # type: ignore[arg-type, return-value]
+    forwards.made = {n: Forward(one[0], (int(one[1]), int(one[1])), True) for n, one in enumerate(made.split())}
+    found = judge(forwards, {0: "s", 1: "o", 2: "n"}, 1, 2)
+    assert (found.served, found.torn, found.mislabelled) == (len(made.split()), torn, mislabelled)
+
+
+def test_nobody_is_routed_to_a_forward_that_does_not_count() -> None:
+    forwards = Forwards(lambda: torch.zeros(1), lambda: None, LONG)  # type: ignore[arg-type, return-value]
+    forwards.made = {0: Forward("rubbish", (1, 1), False)}
+    assert judge(forwards, {1: "o", 2: "n"}, 1, 2) == (0, 0, 0)
+
+
+def test_every_byte_the_shape_and_the_dtype_are_hashed() -> None:
+    one = torch.arange(6, dtype=torch.int32)
+    other = one.clone()
+    other[5] += 1
+    seen = [one, other, one.flip(0), one.view(2, 3), one.view(torch.float32), one.to(torch.int64)]
+    assert len({sha256(each) for each in seen}) == len(seen)
+    assert sha256(one.view(2, 3).t().contiguous().t()) == sha256(one.view(2, 3))
+    assert sha256(torch.zeros(())) == sha256(torch.zeros(()))
+    storage = one.untyped_storage()
+    storage.resize_(0)  # a storage whose bytes numpy has seen refuses
+
+
+class Sends:
+    """A transport that hands over nothing."""
+
+    def send(self, index: int, buffer: torch.Tensor) -> None: ...
+
+
+def test_copies_of_versions_are_known_by_what_is_sent_from_them() -> None:
+    """Nobody asks the cache: another segment of the same kind does not count as one."""
+    with Segment(8192) as copy, Segment(8192):
+        before = shared_memory()
+        watch = Watch(lambda: 0)
+        transport = SeenTransport(Sends(), watch)
+        transport.send(0, copy.tensor[4096:])
+        transport.send(1, torch.zeros(8, dtype=torch.uint8))
+        (home,) = watch.homes
+        assert home[1] == os.fstat(copy.fd).st_ino
+        assert home in before
+
+
+@pytest.mark.parametrize(("refresh", "allowed"), [("staged", 2), ("paused", 1)])
+def test_the_sender_keeps_copies_of_versions_and_nothing_else(refresh: str, allowed: int) -> None:
+    """However many the cache says that it has. A name that was held in a sync and is still there is left, too."""
+    config = SyncConfig(refresh=refresh, placement="apart", ranks=4, replicas=2)  # type: ignore[arg-type]
+    side = Trainer.__new__(Trainer)  # what it counts needs no ranks
+    side.config, side.watch, side.named = config, Watch(lambda: 0), set()
+    side.ctx = SimpleNamespace(fault=None)  # type: ignore[assignment]
+    before = side.held()
+    segments = [Segment(4096) for _ in range(4)]
+    for segment in segments[:3]:
+        SeenTransport(Sends(), side.watch).send(0, segment.tensor)
+    assert len(side.held() - before) == 4 - allowed
+    for segment in segments[allowed:]:
+        segment.close()
+    assert side.held() == before
+    named = Path(f"/dev/shm/kit-{secrets.token_hex(4)}")
+    side.named = {str(named)}
+    assert side.held() == before
+    named.touch()
+    assert side.held() - before == side.named
+    named.unlink()
+    for segment in segments[:allowed]:
+        segment.close()
+
+
+def test_attempts_come_from_any_thread(scene: Scene) -> None:
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda: found.append(scene.forwards.attempt(LONG))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+    assert found == [sha256(torch.zeros(4))] * 3

@@ -1,0 +1,336 @@
+"""Observers on objects made here: each sees the thing that it is for, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime as dt
+import gc
+import mmap
+import os
+import random
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kit.measure.observers import births, holdings, names, tensors
+from kit.measure.observers.births import Births
+from kit.measure.observers.tensors import State, differences, live_bytes
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """A default group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Wrapper(dist.ProcessGroup):
+    """In no table of torch's; forwards to a group inside."""
+
+    def __init__(self, inside: Any) -> None:
+        super().__init__(0, 1)
+        self.__dict__["inside"] = inside
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("__class__", "__dict__"):
+            return object.__getattribute__(self, name)
+        return getattr(self.__dict__["inside"], name)
+
+
+class Duck:
+    """Not even a subclass."""
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inside"], name)
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group = group
+
+
+def test_groups_are_followed_however_they_are_made(world: None) -> None:
+    with Births() as made:
+        plain = dist.new_group([0])
+        raw = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, dt.timedelta(seconds=5))
+        wrapper = Wrapper(plain)
+        alive = made.alive()
+        assert any(one is plain for one in alive)
+        assert any(one is raw for one in alive)
+        assert not any(one is wrapper for one in alive)
+        dist.destroy_process_group(plain)
+        del plain, raw, wrapper, alive
+        gc.collect()
+        assert made.alive() == []
+
+
+def test_watching_births_leaves_the_constructors_as_they_were(world: None) -> None:
+    before = [vars(kind)["__init__"] for kind in births._classes()]
+    with Births():
+        assert vars(dist.ProcessGroup)["__init__"] is not before[0]
+    assert [vars(kind)["__init__"] for kind in births._classes()] == before
+    dist.destroy_process_group(dist.new_group([0]))
+
+
+def test_what_a_collective_reaches(world: None) -> None:
+    group = dist.new_group([0], timeout=dt.timedelta(minutes=7), group_desc="mine")
+    with births.doors():
+        assert births.reach(group) is group
+        assert births.reach(Wrapper(group)) is group
+        assert births.reach(Duck(group)) is group
+        raw = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, dt.timedelta(seconds=5))
+        assert births.reach(raw) is raw
+        assert births.reach(None) is dist.group.WORLD  # what a destroyed wrapper that passes None on comes to
+        with pytest.raises((AttributeError, ValueError)) as caught:
+            births.reach(Wrapper(None))
+        assert any(isinstance(one, AttributeError) for one in births.chain(caught.value))
+    value = torch.ones(1)
+    dist.all_reduce(value, group=group)
+    assert value.item() == 1
+    assert births.facts(group)["description"] == "mine"
+    assert births.facts(group)["backends"]["cpu"]["timeout_s"] == 420.0
+    dist.destroy_process_group(group)
+
+
+def test_a_name_that_the_next_group_could_not_have(world: None) -> None:
+    group = dist.new_group([0])
+    assert births.taken_name() == ""
+    count, births._c10d()._world.group_count = births._c10d()._world.group_count, int(group.group_name)
+    assert births.taken_name() == group.group_name
+    with pytest.raises((RuntimeError, ValueError)):
+        dist.new_group([0])
+    births._c10d()._world.group_count = count
+    dist.destroy_process_group(group)
+
+
+def test_what_stands_for_a_group(world: None) -> None:
+    group = dist.group.WORLD
+    assert births.is_group(group)
+    assert births.is_group(Wrapper(group))
+    assert births.is_group(Duck(group))
+    assert not births.is_group(Duck({"a": 1}))
+    assert not births.is_group(Holder(group))
+
+
+@pytest.fixture
+def watched() -> Iterator[None]:
+    holdings.watch()
+    yield
+    holdings.watch()
+
+
+def more(before: dict[str, int]) -> dict[str, int]:
+    now = holdings.holdings()
+    return {
+        name: now[name] - before[name] for name in before if name not in holdings.BYTES and now[name] != before[name]
+    }
+
+
+def test_shared_memory_of_three_kinds(watched: None) -> None:
+    before = holdings.holdings()
+    fd = os.memfd_create("of-a-test")
+    assert more(before) == {"memfds": 1}
+    os.ftruncate(fd, 8192)
+    mapped = mmap.mmap(fd, 8192)
+    os.close(fd)
+    assert more(before) == {"memfds": 1, "shared_maps": 1}  # Python's map keeps a descriptor of its own
+    assert holdings.holdings()["shared_bytes"] - before["shared_bytes"] == 8192
+    mapped.close()
+    assert more(before) == {}
+
+
+def test_a_name_in_shared_memory_outlives_its_map(watched: None) -> None:
+    before = holdings.holdings()
+    segment = shared_memory.SharedMemory(create=True, size=4096)
+    segment.close()
+    left = more(before)
+    segment.unlink()
+    assert left["shm_files"] == 1
+    assert "shared_maps" not in left
+
+
+def test_shared_memory_is_one_thing_by_descriptor_and_by_mapping() -> None:
+    """And stays the same when its name or its descriptor goes."""
+    before = holdings.shared_memory()
+    fd = os.memfd_create("of-a-test")
+    os.ftruncate(fd, 8192)
+    named = shared_memory.SharedMemory("of-a-test", create=True, size=4096)
+    private = mmap.mmap(fd, 8192, access=mmap.ACCESS_COPY)  # it keeps a descriptor of its own
+    os.close(fd)
+    named.unlink()
+    new = {place: one for place, one in holdings.shared_memory().items() if place not in before}
+    assert sorted(new.values()) == [(4096, "/dev/shm/of-a-test"), (8192, "/memfd:of-a-test")]
+    view = memoryview(private)
+    assert holdings.shared_at(ctypes.addressof(ctypes.c_char.from_buffer(view))) in new
+    assert holdings.shared_at(id(view)) is None
+    with tempfile.TemporaryFile() as file:
+        file.truncate(4096)
+        anonymous, mapped = mmap.mmap(-1, 4096), mmap.mmap(file.fileno(), 4096)
+        read = mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ)
+        assert len(holdings.shared_memory().keys() - before.keys()) == 4
+        anonymous.close()
+        mapped.close()
+        read.close()
+    del view
+    private.close()
+    named.close()
+    assert holdings.shared_memory() == before
+
+
+def test_files_that_stay_in_a_temporary_folder(watched: None, tmp_path: Path) -> None:
+    before = holdings.holdings()
+    folder = tempfile.mkdtemp()
+    (Path(folder) / "one").write_text("1")
+    (Path(folder) / "two").write_text("2")
+    assert more(before) == {"temp_files": 1}
+    (Path(folder) / "one").unlink()
+    (Path(folder) / "two").unlink()
+    Path(folder).rmdir()
+    assert more(before) == {}
+    with tempfile.TemporaryFile():
+        pass
+    assert more(before) == {}
+
+
+def test_child_processes_are_counted(watched: None) -> None:
+    import subprocess
+
+    before = holdings.holdings()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert more(before)["children"] == 1
+    child.communicate(b"\n")
+    assert more(before) == {}
+
+
+class Strange:
+    number = 1
+
+    def method(self) -> int:
+        return 1
+
+
+def test_names_that_were_replaced() -> None:
+    module: Any = types.ModuleType("stranger")
+    module.function, module.number, module.Class = lambda: 1, 3, type("Class", (Strange,), {"own": lambda self: 2})
+    module.Class.__module__ = "stranger"
+    sys.modules["stranger"] = module
+    try:
+        before = names.take("stranger")
+        assert names.replaced(before) == []
+        module.number, module.Class.number = 4, 5
+        assert names.replaced(before) == []
+        for owner, name, title in ((module, "function", "function"), (module.Class, "own", "Class.own")):
+            plain = vars(owner)[name]
+            setattr(owner, name, lambda: 2)
+            assert names.replaced(before) == [f"stranger.{title}"]
+            setattr(owner, name, plain)
+            assert names.replaced(before) == []
+        del module.function
+        assert names.replaced(before) == ["stranger.function"]
+    finally:
+        del sys.modules["stranger"]
+
+
+def test_random_numbers_that_were_drawn() -> None:
+    before = tensors.generators()
+    assert tensors.generators() == before
+    torch.rand(1)
+    assert [name for name, one in tensors.generators().items() if one != before[name]] == ["torch"]
+    state = random.getstate()
+    random.random()
+    assert tensors.generators()["python"] != before["python"]
+    random.setstate(state)
+    assert tensors.generators()["python"] == before["python"]
+
+
+class Job:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+        self.optimizer = torch.optim.AdamW(self.net.parameters())
+        self.flat = torch.zeros(64)
+        weight: Any = self.net[0].weight
+        weight.main_grad = self.flat.view(8, 8)
+        self.net(torch.randn(4, 8)).sum().backward()
+        self.optimizer.step()
+
+    def state(self) -> State:
+        return State(chunks=[self.net], optimizer=self.optimizer, job={"flat": self.flat})
+
+
+def test_a_state_is_all_of_it_by_kind() -> None:
+    job = Job()
+    kinds = {one.name: one.kind for one in job.state().tensors}
+    assert kinds["chunks.0.0.weight"] == kinds["chunks.0.1.running_mean"] == "weights"
+    assert kinds["chunks.0.0.weight.grad"] == kinds["chunks.0.0.weight.main_grad"] == kinds["job.flat"] == "grads"
+    assert kinds["optimizer.state.0.exp_avg"] == kinds["optimizer.state.0.step"] == "optimizer"
+    elements = sum(param.numel() for param in job.net.parameters())
+    sizes = job.state().bytes_on("cpu")
+    assert sizes["grads"] == 4 * (elements + 64)
+    assert sizes["optimizer"] == 4 * (2 * elements + len(list(job.net.parameters())))
+    job.net[0].weight.untyped_storage().resize_(0)
+    assert job.state().bytes_on("cpu")["weights"] == sizes["weights"] - 4 * 64
+
+
+def test_what_is_not_as_it_was_is_named() -> None:
+    job = Job()
+    before = job.state().prints()
+    assert differences(before, job.state().prints()) == []
+    job.net[0].weight.data[3, 4] += 0.5
+    (one,) = differences(before, job.state().prints())
+    assert (one.name, one.kind, one.what) == ("chunks.0.0.weight", "weights", "other numbers")
+    assert one.largest == pytest.approx(0.5)
+    job.net[0].weight.data[3, 4] -= 0.5
+    job.optimizer.state[job.net[0].weight]["exp_avg"] = torch.zeros(8, 8, dtype=torch.float64)
+    assert [str(one) for one in differences(before, job.state().prints()) if one.kind == "optimizer"] == [
+        "optimizer optimizer.state.0.exp_avg: type torch.float32 became torch.float64"
+    ]
+
+
+def test_a_view_that_is_no_view_any_more_is_seen_though_its_numbers_are_right() -> None:
+    job = Job()
+    before = job.state().prints()
+    weight: Any = job.net[0].weight
+    weight.main_grad = weight.main_grad.clone()
+    assert [one.what for one in differences(before, job.state().prints()) if one.name.endswith("main_grad")] == [
+        "was a part of job.flat and lies in other memory now"
+    ]
+
+
+def test_gradients_that_may_be_dropped() -> None:
+    job = Job()
+    before = job.state().prints()
+    for param in job.net.parameters():
+        param.grad = None
+    dropped = job.state().prints()
+    assert {one.kind for one in differences(before, dropped)} == {"grads"}
+    assert differences(before, dropped, zeroed=True) == []
+    for param in job.net.parameters():
+        param.grad = torch.zeros_like(param)
+    assert differences(before, job.state().prints(), zeroed=True) == []
+    job.net[0].bias.grad = torch.full((8,), 1e-9)
+    assert [one.name for one in differences(before, job.state().prints(), zeroed=True)] == ["chunks.0.0.bias.grad"]
+    job.net[0].bias.data += 1
+    assert len(differences(before, job.state().prints(), zeroed=True)) == 2
+
+
+def test_tensors_that_somebody_keeps() -> None:
+    gc.collect()
+    before = live_bytes()
+    kept = [torch.zeros(1000), torch.zeros(1000)[:10]]
+    assert live_bytes() - before == 8000
+    del kept
+    assert live_bytes() == before

@@ -1,0 +1,267 @@
+"""The catalogue: setups in which mutants run, what was written by hand, and what is drawn.
+
+To add one: a `Mutant(setup, module, function, old=..., new=..., check=..., bug=...)` in `offload.py`, `split.py` or `sync.py`. `old` must
+stand exactly once in the function's body. `check` is the check that should fail, `bug` what a reviewer would call it. With
+`origin="docs"` it breaks what a sentence of the docs promises; its author knew the code, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.mutants import offload, split, sync
+from tests.mutants.draw import Target, drawn
+from tests.mutants.mutant import Mutant
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A lab with the smallest config that runs a part of the code under test and every check that is about it."""
+
+    name: str
+    ranks: int
+    config: Mapping[str, Any]
+    alone: bool = False  # takes long: for the mutants that name it, not for those that others of the lab let through
+
+    @property
+    def lab(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} {json.dumps(self.config, sort_keys=True)}"
+
+    def changed(self, settings: Mapping[str, Any]) -> Setup:
+        return replace(self, config={**self.config, **settings}) if settings else self
+
+
+OFFLOAD = {"cycles": 2, "steps": 1, "timeout_s": 30, "meet_timeout_s": 5}
+SPLIT = {"chunks": [1, 2], "microbatches": 4, "steps": 2, "dtype": "float32", "timeout_s": 30}
+TOKENS = {**SPLIT, "level": "tokens"}
+SYNC = {"cycles": 2, "sweep": False, "tp": 1, "replicas": 2, "timeout_s": 30, "deadline_s": 4}
+APART = {**SYNC, "placement": "apart"}
+PARALLEL = {"tp": 1, "distributed_optimizer": True, "overlap_grad_reduce": True}
+
+SETUPS = {
+    setup.name: setup
+    for setup in (
+        Setup("offload", 2, OFFLOAD),
+        Setup("offload:data", 2, {**OFFLOAD, **PARALLEL, "include_world": True}),
+        Setup("offload:stages", 2, {**OFFLOAD, "tp": 1, "pp": 2, "mode": "abort"}),
+        Setup("offload:experts", 2, {**OFFLOAD, "tp": 1, "ep": 2, "experts": 4}),
+        Setup("offload:cycles", 2, {**OFFLOAD, "cycles": 8}, alone=True),
+        Setup("offload:heavy", 2, {**OFFLOAD, "size": "125m", "layers": 1, "seq": 16}, alone=True),
+        Setup("split", 2, SPLIT),
+        Setup("split:tensor", 2, {**TOKENS, "tp": 2}),
+        Setup("split:stages", 2, {**TOKENS, "pp": 2}),
+        Setup("split:overlap", 2, {**TOKENS, **PARALLEL}),
+        Setup("split:experts", 2, {**SPLIT, "level": "sequences", "ep": 2, "experts": 4, "reduce": "mean"}),
+        Setup("split:empty", 2, {**SPLIT, "masks": "empty-rank"}),
+        *(
+            Setup(f"split:{recipe}", 2, {**SPLIT, "recipe": recipe})
+            for recipe in ("dapo", "cispo", "tis", "icepop", "seq-mask-tis", "on-policy", "nll")
+        ),
+        Setup("split:gspo", 2, {**SPLIT, "recipe": "gspo", "level": "sequences"}),
+        Setup("sync", 3, SYNC),
+        Setup("sync:buckets", 3, {**SYNC, "bucket_mib": 0.05}),
+        Setup("sync:paused", 3, {**APART, "refresh": "paused"}),
+        Setup("sync:rendezvous", 3, {**SYNC, "transport": "rendezvous"}),
+        Setup("sync:serialize", 3, {**SYNC, "transport": "serialize"}),
+        Setup("sync:broadcast", 4, {**APART, "tp": 2, "transport": "broadcast"}),
+        Setup("sync:per-tensor", 4, {**APART, "tp": 2, "transport": "per-tensor"}),
+        Setup("sync:stages", 4, {**APART, "pp": 2}),
+        Setup("sync:shards", 6, {**SYNC, "tp": 2, "infer_tp": 2}),
+    )
+}
+
+
+def others(name: str) -> list[str]:
+    """The other setups of the same lab."""
+    lab = SETUPS[name].lab
+    return [each for each, setup in SETUPS.items() if setup.lab == lab and each != name and not setup.alone]
+
+
+LOOK = "the lab looks through it, or it counts what no check asks for"
+TEXT = "what people read"
+REFUSES = "only refuses bad input"
+GPU = "only a GPU gets here"
+SPEED = "changes how long it takes, and no result"
+UNUSED = "no setup here runs it"
+
+
+def leave_out(**names: str) -> dict[str, str]:
+    """Functions by name, from reasons with all their functions."""
+    return {name: globals()[why] for why, those in names.items() for name in those.split()}
+
+
+TARGETS = (
+    Target(
+        "offload",
+        "kit.labs.offload.releaser",
+        "tensors_restored",
+        left_out=leave_out(LOOK="told", UNUSED="PairReleaser.__init__ PairReleaser.destroy PairReleaser.reload"),
+    ),
+    Target("offload", "kit.megatron.groups", "handles_alive"),
+    Target(
+        "offload",
+        "kit.megatron.groups.exact",
+        "old_groups_dead",
+        others={"_make_world": ("offload:data", "handles_alive"), "_place": ("offload:data", "handles_alive")},
+        left_out=leave_out(LOOK="registered_left", TEXT="DestroyFailed.__init__", GPU="finalize"),
+    ),
+    Target(
+        "offload",
+        "kit.megatron.groups.handle",
+        "handles_alive",
+        left_out=leave_out(TEXT="title Handle.__repr__"),
+    ),
+    Target(
+        "offload",
+        "kit.megatron.groups.snapshot",
+        "membership_unchanged",
+        left_out=leave_out(GPU="make_options _settings", UNUSED="current_groups"),
+    ),
+    Target(
+        "offload",
+        "kit.megatron.tensors",
+        "tensors_restored",
+        left_out=leave_out(LOOK="memory Mover._stats", GPU="Mover._pairs _bytes"),
+    ),
+    Target(
+        "offload", "kit.megatron.tensors.arena", "tensors_restored", left_out=leave_out(GPU="Arena._pin Arena.view")
+    ),
+    Target("offload", "kit.megatron.tensors.inventory", "tensors_released", left_out=leave_out(LOOK="hashes digest")),
+    Target(
+        "offload",
+        "kit.measure.host",
+        "tensors_restored",
+        left_out=leave_out(SPEED="workers trim huge_pages populate _advise _runs"),
+    ),
+    Target("offload", "kit.megatron.ownership", "state_as_found", left_out=leave_out(LOOK="describe")),
+    Target(
+        "split",
+        "kit.megatron.split",
+        "grad_parity",
+        others={
+            "from_last_stage": ("split:stages", "ranks_agree"),
+            **dict.fromkeys(
+                ("MegatronSplit._aux_guess", "MegatronSplit._need_even", "MegatronSplit._correct_aux", "nothing"),
+                ("split:experts", "grad_parity"),
+            ),
+        },
+        left_out=leave_out(LOOK="hooks", GPU="synchronise"),
+    ),
+    Target(
+        "split",
+        "kit.megatron.gradients",
+        "grad_parity",
+        left_out=leave_out(LOOK="reduced Reductions.__init__ Reductions.saw Reductions.reset counted"),
+    ),
+    Target("split:experts", "kit.megatron.balance", "grad_parity"),
+    Target("split", "kit.train.stream", "metric_parity"),
+    Target("split", "kit.train.metrics", "oracle"),
+    Target(
+        "split",
+        "kit.train.losses.clipped",
+        "oracle",
+        others={
+            f"ClippedPolicyGradient.{name}": ("split:seq-mask-tis", "oracle")
+            for name in ("_weight", "_weight_of_row", "_outside_of_row")
+        },
+    ),
+    Target(
+        "split:nll",
+        "kit.train.losses.likelihood",
+        "oracle",
+        left_out=leave_out(REFUSES="NegativeLogLikelihood.__post_init__"),
+    ),
+    Target("split", "kit.train.losses.sums", "oracle"),
+    Target(
+        "sync:shards",
+        "kit.megatron.shards",
+        "bit_exact",
+        left_out=leave_out(LOOK="merge _shared", UNUSED="load_full", REFUSES="check_full _some"),
+    ),
+    Target("sync", "kit.megatron.serve", "logits_equal"),
+    Target(
+        "sync:buckets",
+        "kit.sync.layout",
+        "bit_exact",
+        others={"automatic": ("sync", "bit_exact")},
+        left_out=leave_out(REFUSES="Layout.check _refuse_twice _dtype", UNUSED="Layout.holding specs_of"),
+    ),
+    Target(
+        "sync:buckets",
+        "kit.sync.buckets",
+        "bit_exact",
+        left_out=leave_out(
+            UNUSED="pack apply Bound.apply _Plan.holds _out_of_bucket _copy_by_torch _part",
+            REFUSES="_check_buffer _unlike _mismatch",
+        ),
+    ),
+    Target(
+        "sync",
+        "kit.sync.cache",
+        "bit_exact",
+        left_out=leave_out(
+            REFUSES="Cache._check_room Cache._refuse_emptied Cache._refuse_closed",
+            TEXT="_gib",
+            UNUSED="CacheBusy.__init__",
+        ),
+    ),
+    Target("sync:paused", "kit.sync.ring", "bit_exact"),
+    Target("sync", "kit.sync.sender", "version_order"),
+    Target("sync", "kit.sync.sending", "failure_is_clean", left_out=leave_out(UNUSED="OtherBase.__init__")),
+    Target("sync", "kit.sync.receiver", "failure_is_clean"),
+    Target("sync:shards", "kit.sync.serving", "no_torn_reads", left_out=leave_out(UNUSED="Serving.running")),
+    Target("sync", "kit.sync.gate", "no_torn_reads", left_out=leave_out(TEXT="GateTimeout.__init__")),
+    Target(
+        "sync:buckets",
+        "kit.sync.weights",
+        "bit_exact",
+        left_out=leave_out(UNUSED="Whole.__init__ Whole.bind Whole.own", REFUSES="_refuse _unlike _uncut _emptied"),
+    ),
+    Target("sync", "kit.sync.verify", "failure_is_clean", others={"Digests.wait": ("sync:paused", "bit_exact")}),
+    Target("sync", "kit.sync.hashes", "failure_is_clean", left_out=leave_out(UNUSED="_xxh3")),
+    Target(
+        "sync",
+        "kit.sync.memory",
+        "segments_return_to_baseline",
+        left_out=leave_out(
+            UNUSED="Segment.__exit__ Kept.__init__ Kept.attach Kept.close",
+            SPEED="Segment.populate",
+        ),
+    ),
+    Target(
+        "sync", "kit.sync.link", "failure_is_clean", left_out=leave_out(UNUSED="PeerSilent.__init__ Link.last_words")
+    ),
+    Target("sync", "kit.sync.transports", "receivers_answer"),
+    Target(
+        "sync",
+        "kit.sync.transports.base",
+        "bit_exact",
+        left_out=leave_out(UNUSED="Transport.trouble Transport.absent Transport.__exit__"),
+    ),
+    Target(
+        "sync:broadcast",
+        "kit.sync.transports.groups",
+        "groups_return_to_baseline",
+        others={"PerTensor.broadcast": ("sync:per-tensor", "receivers_answer")},
+        left_out=leave_out(GPU="Grouped.slot", UNUSED="Grouped.explained", TEXT="Grouped.told"),
+    ),
+    Target("sync:rendezvous", "kit.sync.transports.rendezvous", "groups_return_to_baseline"),
+    Target(
+        "sync:serialize",
+        "kit.sync.transports.serialize",
+        "receivers_answer",
+        left_out=leave_out(UNUSED="Serialize.skip", GPU="Serialize.host"),
+    ),
+    Target("sync", "kit.sync.transports.shm", "segments_return_to_baseline"),
+)
+DRAWN = 70
+
+WRITTEN = (*offload.MUTANTS, *split.MUTANTS, *sync.MUTANTS)
+CATALOGUE: tuple[Mutant, ...] = (*WRITTEN, *drawn(TARGETS, DRAWN))

@@ -1,0 +1,344 @@
+"""Runs mutants in reused Worlds and says what became of each.
+
+    python -m tests.mutants.run [--only WORD]... [--limit N] [--results FILE] [--page FILE]
+
+How it is counted:
+- **caught**: a check that the unmutated kit passes fails; or the run breaks and the kit says where: a rank's own error (not that of a
+  rank that waited for another), a rank that died, or a deadline with the culprits' names. The table tells these apart.
+- **survived**: the run ends with 0, whatever its records say; or it breaks and the kit names nobody, or only who waited.
+- **equivalent**: survived, and in every setup of its lab all records (without times and memory), digests included, are those of the
+  unmutated kit. Where two runs of the unmutated kit differ, that record is no evidence.
+
+Worlds are used again. Right before each mutant the unmutated kit has run in the same World, passed, and come to the same records as ever:
+as the mutant before it, which changed nothing, or once more. Where it does not, and after a run that broke, the next World is a fresh one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import kit
+from kit.errors import KitError
+from kit.labs.discover import checks_of
+from kit.results import Run
+from tests.mutants import table
+from tests.mutants.catalogue import CATALOGUE, SETUPS, Setup, others
+from tests.mutants.mutant import ROOT, Mutant
+
+RESULTS = ROOT / "build" / "mutants.jsonl"
+ATTEMPTS = 4  # at a World in which the unmutated kit passes
+CONTROLS = 3  # runs of the unmutated kit in each setup, before its mutants
+HUNG_S = 150.0  # beyond every deadline of the labs
+WITHOUT_VALUE = {"s", "B", "B/s"}  # units of what differs from run to run
+# Counts that depend on what ran in a World before, or on how fast this machine is.
+LEVELS = {"fds", "threads", "sockets", "served"}
+RANKSIDE = "tests.mutants.onranks"
+
+Key = tuple[Any, ...]
+Records = dict[Key, tuple[Any, str]]
+
+
+class Hung(Exception):  # noqa: N818 - it is a state
+    """The kit itself did not come back."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """One run: its records without times and memory, the checks by their answer, and what broke it."""
+
+    records: Records
+    failed: list[str]
+    passed: list[str]
+    null: list[str]
+    error: str = ""  # its type, and whom it names
+    named: bool = True
+
+
+@dataclass(slots=True)
+class Control:
+    """What the unmutated kit comes to in one setup."""
+
+    records: Records
+    noise: set[Key]
+    passed: set[str]
+
+    @classmethod
+    def of(cls, runs: Sequence[Seen]) -> Control:
+        keys = {key for run in runs for key in run.records}
+        noise = {key for key in keys if len({repr(run.records.get(key)) for run in runs}) > 1}
+        return cls(runs[0].records, noise, set(runs[0].passed))
+
+    def unlike(self, seen: Seen) -> list[Key]:
+        """The records that are not the same. NaN is the same as NaN here."""
+        keys = (self.records.keys() | seen.records.keys()) - self.noise
+        return sorted(key for key in keys if repr(self.records.get(key)) != repr(seen.records.get(key)))
+
+
+@dataclass(kw_only=True, slots=True)
+class Result:
+    """What became of a mutant. `by` are the checks that failed, `null` those that could no longer be judged."""
+
+    id: str
+    state: str
+    setup: str
+    by: list[str] = field(default_factory=list)
+    null: list[str] = field(default_factory=list)
+    error: str = ""
+    differs: int = 0
+    first: str = ""
+    ran: int = 0
+    seconds: float = 0.0
+    kit: str = ""
+
+
+# -- one run ------------------------------------------------------------------------------------------------------------------
+
+
+def once(world: kit.World, setup: Setup, mutant: Mutant | None, folder: Path) -> tuple[Seen, int]:
+    """One run in a World, with the mutant in force; and how often its statement ran, on all ranks together."""
+    if mutant is not None:
+        world.call(f"{RANKSIDE}:swap", **dataclasses.asdict(mutant))
+    out, ran = folder / f"{time.monotonic_ns()}", 0
+    error: BaseException | None = None
+    try:
+        with deadline(HUNG_S), contextlib.redirect_stdout(io.StringIO()):  # what ranks print
+            kit.run(setup.lab, world=world, out=out, **setup.config)
+    except (KitError, Hung) as broke:
+        error = broke
+    seen = look(out, error)
+    if mutant is not None:
+        with contextlib.suppress(KitError):
+            ran = sum(world.call(f"{RANKSIDE}:restore", timeout_s=5))
+    shutil.rmtree(out, ignore_errors=True)
+    return seen, ran
+
+
+@contextlib.contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    def ring(*_: object) -> None:
+        raise Hung(f"the kit did not come back within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def look(out: Path, error: BaseException | None) -> Seen:
+    """A run's folder, whole or broken off, judged as far as its records go."""
+    rows: dict[bool | None, list[str]] = {True: [], False: [], None: []}
+    records: Records = {}
+    if (out / "run.json").exists():
+        run = Run(out, checks=checks_of)
+        for row in run.verdict():
+            rows[row.passed].append(row.check)
+        records = records_of(out)
+    named, words = naming(error)
+    return Seen(records=records, failed=rows[False], passed=rows[True], null=rows[None], error=words, named=named)
+
+
+def records_of(out: Path) -> Records:
+    found: Records = {}
+    times: dict[Key, int] = {}
+    for path in sorted(out.glob("records*.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            key = tuple(str(row.get(name, "")) for name in ("cycle", "phase", "rank", "metric", "ids"))
+            times[key] = times.get(key, -1) + 1
+            vague = row["unit"] in WITHOUT_VALUE or row["metric"].removesuffix("_before") in LEVELS
+            value = None if vague else row["value"]
+            found[*key, str(times[key])] = value, row.get("text", "")
+    return found
+
+
+def naming(error: BaseException | None) -> tuple[bool, str]:
+    """Whether the kit says who or what it was, and its words in short."""
+    if error is None:
+        return True, ""
+    line = (str(error).splitlines() or [""])[0][:200]
+    if isinstance(error, kit.RankError):
+        named, who = not error.victim, f"rank {error.rank}, {error.phase}"
+    elif isinstance(error, kit.RankTimeout):
+        named, who = bool(error.culprits), f"ranks {list(error.culprits)}, {error.phase}"
+    elif isinstance(error, kit.RankDied):
+        named, who = True, f"rank {error.rank}, {error.phase}"
+    else:
+        named, who = isinstance(error, kit.BadInput), "start"
+    return named, f"{type(error).__name__} ({who}): {line}"
+
+
+# -- Worlds -------------------------------------------------------------------------------------------------------------------
+
+
+class Runner:
+    """One World at a time, and what the unmutated kit comes to in each setup."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.world: kit.World | None = None
+        self.proven = False  # the unmutated kit ran last, or what ran last was no different
+        self.controls: dict[str, Control] = {}
+        self.started = self.runs = 0
+
+    def judge(self, mutant: Mutant, setup: Setup) -> Result:
+        """One mutant in one setup."""
+        started = time.monotonic()
+        setup = setup.changed(mutant.set)
+        control = self.control(setup)
+        seen, ran = self.run(setup, mutant)
+        differs = control.unlike(seen)
+        self.proven = not (differs or seen.failed)
+        if seen.error:
+            self.drop()
+        by = [check for check in seen.failed if check in control.passed]
+        judged = {*seen.passed, *seen.failed}
+        return Result(
+            id=mutant.id,
+            state="caught" if by or (seen.error and seen.named) else "survived",
+            setup=setup.name,
+            by=by,
+            null=[] if seen.error else sorted(control.passed - judged),
+            error=seen.error,
+            differs=len(differs),
+            first=" ".join(differs[0][1:4]) if differs else "",
+            ran=ran,
+            seconds=round(time.monotonic() - started, 1),
+        )
+
+    def control(self, setup: Setup) -> Control:
+        """Leaves a World behind in which the unmutated kit has just passed in this setup, or in an equal one."""
+        if setup.key not in self.controls:
+            self.drop()
+            runs = [self.run(setup)[0] for _ in range(CONTROLS)]
+            if failed := next((each for each in runs if each.error or each.failed), None):
+                raise SystemExit(
+                    f"setup {setup.name} fails without a mutant: {failed.error or ', '.join(failed.failed)}"
+                )
+            self.controls[setup.key] = Control.of(runs)
+            self.proven = True
+        control = self.controls[setup.key]
+        for _ in range(ATTEMPTS):
+            fresh = self.world is None or self.world.ranks != setup.ranks
+            if self.proven and not fresh:
+                return control
+            seen, _ = self.run(setup)
+            unlike = control.unlike(seen)
+            if seen.error or seen.failed or (unlike and not fresh):
+                print(f"  a fresh World: {seen.error or seen.failed or unlike[:2]}", file=sys.stderr)
+                self.drop()
+                continue
+            control.noise |= {*unlike}  # what differs without a mutant is no evidence
+            self.proven = True
+            return control
+        raise SystemExit(
+            f"setup {setup.name} fails without a mutant, also in a fresh World: {seen.error or seen.failed}"
+        )
+
+    def run(self, setup: Setup, mutant: Mutant | None = None) -> tuple[Seen, int]:
+        if self.world is None or self.world.ranks != setup.ranks:
+            self.drop()
+            logs = self.folder / "logs"
+            self.world = kit.World(setup.ranks, device="cpu", timeout_s=30, preload=("megatron.core",), logs=logs)
+            self.started += 1
+        self.runs += 1
+        return once(self.world, setup, mutant, self.folder)
+
+    def drop(self) -> None:
+        world, self.world, self.proven = self.world, None, False
+        if world is not None:
+            world.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants.run", description=__doc__)
+    parser.add_argument("--only", action="append", default=[], help="a word in a mutant's id, setup, place or origin")
+    parser.add_argument("--limit", type=int, default=0, help="at most so many that have no result yet")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="a line of JSON for each; those that are there are kept"
+    )
+    parser.add_argument("--page", type=Path, help="write the page of mutants here, from all results of these sources")
+    given = parser.parse_args()
+    run_all(given.only, given.limit, given.results)
+    if given.page:
+        table.write(given.page, table.read(given.results, digest_of_kit()))
+
+
+def about(mutant: Mutant) -> str:
+    return f"{mutant.id} {mutant.config} {mutant.place} {mutant.origin}"
+
+
+def line(mutant: Mutant, result: Result) -> str:
+    """A result for people."""
+    why = ", ".join(result.by) or result.error
+    if result.differs and result.state == "survived":
+        why = why or f"{result.differs} records differ, such as {result.first}"
+    head = f"{result.state:10} {result.seconds:5.1f} s  {mutant.id} {result.setup} {mutant.place}"
+    return f"{head}: {mutant.bug} (ran {result.ran}): {why}"
+
+
+def digest_of_kit() -> str:
+    """Of all sources: a result speaks of these alone."""
+    hashed = hashlib.sha256()
+    for path in sorted((ROOT / "kit").rglob("*.py")):
+        hashed.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    return hashed.hexdigest()[:12]
+
+
+def run_all(only: Sequence[str], limit: int, results: Path) -> None:
+    """Each mutant in its own setup; then those that nothing has caught in the other setups of their lab. What has a result is not run."""
+    chosen = [mutant for mutant in CATALOGUE if all(word in about(mutant) for word in only)]
+    results.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="kit-mutants-"))
+    os.environ["KIT_RUNS"] = str(folder / "runs")
+    runner, kit_now, started, count = Runner(folder), digest_of_kit(), time.monotonic(), 0
+    rows = table.read(results, kit_now)
+    try:
+        for mutant, setup in todo(chosen, rows):
+            if limit and count == limit:
+                break
+            count += 1
+            result = runner.judge(mutant, setup)
+            result.kit = kit_now
+            rows.append(dataclasses.asdict(result))
+            with results.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+            print(f"{count} {line(mutant, result)}", flush=True)
+    finally:
+        runner.drop()
+        shutil.rmtree(folder, ignore_errors=True)
+    print(f"{count} mutants in {time.monotonic() - started:.0f} s: {runner.runs} runs in {runner.started} Worlds")
+
+
+def todo(chosen: Sequence[Mutant], rows: list[dict[str, Any]]) -> Iterator[tuple[Mutant, Setup]]:
+    """What is to be run next, by what has been found so far: `rows` grows meanwhile. Setup after setup, small Worlds first."""
+    setups = sorted(SETUPS.values(), key=lambda setup: (setup.ranks, setup.name))
+    for own in (True, False):
+        for setup in setups:
+            for mutant in chosen:
+                if (mutant.config == setup.name) is not own or (not own and setup.name not in others(mutant.config)):
+                    continue
+                mine = [row for row in rows if row["id"] == mutant.id]
+                if not any(row["state"] == "caught" or row["setup"] == setup.name for row in mine):
+                    yield mutant, setup
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""The page of mutants, docs/mutants.md, from results: how many were caught, by which checks, and every one that was not."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kit.measure.provenance import provenance
+from tests.mutants.catalogue import CATALOGUE, SETUPS, others
+from tests.mutants.mutant import Mutant
+
+PAGE = """# Mutants: which bugs do the labs see?
+
+The kit's own code under test is changed on purpose, one small bug at a time, and the lab runs as it always does. What the lab lets through
+is listed below.
+
+```
+make mutants                                   # all of them, in reused Worlds; writes this page
+python -m tests.mutants.run --only sync        # those of one lab, module or id
+```
+
+{machine}
+
+{score}
+
+- **caught**: a check fails that passes without the mutant, or the run ends with 3 and names the rank that raised or died, or the ranks that
+  others waited for. An error of a rank that only waited for another does not count.
+- **survived**: the run ends with 0, or it breaks without a name.
+- **equivalent**: survived, and all records (without times and memory), digests included, are the same as without the mutant in all short
+  setups of its lab. Records in which three runs without a mutant differ are left out. Equivalent mutants are not in the score.
+- **drawn** mutants were chosen by a hash of a fixed seed, the module and the function's name (`tests/mutants/draw.py`), the others were
+  written by hand by somebody who knew the code; those **against the docs** break a sentence of the docs.
+- Code that the labs look through, clocks, logging and texts are not mutated. What the draw leaves out is in `tests/mutants/catalogue.py`.
+
+## By check
+
+*named*: mutants that were written for this check. *seen*: how many of them it saw. *otherwise*: how many another check saw, or a run that
+broke. *others*: mutants of other checks that this one saw as well.
+
+{checks}
+
+## Not seen
+
+{survived}
+
+## Equivalent
+
+{equivalent}
+
+## All
+
+{everything}
+"""
+Rows = Sequence[tuple[Mutant, dict[str, Any]]]
+
+
+def write(path: Path, results: Sequence[dict[str, Any]]) -> None:
+    rows = combined(results)
+    text = PAGE.format(
+        machine=machine(rows),
+        score=score(rows),
+        checks=checks(rows),
+        survived=listed(rows, "survived"),
+        equivalent=listed(rows, "equivalent"),
+        everything=everything(rows),
+    )
+    path.write_text(text)
+
+
+def combined(results: Sequence[dict[str, Any]]) -> Rows:
+    """One row a mutant, from its runs in one or more setups."""
+    rows = []
+    for mutant in CATALOGUE:
+        mine = [row for row in results if row["id"] == mutant.id]
+        if not mine:
+            continue
+        told = next((row for row in mine if row["state"] == "caught"), None)
+        if told is None:
+            told = dict(next((row for row in mine if row["differs"] or row["error"]), mine[0]))
+            wanted = {mutant.config, *others(mutant.config)}
+            left = wanted - {row["setup"] for row in mine}
+            told["tried"] = f"in {len(wanted) - len(left)} of {len(wanted)} setups"
+            if not left and not told["differs"] and not told["error"]:
+                told["state"] = "equivalent"
+        rows.append(
+            (mutant, {**told, "ran": sum(row["ran"] for row in mine), "seconds": sum(row["seconds"] for row in mine)})
+        )
+    return rows
+
+
+def machine(rows: Rows) -> str:
+    about = provenance()
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    cpu = about["cpu"]
+    minutes = sum(result["seconds"] for _, result in rows) / 60
+    commit = (about["git"] or {}).get("commit") or "unknown"
+    return (
+        f"Recorded on {about['time'][:10]} at commit `{commit[:12]}`: {len(rows)} of {len(CATALOGUE)} mutants, one after the other in "
+        f"{minutes:.0f} minutes, on {cpu['model'] or 'a CPU'} with {cpu['affinity']} cores and no GPU; "
+        f"Python {about['python']}, {versions}."
+    )
+
+
+def score(rows: Rows) -> str:
+    groups = {
+        **{lab: [row for row in rows if SETUPS[row[0].config].lab == lab] for lab in ("offload", "split", "sync")},
+        "drawn": [row for row in rows if row[0].origin == "drawn"],
+        "against the docs": [row for row in rows if row[0].origin == "docs"],
+        "all": rows,
+    }
+    lines = []
+    for name, those in groups.items():
+        states = Counter(result["state"] for _, result in those)
+        broke = sum(1 for _, result in those if result["state"] == "caught" and not result["by"])
+        judged = len(those) - states["equivalent"]
+        share = f"{states['caught'] / judged:.1%}" if judged else "-"
+        lines.append(
+            [name, len(those), states["caught"] - broke, broke, states["survived"], states["equivalent"], share]
+        )
+    return markdown(
+        ["", "mutants", "caught by a check", "caught as the run broke", "survived", "equivalent", "score"], lines
+    )
+
+
+def checks(rows: Rows) -> str:
+    lines = []
+    labs = dict.fromkeys(SETUPS[mutant.config].lab for mutant, _ in rows)
+    for lab in labs:
+        of_lab = [row for row in rows if SETUPS[row[0].config].lab == lab]
+        names = dict.fromkeys(
+            [*(mutant.check for mutant, _ in of_lab), *(name for _, row in of_lab for name in row["by"])]
+        )
+        for name in sorted(names):
+            named = [result for mutant, result in of_lab if mutant.check == name]
+            caught = [result for result in named if result["state"] == "caught"]
+            seen = sum(name in result["by"] for result in caught)
+            others = sum(name in result["by"] for mutant, result in of_lab if mutant.check != name)
+            missed = sum(result["state"] == "survived" for result in named)
+            lines.append([lab, f"`{name}`", len(named), seen, len(caught) - seen, missed, others])
+    return markdown(["lab", "check", "named", "seen", "otherwise", "survived", "others"], lines)
+
+
+def listed(rows: Rows, state: str) -> str:
+    lines = [
+        [
+            result["id"],
+            f"`{mutant.place}`",
+            mutant.bug,
+            mutant.origin,
+            f"`{mutant.check}`",
+            "" if result["ran"] or result["error"] else "never run",
+            what_else(result),
+        ]
+        for mutant, result in rows
+        if result["state"] == state
+    ]
+    return (
+        markdown(["id", "function", "bug", "origin", "should be seen by", "", "what else"], lines) if lines else "None."
+    )
+
+
+def what_else(result: dict[str, Any]) -> str:
+    """What of a run that passed was not as without the mutant."""
+    if result["error"]:
+        return f"{result['tried']}; {result['error']}"
+    parts = [result["tried"]]
+    parts += [f"{result['differs']} records differ, such as {result['first']}"] if result["differs"] else []
+    parts += [f"not judged any more: {', '.join(result['null'])}"] if result["null"] else []
+    return "; ".join(parts)
+
+
+def everything(rows: Rows) -> str:
+    lines = [
+        [
+            result["id"],
+            result["setup"],
+            f"`{mutant.place}`",
+            mutant.bug,
+            mutant.origin,
+            result["state"],
+            ", ".join(f"`{name}`" for name in result["by"]) or result["error"].partition(":")[0],
+        ]
+        for mutant, result in rows
+    ]
+    return markdown(["id", "setup", "function", "bug", "origin", "state", "seen by"], lines)
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *cells))
+
+
+def caught(page: Path) -> dict[str, str]:
+    """The ids that a page says are caught, and in which setup."""
+    lines = page.read_text().partition("## All")[2].splitlines() if page.exists() else []
+    rows = [line.strip("| ").split(" | ") for line in lines]
+    return {row[0]: row[1] for row in rows if len(row) > 5 and row[5] == "caught"}
+
+
+def read(results: Path, kit: str) -> list[dict[str, Any]]:
+    """The results that speak of these sources; of several of one mutant the last."""
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    return [line for line in lines if line["kit"] == kit]

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kit.errors import BadInput
+from kit.results import compare, load, outcomes
+
+
+def row(table, metric):
+    (found,) = table[table["metric"] == metric].to_dict("records")
+    return found
+
+
+@pytest.fixture
+def two(make_run, record):
+    first = [record(cycle=c, value=v) for c, v in enumerate([1.0, 2.0, 9.0])]
+    first += [record(metric="rss", value=100.0, unit="B"), record(metric="groups", value=0.0, unit="1")]
+    first += [record(metric="gone", value=1.0, unit="1"), record(metric="same", value=3.0, unit="1")]
+    second = [record(cycle=c, value=v) for c, v in enumerate([4.0, 6.0])]
+    second += [record(metric="rss", value=25.0, unit="B"), record(metric="groups", value=3.0, unit="1")]
+    second += [record(metric="new", value=1.0, unit="1"), record(metric="same", value=3.0, unit="1")]
+    return [load(make_run(first, "first")), load(make_run(second, "second"))]
+
+
+def test_medians_difference_ratio_n_and_spread(two):
+    seconds = row(compare(two), "seconds")
+    assert (seconds["base"], seconds["value"]) == (2.0, 5.0)
+    assert (seconds["difference"], seconds["ratio"]) == (3.0, 2.5)
+    assert (seconds["base_n"], seconds["n"]) == (3, 2)
+    assert (seconds["base_spread"], seconds["spread"]) == (8.0, 2.0)
+    assert (seconds["base_run"], seconds["run"]) == (two[0].id, two[1].id)
+
+
+def test_what_changed_most_comes_first_and_nothing_is_lost(two):
+    table = compare(two)
+    assert table["metric"].tolist() == ["groups", "rss", "seconds", "same", "gone", "new"]
+    assert row(table, "groups")["ratio"] == math.inf
+    assert row(table, "gone")["found_in"] == "base_run"
+    assert row(table, "new")["found_in"] == "run"
+    assert (row(table, "new")["base_n"], row(table, "new")["n"]) == (0, 1)
+
+
+def test_ids_are_kept_apart(make_run, record):
+    def run(name, **values):
+        return load(make_run([record(metric="error", value=v, ids={"tensor": t}) for t, v in values.items()], name))
+
+    table = compare([run("x", a=1.0, b=1.0), run("y", a=1.0, b=3.0)])
+    assert table[["ids", "ratio"]].values.tolist() == [['{"tensor":"b"}', 3.0], ['{"tensor":"a"}', 1.0]]
+
+
+def test_ranks_and_phases_are_kept_apart(make_run, record):
+    runs = [load(make_run([record(rank=r, phase=p) for r in (0, 1) for p in "ab"], name)) for name in ("x", "y")]
+    assert len(compare(runs)) == 4
+
+
+def test_three_runs_are_each_put_against_the_first(two, make_run, record):
+    third = load(make_run([record(value=2.0)], "third"))
+    table = compare([*two, third])
+    seconds = table[table["metric"] == "seconds"]
+    assert dict(zip(seconds["run"], seconds["ratio"], strict=True)) == {two[1].id: 2.5, third.id: 1.0}
+
+
+def test_empty_runs_compare_to_an_empty_table(make_run):
+    assert compare([load(make_run([], "a")), load(make_run([], "b"))]).empty
+
+
+def test_one_run_is_not_a_comparison(two):
+    with pytest.raises(BadInput, match="two runs or more, not 1"):
+        compare(two[:1])
+
+
+def test_outcomes_are_held_against_each_other_to_the_last_bit(make_run, record):
+    def run(name, *losses, digest="ab", **other):
+        rows = [record(cycle=c, metric="loss", value=v, unit="1") for c, v in enumerate(losses)]
+        rows += [record(metric="result", ids={"name": name, "step": 1}, value=v, unit="1") for name, v in other.items()]
+        rows.append(record(metric="digest", value=None, text=digest))
+        return load(make_run([*rows, record(metric="seconds", value=len(name))], name))
+
+    base = run("base", 1.0, 2.0, grad_norm=3.0)
+    assert outcomes(base, run("the same", 1.0, 2.0, grad_norm=3.0)) == (4, 0)
+    assert outcomes(base, run("another text", 1.0, 2.0, grad_norm=3.0, digest="ac")) == (4, 1)
+    assert outcomes(base, run("other ids", 1.0, 2.0, grad_norm=math.nextafter(3.0, 4.0), digest="ac")) == (4, 2)
+    assert outcomes(base, run("last bit", 1.0, math.nextafter(2.0, 3.0), grad_norm=3.0)) == (4, 1)
+    assert outcomes(base, run("no longer", 1.0, grad_norm=3.0)) == (4, 1)
+    assert outcomes(base, run("nan", 1.0, math.nan, grad_norm=3.0)) == (4, 1)
+    assert outcomes(load(make_run([record()], "none")), load(make_run([record()], "nor here"))) == (0, 0)

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import json
+import math
+import struct
+from html.parser import HTMLParser
+
+import pandas as pd
+import pytest
+
+from kit.errors import BadInput, KitError
+from kit.results import compare, export, load, to_frame
+from tests.results.conftest import read_back
+
+PROVENANCE = {"torch": "2.13", "note": 'a "quote", ```, <b>, %, ü', "nested": {"cores": 2, "none": None}}
+VALUES = [
+    0.1 + 0.2,
+    1e-310,
+    5e-324,
+    1.7976931348623157e308,
+    -0.0,
+    3.0,
+    2**53 + 0.0,
+    math.nan,
+    math.inf,
+    -math.inf,
+    None,
+]
+TEXTS = [
+    "",
+    "NA",
+    "None",
+    "nan",
+    "007",
+    "a,b",
+    'say "hi"',
+    "two\nlines",
+    "cr\rlf\r\n",
+    "zurück 計 🚀",
+    " spaced ",
+    "|",
+    "-inf",
+]
+
+
+@pytest.fixture
+def frame(record):
+    values = [record(value=value, time=0.1 * index) for index, value in enumerate(VALUES)]
+    texts = [record(phase=text, unit=text, text=text, rank=index) for index, text in enumerate(TEXTS)]
+    spans = [record(ids={"tensor": text, "step": index}, start=0.1 * index) for index, text in enumerate(TEXTS)]
+    return to_frame(values + texts + spans)
+
+
+def bits(series):
+    return [struct.pack("<d", value) for value in series]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "json"])
+def test_round_trip_is_exact(tmp_path, frame, suffix):
+    path = export(frame, PROVENANCE, tmp_path / f"table.{suffix}")
+    back, provenance = read_back(path, frame)
+    pd.testing.assert_frame_equal(back, frame, check_exact=True)
+    assert bits(back["value"].dropna()) == bits(frame["value"].dropna())
+    assert bits(back["time"]) == bits(frame["time"])
+    assert provenance == PROVENANCE
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "json"])
+def test_an_empty_table_comes_back_empty(tmp_path, suffix):
+    back, _ = read_back(export(to_frame([]), {}, tmp_path / f"t.{suffix}"), to_frame([]))
+    pd.testing.assert_frame_equal(back, to_frame([]))
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "json"])
+def test_a_comparison_round_trips_too(tmp_path, make_run, record, suffix):
+    first = load(make_run([record(), record(metric="rss", value=0.0), record(metric="old")], "a"))
+    second = load(make_run([record(value=0.7), record(metric="rss", value=1.0)], "b"))
+    table = compare([first, second])
+    back, _ = read_back(export(table, {}, tmp_path / f"t.{suffix}"), table)
+    pd.testing.assert_frame_equal(back, table, check_exact=True)
+
+
+def test_csv_is_a_pure_table_with_its_provenance_beside(tmp_path, frame):
+    export(frame, PROVENANCE, tmp_path / "t.csv")
+    head = (tmp_path / "t.csv").read_text().splitlines()[0]
+    assert head == "run,lab,cycle,phase,rank,metric,value,unit,time,text,ids,start"
+    assert json.loads((tmp_path / "t.csv.provenance.json").read_text()) == PROVENANCE
+
+
+def test_json_is_strict_and_holds_provenance_and_records(tmp_path, frame):
+    data = json.loads(export(frame, PROVENANCE, tmp_path / "t.json").read_text(), parse_constant=pytest.fail)
+    assert set(data) == {"provenance", "records"}
+    assert [row["value"] for row in data["records"][7:11]] == [None, "Infinity", "-Infinity", None]
+
+
+def test_markdown_cells_cannot_break_the_table(tmp_path, record):
+    nasty = "a|b\n<script>`*_[x](y)\\"
+    text = export(to_frame([record(phase=nasty, value=None)]), PROVENANCE, tmp_path / "t.md").read_text()
+    rows = text.splitlines()[:3]
+    assert [row.replace("\\\\", "").replace("\\|", "").count("|") for row in rows] == [10, 10, 10]
+    assert r"a\|b \<script\>\`\*\_\[x\](y)\\" in rows[2]
+    footer = text.split("Provenance:\n\n")[1]
+    assert all(line.startswith("    ") for line in footer.splitlines())
+    assert json.loads(footer) == PROVENANCE
+
+
+def test_html_is_escaped_and_carries_its_provenance(tmp_path, record):
+    nasty = "<script>alert('x')</script> & \"q\""
+    page = export(to_frame([record(phase=nasty)]), PROVENANCE, tmp_path / "t.html").read_text()
+
+    class Reader(HTMLParser):
+        tags: list[str] = []  # noqa: RUF012
+        text: list[str] = []  # noqa: RUF012
+
+        def handle_starttag(self, tag, _attrs):
+            self.tags.append(tag)
+
+        def handle_data(self, data):
+            self.text.append(data)
+
+    reader = Reader()
+    reader.feed(page)
+    assert not {"script", "b"} & set(reader.tags)
+    assert nasty in reader.text
+    assert any(text.startswith("{") and json.loads(text) == PROVENANCE for text in reader.text)
+
+
+def test_tex_is_escaped_and_carries_its_provenance(tmp_path, record):
+    text = export(to_frame([record(phase="a_b & 5% $x^2~{\\}#\n")]), PROVENANCE, tmp_path / "t.tex").read_text()
+    assert r"a\_b \& 5\% \$x\textasciicircum 2\textasciitilde \{\textbackslash \}\# " in text
+    assert r"\begin{longtable}{llrlrlrlr}" in text
+    comments = text.split("% Provenance:\n")[1].splitlines()
+    assert json.loads("\n".join(line.removeprefix("% ") for line in comments)) == PROVENANCE
+
+
+@pytest.mark.parametrize("suffix", ["md", "tex", "html"])
+def test_tables_for_people_leave_out_what_no_record_has(tmp_path, record, suffix):
+    def exported(*records):
+        return export(to_frame(records), {}, tmp_path / f"t.{suffix}").read_text().replace("text-align", "")
+
+    assert not {name for name in ("text", "ids", "start") if name in exported(record(), record(value=None))}
+    page = exported(record(), record(ids={"tensor": "embedding"}))
+    assert "embedding" in page
+    assert "start" not in page
+    assert "sha256" in exported(record(text="sha256 ab"))
+
+
+def test_a_file_is_whole_or_not_there(tmp_path, frame):
+    """A name that is taken by a folder makes the last step fail: nothing half-written stays."""
+    (tmp_path / "t.json").mkdir()
+    with pytest.raises(KitError, match="cannot write"):
+        export(frame, {}, tmp_path / "t.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
+
+
+def test_an_old_file_is_replaced(tmp_path, frame):
+    (tmp_path / "T.JSON").write_text("old")
+    assert len(json.loads(export(frame, {}, tmp_path / "T.JSON").read_text())["records"]) == len(frame)
+
+
+@pytest.mark.parametrize("name", ["t.xlsx", "t", "csv"])
+def test_an_unknown_ending_is_bad_input_that_lists_the_known(tmp_path, frame, name):
+    with pytest.raises(BadInput, match=r"allowed are \.csv, \.parquet, \.md, \.tex, \.html, \.json"):
+        export(frame, {}, tmp_path / name)
+
+
+def test_no_folder_is_bad_input(tmp_path, frame):
+    with pytest.raises(BadInput, match="there is no folder"):
+        export(frame, {}, tmp_path / "gone" / "t.csv")
+
+
+@pytest.mark.parametrize("suffix", ["md", "tex", "html"])
+def test_long_texts_and_many_rows_are_written_whole(tmp_path, record, suffix):
+    rows = [record(text=f"{index} " + "word " * 100 + "end", rank=index) for index in range(200)]
+    text = export(to_frame(rows), {}, tmp_path / f"t.{suffix}").read_text()
+    assert text.count("word word end") == 200

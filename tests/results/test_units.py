@@ -1,0 +1,25 @@
+"""Numbers with their units."""
+
+from __future__ import annotations
+
+import pytest
+
+from kit.results.units import amount, duration
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.9996, "s", "1 s"), (0.0123, "s", "12.3 ms"), (2.1e-5, "s", "21 µs"), (0.0, "s", "0 ms"),
+        (2**21, "B", "2.0 MiB"), (2.5e9, "B/s", "2.5 GB/s"), (3.0, "1", "3"), (0.5, "ratio", "0.5 ratio"), (1e-6, "", "1e-06"),
+        (None, "s", "-"), (float("nan"), "s", "nan"), (float("inf"), "ratio", "inf"),
+    ],
+)  # fmt: skip
+def test_amounts(value: float | None, unit: str, text: str) -> None:
+    assert amount(value, unit) == text
+
+
+def test_times_that_still_run_have_two_digits_at_most() -> None:
+    assert [duration(seconds) for seconds in (8.1e-6, 0.0022, 0.31, 12, 185)] == [
+        "8.1 µs", "2.2 ms", "0.31 s", "12 s", "3 min 5 s",
+    ]  # fmt: skip

@@ -1,0 +1,127 @@
+"""Who failed is named also where a transport raises an error of its own, which says nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kit.errors import KitError
+from kit.sync.link import Listener, PeerFailed
+from kit.sync.sender import Sender, SyncFailed
+from kit.sync.transports import make
+from tests.sync.ranks.service import Host, at_once, receiver_of, sender_of, target, tensors
+
+WORDS = "connection reset by somebody"
+
+
+class Scene:
+    """A sender and two receivers, with a transport of somebody's own."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.sender: Sender = sender_of(listener, transport="serialize")
+        self.receivers = {name: receiver_of(name, Host(), listener.address) for name in ("r1", "r2")}
+
+    def fails(self) -> tuple[SyncFailed, list[Any]]:
+        error, *others = at_once(
+            lambda: self.sender.sync(1, [target(name) for name in self.receivers], lambda: tensors(1)),
+            *(receiver.join for receiver in self.receivers.values()),
+        )
+        assert isinstance(error, SyncFailed), error
+        assert "version -1 stays active" in str(error)
+        return error, others
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with Listener() as listener:
+        made = Scene(listener)
+        yield made
+        made.sender.cache.close()
+
+
+def own(**calls: Callable[..., Any]) -> Callable[..., Any]:
+    """A transport as `make` gives it, some of whose calls are somebody's own: each gets the plain one first."""
+
+    def made(*given: Any, **named: Any) -> Any:
+        transport = make(*given, **named)
+        for name, act in calls.items():
+            plain = getattr(transport, name)
+            setattr(transport, name, lambda *args, act=act, plain=plain: act(transport, plain, *args))
+        return transport
+
+    return made
+
+
+def raises(*_: Any) -> None:
+    raise OSError(WORDS)
+
+
+def swallows(_: Any, plain: Callable[..., Any], *args: Any) -> None:
+    """What the links said is lost, and an error of its own is raised."""
+    try:
+        plain(*args)
+    except KitError:
+        raise OSError(WORDS) from None
+
+
+@pytest.mark.parametrize("kind", ["shm", "serialize"])
+def test_a_receiver_whose_transport_raises_is_named(scene: Scene, kind: str) -> None:
+    """Whatever lies on its link by then: messages of buckets to come, or their raw bytes."""
+
+    def second(transport: Any, plain: Callable[..., Any], index: int, into: Any) -> Any:
+        if index:
+            while not transport.ctx.sender.waits():
+                pass
+            raises()
+        return plain(index, into)
+
+    scene.sender.transport = kind
+    scene.receivers["r2"].make = own(receive=second)
+    error, (first, second) = scene.fails()
+    assert error.peer == "r2"
+    assert f"r2 failed: OSError: {WORDS}" in str(error)
+    assert isinstance(second, OSError)
+    assert "given up by the sender: r2 failed" in str(first)
+
+
+def test_a_sender_whose_transport_swallows_what_receivers_say_names_the_one_that_failed(scene: Scene) -> None:
+    scene.receivers["r2"].make = own(receive=raises)
+    scene.sender.make = own(send=swallows, flush=swallows)
+    error, _ = scene.fails()
+    assert error.peer == "r2"
+
+
+@pytest.mark.parametrize("call", ["send", "flush"])
+def test_a_transport_that_raises_with_nobody_else_to_blame(scene: Scene, call: str) -> None:
+    scene.sender.make = own(**{call: raises})
+    error, (first, _) = scene.fails()
+    assert error.peer is None
+    assert f"the sender's end of the transport serialize raised OSError: {WORDS}" in str(error)
+    assert isinstance(error.__cause__, KitError)
+    assert isinstance(error.__cause__.__cause__, OSError)  # with its traceback
+    assert "given up by the sender" in str(first)
+
+
+def test_a_receiver_whose_transport_raises_because_the_sender_gave_up_tells_the_senders_reason(scene: Scene) -> None:
+    def late(transport: Any, plain: Callable[..., Any], index: int, into: Any) -> Any:
+        if index:
+            while not transport.ctx.sender.waits():
+                pass
+            raise OSError("the other end is gone")
+        return plain(index, into)
+
+    def fails(_: Any, plain: Callable[..., Any], index: int, buffer: Any) -> None:
+        if index:
+            raise OSError(WORDS)
+        plain(index, buffer)
+
+    scene.sender.make = own(send=fails)
+    for receiver in scene.receivers.values():
+        receiver.make = own(receive=late)
+    _, others = scene.fails()
+    for each in others:
+        assert isinstance(each, PeerFailed)
+        assert WORDS in str(each)
+        assert isinstance(each.__cause__, OSError)

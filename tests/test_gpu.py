@@ -1,0 +1,62 @@
+"""What NVML's answers are taken to mean. The library here is a stand-in with the same calls; no card is asked."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from kit import gpu
+from kit.gpu import FINE, NOT_TOLD, TOO_SMALL, process_bytes
+
+MIB = 2**20
+BUS = "00000000:19:00.0"
+
+
+class StandIn:
+    """NVML with one card and these processes on it: (pid, bytes)."""
+
+    def __init__(self, *processes: tuple[int, int]) -> None:
+        self.processes = processes
+
+    def nvmlDeviceGetHandleByPciBusId_v2(self, bus: bytes, _card: Any) -> int:  # noqa: N802 - the library's own name
+        return FINE if bus == BUS.encode() else 6
+
+    def nvmlDeviceGetComputeRunningProcesses_v3(self, _card: Any, count: Any, into: Any) -> int:  # noqa: N802 - as above
+        there, room = len(self.processes), count._obj.value
+        count._obj.value = there
+        if there > room:
+            return TOO_SMALL
+        for place, (pid, used) in enumerate(self.processes):
+            into[place].pid, into[place].used = pid, used
+        return FINE
+
+
+def test_a_process_has_what_is_listed_under_its_number():
+    library = StandIn((10, 500 * MIB), (11, 700 * MIB))
+    assert process_bytes(library, BUS, 11) == 700 * MIB
+    assert process_bytes(StandIn((11, 3 * MIB), (11, 4 * MIB)), BUS, 11) == 7 * MIB
+
+
+def test_another_process_of_that_number_is_not_taken_for_it():
+    """In a container the driver may list the host's numbers."""
+    assert process_bytes(StandIn((11, 100 * MIB)), BUS, 11, at_least=200 * MIB) is None
+
+
+def test_there_is_no_answer_where_the_driver_gives_none():
+    assert process_bytes(None, BUS, 11) is None
+    assert process_bytes(StandIn(), BUS, 11) is None
+    assert process_bytes(StandIn((10, MIB)), BUS, 11) is None
+    assert process_bytes(StandIn((11, NOT_TOLD)), BUS, 11) is None
+    assert process_bytes(StandIn((11, MIB)), "00000000:20:00.0", 11) is None
+
+
+def test_the_structure_is_as_large_as_the_library_s():
+    """Two 32-bit numbers after a 32-bit and a 64-bit one, which stands at a multiple of 8."""
+    assert (ctypes.sizeof(gpu.Process), gpu.Process.used.offset) == (24, 8)
+
+
+def test_a_box_without_a_driver_has_no_library(monkeypatch):
+    monkeypatch.setattr(gpu, "LIBRARY", "libno-such-driver.so.1")
+    gpu.library.cache_clear()
+    assert gpu.library() is None
+    gpu.library.cache_clear()

@@ -1,0 +1,116 @@
+"""Limits are found in both versions of control groups, at whatever level they were set."""
+
+import pytest
+
+from kit.machine import cgroup_limits, free_memory
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Lay out a process whose /proc files name control groups under tmp_path."""
+    proc, mount = tmp_path / "proc", tmp_path / "cgroup"
+    proc.mkdir()
+
+    def lay(cgroup, mounts, files):
+        (proc / "cgroup").write_text(cgroup)
+        (proc / "mountinfo").write_text(
+            "".join(
+                f"30 23 0:28 {root} {mount / at} rw,relatime shared:1 - {kind} {kind} {options}\n"
+                for root, at, kind, options in mounts
+            )
+        )
+        for name, text in files.items():
+            (mount / name).parent.mkdir(parents=True, exist_ok=True)
+            (mount / name).write_text(f"{text}\n")
+        return cgroup_limits(proc)
+
+    return lay
+
+
+V2 = [("/", "", "cgroup2", "rw")]
+
+
+def test_version_2_tells_the_level_with_the_least_room(tree):
+    files = {
+        "pod/memory.max": 4000,
+        "pod/memory.current": 3500,
+        "pod/box/memory.max": 3000,
+        "pod/box/memory.current": 100,
+        "pod/box/pids.max": "max",
+        "pod/box/pids.current": 5,
+        "pod/pids.max": 64,
+        "pod/pids.current": 9,
+    }
+    limits = tree("0::/pod/box\n", V2, files)
+    assert limits == {"version": 2, "memory_max": 4000, "memory_used": 3500, "pids_max": 64, "pids_used": 9}
+
+
+def test_version_1_has_a_hierarchy_for_each_controller_and_a_number_for_no_limit(tree):
+    mounts = [
+        ("/", "memory", "cgroup", "rw,memory"),
+        ("/", "pids", "cgroup", "rw,pids"),
+        *[("/", "u", "cgroup2", "rw")],
+    ]
+    files = {
+        "memory/a/memory.limit_in_bytes": 9223372036854771712,
+        "memory/a/memory.usage_in_bytes": 7,
+        "pids/a/pids.max": 32,
+        "pids/a/pids.current": 2,
+    }
+    limits = tree("5:pids:/a\n4:memory:/a\n0::/\n", mounts, files)
+    assert limits == {"version": 1, "memory_max": None, "memory_used": None, "pids_max": 32, "pids_used": 2}
+
+
+def test_inside_a_container_the_mount_stands_for_a_path_it_does_not_show(tree):
+    mounts = [("/docker/f00", "memory", "cgroup", "rw,memory")]
+    files = {"memory/memory.limit_in_bytes": 500, "memory/memory.usage_in_bytes": 1}
+    for path in ("/docker/f00", "/elsewhere", "/../other"):
+        assert tree(f"4:memory:{path}\n", mounts, files)["memory_max"] == 500
+
+
+def test_no_control_groups_at_all(tmp_path):
+    assert set(cgroup_limits(tmp_path).values()) == {None}
+
+
+def test_this_machine_answers():
+    limits = cgroup_limits()
+    assert limits["version"] in (1, 2, None)
+    assert limits["memory_max"] is None or limits["memory_max"] > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("stat", "available_kib", "expected"),
+    [
+        ({}, 100, 2400),
+        ({"pod/memory.stat": "anon 9\ninactive_file 1000"}, 100, 3000),  # then another level has the least room
+        ({}, 1, 1024),
+    ],
+)
+def test_free_memory_is_the_least_of_machine_and_limits(tree, tmp_path, stat, available_kib, expected):
+    files = {
+        "pod/memory.max": 5000,
+        "pod/memory.current": 2600,
+        "pod/box/memory.max": 3100,
+        "pod/box/memory.current": 100,
+    }
+    tree("0::/pod/box\n", V2, files | stat)
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: 900 kB\nMemAvailable: {available_kib} kB\n")
+    assert free_memory(tmp_path / "proc", meminfo) == expected
+
+
+def test_free_memory_in_version_1_and_below_nothing(tree, tmp_path):
+    files = {"memory/memory.limit_in_bytes": 500, "memory/memory.usage_in_bytes": 900}
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable: 10 kB\n")
+    mounts = [("/", "memory", "cgroup", "rw,memory")]
+    tree("5:memory:/\n", mounts, files)
+    assert free_memory(tmp_path / "proc", meminfo) == 0
+    tree("5:memory:/\n", mounts, {"memory/memory.stat": "inactive_file 3\ntotal_inactive_file 450"})
+    assert free_memory(tmp_path / "proc", meminfo) == 50
+
+
+def test_free_memory_without_control_groups_is_the_machines(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable: 10 kB\n")
+    assert free_memory(tmp_path, meminfo) == 10240

@@ -1,0 +1,89 @@
+"""The environment of ranks that may use a GPU, made in one place and before anything asks the driver.
+
+`assumed`: that these are the right values is read off the sources which `kit.world.device` names; no GPU has confirmed it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kit.world import rankside
+from kit.world.device import SETTINGS, Seat, prepare
+
+WHOLE = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+    "NCCL_RAS_ENABLE": "0",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+
+
+@pytest.fixture
+def with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+def test_all_of_it_where_a_gpu_may_be_used(with_cuda: None, wanted: str) -> None:
+    environ = {"PATH": "/bin"}
+    prepare(environ, wanted)
+    assert environ == {"PATH": "/bin", **WHOLE}
+    assert all(one.why for one in SETTINGS)
+
+
+def test_the_docs_list_it() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rented-box.md").read_text()
+    assert [
+        line.split("|")[1:3] for line in page.splitlines() if line.startswith(("| `TORCH_", "| `NCCL_", "| `CU"))
+    ] == [[f" `{name}` ", f" `{value}` "] for name, value in WHOLE.items()]
+
+
+def test_nothing_for_ranks_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ: dict[str, str] = {}
+    monkeypatch.setattr(torch.version, "cuda", None)
+    prepare(environ, "auto")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    prepare(environ, "cpu")
+    assert environ == {}
+
+
+@pytest.mark.parametrize("name", [*WHOLE, "NCCL_ASYNC_ERROR_HANDLING"])
+def test_what_a_person_has_set_stays_under_its_old_name_too(with_cuda: None, name: str) -> None:
+    environ = {name: "a person's"}
+    prepare(environ, "cuda")
+    replaced = {"NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING"}.get(name, name)
+    assert environ == {**{key: value for key, value in WHOLE.items() if key != replaced}, name: "a person's"}
+
+
+def test_a_rank_has_it_before_it_looks_for_its_gpu(
+    with_cuda: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in [*WHOLE, "KIT_RANK", "NCCL_HOSTID"]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    seen: dict[str, str] = {}
+
+    def choose(*_: Any) -> Seat:
+        seen.update(os.environ)
+        return Seat(torch.device("cuda", 0), "stand-in", {"NCCL_HOSTID": "host"})
+
+    monkeypatch.setattr(rankside, "choose", choose)
+    order = {"device": "cuda", "first": 0, "neighbours": 1, "devices": []}
+    node: Any = SimpleNamespace(order=order, folder=tmp_path)
+    rankside.Rank(node)
+    assert {name: seen.get(name) for name in WHOLE} == WHOLE
+    assert "NCCL_HOSTID" not in seen
+    assert os.environ["NCCL_HOSTID"] == "host"
+    for name in [*WHOLE, "KIT_RANK", "NCCL_HOSTID"]:
+        monkeypatch.delenv(name)
