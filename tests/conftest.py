@@ -1,4 +1,4 @@
-"""What every test may lean on: that nothing is left behind."""
+"""What every test may lean on: that nothing is left behind, and what each file took at the end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,3 +58,25 @@ def nothing_left() -> Iterator[None]:
     yield
     wait_for(lambda: holdings(os.getpid()) == before, 5.0)
     assert holdings(os.getpid()) == before
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Fails when the test left a variable of the environment changed: every World that is started later inherits it."""
+    before = dict(os.environ)
+    yield
+    changed = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
+    assert changed - {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"} == set()  # pytest's own, and one that torch sets
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What each file took, the longest first."""
+    took: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                took[report.location[0]] += round(report.duration, 3)
+    terminalreporter.section(f"{sum(took.values()) / 60:.1f} minutes in {len(took)} files")
+    for file, seconds in took.most_common():
+        if seconds >= 1:
+            terminalreporter.write_line(f"{seconds:7.1f} s  {file}")

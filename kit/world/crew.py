@@ -27,6 +27,7 @@ SENDING_S = 10
 NOT_INHERITED = {
     "MPLBACKEND",
     "PYTHONHOME",
+    "KIT_RANK",
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
