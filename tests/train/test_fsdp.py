@@ -171,6 +171,11 @@ def test_what_was_passed_may_be_reused(world: World) -> None:
     assert ask(world, "unchanged_inputs") == [True, True]
 
 
+def test_hashing_leaves_tensors_resizable(world: World) -> None:
+    """numpy() on a tensor marks its storage as never to be resized again: a release could not free it."""
+    assert ask(world, "fixed_in_size_by_hashing") == [[], []]
+
+
 def test_batches_by_tokens_need_a_budget(world: World) -> None:
     assert all("token_budget=0 with batching='packed'" in said for said in ask(world, "build_needs_a_budget"))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from kit.measure.observers.tensors import digest
 from kit.train.fsdp.job import param_groups, sharded_modules
 
 if TYPE_CHECKING:
@@ -85,25 +85,20 @@ def hooks(job: FsdpJob) -> tuple[bool, ...]:
 
 def state(job: FsdpJob) -> dict[str, str]:
     """SHA-256 of this rank's shards of weights and optimizer state, and of its random state; the schedule as it prints."""
-    found = {name: _digest(param) for name, param in job.model.named_parameters()}
+    found = {name: digest(_local(param)) for name, param in job.model.named_parameters()}
     for name, param in job.model.named_parameters():
         for key, value in job.optimizer.state.get(param, {}).items():
-            found[f"{name}/{key}"] = _digest(value)
+            found[f"{name}/{key}"] = digest(_local(value))
     rates = [(group["lr"], group["weight_decay"]) for group in job.optimizer.param_groups]
     found["scheduler"] = repr((job.scheduler.state_dict(), rates))
-    found["random"] = _digest(torch.get_rng_state())
+    found["random"] = digest(torch.get_rng_state())
     if job.device.type == "cuda":
-        found["random/device"] = _digest(torch.cuda.get_rng_state(job.device))
+        found["random/device"] = digest(torch.cuda.get_rng_state(job.device))
     return found
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
-
-
-def _digest(value: torch.Tensor) -> str:
-    with torch.no_grad():
-        return hashlib.sha256(_local(value).reshape(-1).view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

@@ -364,6 +364,17 @@ def unchanged_inputs() -> bool:
     return fsdp.state(first) == fsdp.state(second)
 
 
+def fixed_in_size_by_hashing() -> list[str]:
+    """Which tensors of the job can be resized before they are hashed, and no longer afterwards."""
+    here = job()
+    fsdp.FsdpSync(here).run(a_loss("tokens"), mine(), GBS, MBS)
+    shards = {name: param.to_local() for name, param in here.model.named_parameters()}
+    resizable = [name for name, shard in shards.items() if shard.untyped_storage().resizable()]
+    assert resizable, "no shard could be resized in the first place"
+    fsdp.state(here)
+    return [name for name in resizable if not shards[name].untyped_storage().resizable()]
+
+
 def build_needs_a_budget() -> str:
     try:
         fsdp.build(GEOMETRY, rollouts()[0], settings=SETTINGS, device=CPU, batching="packed")
