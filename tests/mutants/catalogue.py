@@ -165,20 +165,17 @@ TARGETS = (
     Target("split", "kit.train.metrics", "oracle"),
     Target(
         "split",
-        "kit.train.losses.clipped",
+        "kit.train.losses",
         "oracle",
         others={
-            f"ClippedPolicyGradient.{name}": ("split:seq-mask-tis", "oracle")
-            for name in ("_weight", "_weight_of_row", "_outside_of_row")
+            **{
+                f"ClippedPolicyGradient.{name}": ("split:seq-mask-tis", "oracle")
+                for name in ("_weight", "_weight_of_row", "_outside_of_row")
+            },
+            **{f"NegativeLogLikelihood.{name}": ("split:nll", "oracle") for name in ("normalizers", "__call__")},
         },
-    ),
-    Target(
-        "split:nll",
-        "kit.train.losses.likelihood",
-        "oracle",
         left_out=leave_out(REFUSES="NegativeLogLikelihood.__post_init__"),
     ),
-    Target("split", "kit.train.losses.sums", "oracle"),
     Target(
         "sync:shards",
         "kit.megatron.shards",

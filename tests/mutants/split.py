@@ -7,9 +7,8 @@ from tests.mutants.mutant import Mutant
 SPLIT = "kit.megatron.split"
 STREAM = "kit.train.stream"
 METRICS = "kit.train.metrics"
-CLIPPED = "kit.train.losses.clipped"
+LOSSES = "kit.train.losses"
 LOSS = "ClippedPolicyGradient"
-SUMS = "kit.train.losses.sums"
 BALANCE = "kit.megatron.balance"
 
 MUTANTS = (
@@ -463,7 +462,7 @@ MUTANTS = (
     # -- losses ----------------------------------------------------------------------------------------------------------------
     Mutant(
         "split",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}.__call__",
         old="ratio.clamp(1 - self.clip_low, 1 + self.clip_high)",
         new="ratio.clamp(max=1 + self.clip_high)",
@@ -473,7 +472,7 @@ MUTANTS = (
     ),
     Mutant(
         "split:dapo",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}.__call__",
         old="ratio.clamp(1 - self.clip_low, 1 + self.clip_high)",
         new="ratio.clamp(1 - self.clip_low, 1 + self.clip_low)",
@@ -483,7 +482,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}._surrogate",
         old="torch.maximum(pull * ratio, pull * clipped)",
         new="torch.minimum(pull * ratio, pull * clipped)",
@@ -493,7 +492,7 @@ MUTANTS = (
     ),
     Mutant(
         "split:dapo",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}._surrogate",
         old="torch.where(pull > 0,",
         new="torch.where(pull < 0,",
@@ -503,7 +502,7 @@ MUTANTS = (
     ),
     Mutant(
         "split:cispo",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}._surrogate",
         old="clipped.detach()",
         new="clipped",
@@ -513,7 +512,7 @@ MUTANTS = (
     ),
     Mutant(
         "split:on-policy",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}.__call__",
         old="cur.detach() if self.on_policy",
         new="cur if self.on_policy",
@@ -523,7 +522,7 @@ MUTANTS = (
     ),
     Mutant(
         "split:on-policy",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}._penalty",
         old="apart * apart / 2",
         new="apart * apart",
@@ -533,7 +532,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}.__call__",
         old="inside) - cur)\n",
         new="inside) - prev)\n",
@@ -543,7 +542,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}.__call__",
         old="            each = each + self.kl * penalty\n",
         new="            each = each + 2 * self.kl * penalty\n",
@@ -552,7 +551,7 @@ MUTANTS = (
     ),
     Mutant(
         "split:on-policy",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}._weight",
         old="gap.sum(1, keepdim=True).exp() if self.importance",
         new="(gap.sum(1, keepdim=True) / length.clamp(min=1)).exp() if self.importance",
@@ -562,7 +561,7 @@ MUTANTS = (
     ),
     Mutant(
         "split:tis",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}._weight",
         old="weight.clamp(self.band_low, self.band_high), outside",
         new="weight.masked_fill(outside, 0.0), outside",
@@ -572,7 +571,7 @@ MUTANTS = (
     ),
     Mutant(
         "split:icepop",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}._weight",
         old="(judged < self.band_low) | (judged > self.band_high)",
         new="judged > self.band_high",
@@ -582,7 +581,7 @@ MUTANTS = (
     ),
     Mutant(
         "split:seq-mask-tis",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}._weight",
         old="(gap.sum(1, keepdim=True) / length.clamp(min=1)).exp()",
         new="gap.sum(1, keepdim=True).exp()",
@@ -592,7 +591,7 @@ MUTANTS = (
     ),
     Mutant(
         "split:seq-mask-tis",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}.normalizers",
         old='"sequences" if self.truncation == "seq-mask-tis" else "tokens"',
         new='"tokens"',
@@ -602,7 +601,7 @@ MUTANTS = (
     ),
     Mutant(
         "split:gspo",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}.__call__",
         old="log_ratio.sum(1, keepdim=True) / length.clamp(min=1)",
         new="log_ratio.sum(1, keepdim=True)",
@@ -612,7 +611,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}.__call__",
         old="-((cur - gen).exp() * cur).sum(1)",
         new="-cur.sum(1)",
@@ -622,7 +621,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}.__call__",
         old='"gen_kl_error": (gap.expm1() - gap).sum(1)',
         new='"gen_kl_error": ((-gap).expm1() + gap).sum(1)',
@@ -632,7 +631,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        CLIPPED,
+        LOSSES,
         f"{LOSS}.__call__",
         old="        length = inside.sum(1, keepdim=True)\n",
         new="        length = torch.full_like(inside[:, :1].long(), inside.shape[1])\n",
@@ -642,7 +641,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        SUMS,
+        LOSSES,
         "by_row",
         old="total / length[:, 0].clamp(min=1)",
         new="total / length[:, 0].clamp(min=1).square()",
@@ -651,7 +650,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        SUMS,
+        LOSSES,
         "kept",
         old="torch.where(inside, values.double(), 0.0)",
         new="values.double() * inside",
@@ -661,7 +660,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        SUMS,
+        LOSSES,
         "over_rows",
         old="torch.stack([columns[name].double() for names in groups.values() for name in names]).sum(1)",
         new="torch.stack([columns[name].float() for names in groups.values() for name in names]).sum(1).double()",
@@ -671,7 +670,7 @@ MUTANTS = (
     ),
     Mutant(
         "split:nll",
-        "kit.train.losses.likelihood",
+        LOSSES,
         "NegativeLogLikelihood.__call__",
         old='(batch["advantages"][:, 1:] > 0)',
         new='(batch["advantages"][:, 1:] >= 0)',

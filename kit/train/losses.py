@@ -1,17 +1,26 @@
-"""Clipped policy gradient in its usual kinds, with every metric that is watched beside it."""
+"""Losses of RL post-training and their metrics, pure torch. Formulas, normalizers and what is refused: docs/losses.md.
+
+Masked places are replaced before anything is computed, so that what stands there, NaN included, reaches neither loss nor gradient.
+Infinities at valid places are followed as IEEE arithmetic has it: a step that they spoil has a gradient norm that is not finite, and
+its update is skipped. All arithmetic is in float64: log-probabilities far apart neither cancel nor overflow, and a metric is the same to the
+last few bits however rows are dealt out over microbatches and ranks; the gradient has the type of the log-probabilities. Nothing waits for
+the device. Limits: masks are 0 or 1; the KL penalty is differentiated as it is written, without a score-function term.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from kit.train.batch import valid
-from kit.train.losses import sums
-from kit.train.options import ClippedOptions
+from kit.train.options import ClippedOptions, Level, known
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from kit.train.batch import Batch
@@ -56,30 +65,30 @@ class ClippedPolicyGradient(ClippedOptions):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         inside = valid(batch) > 0
         length = inside.sum(1, keepdim=True)
-        cur = sums.kept(logprobs, inside)
-        prev = cur.detach() if self.on_policy else sums.kept(batch["prev_logprobs"][:, 1:], inside)
-        pull = -sums.kept(batch["advantages"][:, 1:], inside)  # -A
+        cur = kept(logprobs, inside)
+        prev = cur.detach() if self.on_policy else kept(batch["prev_logprobs"][:, 1:], inside)
+        pull = -kept(batch["advantages"][:, 1:], inside)  # -A
         log_ratio = cur - prev
         if self.ratio == "sequences":
-            log_ratio = sums.kept((log_ratio.sum(1, keepdim=True) / length.clamp(min=1)).expand_as(cur), inside)
+            log_ratio = kept((log_ratio.sum(1, keepdim=True) / length.clamp(min=1)).expand_as(cur), inside)
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         each = self._surrogate(pull, ratio, clipped, cur)
         penalty = positive = None
         if self.metrics or self.importance != "none":
-            gen = sums.kept(batch["generation_logprobs"][:, 1:], inside)
+            gen = kept(batch["generation_logprobs"][:, 1:], inside)
             gap = prev - gen
             weight, outside = self._weight(gap, length)
             if self.importance != "none":
                 # An infinite weight of a row must not meet the 0 that stands at a masked place.
                 each = each * torch.where(inside, weight, 1.0)
         if self.kl:
-            penalty = self._penalty(sums.kept(batch["reference_logprobs"][:, 1:], inside) - cur)
+            penalty = self._penalty(kept(batch["reference_logprobs"][:, 1:], inside) - cur)
             each = each + self.kl * penalty
         if self.positive_nll:
-            positive = sums.kept(-cur, pull < 0)
+            positive = kept(-cur, pull < 0)
             each = each + self.positive_nll * positive
-        rows = sums.by_row(each, length, self.level)
+        rows = by_row(each, length, self.level)
         loss = rows.sum() / (tokens if self.level == "tokens" else sequences)
         if not self.metrics:
             return loss, {"loss": loss.detach()}
@@ -87,10 +96,10 @@ class ClippedPolicyGradient(ClippedOptions):
             apart = gap.abs()
             columns = {
                 "loss": rows,
-                "kl_penalty": torch.zeros_like(rows) if penalty is None else sums.by_row(penalty, length, self.level),
-                "probs_ratio": sums.kept(ratio, inside).sum(1),
-                "probs_ratio_clamped": sums.kept(clipped, inside).sum(1),
-                "token_mult_prob_error": sums.kept(apart.exp(), inside).sum(1),
+                "kl_penalty": torch.zeros_like(rows) if penalty is None else by_row(penalty, length, self.level),
+                "probs_ratio": kept(ratio, inside).sum(1),
+                "probs_ratio_clamped": kept(clipped, inside).sum(1),
+                "token_mult_prob_error": kept(apart.exp(), inside).sum(1),
                 "gen_kl_error": (gap.expm1() - gap).sum(1),
                 "policy_kl_error": ((-gap).expm1() + gap).sum(1),
                 # log cosh(gap / 2), which does not overflow in this form
@@ -103,8 +112,8 @@ class ClippedPolicyGradient(ClippedOptions):
             }
             if positive is not None:
                 columns["positive_nll_loss"] = positive.sum(1)
-            seen = sums.over_rows(columns, self.normalizers(), tokens=tokens, sequences=sequences)
-            return loss, seen | sums.extremes(inside, probs_ratio=ratio, probs_ratio_clamped=clipped)
+            seen = over_rows(columns, self.normalizers(), tokens=tokens, sequences=sequences)
+            return loss, seen | extremes(inside, probs_ratio=ratio, probs_ratio_clamped=clipped)
 
     def _surrogate(self, pull: Tensor, ratio: Tensor, clipped: Tensor, cur: Tensor) -> Tensor:
         if self.ratio == "none":
@@ -145,9 +154,77 @@ class ClippedPolicyGradient(ClippedOptions):
         return weight.masked_fill(outside, 0.0), outside
 
     def _weight_of_row(self, weight: Tensor, inside: Tensor, sample_mask: Tensor) -> Tensor:
-        return weight[:, 0] * sample_mask if self.importance == "sequences" else sums.kept(weight, inside).sum(1)
+        return weight[:, 0] * sample_mask if self.importance == "sequences" else kept(weight, inside).sum(1)
 
     def _outside_of_row(self, outside: Tensor, inside: Tensor) -> Tensor:
         """How many tokens, or for seq-mask-tis whether the row: one without a valid token has nothing outside."""
         counted = outside & inside
         return counted.any(1) if self.truncation == "seq-mask-tis" else counted.sum(1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NegativeLogLikelihood:
+    """-cur, as a mean over valid tokens, or over rows of each one's mean."""
+
+    level: Level = "tokens"
+    metrics: bool = True  # False: nothing but the loss
+
+    def __post_init__(self) -> None:
+        known("level", self.level, Level)
+
+    def normalizers(self) -> dict[str, Normalizer]:
+        """The normalizer of every metric, in the order in which they are given."""
+        if not self.metrics:
+            return {"loss": self.level}
+        return {"loss": self.level, "num_valid_samples": None, "num_unmasked_tokens": None, "positive_nll_loss": None}
+
+    def __call__(
+        self, logprobs: Tensor, batch: Batch, *, tokens: float, sequences: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        inside = valid(batch) > 0
+        length = inside.sum(1, keepdim=True)
+        each = -kept(logprobs, inside)
+        rows = by_row(each, length, self.level)
+        loss = rows.sum() / (tokens if self.level == "tokens" else sequences)
+        if not self.metrics:
+            return loss, {"loss": loss.detach()}
+        with torch.no_grad():
+            columns = {
+                "loss": rows,
+                "num_valid_samples": batch["sample_mask"],
+                "num_unmasked_tokens": length[:, 0],
+                "positive_nll_loss": kept(each, inside & (batch["advantages"][:, 1:] > 0)).sum(1),
+            }
+            return loss, over_rows(columns, self.normalizers(), tokens=tokens, sequences=sequences)
+
+
+def kept(values: Tensor, inside: Tensor) -> Tensor:
+    """Values where they count and 0 elsewhere, in float64. Not by multiplying: NaN times 0 is NaN, forward and backward."""
+    return torch.where(inside, values.double(), 0.0)
+
+
+def by_row(each: Tensor, length: Tensor, level: Level) -> Tensor:
+    """Each row's share in a loss, [rows]: the sum of its tokens, or their mean; 0 for a row without a valid token."""
+    total = each.sum(1)
+    return total if level == "tokens" else total / length[:, 0].clamp(min=1)
+
+
+def over_rows(
+    columns: Mapping[str, Tensor], normalizers: Mapping[str, Normalizer], *, tokens: float, sequences: float
+) -> dict[str, Tensor]:
+    """Sums over rows, each divided by its own normalizer; float64 scalars."""
+    groups = {by: [name for name in columns if normalizers[name] == by] for by in ("tokens", "sequences", None)}
+    totals = torch.stack([columns[name].double() for names in groups.values() for name in names]).sum(1)
+    tokenwise, rowwise, plain = torch.split(totals, [len(names) for names in groups.values()])
+    divided = (*(tokenwise / tokens).unbind(), *(rowwise / sequences).unbind(), *plain.unbind())
+    return dict(zip((name for names in groups.values() for name in names), divided, strict=True))
+
+
+def extremes(inside: Tensor, **values: Tensor) -> dict[str, Tensor]:
+    """The least and the largest valid of each, as `..._min` and `..._max`; over nothing +inf and -inf."""
+    seen = {}
+    for name, each in values.items():
+        for end, nothing, find in (("min", math.inf, torch.amin), ("max", -math.inf, torch.amax)):
+            some = torch.where(inside, each, nothing)
+            seen[f"{name}_{end}"] = find(some) if some.numel() else each.new_full((), nothing)
+    return seen
