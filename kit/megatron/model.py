@@ -22,7 +22,7 @@ from kit.errors import BadInput, KitError
 from kit.megatron import groups, standin, tensors
 from kit.megatron.config import ModelConfig, check
 from kit.train import numerics
-from kit.train.settings import DEFAULTS, Settings
+from kit.train.options import DEFAULTS, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -2,9 +2,9 @@
 
 Masked places are replaced before anything is computed, so that what stands there, NaN included, reaches neither loss nor gradient.
 Infinities at valid places are followed as IEEE arithmetic has it: a step that they spoil has a gradient norm that is not finite, and
-its update is skipped. All arithmetic is in float64: log-probabilities far apart neither cancel nor overflow, and a metric is the same to the
-last few bits however rows are dealt out over microbatches and ranks; the gradient has the type of the log-probabilities. Nothing waits for
-the device. Limits: masks are 0 or 1; the KL penalty is differentiated as it is written, without a score-function term.
+its update is skipped. All arithmetic is in float64: log-probabilities far apart neither cancel nor overflow, and a metric is the same
+to the last few bits however rows are dealt out over microbatches and ranks. The gradient has the type of the log-probabilities. Nothing
+waits for the device. Limits: masks are 0 or 1; the KL penalty is differentiated as it is written, without a score-function term.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a clipped policy gradient can be told, and what is refused. Without torch, so that a config can be checked anywhere."""
+"""Settings of the update of weights and of the clipped policy gradient, and what is refused; without torch, to be checked anywhere."""
 
 from __future__ import annotations
 
@@ -13,6 +13,27 @@ Ratio = Literal["tokens", "sequences", "none"]
 Importance = Literal["none", "tokens", "sequences"]
 Truncation = Literal["none", "tis", "icepop", "seq-mask-tis"]
 KLKind = Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How both backends update weights: AdamW with clipping, a warm-up and a cosine.
+
+    `warmup` and `decay` count what the scheduler is stepped by: steps, or sequences where that is the step's batch size.
+    """
+
+    lr: float = 1e-3
+    first_lr: float = 0.0
+    last_lr: float = 1e-4
+    weight_decay: float = 0.01  # of matrices; biases and norms have none
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    clip: float = 1.0
+    warmup: int = 2
+    decay: int = 1000
+
+
+DEFAULTS = Settings()
 
 
 def known(name: str, word: object, kind: object) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kit.train.fsdp.job import Schedule
-from kit.train.settings import Settings
+from kit.train.options import Settings
 from kit.world import World
 
 ROOT = Path(__file__).parents[2]

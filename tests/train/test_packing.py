@@ -9,7 +9,7 @@ import torch
 
 from kit.errors import BadInput
 from kit.megatron.config import GEOMETRIES
-from kit.train import packing
+from kit.train import batch as room
 from kit.train.batch import Batch
 from kit.train.plain import from_weights, initial_weights, logprobs, next_logprobs
 
@@ -44,11 +44,11 @@ def shape(pieces: list[Batch]) -> list[list[int]]:
 
 
 def test_fixed_are_rows_in_order(batch) -> None:
-    assert shape(packing.microbatches(batch, "fixed", mbs=3, token_budget=0)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert shape(room.microbatches(batch, "fixed", mbs=3, token_budget=0)) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 def test_dynamic_rows_times_longest_is_within_the_budget(batch) -> None:
-    pieces = packing.microbatches(batch, "dynamic", mbs=3, token_budget=40)
+    pieces = room.microbatches(batch, "dynamic", mbs=3, token_budget=40)
     assert shape(pieces) == [[2, 5], [4, 0, 6], [3, 1]]
     for piece in pieces:
         longest = max(piece["input_lengths"].tolist())
@@ -57,7 +57,7 @@ def test_dynamic_rows_times_longest_is_within_the_budget(batch) -> None:
 
 
 def test_packed_lengths_add_up_within_the_budget(batch) -> None:
-    pieces = packing.microbatches(batch, "packed", mbs=3, token_budget=35)
+    pieces = room.microbatches(batch, "packed", mbs=3, token_budget=35)
     assert shape(pieces) == [[2, 4, 3], [5, 0, 6, 1]]
     assert [int(piece["input_lengths"].sum()) for piece in pieces] == [35, 35]
 
@@ -65,7 +65,7 @@ def test_packed_lengths_add_up_within_the_budget(batch) -> None:
 @pytest.mark.parametrize("batching", ["dynamic", "packed"])
 def test_every_token_is_in_one_piece_as_it_was(batch, batching) -> None:
     found = {}
-    for piece in packing.microbatches(batch, batching, mbs=1, token_budget=24):
+    for piece in room.microbatches(batch, batching, mbs=1, token_budget=24):
         for row, ids, length in zip(
             *(piece[name].tolist() for name in ("sample_mask", "input_ids", "input_lengths")), strict=True
         ):
@@ -77,21 +77,19 @@ def test_every_token_is_in_one_piece_as_it_was(batch, batching) -> None:
 @pytest.mark.parametrize("batching", ["dynamic", "packed"])
 def test_a_sequence_above_the_budget_is_refused(batch, batching) -> None:
     with pytest.raises(BadInput, match="token_budget=19 is less than the longest sequence: it must be at least 20"):
-        packing.microbatches(batch, batching, mbs=1, token_budget=19)
+        room.microbatches(batch, batching, mbs=1, token_budget=19)
 
 
 @pytest.mark.parametrize("batching", ["fixed", "dynamic", "packed"])
 def test_no_rows_are_no_pieces(batch, batching) -> None:
     none = {name: value[:0] for name, value in batch.items()}
-    assert packing.microbatches(none, batching, mbs=2, token_budget=20) == []
+    assert room.microbatches(none, batching, mbs=2, token_budget=20) == []
 
 
 def test_a_piece_has_a_prediction_to_make_at_least(batch) -> None:
-    piece = packing.microbatches({name: value[1:2] for name, value in batch.items()}, "packed", mbs=1, token_budget=20)[
-        0
-    ]
+    piece = room.microbatches({name: value[1:2] for name, value in batch.items()}, "packed", mbs=1, token_budget=20)[0]
     assert piece["input_ids"].shape == (1, 2)
-    packed = packing.pack(piece)
+    packed = room.pack(piece)
     assert packed.input_ids.shape == (1, 1)
     model = from_weights(GEOMETRY, initial_weights(GEOMETRY, 1))
     unpacked = packed.unpack(next_logprobs(model, packed.input_ids, packed.positions, packed.segments))
@@ -103,7 +101,7 @@ def test_a_piece_has_a_prediction_to_make_at_least(batch) -> None:
 def test_packed_logprobs_and_gradients_are_those_of_rows(batch) -> None:
     weights = {name: value * 4 for name, value in initial_weights(GEOMETRY, 1).items()}
     models = [from_weights(GEOMETRY, weights, dtype=torch.float64) for _ in range(2)]
-    packed = packing.pack(batch)
+    packed = room.pack(batch)
     assert packed.positions[0, : 9 + 1 + 2].tolist() == [*range(9), 0, 0, 1]
     assert packed.segments[0, 8:12].tolist() == [0, 1, 2, 2]
     apart = logprobs(models[0], batch["input_ids"]) * batch["token_mask"][:, 1:]
@@ -117,7 +115,7 @@ def test_packed_logprobs_and_gradients_are_those_of_rows(batch) -> None:
 
 def test_segments_keep_sequences_apart(batch) -> None:
     model = from_weights(GEOMETRY, {name: value * 4 for name, value in initial_weights(GEOMETRY, 1).items()})
-    packed = packing.pack(batch)
+    packed = room.pack(batch)
     leaky = next_logprobs(model, packed.input_ids, packed.positions)
     good = next_logprobs(model, packed.input_ids, packed.positions, packed.segments)
     torch.testing.assert_close(leaky[0, :8], good[0, :8])

@@ -19,8 +19,8 @@ from kit.measure.memory import device_memory, host_memory, reset_peaks
 from kit.megatron import groups, model, split
 from kit.train import fsdp
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
+from kit.train.options import Settings
 from kit.train.plain import initial_weights
-from kit.train.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -20,7 +20,7 @@ from kit.megatron.gradients import Reductions, counted, reduced
 from kit.target import load
 from kit.train import fsdp
 from kit.train.batch import Batch, cut, rows
-from kit.train.settings import Settings
+from kit.train.options import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -21,8 +21,8 @@ from kit.sync.link import Listener
 from kit.sync.ring import LARGEST, Ring
 from kit.sync.sender import Target
 from kit.sync.transports.serialize import memory
+from kit.train.options import DEFAULTS
 from kit.train.plain import PlainModel
-from kit.train.settings import DEFAULTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,9 +1,11 @@
 """Training steps on FSDP2 (`fully_shard`, DTensor parameters): the plain one and the one that is cut into a stream."""
 
-from kit.train.fsdp.job import FsdpJob, build, forget_gradients
-from kit.train.fsdp.look import (
+from kit.train.fsdp.job import (
+    FsdpJob,
     Reductions,
+    build,
     counted,
+    forget_gradients,
     full_gradients,
     full_parameters,
     hooks,

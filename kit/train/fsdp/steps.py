@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import KitError
-from kit.train import metrics, packing
-from kit.train.batch import Batch, counts
+from kit.train import metrics
+from kit.train.batch import Batch, counts, microbatches, pack
 from kit.train.fsdp.job import FsdpJob, forget_gradients, local_gradients
 from kit.train.plain import logprobs, next_logprobs
 from kit.train.stream import Misuse, SplitStep
@@ -43,7 +43,7 @@ class Steps:
         pieces: list[Batch] = []
         refused: KitError | None = None
         try:
-            pieces = packing.microbatches(data, self.job.batching, mbs=mbs, token_budget=self.job.token_budget)
+            pieces = microbatches(data, self.job.batching, mbs=mbs, token_budget=self.job.token_budget)
         except KitError as error:
             refused = error
         most, any_refused = self._over_ranks([len(pieces), refused is not None], dist.ReduceOp.MAX)
@@ -75,7 +75,7 @@ class Steps:
     def logprobs(self, piece: Batch) -> torch.Tensor:
         if self.job.batching != "packed":
             return logprobs(self.job.model, piece["input_ids"])
-        packed = packing.pack(piece)
+        packed = pack(piece)
         return packed.unpack(next_logprobs(self.job.model, packed.input_ids, packed.positions, packed.segments))
 
     def reduce_next(self, *, on: bool) -> None:

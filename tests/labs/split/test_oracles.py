@@ -16,7 +16,7 @@ from kit.labs.split import compare, experts, extremes, updates
 from kit.labs.split.oracle import by_itself, oracle, true_counts
 from kit.train.fsdp.job import Schedule
 from kit.train.losses import ClippedPolicyGradient
-from kit.train.settings import Settings
+from kit.train.options import Settings
 
 TOLD = Settings(
     first_lr=1e-4, last_lr=2e-4, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-6, clip=0.1, warmup=20, decay=80

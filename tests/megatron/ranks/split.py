@@ -17,7 +17,7 @@ from kit.megatron.gradients import counted, reduced
 from kit.megatron.split import MegatronSplit, MegatronSync, hooks, random_states
 from kit.train.batch import Batch, cut, rows
 from kit.train.losses import ClippedPolicyGradient
-from kit.train.settings import Settings
+from kit.train.options import Settings
 from kit.train.stream import Misuse
 
 ROWS, MBS, LENGTH = 8, 2, 16  # rows of a data rank

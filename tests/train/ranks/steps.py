@@ -17,9 +17,9 @@ from kit.megatron.config import GEOMETRIES
 from kit.train import fsdp
 from kit.train.batch import Batch, counts, cut, rows
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
+from kit.train.options import Settings
 from kit.train.plain import from_weights, logprobs
 from kit.train.rollout import prepare, uneven
-from kit.train.settings import Settings
 
 GEOMETRY = dataclasses.replace(GEOMETRIES["tiny"], layers=2)
 CPU = torch.device("cpu")
