@@ -1,12 +1,14 @@
 """Rollouts as a real RL step sees them: answers sampled by an engine's weights, scored, with the log-probabilities of every party.
 
-`prepare` trains a plain model a little on the arithmetic task, samples from a bfloat16 copy, and moves the weights on, so that the four
-sets of log-probabilities differ as they do in life. The same seed gives the same bits on the same machine. Limits: adam only for the few
-updates here; whole model on one device.
+`prepare` trains a plain model a little on the arithmetic task (sums, differences and products of small numbers, a token per character),
+samples from a bfloat16 copy, and moves the weights on, so that the four sets of log-probabilities differ as they do in life. The same seed
+gives the same bits on the same machine. Limits: adam only for the few updates here; whole model on one device.
 """
 
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,15 +16,45 @@ import torch
 from kit.errors import BadInput
 from kit.train.batch import KEYS, Batch, cuts, rows
 from kit.train.plain import PlainModel, from_weights, initial_weights, logprobs
-from kit.train.task import END, LONGEST, PAD, Problem, encode, problems, reward
 
 if TYPE_CHECKING:
     from kit.megatron.config import Geometry
 
+PAD, END = 0, 10  # bytes that no problem holds: NUL and the end of a line
+LONGEST = 11  # tokens of "99*99=9801" and the end
 LR, WIDTH = 1e-3, 64  # of a model so wide; less for wider ones, which every update throws further
 LESSON = 16  # problems of one supervised update
 AT_ONCE = 8192  # tokens of one forward pass
 MASKED = 8  # one row in so many does not count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    prompt: str  # "17+25="
+    answer: str  # "42"
+
+
+def problems(seed: int, n: int) -> list[Problem]:
+    """n problems, the same for the same seed wherever it runs."""
+    draw = random.Random(seed)  # noqa: S311 - repeatable, not secret
+    made = []
+    for _ in range(n):
+        # random() alone is the same in every Python version; randrange and choice need not be.
+        left, right, sign = (int(draw.random() * limit) for limit in (100, 100, 3))
+        value = (left + right, left - right, left * right)[sign]
+        made.append(Problem(prompt=f"{left}{'+-*'[sign]}{right}=", answer=str(value)))
+    return made
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode("ascii"))
+
+
+def reward(problem: Problem, answer: list[int]) -> float:
+    """0 to 1 for the tokens that were written, end included: three parts for right characters in place, one for the length."""
+    wanted = [*encode(problem.answer), END]
+    right = sum(a == b for a, b in zip(wanted, answer, strict=False))
+    return 0.75 * right / len(wanted) + 0.25 / (1 + abs(len(answer) - len(wanted)))
 
 
 def prepare(

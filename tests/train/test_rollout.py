@@ -11,8 +11,7 @@ from kit.errors import BadInput
 from kit.megatron.config import GEOMETRIES
 from kit.train.batch import KEYS, Batch, counts, cut
 from kit.train.plain import from_weights
-from kit.train.rollout import prepare, score, uneven
-from kit.train.task import END, PAD, encode, problems
+from kit.train.rollout import END, PAD, encode, prepare, problems, score, uneven
 
 GEOMETRY = GEOMETRIES["tiny"]
 PROMPTS, GROUP = 10, 4
