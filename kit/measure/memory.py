@@ -18,7 +18,6 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit import gpu, machine
-from kit.measure.clock import is_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,7 +53,7 @@ def host_memory(status: Mapping[str, int] | None = None) -> HostMemory:
 
 def device_memory(device: str) -> DeviceMemory | None:
     """Read allocator and driver; None on "cpu"."""
-    if not is_cuda(device):
+    if not device.startswith("cuda"):
         return None
     import torch
 
@@ -91,7 +90,7 @@ def bus_of(device: str) -> str | None:
 
 def reset_peaks(device: str = "cpu") -> str | None:
     """Reset the host's and the allocator's peaks to the current levels. Returns why the kernel refused, or None."""
-    if is_cuda(device):
+    if device.startswith("cuda"):
         import torch
 
         torch.cuda.reset_peak_memory_stats(device)

@@ -7,11 +7,11 @@ outer ones. Peaks are of the process and include threads that work beside the ph
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from kit import machine
-from kit.measure.clock import current_device, synchronize
 from kit.measure.memory import device_memory, host_memory, reset_peaks
 from kit.measure.observers.births import registered
 
@@ -26,6 +26,28 @@ class Metric(NamedTuple):
     metric: str
     value: float
     unit: str
+
+
+def current_device() -> str:
+    """Return "cuda:N" once this process has initialised CUDA, else "cpu": asking must not put a context on a GPU."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return "cpu"
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has finished all its work. An error of an earlier kernel is raised here."""
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def now(device: str = "cpu") -> float:
+    """Seconds of a monotonic clock (for differences), read after the device has finished its work: a kernel launch returns at once."""
+    synchronize(device)
+    return time.perf_counter()
 
 
 _open: list[PhaseMeter] = []

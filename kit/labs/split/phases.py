@@ -16,7 +16,7 @@ from kit.labs.split.compare import Tensors
 from kit.labs.split.config import KIT_LOSS, KIT_MODEL, Case, SplitConfig, cases
 from kit.labs.split.losses import LossContext, make_loss
 from kit.labs.split.oracle import by_itself, oracle, true_counts
-from kit.measure import clock
+from kit.measure.phase import now
 from kit.megatron import groups
 from kit.train.plain import from_weights, logprobs
 
@@ -49,9 +49,9 @@ class Calls:
     def time(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         if not self.on:
             return function(*args)
-        self.looked, started = 0.0, clock.now(self.device)
+        self.looked, started = 0.0, now(self.device)
         result = function(*args)
-        self.seconds.append((name, clock.now(self.device) - started - self.looked))
+        self.seconds.append((name, now(self.device) - started - self.looked))
         return result
 
 
@@ -262,7 +262,7 @@ class Split:
 
         def look() -> None:
             # A piece-wise step has to wait for the device by itself; waiting here would hide that one does not.
-            started = clock.now(calls.device) if plain and calls.on else time.perf_counter()
+            started = now(calls.device) if plain and calls.on else time.perf_counter()
             used.append(max(float(group["lr"]) for group in job.optimizer.param_groups))
             found = backend.gradients(job)
             if self.ctx.rank == 0:
