@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 from kit.bench import pace
 from kit.bench.reference.parts import bench, lab, on_cpu, split
 from kit.bench.reference.running import is_settled, perform
-from kit.bench.rows import Row, row
-from kit.bench.session import unmeasured
+from kit.bench.rows import Row, row, unmeasured
+from kit.bench.session import Part, Session
 
 if TYPE_CHECKING:
-    from kit.bench.cost import Cost
     from kit.bench.pace import Pace
     from kit.bench.reference.parts import Part as Referenced
-    from kit.bench.session import Part, Session
 
 WITHIN = 1.5
 
@@ -43,15 +41,15 @@ QUICK = Sizes(
 )
 
 
-def parts(session: Session, sizes: Sizes) -> dict[str, Part]:
+def parts(sizes: Sizes, _: str) -> dict[str, Part]:
     measured: list[Pace] = []
 
-    def held(part: Referenced) -> list[Row]:
+    def held(session: Session, part: Referenced) -> list[Row]:
         if not measured:
             measured.append(pace.measure("cpu"))
         return against(session, part, measured[0])
 
-    return {part.name: partial(held, part) for part in sizes.parts}
+    return {part.name: Part(partial(held, part=part), part.cost) for part in sizes.parts}
 
 
 def against(session: Session, part: Referenced, at: Pace) -> list[Row]:
@@ -64,7 +62,3 @@ def against(session: Session, part: Referenced, at: Pace) -> list[Row]:
     ids = {"part": part.name, "seconds": told["seconds"], "predicted": round(predicted, 1)}
     what = f"{part.name}: measured against predicted"
     return [row(what, [max(over, 1 / over)], unit="x", limit=WITHIN, note=note, ids=ids)]
-
-
-def costs(sizes: Sizes) -> dict[str, Cost]:
-    return {part.name: part.cost for part in sizes.parts}

@@ -110,7 +110,7 @@ def measure(device: str) -> Pace:
         bare = time.perf_counter() - began
         world.run(LOAD)  # on both at once; a preload does it once for both, and takes about as long
         loaded = time.perf_counter() - began
-        told = world.call("kit.bench.paceonranks:primitives")
+        told = world.call("kit.bench.onranks:primitives")
     return Pace(
         device=device,
         process_s=process,
@@ -131,4 +131,4 @@ def process_seconds() -> float:
 def copy_seconds() -> float:
     """Of host memory alone, for doctor, which measures copies only where there is a GPU."""
     with World(1, device="cpu") as world:
-        return float(world.call("kit.bench.paceonranks:copy")[0])
+        return float(world.call("kit.bench.onranks:copy")[0])

@@ -11,15 +11,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kit.bench.cost import Cost
-from kit.bench.report import progress
-from kit.bench.rows import Row, row
+from kit.bench.rows import Row, progress, row, unmeasured
+from kit.bench.session import Part, Session
 from kit.routing import FLAG
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kit.bench.session import Part, Session
     from kit.results import Run
 
 WAYS = ("torch", "torchcomms")
@@ -38,8 +37,9 @@ class Sizes:
 QUICK = Sizes(turns=1, cycles=1)
 
 
-def parts(session: Session, sizes: Sizes) -> dict[str, Part]:
-    return {"offload": partial(offload, session, sizes)}
+def parts(sizes: Sizes, _: str) -> dict[str, Part]:
+    """The cost is where torchcomms is not in effect, which is everywhere so far; else it is some runs of the offload lab."""
+    return {"offload": Part(partial(offload, sizes=sizes), Cost(world=1))}
 
 
 def offload(session: Session, sizes: Sizes) -> Iterator[Row]:
@@ -49,11 +49,8 @@ def offload(session: Session, sizes: Sizes) -> Iterator[Row]:
 
 
 def not_measured(why: str) -> list[Row]:
-    note = f"not measured: {why}"
-    return [
-        Row(what=NUMBERS, unit="1", limit=0.0, note=note),
-        *(Row(what=f"{phase}, time on over off", unit="ratio", note=note) for phase in PHASES),
-    ]
+    times = [unmeasured(f"{phase}, time on over off", why, unit="ratio") for phase in PHASES]
+    return [unmeasured(NUMBERS, why, unit="1", limit=0.0), *times]
 
 
 def side_by_side(session: Session, sizes: Sizes) -> Iterator[Row]:
@@ -91,8 +88,3 @@ def seconds(run: Run, phase: str) -> float:
     frame = run.frame()
     taken = frame[(frame["phase"] == phase) & (frame["metric"] == "seconds")]
     return float(taken.groupby("cycle")["value"].max().sum())
-
-
-def costs(_: Sizes) -> dict[str, Cost]:
-    """Where torchcomms is not in effect, which is everywhere so far; else it is some runs of the offload lab."""
-    return {"offload": Cost(world=1)}

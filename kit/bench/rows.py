@@ -1,22 +1,27 @@
-"""One row of a bench: a question, the spread of its answers, and what was asked for."""
+"""Rows, the samples that they are made of, and the table in which people read them."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kit.errors import KitError
+
 KIT = "kit"
+HEADS = ("what", "who", "median", "low", "high", "n", "unit", "at most", "aim", "ceiling", "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """`low` and `high` are the least and the greatest of `n` samples. Less is better; `limit` is "at most", `aim` is what would be
-    excellent, `ceiling` what the machine could do at best. Without samples `median` is None and `note` says why.
+    """One question and the spread of its answers: `low` and `high` are the least and the greatest of `n` samples.
 
-    `ids` say what the row is about (way, groups, ranks, ...) for programs, which do not read `what`. In one bench a row is known by
-    `what` and `who`: a later one with the same replaces it."""
+    Less is better; `limit` is "at most", `aim` is what would be excellent, `ceiling` what the machine could do at best. Without samples
+    `median` is None and `note` says why. `ids` say what the row is about (way, groups, ranks, ...) for programs, which do not read `what`.
+    In one bench a row is known by `what` and `who`: a later one with the same replaces it."""
 
     what: str
     who: str = KIT
@@ -46,3 +51,66 @@ def row(what: str, samples: Sequence[float], **about: Any) -> Row:
         return Row(what=what, **about)
     middle = statistics.median(samples)
     return Row(what=what, median=middle, low=min(samples), high=max(samples), n=len(samples), **about)
+
+
+def unmeasured(what: str, why: KitError | str, **about: Any) -> Row:
+    """A row without samples, with the reason in a line."""
+    return Row(what=what, note=f"not measured: {first_line(why)}", **about)
+
+
+def first_line(text: object) -> str:
+    return str(text).partition("\n")[0]
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Turn by turn: what disturbs the machine disturbs both."""
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def progress(text: str) -> None:
+    """What is being measured now; silent when nobody watches."""
+    if sys.stderr.isatty():
+        print(f"... {text}", file=sys.stderr)
+
+
+# -- what people read ----------------------------------------------------------------------------------------------------
+
+
+def seated(seat: Mapping[str, Any]) -> str:
+    """Where ranks sat, in a line."""
+    ranks = f"{seat['ranks']} rank{'s' * (seat['ranks'] > 1)}"
+    return f"{ranks} on {', '.join(dict.fromkeys(seat['devices']))} ({seat['why']})"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Numbers to the right, words to the left; notes stand under the table."""
+    notes = [f"{one.who}, {one.what}: {one.note}" for one in rows if one.note]
+    told = columns([HEADS, *map(_cells, rows)], left={"what", "who", "unit", ""})
+    return "\n".join([told, "", *notes] if notes else [told])
+
+
+def columns(lines: Sequence[Sequence[str]], *, left: Collection[str] = ()) -> str:
+    """A table of texts, the first line its heads; columns are pushed to the right but those whose head is in `left`."""
+    from tabulate import tabulate  # here, since the ranks import benches too and need not have it
+
+    sides = ["left" if head in left else "right" for head in lines[0]]
+    told: str = tabulate(lines, tablefmt="plain", disable_numparse=True, colalign=sides)
+    return told
+
+
+def _cells(one: Row) -> list[str]:
+    judged = {None: "", True: "met", False: "NOT MET"}[one.met]
+    low, high, n = (number(one.low), number(one.high), str(one.n)) if one.n else ("", "", "")
+    median = number(one.median) if one.n else "-"
+    return [one.what, one.who, median, low, high, n, one.unit, *map(number, (one.limit, one.aim, one.ceiling)), judged]
+
+
+def number(value: float | None) -> str:
+    """Three significant digits."""
+    return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kit.bench.report import progress, tell
-from kit.bench.rows import Row
+from kit.bench.cost import Cost
+from kit.bench.rows import Row, progress, seated, table, unmeasured
 from kit.errors import BadInput, KitError
 from kit.gpu import has_driver
+from kit.results.recorded import machine
 from kit.world import World
 
 if TYPE_CHECKING:
@@ -32,11 +33,16 @@ if TYPE_CHECKING:
 
     from kit.results import Run
 
-    Part = Callable[[], Iterable[Row]]
-
 INTERRUPTED = 130
 SHARED = "shared GPU, not a product number"
 Seat = dict[str, Any]
+
+
+class Part(NamedTuple):
+    """A part of a bench: what it measures with a session, and what that costs a machine, from which `kit reference` has its limit."""
+
+    work: Callable[[Session], Iterable[Row]]
+    cost: Cost = Cost()
 
 
 class Session:
@@ -66,21 +72,18 @@ class Session:
         if self.book.provenance is None:
             self.book.describe(world.call("kit.measure:provenance", ranks=[world.numbers[0]])[0])
 
-    def shared(self, ranks: int, **options: Any) -> World:
-        """The same World for every part that asks for the same; after a part that broke, a fresh one."""
-        key = repr((ranks, sorted(options.items())))
-        if key in self._shared:
-            self.watch(self._shared[key])
-        else:
-            self._shared[key] = self.world(ranks, **options)
-        return self._shared[key]
+    def shared(self, ranks: int, *, fresh: bool = False, **options: Any) -> World:
+        """The same World for every part that asks for the same; after a part that broke, a new one.
 
-    def fresh(self, ranks: int, **options: Any) -> World:
-        """The shared World with fresh processes: torch and what is preloaded are loaded once for all parts."""
-        used = self._shared.keys() & {repr((ranks, sorted(options.items())))}
-        world = self.shared(ranks, **options)
-        if used:
+        `fresh`: with new processes, while torch and what is preloaded are loaded once for all parts."""
+        key = repr((ranks, sorted(options.items())))
+        world = self._shared.get(key)
+        if world is None:
+            world = self._shared[key] = self.world(ranks, **options)
+            return world
+        if fresh:
             world.restart()
+        self.watch(world)
         return world
 
     def drop_shared(self) -> None:
@@ -197,10 +200,10 @@ def conduct(
     how = "broke"
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch:
         session = Session(device_for(device), Path(scratch), book)
-        parts = chosen(name, module.parts(session, sizes), only)
+        parts = chosen(name, module.parts(sizes, session.device), only)
         book.begin()
         try:
-            for part, work in parts.items():
+            for part, (work, _) in parts.items():
                 perform(session, part, work)
             if book.provenance is None:
                 session.world(1, device="cpu").close()
@@ -210,32 +213,39 @@ def conduct(
         finally:
             session.drop_shared()
             book.end(how)
-    rows = list(book.rows.values())
-    shown = module.table(rows) if hasattr(module, "table") else None
-    tell(book.bench, rows, book.provenance, as_json=as_json, shown=shown, seats=book.seats, parts=book.parts)
+    tell(book, as_json=as_json, shown=getattr(module, "table", table))
     if how == "interrupted":
         print(f"interrupted: {len(book.parts)} of {len(parts)} parts were finished", file=sys.stderr)
         return INTERRUPTED
     return 0
 
 
-def perform(session: Session, part: str, work: Part) -> None:
+def tell(book: Book, *, as_json: bool, shown: Callable[[Sequence[Row]], str] = table) -> None:
+    """A table for people, the machine in a line, and with --json one JSON object as the last line."""
+    rows = list(book.rows.values())
+    print(shown(rows))
+    print()
+    if book.provenance is not None:
+        print(machine(book.provenance))
+    for seat in book.seats:
+        print(f"seats: {seated(seat)}")
+    if as_json:
+        said = {"bench": book.bench, "rows": [one.to_json() for one in rows], "provenance": book.provenance}
+        print(json.dumps({**said, "seats": book.seats, "parts": book.parts}))
+
+
+def perform(session: Session, part: str, work: Callable[[Session], Iterable[Row]]) -> None:
     """One part. Its time stands with it, also where it broke."""
     progress(part)
     began = time.monotonic()
     session.book.shared = False
     try:
-        for row in work():
+        for row in work(session):
             session.book.keep(part, row)
     except KitError as error:
         session.drop_shared()
         session.book.keep(part, unmeasured(part, error))
     session.book.took(part, time.monotonic() - began)
-
-
-def unmeasured(what: str, why: KitError | str, **about: Any) -> Row:
-    """A row without samples, with the reason in a line."""
-    return Row(what=what, note=f"not measured: {str(why).partition(chr(10))[0]}", **about)
 
 
 def chosen(name: str, parts: Mapping[str, Part], only: Sequence[str]) -> dict[str, Part]:

@@ -7,26 +7,23 @@ what it is sent is not in these times.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kit.bench.report import progress
-from kit.bench.rows import Row, row
+from kit.bench.rows import Row, progress, row, seconds_of
+from kit.bench.session import Part, Session
 from kit.labs.discover import find
 from kit.labs.offload.config import OffloadConfig
 from kit.measure import provenance
 from kit.results import Record, create_run
 
 if TYPE_CHECKING:
-    from kit.bench.session import Part, Session
     from kit.labs.definition import Step
-    from kit.results import Run
     from kit.view.panel.model import PanelModel
-    from kit.view.panel.records_tab import Grid
 
 MS = 1e3
 MIB = 2**20
@@ -55,31 +52,30 @@ class Sizes:
 QUICK = Sizes(many=20_000, moves=5, opens=2, panels=2)
 
 
-def parts(session: Session, sizes: Sizes) -> dict[str, Part]:
-    folder = session.logs / "runs"
+def parts(sizes: Sizes, _: str) -> dict[str, Part]:
+    made: dict[int, Path] = {}
 
-    def run_of(records: int) -> Path:
-        if records not in made:
-            progress(f"{records} records")
-            made[records] = made_up(folder, records)
-        return made[records]
+    def among_runs(part: Callable[[Path, Sizes], list[Row]], records: int) -> Part:
+        """A part that is given a run of so many records, and finds it as the last run."""
 
-    def among(part: Callable[[], Sequence[Row]]) -> Part:
-        def work() -> Sequence[Row]:
+        def work(session: Session) -> list[Row]:
+            folder = session.logs / "runs"
             folder.mkdir(exist_ok=True)
             if session.book.provenance is None:
                 session.book.describe(provenance())
+            if records not in made:
+                progress(f"{records} records")
+                made[records] = made_up(folder, records)
             with runs_in(folder):
-                return part()
+                return part(made[records], sizes)
 
-        return work
+        return Part(work)
 
-    made: dict[int, Path] = {}
     return {
-        "opening": among(lambda: opening(run_of(sizes.many), sizes)),
-        "panels": among(lambda: panels(run_of(sizes.records), sizes)),
-        "moving": among(lambda: moving(run_of(sizes.records), sizes)),
-        "filtering": among(lambda: sifting(run_of(sizes.many), sizes)),
+        "opening": among_runs(opening, sizes.many),
+        "panels": among_runs(panels, sizes.records),
+        "moving": among_runs(moving, sizes.records),
+        "filtering": among_runs(sifting, sizes.many),
     }
 
 
@@ -146,12 +142,7 @@ def told(step: Step, rank: int) -> list[tuple[str, float, str]]:
 
 
 def samples(n: int, once: Callable[[], object], scale: float = 1.0) -> list[float]:
-    taken = []
-    for _ in range(n):
-        began = time.perf_counter()
-        once()
-        taken.append(scale * (time.perf_counter() - began))
-    return taken
+    return [scale * seconds_of(once) for _ in range(n)]
 
 
 def opening(folder: Path, sizes: Sizes) -> list[Row]:
@@ -174,57 +165,41 @@ def panels(run: Path, sizes: Sizes) -> list[Row]:
 
     os.utime(run / "run.json")  # it is the last one now
     progress(f"a panel, {sizes.panels} times")
-
-    def once() -> None:
-        kit.panel("offload").close()
-
-    first, *later = samples(sizes.panels + 1, once)
+    first, *later = samples(sizes.panels + 1, lambda: kit.panel("offload").close())
     what = "a panel made, with its last run judged and a first plot drawn"
     note = f"{MADE_UP}; the first one, which loads what it needs, took {first:.2g} s"
     return [row(what, later, note=note)]
 
 
 def moving(folder: Path, sizes: Sizes) -> list[Row]:
-    """A limit that moves by another step each time, up to all that is sent to the browser."""
+    """A limit that moves by another step each time, up to all that is sent to the browser; the first move is not counted."""
     from kit.public import load
     from kit.view.panel.model import PanelModel
     from kit.view.panel.plots_tab import PlotsTab
     from kit.view.panel.verdict import VerdictTab
 
-    def model_of() -> PanelModel:
-        made = PanelModel(find("offload"))
-        made.show(load(folder))
-        return made
-
-    count = len(load(folder).frame())
+    run = load(folder)
+    count = len(run.frame())
     progress(f"moving limits of {count} records")
-    model = model_of()
-    _shown = VerdictTab(model)
-    rows = [
-        row(
-            f"a limit moved, to the verdict shown anew, {count} records",
-            moved(model, "drift_mib", sizes.moves),
-            unit="ms",
-            limit=100.0,
-            note=MADE_UP,
-        )
-    ]
-    for name, limit in PLOTS.items():
-        model = model_of()
+
+    def moved(what: str, limit: str, at_most: float, tab_of: Callable[[PanelModel], object]) -> Row:
+        model = PanelModel(find("offload"))
+        model.show(load(folder))
+        _shown = tab_of(model)
+        values = iter(range(1000, 1001 + sizes.moves))
+        _, *taken = samples(sizes.moves + 1, lambda: model.move(limit, float(next(values))), MS)
+        return row(f"a limit moved, to {what}, {count} records", taken, unit="ms", limit=at_most, note=MADE_UP)
+
+    def plot(model: PanelModel, name: str) -> PlotsTab:
         tab = PlotsTab(model)
         tab.visible = True
         tab.choice.value = name
-        taken = moved(model, limit, sizes.moves)
-        what = f"a limit moved, to the plot {name!r} drawn anew, {count} records"
-        rows.append(row(what, taken, unit="ms", limit=300.0, note=MADE_UP))
-    return rows
+        return tab
 
-
-def moved(model: PanelModel, limit: str, n: int) -> list[float]:
-    """Times of moves, after one that is not counted."""
-    steps = iter(range(1, n + 2))
-    model.move(limit, 1000.0)
-    return samples(n, lambda: model.move(limit, 1000.0 + next(steps)), MS)
+    plots = [
+        moved(f"the plot {name!r} drawn anew", limit, 300.0, partial(plot, name=name)) for name, limit in PLOTS.items()
+    ]
+    return [moved("the verdict shown anew", "drift_mib", 100.0, VerdictTab), *plots]
 
 
 def sifting(folder: Path, sizes: Sizes) -> list[Row]:
@@ -232,20 +207,11 @@ def sifting(folder: Path, sizes: Sizes) -> list[Row]:
     from kit.public import load
     from kit.view.panel.records_tab import Grid
 
-    run: Run = load(folder)
+    run = load(folder)
     grid = Grid()
     grid.show(records_table(run))
     count = len(run.frame())
     progress(f"filtering {count} rows")
-    words = [f'phase == "reload" and rank == {index % RANKS} and value > {index}' for index in range(sizes.moves)]
-    what = f"a word more in the filter of a table of {count} rows"
-    return [row(what, filled(grid, words), unit="ms", note=MADE_UP)]
-
-
-def filled(grid: Grid, words: Sequence[str]) -> list[float]:
-    left = iter(words)
-
-    def once() -> None:
-        grid.words.value = next(left)
-
-    return samples(len(words), once, MS)
+    words = iter([f'phase == "reload" and rank == {index % RANKS} and value > {index}' for index in range(sizes.moves)])
+    taken = samples(sizes.moves, lambda: setattr(grid.words, "value", next(words)), MS)
+    return [row(f"a word more in the filter of a table of {count} rows", taken, unit="ms", note=MADE_UP)]

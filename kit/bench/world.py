@@ -15,23 +15,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kit.bench import remains
 from kit.bench.cost import Cost, crowd
 from kit.bench.onranks import REDUCED
-from kit.bench.peers import STARTED, STEPPED, TOLD, VANISHED, peers
-from kit.bench.report import progress
-from kit.bench.rows import Row, row
+from kit.bench.peers import STARTED, STEPPED, TOLD, VANISHED, end, environment, marked, peers, seconds_until_gone
+from kit.bench.rows import Row, first_line, progress, ratios, row, seconds_of, unmeasured
+from kit.bench.session import Part
 from kit.errors import KitError, RankDied
 from kit.world import World, interpreter, leftovers
 from kit.world.pending import Pending, wait
 
-if TYPE_CHECKING:
-    from kit.bench.session import Part, Session
-
-ROOT = Path(__file__).resolve().parents[2]
 MS = 1e3
 PHASE_S = 0.1
 SETTLE_S = 0.1  # from "waiting" to the kill: by then rank 0 is inside the collective
@@ -66,22 +62,28 @@ QUICK = Sizes(
 )
 
 
-def parts(session: Session, sizes: Sizes) -> dict[str, Part]:
-    """All on the CPU, as its ranks are. Those of one World share it."""
+def parts(sizes: Sizes, _: str) -> dict[str, Part]:
+    """All on the CPU, as its ranks are. Those of one World share it, which is counted with the first."""
 
-    def two() -> World:
-        return session.shared(2, device="cpu", observer=LISTENER)
+    def of_two(part: Callable[[World, Sizes], list[Row]], cost: Cost) -> Part:
+        return Part(lambda session: part(session.shared(2, device="cpu", observer=LISTENER), sizes), cost)
+
+    def alone(part: Callable[[Path, Sizes], list[Row]], cost: Cost) -> Part:
+        return Part(lambda session: part(session.logs, sizes), cost)
 
     return {
-        "start": lambda: [start(session.logs, sizes)],
-        "megatron": lambda: start_with_megatron(session.logs, sizes),
-        "step": lambda: step(two(), sizes),
-        "death": lambda: [death(two(), sizes)],
-        "restart": lambda: [restart(two(), sizes)],
-        "calls": lambda: [in_flight(session.logs, sizes)],
-        "notebook": lambda: [kernel_death(session.logs, sizes)],
-        "help": lambda: [help_(sizes)],
-        "peers": lambda: peers(trials=sizes.peer_trials, steps=sizes.steps),
+        "start": alone(start, Cost(world=sizes.starts)),
+        "megatron": alone(start_with_megatron, Cost(megatron=1.5 * sizes.megatron + 0.5)),
+        "step": of_two(step, Cost(world=1.2, idle=2.5 * sizes.phases * PHASE_S)),
+        "death": of_two(death, Cost(world=0.2 * sizes.deaths, idle=0.2 * sizes.deaths)),
+        "restart": of_two(restart, Cost(world=0.2 * sizes.restarts)),
+        "calls": alone(in_flight, Cost(world=0.6 * crowd(WIDE) + 0.2 * sizes.flights)),
+        "notebook": alone(kernel_death, Cost(world=1.4 * sizes.kernels)),
+        "help": alone(help_, Cost(process=0.05 * sizes.helps)),
+        "peers": Part(
+            lambda _: peers(trials=sizes.peer_trials, steps=sizes.steps),
+            Cost(world=4 * sizes.peer_trials, idle=2 * sizes.peer_trials),
+        ),
     }
 
 
@@ -132,8 +134,8 @@ def start_once(logs: Path, preload: Sequence[str] = ()) -> float:
     return took
 
 
-def start(logs: Path, sizes: Sizes) -> Row:
-    return row(STARTED, samples(sizes.starts, lambda: start_once(logs), STARTED), limit=2.5, aim=1.0)
+def start(logs: Path, sizes: Sizes) -> list[Row]:
+    return [row(STARTED, samples(sizes.starts, lambda: start_once(logs), STARTED), limit=2.5, aim=1.0)]
 
 
 def start_with_megatron(logs: Path, sizes: Sizes) -> list[Row]:
@@ -142,35 +144,23 @@ def start_with_megatron(logs: Path, sizes: Sizes) -> list[Row]:
     over = "the same, over python -c 'import megatron.core'"
     found = interpreter.find()
     if not found.megatron:
-        note = "not measured: the ranks' interpreter has no megatron.core"
-        return [Row(what=what, limit=4.5, aim=3.0, note=note), Row(what=over, unit="x", limit=1.3, note=note)]
+        why = "the ranks' interpreter has no megatron.core"
+        return [unmeasured(what, why, limit=4.5, aim=3.0), unmeasured(over, why, unit="x", limit=1.3)]
 
     def import_once() -> float:
-        began = time.perf_counter()
-        subprocess.run([found.path, "-c", "import megatron.core"], check=True, capture_output=True)
-        return time.perf_counter() - began
+        return seconds_of(partial(run_once, [found.path, "-c", "import megatron.core"]))
 
     import_once()  # from here on the files are in the page cache
     progress(f"{what}, {sizes.megatron} times")
     pairs = [(start_once(logs, ["megatron.core"]), import_once()) for _ in range(sizes.megatron)]
-    imports = statistics.median(taken for _, taken in pairs)
-    return [
-        row(what, [taken for taken, _ in pairs], limit=4.5, aim=3.0),
-        row(
-            over,
-            [taken / bare for taken, bare in pairs],
-            unit="x",
-            limit=1.3,
-            note=f"the import takes {imports:.2f} s, median",
-        ),
-    ]
+    starts, imports = ([pair[place] for pair in pairs] for place in (0, 1))
+    note = f"the import takes {statistics.median(imports):.2f} s, median"
+    return [row(what, starts, limit=4.5, aim=3.0), row(over, ratios(starts, imports), unit="x", limit=1.3, note=note)]
 
 
 def step(world: World, sizes: Sizes) -> list[Row]:
     def once(code: str) -> float:
-        began = time.perf_counter()
-        world.run(code)
-        return MS * (time.perf_counter() - began)
+        return MS * seconds_of(lambda: world.run(code))
 
     all_reduce(world)
     world.run("from kit.measure import PhaseMeter")
@@ -188,18 +178,15 @@ def step(world: World, sizes: Sizes) -> list[Row]:
     ]
 
 
-def in_flight(logs: Path, sizes: Sizes) -> Row:
+def in_flight(logs: Path, sizes: Sizes) -> list[Row]:
     """Calls to 8 ranks, each to one of them: with every rank busy as soon as it is free, over one call after another."""
     what = f"{FLYING} calls over {WIDE} ranks, in flight at once, over one after another"
 
-    def in_turn(world: World) -> float:
-        began = time.perf_counter()
+    def in_turn(world: World) -> None:
         for number in range(FLYING):
             world.call(EMPTY, ranks=[number % WIDE])
-        return time.perf_counter() - began
 
-    def at_once(world: World) -> float:
-        began = time.perf_counter()
+    def at_once(world: World) -> None:
         free, flying, sent = list(range(WIDE)), list[Pending](), 0
         while sent < FLYING or flying:
             while free and sent < FLYING:
@@ -208,13 +195,13 @@ def in_flight(logs: Path, sizes: Sizes) -> Row:
             done = wait(flying)
             flying = [one for one in flying if one not in done]
             free += [rank for one in done for rank in one.result()]
-        return time.perf_counter() - began
 
     with World(WIDE, device="cpu", logs=logs, observer=Listener()) as world:
         for rank in range(WIDE):
             world.call(EMPTY, ranks=[rank])
-        taken = samples(sizes.flights, lambda: at_once(world) / in_turn(world), what)
-    return row(what, taken, unit="x", limit=2.0)
+        both = partial(at_once, world), partial(in_turn, world)
+        taken = samples(sizes.flights, lambda: seconds_of(both[0]) / seconds_of(both[1]), what)
+    return [row(what, taken, unit="x", limit=2.0)]
 
 
 def death_once(world: World, words: list[str]) -> float:
@@ -238,33 +225,34 @@ def death_once(world: World, words: list[str]) -> float:
         told = time.perf_counter()
         if (error.rank, error.signal, error.phase) != (1, "SIGKILL", "collective"):
             raise
-        words[:] = [f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"]
+        words[:] = [f"{type(error).__name__}: {first_line(error)}"]
     finally:
         killer.join()
     world.restart()
     return told - killed[0]
 
 
-def death(world: World, sizes: Sizes) -> Row:
+def death(world: World, sizes: Sizes) -> list[Row]:
     words: list[str] = []
     taken = samples(sizes.deaths, lambda: death_once(world, words), TOLD)
-    return row(TOLD, taken, limit=0.5, aim=0.05, note="".join(words))
+    return [row(TOLD, taken, limit=0.5, aim=0.05, note="".join(words))]
 
 
-def restart_once(world: World) -> float:
-    before = world.pids
-    began = time.perf_counter()
-    world.restart()
-    all_reduce(world)
-    took = time.perf_counter() - began
-    if set(before) & set(world.pids):
-        raise KitError(f"after restart() the ranks are {world.pids}, and before it they were {before}")
-    return took
-
-
-def restart(world: World, sizes: Sizes) -> Row:
+def restart(world: World, sizes: Sizes) -> list[Row]:
     what = "World.restart(), fresh processes, to their first all-reduce done"
-    return row(what, samples(sizes.restarts, lambda: restart_once(world), what), limit=1.0, aim=0.1)
+
+    def again() -> None:
+        world.restart()
+        all_reduce(world)
+
+    def once() -> float:
+        before = world.pids
+        took = seconds_of(again)
+        if set(before) & set(world.pids):
+            raise KitError(f"after restart() the ranks are {world.pids}, and before it they were {before}")
+        return took
+
+    return [row(what, samples(sizes.restarts, once, what), limit=1.0, aim=0.1)]
 
 
 def kernel_death_once(logs: Path) -> float:
@@ -278,14 +266,14 @@ def kernel_death_once(logs: Path) -> float:
         def fits(mark: str) -> bool:
             return mark.split(":")[1] == owner
 
-        known = remains.marked(fits)
+        known = marked(fits)
         began = time.perf_counter()
         holder.kill()
         if said != b"ready\n" or len(known) < 3:
             raise KitError(f"a World in another process did not start; it has the processes {known}")
-        took = remains.seconds_until_gone(fits, known, began, GONE_S)
+        took = seconds_until_gone(fits, known, began, GONE_S)
         if took is None:
-            remains.end(fits)
+            end(fits)
             raise KitError(f"{GONE_S:.0f} s after the SIGKILL of its notebook a World still had processes")
         while any(folder.name.split(":")[1:2] == [owner] for folder in leftovers.base().iterdir()):
             took = time.perf_counter() - began
@@ -294,34 +282,16 @@ def kernel_death_once(logs: Path) -> float:
     return took
 
 
-def kernel_death(logs: Path, sizes: Sizes) -> Row:
-    return row(VANISHED, samples(sizes.kernels, lambda: kernel_death_once(logs), VANISHED), limit=2.0)
+def kernel_death(logs: Path, sizes: Sizes) -> list[Row]:
+    return [row(VANISHED, samples(sizes.kernels, lambda: kernel_death_once(logs), VANISHED), limit=2.0)]
 
 
-def help_(sizes: Sizes) -> Row:
+def help_(_: Path, sizes: Sizes) -> list[Row]:
     def once() -> float:
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "kit", "--help"], env=environment(), check=True, capture_output=True)
-        return time.perf_counter() - began
+        return seconds_of(partial(run_once, [sys.executable, "-m", "kit", "--help"], environment()))
 
-    return row("kit --help", samples(sizes.helps, once, "kit --help"), limit=0.3)
+    return [row("kit --help", samples(sizes.helps, once, "kit --help"), limit=0.3)]
 
 
-def environment() -> dict[str, str]:
-    """Ours, with the kit to be found wherever this process found it."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-
-def costs(sizes: Sizes) -> dict[str, Cost]:
-    """The World that three parts share is counted with the first."""
-    return {
-        "start": Cost(world=sizes.starts),
-        "megatron": Cost(megatron=1.5 * sizes.megatron + 0.5),
-        "step": Cost(world=1.2, idle=2.5 * sizes.phases * PHASE_S),
-        "death": Cost(world=0.2 * sizes.deaths, idle=0.2 * sizes.deaths),
-        "restart": Cost(world=0.2 * sizes.restarts),
-        "calls": Cost(world=0.6 * crowd(WIDE) + 0.2 * sizes.flights),
-        "notebook": Cost(world=1.4 * sizes.kernels),
-        "help": Cost(process=0.05 * sizes.helps),
-        "peers": Cost(world=4 * sizes.peer_trials, idle=2 * sizes.peer_trials),
-    }
+def run_once(command: Sequence[str], env: dict[str, str] | None = None) -> None:
+    subprocess.run(command, env=env, check=True, capture_output=True)

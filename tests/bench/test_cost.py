@@ -61,18 +61,16 @@ def test_limits_follow_the_machine() -> None:
 
 @pytest.mark.parametrize("name", [name for name in benches() if name != "view"])
 @pytest.mark.parametrize("quick", [True, False])
-def test_every_part_of_a_bench_has_its_cost(name: str, quick: bool, tmp_path: Path) -> None:
+def test_a_bench_has_its_cost(name: str, quick: bool) -> None:
     module = import_module(f"kit.bench.{name}")
     sizes = module.QUICK if quick else module.Sizes()
-    parts = module.parts(Session("cpu", tmp_path, Book(name)), sizes)
-    costs = module.costs(sizes)
-    assert set(costs) == set(parts)
-    assert total([*costs.values()]).seconds(PACE) > 0
+    parts = module.parts(sizes, "cpu")
+    assert total([part.cost for part in parts.values()]).seconds(PACE) > 0
 
 
 def test_a_reference_counts_the_parts_that_it_names() -> None:
     module = import_module("kit.bench.split")
-    costs = module.costs(module.QUICK)
+    costs = {name: part.cost for name, part in module.parts(module.QUICK, "cuda").items()}
     some = bench("split", "steps.megatron", "memory", called="some", quick=True, device="cuda")
     wanted = total([costs["steps.megatron"], costs["memory.megatron"], costs["memory.fsdp2"]]) + Cost(process=1)
     assert some.cost == wanted
@@ -148,8 +146,8 @@ def test_what_parts_took_is_held_against_what_was_predicted(tmp_path: Path, monk
     monkeypatch.setattr(limits, "perform", takes)
     monkeypatch.setattr(room, "measure", lambda _: PACE)
     sizes = limits.Sizes(parts=tuple(Part(name=name, command=("bench", name), cost=Cost(job=10)) for name in ended))
-    works = limits.parts(Session("cpu", tmp_path, Book("limits")), sizes)
-    long, short, late = (one for work in works.values() for one in work())
+    session = Session("cpu", tmp_path, Book("limits"))
+    long, short, late = (one for part in limits.parts(sizes, "cpu").values() for one in part.work(session))
     assert (long.median, short.median, late.median) == (2.0, 2.0, None)
     assert (long.limit, long.met, long.ids["seconds"]) == (1.5, False, 20.0)
     assert late.note == "not measured: timed out: too late"

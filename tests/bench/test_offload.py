@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from kit.bench.offload import Sizes, lab, plain, saver, tensors
-from kit.bench.offload.tensors import Samples
+from kit.bench import offload
+from kit.bench.offload import Samples, Sizes, onranks
 from kit.bench.session import Book, Session, conduct
 from kit.errors import KitError
 from kit.megatron.tensors import Item
@@ -49,14 +49,14 @@ def test_a_ratio_is_taken_cycle_by_cycle():
 def test_a_model_that_does_not_fit_is_a_row_that_says_so(monkeypatch, tmp_path):
 
     monkeypatch.setattr("kit.labs.fits.free_memory", lambda: 2**30)
-    (row,) = tensors.rows(Session("cpu", tmp_path, Book("offload")), "qwen2.5-0.5b", trials=1, cycles=1)
+    (row,) = offload.tensors(Session("cpu", tmp_path, Book("offload")), "qwen2.5-0.5b", trials=1, cycles=1)
     assert row.median is None
     assert "does not fit" in row.note
 
 
 def test_a_run_that_breaks_is_a_row_that_says_so(monkeypatch, tmp_path):
-    monkeypatch.setitem(lab.GRID, "tp3", {"ranks": 2, "tp": 3})
-    (row,) = lab.bitwise(Session("cpu", tmp_path, Book("offload")), "tp3")
+    monkeypatch.setitem(offload.GRID, "tp3", {"ranks": 2, "tp": 3})
+    (row,) = offload.bitwise(Session("cpu", tmp_path, Book("offload")), "tp3")
     assert row.median is None
     assert "tp=3 does not divide" in row.note
 
@@ -71,7 +71,7 @@ def test_on_a_card_every_way_is_beside_the_pinned_copy():
         "resident": [(1, 0)],
         "times": {name: [1.0] for name in names},
     }
-    rows = tensors._cuda_rows("m", [trial])
+    rows = offload._cuda_rows("m", [trial])
     ways = {row.who for row in rows}
     assert ways == {"kit", "pinned copy", "pageable copy", ".cpu() of every tensor", "Megatron's own"}
     for way in ways:
@@ -86,11 +86,11 @@ class Saver:
         self.job, self.right, self.kept = job, right, None
 
     def pause(self, tag):
-        assert tag == saver.TAG
+        assert tag == onranks.TAG
         self.kept, self.job.tensor = self.job.tensor, None
 
     def resume(self, tag):
-        assert tag == saver.TAG
+        assert tag == onranks.TAG
         self.job.tensor = self.kept if self.right else self.kept + 1
 
 
@@ -107,13 +107,13 @@ class Job:
 
 
 def test_torch_memory_saver_is_timed_and_must_bring_the_same_bytes(monkeypatch):
-    monkeypatch.setattr(saver, "_used", lambda job: 100 if job.tensor is None else 1100)
+    monkeypatch.setattr(onranks, "_used", lambda job: 100 if job.tensor is None else 1100)
     job = Job()
-    seen = saver._cycles(Saver(job), job, 3)
+    seen = onranks.saver_cycles(Saver(job), job, 3)
     assert seen["left"] == 1000
     assert {way: len(taken) for way, taken in seen["times"].items()} == {"out": 3, "back": 3}
     with pytest.raises(KitError, match="brought other bytes back"):
-        saver._cycles(Saver(job, right=False), job, 1)
+        onranks.saver_cycles(Saver(job, right=False), job, 1)
 
 
 def test_plain_copies_bring_the_same_bytes_back():
@@ -122,6 +122,6 @@ def test_plain_copies_bring_the_same_bytes_back():
         Item(name=str(place), kind="weights", storage=one, size=one.nbytes()) for place, one in enumerate(storages)
     ]
     before = [bytes(one) for one in storages]
-    for out, back in (plain.one_by_one(items), plain.Pageable(items).copies(items)):
+    for out, back in (onranks.one_by_one(items), onranks.Pageable(items).copies(items)):
         assert out > 0 < back
     assert [bytes(one) for one in storages] == before

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kit.bench.release import Sizes, ways
+from kit.bench.release import LIKE_EXACT, Sizes, Way, of, side_by_side, table
 from kit.bench.release.onranks import GLOO, SPLIT, STORE
-from kit.bench.release.ways import LIKE_EXACT, Way, of, table
 from kit.bench.rows import Row
 from kit.bench.session import conduct
 from kit.errors import KitError
@@ -133,7 +132,7 @@ def test_rows_of_every_trial_are_given_before_the_next_one():
     rows: dict[tuple[str, str], Row] = {}
 
     def keep() -> None:
-        for one in ways.rows(session, 2, 0, trials=2, cycles=1):
+        for one in side_by_side(session, 2, 0, trials=2, cycles=1):
             rows[one.what, one.who] = one
 
     with pytest.raises(KeyboardInterrupt):
@@ -161,9 +160,9 @@ def test_on_a_gpu_manual_is_measured_by_the_same_mechanism_too():
             return [rank(0.02, freed=20, left=0, mechanism=STORE)]
 
     session = SimpleNamespace(device="cuda", world=lambda *_, **__: Gpu())
-    list(ways.rows(session, 2, 0, trials=1, cycles=1))
+    list(side_by_side(session, 2, 0, trials=1, cycles=1))
     assert [one for one in asked if one[0] == "manual"] == [("manual", False), ("manual", True)]
-    (row,) = ways.rows(session, 4, 0, trials=1, cycles=1, most_a_gpu=1)
+    (row,) = side_by_side(session, 4, 0, trials=1, cycles=1, most_a_gpu=1)
     assert row.note == "not measured: 2 ranks would share a GPU"
 
 

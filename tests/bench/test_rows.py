@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from kit.bench.report import table, tell
-from kit.bench.rows import Row, row
+from kit.bench.rows import Row, row, table
+from kit.bench.session import Book, tell
 from kit.measure import provenance
 
 
@@ -36,7 +36,11 @@ def test_a_limit_that_is_not_met_is_told_as_it_is() -> None:
 @pytest.mark.parametrize("as_json", [True, False])
 def test_the_last_line_is_one_json_object(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
     rows = [row("it", [1.0, 2.0], limit=1.2, ceiling=0.5), Row(what="other", note="why")]
-    tell("some", rows, provenance(), as_json=as_json)
+    book = Book("some")
+    book.describe(provenance())
+    for one in rows:
+        book.keep("a part", one)
+    tell(book, as_json=as_json)
     *people, last = capsys.readouterr().out.splitlines()
     assert people[0].split()[:3] == ["what", "who", "median"]
     if not as_json:

@@ -15,7 +15,7 @@ import pytest
 
 from kit.bench import session as room
 from kit.bench.rows import Row, row
-from kit.bench.session import SHARED, Book, Session, chosen, conduct, device_for, read_rows
+from kit.bench.session import SHARED, Book, Part, Session, chosen, conduct, device_for, read_rows
 from kit.errors import BadInput, KitError
 
 MACHINE = {"cpu": {}}
@@ -24,33 +24,35 @@ WAITING = """
 import sys, time, types
 from pathlib import Path
 from kit.bench.rows import row
-from kit.bench.session import conduct
-def measured():
+from kit.bench.session import Part, conduct
+def measured(session):
+    session.book.provenance = {"cpu": {"affinity": 2, "cores": 2, "model": ""}, "versions": {}, "gpu": {"gpus": []},
+        "git": {"commit": None}, "python": "3", "kit": "0", "time": "now"}
     yield row("first", [1.0])
     yield row("second", [2.0, 4.0])
     print("two rows", flush=True)
     time.sleep(60)
     yield row("third", [3.0])
-def parts(session, sizes):
-    session.book.provenance = {"cpu": {"affinity": 2, "cores": 2, "model": ""}, "versions": {}, "gpu": {"gpus": []},
-        "git": {"commit": None}, "python": "3", "kit": "0", "time": "now"}
-    return {"slow": measured}
-module = types.SimpleNamespace(parts=parts, Sizes=dict, QUICK={"few": 1})
+module = types.SimpleNamespace(parts=lambda *_: {"slow": Part(measured)}, Sizes=dict, QUICK={"few": 1})
 raise SystemExit(conduct("made-up", quick=True, as_json=True, out=Path(sys.argv[1]), device="cpu", module=module))
 """
 
 
 def bench(**parts: Any) -> Any:
-    def made(session: Session, sizes: Any) -> dict[str, Any]:
-        session.book.provenance = MACHINE  # else a World would be started to ask for it
-        return parts
+    def made(work: Any) -> Part:
+        def described(session: Session) -> Any:
+            session.book.provenance = MACHINE  # else a World would be started to ask for it
+            return work()
 
-    return SimpleNamespace(parts=made, Sizes=lambda: {"of": "all"}, QUICK={"of": "few"})
+        return Part(described)
+
+    given = {name: made(work) for name, work in (parts or {"nothing": list}).items()}
+    return SimpleNamespace(parts=lambda *_: given, Sizes=lambda: {"of": "all"}, QUICK={"of": "few"})
 
 
 @pytest.fixture(autouse=True)
 def machine_in_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kit.bench.report.machine", lambda _: "a machine")
+    monkeypatch.setattr("kit.bench.session.machine", lambda _: "a machine")
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
@@ -131,7 +133,7 @@ def test_sizes_are_those_that_were_asked_for() -> None:
     seen = []
     module = bench()
     plain = module.parts
-    module.parts = lambda session, sizes: seen.append(sizes) or plain(session, sizes)
+    module.parts = lambda sizes, device: seen.append(sizes) or plain(sizes, device)
     for quick in (True, False):
         conduct("x", quick=quick, device="cpu", module=module)
     assert seen == [{"of": "few"}, {"of": "all"}]

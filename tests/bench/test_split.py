@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from kit.bench import split
 from kit.bench.session import Book, Session, conduct
-from kit.bench.split import QUICK, Job, Sizes, grid, onranks, steps
+from kit.bench.split import QUICK, Job, Sizes, grid, onranks
 from kit.errors import KitError
 from kit.labs.configure import configure
 from kit.labs.split import LAB
@@ -19,8 +20,27 @@ from kit.world import World
 
 TINY = Job(size="tiny", length=24, microbatches=5)
 ONE = {"only": {"ranks": 2, "chunks": [1, 5], "level": "tokens"}}
-GRID = grid.grid()
-PART = list(grid.covering())  # `kit bench split` runs all
+
+
+def covering() -> list[str]:
+    """As few configs as a greedy choice takes for every layout to meet every mask, switch and batching."""
+    left = {pair for name in GRID for pair in pairs(name)}
+    chosen: list[str] = []
+    while left:
+        chosen.append(max(GRID, key=lambda name: len(pairs(name) & left)))
+        left -= pairs(chosen[-1])
+    return [name for name in GRID if name in chosen]
+
+
+def pairs(name: str) -> set[tuple[str, str]]:
+    """A config as pairs of its layout and one thing more; switches that are off count too."""
+    layout, *words = name.split(", ")
+    words += [f"no {switch}" for switch in grid.SWITCHES if switch not in words]
+    return {(layout, word) for word in words}
+
+
+GRID = grid.every_config()
+PART = covering()  # `kit bench split` runs all
 
 
 @pytest.mark.slow
@@ -83,7 +103,7 @@ def test_no_check_fails_on_the_grid(world, name, tmp_path):
 
 
 def test_the_part_that_is_run_here_has_every_pair():
-    assert set().union(*map(grid.pairs, PART)) == set().union(*map(grid.pairs, GRID))
+    assert set().union(*map(pairs, PART)) == set().union(*map(pairs, GRID))
     assert len(PART) < len(GRID) / 2
 
 
@@ -139,7 +159,7 @@ def test_a_row_of_the_grid_counts_what_failed_and_names_the_worst(tmp_path):
 
 def test_a_quick_bench_has_both_backends_and_a_larger_job_on_a_gpu():
     assert {config.get("backend", "megatron") for config in QUICK.grid.values()} == {"megatron", "fsdp2"}
-    assert len(QUICK.grid) == len(grid.QUICK)
+    assert len(QUICK.grid) == len(grid.FEW)
     assert QUICK.on("cpu")[0].size == "tiny"
     assert QUICK.on("cuda")[0].size == "125m"
 
@@ -155,26 +175,26 @@ def test_turns_are_dealt_evenly(count):
 
 @pytest.mark.parametrize("chunks", [1, 2, 5, 10])
 def test_theory_of_bubbles(chunks):
-    assert steps.theory(10, chunks) == pytest.approx((10 + chunks) / 11)
-    assert 1 <= steps.theory(10, chunks, 0.1) <= steps.theory(10, chunks)
-    assert steps.theory(10, chunks, 0.1) == pytest.approx(steps.theory(10, chunks, 0.9))
+    assert split.theory(10, chunks) == pytest.approx((10 + chunks) / 11)
+    assert 1 <= split.theory(10, chunks, 0.1) <= split.theory(10, chunks)
+    assert split.theory(10, chunks, 0.1) == pytest.approx(split.theory(10, chunks, 0.9))
 
 
 def test_the_vocabulary_weighs_on_the_last_stage():
-    assert steps.share_of_first_stage(Job(layers=4)) == pytest.approx(2 * 7.08 / (4 * 7.08 + 38.63), rel=0.01)
+    assert split.share_of_first_stage(Job(layers=4)) == pytest.approx(2 * 7.08 / (4 * 7.08 + 38.63), rel=0.01)
 
 
 def test_a_step_takes_what_its_slowest_rank_takes():
     answers = [{"seconds": {"plain": [1.0, 2.0]}}, {"seconds": {"plain": [3.0, 1.0]}}]
-    assert steps.slowest(answers) == {"plain": [3.0, 2.0]}
+    assert split.slowest(answers) == {"plain": [3.0, 2.0]}
 
 
 def test_ratios_are_taken_turn_by_turn_and_short_steps_are_owned_up_to():
     seconds = {"plain": [0.1, 0.2], "plain again": [0.2, 0.2]}
-    step, control = steps.plain_rows("a", seconds, 1e-8)
+    step, control = split.plain_rows("a", seconds, 1e-8)
     assert (control.low, control.median, control.high) == (1, 1.5, 2)
     assert step.note.endswith("of little worth")
-    longer, _ = steps.plain_rows("a", {name: [10 * each for each in taken] for name, taken in seconds.items()}, 1e-8)
+    longer, _ = split.plain_rows("a", {name: [10 * each for each in taken] for name, taken in seconds.items()}, 1e-8)
     assert longer.note.endswith("of each other")
 
 

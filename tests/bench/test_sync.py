@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from kit.bench import sync
-from kit.bench.session import Book, Session, conduct
-from kit.bench.sync import Sizes, files, weights, works
-from kit.bench.sync.works import Shape
+from kit.bench.session import conduct
+from kit.bench.sync import Shape, Sizes, onranks, others
 from kit.errors import BadInput
 
 TINY = Sizes(
     shapes=(
-        Shape(key="model", name="tiny model", model="tiny", at_most=works.LARGE),
-        Shape(key="small", name="9 x 32 KiB", count=9, each=32 * 1024, at_most=works.SMALL),
+        Shape(key="model", name="tiny model", model="tiny", at_most=sync.LARGE),
+        Shape(key="small", name="9 x 32 KiB", count=9, each=32 * 1024, at_most=sync.SMALL),
     ),
     rounds=2,
     slow_rounds=1,
@@ -70,27 +69,27 @@ def test_a_small_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert named("growth: 1 MB, 2 receivers: broadcast")["n"] == 2
 
 
-@pytest.mark.parametrize("shape", [*works.SHAPES, TINY.shapes[0]], ids=lambda shape: str(shape.name))
+@pytest.mark.parametrize("shape", [*sync.SHAPES, TINY.shapes[0]], ids=lambda shape: str(shape.name))
 def test_sizes_are_those_of_the_weights(shape: Shape) -> None:
     """Vectors, as norms and biases, are left out of the arithmetic."""
-    elements = sum(torch.Size(each).numel() for each in weights.shapes_of(shape.told()))
+    elements = sum(torch.Size(each).numel() for each in onranks.shapes_of(shape.told()))
     assert shape.size() == pytest.approx(2 * elements, rel=0.03)
 
 
 def test_noise_differs_from_tensor_to_tensor() -> None:
-    made = weights.weights({"count": 3, "each": 4096}, filled=True)
+    made = onranks.weights({"count": 3, "each": 4096}, filled=True)
     first, second, third = made.values()
     assert first.numel() == 2048
     assert not torch.equal(first, second)
     assert not torch.equal(second, third)
-    assert not any(tensor.any() for tensor in weights.weights({"count": 3, "each": 4096}, filled=False).values())
+    assert not any(tensor.any() for tensor in onranks.weights({"count": 3, "each": 4096}, filled=False).values())
 
 
 def test_ways_are_told_in_words() -> None:
-    assert works.called("broadcast@16") == "broadcast, buckets of 16 MiB"
-    assert works.called("shm+cache") == "shm, by way of the cache"
-    assert works.called("shm+sha256") == "shm, verified by sha256"
-    assert works.called("file:dcp") == "dcp"
+    assert sync.called("broadcast@16") == "broadcast, buckets of 16 MiB"
+    assert sync.called("shm+cache") == "shm, by way of the cache"
+    assert sync.called("shm+sha256") == "shm, verified by sha256"
+    assert sync.called("file:dcp") == "dcp"
 
 
 def told(**seconds: list[float]) -> dict[str, Any]:
@@ -114,9 +113,9 @@ def test_ratios_are_taken_turn_by_turn_against_the_best(monkeypatch: pytest.Monk
         "per-tensor": [8.0, 8.0],
         "broadcast@4": [10.0, 10.0],
     }
-    monkeypatch.setattr(works, "rates", lambda *_, **__: made)
+    monkeypatch.setattr(sync, "rates", lambda *_, **__: made)
     rows = {
-        row.what.partition(": ")[2]: row for row in works.transports(None, TINY.shapes[1], rounds=2, buckets_mib=[4])
+        row.what.partition(": ")[2]: row for row in sync.transports(None, TINY.shapes[1], rounds=2, buckets_mib=[4])
     }  # type: ignore[arg-type]
     over = rows["shm, time over memcpy's"]
     assert (over.low, over.median, over.high, over.met) == (1.0, 1.5, 2.0, True)
@@ -128,21 +127,21 @@ def test_ratios_are_taken_turn_by_turn_against_the_best(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("device", "first"), [("cuda", "gpus.ipc"), ("cpu", "model.transports")])
-def test_gpu_rows_come_first_where_there_is_a_gpu(device: str, first: str, tmp_path: Path) -> None:
-    made = sync.parts(Session(device, tmp_path, Book("sync")), Sizes())
+def test_gpu_rows_come_first_where_there_is_a_gpu(device: str, first: str) -> None:
+    made = sync.parts(Sizes(), device)
     assert next(iter(made)) == first
     assert {"gpus.ipc", "gpus.shm", "gpus.broadcast", "digests", "growth.bytes"} < made.keys()
 
 
 def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(works, "free_memory", lambda: 2**30)
+    monkeypatch.setattr(sync, "free_memory", lambda: 2**30)
     world: Any = None
     with pytest.raises(BadInput, match=r"64 x 4 MiB needs 1\.8 GiB here, and 1\.0 GiB are free"):
-        works.rates(world, works.SHAPES[2], ["shm"], receivers=2, rounds=1)
+        sync.rates(world, sync.SHAPES[2], ["shm"], receivers=2, rounds=1)
 
 
 def test_files_lie_in_memory_where_there_is_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(files, "IN_MEMORY", tmp_path)
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    assert files.place_for(799) == tmp_path
-    assert files.place_for(800) is None
+    monkeypatch.setattr(others, "IN_MEMORY", tmp_path)
+    monkeypatch.setattr(others.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert others.place_for(799) == tmp_path
+    assert others.place_for(800) is None

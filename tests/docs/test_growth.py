@@ -10,7 +10,7 @@ import pytest
 
 from docs.pictures.growth import growth, plot_growth, read, together
 from kit.bench.rows import row
-from kit.bench.sync.works import times
+from kit.bench.sync import times
 from kit.errors import BadInput
 
 

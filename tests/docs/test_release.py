@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from docs.pictures.release import measured, plot_release
-from kit.bench.release.ways import Way, of
+from kit.bench.release import Way, of
 from kit.bench.rows import Row
 from kit.errors import BadInput
 

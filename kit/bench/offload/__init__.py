@@ -6,15 +6,34 @@ of times: 1.43 times memcpy's time is 0.7 of its speed. Ranks import this packag
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kit.bench.cost import Cost
-from kit.bench.offload import lab, tensors
+from kit.bench.cost import Cost, crowd
+from kit.bench.rows import Row, first_line, progress, ratios, row, unmeasured
+from kit.bench.session import Part, Session
+from kit.errors import BadInput, KitError
+from kit.megatron.config import ModelConfig, model_bytes
 
 if TYPE_CHECKING:
-    from kit.bench.session import Part, Session
+    from kit.results import Run
+
+OUT, BACK, ON_CUDA = 1 / 0.7, 1 / 0.8, 1 / 0.8
+GIB = 2**30
+SAVER = "torch_memory_saver"
+NEW = "into memory that is new; nothing is given back"
+GRID: dict[str, dict[str, Any]] = {
+    "tp2": {"ranks": 2, "tp": 2},
+    "pp2": {"ranks": 2, "tp": 1, "pp": 2},
+    "dp2": {"ranks": 2, "tp": 1},
+    "dp2 with the distributed optimizer": {"ranks": 2, "tp": 1, "distributed_optimizer": True},
+    "tp2 pp2": {"ranks": 4, "tp": 2, "pp": 2},
+    "ep2, 4 experts": {"ranks": 2, "tp": 1, "ep": 2, "experts": 4},
+    "pp4": {"ranks": 4, "tp": 1, "pp": 4},
+}
+LEAKS = {"groups_return_to_baseline": "groups", "fds_return": "fds", "threads_return": "threads"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,35 +44,192 @@ class Sizes:
     trials: int = 2  # fresh processes for each model: as many first cycles
     cycles: int = 5  # steady ones in each trial
     leak_cycles: int = 20
-    grid: tuple[str, ...] = tuple(lab.GRID)
+    grid: tuple[str, ...] = tuple(GRID)
 
 
 QUICK = Sizes(models=("125m",), trials=1, cycles=3, leak_cycles=5, grid=("tp2", "dp2 with the distributed optimizer"))
 
 
-def parts(session: Session, sizes: Sizes) -> dict[str, Part]:
+def parts(sizes: Sizes, _: str) -> dict[str, Part]:
+    few: dict[str, Any] = {"trials": sizes.trials, "cycles": sizes.cycles}
     made: dict[str, Part] = {}
     for model in sizes.models:
-        made[f"tensors.{model}"] = partial(tensors.rows, session, model, trials=sizes.trials, cycles=sizes.cycles)
+        copies = gib(model) * sizes.trials * (12 + 4 * sizes.cycles)
+        cost = Cost(megatron=1, job=1.5 * sizes.trials, step=15 * sizes.trials, copy=copies)
+        made[f"tensors.{model}"] = Part(partial(tensors, model=model, **few), cost)
     for model in sizes.models:
-        made[f"saver.{model}"] = partial(tensors.saved, session, model, trials=sizes.trials, cycles=sizes.cycles)
-    made["leaks"] = partial(lab.leaks, session, cycles=sizes.leak_cycles)
+        made[f"saver.{model}"] = Part(partial(saved, model=model, **few))
+    made["leaks"] = Part(partial(leaks, cycles=sizes.leak_cycles), of_lab(ranks=4, cycles=sizes.leak_cycles))
     for name in sizes.grid:
-        made[f"bitwise.{slug(name)}"] = partial(lab.bitwise, session, name)
+        slug = name.replace(" ", "-").replace(",", "")
+        made[f"bitwise.{slug}"] = Part(partial(bitwise, name=name), of_lab(ranks=GRID[name]["ranks"], cycles=2))
     return made
 
 
-def costs(sizes: Sizes) -> dict[str, Cost]:
-    made: dict[str, Cost] = {}
-    for model in sizes.models:
-        copies = tensors.gib(model) * sizes.trials * (12 + 4 * sizes.cycles)
-        made[f"tensors.{model}"] = Cost(megatron=1, job=1.5 * sizes.trials, step=15 * sizes.trials, copy=copies)
-        made[f"saver.{model}"] = Cost()
-    made["leaks"] = lab.cost(ranks=4, cycles=sizes.leak_cycles)
-    for name in sizes.grid:
-        made[f"bitwise.{slug(name)}"] = lab.cost(ranks=lab.GRID[name]["ranks"], cycles=2)
-    return made
+def of_lab(*, ranks: int, cycles: int) -> Cost:
+    """A run of the lab with the tiny job: three builds, three times the steps of a job, and groups that go and come."""
+    return Cost(megatron=1, job=4, step=3 * (cycles + 1), group=60 * cycles) * crowd(ranks)
 
 
-def slug(name: str) -> str:
-    return name.replace(" ", "-").replace(",", "")
+# -- tensors out and back beside plain copies of the same bytes ------------------------------------------------------------
+
+
+def gib(model: str) -> float:
+    """Of a job on one rank: weights, gradients and optimizer state."""
+    sizes = model_bytes(ModelConfig(size=model), ranks=1)
+    return sum(sizes[kind] for kind in ("params", "grads", "optimizer")) / GIB
+
+
+def tensors(session: Session, model: str, *, trials: int, cycles: int) -> Iterator[Row]:
+    """One rank, no other at work: the copies of several ranks share the memory's bandwidth, and so do memcpy's."""
+    from kit.labs.offload import LAB
+
+    assert LAB.fits is not None
+    try:
+        LAB.fits(LAB.config(size=model, ranks=1, tp=1))  # type: ignore[call-arg]  # fields of this lab's own config
+    except BadInput as error:
+        yield unmeasured(f"{model}: tensors", error)
+        return
+    seen: list[dict[str, Any]] = []
+    with session.world(1, preload=("megatron.core",), timeout_s=600) as world:
+        made = _cuda_rows if world.device.startswith("cuda") else _cpu_rows
+        for trial in range(trials):
+            progress(f"tensors of {model}, {trial + 1} of {trials}")
+            if trial:
+                world.restart()
+            seen += world.call("kit.bench.offload.onranks:tensors", size=model, cycles=cycles)
+            yield from made(model, seen)
+
+
+def saved(session: Session, model: str, *, trials: int, cycles: int) -> Iterator[Row]:
+    """torch_memory_saver, in ranks of its own: it must have made the memory that it gives back."""
+    what = f"{model}: out and back"
+    if session.device == "cpu":
+        yield unmeasured(what, "it pauses CUDA memory, which needs a GPU", who=SAVER)
+        return
+    seen: list[dict[str, Any]] = []
+    with session.world(1, preload=("megatron.core",), timeout_s=600) as world:
+        if refused := world.call("kit.bench.offload.onranks:saver_refused")[0]:
+            yield Row(what=what, who=SAVER, note=refused)
+            return
+        for trial in range(trials):
+            progress(f"torch_memory_saver with {model}, {trial + 1} of {trials}")
+            if trial:
+                world.restart()
+            try:
+                seen += world.call("kit.bench.offload.onranks:saved", size=model, cycles=cycles)
+            except KitError as error:
+                yield unmeasured(what, error, who=SAVER)
+                return
+            note = f"{min(one['left'] for one in seen) / GIB:.2f} GiB left the card, with what training leaves cached"
+            for way in ("out", "back"):
+                taken = [value for one in seen for value in one["times"][way]]
+                yield row(f"{model}: {way}", taken, who=SAVER, note=note)
+
+
+class Samples:
+    """What the trials say of one model."""
+
+    def __init__(self, model: str, seen: list[dict[str, Any]]) -> None:
+        self.seen = seen
+        self.what = f"{model}, {seen[0]['tensors']} tensors, {seen[0]['bytes'] / GIB:.2f} GiB"
+
+    def of(self, name: str) -> list[float]:
+        return [value for one in self.seen for value in one["times"].get(name, [])]
+
+    def row(self, what: str, name: str, who: str = "kit", **about: Any) -> Row:
+        return row(f"{self.what}: {what}", self.of(name), who=who, **about)
+
+    def ratio(self, what: str, name: str, other: str, limit: float) -> Row:
+        return row(f"{self.what}: {what}", ratios(self.of(name), self.of(other)), unit="x", limit=limit)
+
+    def common(self, one_by_one: str) -> list[Row]:
+        refused = self.seen[0]["refused"]
+        left = [100 * (1 - (full - empty) / one["bytes"]) for one in self.seen for full, empty in one["resident"]]
+        return [
+            self.row("out", "clone_out", one_by_one, note=NEW),
+            self.row("back", "clone_back", one_by_one),
+            *([] if refused else [self.row("back", "native_back", "Megatron's own")]),
+            self.row("out and back" if refused else "out", "native_out", "Megatron's own", note=refused),
+            row(f"{self.what}: of it still in anonymous memory when out", left, unit="%", limit=10.0),
+        ]
+
+
+def _cpu_rows(model: str, seen: list[dict[str, Any]]) -> list[Row]:
+    s, threads = Samples(model, seen), f"{seen[0]['threads']} thread(s)"
+    rows_ = [
+        s.row("out, first cycle", "first_out", note="the host memory it goes to must be supplied first"),
+        s.row("back, first cycle", "first_back"),
+        s.row("out", "steady_out", note=threads),
+        s.row("out", "copy_out", "memcpy", note="one thread, blocks of at most 1 GiB, both places warm"),
+        s.ratio("out, time over memcpy's", "steady_out", "copy_out", OUT),
+        s.row("back", "steady_back", note=threads),
+        s.row("back", "populate", "populate, then copy", note="one thread, new memory, large pages asked for"),
+        s.row("back", "pieces", "populate and copy by pieces", note=f"the same, but {threads} and 8 MiB at a time"),
+        s.row("back", "copy_back", "memcpy", note="warm: no page has to be supplied"),
+        s.ratio("back, time over populate-then-copy's", "steady_back", "populate", BACK),
+    ]
+    return rows_ + s.common("a copy of every tensor")
+
+
+def _cuda_rows(model: str, seen: list[dict[str, Any]]) -> list[Row]:
+    s = Samples(model, seen)
+    rows_ = [
+        s.row("out, first cycle", "first_out", note="the host memory it goes to must be pinned first"),
+        s.row("back, first cycle", "first_back"),
+        s.row("out", "steady_out"),
+        s.row("out", "copy_out", "pinned copy"),
+        s.ratio("out, time over a pinned copy's", "steady_out", "copy_out", ON_CUDA),
+        s.row("back", "steady_back"),
+        s.row("back", "copy_back", "pinned copy"),
+        s.ratio("back, time over a pinned copy's", "steady_back", "copy_back", ON_CUDA),
+        s.row("out", "pageable_out", "pageable copy", note="host memory that is there, and not pinned"),
+        s.row("back", "pageable_back", "pageable copy"),
+    ]
+    return rows_ + [one for one in s.common(".cpu() of every tensor") if one.unit != "%"]
+
+
+# -- the lab itself: what it leaves behind, what its measuring costs, and whether training goes on bit for bit ----------------
+
+
+def leaks(session: Session, *, cycles: int) -> list[Row]:
+    """Many cycles at four ranks, tensor parallel 2."""
+    progress(f"the lab, {cycles} cycles on 4 ranks")
+    run = session.lab("offload", session.logs / "leaks", ranks=4, tp=2, steps=1, cycles=cycles)
+    verdict = {one.check: one for one in run.verdict()}
+    rows = [
+        row(f"{what} leaked, 4 ranks, tp2, {cycles} cycles", _one(verdict[check].measured), unit="1", limit=0.0)
+        for check, what in LEAKS.items()
+    ]
+    return [*rows, _overhead(run)]
+
+
+def _one(measured: float | None) -> list[float]:
+    return [] if measured is None else [measured]
+
+
+def _overhead(run: Run) -> Row:
+    """What the meters took, as a share of the phases that they measured; a sample is a rank."""
+    frame = run.frame()
+    sums = frame[frame["metric"].isin(["seconds", "overhead_seconds"])].groupby(["rank", "metric"])["value"].sum()
+    table = sums.unstack("metric")
+    shares = (100 * table["overhead_seconds"] / table["seconds"]).tolist()
+    return row("the lab's own measuring, of the time it measures", shares, unit="%", limit=1.0)
+
+
+def bitwise(session: Session, name: str) -> list[Row]:
+    """One kind of parallelism: the steps and tensors that differ from a run without any release."""
+    what = f"trained on bit for bit: {name}"
+    settings = GRID[name]
+    command = "kit run offload " + " ".join(f"--set {key}={str(value).lower()}" for key, value in settings.items())
+    progress(what)
+    try:
+        run = session.lab("offload", session.logs / name.replace(" ", "-"), steps=1, cycles=2, **settings)
+    except KitError as error:
+        return [Row(what=what, unit="differ", limit=0.0, note=f"{command}: {first_line(error)}")]
+    verdict = run.verdict()
+    failed = [one.check for one in verdict.failed]
+    passed = sum(one.passed is True for one in verdict)
+    said = f"{command}: {passed} checks passed, {len(failed)} failed{': ' + ', '.join(failed) if failed else ''}"
+    (judged,) = [one for one in verdict if one.check == "training_continues_bitwise"]
+    return [row(what, _one(judged.measured), unit="differ", limit=0.0, note=said)]

@@ -6,23 +6,36 @@ The things that are compared take turns within one loop, so that what else happe
 from __future__ import annotations
 
 import ctypes
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from kit.bench.offload import plain
-from kit.bench.offload.saver import timed
-from kit.errors import BadInput
+import torch
+
+from kit.errors import BadInput, KitError
 from kit.measure import host
-from kit.measure.memory import host_memory
+from kit.measure.memory import device_memory, host_memory
+from kit.measure.phase import current_device, now
 from kit.megatron import groups, model
 from kit.megatron.config import ModelConfig
 from kit.megatron.tensors import native
 
 if TYPE_CHECKING:
-    from kit.megatron.tensors import Mover
+    from collections.abc import Callable, Sequence
+
+    from kit.megatron.tensors import Item, Mover
 
 # A private mapping of nothing. PROT_READ | PROT_WRITE is 3, MAP_PRIVATE | MAP_ANONYMOUS is 0x22.
 _PROT, _MAP = 3, 0x22
 _BLOCK = 2**30
+SAVER, TAG = "torch_memory_saver", "kit-bench"
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds, with what was begun on a GPU before and in it done."""
+    start = now(current_device())
+    work()
+    return now(current_device()) - start
 
 
 def tensors(*, size: str, cycles: int) -> dict[str, Any]:
@@ -39,7 +52,7 @@ def tensors(*, size: str, cycles: int) -> dict[str, Any]:
 def _tensors(job: model.Training, cycles: int) -> dict[str, Any]:
     mover, cuda = job.mover, job.device.type == "cuda"
     sizes = [item.size for item in mover.items()]
-    pageable = plain.Pageable(mover.items()) if cuda else None
+    pageable = Pageable(mover.items()) if cuda else None
     times: dict[str, list[float]] = {}
     resident: list[tuple[int, int]] = []
     refused = ""
@@ -49,7 +62,7 @@ def _tensors(job: model.Training, cycles: int) -> dict[str, Any]:
             times.setdefault(name, []).append(seconds)
 
     def copies() -> None:
-        out, back = plain.one_by_one(mover.items())
+        out, back = one_by_one(mover.items())
         sample(clone_out=out, clone_back=back)
         if pageable is not None:
             out, back = pageable.copies(mover.items())
@@ -106,7 +119,7 @@ def _warm(mover: Mover, *, out: bool) -> float:
         return whole * total / half
     places = [arena.reserve(item.size) for item in items]
     arena.clear()
-    pairs = [(arena.view(place, item.size), plain.flat(item)) for place, item in zip(places, items, strict=True)]
+    pairs = [(arena.view(place, item.size), flat(item)) for place, item in zip(places, items, strict=True)]
 
     def copy() -> None:
         for pinned, one in pairs:  # the places hold what the tensors hold: the way back changes nothing
@@ -142,3 +155,84 @@ def _pieces(source: int, size: int) -> float:
     taken = timed(lambda: host.transfer([host.Move(target, source, size)], fresh=True, threads=host.workers()))
     host.libc.munmap(target, size)
     return taken
+
+
+# -- what a job's own code would do, one tensor at a time: copies alone, which give nothing back -------------------------------
+
+
+def flat(item: Item) -> torch.Tensor:
+    """A storage as bytes, where it is."""
+    return torch.empty(0, dtype=torch.uint8, device=item.storage.device).set_(item.storage)
+
+
+def one_by_one(items: Sequence[Item]) -> tuple[float, float]:
+    """What one line of code does: each tensor into memory that is new, with `.cpu()` on CUDA; and back to where it was."""
+    flats = [flat(item) for item in items]
+    kept: list[torch.Tensor] = []
+    out = timed(lambda: kept.extend(one.cpu() if one.is_cuda else one.clone() for one in flats))
+    back = timed(lambda: [one.copy_(place) for one, place in zip(flats, kept, strict=True)])
+    kept.clear()
+    host.trim()
+    return out, back
+
+
+class Pageable:
+    """Host memory that is there already, and not pinned: the driver copies to and from it by way of its own."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.block = torch.ones(sum(item.size for item in items), dtype=torch.uint8)
+
+    def copies(self, items: Sequence[Item]) -> tuple[float, float]:
+        """Seconds out and back."""
+        pairs, start = [], 0
+        for item in items:
+            pairs.append((self.block[start : start + item.size], flat(item)))
+            start += item.size
+        out = timed(lambda: [place.copy_(one) for place, one in pairs])
+        back = timed(lambda: [one.copy_(place) for place, one in pairs])
+        return out, back
+
+
+# -- torch_memory_saver, where it is installed, on CUDA: all that the job allocates is in a region that it pauses. Its region also has what
+# training leaves cached, which goes out and back too: `left` is how much that was in all. Has not run on a GPU yet. ------------
+
+
+def saver_refused() -> str:
+    """Why it cannot be measured here; empty where it can."""
+    if not torch.cuda.is_available():
+        return "not measured here: it pauses CUDA memory, which needs a GPU"
+    return "" if find_spec(SAVER) else "not installed"
+
+
+def saved(*, size: str, cycles: int) -> dict[str, Any]:
+    """Seconds of pause and resume, and the bytes that left the card."""
+    saver = import_module(SAVER).torch_memory_saver
+    saver.hook_mode = "torch"  # the other one needs a library preloaded into the ranks
+    with saver.region(tag=TAG, enable_cpu_backup=True):
+        job = model.build(ModelConfig(size=size, seq=16, microbatches=1))
+        job.step(1)
+    try:
+        return saver_cycles(saver, job, cycles)
+    finally:
+        job.mover.close()
+        groups.destroy()
+
+
+def saver_cycles(saver: Any, job: model.Training, cycles: int) -> dict[str, Any]:
+    before = job.hashes()
+    times: dict[str, list[float]] = {"out": [], "back": []}
+    left = []
+    for _ in range(cycles):
+        full = _used(job)
+        times["out"].append(timed(lambda: saver.pause(TAG)))
+        left.append(full - _used(job))
+        times["back"].append(timed(lambda: saver.resume(TAG)))
+    if job.hashes() != before:
+        raise KitError(f"{SAVER} brought other bytes back than it took")
+    return {"times": times, "left": min(left)}
+
+
+def _used(job: model.Training) -> int:
+    seen = device_memory(str(job.device))
+    assert seen is not None
+    return seen.driver_used

@@ -1,8 +1,8 @@
 """Other tools that keep ranks alive between steps, asked the same questions in the same run, where they are installed.
 
-Each peer is a module here that runs in processes of its own (`trial.py` is their common part), a fresh one for every trial: it can
-neither crash the bench nor be slowed by what another left. All that a trial starts inherits a mark and is ended after it. Which
-library is used how is in its module; imports in the notebook's process are not timed, neither the kit's nor a peer's.
+Each peer runs in processes of its own (`trial.py`), a fresh one for every trial: it can neither crash the bench nor be slowed by what
+another left. All that a trial starts inherits a mark, is found by it after the death of its head, and is ended. Imports in the notebook's
+process are not timed, neither the kit's nor a peer's.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from kit import machine
-from kit.bench import remains
-from kit.bench.report import progress
-from kit.bench.rows import Row, row
+from kit.bench.rows import Row, progress, row, unmeasured
 from kit.errors import KitError
 from kit.world import leftovers
 
@@ -37,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PREFIX = "kit-bench-peer "
 TRIAL_S = 120.0
 GONE_S = 5.0
+END_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,6 @@ class Library:
     step: str = ""
 
 
-# by the name of the module here
 PEERS = {
     "ipyparallel": Library(needs="ipyparallel", step="DirectView.execute('pass')"),
     "monarch": Library(needs="torchmonarch", step="an empty endpoint called on both actors"),
@@ -80,7 +79,7 @@ def peers(*, trials: int, steps: int, wanted: dict[str, Library] = PEERS) -> Ite
         try:
             version = importlib.metadata.version(library.needs)
         except importlib.metadata.PackageNotFoundError:
-            yield Row(what=STARTED, who=name, note=f"not measured: {library.needs} is not installed")
+            yield unmeasured(STARTED, f"{library.needs} is not installed", who=name)
             continue
         answers = Answers(who=f"{name} {version}", step=library.step)
         progress(f"{answers.who}, {trials} times each")
@@ -119,12 +118,12 @@ def outlive(name: str, answers: Answers) -> None:
     """One trial whose own process is killed: when is everything that it started gone?"""
     with trial(name, steps=0, hold=True) as (process, mark):
         take(process, answers)
-        known = remains.marked(mark.__eq__)
+        known = marked(mark.__eq__)
         began = time.perf_counter()
         process.kill()
-        took = remains.seconds_until_gone(mark.__eq__, known, began, GONE_S)
+        took = seconds_until_gone(mark.__eq__, known, began, GONE_S)
         if took is None:
-            left = len(remains.marked(mark.__eq__))
+            left = len(marked(mark.__eq__))
             answers.stayed = f"{left} of {len(known) - 1} processes are still there after {GONE_S:.0f} s"
         else:
             answers.vanished.append(took)
@@ -142,15 +141,15 @@ def trial(name: str, *, steps: int, hold: bool) -> Iterator[tuple[subprocess.Pop
     mark = leftovers.mark(f"peer-{name}")
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch, (Path(scratch) / "stderr").open("w+") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", f"kit.bench.peers.{name}", json.dumps({"steps": steps, "hold": hold})],
+            [sys.executable, "-m", "kit.bench.peers.trial", name, json.dumps({"steps": steps, "hold": hold})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
             cwd=scratch,
-            env=environment(mark, scratch),
+            env=of_trial(mark, scratch),
         )
-        limit = threading.Timer(TRIAL_S, remains.end, [mark.__eq__])  # ends what is waited for: the reader sees its end
+        limit = threading.Timer(TRIAL_S, end, [mark.__eq__])  # ends what is waited for: the reader sees its end
         limit.start()
         try:
             yield process, mark
@@ -158,7 +157,7 @@ def trial(name: str, *, steps: int, hold: bool) -> Iterator[tuple[subprocess.Pop
             raise KitError(f"a trial broke: {last_line(errors)}") from None
         finally:
             limit.cancel()
-            remains.end(mark.__eq__)
+            end(mark.__eq__)
             process.communicate()
 
 
@@ -177,16 +176,48 @@ def last_line(errors: IO[str]) -> str:
     return said[-1][:200] if said else f"it said nothing within {TRIAL_S:.0f} s"
 
 
-def environment(mark: str, scratch: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Ours, with the kit to be found wherever this process found it."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def of_trial(mark: str, scratch: str) -> dict[str, str]:
     """The CPU only, as for the kit; the kit and this very Python found by whatever looks for them; files go with the trial."""
-    bin_ = str(Path(sys.executable).parent)
     return {
-        **os.environ,
+        **environment(),
         machine.MARK: mark,
         "CUDA_VISIBLE_DEVICES": "",
         "IPYTHONDIR": str(Path(scratch) / "ipython"),
         "TMPDIR": scratch,
-        "PATH": os.pathsep.join([bin_, os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONUNBUFFERED": "1",
     }
+
+
+# -- what is left of a tree of processes -----------------------------------------------------------------------------------
+
+
+def marked(fits: Callable[[str], bool]) -> list[int]:
+    """Processes whose mark fits; one that has ended and waits to be reaped carries none."""
+    return [pid for pid in machine.pids() if (value := machine.marked(pid)) is not None and fits(value)]
+
+
+def seconds_until_gone(fits: Callable[[str], bool], known: list[int], since: float, at_most: float) -> float | None:
+    """Seconds from `since` until no process has the mark; None if that took longer than `at_most`.
+
+    The processes known before are looked at closely; all of /proc only when none of them is left."""
+    while (now := time.perf_counter()) - since < at_most:
+        if all(machine.marked(pid) is None for pid in known) and not marked(fits):
+            return now - since
+        time.sleep(0.001)
+    return None
+
+
+def end(fits: Callable[[str], bool]) -> None:
+    """Kill what has the mark until there is nothing: what dies may be replaced by somebody who watched it."""
+    deadline = time.monotonic() + END_S
+    while (found := marked(fits)) and time.monotonic() < deadline:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)

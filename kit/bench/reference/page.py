@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kit.bench.cost import LEAST_S, SLACK
-from kit.bench.report import seated
+from kit.bench.rows import seated
 from kit.results.files import read_json, write_text
 from kit.results.recorded import machine
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kit.bench.cost import Cost, total
-from kit.bench.session import fits
+from kit.bench.session import chosen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 GPU_MINUTES = 8.0
 ASSUMED_BOX = {
     "ranks": {"suspend_why": "NCCL 2.28.9 cannot suspend communicators"}
-}  # one H200, torch 2.11: in doctor's words
+}  # one H200, torch 2.11, in doctor's words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +42,8 @@ def lab(name: str, called: str = "", *, cost: Cost | None = None, needs: str = "
 def bench(name: str, *words: str, called: str = "", quick: bool = False, device: str = "") -> Part:
     """Some parts of a bench, or all of it."""
     module = import_module(f"kit.bench.{name}")
-    costs = module.costs(module.QUICK if quick else module.Sizes())
-    some = [cost for part, cost in costs.items() if not words or any(fits(part, word) for word in words)]
+    parts = module.parts(module.QUICK if quick else module.Sizes(), device or "cpu")
+    some = [part.cost for part in chosen(name, parts, words).values()]
     command = ["bench", name, *(["--quick"] if quick else []), *(["--device", device] if device else [])]
     command += [option for word in words for option in ("--part", word)]
     label = "".join(f".{text}" for text in [called or "-".join(words)] if text)
@@ -68,13 +68,8 @@ def split(called: str, ways: int, *, microbatches: int = 10, **settings: Any) ->
 
 
 def on_cpu() -> tuple[Part, ...]:
-    seen: dict[str, Any] = {
-        "size": "125m",
-        "layers": 1,
-        "seq": 16,
-        "steps": 1,
-        "microbatches": 1,
-    }  # enough bytes to be seen
+    # Enough bytes to be seen.
+    seen: dict[str, Any] = {"size": "125m", "layers": 1, "seq": 16, "steps": 1, "microbatches": 1}
     sizes: dict[str, Any] = {"gib": 0.68, "weight": 5, "hashing": (12, 9)}
     return (
         lab("smoke", cost=Cost(process=1, world=1, group=40), cycles=5),

@@ -7,16 +7,48 @@ for little.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kit.bench.cost import Cost, crowd
-from kit.bench.split import grid, steps
-from kit.bench.split.steps import Job
+from kit.bench.rows import Row, progress, ratios, row
+from kit.bench.session import Part, Session
+from kit.bench.split.grid import FEW, Config, every_config, on_grid
+from kit.labs.split.config import SplitConfig, model_config
+from kit.world import World
 
-if TYPE_CHECKING:
-    from kit.bench.session import Part, Session
+Seconds = dict[str, list[float]]
+ONRANKS = "kit.bench.split.onranks"
+RANKS = 2
+WHOLE, IN_FIVE, MEMORY, METRICS = 1.02, 1.05, 1.01, 1.15
+WARM = 1  # turn before the first that is timed
+LONG_ENOUGH = 0.3  # seconds of a step whose ratios say something
+SLOW = 1800.0  # for a call that makes all turns, on a busy machine
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """The model, and one data rank's rows of a step."""
+
+    size: str = "125m"
+    layers: int = 1
+    length: int = 32
+    micro_batch: int = 1
+    microbatches: int = 5
+
+    def weight(self) -> float:
+        """Its step, in steps of the tiny job of the offload lab. Of 125m most goes to the vocabulary, whatever the tokens."""
+        if self.size == "tiny":
+            return 1 + self.microbatches * self.micro_batch * self.length / 1100
+        return 15 + 2.4 * self.microbatches * self.micro_batch * self.length / 32
+
+    def told(self) -> str:
+        rows = f"{self.microbatches} microbatches of {self.micro_batch} x {self.length}"
+        return f"{self.size}, {self.layers} layers, {rows}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +63,7 @@ class Sizes:
     peak_steps: int = 3
     loss: tuple[int, int] = (8, 4096)
     loss_rounds: int = 22
-    grid: dict[str, grid.Config] = field(default_factory=grid.grid)
+    grid: dict[str, Config] = field(default_factory=every_config)
 
     def on(self, device: str) -> tuple[Job, Job]:
         """The job, and the one of a pipeline."""
@@ -46,45 +78,178 @@ QUICK = Sizes(
     peak_steps=1,
     loss=(4, 2048),
     loss_rounds=4,
-    grid={name: config for name, config in grid.grid().items() if name in grid.QUICK},
+    grid={name: config for name, config in every_config().items() if name in FEW},
 )
 
 
-def parts(session: Session, sizes: Sizes) -> dict[str, Part]:
-    job, pipeline = sizes.on(session.device)
-    rounds = sizes.rounds
-    peaks = {"trials": sizes.trials, "times": sizes.peak_steps}
-    return {
-        "steps.megatron": partial(steps.times, session, job, "megatron", rounds=rounds),
-        "steps.pipeline": partial(steps.bubbles, session, pipeline, rounds=rounds),
-        "steps.fsdp2": partial(steps.times, session, job, "fsdp2", rounds=rounds),
-        "steps.experts": partial(steps.experts, session, job, rounds=rounds),
-        "losses": partial(steps.losses, session, shape=sizes.loss, rounds=sizes.loss_rounds),
-        "memory.megatron": partial(steps.memory, session, job, "megatron", **peaks),
-        "memory.fsdp2": partial(steps.memory, session, job, "fsdp2", **peaks),
-        "grid.2": partial(grid.rows, session, 2, sizes.grid),
-        "grid.4": partial(grid.rows, session, 4, sizes.grid),
-    }
-
-
-def costs(sizes: Sizes) -> dict[str, Cost]:
-    """Ways times turns times a step. The World that parts share is counted where a process of the reference begins."""
-    job, pipeline, turns = sizes.job.weight(), sizes.pipeline.weight(), sizes.rounds + steps.WARM
+def parts(sizes: Sizes, device: str) -> dict[str, Part]:
+    """Costs are ways times turns times a step. The World that parts share is counted where a process of the reference begins."""
+    job, pipeline = sizes.on(device)
+    weight, turns = sizes.job.weight(), sizes.rounds + WARM
     elements = sizes.loss[0] * sizes.loss[1]
-    peaks = 4 * sizes.trials
 
-    def on(ranks: int) -> Cost:
+    def cut(part: Any, cost: Cost, **about: Any) -> Part:
+        return Part(partial(part, rounds=sizes.rounds, **about), cost)
+
+    def peaks(backend: str, slower: float) -> Part:
+        cost = Cost(job=1.5, step=sizes.peak_steps * slower * weight) * (4 * sizes.trials)
+        return Part(partial(memory, job=job, backend=backend, trials=sizes.trials, times=sizes.peak_steps), cost)
+
+    def grid(ranks: int) -> Part:
         count = sum(config["ranks"] == ranks for config in sizes.grid.values())
-        return (Cost(megatron=1) + Cost(job=5, step=55) * count) * crowd(ranks) if count else Cost()
+        cost = (Cost(megatron=1) + Cost(job=5, step=55) * count) * crowd(ranks) if count else Cost()
+        return Part(partial(on_grid, ranks=ranks, wanted=sizes.grid), cost)
 
+    fsdp2 = 1.6 * weight
     return {
-        "steps.megatron": Cost(megatron=1, job=1, step=4 * turns * job),
-        "steps.pipeline": Cost(job=1, step=6 * turns * pipeline),
-        "steps.fsdp2": Cost(megatron=1, job=1, step=4 * turns * 1.6 * job),
-        "steps.experts": Cost(job=1, step=(4 * turns + 4) * 1.4 * job),
-        "losses": Cost(megatron=1, step=elements / 32768 * (sizes.loss_rounds + 1) * 9),
-        "memory.megatron": Cost(job=1.5, step=sizes.peak_steps * job) * peaks,
-        "memory.fsdp2": Cost(job=1.5, step=sizes.peak_steps * 1.6 * job) * peaks,
-        "grid.2": on(2),
-        "grid.4": on(4),
+        "steps.megatron": cut(times, Cost(megatron=1, job=1, step=4 * turns * weight), job=job, backend="megatron"),
+        "steps.pipeline": cut(bubbles, Cost(job=1, step=6 * turns * sizes.pipeline.weight()), job=pipeline),
+        "steps.fsdp2": cut(times, Cost(megatron=1, job=1, step=4 * turns * fsdp2), job=job, backend="fsdp2"),
+        "steps.experts": cut(experts, Cost(job=1, step=(4 * turns + 4) * 1.4 * weight), job=job),
+        "losses": Part(
+            partial(losses, shape=sizes.loss, rounds=sizes.loss_rounds),
+            Cost(megatron=1, step=elements / 32768 * (sizes.loss_rounds + 1) * 9),
+        ),
+        "memory.megatron": peaks("megatron", 1.0),
+        "memory.fsdp2": peaks("fsdp2", 1.6),
+        "grid.2": grid(2),
+        "grid.4": grid(4),
     }
+
+
+def ranks(session: Session) -> World:
+    """Fresh processes for each part: a job leaves its groups."""
+    return session.shared(RANKS, fresh=True, preload=("megatron.core",), timeout_s=SLOW)
+
+
+def called(chunks: int) -> str:
+    return "every microbatch its own call" if chunks == 0 else f"{chunks} call{'s' * (chunks > 1)}"
+
+
+def slowest(answers: Sequence[dict[str, Any]]) -> Seconds:
+    ways = answers[0]["seconds"]
+    return {way: [max(each) for each in zip(*(one["seconds"][way] for one in answers), strict=True)] for way in ways}
+
+
+def asked(
+    session: Session, what: str, function: str, job: Job, layout: Config, **arguments: Any
+) -> tuple[Seconds, dict[str, Any]]:
+    """Seconds of each way, where a step takes what its slowest rank takes; and all that the first rank answered."""
+    progress(what)
+    settings = {**asdict(job), "ranks": RANKS, **layout}
+    answers = ranks(session).call(f"{ONRANKS}:{function}", job=settings, **arguments)
+    return slowest(answers), answers[0]
+
+
+def over_plain(what: str, seconds: Seconds, way: str, name: str, **about: Any) -> Row:
+    return row(f"{what}: {name} over plain", ratios(seconds[way], seconds["plain"]), unit="x", **about)
+
+
+def plain_rows(what: str, seconds: Seconds, apart: float) -> list[Row]:
+    plain = seconds["plain"]
+    note = f"losses and norms of all these steps are within {apart:.1g} of each other"
+    if statistics.median(plain) < LONG_ENOUGH:
+        note += f"; shorter than {LONG_ENOUGH:g} s: of little worth"
+    times = row(f"{what}: a step", plain, who="plain", note=note)
+    control = row(f"{what}: plain over plain, the empty control", ratios(seconds["plain again"], plain), unit="x")
+    return [times, control]
+
+
+def times(session: Session, *, job: Job, backend: str, rounds: int) -> list[Row]:
+    """On data ranks alone."""
+    what = f"{backend} dp{RANKS}, {job.told()}"
+    seconds, first = asked(session, what, "steps", job, {"backend": backend}, chunks=[1, 5], rounds=rounds)
+    limits = {1: WHOLE, 5: IN_FIVE}
+    over = [over_plain(what, seconds, str(count), called(count), limit=limit) for count, limit in limits.items()]
+    return [*plain_rows(what, seconds, first["apart"]), *over]
+
+
+def bubbles(session: Session, *, job: Job, rounds: int) -> list[Row]:
+    """On two pipeline stages. Theory is of stages that take alike, and of the passes alone."""
+    what = f"megatron pp{RANKS}, {job.told()}"
+    cuts = [1, 2, *([5] if job.microbatches > 5 else []), 0]
+    seconds, told = asked(session, what, "steps", job, {"pp": RANKS}, chunks=cuts, rounds=rounds)
+    first = share_of_first_stage(job)
+    made = plain_rows(what, seconds, told["apart"])
+    for count in cuts:
+        pieces = count or job.microbatches
+        alike, unlike = theory(job.microbatches, pieces), theory(job.microbatches, pieces, first)
+        note = (
+            f"bubbles of stages that take alike give {alike:.3f}, of these ({first:.0%} in the first) {unlike:.3f}; "
+            "the step has reduction and update in it, which have none"
+        )
+        made.append(over_plain(what, seconds, str(count), called(count), ceiling=alike, note=note))
+    return made
+
+
+def theory(microbatches: int, chunks: int, first: float = 0.5) -> float:
+    """The passes of a step in so many chunks over those in one, on two stages. The longer stage never waits within a chunk, and
+    waits for the shorter one once in each; for stages alike this is (M + c (p - 1)) / (M + p - 1)."""
+    short, long = sorted((first, 1 - first))
+    return (microbatches * long + chunks * short) / (microbatches * long + short)
+
+
+def share_of_first_stage(job: Job) -> float:
+    """Of the multiplications of both: the last one has the vocabulary."""
+    g = model_config(SplitConfig(**asdict(job))).geometry
+    head = g.hidden // g.heads
+    layer = g.hidden * (2 * g.hidden + 2 * g.kv_heads * head) + 3 * g.hidden * g.ffn
+    half = g.layers // RANKS * layer
+    return half / (2 * half + g.hidden * g.vocab)
+
+
+def experts(session: Session, *, job: Job, rounds: int) -> list[Row]:
+    """What one more pass for the experts' loss costs, where the counts of rows ask for it."""
+    what = f"megatron ep{RANKS}, 4 experts, {job.told()}"
+    layout = {"ep": RANKS, "experts": 4, "reduce": "mean"}
+    seconds, told = asked(session, what, "experts", job, layout, rounds=rounds)
+    note = "{corrected} forward passes of a microbatch against {uncorrected}".format(**told["passes"])
+    over = ratios(seconds["corrected"], seconds["uncorrected"])
+    return [
+        *plain_rows(what, seconds, told["apart"]),
+        over_plain(what, seconds, "uncorrected", "uncorrected"),
+        row(f"{what}: corrected over uncorrected", over, unit="x", note=note),
+    ]
+
+
+def memory(session: Session, *, job: Job, backend: str, trials: int, times: int) -> Iterator[Row]:
+    """Peaks in fresh processes, each with one way of stepping; trials are pairs, and the larger rank speaks for both."""
+    what = f"{backend} dp{RANKS}, {job.told()}: peak"
+    settings = {**asdict(job), "ranks": RANKS, "backend": backend}
+    ways: dict[str, int | None] = {"plain": None, "plain again": None, "1": 1, "5": 5}
+    seen: dict[str, list[float]] = {name: [] for name in ways}
+    world = ranks(session)
+    for trial in range(trials):
+        for name, chunks in ways.items():
+            progress(f"{what}, {name}, {trial + 1} of {trials}")
+            seen[name].append(max(world.call(f"{ONRANKS}:peak", job=settings, chunks=chunks, steps=times)))
+            world.restart()
+        yield from peaks(what, seen)
+
+
+def peaks(what: str, seen: dict[str, list[float]]) -> list[Row]:
+    mib = [value / MIB for value in seen["plain"]]
+    return [
+        row(what, mib, who="plain", unit="MiB", note="of the process that has most"),
+        row(f"{what}, plain over plain, the empty control", ratios(seen["plain again"], seen["plain"]), unit="x"),
+        *(
+            row(f"{what}, {called(count)} over plain", ratios(seen[str(count)], seen["plain"]), unit="x", limit=MEMORY)
+            for count in (1, 5)
+        ),
+    ]
+
+
+def losses(session: Session, *, shape: tuple[int, int], rounds: int) -> list[Row]:
+    """Every recipe, with its metrics over bare; on the host on one thread."""
+    what = f"loss at {list(shape)}, forward and backward"
+    progress(what)
+    alone = {"OMP_NUM_THREADS": "1"}
+    with session.world(1, env=alone, preload=("megatron.core",), timeout_s=SLOW) as world:
+        (seen,) = world.call(f"{ONRANKS}:losses", rows=shape[0], length=shape[1], rounds=rounds)
+    made = []
+    for recipe, seconds in seen.items():
+        bare = row("", [1e3 * value for value in seconds["bare"]])
+        note = f"bare {bare.median:.2f} ms ({bare.low:.2f} to {bare.high:.2f})"
+        over = ratios(seconds["metrics"], seconds["bare"])
+        made.append(row(f"{what}, {recipe}: with metrics over bare", over, unit="x", limit=METRICS, note=note))
+    return made

@@ -5,21 +5,16 @@ A World of each size is shared by all configs that want it; one that breaks cost
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-from kit.bench.report import progress
-from kit.bench.rows import Row, row
+from kit.bench.rows import Row, first_line, progress, row
+from kit.bench.session import Session
 from kit.errors import KitError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from kit.bench.session import Session
-    from kit.world import World
+from kit.world import World
 
 Config = dict[str, Any]
-
 # Every layout is small: it is cut in four ways at two levels, and each way is a run of its own.
 COMMON: Config = {
     "size": "tiny",
@@ -42,11 +37,11 @@ MEGATRON: dict[str, Config] = {
 FSDP2: dict[str, Config] = {"dp2": {"ranks": 2}, "dp4": {"ranks": 4}}
 BATCHING = {"fixed": {}, "dynamic": {"token_budget": 48}, "packed": {"token_budget": 48}}
 SWITCHES = ("overlap", "distributed optimizer")
-QUICK = ("megatron dp2, ragged", "fsdp2 dp2, ragged, packed")
-TIMEOUT_S = 300.0
+FEW = ("megatron dp2, ragged", "fsdp2 dp2, ragged, packed")
+GRID_S = 300.0
 
 
-def grid() -> dict[str, Config]:
+def every_config() -> dict[str, Config]:
     """Every config by its name, those of fewer ranks first."""
     found = {}
     for layout, config in MEGATRON.items():
@@ -68,35 +63,17 @@ def grid() -> dict[str, Config]:
     return dict(sorted(found.items(), key=lambda each: each[1]["ranks"]))
 
 
-def covering() -> dict[str, Config]:
-    """As few configs as a greedy choice takes for every layout to meet every mask, switch and batching."""
-    configs = grid()
-    left = {pair for name in configs for pair in pairs(name)}
-    chosen: list[str] = []
-    while left:
-        chosen.append(max(configs, key=lambda name: len(pairs(name) & left)))
-        left -= pairs(chosen[-1])
-    return {name: config for name, config in configs.items() if name in chosen}
-
-
-def pairs(name: str) -> set[tuple[str, str]]:
-    """A config as pairs of its layout and one thing more; switches that are off count too."""
-    layout, *words = name.split(", ")
-    words += [f"no {switch}" for switch in SWITCHES if switch not in words]
-    return {(layout, word) for word in words}
-
-
 def masks_of(config: Config) -> tuple[str, ...]:
     data_ranks = config["ranks"] // (config.get("tp", 1) * config.get("pp", 1))
     return ("ragged", "full", "empty-rank") if data_ranks > 1 else ("ragged", "full")
 
 
-def rows(session: Session, ranks: int, wanted: Mapping[str, Config]) -> Iterator[Row]:
+def on_grid(session: Session, *, ranks: int, wanted: Mapping[str, Config]) -> Iterator[Row]:
     """Every config that is for so many ranks, on one World."""
     here = {name: config for name, config in wanted.items() if config["ranks"] == ranks}
     if not here:
         return
-    with session.world(ranks, preload=("megatron.core",), timeout_s=TIMEOUT_S) as world:
+    with session.world(ranks, preload=("megatron.core",), timeout_s=GRID_S) as world:
         for number, (name, config) in enumerate(here.items(), start=1):
             progress(f"grid on {ranks} ranks, {number} of {len(here)}: {name}")
             yield judged(session, name, config, world, session.logs / f"grid{ranks}-{number}")
@@ -106,10 +83,10 @@ def judged(session: Session, name: str, config: Config, world: World, out: Path)
     """One config on ranks that are there: how many checks failed, and its largest errors."""
     what = f"grid: {name}"
     try:
-        run = session.lab("split", out, world=world, **{**COMMON, **config}, timeout_s=TIMEOUT_S)
+        run = session.lab("split", out, world=world, **{**COMMON, **config}, timeout_s=GRID_S)
     except KitError as error:
         world.restart()
-        return Row(what=what, unit="failed", limit=0.0, note=f"broke: {str(error).partition(chr(10))[0]}")
+        return Row(what=what, unit="failed", limit=0.0, note=f"broke: {first_line(error)}")
     verdict = run.verdict()
     failed = [one.check for one in verdict.failed if "/" not in one.check]
     silent = sorted({one.check for one in verdict if one.passed is None})

@@ -14,8 +14,8 @@ from kit.errors import KitError
 from kit.labs.split.backends import chunks_of
 from kit.labs.split.config import SplitConfig, model_config
 from kit.labs.split.recipes import RECIPES
-from kit.measure import clock
 from kit.measure.memory import device_memory, host_memory, reset_peaks
+from kit.measure.phase import now
 from kit.megatron import groups, model, split
 from kit.train import fsdp
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
@@ -126,9 +126,9 @@ def turns(works: Mapping[str, Callable[[], object]], rounds: int, device: torch.
         for index in order(len(names), turn):
             gc.collect()
             dist.barrier()
-            start = clock.now(where)
+            start = now(where)
             works[names[index]]()
-            taken = clock.now(where) - start
+            taken = now(where) - start
             if turn >= 0:
                 seconds[names[index]].append(taken)
     gc.unfreeze()

@@ -6,26 +6,75 @@ fewer cores than ranks that work, what could go side by side waits. Ranks import
 
 from __future__ import annotations
 
+import secrets
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kit.bench.cost import Cost, crowd
-from kit.bench.sync import cards, works
+from kit.bench.rows import KIT, Row, progress, ratios, row
+from kit.bench.session import Part, Session
+from kit.bench.sync import cards, others
+from kit.errors import BadInput
+from kit.machine import free_memory
+from kit.megatron.config import GEOMETRIES
+from kit.world import World
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+Seconds = Mapping[str, Sequence[float]]
+ONRANKS = "kit.bench.sync.onranks"
+SLOW = 1800.0  # for a call that makes all turns, on a busy machine
+MIB, GIB, GB = 2**20, 2**30, 1e9
+LARGE, SMALL = 1 / 0.8, 1 / 0.6  # of memcpy's time: for tensors of a MiB and more, and for smaller ones
+OVER_GROUPS = 1 / 4
+SLACK = 1.1
+COPIES = (
+    5  # of the weights on the sender: themselves, what memcpy writes, the segment, and the cache with its spare room
+)
+# Copies of less than some 190 MB go through the processor's cache otherwise, which fetches what is only to be overwritten.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x8000"}
+NOT_HERE = "not installed"
+PEERS = {"file:own": "kit", "file:safetensors": "safetensors", "file:dcp": "torch", "ray": "ray"}  # and their packages
+OVER_MEMCPY = ("shm", "shm+whole", "shm+whole+fresh", "shm+cache")
+GROUPS = ("broadcast", "per-tensor", "rendezvous")
 
-    from kit.bench.rows import Row
-    from kit.bench.session import Part, Session
-    from kit.bench.sync.works import Shape
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Weights: a model's, or `count` tensors of `each` bytes. `at_most` is what shared memory may take of memcpy's time; `key` names
+    the parts."""
+
+    key: str
+    name: str
+    at_most: float
+    model: str = ""
+    count: int = 0
+    each: int = 0
+
+    def told(self) -> dict[str, Any]:
+        return {"model": self.model} if self.model else {"count": self.count, "each": self.each}
+
+    def size(self) -> int:
+        if not self.model:
+            return self.count * self.each
+        g = GEOMETRIES[self.model]
+        layer = 2 * g.hidden * (g.hidden + g.hidden * g.kv_heads // g.heads) + 3 * g.hidden * g.ffn
+        return 2 * (g.layers * layer + g.hidden * g.vocab)
+
+
+SHAPES = (
+    Shape(key="model", name="qwen2.5-0.5b in bfloat16", model="qwen2.5-0.5b", at_most=LARGE),
+    Shape(key="small", name="8192 x 32 KiB", count=8192, each=32 * 2**10, at_most=SMALL),
+    Shape(key="large", name="64 x 4 MiB", count=64, each=4 * MIB, at_most=LARGE),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
     """How much of each. `aim` is the share of memcpy's speed that shared memory is to reach."""
 
-    shapes: tuple[Shape, ...] = field(default_factory=lambda: works.SHAPES)
+    shapes: tuple[Shape, ...] = field(default_factory=lambda: SHAPES)
     rounds: int = 7
     slow_rounds: int = 2  # of what goes through files
     buckets_mib: tuple[float, ...] = (1, 4, 8, 16, 64)
@@ -38,7 +87,7 @@ class Sizes:
 
 
 QUICK = Sizes(
-    shapes=works.SHAPES[1:],
+    shapes=SHAPES[1:],
     rounds=2,
     slow_rounds=1,
     buckets_mib=(4, 16, 64),
@@ -49,41 +98,191 @@ QUICK = Sizes(
 )
 
 
-def parts(session: Session, sizes: Sizes) -> dict[str, Part]:
-    """The GPUs' first, where there is a driver: nothing else here is as rare."""
-    few = sizes.rounds
-    by_gpu: dict[str, Part] = {
-        f"gpus.{name}": partial(cards.rows, session, name, model=sizes.on_cards, cycles=few) for name in cards.RANKS
+def parts(sizes: Sizes, device: str) -> dict[str, Part]:
+    """The GPUs' first, where there is a driver: nothing else here is as rare.
+
+    Costs are times of copies; a tensor more is as good as 64 KiB more. The World is counted with each first part of a shape: one sender,
+    the receivers, and one that looks on, always on the CPU's transports."""
+    few, receivers = sizes.rounds, max(2, *sizes.receivers)
+    turns, slow = few + 1, sizes.slow_rounds + 1
+    start = Cost(world=crowd(receivers + 2))
+
+    def on(work: Callable[..., Iterable[Row]], copy: float, *args: Any, first: bool = False, **keywords: Any) -> Part:
+        def part(session: Session) -> Iterable[Row]:
+            world = session.shared(receivers + 2, device="cpu", env=ENVIRONMENT, timeout_s=SLOW)
+            return work(world, *args, **keywords)
+
+        return Part(part, start + Cost(copy=copy) if first else Cost(copy=copy))
+
+    by_gpu = {
+        f"gpus.{name}": Part(
+            partial(cards.rows, name=name, model=sizes.on_cards, cycles=few),
+            Cost(megatron=1.3, job=2, copy=3 * (turns + 1)),
+        )
+        for name in cards.RANKS
     }
-
-    def on(part: Callable[..., Iterable[Row]], *args: Any, **keywords: Any) -> Part:
-        return lambda: part(works.ranks(session, max(2, *sizes.receivers)), *args, **keywords)
-
     made: dict[str, Part] = {}
     for shape in sizes.shapes:
-        made[f"{shape.key}.transports"] = on(works.transports, shape, rounds=few, buckets_mib=sizes.buckets_mib)
-        made[f"{shape.key}.receivers"] = on(works.two_receivers, shape, rounds=few)
-        made[f"{shape.key}.verified"] = on(works.verified, shape, sizes.verify, rounds=few)
-        made[f"{shape.key}.files"] = on(works.through_files, shape, rounds=sizes.slow_rounds)
-    made["digests"] = on(works.digests, sizes.hash_mib, rounds=few)
-    made["growth.bytes"] = on(works.growth, sizes.growth_mb, [1], rounds=few)
-    made["growth.receivers"] = on(works.growth, [sizes.receivers_mb], sizes.receivers, rounds=few)
-    return {**by_gpu, **made} if session.device == "cuda" else {**made, **by_gpu}
+        weight = shape.size() / GIB + (shape.count or 300) / 16_000
+        buckets, wanted = sizes.buckets_mib, sizes.verify
+        made |= {
+            f"{shape.key}.transports": on(
+                transports, 50 * weight * turns, shape, first=True, rounds=few, buckets_mib=buckets
+            ),
+            f"{shape.key}.receivers": on(two_receivers, 14 * weight * turns, shape, rounds=few),
+            f"{shape.key}.verified": on(verified, 14 * weight * turns, shape, wanted, rounds=few),
+            f"{shape.key}.files": on(through_files, 55 * weight * slow, shape, rounds=sizes.slow_rounds),
+        }
+    size, bytes_, more = sizes.hash_mib, sum(sizes.growth_mb) / 1000, sizes.receivers_mb / 1000 * sum(sizes.receivers)
+    made["digests"] = on(digests, 14 * size / 1024 * turns, size, first=True, rounds=few)
+    made["growth.bytes"] = on(growth, 6 * bytes_ * turns, sizes.growth_mb, [1], first=True, rounds=few)
+    made["growth.receivers"] = on(growth, 12 * more * turns, [sizes.receivers_mb], sizes.receivers, rounds=few)
+    return by_gpu | made if device == "cuda" else made | by_gpu
 
 
-def costs(sizes: Sizes) -> dict[str, Cost]:
-    """Times of copies; a tensor more is as good as 64 KiB more. The World is counted with each first part of a shape."""
-    turns, slow = sizes.rounds + 1, sizes.slow_rounds + 1
-    ranks = max(2, *sizes.receivers) + 2
-    start = Cost(world=crowd(ranks))
-    made = {f"gpus.{name}": Cost(megatron=1.3, job=2, copy=3 * (turns + 1)) for name in cards.RANKS}
-    for shape in sizes.shapes:
-        weight = shape.size() / works.GIB + (shape.count or 300) / 16_000
-        made[f"{shape.key}.transports"] = start + Cost(copy=50 * weight * turns)
-        made[f"{shape.key}.receivers"] = Cost(copy=14 * weight * turns)
-        made[f"{shape.key}.verified"] = Cost(copy=14 * weight * turns)
-        made[f"{shape.key}.files"] = Cost(copy=55 * weight * slow)
-    made["digests"] = start + Cost(copy=14 * sizes.hash_mib / 1024 * turns)
-    made["growth.bytes"] = start + Cost(copy=6 * sum(sizes.growth_mb) / 1000 * turns)
-    made["growth.receivers"] = Cost(copy=12 * sizes.receivers_mb / 1000 * sum(sizes.receivers) * turns)
+def of_megabytes(size: int) -> Shape:
+    return Shape(key="growth", name=f"{size} MB in tensors of 1 MB", count=size, each=10**6, at_most=LARGE)
+
+
+def rates(world: World, shape: Shape, ways: Sequence[str], *, receivers: int, rounds: int) -> dict[str, Any]:
+    """The sender's samples of every way, and how much it was."""
+    needed, free = (COPIES + receivers) * shape.size(), free_memory()
+    if needed > free:
+        raise BadInput(f"{shape.name} needs {needed / GIB:.1f} GiB here, and {free / GIB:.1f} GiB are free")
+    asked: dict[str, Any] = {"shape": shape.told(), "receivers": receivers, "ways": list(ways), "rounds": rounds}
+    told: dict[str, Any] = world.call(f"{ONRANKS}:rates", **asked, meeting=f"bench-{secrets.token_hex(8)}")[0]
+    return told
+
+
+def quickest(seconds: Seconds, names: Sequence[str]) -> str:
+    return min(names, key=lambda name: statistics.median(seconds[name]))
+
+
+def times(what: str, told: dict[str, Any], names: Sequence[str], **ids: float) -> list[Row]:
+    """Seconds of each, with its rate."""
+    made = []
+    for name in names:
+        taken = told["seconds"][name]
+        rate = told["bytes"] / statistics.median(taken) / GB
+        about: dict[str, Any] = {"note": f"{rate:.2f} GB/s", "ids": {**ids, "way": called(name)}}
+        made.append(row(f"{what}: {called(name)}", taken, who=who(name), **about))
     return made
+
+
+def called(name: str) -> str:
+    rest, _, mib = name.partition("@")
+    kind, *extras = rest.removeprefix("file:").split("+")
+    if name == "copies":
+        return "a copy on each end at once"
+    words = {"cache": "by way of the cache", "whole": "in one segment", "fresh": "mapped anew"}
+    size = [f"buckets of {mib} MiB"] * bool(mib)
+    return ", ".join([kind, *(words.get(extra, f"verified by {extra}") for extra in extras), *size])
+
+
+def who(name: str) -> str:
+    return {"memcpy": "memcpy", "copies": "memcpy", **PEERS}.get(name, KIT)
+
+
+# -- the parts -----------------------------------------------------------------------------------------------------------
+
+
+def transports(world: World, shape: Shape, *, rounds: int, buckets_mib: Sequence[float]) -> list[Row]:
+    """Every transport to one receiver; shared memory against one copy and against groups, and the automatic size against fixed ones."""
+    fixed = [f"broadcast@{mib:g}" for mib in buckets_mib]
+    ways = ["memcpy", "copies", *OVER_MEMCPY, "serialize", *GROUPS, *fixed]
+    told = rates(world, shape, ways, receivers=1, rounds=rounds)
+    seconds, what = told["seconds"], f"{shape.name}, 1 receiver"
+    group = quickest(seconds, [*GROUPS, *fixed])
+    other = quickest(seconds, ["per-tensor", *fixed])
+    automatic = f"automatic buckets are of {told['automatic'] / MIB:.3g} MiB"
+    return [
+        *times(what, told, ways),
+        over_memcpy(what, seconds, "copies"),
+        *(over_memcpy(what, seconds, name, shape.at_most if name == "shm" else None) for name in OVER_MEMCPY),
+        row(
+            f"{what}: shm over the best by a group, time",
+            ratios(seconds["shm"], seconds[group]),
+            unit="x",
+            limit=OVER_GROUPS,
+            note=f"that is {called(group)}",
+        ),
+        row(
+            f"{what}: broadcast over the best of per-tensor and fixed sizes, time",
+            ratios(seconds["broadcast"], seconds[other]),
+            unit="x",
+            limit=SLACK,
+            note=f"that is {called(other)}; {automatic}",
+        ),
+    ]
+
+
+def over_memcpy(what: str, seconds: Seconds, name: str, limit: float | None = None) -> Row:
+    over = ratios(seconds[name], seconds["memcpy"])
+    note = f"{1 / statistics.median(over):.2f} of its speed"
+    return row(f"{what}: {called(name)}, time over memcpy's", over, who=who(name), unit="x", limit=limit, note=note)
+
+
+def two_receivers(world: World, shape: Shape, *, rounds: int) -> list[Row]:
+    ways = ["memcpy", "shm", "broadcast", "serialize"]
+    told = rates(world, shape, ways, receivers=2, rounds=rounds)
+    what = f"{shape.name}, 2 receivers"
+    return [*times(what, told, ways), *(over_memcpy(what, told["seconds"], name) for name in ways[1:])]
+
+
+def verified(world: World, shape: Shape, algorithms: Sequence[str], *, rounds: int) -> list[Row]:
+    """What digests of every tensor on both ends add where they are taken meanwhile."""
+    there = set(world.call(f"{ONRANKS}:hashing", ranks=[0], each=4096, count=1, rounds=1)[0])
+    wanted = [name for name in algorithms if name in there]
+    ways = ["shm", *(f"shm+{name}" for name in wanted)]
+    told = rates(world, shape, ways, receivers=1, rounds=rounds)
+    what, seconds = f"{shape.name}, 1 receiver", told["seconds"]
+    return [
+        *times(what, told, ways[1:]),
+        *(
+            row(f"{what}: {called(name)}, time over unverified", ratios(seconds[name], seconds["shm"]), unit="x")
+            for name in ways[1:]
+        ),
+        *(Row(what=f"{what}: shm, verified by {name}", note=NOT_HERE) for name in algorithms if name not in there),
+    ]
+
+
+def through_files(world: World, shape: Shape, *, rounds: int) -> list[Row]:
+    """Against what others do: files in memory, and an object store."""
+    peers = {name: others.missing(package) for name, package in PEERS.items()}
+    ways = ["shm", *(name for name, why in peers.items() if not why)]
+    told = rates(world, shape, ways, receivers=1, rounds=rounds)
+    what = f"{shape.name}, 1 receiver, files"
+    where = others.place_for(shape.size())
+    place = f"in {where}" if where else "in the folder for temporary files: too little room in memory"
+    made = []
+    for name in ways[1:]:
+        over = ratios(told["seconds"][name], told["seconds"]["shm"])
+        made += times(what, told, [name])
+        note = "the object store's own memory" if name == "ray" else place
+        made.append(row(f"{what}: {called(name)} over shm, time", over, who=who(name), unit="x", note=note))
+    return [
+        *made,
+        *(Row(what=f"{what}: {called(name)}", who=who(name), note=why) for name, why in peers.items() if why),
+    ]
+
+
+def digests(world: World, size_mib: int, *, rounds: int) -> Iterator[Row]:
+    """Seconds for 10^9 bytes on one core, in tensors of 4 MiB and of 32 KiB."""
+    for name, each in (("4 MiB", 4 * MIB), ("32 KiB", 32 * 2**10)):
+        count = max(1, size_mib * MIB // each)
+        seen = world.call(f"{ONRANKS}:hashing", ranks=[0], each=each, count=count, rounds=rounds)[0]
+        for algorithm, taken in seen.items():
+            yield row(f"digests of 1 GB in tensors of {name}: {algorithm}", taken)
+        if "xxh3" not in seen:
+            yield Row(what=f"digests of 1 GB in tensors of {name}: xxh3", note=NOT_HERE)
+
+
+def growth(world: World, megabytes: Sequence[int], receivers: Sequence[int], *, rounds: int) -> Iterator[Row]:
+    """More bytes to one receiver, or the same bytes to more receivers."""
+    for size in megabytes:
+        for count in receivers:
+            what = f"growth: {size} MB, {count} receiver{'s' * (count > 1)}"
+            progress(what)
+            ways = ["memcpy", "shm", "broadcast"]
+            told = rates(world, of_megabytes(size), ways, receivers=count, rounds=rounds)
+            yield from times(what, told, ways, megabytes=size, receivers=count)

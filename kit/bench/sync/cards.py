@@ -12,8 +12,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from kit.bench import ceilings
-from kit.bench.rows import Row, row
-from kit.bench.session import unmeasured
+from kit.bench.rows import Row, row, unmeasured
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,16 +10,15 @@ from __future__ import annotations
 import gc
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from kit.bench import ceilings
-from kit.bench.sync import files
-from kit.bench.sync.objects import ObjectStore
-from kit.bench.sync.weights import weights
+from kit.bench.sync import others
 from kit.errors import KitError
+from kit.megatron.config import GEOMETRIES
 from kit.sync.buckets import Bound, live, views
 from kit.sync.cache import Cache, starts
 from kit.sync.hashes import algorithms, digest
@@ -30,6 +29,7 @@ from kit.sync.ring import LARGEST, SLOTS
 from kit.sync.transports import make
 from kit.sync.transports.base import TransportContext
 from kit.sync.verify import NONE, Digests
+from kit.train.plain import PlainModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,10 +38,43 @@ if TYPE_CHECKING:
     from kit.sync.transports.base import Transport
 
 MIB = 2**20
+PAGE = 4096
+NOISE = 8 * MIB
 TIMEOUT_S = 120.0
 SENDER = "the sender"
 EXTRAS = ("cache", "whole", "fresh")
 COPYING = ("memcpy", "copies")  # they bring nothing
+
+
+def shapes_of(wanted: dict[str, Any]) -> list[tuple[int, ...]]:
+    """Of a model's parameters, or so many tensors of so many bytes; bfloat16."""
+    if "model" in wanted:
+        return [tuple(each.shape) for each in PlainModel(GEOMETRIES[wanted["model"]], device="meta").parameters()]
+    return [(wanted["each"] // 2,)] * wanted["count"]
+
+
+def weights(wanted: dict[str, Any], *, filled: bool) -> dict[tuple[str, int], torch.Tensor]:
+    """Tensors with memory of their own, whose pages are there: noise, or zeros."""
+    noise = torch.randint(0, 256, (NOISE + PAGE,), dtype=torch.uint8)
+    made: dict[tuple[str, int], torch.Tensor] = {}
+    for number, shape in enumerate(shapes_of(wanted)):
+        one = torch.empty(shape, dtype=torch.bfloat16)
+        flat = one.view(-1).view(torch.uint8).zero_()
+        shift = number % PAGE
+        for start in range(0, flat.numel() if filled else 0, NOISE):
+            part = flat[start : start + NOISE]
+            part.copy_(noise[shift : shift + part.numel()])
+        made[f"weight{number}", 0] = one
+    return made
+
+
+class Laid(NamedTuple):
+    """The tensors in buckets of one size, with what is worked out once: bytes of buckets and of their pieces, and plans of copies."""
+
+    layout: Layout
+    sizes: tuple[int, ...]
+    pieces: list[list[int]]
+    bound: Bound
 
 
 class Bench:
@@ -58,13 +91,10 @@ class Bench:
         self.kept = Kept()
         self.segment: Segment | None = None
         self.cache: Cache | None = None
-        self._layouts: dict[int, Layout] = {}
-        self._pieces: dict[int, list[list[int]]] = {}
-        self._sizes: dict[int, tuple[int, ...]] = {}
-        self._bound: dict[int, Bound] = {}
+        self._laid: dict[int, Laid] = {}
         self._room = torch.empty(0, dtype=torch.uint8)
         self._copied: torch.Tensor | None = None
-        self._objects = ObjectStore(self.tensors, self.links, sends=self.rank == 0)
+        self._objects = others.ObjectStore(self.tensors, self.links, sends=self.rank == 0)
 
     def meet(self, meeting: str) -> dict[str, Link]:
         names = [f"receiver {rank}" for rank in self.part[1:]]
@@ -77,40 +107,29 @@ class Bench:
             return {}
         return {SENDER: call(address_of(meeting), names[self.rank - 1], peer=SENDER, timeout_s=TIMEOUT_S)}
 
-    def layout(self, size: int) -> Layout:
-        """0 is the automatic size."""
-        if size not in self._layouts:
+    def laid(self, size: int) -> Laid:
+        """Buckets of this size, 0 for the automatic one: laid out once."""
+        if size not in self._laid:
             specs = specs_of(self.tensors)
-            bucket = size or automatic(specs, oversize="split")
-            self._layouts[size] = lay_out(specs, bucket, oversize="split")
-        return self._layouts[size]
-
-    def sizes(self, size: int) -> tuple[int, ...]:
-        if size not in self._sizes:
-            self._sizes[size] = self.layout(size).sizes
-        return self._sizes[size]
-
-    def bound(self, size: int) -> Bound:
-        if size not in self._bound:
-            self._bound[size] = Bound(self.layout(size), self.tensors)
-        return self._bound[size]
+            layout = lay_out(specs, size or automatic(specs, oversize="split"), oversize="split")
+            pieces = [[piece.size for piece in bucket] for bucket in layout.buckets]
+            self._laid[size] = Laid(layout, layout.sizes, pieces, Bound(layout, self.tensors))
+        return self._laid[size]
 
     def context(self, size: int, places: Sequence[int], segment: Segment | None, kept: Kept | None) -> TransportContext:
-        layout, sizes = self.layout(size), self.sizes(size)
-        if size not in self._pieces:
-            self._pieces[size] = [[piece.size for piece in bucket] for bucket in layout.buckets]
+        laid = self.laid(size)
         return TransportContext(
             role="receiver" if self.rank else "sender",
             name=f"rank {self.rank}",
             links=self.links,
-            sizes=sizes,
+            sizes=laid.sizes,
             starts=places,
             segment=segment,
             device=torch.device("cpu"),
             timeout_s=TIMEOUT_S,
             ranks=self.part,
             place=self.rank,
-            pieces=self._pieces[size],
+            pieces=laid.pieces,
             kept=kept,
         )
 
@@ -123,15 +142,15 @@ class Bench:
         if name in plain:
             return plain[name]
         if name.startswith("file:"):
-            way = files.WAYS[name.removeprefix("file:")]
-            return partial(files.bring, way, self.tensors, self.links, sends=self.rank == 0)
+            way = others.WAYS[name.removeprefix("file:")]
+            return partial(others.bring, way, self.tensors, self.links, sends=self.rank == 0)
         rest, _, mib = name.partition("@")
         kind, *extras = rest.split("+")
         algorithm = next((extra for extra in extras if extra not in EXTRAS), NONE)
         size = int(float(mib or 0) * MIB)
         slots = SLOTS if kind == "shm" and not {"cache", "whole"} & set(extras) else 0
         if slots and not size:
-            size = min(LARGEST, self.layout(0).bucket_bytes) if self.taking else 0
+            size = min(LARGEST, self.laid(0).layout.bucket_bytes) if self.taking else 0
         if self.rank == 0:
             if "cache" in extras:
                 return lambda: self.send_cached(kind, size, algorithm)
@@ -167,7 +186,7 @@ class Bench:
 
     def send_bound(self, kind: str, size: int, algorithm: str, *, slots: int = 0) -> None:
         """Tensors that stay where they are: looked up and checked once."""
-        layout, bound, sizes = self.layout(size), self.bound(size), self.sizes(size)
+        layout, sizes, _, bound = self.laid(size)
         places, room = starts(sizes, slots)
         segment = self.memory(room)
         transport, digests = self.open(kind, size, algorithm, segment=segment, places=places)
@@ -183,7 +202,7 @@ class Bench:
 
     def send_cached(self, kind: str, size: int, algorithm: str) -> None:
         """Through the cache, which takes the tensors for new ones in every version."""
-        layout = self.layout(size)
+        layout = self.laid(size).layout
         if self.cache is None or self.cache.layout != layout:
             self.cache = Cache(layout, keep=True)
         cache, version = self.cache, self.cache.latest + 1
@@ -211,7 +230,7 @@ class Bench:
                 link.expect("same")
 
     def receive(self, kind: str, size: int, algorithm: str, *, slots: int, kept: Kept | None) -> None:
-        layout, bound, sizes = self.layout(size), self.bound(size), self.sizes(size)
+        layout, sizes, _, bound = self.laid(size)
         if self._room.numel() < max(sizes):
             self._room = torch.zeros(max(sizes), dtype=torch.uint8)
         transport, digests = self.open(kind, size, algorithm, segment=None, places=starts(sizes, slots)[0], kept=kept)
@@ -239,7 +258,7 @@ class Bench:
         places: Sequence[int],
         kept: Kept | None = None,
     ) -> tuple[Transport, Digests | None]:
-        digests = None if algorithm == NONE else Digests(self.layout(size), 0, algorithm=algorithm)
+        digests = None if algorithm == NONE else Digests(self.laid(size).layout, 0, algorithm=algorithm)
         transport = make(kind, self.context(size, places, segment, kept))
         self.opened += [transport] if digests is None else [transport, digests]
         return transport, digests
@@ -292,7 +311,7 @@ def rates(*, shape: dict[str, Any], receivers: int, meeting: str, ways: Sequence
     finally:
         gc.unfreeze()
         bench.close()
-    automatic = bench.layout(0).bucket_bytes if bench.taking else 0
+    automatic = bench.laid(0).layout.bucket_bytes if bench.taking else 0
     return {"bytes": bench.total, "automatic": automatic, "seconds": seconds}
 
 
