@@ -73,6 +73,19 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def turn_by_turn(names: Sequence[str], rounds: int, timed: Callable[[str, int], float]) -> dict[str, list[float]]:
+    """Seconds of each, one after another in every turn, and who begins moves on with each. The first turn, -1, is not counted: pages are
+    supplied in it, and connections made."""
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(-1, rounds):
+        shift = turn % len(names)
+        for name in [*names[shift:], *names[:shift]]:
+            taken = timed(name, turn)
+            if turn >= 0:
+                seconds[name].append(taken)
+    return seconds
+
+
 def progress(text: str) -> None:
     """What is being measured now; silent when nobody watches."""
     if sys.stderr.isatty():

@@ -14,7 +14,7 @@ from kit.bench import limits
 from kit.bench import pace as room
 from kit.bench.cost import LEAST_S, SLACK, Cost, total
 from kit.bench.pace import ASSUMED, FILE, Pace, find, from_doctor, read
-from kit.bench.reference.page import plan_text
+from kit.bench.reference import plan_text
 from kit.bench.reference.parts import ASSUMED_BOX, GPU_MINUTES, Part, able, bench, lab, offload, on_cpu, on_gpus
 from kit.bench.session import Book, Session
 from kit.cli import benches

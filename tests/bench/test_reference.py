@@ -18,12 +18,10 @@ import pytest
 from kit.bench import reference
 from kit.bench.cost import Cost
 from kit.bench.pace import ASSUMED
-from kit.bench.reference import make, page, plan, sizes_here
+from kit.bench.reference import make, plan, short_of, sizes_here, write_page
 from kit.bench.reference import running as work
-from kit.bench.reference.pack import LEFT_OUT, pack
-from kit.bench.reference.page import short_of
 from kit.bench.reference.parts import Part, bench, lab, on_cpu, on_gpus
-from kit.bench.reference.running import is_settled, perform, settled
+from kit.bench.reference.running import LEFT_OUT, is_settled, pack, perform, settled
 from kit.bench.rows import row
 from kit.bench.session import Book
 from kit.cli import benches
@@ -237,7 +235,7 @@ def test_rows_that_a_bench_wrote_are_kept_however_it_ended(tmp_path: Path, monke
     assert ([one["what"] for one in kept["rows"]], kept["exit"], kept["state"]) == (["slow"], 3, "broke")
     assert (tmp_path / "bench-sync.txt").read_text() == "what  who\nslow  kit\n"
     assert not settled(tmp_path, bench("sync"))
-    page.write(tmp_path, [bench("sync")], PACE, {})
+    write_page(tmp_path, [bench("sync")], PACE, {})
     (line,) = [one for one in (tmp_path / "README.md").read_text().splitlines() if one.startswith("| bench-sync")]
     assert line.endswith("| 2 ranks on cuda:0 (asked for) | slow |")
 
@@ -272,7 +270,7 @@ def test_rows_of_an_earlier_try_are_not_taken_for_new_ones(tmp_path: Path, monke
 def test_what_was_recorded_by_hand_is_recorded_anew(tmp_path) -> None:
     (tmp_path / "bench-sync.json").write_text(json.dumps({"bench": "sync", "rows": []}))
     assert not settled(tmp_path, bench("sync"))
-    page.write(tmp_path, [bench("sync")], PACE, {})
+    write_page(tmp_path, [bench("sync")], PACE, {})
     assert "Not there yet: bench-sync." in (tmp_path / "README.md").read_text()
 
 

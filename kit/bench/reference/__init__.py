@@ -15,24 +15,28 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kit.bench import pace as paces
-from kit.bench.reference import page
-from kit.bench.reference.pack import pack as pack_into
+from kit.bench.cost import LEAST_S, SLACK
 from kit.bench.reference.parts import ASSUMED_BOX, GPU_MINUTES, able, on_cpu, on_gpus
 from kit.bench.reference.running import KIT, is_settled, perform, settled
+from kit.bench.reference.running import pack as pack_into
+from kit.bench.rows import seated
 from kit.errors import BadInput
-from kit.results.files import need_folder, read_json, write_json
+from kit.results.files import need_folder, read_json, write_json, write_text
+from kit.results.recorded import machine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from kit.bench.pace import Pace
     from kit.bench.reference.parts import Part
 
 DOCTOR = "doctor.json"
+SUMMARY = "README.md"
+HEADS = ("part", "command", "ended", "s", "predicted s", "seats", "fell short")
 
 
 def make(
@@ -59,7 +63,7 @@ def make(
         pace = paces.ASSUMED if assumed else paces.find(out, device)
     if minutes is None and device == "cuda":
         minutes = GPU_MINUTES
-    say(page.plan_text(parts, pace, minutes))
+    say(plan_text(parts, pace, minutes))
     try:
         for number, part in enumerate(parts, start=1):
             place = f"{number} of {len(parts)}, {part.name}"
@@ -90,7 +94,7 @@ def make(
 
 def keep(out: Path, parts: Sequence[Part], pace: Pace, missing: dict[str, str], pack: Path | None) -> list[str]:
     """The page, and the pack if one is wanted; gives the files that it has no room for."""
-    page.write(out, parts, pace, missing)
+    write_page(out, parts, pace, missing)
     return pack_into(out, pack) if pack is not None else []
 
 
@@ -103,7 +107,7 @@ def plan(out: Path | None, *, device: str = "auto", assumed: bool = False, minut
             folder(out)
         device, parts, _ = sizes_here(out, device)
     pace = paces.ASSUMED if assumed else paces.find(out, device)
-    print(page.plan_text(parts, pace, minutes or (GPU_MINUTES if device == "cuda" else None)))
+    print(plan_text(parts, pace, minutes or (GPU_MINUTES if device == "cuda" else None)))
     return 0
 
 
@@ -133,3 +137,60 @@ def sizes_here(out: Path | None, device: str) -> tuple[str, Sequence[Part], dict
     if "cpu" in {device, here}:
         return "cpu", on_cpu(), {}
     return "cuda", *able(on_gpus(), found)
+
+
+# -- the page, and the plan with its arithmetic -----------------------------------------------------------------------------
+
+
+def write_page(out: Path, parts: Sequence[Part], pace: Pace, missing: Mapping[str, str]) -> None:
+    """The folder in a page, from its files."""
+    told = [
+        one for part in parts if (path := out / f"{part.name}.json").exists() and "exit" in (one := read_json(path))
+    ]
+    provenance = next((one["provenance"] for one in told if one.get("provenance")), None)
+    lines = [f"# Reference: {out.name}", ""]
+    lines += [machine(provenance), ""] if provenance else []
+    lines += ["Recorded by `kit reference`. Each part was one process; what it says of itself is in its files.", ""]
+    lines += [markdown(HEADS), markdown(["---"] * len(HEADS)), *(markdown(cells_of(one)) for one in told)]
+    there = {one["part"] for one in told}
+    lines += [f"\nNot run: {name}: {why}." for name, why in missing.items() if name not in there]
+    rest = [part.name for part in parts if part.name not in there and part.name not in missing]
+    lines += ["", f"Not there yet: {', '.join(rest)}."] if rest else []
+    lines += ["", "## Arithmetic", "```", plan_text(parts, pace), "```"]
+    write_text(out / SUMMARY, "\n".join(lines) + "\n")
+
+
+def cells_of(one: Mapping[str, Any]) -> list[str]:
+    state = one["state"] + (f": {one['complaint']}" if one["complaint"] else "")
+    seats = "; ".join(map(seated, one.get("seats") or ())) or "unknown"
+    short = "; ".join(short_of(one)) or "nothing"
+    times = [f"{seconds:.0f}" for seconds in (one["seconds"], one.get("predicted", 0))]
+    return [one["part"], f"`{one['command']}`", state, *times, seats, short]
+
+
+def markdown(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def short_of(told: Mapping[str, Any]) -> list[str]:
+    """Checks that failed, and rows of a bench that missed their limit or their aim."""
+    checks = [row["check"] for row in told.get("verdict", ()) if row["passed"] is False]
+    return checks + [row["what"] for row in told.get("rows", ()) if row["met"] is False]
+
+
+def plan_text(parts: Sequence[Part], pace: Pace, minutes: float | None = None) -> str:
+    """A line for each part: predicted seconds, its limit, and of what they are the sum."""
+    times = {name: value for name in pace.__slots__ if isinstance(value := getattr(pace, name), float)}
+    width = max((len(part.name) for part in parts), default=0)
+    whole = sum(part.cost.seconds(pace) for part in parts)
+    lines = [
+        f"{part.name:<{width}}  {part.cost.seconds(pace):6.1f} s, limit {part.cost.limit(pace):5.0f} s = {part.cost.told(pace)}"
+        for part in parts
+    ]
+    budget = f"; no part starts that would not end within {minutes:g} min" if minutes else ""
+    shown = ", ".join(f"{name.removesuffix('_s')} {one:.3g}" for name, one in times.items())
+    heads = [
+        f"seconds ({pace.source}): {shown}",
+        f"a limit is {SLACK:g} times the prediction, and at least {LEAST_S:g} s{budget}",
+    ]
+    return "\n".join([*heads, *lines, f"{'in all':<{width}}  {whole:6.1f} s, {whole / 60:.1f} min"])

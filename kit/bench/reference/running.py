@@ -1,22 +1,24 @@
-"""Runs one part of a reference, and writes its files."""
+"""Runs one part of a reference and writes its files; packs them into one, for a box from which little can be copied."""
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
+import zlib
 from typing import TYPE_CHECKING, Any
 
 from kit.bench.session import INTERRUPTED, read_rows, seat_of
 from kit.machine import free_memory
-from kit.results.files import read_json, write_json, write_text
+from kit.results.files import read_json, replacing, write_json, write_text
 from kit.results.frames import labels
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from kit.bench.reference.parts import Part
@@ -27,6 +29,9 @@ KIT = (sys.executable, "-m", "kit")
 SETTLED = (0, 1, 2)
 ENDED = {0: "no check failed", 1: "a check failed", 2: "refused", 3: "broke", INTERRUPTED: "interrupted"}
 MEASURED = ("rows", "medians")  # what a bench, or a lab, came to
+MOST = 16 * 2**20
+KEPT_FREE = 2**16  # for headers and the list of what is left out
+LEFT_OUT = "LEFT-OUT.txt"
 
 
 def perform(out: Path, part: Part, limit_s: float, predicted_s: float) -> dict[str, Any]:
@@ -72,9 +77,7 @@ def state(told: Mapping[str, Any]) -> str:
     count = next((len(told[name]) for name in MEASURED if told.get(name)), 0)
     if told["timed_out"]:
         return f"timed out with {count} rows" if count else "timed out without a row"
-    if (
-        told["exit"] == 0 and "rows" in told
-    ):  # a bench judges nothing, and a row may only have the reason why it has no number
+    if told["exit"] == 0 and "rows" in told:  # a bench judges nothing, and a row may only say why it has no number
         return f"measured {sum(row['median'] is not None for row in told['rows'])} of {count} rows"
     return ENDED.get(told["exit"], f"ended with status {told['exit']}")
 
@@ -98,9 +101,8 @@ def spelled(value: Any) -> str:
 def finish(command: Sequence[str], limit_s: float) -> tuple[int, str, str, bool]:
     """Status, what it printed, its last complaint where it did not end well, and whether its limit ended it: first as a person would
     interrupt it, which leaves it time to write what it has."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=dict(os.environ)
-    )
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:
         printed, said = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -140,3 +142,35 @@ def medians(run: Run) -> list[dict[str, Any]]:
     grouped = frame.assign(metric=labels(frame)).groupby(["phase", "metric", "unit"], sort=False)["value"]
     table = grouped.agg(["median", "min", "max", "count"]).reset_index()
     return json.loads(table.to_json(orient="records"))  # type: ignore[no-any-return]
+
+
+def pack(folder: Path, to: Path, *, most: int = MOST) -> list[str]:
+    """Write as much of the folder as fits into a .tgz, the most telling files first; gives the names of what did not fit."""
+    room, left = most - KEPT_FREE, []
+    with replacing(to) as temporary, tarfile.open(temporary, "w:gz") as tar:
+        for path in in_order(folder):
+            size = len(zlib.compress(path.read_bytes())) + 1024
+            name = str(path.relative_to(folder))
+            if size > room:
+                left.append(name)
+                continue
+            room -= size
+            tar.add(path, f"{folder.name}/{name}")
+        if left:
+            text = "\n".join(left).encode()[: KEPT_FREE // 2]
+            entry = tarfile.TarInfo(f"{folder.name}/{LEFT_OUT}")
+            entry.size = len(text)
+            tar.addfile(entry, io.BytesIO(text))
+    return left
+
+
+def in_order(folder: Path) -> Iterator[Path]:
+    """The page, numbers, tables, light pictures, the rest; then the runs, verdicts before records."""
+    ranks = {".md": 0, ".json": 1, ".jsonl": 2, ".txt": 2}
+
+    def order(path: Path) -> tuple[bool, int, int, str]:
+        in_runs = path.relative_to(folder).parts[0] == "runs"
+        dark = path.stem.endswith("-dark")
+        return in_runs, ranks.get(path.suffix, 3) + dark, path.stat().st_size if in_runs else 0, str(path)
+
+    yield from sorted((path for path in folder.rglob("*") if path.is_file()), key=order)

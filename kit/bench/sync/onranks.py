@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from kit.bench import ceilings
+from kit.bench.rows import seconds_of, turn_by_turn
 from kit.bench.sync import others
 from kit.errors import KitError
 from kit.megatron.config import GEOMETRIES
@@ -295,19 +296,13 @@ class Bench:
 
 
 def rates(*, shape: dict[str, Any], receivers: int, meeting: str, ways: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Seconds of each way, turn by turn, as the sender saw them; who takes which place moves on with every turn."""
+    """Seconds of each way, turn by turn, as the sender saw them."""
     bench = Bench(shape, receivers, meeting)
     works = {name: bench.way(name) for name in ways}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
     gc.collect()
     gc.freeze()  # what was there before is not looked through in every turn
     try:
-        for turn in range(-1, rounds):
-            shift = turn % len(ways)
-            for name in [*ways[shift:], *ways[:shift]]:
-                taken = timed(bench, name, works[name], first=turn < 0)
-                if turn >= 0:
-                    seconds[name].append(taken)
+        seconds = turn_by_turn(ways, rounds, lambda name, turn: timed(bench, name, works[name], first=turn < 0))
     finally:
         gc.unfreeze()
         bench.close()
@@ -343,12 +338,8 @@ def hashing(*, each: int, count: int, rounds: int) -> dict[str, list[float]]:
         return {}
     tensors = weights({"each": each, "count": count}, filled=True).values()
     total = sum(tensor.nbytes for tensor in tensors)
-    seconds: dict[str, list[float]] = {name: [] for name in algorithms()}
-    for turn in range(-1, rounds):
-        for name, taken in seconds.items():
-            start = time.perf_counter()
-            for tensor in tensors:
-                digest(tensor, name)
-            if turn >= 0:
-                taken.append((time.perf_counter() - start) / total * 1e9)
-    return seconds
+
+    def timed(algorithm: str, _: int) -> float:
+        return seconds_of(lambda: [digest(tensor, algorithm) for tensor in tensors]) / total * 1e9
+
+    return turn_by_turn(algorithms(), rounds, timed)
