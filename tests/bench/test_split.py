@@ -10,7 +10,7 @@ import pytest
 
 from kit.bench import split
 from kit.bench.session import Book, Session, conduct
-from kit.bench.split import QUICK, Job, Sizes, grid, onranks
+from kit.bench.split import QUICK, Job, Sizes, onranks
 from kit.errors import KitError
 from kit.labs.configure import configure
 from kit.labs.split import LAB
@@ -35,11 +35,11 @@ def covering() -> list[str]:
 def pairs(name: str) -> set[tuple[str, str]]:
     """A config as pairs of its layout and one thing more; switches that are off count too."""
     layout, *words = name.split(", ")
-    words += [f"no {switch}" for switch in grid.SWITCHES if switch not in words]
+    words += [f"no {switch}" for switch in split.SWITCHES if switch not in words]
     return {(layout, word) for word in words}
 
 
-GRID = grid.every_config()
+GRID = split.every_config()
 PART = covering()  # `kit bench split` runs all
 
 
@@ -96,7 +96,7 @@ def world(request, tmp_path_factory):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("world", "name"), [(GRID[name]["ranks"], name) for name in PART], indirect=["world"])
 def test_no_check_fails_on_the_grid(world, name, tmp_path):
-    row = grid.judged(Session("cpu", tmp_path, Book("split")), name, GRID[name], world, tmp_path / "run")
+    row = split.judged(Session("cpu", tmp_path, Book("split")), name, GRID[name], world, tmp_path / "run")
     assert row.met is True, row.note
     silent = row.note.partition("not measured: ")[2]
     assert silent == ("" if "fsdp2" in name else "backends_agree, oracle" if "ep2" in name else "backends_agree")
@@ -109,7 +109,7 @@ def test_the_part_that_is_run_here_has_every_pair():
 
 def test_the_grid_is_every_combination():
     assert len(GRID) == 3 * 3 * 4 + 3 * 2 * 4 + 2 * 3 * 3
-    configs = [configure(LAB, {**grid.COMMON, **config}, None) for config in GRID.values()]
+    configs = [configure(LAB, {**split.COMMON, **config}, None) for config in GRID.values()]
     assert len(set(configs)) == len(GRID)
     assert {config.chunks for config in configs} == {(1, 2, 5, 0)}
     assert {config.levels for config in configs} == {("tokens", "sequences")}
@@ -132,7 +132,7 @@ def test_a_config_that_breaks_is_a_row_that_says_so_and_costs_the_ranks(tmp_path
         raise KitError("rank 1 died\nand more")
 
     world = FakeWorld()
-    row = grid.judged(SimpleNamespace(lab=breaks), "a", {}, world, tmp_path)
+    row = split.judged(SimpleNamespace(lab=breaks), "a", {}, world, tmp_path)
     assert (row.median, row.note, world.restarts) == (None, "broke: rank 1 died", 1)
 
 
@@ -152,14 +152,14 @@ def test_a_row_of_the_grid_counts_what_failed_and_names_the_worst(tmp_path):
         ]
     )
     session = SimpleNamespace(lab=lambda *_, **__: SimpleNamespace(verdict=lambda: verdict))
-    row = grid.judged(session, "a", {}, FakeWorld(), tmp_path)
+    row = split.judged(session, "a", {}, FakeWorld(), tmp_path)
     assert (row.median, row.met) == (1, False)
     assert row.note == "2 passed; FAILED grad_parity 0.5; gradients 5.0e-01 off, metrics 3.0e-08; not measured: oracle"
 
 
 def test_a_quick_bench_has_both_backends_and_a_larger_job_on_a_gpu():
     assert {config.get("backend", "megatron") for config in QUICK.grid.values()} == {"megatron", "fsdp2"}
-    assert len(QUICK.grid) == len(grid.FEW)
+    assert len(QUICK.grid) == len(split.FEW)
     assert QUICK.on("cpu")[0].size == "tiny"
     assert QUICK.on("cuda")[0].size == "125m"
 
