@@ -108,17 +108,20 @@ class History:
     """
 
     def __init__(self, file: Path) -> None:
+        import torch
+
         self.file = file
+        self._memory: Any = torch.cuda.memory
 
     def start(self) -> None:
-        _torch().cuda.memory._record_memory_history(max_entries=ENTRIES, stacks="python")
+        self._memory._record_memory_history(max_entries=ENTRIES, stacks="python")
 
     def write(self) -> bool:
         """Whether the file was written. What prevents it is printed: it must not hide why a phase raised."""
         draft = self.file.with_name(f".{self.file.name}.draft")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            _torch().cuda.memory._dump_snapshot(str(draft))
+            self._memory._dump_snapshot(str(draft))
             draft.replace(self.file)
         except (OSError, RuntimeError) as error:
             print(f"no memory snapshot: {type(error).__name__}: {error}", flush=True)
@@ -127,10 +130,4 @@ class History:
         return True
 
     def stop(self) -> None:
-        _torch().cuda.memory._record_memory_history(enabled=None)
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch
+        self._memory._record_memory_history(enabled=None)

@@ -294,7 +294,7 @@ def random_state() -> dict[str, str]:
     tracker = random._CUDA_RNG_STATE_TRACKER
     states = tracker.get_states() if tracker is not None and hasattr(tracker, "get_states") else {}
     tracked = {
-        f"tracker {name}": tensors.digest_of(tensors.raw(one))
+        f"tracker {name}": tensors.digest(one)
         for name, one in states.items()
         if isinstance(one, torch.Tensor)
     }

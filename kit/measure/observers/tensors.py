@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 KINDS = ("weights", "grads", "optimizer", "other")
 GRADIENTS = ("grad", "main_grad", "decoupled_grad")
+OF_MODULES = ("_parameters", "_buffers", "_modules")
 SAMPLE = 4096  # elements of each tensor that are kept to say how far it is off
 _LEAVES = (
     str,
@@ -65,11 +66,7 @@ def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             continue
         yield path, value
         below = [(f"{path}.{key}", child) for key, child in children(value)]
-        own = (
-            len(value._parameters) + len(value._buffers) + len(value._modules)
-            if isinstance(value, torch.nn.Module)
-            else 0
-        )
+        own = sum(map(len, _named(value))) if isinstance(value, torch.nn.Module) else 0
         todo.extendleft(reversed(below[:own]))  # a parameter is called what its module calls it, however long that is
         todo.extend(below[own:])
 
@@ -79,9 +76,8 @@ def children(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, torch.Tensor):
         return _of_tensor(value)
     if isinstance(value, torch.nn.Module):  # parameters by their own names, before the dicts in which they lie
-        own = [*value._parameters.items(), *value._buffers.items(), *value._modules.items()]
-        hidden = ("_parameters", "_buffers", "_modules")
-        return [*own, *((name, one) for name, one in vars(value).items() if name not in hidden)]
+        own = [item for named in _named(value) for item in named.items()]
+        return [*own, *((name, one) for name, one in vars(value).items() if name not in OF_MODULES)]
     if isinstance(value, dict):
         return [(_key(key, number), child) for number, (key, child) in enumerate(value.items())]
     if isinstance(value, list | tuple | set | frozenset | deque):
@@ -90,6 +86,11 @@ def children(value: Any) -> Iterable[tuple[Any, Any]]:
     named = [(name, getattr(value, name)) for name in slots if not name.startswith("__") and hasattr(value, name)]
     found = getattr(value, "__dict__", None)
     return [*named, *found.items()] if isinstance(found, dict) else named
+
+
+def _named(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """What a module knows by name, kind by kind."""
+    return [getattr(module, name) for name in OF_MODULES]
 
 
 def _of_tensor(value: torch.Tensor) -> list[tuple[str, Any]]:
@@ -208,11 +209,7 @@ def _largest(old: torch.Tensor, new: torch.Tensor) -> float:
 
 
 def _zero(one: Print) -> bool:
-    return one.digest == _zeros(one.shape, one.dtype)
-
-
-def _zeros(shape: tuple[int, ...], dtype: str) -> str:
-    return digest(torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch."))))
+    return one.digest == digest(torch.zeros(one.shape, dtype=getattr(torch, one.dtype.removeprefix("torch."))))
 
 
 def _kinds(values: list[Any]) -> dict[int, str]:
@@ -293,20 +290,15 @@ def live_bytes() -> int:
 
 def generators() -> dict[str, str]:
     """A digest of each random generator: Python's, numpy's, torch's, and each CUDA device's. Nothing is drawn."""
-    found = {"python": repr(random.getstate()).encode(), "torch": raw(torch.default_generator.get_state())}
+    found = {"python": _digest_of(random.getstate()), "torch": digest(torch.default_generator.get_state())}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        found["numpy"] = repr(numpy.random.get_state(legacy=False)).encode()
+        found["numpy"] = _digest_of(numpy.random.get_state(legacy=False))
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for number, generator in enumerate(torch.cuda.default_generators):
-            found[f"cuda:{number}"] = raw(generator.get_state())
-    return {name: digest_of(state) for name, state in found.items()}
+            found[f"cuda:{number}"] = digest(generator.get_state())
+    return found
 
 
-def raw(state: Any) -> bytes:
-    """A generator's state tensor as bytes."""
-    return bytes(state.cpu().tolist())
-
-
-def digest_of(state: bytes) -> str:
-    return hashlib.sha256(state).hexdigest()
+def _digest_of(state: Any) -> str:
+    return hashlib.sha256(repr(state).encode()).hexdigest()
