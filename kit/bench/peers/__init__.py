@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,6 +37,7 @@ PREFIX = "kit-bench-peer "
 TRIAL_S = 120.0
 GONE_S = 5.0
 END_S = 10.0
+Seen = dict[str, list[float]]  # samples by question: seconds, of a step milliseconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,21 +59,6 @@ PEERS = {
 }
 
 
-@dataclass(slots=True)
-class Answers:
-    """What one peer's trials came to, in seconds."""
-
-    who: str
-    step: str
-    start: list[float] = field(default_factory=list)
-    steps: list[float] = field(default_factory=list)
-    told: list[float] = field(default_factory=list)
-    vanished: list[float] = field(default_factory=list)
-    words: str = ""
-    stayed: str = ""
-    failure: str = ""
-
-
 def peers(*, trials: int, steps: int, wanted: dict[str, Library] = PEERS) -> Iterator[Row]:
     """Rows of every peer; of one that is not installed, a row that says so."""
     for name, library in wanted.items():
@@ -81,63 +67,48 @@ def peers(*, trials: int, steps: int, wanted: dict[str, Library] = PEERS) -> Ite
         except importlib.metadata.PackageNotFoundError:
             yield unmeasured(STARTED, f"{library.needs} is not installed", who=name)
             continue
-        answers = Answers(who=f"{name} {version}", step=library.step)
-        progress(f"{answers.who}, {trials} times each")
+        who = f"{name} {version}"
+        progress(f"{who}, {trials} times each")
+        seen: dict[str, list[float]] = {what: [] for what in (STARTED, STEPPED, TOLD, VANISHED)}
+        notes = {STEPPED: library.step}
         try:
             for number in range(trials):
-                ask(name, answers, steps=0 if number else steps)
-                outlive(name, answers)
+                ask(name, seen, notes, steps=0 if number else steps)
+                outlive(name, seen, notes)
         except KitError as error:
-            answers.failure = str(error)
-        yield from told(answers)
+            notes[STARTED] = str(error)
+        if not seen[STEPPED]:
+            del notes[STEPPED]
+        for what, taken in seen.items():
+            if taken or notes.get(what):
+                yield row(what, taken, who=who, unit="ms" if what == STEPPED else "s", note=notes.get(what, ""))
 
 
-def told(answers: Answers) -> list[Row]:
-    """What was measured, and why the rest was not."""
-    who = answers.who
-    steps = [1e3 * one for one in answers.steps]
-    rows = [
-        row(STARTED, answers.start, who=who, note=answers.failure),
-        row(STEPPED, steps, who=who, unit="ms", note=answers.step if steps else ""),
-        row(TOLD, answers.told, who=who, note=answers.words),
-        row(VANISHED, answers.vanished, who=who, note=answers.stayed),
-    ]
-    return [one for one in rows if one.n or one.note]
-
-
-def ask(name: str, answers: Answers, *, steps: int) -> None:
+def ask(name: str, seen: Seen, notes: dict[str, str], *, steps: int) -> None:
     """One trial to its end: start, steps, SIGKILL of rank 1 while rank 0 waits for it."""
-    with trial(name, steps=steps, hold=False) as (process, _):
-        take(process, answers)
+    with trial(name, seen, steps=steps, hold=False) as (process, _):
         said = hear(process)
-        answers.told.append(said["told"])
-        answers.words = said["words"]
+        seen[TOLD].append(said["told"])
+        notes[TOLD] = said["words"]
 
 
-def outlive(name: str, answers: Answers) -> None:
+def outlive(name: str, seen: Seen, notes: dict[str, str]) -> None:
     """One trial whose own process is killed: when is everything that it started gone?"""
-    with trial(name, steps=0, hold=True) as (process, mark):
-        take(process, answers)
+    with trial(name, seen, steps=0, hold=True) as (process, mark):
         known = marked(mark.__eq__)
         began = time.perf_counter()
         process.kill()
         took = seconds_until_gone(mark.__eq__, known, began, GONE_S)
         if took is None:
             left = len(marked(mark.__eq__))
-            answers.stayed = f"{left} of {len(known) - 1} processes are still there after {GONE_S:.0f} s"
+            notes[VANISHED] = f"{left} of {len(known) - 1} processes are still there after {GONE_S:.0f} s"
         else:
-            answers.vanished.append(took)
-
-
-def take(process: subprocess.Popen[str], answers: Answers) -> None:
-    said = hear(process)
-    answers.start.append(said["start"])
-    answers.steps += said["steps"]
+            seen[VANISHED].append(took)
 
 
 @contextlib.contextmanager
-def trial(name: str, *, steps: int, hold: bool) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that runs one trial, and the mark by which all that it starts is found and ended."""
+def trial(name: str, seen: Seen, *, steps: int, hold: bool) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that runs one trial, once it has started and stepped, and the mark by which all that it starts is found and ended."""
     mark = leftovers.mark(f"peer-{name}")
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch, (Path(scratch) / "stderr").open("w+") as errors:
         process = subprocess.Popen(
@@ -152,6 +123,9 @@ def trial(name: str, *, steps: int, hold: bool) -> Iterator[tuple[subprocess.Pop
         limit = threading.Timer(TRIAL_S, end, [mark.__eq__])  # ends what is waited for: the reader sees its end
         limit.start()
         try:
+            said = hear(process)
+            seen[STARTED].append(said["start"])
+            seen[STEPPED] += [1e3 * one for one in said["steps"]]
             yield process, mark
         except EOFError:
             raise KitError(f"a trial broke: {last_line(errors)}") from None
