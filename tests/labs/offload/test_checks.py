@@ -142,6 +142,7 @@ def weighed(fell: float, peak: float) -> list[Row]:
     return [
         (1, "fingerprint", "resident_bytes", 100 * MIB),
         (1, "idle", "left_bytes", 0),
+        (1, "idle", "left_tensors", 0),
         (1, "fingerprint", "anon_rss", 500 * MIB),
         (1, "idle", "anon_rss", (500 - fell) * MIB),
         (1, "reload", "peak_rss", peak * MIB),
