@@ -236,7 +236,7 @@ class Offload:
     # -- how ----------------------------------------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        self.found = ownership.describe()
+        self.found = self.found or ownership.describe()  # before the first control, so that what one leaves shows too
         self.scope = contextlib.ExitStack()
         self.scope.enter_context(ownership.as_found(timeout_s=self.config.meet_timeout_s))
         groups.install()  # handles first, so that what a person patches lies around them and not below
