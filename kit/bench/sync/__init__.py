@@ -19,7 +19,7 @@ from kit.bench.session import Part, Session
 from kit.bench.sync import cards, others
 from kit.errors import BadInput
 from kit.machine import free_memory
-from kit.megatron.config import GEOMETRIES
+from kit.megatron.config import ModelConfig, model_bytes
 from kit.world import World
 
 Seconds = Mapping[str, Sequence[float]]
@@ -58,9 +58,7 @@ class Shape:
     def size(self) -> int:
         if not self.model:
             return self.count * self.each
-        g = GEOMETRIES[self.model]
-        layer = 2 * g.hidden * (g.hidden + g.hidden * g.kv_heads // g.heads) + 3 * g.hidden * g.ffn
-        return 2 * (g.layers * layer + g.hidden * g.vocab)
+        return model_bytes(ModelConfig(size=self.model, dtype="bfloat16"), ranks=1)["params"]
 
 
 SHAPES = (
