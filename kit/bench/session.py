@@ -25,6 +25,7 @@ from kit.bench.report import progress, tell
 from kit.bench.rows import Row
 from kit.errors import BadInput, KitError
 from kit.gpu import has_driver
+from kit.nccl import SHARED_GPU
 from kit.world import World
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     Part = Callable[[], Iterable[Row]]
 
 INTERRUPTED = 130
-SHARED = "shared GPU, not a product number"
 Seat = dict[str, Any]
 
 
@@ -135,7 +135,7 @@ class Book:
 
     def keep(self, part: str, row: Row) -> None:
         if self.shared:
-            row = replace(row, note="; ".join(filter(None, [row.note, SHARED])))
+            row = replace(row, note="; ".join(filter(None, [row.note, SHARED_GPU])))
         self.rows[row.what, row.who] = row
         self._write(part=part, row=row.to_json())
 
