@@ -144,12 +144,12 @@ def ask_ranks_python(path: str, problems: list[str]) -> Found:
 
 
 def without_code(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each kind of GPU that torch or NCCL has no code for."""
+    """A sentence for each kind of GPU that torch has no code for."""
     return [
         f"torch has no code for this box's GPU ({one['gpu']}), only for {' '.join(one['built_for'])}; install a build that has"
         for one in rows
         if not one["torch"]
-    ] + [one["nccl_why"] for one in rows if one["nccl_why"]]
+    ]
 
 
 def ask_shm() -> Found:

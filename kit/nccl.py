@@ -74,15 +74,16 @@ def no_suspend(nccl: Version | None, torch: str, *, cards: int | None = None) ->
 
 
 def no_code(nccl: Version | None, cuda: str, capability: tuple[int, int]) -> str:
-    """Why this NCCL has no kernels for a GPU of this compute capability; empty where it has. `cuda` is the version it was built with."""
+    """What this NCCL lacks for a GPU of this compute capability; empty where nothing. `cuda` is the version that it was built with.
+
+    For a generation that it does not know there is PTX of the one before, which the driver compiles when NCCL is first used.
+    """
     if nccl is None:
         return ""
     here = f"sm_{capability[0]}{capability[1]}"
     since = COMPILED_SINCE.get(capability[0])
     if since is not None and nccl < since:
-        return f"NCCL {written(nccl)} has no kernels for {here}: {written(since)} or newer is needed"
-    if capability[0] > max(COMPILED_SINCE):
-        return f"no release of NCCL that the kit knows of has kernels for {here}"
+        return f"NCCL {written(nccl)} has no kernels for {here}, only what the driver can compile; {written(since)} and newer have"
     if int(cuda.partition(".")[0]) >= 13 and capability < OLDEST_WITH_CUDA_13:
         return f"NCCL {written(nccl)} for CUDA {cuda} has no kernels for {here}: use a build for CUDA 12"
     return ""

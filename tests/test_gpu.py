@@ -64,9 +64,16 @@ def test_a_box_without_a_driver_has_no_library(monkeypatch):
     gpu.library.cache_clear()
 
 
+# As torch 2.13's wheels for CUDA 13 list them.
+WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
 @pytest.mark.parametrize(
     ("capability", "built_for", "fits"),
     [
+        *((gpu, WHEEL, True) for gpu in [(9, 0), (8, 9), (10, 3), (12, 1), (13, 0)]),  # the last from PTX
+        ((7, 0), WHEEL, False),
+        ((10, 0), ["sm_80", "sm_90a"], False),
         ((9, 0), ["sm_80", "sm_90"], True),
         ((8, 9), ["sm_80", "sm_90"], True),  # code for 8.0 runs on 8.9
         ((8, 0), ["sm_86"], False),

@@ -87,11 +87,21 @@ def test_whatever_the_versions_suspending_needs_a_card(torch_version, version, w
         ((2, 28, 9), "12.8", (9, 0), ""),
         ((2, 29, 7), "13.0", (9, 0), ""),
         ((2, 29, 7), "13.0", (10, 3), ""),
-        ((2, 24, 3), "12.4", (10, 0), "NCCL 2.24.3 has no kernels for sm_100: 2.25.1 or newer is needed"),
-        ((2, 26, 2), "13.0", (11, 0), "NCCL 2.26.2 has no kernels for sm_110: 2.27.5 or newer is needed"),
+        (
+            (2, 24, 3),
+            "12.4",
+            (10, 0),
+            "NCCL 2.24.3 has no kernels for sm_100, only what the driver can compile; 2.25.1 and newer have",
+        ),
+        (
+            (2, 26, 2),
+            "13.0",
+            (11, 0),
+            "NCCL 2.26.2 has no kernels for sm_110, only what the driver can compile; 2.27.5 and newer have",
+        ),
         ((2, 29, 7), "13.0", (7, 0), "NCCL 2.29.7 for CUDA 13.0 has no kernels for sm_70: use a build for CUDA 12"),
         ((2, 28, 9), "12.8", (7, 0), ""),
-        ((2, 29, 7), "13.0", (13, 0), "no release of NCCL that the kit knows of has kernels for sm_130"),
+        ((2, 29, 7), "13.0", (13, 0), ""),  # from PTX for sm_120
         (None, "13.0", (9, 0), ""),
     ],
 )

@@ -46,6 +46,7 @@ class Context(Recording):
     device: torch.device
     config: Any
     fault: str | None
+    devices: tuple[str, ...] = ()  # of all ranks
 
     def _send(self, row: dict[str, Any]) -> None:
         news.publish(row)
@@ -101,6 +102,7 @@ def begin(
         world=sum(rank >= end for end in itertools.accumulate(world_sizes)),
         meeting=meeting,
         device=torch.device(devices[rank]),
+        devices=tuple(devices),
         config=load(config_type)(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}),
         fault=fault,
     )
