@@ -53,7 +53,7 @@ with contextlib.redirect_stdout(sys.stderr):
         said[module], said[module + "_why"] = imported(module, package)
     if said["torch"]:
         import torch
-        from kit import nccl
+        from kit import nccl, nccl2
         from kit.measure.provenance import cuda_state
         from kit.measure.stack import findings
         from kit.world.device import choose
@@ -70,6 +70,7 @@ with contextlib.redirect_stdout(sys.stderr):
         said["no_peer_access"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
         said["findings"] = [one._asdict() for one in findings()] if torch.version.cuda else []  # elsewhere none of it runs
         said["torchcomms"] = probe()
+        said["nccl2"] = nccl2.available()
         said["code"] = code_for_gpus(torch, running) if torch.version.cuda else []
 print(json.dumps(said))
 """
@@ -124,7 +125,7 @@ def ask_interpreters(problems: list[str]) -> tuple[list[Found], Found | None]:
 
 def ask_ranks_python(path: str, problems: list[str]) -> Found:
     agent = Path(interpreter.__file__).with_name("agent.py")
-    command = [path, "-c", PROBE, agent]
+    command = [path, "-c", PROBE, str(agent)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWERS_S, check=False)
     except subprocess.TimeoutExpired:
@@ -263,5 +264,6 @@ def communication(ranks: Found) -> list[tuple[str, str]]:
     effect = {True: ", in effect", False: ", not in effect", None: ""}[comms["effective"]]
     able = "importable" if comms["importable"] else "not importable"
     table.append(("torchcomms", f"{requested}; {able}{effect}" + (f": {comms['why']}" if comms["why"] else "")))
+    table.append(("nccl2", "this torch has the backend" if ranks["nccl2"] else "this torch has no such backend"))
     table += [("found", f"{one['name']} ({one['what']}): {one['means']}") for one in ranks["findings"] if one["what"]]
     return table

@@ -18,6 +18,7 @@ def ranks(**other: Any) -> dict[str, Any]:
         "shared_cards": "by the multi-rank flag of NCCL 2.30.4",
         "no_peer_access": [],
         "code": [],
+        "nccl2": False,
         "torchcomms": {
             "requested": False,
             "importable": False,

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from kit import nccl2
 from kit.errors import KitError
 from kit.machine import start_time
 from kit.routing import requested
@@ -114,8 +115,12 @@ class Rank:
             from kit.world import routing  # where it was not asked for it is not even loaded
 
             routing.install()
+        over_gpus = "cpu:gloo,cuda:nccl"
+        if nccl2.requested():
+            nccl2.install()
+            over_gpus = nccl2.WORLD
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            over_gpus if cuda else "gloo",
             store=PrefixStore(f"kit/{self.order['generation']}", store),
             rank=self.rank,
             world_size=self.world_size,
