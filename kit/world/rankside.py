@@ -59,7 +59,7 @@ class Rank:
         self.interrupted = 0  # the request that is to stop, which may not have begun yet
         self.all_here = threading.Event()
         self.main = threading.main_thread()
-        prepare(os.environ, self.order["device"])
+        prepare(os.environ, self.order["device"], node.folder)
         self.device, self.why, needed = choose(
             self.order["device"],
             self.order["first"] + self.local_rank,

@@ -13,7 +13,7 @@ from kit.bench import limits
 from kit.bench import pace as room
 from kit.bench.cost import LEAST_S, SLACK, Cost, total
 from kit.bench.pace import ASSUMED, FILE, Pace, find, from_doctor, read
-from kit.bench.reference.page import plan_text
+from kit.bench.reference.page import differences, plan_text
 from kit.bench.reference.parts import ASSUMED_BOX, GPU_MINUTES, Part, able, bench, lab, offload, on_cpu, on_gpus
 from kit.bench.session import Book, Session
 from kit.cli import benches
@@ -118,6 +118,15 @@ def test_the_prediction_for_two_cores_is_near_what_was_recorded() -> None:
             told[name] = measured / predicted
     assert len(told) > 10
     assert {name: ratio for name, ratio in told.items() if not 1 / 1.5 < ratio < 1.5} == {}
+
+
+def test_a_gpu_box_lists_what_differs_from_what_was_assumed() -> None:
+    measured = replace(ASSUMED, step_s=0.3, source="measured by kit doctor --deep")
+    head, *lines = differences(measured).splitlines()
+    assert head == "measured here, against what was assumed:"
+    assert [line.split()[0] for line in lines] == ["process", "world", "megatron", "job", "step", "group", "copy"]
+    assert lines[4].split() == ["step", "0.3", "s,", "assumed", "0.15", "s:", "2.00", "times"]
+    assert differences(ASSUMED) == differences(PACE) == ""
 
 
 def test_a_plan_has_a_line_for_each_part_and_their_sum() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kit.bench.cost import LEAST_S, SLACK
+from kit.bench.pace import ASSUMED
 from kit.bench.report import seated
 from kit.results.files import read_json, write_text
 from kit.results.recorded import machine
@@ -35,6 +36,8 @@ def write(out: Path, parts: Sequence[Part], pace: Pace, missing: Mapping[str, st
     rest = [part.name for part in parts if part.name not in there and part.name not in missing]
     lines += ["", f"Not there yet: {', '.join(rest)}."] if rest else []
     lines += ["", "## Arithmetic", "```", plan_text(parts, pace), "```"]
+    if apart := differences(pace):
+        lines += ["", "## Assumed and measured", "```", apart, "```"]
     write_text(out / SUMMARY, "\n".join(lines) + "\n")
 
 
@@ -63,9 +66,26 @@ def short_of(told: Mapping[str, Any]) -> list[str]:
     return checks + [f"{row['what']}" for row in told.get("rows", ()) if row["met"] is False]
 
 
+def differences(pace: Pace) -> str:
+    """What a GPU box measured, beside what was assumed before any had: a line for each primitive; empty on other boxes."""
+    if pace.device != ASSUMED.device or pace.source == ASSUMED.source:
+        return ""
+    lines = ["measured here, against what was assumed:"]
+    for name in seconds_of(ASSUMED):
+        measured, assumed = seconds_of(pace)[name], seconds_of(ASSUMED)[name]
+        lines.append(
+            f"{name.removesuffix('_s'):<9}{measured:8.3g} s, assumed {assumed:6.3g} s: {measured / assumed:5.2f} times"
+        )
+    return "\n".join(lines)
+
+
+def seconds_of(pace: Pace) -> dict[str, float]:
+    return {name: value for name in pace.__slots__ if isinstance(value := getattr(pace, name), float)}
+
+
 def plan_text(parts: Sequence[Part], pace: Pace, minutes: float | None = None) -> str:
     """A line for each part: predicted seconds, its limit, and of what they are the sum."""
-    times = {name: value for name in pace.__slots__ if isinstance(value := getattr(pace, name), float)}
+    times = seconds_of(pace)
     width = max((len(part.name) for part in parts), default=0)
     whole = sum(part.cost.seconds(pace) for part in parts)
     lines = [
