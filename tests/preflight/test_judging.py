@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from kit.preflight.probes import collectives, common, jobs, memory
 from kit.preflight.report import Findings, Report
 
 MIB = 2**20
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "doctor.md"
 SEAT = {"device": "cuda:0", "why": "1 CUDA device for 2 ranks, shared by ranks that call themselves hosts of their own"}
 PLACE: dict[str, Any] = {
     "device": "cuda:0",
@@ -195,6 +198,15 @@ def test_every_time_that_is_kept_comes_from_some_probe(box):
     names = {name for probe in ALL for name in box(probe).times}
     about = {"device", "host", "gpu", "torch", "nccl", "measured"}
     assert names == {field for field in probes_times() if field not in about}
+
+
+def test_the_page_of_what_is_unproven_names_rows_that_probes_have(box):
+    rows = {row.what.partition(", cycle")[0] for probe in ALL for row in box(probe).rows}
+    lines = [line for line in PAGE.read_text().partition("| settled by |")[2].splitlines() if " | probe" in line]
+    named = {name for line in lines for name in re.findall("`([^`]+)`", line.rpartition(" | ")[2].partition(";")[0])}
+    assert len(lines) >= 14
+    assert len(named) >= 14
+    assert named - rows == set()
 
 
 def probes_times() -> set[str]:
