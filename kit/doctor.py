@@ -11,13 +11,17 @@ import sys
 import tempfile
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kit import machine
 from kit.errors import BadInput
 from kit.measure.provenance import git_state, gpu_state
 from kit.results import runs_dir
+from kit.results.units import size
 from kit.world import capacity, interpreter, leftovers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 # Runs in the ranks' interpreter, which may not have the kit.
 PROBE = """
@@ -30,13 +34,26 @@ def imported(module, package):
         return importlib.metadata.version(package), None
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"
+def code_for_gpus(torch, running):
+    from kit import gpu, nccl
+    built_for = torch.cuda.get_arch_list()
+    found = sorted({torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())})
+    return [
+        {
+            "gpu": "sm_{}{}".format(*one),
+            "built_for": built_for,
+            "torch": gpu.runs(built_for, one),
+            "nccl_why": nccl.no_code(running, torch.version.cuda, one),
+        }
+        for one in found
+    ]
 with contextlib.redirect_stdout(sys.stderr):
     said = {"python": sys.version.partition(" ")[0]}
     for module, package in (("torch", "torch"), ("numpy", "numpy"), ("megatron.core", "megatron-core")):
         said[module], said[module + "_why"] = imported(module, package)
     if said["torch"]:
         import torch
-        from kit import nccl
+        from kit import nccl, nccl2
         from kit.measure.provenance import cuda_state
         from kit.measure.stack import findings
         from kit.world.device import choose
@@ -53,9 +70,12 @@ with contextlib.redirect_stdout(sys.stderr):
         said["no_peer_access"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
         said["findings"] = [one._asdict() for one in findings()] if torch.version.cuda else []  # elsewhere none of it runs
         said["torchcomms"] = probe()
+        said["nccl2"] = nccl2.available()
+        said["code"] = code_for_gpus(torch, running) if torch.version.cuda else []
 print(json.dumps(said))
 """
 Found = dict[str, Any]
+ANSWERS_S = 120.0  # within which the ranks' Python has imported torch and Megatron
 
 
 def examine() -> Found:
@@ -66,9 +86,7 @@ def examine() -> Found:
     cores, free = len(os.sched_getaffinity(0)), machine.free_memory()
     most = max(0, min(capacity.MOST_PER_CORE * cores, free // capacity.RANK_BYTES))
     if most < 2:
-        problems.append(
-            f"{free / 2**30:.1f} GiB of memory are free; two ranks need {2 * capacity.RANK_BYTES / 2**30:.1f} GiB"
-        )
+        problems.append(f"{size(free)} of memory are free; two ranks need {size(2 * capacity.RANK_BYTES)}")
     return {
         "problems": problems,
         "python": {"version": platform.python_version(), "path": sys.executable},
@@ -107,7 +125,13 @@ def ask_interpreters(problems: list[str]) -> tuple[list[Found], Found | None]:
 
 def ask_ranks_python(path: str, problems: list[str]) -> Found:
     agent = Path(interpreter.__file__).with_name("agent.py")
-    done = subprocess.run([path, "-c", PROBE, agent], capture_output=True, text=True, timeout=120, check=False)
+    command = [path, "-c", PROBE, str(agent)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWERS_S, check=False)
+    except subprocess.TimeoutExpired:
+        why = f"it did not answer within {ANSWERS_S:g} s"
+        problems.append(f"the ranks' Python {path} fails: {why}; see what keeps it from importing torch")
+        return {"path": path, "why": why}
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         problems.append(f"the ranks' Python {path} fails: {why}")
@@ -116,7 +140,17 @@ def ask_ranks_python(path: str, problems: list[str]) -> Found:
     problems += [
         f"{path} cannot import {name}: {said[f'{name}_why']}" for name in ("torch", "numpy") if said[f"{name}_why"]
     ]
+    problems += without_code(said.get("code", []))
     return said
+
+
+def without_code(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each kind of GPU that torch has no code for."""
+    return [
+        f"torch has no code for this box's GPU ({one['gpu']}), only for {' '.join(one['built_for'])}; install a build that has"
+        for one in rows
+        if not one["torch"]
+    ]
 
 
 def ask_shm() -> Found:
@@ -174,15 +208,16 @@ def rows(found: Found) -> list[tuple[str, str]]:
         table += communication(ranks)
     table += [("gpus", text) for text in cards(found["gpu"]) or [f"none: {found['gpu']['why']}"]]
     table.append(("cores", f"{found['cores']['usable']} usable of {found['cores']['machine']}"))
-    table.append(("memory", f"{gib(found['memory']['free'])} free of {gib(found['memory']['machine'])}"))
-    caps = f"memory {gib(limits['memory_max'])}, processes {limits['pids_max'] or 'without limit'}"
+    table.append(("memory", f"{size(found['memory']['free'])} free of {size(found['memory']['machine'])}"))
+    caps = f"memory {size(most) if (most := limits['memory_max']) else 'without limit'}, processes {limits['pids_max'] or 'without limit'}"
     table.append(("cgroup", caps if limits["version"] else "none"))
     table.append(("ranks", f"at most {found['most_ranks']}"))
-    table.append(("shm", shm["why"] or f"{gib(shm['free'])} free of {gib(shm['total'])}"))
+    table.append(("shm", shm["why"] or f"{size(shm['free'])} free of {size(shm['total'])}"))
     table.append(
         (
             "runs",
-            f"{runs['path']}: " + (f"{gib(runs['free'])} free" if runs["writable"] else f"not writable: {runs['why']}"),
+            f"{runs['path']}: "
+            + (f"{size(runs['free'])} free" if runs["writable"] else f"not writable: {runs['why']}"),
         )
     )
     left = [
@@ -204,6 +239,14 @@ def cards(gpu: Found) -> list[str]:
     ]
 
 
+def code(one: Mapping[str, Any]) -> str:
+    """Whether torch and NCCL have code for a kind of GPU."""
+    has = "has code" if one["torch"] else "has no code"
+    return (
+        f"{one['gpu']}: torch {has} (built for {' '.join(one['built_for'])}); {one['nccl_why'] or 'NCCL has kernels'}"
+    )
+
+
 def communication(ranks: Found) -> list[tuple[str, str]]:
     """How communicators can be released here, how ranks share cards, and what else of the environment matters for a release."""
     suspend = ranks["suspend_why"]
@@ -211,6 +254,7 @@ def communication(ranks: Found) -> list[tuple[str, str]]:
     table = [("release", f"exact, abort, manual, official; {f'no suspend: {suspend}' if suspend else never}")]
     if ranks["gpus"]:
         table.append(("sharing", f"more ranks than cards share them {ranks['shared_cards']}"))
+    table += [("code", code(one)) for one in ranks["code"]]
     if ranks["no_peer_access"]:
         table.append(
             ("peers", "no peer access between cards " + ", ".join(f"{a}-{b}" for a, b in ranks["no_peer_access"]))
@@ -220,9 +264,6 @@ def communication(ranks: Found) -> list[tuple[str, str]]:
     effect = {True: ", in effect", False: ", not in effect", None: ""}[comms["effective"]]
     able = "importable" if comms["importable"] else "not importable"
     table.append(("torchcomms", f"{requested}; {able}{effect}" + (f": {comms['why']}" if comms["why"] else "")))
+    table.append(("nccl2", "this torch has the backend" if ranks["nccl2"] else "this torch has no such backend"))
     table += [("found", f"{one['name']} ({one['what']}): {one['means']}") for one in ranks["findings"] if one["what"]]
     return table
-
-
-def gib(size: int | None) -> str:
-    return "without limit" if size is None else f"{size / 2**30:.1f} GiB"

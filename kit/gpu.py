@@ -1,4 +1,5 @@
-"""What the GPU driver says, to a process that need not have CUDA: whether there is a driver, its GPUs, and who uses their memory.
+"""What the GPU driver says, to a process that need not have CUDA: whether there is a driver, its GPUs, who uses their memory and which
+code they run.
 
 The only module that asks NVML or `nvidia-smi`; every room may import it, on both sides. NVML answers within a phase's time, and
 `nvidia-smi` within a second.
@@ -33,10 +34,31 @@ def has_driver() -> bool:
     return any(path.exists() for path in DRIVERS)
 
 
-def query(*fields: str) -> tuple[list[list[str]], str | None]:
+def query(*fields: str, timeout_s: float = 20) -> tuple[list[list[str]], str | None]:
     """A row of texts per GPU (`nvidia-smi --help-query-gpu` lists the fields), or none and why."""
-    found, why = machine.output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    found, why = machine.output(
+        "nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", timeout_s=timeout_s
+    )
     return [[cell.strip() for cell in line.split(",")] for line in (found or "").splitlines()], why
+
+
+def runs(built_for: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Whether a GPU of this compute capability runs a library that was built for these architectures (sm_90, sm_90a, compute_90).
+
+    Binary code runs on later GPUs of its generation, and PTX is compiled for every later one (CUDA C++ Programming Guide, "Binary
+    Compatibility" and "PTX Compatibility"). What ends with "a" runs on that architecture alone, with "f" on its family.
+    """
+    here = 10 * capability[0] + capability[1]
+    for kind, _, digits in (one.partition("_") for one in built_for):
+        number = int(digits.rstrip("af") or 0)
+        if digits.endswith("a"):
+            fits = number == here
+        else:
+            later = kind == "compute" and not digits.endswith("f")
+            fits = number <= here and (later or number // 10 == capability[0])
+        if fits:
+            return True
+    return False
 
 
 def free_bytes() -> Sequence[int]:

@@ -108,6 +108,11 @@ def boot_id() -> str:
     return file.read_text().strip() if file.exists() else ""
 
 
+def ptrace_scope(file: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> int | None:
+    """Which processes may trace others: 0 any of the same user, 1 only parents, more is stricter; None where the kernel has no Yama."""
+    return _number(file)
+
+
 def cpu_model() -> str | None:
     """None where the kernel does not say, as on ARM."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -19,6 +19,10 @@ SUSPENDS = (2, 29, 7)
 SUSPENDS_TORCH = (2, 12)
 SHARES_CARDS = (2, 30, 0)
 SHARED_GPU = "shared GPU, not a product number"  # said with every time of communication among ranks that share one
+# The first release that compiles its kernels for a generation of GPUs, by the major number of the compute capability, and the oldest
+# capability that it compiles them for with CUDA 13 (makefiles/common.mk; the history of that file for the releases).
+COMPILED_SINCE = {9: (2, 15, 1), 10: (2, 25, 1), 11: (2, 27, 5), 12: (2, 25, 1)}
+OLDEST_WITH_CUDA_13 = (7, 5)
 MOST_CTAS = "4"  # a communicator's kernels must fit on the card beside those of the ranks it waits for
 
 Version = tuple[int, int, int]
@@ -66,6 +70,22 @@ def no_suspend(nccl: Version | None, torch: str, *, cards: int | None = None) ->
         return f"NCCL {written(nccl)} cannot suspend communicators: {written(SUSPENDS)} or newer is needed"
     if release(torch) < SUSPENDS_TORCH:
         return f"torch {torch} does not show how communicators are suspended: 2.12 or newer is needed"
+    return ""
+
+
+def no_code(nccl: Version | None, cuda: str, capability: tuple[int, int]) -> str:
+    """What this NCCL lacks for a GPU of this compute capability; empty where nothing. `cuda` is the version that it was built with.
+
+    For a generation that it does not know there is PTX of the one before, which the driver compiles when NCCL is first used.
+    """
+    if nccl is None:
+        return ""
+    here = f"sm_{capability[0]}{capability[1]}"
+    since = COMPILED_SINCE.get(capability[0])
+    if since is not None and nccl < since:
+        return f"NCCL {written(nccl)} has no kernels for {here}, only what the driver can compile; {written(since)} and newer have"
+    if int(cuda.partition(".")[0]) >= 13 and capability < OLDEST_WITH_CUDA_13:
+        return f"NCCL {written(nccl)} for CUDA {cuda} has no kernels for {here}: use a build for CUDA 12"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ def ranks(**other: Any) -> dict[str, Any]:
         "suspend_why": None,
         "shared_cards": "by the multi-rank flag of NCCL 2.30.4",
         "no_peer_access": [],
+        "code": [],
+        "nccl2": False,
         "torchcomms": {
             "requested": False,
             "importable": False,
@@ -78,3 +81,32 @@ def test_a_card_in_a_line():
     gpu = {"name": "H200", "memory_mib": 143771, "memory_free_mib": 140000, "pcie_gen_max": 5, "pcie_width": 16}
     said = doctor.cards({"driver": "580.95", "gpus": [gpu]})
     assert said == ["H200, 140000 of 143771 MiB free, PCIe 5 x16, driver 580.95"]
+
+
+CODE = {
+    "gpu": "sm_100",
+    "built_for": ["sm_80", "sm_90"],
+    "torch": False,
+    "nccl_why": "NCCL 2.24.3 has no kernels for sm_100",
+}
+
+
+def test_a_gpu_without_code_is_a_problem_by_name():
+    fine = {**CODE, "torch": True, "nccl_why": ""}
+    assert doctor.without_code([fine]) == []
+    assert doctor.without_code([fine, CODE]) == [
+        "torch has no code for this box's GPU (sm_100), only for sm_80 sm_90; install a build that has"
+    ]
+    assert lines(code=[fine])["code"] == "sm_100: torch has code (built for sm_80 sm_90); NCCL has kernels"
+    assert lines(code=[CODE])["code"].endswith(
+        "torch has no code (built for sm_80 sm_90); NCCL 2.24.3 has no kernels for sm_100"
+    )
+
+
+def test_a_python_that_does_not_answer_is_a_problem_and_no_traceback(monkeypatch):
+    monkeypatch.setattr(doctor, "ANSWERS_S", 0.2)
+    monkeypatch.setattr(doctor, "PROBE", "import time; time.sleep(60)")
+    problems: list[str] = []
+    said = doctor.ask_ranks_python(sys.executable, problems)
+    assert said == {"path": sys.executable, "why": "it did not answer within 0.2 s"}
+    assert [sys.executable in one and "did not answer within 0.2 s" in one for one in problems] == [True]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import pytest
+
 from kit import gpu
 from kit.gpu import FINE, NOT_TOLD, TOO_SMALL, process_bytes
 
@@ -60,3 +62,32 @@ def test_a_box_without_a_driver_has_no_library(monkeypatch):
     gpu.library.cache_clear()
     assert gpu.library() is None
     gpu.library.cache_clear()
+
+
+# As torch 2.13's wheels for CUDA 13 list them.
+WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "fits"),
+    [
+        *((gpu, WHEEL, True) for gpu in [(9, 0), (8, 9), (10, 3), (12, 1), (13, 0)]),  # the last from PTX
+        ((7, 0), WHEEL, False),
+        ((10, 0), ["sm_80", "sm_90a"], False),
+        ((9, 0), ["sm_80", "sm_90"], True),
+        ((8, 9), ["sm_80", "sm_90"], True),  # code for 8.0 runs on 8.9
+        ((8, 0), ["sm_86"], False),
+        ((10, 0), ["sm_80", "sm_90"], False),
+        ((12, 0), ["sm_90", "compute_90"], True),  # PTX is compiled anew for what is later
+        ((7, 5), ["sm_80", "compute_80"], False),
+        ((9, 0), ["sm_90a"], True),
+        ((10, 0), ["compute_90a"], False),  # of that architecture alone
+        ((10, 3), ["sm_100a"], False),
+        ((10, 3), ["sm_100f", "compute_100f"], True),  # of the family
+        ((12, 0), ["compute_100f"], False),
+        ((9, 0), [], False),
+    ],
+)
+def test_code_runs_on_later_gpus_of_its_generation_and_ptx_on_all_later_ones(capability, built_for, fits):
+    """`assumed`: from the CUDA C++ Programming Guide, "Binary Compatibility" and "PTX Compatibility"."""
+    assert gpu.runs(built_for, capability) is fits

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kit.machine import cgroup_limits, free_memory
+from kit.machine import cgroup_limits, free_memory, ptrace_scope
 
 
 @pytest.fixture
@@ -114,3 +114,9 @@ def test_free_memory_without_control_groups_is_the_machines(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemAvailable: 10 kB\n")
     assert free_memory(tmp_path, meminfo) == 10240
+
+
+def test_without_yama_there_is_no_ptrace_scope(tmp_path):
+    assert ptrace_scope(tmp_path / "none") is None
+    (tmp_path / "scope").write_text("1\n")
+    assert ptrace_scope(tmp_path / "scope") == 1

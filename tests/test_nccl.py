@@ -81,6 +81,35 @@ def test_whatever_the_versions_suspending_needs_a_card(torch_version, version, w
     assert nccl.no_suspend(version, torch_version, cards=1) == nccl.no_suspend(version, torch_version)
 
 
+@pytest.mark.parametrize(
+    ("version", "cuda", "capability", "why"),
+    [
+        ((2, 28, 9), "12.8", (9, 0), ""),
+        ((2, 29, 7), "13.0", (9, 0), ""),
+        ((2, 29, 7), "13.0", (10, 3), ""),
+        (
+            (2, 24, 3),
+            "12.4",
+            (10, 0),
+            "NCCL 2.24.3 has no kernels for sm_100, only what the driver can compile; 2.25.1 and newer have",
+        ),
+        (
+            (2, 26, 2),
+            "13.0",
+            (11, 0),
+            "NCCL 2.26.2 has no kernels for sm_110, only what the driver can compile; 2.27.5 and newer have",
+        ),
+        ((2, 29, 7), "13.0", (7, 0), "NCCL 2.29.7 for CUDA 13.0 has no kernels for sm_70: use a build for CUDA 12"),
+        ((2, 28, 9), "12.8", (7, 0), ""),
+        ((2, 29, 7), "13.0", (13, 0), ""),  # from PTX for sm_120
+        (None, "13.0", (9, 0), ""),
+    ],
+)
+def test_nccl_has_kernels_for_the_gpu_or_the_version_that_has_is_named(version, cuda, capability, why):
+    """`assumed`: from the history of NCCL's makefiles/common.mk to 2.30: sm_90 in 2.15.1, sm_100 and sm_120 in 2.25.1, sm_110 in 2.27.5."""
+    assert nccl.no_code(version, cuda, capability) == why
+
+
 def test_cards_are_shared_by_the_flag_where_there_is_one():
     flagged, hosts = nccl.sharing((2, 30, 0), 1), nccl.sharing((2, 29, 7), 1)
     assert flagged.env["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"

@@ -7,20 +7,18 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kit.bench.onranks import REDUCED
 from kit.errors import BadInput, KitError
-from kit.results import runs_dir
+from kit.preflight import times
 from kit.results.files import read_json, write_json
 from kit.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
 FILE = "pace.json"  # in a reference's folder
-DOCTOR = "preflight.json"  # among the runs: what `kit doctor --deep` keeps
 LOAD = "import warnings\nwith warnings.catch_warnings(action='ignore'):\n    import megatron.core"
 START = "import kit.public, kit.view.named, kit.bench.session"
 
@@ -60,7 +58,7 @@ def find(out: Path | None, device: str) -> Pace:
     """This machine's: as kept in the reference's folder, else from what `kit doctor --deep` measured, else measured now and kept."""
     if out is not None and (kept := read(out / FILE, device)):
         return kept
-    pace = from_doctor(runs_dir() / DOCTOR, device) or measure(device)
+    pace = from_doctor(times.load(), device) or measure(device)
     if out is not None:
         write_json(out / FILE, asdict(pace))
     return pace
@@ -75,29 +73,38 @@ def read(path: Path, device: str) -> Pace | None:
     return pace if (pace.device, pace.host) == (device, platform.node()) else None
 
 
-def from_doctor(path: Path, device: str) -> Pace | None:
-    """None where doctor did not measure everything, or another machine or device."""
-    try:
-        told: Mapping[str, Any] = read_json(path)
-    except BadInput:
+def from_doctor(told: times.Times | None, device: str) -> Pace | None:
+    """None where `kit doctor --deep` did not measure everything, or measured another machine or device."""
+    if told is None or (told.device, told.host) != (device, platform.node()):
         return None
-    if (told.get("device"), told.get("host")) != (device, platform.node()):
+    if (
+        told.world is None
+        or told.world_megatron is None
+        or told.all_reduce is None
+        or told.layout is None
+        or told.job is None
+        or told.step is None
+        or told.group is None
+    ):
         return None
-    try:
-        return Pace(
-            device=device,
-            process_s=process_seconds(),
-            world_s=told["world"] + told["all_reduce"],
-            megatron_s=told["world_megatron"] + told["all_reduce"],
-            job_s=told["layout"] + told["job"] + told["step"],
-            step_s=told["step"],
-            group_s=told["group"] + (told["group_destroy"] or 0),
-            copy_s=told["host_to_device"] + told["device_to_host"] if device == "cuda" else copy_seconds(),
-            source="measured by kit doctor --deep",
-            host=told["host"],
-        )
-    except (KeyError, TypeError):
+    if device != "cuda":
+        copied = copy_seconds()
+    elif told.host_to_device is None or told.device_to_host is None:
         return None
+    else:
+        copied = told.host_to_device + told.device_to_host
+    return Pace(
+        device=device,
+        process_s=process_seconds(),
+        world_s=told.world + told.all_reduce,
+        megatron_s=told.world_megatron + told.all_reduce,
+        job_s=told.layout + told.job + told.step,
+        step_s=told.step,
+        group_s=told.group + (told.group_destroy or 0),
+        copy_s=copied,
+        source="measured by kit doctor --deep",
+        host=told.host,
+    )
 
 
 def measure(device: str) -> Pace:

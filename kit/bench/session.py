@@ -25,6 +25,7 @@ from kit.bench.cost import Cost
 from kit.bench.rows import Row, progress, seated, table, unmeasured
 from kit.errors import BadInput, KitError
 from kit.gpu import has_driver
+from kit.nccl import SHARED_GPU
 from kit.results.recorded import machine
 from kit.world import World
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from kit.results import Run
 
 INTERRUPTED = 130
-SHARED = "shared GPU, not a product number"
 Seat = dict[str, Any]
 
 
@@ -138,7 +138,7 @@ class Book:
 
     def keep(self, part: str, row: Row) -> None:
         if self.shared:
-            row = replace(row, note="; ".join(filter(None, [row.note, SHARED])))
+            row = replace(row, note="; ".join(filter(None, [row.note, SHARED_GPU])))
         self.rows[row.what, row.who] = row
         self._write(part=part, row=row.to_json())
 

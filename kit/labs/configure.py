@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from kit import machine, nccl2
 from kit import target as targets
 from kit.errors import BadInput
 from kit.gpu import has_driver
@@ -29,6 +30,7 @@ if importlib.util.find_spec("kit") is None:
     runpy.run_path(sys.argv[1])["make_kit_importable"]()
 runpy.run_path(sys.argv[2])["load_callable"](sys.argv[3])
 """
+ASK_NCCL2 = "import torch, torch.distributed as dist; print(torch.__version__, hasattr(dist, 'ProcessGroupNCCL2'))"
 
 
 def configure(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -> LabConfig:
@@ -37,6 +39,8 @@ def configure(lab: Definition, given: Mapping[str, Any], fault: Fault | None) ->
     for _, rule in machine_rules(lab, config, fault):
         rule()
     ranks_python = interpreter.find(config.python or None).path
+    if config.routing == nccl2.NAME:
+        check_nccl2(ranks_python)
     for field in fields(lab.config):
         target = getattr(config, field.name)
         if field.option.target and target != field.default and target not in field.option.names:
@@ -49,6 +53,7 @@ def machine_rules(lab: Definition, config: LabConfig, fault: Fault | None) -> li
     driver = has_driver()
     rules: list[tuple[str, Callable[[], object]]] = [("device", lambda: check_driver(config, driver=driver))]
     rules.append(("dtype", lambda: check_float32(config, driver=driver)))
+    rules.append(("routing", lambda: check_gpus_for_nccl2(config, driver=driver)))
     rules.append(("memory_snapshot", lambda: check_snapshot(config)))
     if fault is not None:
         rules += [(name, functools.partial(check_needed, fault, config, name)) for name in fault.needs]
@@ -72,6 +77,26 @@ def settled(values: Mapping[str, Any]) -> dict[str, Any]:
 def check_driver(config: LabConfig, *, driver: bool) -> None:
     if config.device == "cuda" and not driver:
         raise BadInput("device=cuda needs a GPU driver, and this machine has none; use cpu or auto")
+
+
+def check_gpus_for_nccl2(config: LabConfig, *, driver: bool) -> None:
+    if config.routing == nccl2.NAME and (config.device == "cpu" or not driver):
+        why = "ranks on the CPU have none" if driver else "this machine has no GPU driver"
+        raise BadInput(f"routing=nccl2 needs NCCL, and {why}; use torch or torchcomms")
+
+
+def check_nccl2(python: str) -> None:
+    """Ask the ranks' torch, which may be another one than this process's."""
+    said, why = machine.output(python, "-c", ASK_NCCL2, timeout_s=120)
+    if said is None:
+        raise BadInput(
+            f"routing=nccl2: the ranks' Python {python} does not say whether its torch has that backend: {why}"
+        )
+    version, has_it = said.splitlines()[-1].split()
+    if has_it != "True":
+        raise BadInput(
+            f"routing=nccl2 needs a torch with the backend nccl2, and the ranks' torch {version} has none; use torch or torchcomms"
+        )
 
 
 def check_float32(config: LabConfig, *, driver: bool) -> None:

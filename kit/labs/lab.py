@@ -88,7 +88,7 @@ class Lab:
         if world is not None:
             check_given(world, self.config.ranks, self._sizes, isolate=definition.isolate)
         if world is not None and routed.wanted(self.config):
-            routed.refuse_unrouted(world)
+            routed.refuse_unrouted(world, self.config.routing)
         self._given = world
         self._checks = [check for check in definition.all_checks() if check.asked(as_json(self.config))]
         self.tolerances = checked_tolerances(tolerances or {}, [check.tolerance for check in self._checks])

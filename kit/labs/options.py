@@ -66,7 +66,8 @@ class LabConfig:
         str, Option("the ranks' interpreter; empty: the first on this box with torch and megatron.core")
     ] = ""
     routing: Annotated[
-        Literal["torch", "torchcomms"], Option("what collectives go through: torch's own backends, or torchcomms")
+        Literal["torch", "torchcomms", "nccl2"],
+        Option("what collectives go through: torch's own backends, torchcomms, or torch's backend nccl2 (CUDA)"),
     ] = "torch"
     memory_snapshot: Annotated[
         bool, Option("whether PyTorch's memory history is kept, and written for each rank (CUDA; phases take longer)")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kit import routing
+from kit import nccl2, routing
 from kit.errors import BadInput
 from kit.measure import Metric, PhaseMeter, provenance, pss
 from kit.measure.memory import History
@@ -46,6 +46,7 @@ class Context(Recording):
     device: torch.device
     config: Any
     fault: str | None
+    devices: tuple[str, ...] = ()  # of all ranks
 
     def _send(self, row: dict[str, Any]) -> None:
         news.publish(row)
@@ -101,13 +102,18 @@ def begin(
         world=sum(rank >= end for end in itertools.accumulate(world_sizes)),
         meeting=meeting,
         device=torch.device(devices[rank]),
+        devices=tuple(devices),
         config=load(config_type)(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}),
         fault=fault,
     )
-    if context.config.routing == "torch" and routing.effective():
-        raise BadInput(
-            f"routing=torch, and these ranks go through torchcomms: make the World without {routing.FLAG}, or ask for routing=torchcomms"
-        )
+    for name, flag, effective in (
+        ("torchcomms", routing.FLAG, routing.effective()),
+        (nccl2.NAME, nccl2.FLAG, nccl2.requested()),
+    ):
+        if context.config.routing == "torch" and effective:
+            raise BadInput(
+                f"routing=torch, and these ranks go through {name}: make the World without {flag}, or ask for routing={name}"
+            )
     watch()
     about = provenance() if rank == 0 else None
     history = History(Path(snapshots) / f"rank{rank}.pickle") if snapshots else None
@@ -204,7 +210,9 @@ def end() -> dict[str, Any]:
 
 def routed(config: Any) -> dict[str, Any]:
     """What is in effect of a routing that was asked for; where none was, nothing is said of it."""
-    return {"routing": routing.describe()} if config.routing == "torchcomms" else {}
+    if config.routing == "torch":
+        return {}
+    return {"routing": (nccl2 if config.routing == nccl2.NAME else routing).describe()}
 
 
 def _running() -> Session:

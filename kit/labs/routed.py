@@ -1,9 +1,10 @@
-"""What every lab says of `routing=torchcomms`: the numbers that ranks tell, and the check that asks whether it was in effect."""
+"""What every lab says of a `routing` other than torch's: the numbers that ranks tell, and the check that asks whether it was in effect."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kit import nccl2
 from kit.errors import BadInput
 from kit.labs import growth
 from kit.results import Check, Measured, select
@@ -24,21 +25,24 @@ AFTER = ("groups", "groups_effective", "options_lost")
 
 
 def wanted(config: LabConfig) -> bool:
-    return config.routing == "torchcomms"
+    return config.routing != "torch"
 
 
 def environment(config: LabConfig) -> dict[str, str]:
-    """What ranks need that this process has otherwise: nothing where the flag is neither wanted nor exported."""
-    if wanted(config):
-        return {FLAG: "1"}
-    return {FLAG: "0"} if requested() else {}
+    """What ranks need that this process has otherwise: nothing where no flag is wanted or exported."""
+    settings = {
+        FLAG: (config.routing == "torchcomms", requested()),
+        nccl2.FLAG: (config.routing == nccl2.NAME, nccl2.requested()),
+    }
+    return {name: str(int(asked)) for name, (asked, exported) in settings.items() if asked or exported}
 
 
-def refuse_unrouted(world: World | Worlds) -> None:
+def refuse_unrouted(world: World | Worlds, routing: str) -> None:
     """Ranks that are there already were started with the flag or without."""
-    if not all(world.call("kit.routing:requested")):
+    module, flag = ("kit.nccl2", nccl2.FLAG) if routing == nccl2.NAME else ("kit.routing", FLAG)
+    if not all(world.call(f"{module}:requested")):
         raise BadInput(
-            f"routing=torchcomms needs ranks that were started for it: make the World with env={{{FLAG!r}: '1'}}, or leave world= out"
+            f"routing={routing} needs ranks that were started for it: make the World with env={{{flag!r}: '1'}}, or leave world= out"
         )
 
 
@@ -57,7 +61,7 @@ def by_rank(frame: pd.DataFrame, metric: str) -> dict[int, float]:
     return dict(zip(found["rank"].tolist(), found["value"].tolist(), strict=True))
 
 
-def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
+def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Of WORLD and all groups made since, the part that is routed, on the rank where it is least."""
     effective = by_rank(frame, "routing_effective")
     rank = min(effective, key=effective.__getitem__)
@@ -66,7 +70,7 @@ def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # 
         return Measured(0.0, f"requested but not in effect on rank {rank}: {told or 'see run.json'}")
     made, routed = by_rank(frame, "routing_groups"), by_rank(frame, "routing_groups_effective")
     rank = min(made, key=lambda one: routed[one] / made[one])
-    said = f"rank {rank}: {routed[rank]:.0f} of {made[rank]:.0f} groups go through torchcomms"
+    said = f"rank {rank}: {routed[rank]:.0f} of {made[rank]:.0f} groups go through {config['routing']}"
     lost = max(by_rank(frame, "routing_options_lost").values())
     return Measured(
         routed[rank] / made[rank], said + (f"; {lost:.0f} options were dropped, see run.json" if lost else "")
@@ -76,13 +80,13 @@ def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # 
 EVERY_LAB = (
     Check(
         name="routing_effective",
-        question="Do all collectives go through torchcomms?",
+        question="Do all collectives go through what `routing` names?",
         tolerance="routed_part",
         limit=1,
         unit="1",
         better=">=",
         measure=routed_part,
-        when=lambda config: config.get("routing") == "torchcomms",
+        when=lambda config: config.get("routing", "torch") != "torch",
     ),
     *growth.EVERY_LAB,
 )

@@ -9,10 +9,7 @@ import dataclasses
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import NamedTuple
 
 
 class Finding(NamedTuple):
@@ -28,11 +25,6 @@ def findings() -> list[Finding]:
     optimizer = megatron_fields("megatron.core.optimizer", "OptimizerConfig")
     model = megatron_fields("megatron.core.transformer", "TransformerConfig")
     return [
-        Finding(
-            "GPU architecture",
-            without_kernels(*architectures()),
-            "this torch has no kernels for it, so that nothing can be computed there: install a torch that was built for it",
-        ),
         Finding(
             "Transformer Engine",
             installed("transformer-engine", "transformer_engine"),
@@ -59,35 +51,6 @@ def findings() -> list[Finding]:
             "it gives pages back and keeps addresses: another way out and back for tensors, none for communicators",
         ),
     ]
-
-
-def architectures() -> tuple[list[str], list[tuple[int, int]]]:
-    """What torch was built for ("sm_90", "compute_120"), and the compute capability of each GPU."""
-    import torch
-
-    if not torch.cuda.is_available() or torch.version.hip:
-        return [], []
-    return torch.cuda.get_arch_list(), [torch.cuda.get_device_capability(n) for n in range(torch.cuda.device_count())]
-
-
-def without_kernels(built: Sequence[str], gpus: Sequence[tuple[int, int]]) -> str | None:
-    """GPUs for which nothing was built: machine code runs within one major version from its minor on, PTX on anything newer (CUDA
-    programming guide, binary and PTX compatibility). NCCL needs no such check: 2.27 and newer are built for sm_100 and sm_120."""
-    made = [(kind, (int(digits[:-1]), int(digits[-1]))) for kind, digits in map(_architecture, built)]
-
-    def runs(gpu: tuple[int, int]) -> bool:
-        return any(code <= gpu and (kind == "compute" or code[0] == gpu[0]) for kind, code in made)
-
-    bad = [
-        f"GPU {number} is sm_{major}{minor}" for number, (major, minor) in enumerate(gpus) if not runs((major, minor))
-    ]
-    return f"{', '.join(bad)}; built for {' '.join(built)}" if bad and built else None
-
-
-def _architecture(name: str) -> tuple[str, str]:
-    """ "sm_90a" as ("sm", "90")."""
-    kind, _, digits = name.partition("_")
-    return kind, digits.rstrip("af")
 
 
 def installed(package: str, module: str) -> str | None:

@@ -45,6 +45,12 @@ def size_unit(most: float) -> tuple[float, str]:
     return (2.0**-30, "GiB") if most >= 8 * 2**30 else (2.0**-20, "MiB")
 
 
+def size(value: float) -> str:
+    """Bytes in the larger of the two units that people compare: 512.0 MiB, 31.2 GiB."""
+    factor, unit = size_unit(value)
+    return f"{value * factor:.1f} {unit}"
+
+
 def unit_word(unit: str) -> str:
     return "" if unit == "1" else unit
 

@@ -54,6 +54,18 @@ class TransportFailed(KitError):  # noqa: N818 - it is what happened
         )
 
 
+class Packed(Bound):
+    """Weights that the transport packs on their GPU. A ring, which keeps nothing, needs no bytes on the host then."""
+
+    def pack(self, index: int, out: torch.Tensor, *, fresh: bool = False, hot: bool = False) -> None:
+        pass
+
+
+def on_gpu(tensors: Iterable[torch.Tensor], device: torch.device) -> bool:
+    """Whether all are on this GPU."""
+    return device.type == "cuda" and all(tensor.device == device for tensor in tensors)
+
+
 class Sending:
     """One sync. The steps after the bytes come in the order of `Sender.steps`."""
 
@@ -70,6 +82,9 @@ class Sending:
         self.ready: set[str] = set()  # receivers whose whole replica is ready to run the version
         self.digests: Digests | None = None
         self.table: dict[str, list[str]] = {}
+        self.pack: Callable[[int, torch.Tensor], None] | None = (
+            None  # of live weights, where they are on the sender's GPU
+        )
 
     def run(self, gather: Callable[[], Gathered] | None, dirty: Iterable[str] | None) -> None:
         sender, report = self.sender, self.report
@@ -148,6 +163,11 @@ class Sending:
         self.log.event("ready")
         last = time.perf_counter()
         builds = report.path in BUILDS
+        if builds and dirty is None and on_gpu(named(weights).values(), sender.device):
+            weights = weights if isinstance(weights, Bound) else Bound(layout, weights)
+            self.pack = weights.pack
+            if self.cache.slots and set(kinds.values()) == {"ipc"}:
+                weights = Packed(layout, weights.tensors)
 
         def packed(index: int) -> None:
             nonlocal last
@@ -308,6 +328,7 @@ class Sending:
                 starts=self.cache.starts,
                 segment=self.cache.segment(self.report.version),
                 pieces=self.layout.pieces,
+                pack=self.pack,
                 device=self.sender.device,
                 timeout_s=self.sender.timeout_s,
                 ranks=tuple(ranks),

@@ -14,10 +14,12 @@ from kit.world import cards
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping, Sequence
+    from pathlib import Path
 
 
 class Setting(NamedTuple):
-    """One variable of the environment. `others` are names that mean the same to who reads it: with one of them set it is left alone."""
+    """One variable of the environment. `others` are names that mean the same to who reads it: with one of them set it is left alone.
+    `{folder}` in a value is the World's own folder, which goes when the World does."""
 
     name: str
     value: str
@@ -44,6 +46,12 @@ SETTINGS = (
         "the watchdog sleeps four times this with its lock held, 60 s by default: the group could not be given back before",
     ),
     Setting(
+        "TORCH_FR_DUMP_TEMP_FILE",
+        "{folder}/nccl_trace_rank_",
+        "a trace that is written all the same would stay in /tmp or ~/.cache (DebugInfoWriter in c10d/FlightRecorder.cpp)",
+        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",),
+    ),
+    Setting(
         "NCCL_RAS_ENABLE",
         "0",
         "NCCL's RAS has a thread and sockets of its own that come and go: the counts of threads and sockets would not be exact",
@@ -61,13 +69,13 @@ SETTINGS = (
 )
 
 
-def prepare(environ: MutableMapping[str, str], wanted: str) -> None:
+def prepare(environ: MutableMapping[str, str], wanted: str, folder: Path) -> None:
     """Put the settings into a rank's environment, before the driver is asked anything. What a person has set stays."""
     if wanted == "cpu" or (torch.version.cuda is None and torch.version.hip is None):
         return
     for one in SETTINGS:
         if not any(name in environ for name in (one.name, *one.others)):
-            environ[one.name] = one.value
+            environ[one.name] = one.value.format(folder=folder)
 
 
 class Seat(NamedTuple):

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from kit import nccl2
 from kit.errors import KitError
 from kit.machine import start_time
 from kit.routing import requested
@@ -58,7 +59,7 @@ class Rank:
         self.interrupted = 0  # the request that is to stop, which may not have begun yet
         self.all_here = threading.Event()
         self.main = threading.main_thread()
-        prepare(os.environ, self.order["device"])
+        prepare(os.environ, self.order["device"], node.folder)
         self.device, self.why, needed = choose(
             self.order["device"],
             self.order["first"] + self.local_rank,
@@ -114,8 +115,12 @@ class Rank:
             from kit.world import routing  # where it was not asked for it is not even loaded
 
             routing.install()
+        over_gpus = "cpu:gloo,cuda:nccl"
+        if nccl2.requested():
+            nccl2.install()
+            over_gpus = nccl2.WORLD
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            over_gpus if cuda else "gloo",
             store=PrefixStore(f"kit/{self.order['generation']}", store),
             rank=self.rank,
             world_size=self.world_size,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
@@ -14,10 +13,11 @@ from kit.bench import limits
 from kit.bench import pace as room
 from kit.bench.cost import LEAST_S, SLACK, Cost, total
 from kit.bench.pace import ASSUMED, FILE, Pace, find, from_doctor, read
-from kit.bench.reference import plan_text
+from kit.bench.reference import differences, plan_text
 from kit.bench.reference.parts import ASSUMED_BOX, GPU_MINUTES, Part, able, bench, lab, offload, on_cpu, on_gpus
 from kit.bench.session import Book, Session
 from kit.cli import benches
+from kit.preflight import times
 from kit.results.files import read_json, write_json
 
 PACE = Pace(
@@ -118,6 +118,15 @@ def test_the_prediction_for_two_cores_is_near_what_was_recorded() -> None:
     assert {name: ratio for name, ratio in told.items() if not 1 / 1.5 < ratio < 1.5} == {}
 
 
+def test_a_gpu_box_lists_what_differs_from_what_was_assumed() -> None:
+    measured = replace(ASSUMED, step_s=0.3, source="measured by kit doctor --deep")
+    head, *lines = differences(measured).splitlines()
+    assert head == "measured here, against what was assumed:"
+    assert [line.split()[0] for line in lines] == ["process", "world", "megatron", "job", "step", "group", "copy"]
+    assert lines[4].split() == ["step", "0.3", "s,", "assumed", "0.15", "s:", "2.00", "times"]
+    assert differences(ASSUMED) == differences(PACE) == ""
+
+
 def test_a_plan_has_a_line_for_each_part_and_their_sum() -> None:
     parts = [lab("smoke", cost=Cost(process=1, world=1)), offload("exact", 1, gib=0, weight=1, hashing=(0, 0))]
     lines = plan_text(parts, PACE, 8).splitlines()
@@ -159,7 +168,7 @@ def test_what_parts_took_is_held_against_what_was_predicted(tmp_path: Path, monk
 def test_a_pace_is_kept_with_the_reference_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring is made up: it would start ranks."""
     measured = []
-    monkeypatch.setattr(room, "runs_dir", lambda: tmp_path / "runs")
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
     monkeypatch.setattr(room, "measure", lambda device: measured.append(device) or PACE)
     assert find(tmp_path, "cpu") == find(tmp_path, "cpu") == PACE
     assert measured == ["cpu"]
@@ -174,41 +183,41 @@ def test_a_pace_of_another_machine_is_not_taken(change: dict[str, Any], tmp_path
     assert read(tmp_path / FILE, "cpu") == PACE
 
 
-DOCTORS = {
-    "device": "cuda",
-    "host": "here",
-    "world": 3.0,
-    "world_megatron": 6.0,
-    "all_reduce": 0.5,
-    "layout": 2.0,
-    "job": 1.5,
-    "step": 0.25,
-    "group": 0.25,
-    "group_destroy": None,
-    "host_to_device": 0.05,
-    "device_to_host": 0.0625,
-}
+DOCTORS = times.Times(
+    device="cuda",
+    host="here",
+    world=3.0,
+    world_megatron=6.0,
+    all_reduce=0.5,
+    layout=2.0,
+    job=1.5,
+    step=0.25,
+    group=0.25,
+    host_to_device=0.05,
+    device_to_host=0.0625,
+)
 
 
 def test_what_doctor_measured_is_taken_where_it_is_all_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "process_seconds", lambda: 1.0)
-    file = tmp_path / "preflight.json"
-    assert from_doctor(file, "cuda") is None
-    file.write_text(json.dumps(DOCTORS))
-    pace = from_doctor(file, "cuda")
+    assert from_doctor(times.load(tmp_path), "cuda") is None
+    times.save(DOCTORS, tmp_path)
+    pace = from_doctor(times.load(tmp_path), "cuda")
     assert pace is not None
     assert (pace.world_s, pace.megatron_s, pace.job_s, pace.step_s) == (3.5, 6.5, 3.75, 0.25)
     assert (pace.group_s, pace.copy_s, pace.process_s) == (0.25, 0.1125, 1.0)
     assert pace.source == "measured by kit doctor --deep"
-    assert from_doctor(file, "cpu") is None
-    file.write_text(json.dumps({**DOCTORS, "group": None}))
-    assert from_doctor(file, "cuda") is None
+    assert from_doctor(DOCTORS, "cpu") is None
+    assert from_doctor(replace(DOCTORS, host="there"), "cuda") is None
 
 
-def test_the_names_are_those_that_doctor_writes() -> None:
-    times = pytest.importorskip("kit.preflight.times")
-    assert times.FILE == room.DOCTOR
-    assert DOCTORS.keys() <= set(times.Times.__slots__)
+@pytest.mark.parametrize(
+    "missing",
+    ["world", "world_megatron", "all_reduce", "layout", "job", "step", "group", "host_to_device", "device_to_host"],
+)
+def test_what_doctor_did_not_measure_is_measured_anew(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "process_seconds", lambda: 1.0)
+    assert from_doctor(replace(DOCTORS, **{missing: None}), "cuda") is None
 
 
 @pytest.mark.slow

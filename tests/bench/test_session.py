@@ -15,8 +15,9 @@ import pytest
 
 from kit.bench import session as room
 from kit.bench.rows import Row, row
-from kit.bench.session import SHARED, Book, Part, Session, chosen, conduct, device_for, read_rows
+from kit.bench.session import Book, Part, Session, chosen, conduct, device_for, read_rows
 from kit.errors import BadInput, KitError
+from kit.nccl import SHARED_GPU
 
 MACHINE = {"cpu": {}}
 # A bench in a process of its own: two rows, then it says so and waits for its end.
@@ -165,7 +166,7 @@ def test_where_there_is_a_driver_a_bench_insists_on_the_gpu(tmp_path: Path, monk
     assert asked["device"] == "cuda"
     assert book.seats == [{"ranks": 2, "devices": ["cuda:0", "cuda:0"], "why": "1 CUDA device for 2 ranks"}]
     book.keep("a", row("time", [1.0], note="so and so"))
-    assert book.rows["time", "kit"].note == f"so and so; {SHARED}"
+    assert book.rows["time", "kit"].note == f"so and so; {SHARED_GPU}"
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:

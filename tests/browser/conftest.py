@@ -95,7 +95,7 @@ def address(process: subprocess.Popen, runtime: Path, log: Path) -> str:
 @pytest.fixture
 def page(chromium, artefacts, request):
     """A page that keeps what went wrong in it: `page.errors`, and requests that left the machine: `page.strays`."""
-    playwright = pytest.importorskip("playwright.sync_api")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
     with playwright.sync_playwright() as play:
         flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
         browser = play.chromium.launch(executable_path=chromium, args=flags)

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
+import torch
 
 from kit.errors import BadInput
 from kit.gpu import has_driver
+from kit.labs import configure as module
 from kit.labs.configure import as_json, check_target, complaints, configure, find_fault, from_text, validate
 from kit.labs.definition import Definition
 from kit.labs.discover import discover, find
@@ -271,3 +273,32 @@ def test_float32_that_the_environment_turns_into_tf32_is_refused_before_ranks_st
     assert said == ({"dtype": why} if refused else {})
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     assert complaints(find("split"), given, None) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "driver", "sentence"),
+    [
+        ({"device": "cpu"}, True, "routing=nccl2 needs NCCL, and ranks on the CPU have none; use torch or torchcomms"),
+        ({}, False, "routing=nccl2 needs NCCL, and this machine has no GPU driver; use torch or torchcomms"),
+    ],
+)
+def test_nccl2_needs_gpus(given: dict[str, Any], driver: bool, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "has_driver", lambda: driver)
+    with pytest.raises(BadInput) as caught:
+        configure(find("smoke"), {"routing": "nccl2", **given}, None)
+    assert str(caught.value) == sentence
+    assert complaints(find("smoke"), {"routing": "nccl2", **given}, None) == {"routing": sentence}
+
+
+def test_nccl2_is_refused_where_the_ranks_torch_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch is asked for real; a driver is made up. `assumed`: a torch that has it binds ProcessGroupNCCL2 (pytorch/pytorch#188587)."""
+    monkeypatch.setattr(module, "has_driver", lambda: True)
+    if hasattr(torch.distributed, "ProcessGroupNCCL2"):
+        pytest.skip("this torch has nccl2")
+    with pytest.raises(BadInput) as caught:
+        configure(find("smoke"), {"routing": "nccl2"}, None)
+    assert str(caught.value) == (
+        f"routing=nccl2 needs a torch with the backend nccl2, and the ranks' torch {torch.__version__} has none; use torch or torchcomms"
+    )
+    monkeypatch.setattr(module, "ASK_NCCL2", "print('2.14.0', True)")
+    assert configure(find("smoke"), {"routing": "nccl2"}, None).routing == "nccl2"

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 import kit
+from kit import nccl2
 from kit.cli import main
 from kit.errors import BadInput
 from kit.labs.configure import validate
 from kit.labs.discover import find
-from kit.labs.routed import routed_part
+from kit.labs.options import LabConfig
+from kit.labs.routed import environment, routed_part
 from kit.results import Record, Run, outcomes, to_frame
 from kit.routing import FLAG
 from kit.world import World
@@ -101,8 +103,29 @@ def test_not_asked_for_nothing_differs(standin: None, runs: Path, nothing_left: 
 
 
 def test_what_torchcomms_cannot_do_is_refused() -> None:
-    with pytest.raises(BadInput, match="mode=suspend needs routing=torch"):
-        validate(find("offload"), {"mode": "suspend", "routing": "torchcomms"})
+    for way in ("torchcomms", "nccl2"):
+        with pytest.raises(BadInput, match=f"mode=suspend needs routing=torch: {way} has no way"):
+            validate(find("offload"), {"mode": "suspend", "routing": way})
+
+
+@pytest.mark.parametrize(
+    ("exported", "routing", "env"),
+    [
+        ({}, "torch", {}),
+        ({}, "torchcomms", {FLAG: "1"}),
+        ({}, "nccl2", {nccl2.FLAG: "1"}),
+        ({FLAG: "1", nccl2.FLAG: "1"}, "torch", {FLAG: "0", nccl2.FLAG: "0"}),
+        ({FLAG: "1"}, "nccl2", {FLAG: "0", nccl2.FLAG: "1"}),
+    ],
+)
+def test_the_flags_of_ranks_are_those_of_the_config(
+    exported: dict[str, str], routing: str, env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (FLAG, nccl2.FLAG):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in exported.items():
+        monkeypatch.setenv(name, value)
+    assert environment(LabConfig(routing=routing)) == env  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -153,7 +176,7 @@ def test_a_group_that_went_past_it_fails_the_check() -> None:
         groups_effective={0: 4.0, 1: 3.0},
         options_lost={0: 0.0, 1: 2.0},
     )
-    found = routed_part(told, {})
+    found = routed_part(told, {"routing": "torchcomms"})
     assert (found.value, found.why) == (
         0.75,
         "rank 1: 3 of 4 groups go through torchcomms; 2 options were dropped, see run.json",

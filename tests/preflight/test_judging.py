@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from kit.preflight.probes import collectives, common, jobs, memory
 from kit.preflight.report import Findings, Report
 
 MIB = 2**20
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "doctor.md"
 SEAT = {"device": "cuda:0", "why": "1 CUDA device for 2 ranks, shared by ranks that call themselves hosts of their own"}
 PLACE: dict[str, Any] = {
     "device": "cuda:0",
@@ -197,6 +200,15 @@ def test_every_time_that_is_kept_comes_from_some_probe(box):
     assert names == {field for field in probes_times() if field not in about}
 
 
+def test_the_page_of_what_is_unproven_names_rows_that_probes_have(box):
+    rows = {row.what.partition(", cycle")[0] for probe in ALL for row in box(probe).rows}
+    lines = [line for line in PAGE.read_text().partition("| settled by |")[2].splitlines() if " | probe" in line]
+    named = {name for line in lines for name in re.findall("`([^`]+)`", line.rpartition(" | ")[2].partition(";")[0])}
+    assert len(lines) >= 14
+    assert len(named) >= 14
+    assert named - rows == set()
+
+
 def probes_times() -> set[str]:
     from kit.preflight.times import Times
 
@@ -209,21 +221,32 @@ def test_seats_on_the_host_or_with_a_dead_context_fail(box):
     assert results(box("seats", place=[PLACE, {**PLACE, "sum": 0.0}]))["kernel"] == "fail"
 
 
+def test_a_gpu_that_torch_has_no_code_for_is_told(box):
+    blackwell = {**PLACE, "capability": (10, 0), "built_for": ["sm_80", "sm_90"]}
+    findings = box("seats", place=[blackwell, PLACE])
+    assert results(findings)["architecture"] == "fail"
+    assert why(findings, "architecture").endswith("is sm_100; torch is built for sm_80 sm_90")
+
+
 @pytest.mark.parametrize(
-    ("capability", "built_for", "fits"),
-    [
-        ((9, 0), ["sm_80", "sm_90"], True),
-        ((8, 9), ["sm_80", "sm_90"], True),  # code for 8.0 runs on 8.9
-        ((10, 0), ["sm_80", "sm_90"], False),
-        ((12, 0), ["sm_90", "compute_90"], True),  # PTX is compiled anew for what is later
-        ((7, 5), ["sm_80", "compute_80"], False),
-        ((9, 0), ["sm_90a"], True),
-    ],
+    ("rows", "shared", "result"),
+    [([["Default"]], True, True), ([["Exclusive_Process"]], True, False), ([["Exclusive_Process"]], False, True)],
 )
-def test_the_architecture_is_among_those_that_torch_has_code_for(capability, built_for, fits):
-    """`assumed`: binary code runs within its major version, PTX on every later GPU (CUDA C++ Programming Guide, 5.8.1 to 5.8.3)."""
-    row = collectives.architecture({**PLACE, "capability": capability, "built_for": built_for})
-    assert row[1] is fits
+def test_ranks_share_a_gpu_only_in_its_default_mode(rows, shared, result, monkeypatch):
+    """`assumed`: the names of the modes are nvidia-smi's (`nvidia-smi --help-query-gpu`, compute_mode)."""
+    monkeypatch.setattr(collectives.gpu, "query", lambda *_, **__: (rows, None))
+    assert collectives.compute_mode(shared)[1] is result
+
+
+def test_without_an_answer_the_compute_mode_is_not_measurable(monkeypatch):
+    monkeypatch.setattr(collectives.gpu, "query", lambda *_, **__: ([], "nvidia-smi did not answer within 3 s"))
+    assert collectives.compute_mode(shared=True) == (
+        "compute mode",
+        None,
+        None,
+        "",
+        "nvidia-smi did not answer within 3 s",
+    )
 
 
 def test_a_watchdog_that_would_end_the_survivor_is_told(box):

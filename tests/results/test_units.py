@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kit.results.units import amount, duration
+from kit.results.units import amount, duration, size
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,7 @@ def test_times_that_still_run_have_two_digits_at_most() -> None:
     assert [duration(seconds) for seconds in (8.1e-6, 0.0022, 0.31, 12, 185)] == [
         "8.1 µs", "2.2 ms", "0.31 s", "12 s", "3 min 5 s",
     ]  # fmt: skip
+
+
+def test_sizes_of_memory_are_told_in_the_larger_unit():
+    assert [size(512 * 2**20), size(31.25 * 2**30)] == ["512.0 MiB", "31.2 GiB"]

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +15,18 @@ import pytest
 import torch
 
 from kit.errors import KitError
+from kit.sync import sending
+from kit.sync.buckets import Bound
+from kit.sync.link import Listener
 from kit.sync.log import Log
 from kit.sync.receiver import Call
-from kit.sync.transports import ipc
+from kit.sync.ring import Ring
+from kit.sync.sender import Report
+from kit.sync.transports import ipc, make
+from kit.sync.transports.base import Transport, TransportContext
 from kit.sync.transports.ipc import Ipc, opened
-from tests.sync.ranks.service import LAYOUT
-from tests.sync.ranks.transports import receive, send
+from tests.sync.ranks.service import LAYOUT, Host, at_once, receiver_of, sender_of, table, target, tensors
+from tests.sync.ranks.transports import SIZES, bucket, receive, send
 from tests.sync.test_transports import between
 
 GPU = torch.device("cuda", 0)
@@ -63,6 +72,96 @@ def test_what_is_applied_at_once_lands_where_the_transport_puts_it(on_device: bo
     call.stream(transport)
     assert {str(device) for device in landed} == {"meta" if on_device else "cpu"}
     assert Ipc.on_device
+
+
+def test_live_weights_are_packed_on_the_card_and_not_sent_from_the_host(gpu: None) -> None:
+    def other_bytes(transport: Transport) -> None:
+        for index, size in enumerate(SIZES):
+            transport.send(index, torch.full((size,), 9, dtype=torch.uint8))
+        transport.flush()
+
+    def pack(index: int, out: torch.Tensor) -> None:
+        out.copy_(bucket(index))
+
+    _, differ = between(Ipc, other_bytes, receive, device=GPU, pack=pack)
+    assert differ == []
+
+
+@pytest.fixture
+def on_card(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Both ends of a service whose transports take the host's memory for a card's."""
+
+    def made(kind: str, ctx: TransportContext, **how: Any) -> Transport:
+        return make(kind, replace(ctx, device=GPU), **how)
+
+    monkeypatch.setattr(sending, "on_gpu", lambda *_: True)
+    return made
+
+
+@pytest.mark.parametrize(("ring", "dirty"), [(True, None), (False, None), (False, ["half"])])
+def test_a_version_goes_from_card_to_card(
+    on_card: Callable[..., Any], ring: bool, dirty: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ring, which keeps nothing, is not even packed; a cache is, for those that wake later. Buckets that did not change come from it."""
+    packed: list[str] = []
+    pack = Bound.pack
+
+    def seen(self: Bound, index: int, out: torch.Tensor, **how: Any) -> None:
+        packed.append("the cache" if how else "the card")
+        pack(self, index, out, **how)
+
+    monkeypatch.setattr(Bound, "pack", seen)
+    with Listener() as listener:
+        sender = sender_of(listener, cache=Ring(LAYOUT, timeout_s=5.0) if ring else None, transport="ipc")
+        host = Host()
+        receiver = receiver_of("r1", host, listener.address)
+        sender.make = receiver.make = on_card
+        targets = [target("r1", state="paused")]
+        for version in (1, 2):
+            weights = tensors(version)
+            if dirty is not None:
+                weights = tensors(1) | {key: tensor for key, tensor in weights.items() if key[0] in dirty}
+            act = partial(sender.sync, version, targets, lambda weights=weights: weights, dirty=dirty)
+            report, received = at_once(act, receiver.join)
+            assert isinstance(report, Report), report
+            assert not isinstance(received, Exception), received
+            assert table(host.tensors) == table(weights)
+        sender.cache.close()
+    every = 2 * len(LAYOUT.buckets)
+    assert packed.count("the card") == (every if dirty is None else 0)
+    assert packed.count("the cache") == (0 if ring else every if dirty is None else len(LAYOUT.buckets) + 1)
+
+
+@pytest.mark.parametrize(
+    ("devices", "here", "same"),
+    [
+        (["cuda:0", "cuda:0"], "cuda:0", True),
+        (["cuda:0", "cuda:1"], "cuda:0", False),
+        (["cuda", "cuda"], "cpu", False),
+        ([], "cuda:0", True),
+    ],
+)
+def test_weights_are_on_the_senders_card(devices: list[str], here: str, same: bool) -> None:
+    some: Any = [SimpleNamespace(device=torch.device(device)) for device in devices]
+    assert sending.on_gpu(some, torch.device(here)) is same
+
+
+@pytest.mark.parametrize(
+    ("value", "needed"),
+    [
+        ("expandable_segments:True", True),
+        ("max_split_size_mb:64, expandable_segments: true", True),
+        ("expandable_segments:False", False),
+        ("", False),
+    ],
+)
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_that_goes_by_descriptors_is_known_by_the_allocators_setting(
+    name: str, value: str, needed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`assumed`: both names are read (c10/core/AllocatorConfig.cpp, 2.9 to 2.13), the second also by older builds."""
+    monkeypatch.setenv(name, value)
+    assert ipc.needs_permission() is needed
 
 
 PERMITTED = "pidfd_getfd: Operation not permitted\nException raised from fromShared"

@@ -21,10 +21,20 @@ WHOLE = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+    "TORCH_FR_DUMP_TEMP_FILE": "{folder}/nccl_trace_rank_",
     "NCCL_RAS_ENABLE": "0",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
+OLD = {
+    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "TORCH_FR_DUMP_TEMP_FILE",
+}
+FOLDER = Path("/run/a-world")
+
+
+def made(folder: Path = FOLDER) -> dict[str, str]:
+    return {name: value.format(folder=folder) for name, value in WHOLE.items()}
 
 
 @pytest.fixture
@@ -35,8 +45,9 @@ def with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
 def test_all_of_it_where_a_gpu_may_be_used(with_cuda: None, wanted: str) -> None:
     environ = {"PATH": "/bin"}
-    prepare(environ, wanted)
-    assert environ == {"PATH": "/bin", **WHOLE}
+    prepare(environ, wanted, FOLDER)
+    assert environ == {"PATH": "/bin", **made()}
+    assert environ["TORCH_FR_DUMP_TEMP_FILE"] == "/run/a-world/nccl_trace_rank_"
     assert all(one.why for one in SETTINGS)
 
 
@@ -50,18 +61,18 @@ def test_the_docs_list_it() -> None:
 def test_nothing_for_ranks_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     environ: dict[str, str] = {}
     monkeypatch.setattr(torch.version, "cuda", None)
-    prepare(environ, "auto")
+    prepare(environ, "auto", FOLDER)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    prepare(environ, "cpu")
+    prepare(environ, "cpu", FOLDER)
     assert environ == {}
 
 
-@pytest.mark.parametrize("name", [*WHOLE, "NCCL_ASYNC_ERROR_HANDLING"])
+@pytest.mark.parametrize("name", [*WHOLE, *OLD])
 def test_what_a_person_has_set_stays_under_its_old_name_too(with_cuda: None, name: str) -> None:
     environ = {name: "a person's"}
-    prepare(environ, "cuda")
-    replaced = {"NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING"}.get(name, name)
-    assert environ == {**{key: value for key, value in WHOLE.items() if key != replaced}, name: "a person's"}
+    prepare(environ, "cuda", FOLDER)
+    replaced = OLD.get(name, name)
+    assert environ == {**{key: value for key, value in made().items() if key != replaced}, name: "a person's"}
 
 
 def test_a_rank_has_it_before_it_looks_for_its_gpu(
@@ -82,7 +93,7 @@ def test_a_rank_has_it_before_it_looks_for_its_gpu(
     order = {"device": "cuda", "first": 0, "neighbours": 1, "devices": []}
     node: Any = SimpleNamespace(order=order, folder=tmp_path)
     rankside.Rank(node)
-    assert {name: seen.get(name) for name in WHOLE} == WHOLE
+    assert {name: seen.get(name) for name in WHOLE} == made(tmp_path)
     assert "NCCL_HOSTID" not in seen
     assert os.environ["NCCL_HOSTID"] == "host"
     for name in [*WHOLE, "KIT_RANK", "NCCL_HOSTID"]:

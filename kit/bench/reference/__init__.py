@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.bench import pace as paces
 from kit.bench.cost import LEAST_S, SLACK
+from kit.bench.pace import ASSUMED
 from kit.bench.reference.parts import ASSUMED_BOX, GPU_MINUTES, able, on_cpu, on_gpus
 from kit.bench.reference.running import KIT, is_settled, perform, settled
 from kit.bench.reference.running import pack as pack_into
@@ -60,7 +61,7 @@ def make(
     if parts is None:
         device, parts, missing = sizes_here(out, device)
     if pace is None:
-        pace = paces.ASSUMED if assumed else paces.find(out, device)
+        pace = ASSUMED if assumed else paces.find(out, device)
     if minutes is None and device == "cuda":
         minutes = GPU_MINUTES
     say(plan_text(parts, pace, minutes))
@@ -106,7 +107,7 @@ def plan(out: Path | None, *, device: str = "auto", assumed: bool = False, minut
         if out is not None:
             folder(out)
         device, parts, _ = sizes_here(out, device)
-    pace = paces.ASSUMED if assumed else paces.find(out, device)
+    pace = ASSUMED if assumed else paces.find(out, device)
     print(plan_text(parts, pace, minutes or (GPU_MINUTES if device == "cuda" else None)))
     return 0
 
@@ -157,6 +158,8 @@ def write_page(out: Path, parts: Sequence[Part], pace: Pace, missing: Mapping[st
     rest = [part.name for part in parts if part.name not in there and part.name not in missing]
     lines += ["", f"Not there yet: {', '.join(rest)}."] if rest else []
     lines += ["", "## Arithmetic", "```", plan_text(parts, pace), "```"]
+    if apart := differences(pace):
+        lines += ["", "## Assumed and measured", "```", apart, "```"]
     write_text(out / SUMMARY, "\n".join(lines) + "\n")
 
 
@@ -178,9 +181,26 @@ def short_of(told: Mapping[str, Any]) -> list[str]:
     return checks + [row["what"] for row in told.get("rows", ()) if row["met"] is False]
 
 
+def differences(pace: Pace) -> str:
+    """What a GPU box measured, beside what was assumed before any had: a line for each primitive; empty on other boxes."""
+    if pace.device != ASSUMED.device or pace.source == ASSUMED.source:
+        return ""
+    lines = ["measured here, against what was assumed:"]
+    for name in seconds_of(ASSUMED):
+        measured, assumed = seconds_of(pace)[name], seconds_of(ASSUMED)[name]
+        lines.append(
+            f"{name.removesuffix('_s'):<9}{measured:8.3g} s, assumed {assumed:6.3g} s: {measured / assumed:5.2f} times"
+        )
+    return "\n".join(lines)
+
+
+def seconds_of(pace: Pace) -> dict[str, float]:
+    return {name: value for name in pace.__slots__ if isinstance(value := getattr(pace, name), float)}
+
+
 def plan_text(parts: Sequence[Part], pace: Pace, minutes: float | None = None) -> str:
     """A line for each part: predicted seconds, its limit, and of what they are the sum."""
-    times = {name: value for name in pace.__slots__ if isinstance(value := getattr(pace, name), float)}
+    times = seconds_of(pace)
     width = max((len(part.name) for part in parts), default=0)
     whole = sum(part.cost.seconds(pace) for part in parts)
     lines = [

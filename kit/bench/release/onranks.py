@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,7 @@ from kit.megatron.config import ModelConfig
 from kit.megatron.groups.handle import c10d
 from kit.megatron.groups.snapshot import current_groups, parallel_state
 from kit.megatron.tensors import memory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from kit.nccl import unbound
 
 GLOO, STORE, SPLIT, KEPT = (
     "gloo over the store",
@@ -83,7 +81,7 @@ def cycle(mode: str, more: int, *, by_store: bool) -> dict[str, Any]:
     released = levels()  # once all have released: a card may be shared
     dist.barrier()
     again = time.perf_counter()
-    with unbound() if by_store else contextlib.nullcontext():
+    with unbound(c10d._world.default_pg) if by_store else contextlib.nullcontext():
         groups.reload(stats["snapshot"])
         if mode not in (*groups.EXACT, *groups.KEEPING):
             make_extra(more)  # these two rebuild what Megatron makes; the rest is for whoever made it to make again
@@ -96,18 +94,6 @@ def cycle(mode: str, more: int, *, by_store: bool) -> dict[str, Any]:
         "seconds": {"release": gone - start, "back": back - again, "first collective": talked - ready},
         "freed": {name: before[name] - released.get(name, 0) for name in before},
     }
-
-
-@contextlib.contextmanager
-def unbound() -> Iterator[None]:
-    """Meanwhile torch does not split the default group for a new one, which then makes its communicator over the store."""
-    default = c10d._world.default_pg
-    bound = default.bound_device_id
-    default.bound_device_id = None
-    try:
-        yield
-    finally:
-        default.bound_device_id = bound
 
 
 def make_extra(number: int) -> None:

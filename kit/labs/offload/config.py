@@ -97,8 +97,8 @@ class OffloadConfig(LabConfig):
             raise BadInput(
                 f"include_world=true needs mode=exact, abort or suspend, not {self.mode!r}: it cannot bring WORLD back"
             )
-        if self.mode == "suspend" and self.routing == "torchcomms":
-            raise BadInput("mode=suspend needs routing=torch: torchcomms has no way to suspend a communicator")
+        if self.mode == "suspend" and self.routing != "torch":
+            raise BadInput(f"mode=suspend needs routing=torch: {self.routing} has no way to suspend a communicator")
         if self.mode == "suspend" and self.device == "cpu":
             raise BadInput("mode=suspend needs CUDA: only NCCL can suspend communicators, and device=cpu has none")
         if not (self.groups or self.kinds):

@@ -20,7 +20,7 @@ from kit.megatron.roles import as_world
 from kit.megatron.shards import destinations
 from kit.sync.link import address_of
 from kit.sync.sender import SyncFailed
-from kit.sync.transports import Place
+from kit.sync.transports import Place, ipc
 from kit.train.plain import PlainModel
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def place(ctx: Context) -> Place:
     """Where a rank lives, as transports see it."""
     host = boot_id() or socket.gethostname()
     card = ""
-    if ctx.device.type == "cuda":
+    if ctx.device.type == "cuda" and not ipc.needs_permission():
         card = str(torch.cuda.get_device_properties(ctx.device).uuid)
     return Place(host=host, world=f"{ctx.meeting} {ctx.world}", card=card)
 

@@ -10,18 +10,23 @@ registry, so censuses and plain `destroy_process_group(handle)` behave as with a
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import inspect
 import sys
 import types
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as _c10d
 
+from kit import nccl2
 from kit.errors import KitError
 from kit.nccl import unbound
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 c10d: Any = _c10d  # torch's registry of groups; its tables and helpers carry no types
 WORLD = "WORLD"
@@ -227,6 +232,20 @@ def _send_batches_whole() -> None:
     _replace(dist, "batch_isend_irecv", batch_isend_irecv)
 
 
+def back_to(module: Any) -> Callable[[], None]:
+    """What puts a module's globals back as they are now."""
+    before = {
+        name: copy.copy(value) if isinstance(value, dict | list) else value for name, value in vars(module).items()
+    }
+
+    def undo() -> None:
+        for name in vars(module).keys() - before.keys():
+            delattr(module, name)
+        vars(module).update(before)
+
+    return undo
+
+
 def _remember_arguments() -> None:
     """Keep what Megatron was initialised with: the modes that rebuild through Megatron need it again."""
     from megatron.core import parallel_state
@@ -237,6 +256,10 @@ def _remember_arguments() -> None:
     @functools.wraps(plain)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
         state.init_arguments = dict(signature.bind(*args, **kwargs).arguments)
-        plain(*args, **kwargs)
+        act = functools.partial(plain, *args, **kwargs)
+        if nccl2.requested():
+            nccl2.planned(act, undo=back_to(parallel_state))
+        else:
+            act()
 
     _replace(parallel_state, "initialize_model_parallel", initialize_model_parallel)

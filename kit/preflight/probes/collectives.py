@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from typing import TYPE_CHECKING, Any
 
+from kit import gpu
 from kit.errors import KitError, RankTimeout
 from kit.preflight.probes.common import MIB, Line, Seen, Settings, mib, on_ranks, started
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kit.world import World
 
 DEADLINE_S = 3.0
+NVIDIA_SMI_S = 3.0
 DRIVER_SLACK = 16 * MIB  # of two ranks on one GPU: the driver hands out memory in 2 MiB pages
 
 
@@ -46,13 +47,8 @@ def seats(report: Report, device: str, settings: Settings) -> None:
 
 def architecture(place: Seen) -> tuple[str, bool, None, str, str]:
     major, minor = place["capability"]
-    built = place["built_for"]
-    # Code for one GPU runs on later ones of its generation; PTX on all later ones.
-    named = [(kind, digits.rstrip("af")) for kind, _, digits in (one.partition("_") for one in built)]
-    numbers = [(kind, int(digits)) for kind, digits in named if digits.isdigit()]
-    here = 10 * major + minor
-    fits = any(n <= here and (kind == "compute" or n // 10 == major) for kind, n in numbers)
-    return "architecture", fits, None, "", f"{place['name']} is sm_{here}; torch is built for {' '.join(built)}"
+    fits, built = gpu.runs(place["built_for"], (major, minor)), " ".join(place["built_for"])
+    return "architecture", fits, None, "", f"{place['name']} is sm_{major}{minor}; torch is built for {built}"
 
 
 def watchdog(places: Sequence[Seen]) -> tuple[str, bool, None, str, str]:
@@ -65,20 +61,10 @@ def watchdog(places: Sequence[Seen]) -> tuple[str, bool, None, str, str]:
 
 def compute_mode(shared: bool) -> tuple[str, bool | None, None, str, str]:
     """More than one process may use the GPU, where ranks share it."""
-    command = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=3, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return "compute mode", None, None, "", f"nvidia-smi does not answer: {type(error).__name__}"
-    modes = sorted(set(done.stdout.split()))
-    if done.returncode or not modes:
-        return (
-            "compute mode",
-            None,
-            None,
-            "",
-            f"nvidia-smi: {(done.stderr or done.stdout).strip().partition(chr(10))[0]}",
-        )
+    rows, why = gpu.query("compute_mode", timeout_s=NVIDIA_SMI_S)
+    modes = sorted({mode for (mode,) in rows})
+    if not modes:
+        return "compute mode", None, None, "", why or "nvidia-smi lists no GPU"
     return "compute mode", modes == ["Default"] or not shared, None, "", ", ".join(modes)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kit import machine
 from kit.errors import KitError
 from kit.preflight.cleaning import shm_names
 from kit.preflight.probes.common import GIB, MIB, Line, Seen, Settings, mib, on_ranks, started
@@ -157,14 +156,9 @@ def handed_over(report: Report, world: World, size: int, *, keep: bool, expandab
     if "error" in seen:
         # Segments that expand are shared by a descriptor of the other process, which needs a permission (ptrace) that containers withhold.
         passed = None if expandable else False
-        report.row(what, passed, why=f"{seen['error']}; {ptrace_scope()}")
+        scope = machine.ptrace_scope()
+        report.row(what, passed, why=f"{seen['error']}; {'no Yama' if scope is None else f'ptrace_scope {scope}'}")
         return False
     (written,) = world.call("kit.preflight.onranks.sharing:written", ranks=[0])
     report.row(what, passed=seen["same"] and written, value=size // MIB, unit="MiB", why="every word, both ways")
     return True
-
-
-def ptrace_scope() -> str:
-    with contextlib.suppress(OSError):
-        return f"ptrace_scope {Path('/proc/sys/kernel/yama/ptrace_scope').read_text().strip()}"
-    return "no Yama"

@@ -19,7 +19,7 @@ from kit.errors import KitError
 from kit.sync.link import FAILED, PeerFailed, PeerGone, PeerSilent, ready
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kit.sync.link import Link
     from kit.sync.memory import Kept, Segment
@@ -43,6 +43,7 @@ class TransportContext:
     ranks: tuple[int, ...] = ()  # global ranks of sender and receivers, the sender's first, where they share a World
     place: int = 0  # of this rank in that row
     pieces: Sequence[Sequence[int]] = ()  # bytes of each tensor of each bucket, as they lie in it
+    pack: Callable[[int, torch.Tensor], None] | None = None  # the sender's: packs a bucket of live weights on their GPU
     kept: Kept | None = None  # a receiver's: mappings that stay from sync to sync
     config: dict[str, Any] = field(default_factory=dict)
 

@@ -1,13 +1,15 @@
 """Memory of one GPU that two processes use: the sender's staging buffers, whose CUDA handles go over the links once.
 
-Buckets are copied to the card by the sender, and on the card by receivers, which need not wait for each other: what a receiver applies
-at once stays on the card, what it stores goes to the host. Limits: this has never run on a card. Where PyTorch's allocator uses
-expandable segments, receivers need the right to take a descriptor from the sender's process, which containers often withhold.
+The sender packs live weights of that GPU straight into a buffer, and a bucket of its cache by a copy from the host. Receivers copy
+on the GPU and need not wait for each other: what a receiver applies at once stays on the GPU, what it stores goes to the host. Limits:
+this has never run on a GPU. Where PyTorch's allocator uses expandable segments, receivers need the right to take a descriptor from the
+sender's process, which containers often withhold: transport=auto does not choose `ipc` then.
 """
 
 from __future__ import annotations
 
 import base64
+import os
 from typing import Any
 
 import torch
@@ -45,7 +47,10 @@ class Ipc(Transport):
 
     def send(self, index: int, buffer: torch.Tensor) -> None:
         self.ahead(index)
-        self.slot(index).copy_(buffer)
+        if self.ctx.pack is not None:
+            self.ctx.pack(index, self.slot(index))
+        else:
+            self.slot(index).copy_(buffer)
         torch.cuda.current_stream(self.ctx.device).synchronize()
         self.say({"kind": "staged", "bucket": index})
 
@@ -63,6 +68,12 @@ class Ipc(Transport):
         if self.slots:
             self.slots = []
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+
+def needs_permission() -> bool:
+    """Whether memory of this process is shared by descriptors, which not every receiver may take (see PIDFD)."""
+    settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return any("expandable_segments:true" in one.replace(" ", "").lower() for one in settings)
 
 
 def handle_of(slot: torch.Tensor) -> list[Any]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 
 import kit
 from kit.errors import BadInput
@@ -10,6 +14,8 @@ from kit.labs import fits
 from kit.labs.lab import sizes
 from kit.labs.sync.config import SyncConfig, plan, roles
 from kit.labs.sync.fits import fits as sync_fits
+from kit.labs.sync.trainer import Trainer
+from kit.sync.transports import Place, choose
 
 GIB = 2**30
 
@@ -105,3 +111,18 @@ def test_only_who_shares_a_device_wakes() -> None:
     ]  # fmt: skip
     assert sizes(roles(apart)) == (4,)
     assert sizes(roles(SyncConfig(worlds="two"))) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("card", "devices", "chosen"),
+    [
+        ("GPU-1", ("cuda:0", "cuda:0"), "ipc"),
+        ("GPU-1", ("cuda:0", "cuda:1"), "shm"),
+        ("", ("cuda:0", "cuda:0"), "shm"),  # the allocator's memory needs a permission to be shared
+        ("", ("cpu", "cpu"), "shm"),
+    ],
+)
+def test_the_trainer_knows_which_replicas_are_on_its_own_gpu(card: str, devices: tuple[str, str], chosen: str) -> None:
+    ctx = SimpleNamespace(world_sizes=(2,), meeting="here", devices=devices, device=torch.device(devices[0]))
+    trainer: Any = SimpleNamespace(ctx=ctx, where=Place("box", "here 0", card))
+    assert choose(trainer.where, Trainer.place_of(trainer, 1)) == chosen

@@ -1,0 +1,189 @@
+"""torch's backend `nccl2` (`torch.distributed.ProcessGroupNCCL2`, in builds after 2.13): whether it is there, and groups made by it.
+
+Under a bound default group every rank of the World takes part when torch makes a communicator, also those outside of the group, which
+this backend's first builds cannot do in `new_group` (pytorch/pytorch#192276). So groups are split off WORLD with
+`torch.distributed.split_group`, which makes all groups of a partition at once: as many calls as Megatron has kinds of groups, and not
+as many as it has groups. What is asked for is learnt from a rehearsal, which makes none. Groups over gloo are made by their members.
+
+Every room may use it, and ranks do; it imports torch only where it is used. Read off pytorch/pytorch#188587 and #190943 and the routing
+of NVIDIA/Megatron-LM#6227. No torch with this backend, and no GPU, has run it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kit.nccl import unbound
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+NAME = "nccl2"
+FLAG = "KIT_NCCL2"  # in the environment of ranks that are to use it
+WORLD = f"cpu:gloo,cuda:{NAME}"
+LACKS = "this torch has no backend nccl2"
+
+
+class Asked(NamedTuple):
+    """One call of `new_group` for a group with a communicator. `how` are its settings, alike for all groups of a partition."""
+
+    ranks: tuple[int, ...]
+    how: tuple[Any, ...]
+
+
+class Rehearsed:
+    """Stands for a group in a rehearsal."""
+
+
+class State:
+    """Of this process: the calls of a rehearsal that is under way, or the partitions that it found and the groups made of them."""
+
+    def __init__(self) -> None:
+        self.plain: Any = None
+        self.calls: list[Asked] | None = None
+        self.expected: list[tuple[Asked, Partition]] = []
+
+
+class Partition:
+    """Groups that share no rank, made by one call."""
+
+    def __init__(self) -> None:
+        self.groups: list[tuple[int, ...]] = []
+        self.made: Any = None
+        self.is_made = False
+
+
+state = State()
+
+
+def requested() -> bool:
+    return os.environ.get(FLAG, "") == "1"
+
+
+def available() -> bool:
+    """Whether this process's torch has the backend."""
+    import torch.distributed as dist
+
+    return hasattr(dist, "ProcessGroupNCCL2")
+
+
+def partitions(calls: Sequence[Asked]) -> list[Partition]:
+    """For each call the partition that its group is of: the first with the same settings and none of its ranks."""
+    found: list[tuple[tuple[Any, ...], Partition]] = []
+    of_calls = []
+    for call in calls:
+        taken = (one for how, one in found if how == call.how and set(call.ranks).isdisjoint(set().union(*one.groups)))
+        partition = next(taken, None)
+        if partition is None:
+            partition = Partition()
+            found.append((call.how, partition))
+        partition.groups.append(call.ranks)
+        of_calls.append(partition)
+    return of_calls
+
+
+def install() -> None:
+    """Make groups by splitting WORLD from now on. Where it was not asked for, nothing is touched."""
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as module
+
+    c10d: Any = module
+    if not requested() or state.plain is not None:
+        return
+    state.plain = c10d.new_group
+    signature = inspect.signature(state.plain)
+
+    @functools.wraps(state.plain)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        return made(c10d, call.arguments)
+
+    c10d.new_group = dist.new_group = new_group
+
+
+def made(c10d: Any, given: dict[str, Any]) -> Any:
+    """The group of one call."""
+    size = c10d.get_world_size()
+    ranks = tuple(range(size) if given["ranks"] is None else sorted(given["ranks"]))
+    mine = c10d.get_rank() in ranks
+    backend = str(given["backend"] or WORLD).lower()
+    if NAME not in backend and "nccl" not in backend:
+        if state.calls is not None:
+            return Rehearsed() if mine else c10d.GroupMember.NON_GROUP_MEMBER
+        with unbound(c10d._get_default_group()):
+            return state.plain(**given)
+    how = (backend, given["timeout"], given["pg_options"] is None, given["group_desc"])
+    call = Asked(ranks, how)
+    if state.calls is not None:
+        state.calls.append(call)
+        return Rehearsed() if mine else c10d.GroupMember.NON_GROUP_MEMBER
+    if state.expected:
+        expected, partition = state.expected.pop(0)
+        if expected != call:
+            raise RuntimeError(
+                f"a group of ranks {list(ranks)} was asked for where {list(expected.ranks)} was rehearsed"
+            )
+    else:
+        (partition,) = partitions([call])
+    if not partition.is_made:
+        partition.made, partition.is_made = split(c10d, partition, given, backend), True
+    return partition.made if mine else c10d.GroupMember.NON_GROUP_MEMBER
+
+
+def split(c10d: Any, partition: Partition, given: dict[str, Any], backend: str) -> Any:
+    """All groups of a partition. What was asked for without a backend has WORLD's, for the host as well."""
+    return c10d.split_group(
+        split_ranks=[list(ranks) for ranks in partition.groups],
+        timeout=given["timeout"],
+        pg_options=given["pg_options"],
+        group_desc=given["group_desc"],
+        backend=None if backend == WORLD else f"cuda:{NAME}",
+    )
+
+
+def planned(act: Callable[[], None], undo: Callable[[], None]) -> None:
+    """Run what makes groups, such that each partition is one split: once as a rehearsal, which `undo` takes back, and once for real."""
+    state.calls = []
+    try:
+        act()
+    finally:
+        calls, state.calls = state.calls, None
+        undo()
+    state.expected = list(zip(calls, partitions(calls), strict=True))
+    try:
+        act()
+    finally:
+        state.expected = []
+
+
+def describe() -> dict[str, Any]:
+    """The same as of torchcomms (`kit.routing.describe`): what was asked for and is in effect, for WORLD and for all groups there are."""
+    import torch.distributed.distributed_c10d as module
+
+    c10d: Any = module
+    kinds = {group: kind(group) for group in c10d._world.pg_map}
+    world = kinds.get(c10d._world.default_pg, "")
+    over_gpus = [one for one in kinds.values() if one]
+    effective = world == "ProcessGroupNCCL2"
+    reason = "" if effective else "WORLD has no nccl2" if available() else LACKS
+    return {
+        "requested": requested(),
+        "importable": available(),
+        "effective": effective,
+        "backends": sorted(set(over_gpus)),
+        "groups": len(over_gpus),
+        "groups_effective": over_gpus.count("ProcessGroupNCCL2"),
+        "options_lost": [],
+        "reason": reason,
+        "why": reason or None,
+    }
+
+
+def kind(group: Any) -> str:
+    """The type of a group's backend for GPUs; empty where it has none."""
+    devices = {getattr(device, "type", str(device)): device for device in group._device_types}
+    return type(group._get_backend(devices["cuda"])).__name__ if "cuda" in devices else ""

@@ -1,0 +1,174 @@
+"""Groups over `nccl2` by splits of WORLD: Megatron's own calls for eight ranks in one process, over torch's fake backend.
+
+`assumed`: `split_group` is entered by every rank of WORLD with the same ranks and gives each its own group (torch/distributed/
+distributed_c10d.py of 2.13; pytorch/pytorch#190943 for nccl2). No torch with nccl2 has run it: the split is a stand-in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from kit import nccl2
+from kit.megatron.groups.handle import back_to
+from kit.nccl2 import Asked, partitions
+
+c10d: Any = module
+RANKS = 8
+Splits = list[tuple[list[list[int]], Any, Any]]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Splits]]:
+    """One rank of eight, whose groups are split off WORLD; and the splits that it makes."""
+    from megatron.core import parallel_state
+
+    plain, before = c10d.new_group, back_to(parallel_state)
+
+    def become(rank: int) -> Splits:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        before()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
+        splits: Splits = []
+
+        def split_group(split_ranks: list[list[int]], **how: Any) -> Any:
+            splits.append((split_ranks, how["group_desc"], how["backend"]))
+            mine = [ranks for ranks in split_ranks if rank in ranks]
+            return plain(mine[0], backend="fake") if mine else None
+
+        monkeypatch.setattr(c10d, "split_group", split_group)
+        return splits
+
+    monkeypatch.setenv(nccl2.FLAG, "1")
+    nccl2.install()
+    assert dist.new_group is c10d.new_group is not plain
+    yield become
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    before()
+    c10d.new_group = dist.new_group = plain
+    nccl2.state.plain = None
+
+
+def megatron(**sizes: int) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **sizes)
+
+
+def groups() -> dict[str, list[int]]:
+    """The ranks of this rank's groups, by Megatron's names."""
+    from megatron.core import parallel_state
+
+    found = {name: group for name, group in vars(parallel_state).items() if isinstance(group, dist.ProcessGroup)}
+    return {name: dist.get_process_group_ranks(group) for name, group in found.items()}
+
+
+def noted(made: list[list[int]], ranks: list[int], **how: Any) -> Any:
+    made.append(ranks)
+    return nccl2.state.plain(ranks, **how)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 4},
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    ],
+)
+def test_megatrons_groups_are_one_split_a_partition(fake: Callable[[int], Splits], sizes: dict[str, int]) -> None:
+    """All ranks enter the same splits in the same order, and each has the groups that torch gives it without."""
+    from megatron.core import parallel_state
+
+    every: list[Splits] = []
+    for rank in range(RANKS):
+        made: list[list[int]] = []
+        fake(rank)
+        with pytest.MonkeyPatch.context() as torchs_own:
+            torchs_own.setattr(dist, "new_group", partial(noted, made))
+            megatron(**sizes)
+        wanted = groups()
+        every.append(fake(rank))
+        nccl2.planned(partial(megatron, **sizes), back_to(parallel_state))
+        assert groups() == wanted
+        assert sorted(ranks for parts, *_ in every[rank] for ranks in parts) == sorted(map(sorted, made))
+        assert len(every[rank]) < len(made)
+    assert all(one == every[0] for one in every)
+    for parts, *_ in every[0]:
+        flat = [rank for ranks in parts for rank in ranks]
+        assert len(flat) == len(set(flat))
+
+
+def test_ranks_outside_of_a_partition_enter_its_split_and_get_nothing(fake: Callable[[int], Splits]) -> None:
+    splits = fake(5)
+    assert dist.new_group([0, 1], backend="nccl") is c10d.GroupMember.NON_GROUP_MEMBER
+    assert isinstance(dist.new_group([4, 5]), dist.ProcessGroup)
+    assert splits == [([[0, 1]], None, "cuda:nccl2"), ([[4, 5]], None, None)]
+
+
+def test_groups_over_gloo_are_made_unbound_and_not_split(fake: Callable[[int], Splits]) -> None:
+    splits = fake(0)
+    default = c10d._get_default_group()
+    default.bound_device_id = torch.device("cuda", 0)
+    seen: list[Any] = []
+    nccl2.state.plain = lambda **given: seen.append((given["backend"], default.bound_device_id))
+    dist.new_group([0, 1], backend="gloo")
+    assert (seen, splits) == ([("gloo", None)], [])
+    assert default.bound_device_id == torch.device("cuda", 0)
+    default.bound_device_id = None
+
+
+def test_a_call_that_was_not_rehearsed_is_told(fake: Callable[[int], Splits]) -> None:
+    fake(0)
+    turns = iter([[0, 1], [0, 2]])
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 2\] was asked for where \[0, 1\] was rehearsed"):
+        nccl2.planned(lambda: dist.new_group(next(turns)), lambda: None)
+    assert nccl2.state.expected == []
+
+
+def test_a_partition_has_one_setting_and_every_rank_once() -> None:
+    calls = [
+        Asked((0, 1), ("pp",)), Asked((0,), ("embedding",)), Asked((2, 3), ("pp",)), Asked((2,), ("embedding",)),
+        Asked((0, 1), ("pp",)), Asked((2, 3), ("dp",)),
+    ]  # fmt: skip
+    found = partitions(calls)
+    assert [found.index(one) for one in found] == [0, 1, 0, 1, 4, 5]
+    assert found[0].groups == [(0, 1), (2, 3)]
+
+
+def test_without_the_flag_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(nccl2.FLAG, raising=False)
+    before = c10d.new_group
+    nccl2.install()
+    assert c10d.new_group is before
+
+
+def test_what_is_in_effect_is_told_by_the_types_of_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`assumed`: the type's name is that of its binding (torch/csrc/distributed/c10d/init.cpp in pytorch/pytorch#188587)."""
+
+    class Group:
+        def __init__(self, name: str) -> None:
+            self.backends = {
+                torch.device("cpu"): object(),
+                **({torch.device("cuda"): type(name, (), {})()} if name else {}),
+            }
+            self._device_types = list(self.backends)
+            self._get_backend = self.backends.__getitem__
+
+    groups = [Group("ProcessGroupNCCL2"), Group("ProcessGroupNCCL"), Group("")]
+    monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups), default_pg=groups[0]))
+    told = nccl2.describe()
+    assert (told["effective"], told["groups"], told["groups_effective"]) == (True, 2, 1)
+    monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups), default_pg=groups[1]))
+    told = nccl2.describe()
+    assert (told["effective"], told["reason"]) == (False, nccl2.LACKS)
