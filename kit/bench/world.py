@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from kit.bench import remains
 from kit.bench.cost import Cost, crowd
 from kit.bench.onranks import REDUCED
-from kit.bench.peers import STARTED, STEPPED, TOLD, VANISHED, peers
+from kit.bench.peers import PEERS, STARTED, STEPPED, TOLD, VANISHED, installed, peers
 from kit.bench.report import progress
 from kit.bench.rows import Row, row
 from kit.errors import KitError, RankDied
@@ -313,7 +313,8 @@ def environment() -> dict[str, str]:
 
 
 def costs(sizes: Sizes) -> dict[str, Cost]:
-    """The World that three parts share is counted with the first."""
+    """The World that three parts share is counted with the first. Of the peers torchrun is always there."""
+    others = sum(installed(library) is not None for name, library in PEERS.items() if name != "torchrun")
     return {
         "start": Cost(world=sizes.starts),
         "megatron": Cost(megatron=1.5 * sizes.megatron + 0.5),
@@ -323,5 +324,5 @@ def costs(sizes: Sizes) -> dict[str, Cost]:
         "calls": Cost(world=0.6 * crowd(WIDE) + 0.2 * sizes.flights),
         "notebook": Cost(world=1.4 * sizes.kernels),
         "help": Cost(process=0.05 * sizes.helps),
-        "peers": Cost(world=4 * sizes.peer_trials, idle=2 * sizes.peer_trials),
+        "peers": Cost(world=4, idle=2) * sizes.peer_trials + Cost(world=10, idle=5) * (sizes.peer_trials * others),
     }
