@@ -21,7 +21,19 @@ from typing import Any
 
 from kit.bench.cost import Cost, crowd
 from kit.bench.onranks import REDUCED
-from kit.bench.peers import STARTED, STEPPED, TOLD, VANISHED, end, environment, marked, peers, seconds_until_gone
+from kit.bench.peers import (
+    PEERS,
+    STARTED,
+    STEPPED,
+    TOLD,
+    VANISHED,
+    end,
+    environment,
+    installed,
+    marked,
+    peers,
+    seconds_until_gone,
+)
 from kit.bench.rows import Row, first_line, progress, ratios, row, seconds_of, unmeasured
 from kit.bench.session import Part
 from kit.errors import KitError, RankDied
@@ -63,7 +75,8 @@ QUICK = Sizes(
 
 
 def parts(sizes: Sizes, _: str) -> dict[str, Part]:
-    """All on the CPU, as its ranks are. Those of one World share it, which is counted with the first."""
+    """All on the CPU, as its ranks are. Those of one World share it, which is counted with the first. torchrun, a peer, is always there."""
+    others = sum(installed(library) is not None for name, library in PEERS.items() if name != "torchrun")
 
     def of_two(part: Callable[[World, Sizes], list[Row]], cost: Cost) -> Part:
         return Part(lambda session: part(session.shared(2, device="cpu", observer=LISTENER), sizes), cost)
@@ -82,7 +95,7 @@ def parts(sizes: Sizes, _: str) -> dict[str, Part]:
         "help": alone(help_, Cost(process=0.05 * sizes.helps)),
         "peers": Part(
             lambda _: peers(trials=sizes.peer_trials, steps=sizes.steps),
-            Cost(world=4 * sizes.peer_trials, idle=2 * sizes.peer_trials),
+            Cost(world=4, idle=2) * sizes.peer_trials + Cost(world=10, idle=5) * (sizes.peer_trials * others),
         ),
     }
 

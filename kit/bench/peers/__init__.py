@@ -59,12 +59,19 @@ PEERS = {
 }
 
 
+def installed(library: Library) -> str | None:
+    """Its version; None where it is not there."""
+    try:
+        return importlib.metadata.version(library.needs)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def peers(*, trials: int, steps: int, wanted: dict[str, Library] = PEERS) -> Iterator[Row]:
     """Rows of every peer; of one that is not installed, a row that says so."""
     for name, library in wanted.items():
-        try:
-            version = importlib.metadata.version(library.needs)
-        except importlib.metadata.PackageNotFoundError:
+        version = installed(library)
+        if version is None:
             yield unmeasured(STARTED, f"{library.needs} is not installed", who=name)
             continue
         who = f"{name} {version}"
