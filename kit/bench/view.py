@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kit.labs.definition import Step
     from kit.results import Run
     from kit.view.panel.model import PanelModel
-    from kit.view.panel.records_tab import Grid
+    from kit.view.panel.tabs import Grid
 
 MS = 1e3
 MIB = 2**20
@@ -230,7 +230,7 @@ def moved(model: PanelModel, limit: str, n: int) -> list[float]:
 def sifting(folder: Path, sizes: Sizes) -> list[Row]:
     from kit.draw.general import records_table
     from kit.public import load
-    from kit.view.panel.records_tab import Grid
+    from kit.view.panel.tabs import Grid
 
     run: Run = load(folder)
     grid = Grid()
