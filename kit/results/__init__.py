@@ -9,41 +9,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kit.results.comparison import compare, outcomes
-    from kit.results.create import create_run, runs_dir
     from kit.results.exports import export
     from kit.results.frames import to_frame, with_ids
-    from kit.results.marks import VerdictRow
+    from kit.results.marks import Verdict, VerdictRow, exit_code, read_verdict
     from kit.results.records import COLUMNS, Record, RecordWriter
-    from kit.results.run import Run, list_runs, load, newest_run
+    from kit.results.run import Run, create_run, list_runs, load, newest_run, runs_dir
     from kit.results.timeline import trace, write_trace
-    from kit.results.tolerances import load_tolerances, save_tolerances
     from kit.results.verdict import (
         Check,
         Measured,
         Missing,
         NotMeasured,
         Unjudged,
-        Verdict,
-        exit_code,
         incomplete,
         judge,
-        read_verdict,
+        load_tolerances,
+        save_tolerances,
         select,
     )
 
 _MODULES = {
     "comparison": ("compare", "outcomes"),
-    "create": ("create_run", "runs_dir"),
     "exports": ("export",),
     "frames": ("to_frame", "with_ids"),
-    "marks": ("VerdictRow",),
+    "marks": ("Verdict", "VerdictRow", "exit_code", "read_verdict"),
     "records": ("COLUMNS", "Record", "RecordWriter"),
-    "run": ("Run", "list_runs", "load", "newest_run"),
+    "run": ("Run", "create_run", "list_runs", "load", "newest_run", "runs_dir"),
     "timeline": ("trace", "write_trace"),
-    "tolerances": ("load_tolerances", "save_tolerances"),
     "verdict": (
-        *("Check", "Measured", "Missing", "NotMeasured", "Unjudged", "Verdict"),
-        *("exit_code", "incomplete", "judge", "read_verdict", "select"),
+        *("Check", "Measured", "Missing", "NotMeasured", "Unjudged"),
+        *("incomplete", "judge", "load_tolerances", "save_tolerances", "select"),
     ),
 }
 _HOMES = {name: f"kit.results.{module}" for module, names in _MODULES.items() for name in names}

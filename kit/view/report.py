@@ -28,7 +28,7 @@ from kit.results import NotMeasured, compare, read_verdict
 from kit.results.comparison import settings
 from kit.results.files import need_folder, to_json, write_text
 from kit.results.frames import labels
-from kit.results.marks import MARKS, tally, without_parts, worst_first
+from kit.results.marks import MARKS, SIGNS, tally, without_parts, worst_first
 from kit.results.run import memory_snapshots
 from kit.results.units import amount
 from kit.view.named import album, tables
@@ -44,7 +44,6 @@ TAIL = 60  # lines of a rank's log
 WIDE = 2000  # characters of a line of it
 DPI = 120
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-SIGNS = {"<=": "≤", ">=": "≥", "==": "="}
 MOST = 200  # rows of a table on the page
 CHANGES = 60  # of a comparison
 

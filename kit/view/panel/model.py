@@ -21,8 +21,8 @@ from kit.labs.configure import complaints, find_fault, settled, validate
 from kit.labs.definition import role_names, working
 from kit.labs.options import Field, fields
 from kit.results import Run, load_tolerances, newest_run, runs_dir, save_tolerances
-from kit.results.tolerances import checked_tolerances
 from kit.results.units import counted
+from kit.results.verdict import checked_tolerances
 from kit.view.panel.watch import Failure, PhaseState, Progress, marks
 
 if TYPE_CHECKING:

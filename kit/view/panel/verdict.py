@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as widgets
 
 from kit.errors import KitError
-from kit.results.marks import MARKS, tally, without_parts
+from kit.results.marks import MARKS, SIGNS, tally, without_parts
 from kit.results.units import amount
 from kit.view.panel import look
 from kit.view.panel.look import Tab
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from kit.view.panel.model import Limit, PanelModel
 
 ORDER = list(MARKS)
-SIGNS = {"<=": "≤", ">=": "≥", "==": "="}
 PLACES = 400
 DECADE = 20  # places to a power of ten, which itself is one of them
 FEW = 6  # rows of a check of many answers that are written out
