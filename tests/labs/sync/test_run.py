@@ -34,8 +34,8 @@ def test_every_check_passes_or_says_why_not(sync: Sync) -> None:
     assert [row.check for row in verdict] == asked
     assert "none differs; SHA-256 of 26 tensors on 20 occasions; on the way 26 of 26" in why(verdict, "bit_exact")
     assert "layouts differ" in why(verdict, "logits_equal")
-    rehearsed = "missing, unsent, unfit, wrong-bytes, calls that must be refused, packed, transport, both, alone, late"
-    assert f"{rehearsed}, publish, expansion, refresh, activate" in why(verdict, "failure_is_clean")
+    rehearsed = "activate, alone, both, calls that must be refused, expansion, late, missing, packed, publish, refresh"
+    assert f"{rehearsed}, transport, unfit, unsent, wrong-bytes" in why(verdict, "failure_is_clean")
     assert "0 of 78 tensors on all receivers differ" in why(verdict, "base_equal")
     assert "13 transports and sizes brought every tensor" in why(verdict, "sweep_arrived")
 
