@@ -100,7 +100,6 @@ def chapter(run: Run, number: int) -> dict[str, Any]:
     return {
         "anchor": f"run-{number}",
         "id": run.id,
-        "lab": run.lab,
         "fault": run.fault or "",
         "outcome": words,
         "kind": kind,
@@ -138,13 +137,14 @@ def facts(run: Run) -> dict[str, str]:
     cpu, gpu, world = (on.get(name) or {} for name in ("cpu", "gpu", "world"))
     world = about.get("world") or world
     cards = [str(card.get("name")) for card in gpu.get("gpus") or []]
+    cores = f"{cpu['affinity']} cores" if cpu.get("affinity") else ""
     versions = {"kit": info.get("kit"), **(on.get("versions") or {}), "Python": on.get("python")}
     commit = (about.get("git") or {}).get("commit")
     found = {
         "lab": run.lab,
         "fault": f"{run.fault} (a known bug, switched on)" if run.fault else "",
         "when": when(info.get("started"), info.get("finished")),
-        "where": ", ".join(filter(None, [on.get("host"), cpu.get("model"), cores(cpu), *cards])),
+        "where": ", ".join(filter(None, [on.get("host"), cpu.get("model"), cores, *cards])),
         "ranks": f"{world['ranks']} on {world['device']}: {world['why']}"
         if {"ranks", "device", "why"} <= set(world)
         else "",
@@ -153,10 +153,6 @@ def facts(run: Run) -> dict[str, str]:
         "memory snapshots": memory_snapshots(run),
     }
     return {name: value for name, value in found.items() if value}
-
-
-def cores(cpu: dict[str, Any]) -> str:
-    return f"{cpu['affinity']} cores" if cpu.get("affinity") else ""
 
 
 def when(started: str | None, finished: str | None) -> str:

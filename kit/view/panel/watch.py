@@ -9,7 +9,7 @@ import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.errors import KitError, RankDied, RankError, RankTimeout
 from kit.labs.definition import working
@@ -131,7 +131,8 @@ class Watch:
         self._took[stepped.phase].append(seconds)
         before = self._phases[self._index].ranks
         done = tuple("absent" if mark == "absent" else "done" for mark in before)
-        self._set(self._index, status="done", ranks=done, seconds=seconds_of(stepped.records, len(before)))
+        seconds_by_rank = seconds_of(stepped.records, len(before))
+        self._set(self._index, status="done", ranks=done, seconds=seconds_by_rank, began=None)
         self._index += 1
         if self._index < len(self._phases):
             self._set(self._index, status="next")
@@ -148,7 +149,7 @@ class Watch:
             for mark, ranks in (("done", done), ("failed", failure.ranks)):
                 for rank in ranks:
                     after[rank] = mark
-            self._set(self._index, status="failed", ranks=tuple(after))
+            self._set(self._index, status="failed", ranks=tuple(after), began=None)
         self.grew = True
 
     def rest(self) -> None:
@@ -203,11 +204,8 @@ class Watch:
             self._answered = list(answered)
             if self._index < len(self._phases) and self._phases[self._index].status == "running":
                 before = self._phases[self._index].ranks
-                self._set(
-                    self._index,
-                    ranks=tuple("done" if rank in self._answered else mark for rank, mark in enumerate(before)),
-                    keep=True,
-                )
+                after = tuple("done" if rank in self._answered else mark for rank, mark in enumerate(before))
+                self._set(self._index, ranks=after)
         if self._stop.is_set() and not self._interrupted:
             self._interrupted = True  # ranks have a time of their own to stop in, with ticks of its own
             self._look()
@@ -222,23 +220,8 @@ class Watch:
 
     # -- how -------------------------------------------------------------------------------------------------------------
 
-    def _set(
-        self,
-        index: int,
-        *,
-        status: str | None = None,
-        ranks: tuple[str, ...] | None = None,
-        seconds: tuple[float | None, ...] | None = None,
-        began: float | None = None,
-        keep: bool = False,
-    ) -> None:
-        old = self._phases[index]
-        self._phases[index] = old._replace(
-            status=status or old.status,
-            ranks=ranks or old.ranks,
-            seconds=seconds or old.seconds,
-            began=old.began if keep else began,
-        )
+    def _set(self, index: int, **changes: Any) -> None:
+        self._phases[index] = self._phases[index]._replace(**changes)
 
     def _tell(self) -> None:
         now = time.monotonic()
