@@ -44,11 +44,10 @@ class Controller:
         model: PanelModel,
         *,
         lab: Lab | None = None,
-        post: Post | None = None,
         out: str | os.PathLike[str] | None = None,
     ) -> None:
         self.model = model
-        self._mail = Mail(post)
+        self._mail = Mail()
         self._out = None if out is None else Path(out)
         self._given = lab  # its ranks were not started here
         self._lab: Lab | None = None
@@ -316,10 +315,10 @@ class Controller:
 
 
 class Mail:
-    """Changes of the model, in order, made in the kernel's own thread. `post` schedules a delivery there; `deliver` makes them now."""
+    """Changes of the model, in order, made in the kernel's own thread. `deliver` makes them now."""
 
-    def __init__(self, post: Post | None = None) -> None:
-        self._post = post or here()
+    def __init__(self) -> None:
+        self._post = here()
         self._changes: deque[Callable[[], None]] = deque()
         self.lock = threading.RLock()
 

@@ -198,9 +198,8 @@ def listed(folder: Path, words: str = "") -> list[tuple[str, str]]:
 class CompareTab(Tab):
     """What changed most as a picture, and all of it as a table, once a person asks for it."""
 
-    def __init__(self, model: PanelModel, folder: Path | None = None) -> None:
+    def __init__(self, model: PanelModel) -> None:
         super().__init__(model)
-        self.folder = folder
         self._salt = secrets.token_hex(4)
         which, example = "runs that have all of these words", "lab, fault, status, date, name"
         first = model.definition.name
@@ -226,12 +225,12 @@ class CompareTab(Tab):
         if not self._visible:
             return
         chosen = set(self.runs.value)
-        found = listed(self.folder or runs_dir(), self.words.value)
+        found = listed(runs_dir(), self.words.value)
         if list(self.runs.options) != found:
             self.runs.options = found
             self.runs.value = [path for _, path in found if path in chosen]
         if not found:
-            self._say(f"No run in {self.folder or runs_dir()} has these words.")
+            self._say(f"No run in {runs_dir()} has these words.")
 
     def _chosen(self, _: Any = None) -> None:
         """The others are compared with the oldest, until a person chooses another."""
