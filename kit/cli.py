@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import kit
+from kit import results
 from kit.errors import BadInput, KitError
 
 COMPARED_ROWS = 40  # of a comparison on a terminal; `kit export` has the runs themselves
@@ -165,8 +166,7 @@ def labs(_: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     from kit.labs.configure import from_text
     from kit.labs.discover import find
-    from kit.public import load, prepare
-    from kit.results import exit_code, load_tolerances, read_verdict
+    from kit.public import prepare
     from kit.results.run import memory_snapshots
 
     given: dict[str, str] = {}
@@ -177,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
         if key in given:
             raise BadInput(f"--set {key} is given twice, {given[key]!r} and {value!r}: take one")
         given[key] = value
-    tolerances = load_tolerances(args.tolerances) if args.tolerances else None
+    tolerances = results.load_tolerances(args.tolerances) if args.tolerances else None
     if len(args.fault) > 1:
         raise BadInput(f"one fault at a time, not {' and '.join(args.fault)}: two would hide each other")
     config = from_text(find(args.lab), given)
@@ -185,8 +185,8 @@ def run(args: argparse.Namespace) -> int:
         verdict, error, status = None, None, 3
         try:
             lab.run()
-            verdict = read_verdict(lab.dir / "verdict.json")
-            status = exit_code(verdict)
+            verdict = results.read_verdict(lab.dir / "verdict.json")
+            status = results.exit_code(verdict)
         except BadInput:  # only the ranks could tell: nothing was measured
             raise
         except KitError as broke:
@@ -196,12 +196,12 @@ def run(args: argparse.Namespace) -> int:
             status, error = 130, "interrupted"
             print("kit: interrupted; the ranks are ended", file=sys.stderr)
     if verdict is None and (lab.dir / "verdict.json").exists():  # as far as the records go
-        verdict = read_verdict(lab.dir / "verdict.json")
+        verdict = results.read_verdict(lab.dir / "verdict.json")
     if verdict is not None:
         print(verdict)
     to = sys.stderr if args.json else sys.stdout
     print(f"the run is in {lab.dir}", file=to)
-    if snapshots := memory_snapshots(load(lab.dir)):
+    if snapshots := memory_snapshots(kit.load(lab.dir)):
         print(f"memory snapshots: {snapshots}", file=to)
     if args.json:
         rows = verdict.to_json() if verdict is not None else None
@@ -212,28 +212,23 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     from kit.labs.discover import find
-    from kit.public import load
-    from kit.results import exit_code, list_runs, runs_dir
-    from kit.results import load as load_by
 
-    folder = args.dir or next(iter(list_runs(runs_dir())), None)
+    folder = args.dir or next(iter(results.list_runs(results.runs_dir())), None)
     if folder is None:
-        raise BadInput(f"there is no run in {runs_dir()}; name a folder")
-    found = load_by(folder, checks=lambda _: find(args.lab).all_checks()) if args.lab else load(folder)
+        raise BadInput(f"there is no run in {results.runs_dir()}; name a folder")
+    found = results.load(folder, checks=lambda _: find(args.lab).all_checks()) if args.lab else kit.load(folder)
     print(found)
     for note in found.notes:
         print(f"note: {note}")
     verdict = found.verdict()
     print(f"\n{verdict}")
-    return 3 if found.status == "failed" else exit_code(verdict)
+    return 3 if found.status == "failed" else results.exit_code(verdict)
 
 
 def show(args: argparse.Namespace) -> int:
-    from kit.public import load
-    from kit.results import read_verdict
     from kit.results.run import memory_snapshots
 
-    found = load(args.dir)
+    found = kit.load(args.dir)
     print(found)
     fault = {"fault": found.fault} if found.fault else {}
     print(" ".join(f"{name}={value}" for name, value in {**found.config, **fault}.items()))
@@ -242,7 +237,7 @@ def show(args: argparse.Namespace) -> int:
     if snapshots := memory_snapshots(found):
         print(f"memory snapshots: {snapshots}")
     stored = found.dir / "verdict.json"
-    print(f"\n{read_verdict(stored) if stored.exists() else found.verdict()}\n")
+    print(f"\n{results.read_verdict(stored) if stored.exists() else found.verdict()}\n")
     frame = found.frame()
     times = frame[frame["metric"] == "seconds"].groupby("phase", sort=False)["value"]
     if len(times):
@@ -256,23 +251,20 @@ def show(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    from kit.public import load
-    from kit.results import compare as compared
-    from kit.results import outcomes
     from kit.results.comparison import settings
     from kit.results.frames import without_empty
 
-    runs = [load(path) for path in args.dirs]
+    runs = [kit.load(path) for path in args.dirs]
     labs = list(dict.fromkeys(run.lab for run in runs))
     if len(labs) > 1:
         print(f"note: these are runs of different labs: {', '.join(labs)}")
     elif apart := settings(runs):
         print("; ".join(f"{name}: {' / '.join(map(str, values))}" for name, values in apart.items()))
-    table = compared(runs)
+    table = results.compare(runs)
     same = ["base_run", "run"] if len(runs) == 2 else ["base_run"]
     print(", ".join(f"{name} {table[name].iloc[0]}" for name in same if len(table)))
     for other in runs[1:]:
-        count, differ = outcomes(runs[0], other)
+        count, differ = results.outcomes(runs[0], other)
         if count and other.lab == runs[0].lab:
             print(f"{other.id}: {count} losses, gradient norms and digests, {differ} of them not exactly the same")
     print(without_empty(table.drop(columns=same)).head(COMPARED_ROWS).to_string(index=False))
@@ -282,23 +274,17 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def export(args: argparse.Namespace) -> int:
-    from kit.public import load
-
-    return save(lambda: load(args.dir).save(args.to))
+    return save(lambda: kit.load(args.dir).save(args.to))
 
 
 def trace(args: argparse.Namespace) -> int:
-    from kit.public import load
-    from kit.results import write_trace
-
-    return save(lambda: write_trace(load(args.dir), args.to))
+    return save(lambda: results.write_trace(kit.load(args.dir), args.to))
 
 
 def report(args: argparse.Namespace) -> int:
-    from kit.public import load
     from kit.view.report import write_report
 
-    runs = [load(path) for path in args.dirs]
+    runs = [kit.load(path) for path in args.dirs]
     return save(lambda: write_report(runs, args.to))
 
 
@@ -347,10 +333,8 @@ def bench(args: argparse.Namespace) -> int:
     names = benches()
     if args.name not in names:
         raise BadInput(f"there is no bench {args.name!r}; allowed are: {', '.join(names) or 'none'}")
-    from kit.results import runs_dir
-
     room = import_module("kit.bench.session")
-    out = args.out or room.new_file(args.name, runs_dir())
+    out = args.out or room.new_file(args.name, results.runs_dir())
     given = {"quick": args.quick, "as_json": args.json, "only": args.part, "device": args.device}
     status: int = room.conduct(args.name, out=out, **given)
     print(f"the rows are in {out}", file=sys.stderr)

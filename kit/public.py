@@ -130,14 +130,14 @@ def run(
 
 def panel(name: str, *, fault: str | None = None, out: str | os.PathLike[str] | None = None, **config: Any) -> Panel:
     """A panel of a lab: its settings, buttons, a strip of phases and ranks, and the run. Ranks start with its Start."""
-    from kit.view.panel import make
+    from kit.view.panel.panel import make
 
     return make(find(name), config, fault=fault, out=out, plotter=plot)
 
 
 def panel_of(lab: Lab) -> Panel:
     """What `lab.panel()` gives: a panel of the lab as it stands."""
-    from kit.view.panel import adopt
+    from kit.view.panel.panel import adopt
 
     return adopt(lab, plotter=plot)
 

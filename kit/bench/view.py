@@ -205,7 +205,7 @@ def moving(folder: Path, sizes: Sizes) -> list[Row]:
 def sifting(folder: Path, sizes: Sizes) -> list[Row]:
     from kit.draw.general import records_table
     from kit.public import load
-    from kit.view.panel.records_tab import Grid
+    from kit.view.panel.tabs import Grid
 
     run = load(folder)
     grid = Grid()

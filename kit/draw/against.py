@@ -29,16 +29,14 @@ EVEN = 1.02  # a ratio below it counts as no change
 NOISE = ("_before", "overhead_seconds")  # what the phase before left, and the meter's own time
 
 
-def plot_against(
-    runs: Sequence[Run], *, theme_name: str = "light", rows: int = ROWS, table: pd.DataFrame | None = None
-) -> Picture:
+def plot_against(runs: Sequence[Run], *, theme_name: str = "light", table: pd.DataFrame | None = None) -> Picture:
     """The others are compared with the first run. `table` is what `compare(runs)` returned, if that is known."""
     if len({run.id for run in runs}) < 2:
         raise BadInput("a comparison needs at least two different runs")
     look = theme(theme_name)
     table = compare(runs) if table is None else table
     table = table.assign(metric=labels(table))
-    shown = most(table, rows)
+    shown = most(table, ROWS)
     with mpl.rc_context(look.rc()):
         if shown.empty:
             words = f"nothing that both measured changed by more than {EVEN - 1:.0%} against {runs[0].id}"

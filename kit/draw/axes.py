@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-    from kit.draw.data import Level, RunData
+    from kit.draw.plots import Level, RunData
     from kit.results import Verdict
 
 SEPARATE = 4  # up to this many ranks are drawn one by one; more are drawn as one cloud

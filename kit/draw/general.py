@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-    from kit.draw.data import RunData
-    from kit.draw.plots import Scene
+    from kit.draw.plots import RunData, Scene
     from kit.results import Run, Verdict
 
 MIB = 2**20

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kit.errors import BadInput
+from kit.results.marks import BAD, GOOD, MARKS
 
 FONT = {"font.family": "DejaVu Sans", "font.size": 9.0, "svg.fonttype": "path", "svg.hashsalt": "kit"}
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -80,8 +81,8 @@ LIGHT = Theme(
     faint="#6e7781",
     grid="#e4e7eb",
     shade="#f4f6f8",
-    good="#00704f",
-    bad="#b33a00",
+    good=GOOD,
+    bad=BAD,
     series=("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9"),
 )
 DARK = Theme(
@@ -94,13 +95,8 @@ DARK = Theme(
     bad="#ff8a4c",
     series=("#56b4e9", "#e69f00", "#2fc79b", "#cc79a7", "#f0e442", "#ff7f3f"),
 )
-# The same in a page: JupyterLab's own colours, so that its light and dark themes both fit; another page gets those after the comma.
-CSS = {
-    "good": f"var(--jp-success-color1, {LIGHT.good})",
-    "bad": f"var(--jp-error-color1, {LIGHT.bad})",
-    "busy": f"var(--jp-brand-color1, {LIGHT.series[0]})",
-    "open": "var(--jp-ui-font-color2, #57606a)",
-}
+# The same in a page.
+CSS = {mark.kind: mark.css for mark in MARKS.values()} | {"busy": f"var(--jp-brand-color1, {LIGHT.series[0]})"}
 THEMES = {"light": LIGHT, "dark": DARK}
 
 

@@ -27,7 +27,7 @@ from kit.results import Record, Run, create_run, runs_dir
 from kit.results.files import write_text
 from kit.results.run import SNAPSHOTS
 from kit.results.sources import CARD
-from kit.results.tolerances import checked_tolerances
+from kit.results.verdict import checked_tolerances
 from kit.target import load_callable
 from kit.world import World
 from kit.world.several import Worlds

@@ -8,78 +8,51 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kit.results.comparison import compare, outcomes
-    from kit.results.create import create_run, runs_dir
-    from kit.results.exports import export
-    from kit.results.frames import to_frame, with_ids
-    from kit.results.marks import VerdictRow
-    from kit.results.records import COLUMNS, Record, RecordWriter
-    from kit.results.run import Run, list_runs, load, newest_run
-    from kit.results.timeline import trace, write_trace
-    from kit.results.tolerances import load_tolerances, save_tolerances
-    from kit.results.verdict import (
-        Check,
-        Measured,
-        Missing,
-        NotMeasured,
-        Unjudged,
-        Verdict,
-        exit_code,
-        incomplete,
-        judge,
-        read_verdict,
-        select,
-    )
+    from kit.results.comparison import compare as compare
+    from kit.results.comparison import outcomes as outcomes
+    from kit.results.exports import export as export
+    from kit.results.frames import to_frame as to_frame
+    from kit.results.frames import with_ids as with_ids
+    from kit.results.marks import Verdict as Verdict
+    from kit.results.marks import VerdictRow as VerdictRow
+    from kit.results.marks import exit_code as exit_code
+    from kit.results.marks import read_verdict as read_verdict
+    from kit.results.records import COLUMNS as COLUMNS
+    from kit.results.records import Record as Record
+    from kit.results.records import RecordWriter as RecordWriter
+    from kit.results.run import Run as Run
+    from kit.results.run import create_run as create_run
+    from kit.results.run import list_runs as list_runs
+    from kit.results.run import load as load
+    from kit.results.run import newest_run as newest_run
+    from kit.results.run import runs_dir as runs_dir
+    from kit.results.timeline import trace as trace
+    from kit.results.timeline import write_trace as write_trace
+    from kit.results.verdict import Check as Check
+    from kit.results.verdict import Measured as Measured
+    from kit.results.verdict import Missing as Missing
+    from kit.results.verdict import NotMeasured as NotMeasured
+    from kit.results.verdict import Unjudged as Unjudged
+    from kit.results.verdict import incomplete as incomplete
+    from kit.results.verdict import judge as judge
+    from kit.results.verdict import load_tolerances as load_tolerances
+    from kit.results.verdict import save_tolerances as save_tolerances
+    from kit.results.verdict import select as select
 
 _MODULES = {
     "comparison": ("compare", "outcomes"),
-    "create": ("create_run", "runs_dir"),
     "exports": ("export",),
     "frames": ("to_frame", "with_ids"),
-    "marks": ("VerdictRow",),
+    "marks": ("Verdict", "VerdictRow", "exit_code", "read_verdict"),
     "records": ("COLUMNS", "Record", "RecordWriter"),
-    "run": ("Run", "list_runs", "load", "newest_run"),
+    "run": ("Run", "create_run", "list_runs", "load", "newest_run", "runs_dir"),
     "timeline": ("trace", "write_trace"),
-    "tolerances": ("load_tolerances", "save_tolerances"),
     "verdict": (
-        *("Check", "Measured", "Missing", "NotMeasured", "Unjudged", "Verdict"),
-        *("exit_code", "incomplete", "judge", "read_verdict", "select"),
+        *("Check", "Measured", "Missing", "NotMeasured", "Unjudged"),
+        *("incomplete", "judge", "load_tolerances", "save_tolerances", "select"),
     ),
 }
 _HOMES = {name: f"kit.results.{module}" for module, names in _MODULES.items() for name in names}
-
-__all__ = [
-    "COLUMNS",
-    "Check",
-    "Measured",
-    "Missing",
-    "NotMeasured",
-    "Record",
-    "RecordWriter",
-    "Run",
-    "Unjudged",
-    "Verdict",
-    "VerdictRow",
-    "compare",
-    "create_run",
-    "exit_code",
-    "export",
-    "incomplete",
-    "judge",
-    "list_runs",
-    "load",
-    "load_tolerances",
-    "newest_run",
-    "outcomes",
-    "read_verdict",
-    "runs_dir",
-    "save_tolerances",
-    "select",
-    "to_frame",
-    "trace",
-    "with_ids",
-    "write_trace",
-]
 
 
 def __getattr__(name: str) -> Any:

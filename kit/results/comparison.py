@@ -91,23 +91,19 @@ def _differ(one: tuple[str, float] | None, other: tuple[str, float] | None) -> b
 
 
 def _medians(run: Run) -> pd.DataFrame:
-    grouped = run.frame().groupby(KEYS)["value"]
-    table = grouped.agg(["median", "count", "max", "min"]).reset_index()
-    table["spread"] = table["max"] - table["min"]
-    return table[[*KEYS, "median", "count", "spread"]]
+    table = run.frame().groupby(KEYS)["value"].agg(["median", "count", "max", "min"]).reset_index()
+    table = table.rename(columns={"median": "value", "count": "n"})
+    return table.assign(spread=table["max"] - table["min"]).drop(columns=["max", "min"])
 
 
 def _against(base: pd.DataFrame, other: pd.DataFrame, base_label: str, label: str) -> pd.DataFrame:
-    names = {"median": "value", "count": "n", "spread": "spread"}
-    first = base.rename(columns={old: "base" if new == "value" else f"base_{new}" for old, new in names.items()})
-    table = first.merge(other.rename(columns=names), on=KEYS, how="outer", indicator="found_in")
+    first = base.rename(columns={"value": "base", "n": "base_n", "spread": "base_spread"})
+    table = first.merge(other, on=KEYS, how="outer", indicator="found_in")
     sides = {"both": "both", "left_only": "base_run", "right_only": "run"}
     table["found_in"] = [sides[side] for side in table["found_in"]]
-    table = table.assign(base_run=base_label, run=label)
     table[["base_n", "n"]] = table[["base_n", "n"]].fillna(0).astype("int64")
-    table["difference"] = table["value"] - table["base"]
-    table["ratio"] = table["value"] / table["base"]
-    return table
+    differ = {"difference": table["value"] - table["base"], "ratio": table["value"] / table["base"]}
+    return table.assign(base_run=base_label, run=label, **differ)
 
 
 def _change(base: float, value: float) -> float:

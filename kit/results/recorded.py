@@ -5,13 +5,17 @@ They are told with the machine they were recorded on, so that nobody takes them 
 
 from __future__ import annotations
 
+import html
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kit.errors import BadInput
 from kit.results.files import read_json
+from kit.results.marks import MARKS, table_html
+from kit.results.units import amount, unit_word
 
+MET = {None: "", True: "met", False: "not met"}
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "reference"
 
 
@@ -28,12 +32,34 @@ class Recorded:
     def head(self) -> str:
         return f"recorded on {self.folder}, not here: {machine(self.provenance)}"
 
+    def table(self) -> list[list[str]]:
+        """The names of the columns, then the rows."""
+        if self.bench:
+            return [["what", "who", "median", "low to high", "n", "at most", ""], *map(_bench_row, self.rows)]
+        return [["", "check", "measured", "limit", "why"], *map(_check_row, self.rows)]
 
-def recorded(part: str, containing: str = "", *, folder: Path = FOLDER) -> list[Recorded]:
+
+class Shown(list[Recorded]):
+    """A table per machine, under the machine's name, apart from the reader's own numbers."""
+
+    def __repr__(self) -> str:
+        lines = ([one.head, *(" | ".join(filter(None, row)) for row in one.table())] for one in self)
+        return "\n\n".join(map("\n".join, lines))
+
+    def _repr_html_(self) -> str:
+        tables = []
+        for one in self:
+            head, *rows = [[html.escape(cell) for cell in row] for row in one.table()]
+            right = (2, 3, 4, 5) if one.bench else (2, 3)
+            tables.append(table_html(head, rows, right=right, caption=f"<i>{html.escape(one.head)}</i>"))
+        return "".join(tables)
+
+
+def recorded(part: str, containing: str = "", *, folder: Path = FOLDER) -> Shown:
     """What each machine recorded of a part, such as "bench-sync" or "lab-split": the rows whose name contains a text.
 
     A bench may have a file for each of its parts, as "bench-sync.model"; their rows come together."""
-    found: list[Recorded] = []
+    found = Shown()
     for machine_folder in sorted({path.parent for path in folder.glob("*/*.json")}):
         told = [
             read_json(path) for name in (f"{part}.json", f"{part}.*.json") for path in sorted(machine_folder.glob(name))
@@ -68,3 +94,17 @@ def machine(provenance: dict[str, Any]) -> str:
         provenance["time"],
     ]
     return "; ".join(part for part in parts if part)
+
+
+def _bench_row(row: dict[str, Any]) -> list[str]:
+    if row["median"] is None:
+        return [row["what"], row["who"], "-", "", "", "", row["note"]]
+    median = f"{row['median']:.3g} {unit_word(row['unit'])}".rstrip()
+    spread = f"{row['low']:.3g} to {row['high']:.3g}"
+    limit = "" if row["limit"] is None else f"{row['limit']:.3g}"
+    return [row["what"], row["who"], median, spread, str(row["n"]), limit, MET[row["met"]]]
+
+
+def _check_row(row: dict[str, Any]) -> list[str]:
+    measured = "" if row["measured"] is None else amount(row["measured"], row["unit"])
+    return [MARKS[row["passed"]].word, row["check"], measured, amount(row["limit"], row["unit"]), row["why"]]

@@ -1,26 +1,28 @@
 """A run: a folder with `run.json`, `records*.jsonl`, `verdict.json` and `logs/rankN.log`.
 
-`Run` reads one, whole or cut off by a kill, and follows it while it grows. The checks of its lab and the plotter come
-from the caller, since this room knows neither labs nor views.
+`create_run` makes one. `Run` reads one, whole or cut off by a kill, and follows it while it grows. The checks of its lab and the
+plotter come from the caller, since this room knows neither labs nor views.
 """
 
 from __future__ import annotations
 
 import contextlib
 import html
+import os
 import re
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kit.errors import BadInput
+from kit.errors import BadInput, KitError
 from kit.results.exports import export
-from kit.results.files import read_json
+from kit.results.files import read_json, write_json
 from kit.results.frames import Reader
-from kit.results.marks import VerdictRow
-from kit.results.records import PATTERN
-from kit.results.tolerances import checked_tolerances
-from kit.results.verdict import Answer, Check, Verdict, again, hold, measure, read_verdict, suspect_in
+from kit.results.marks import Verdict, VerdictRow, read_verdict
+from kit.results.records import PATTERN, SCHEMA, Record, RecordWriter, utc
+from kit.results.verdict import Answer, Check, again, checked_tolerances, hold, measure, suspect_in
 from kit.version import kit_version
 
 if TYPE_CHECKING:
@@ -270,3 +272,107 @@ def _checked_info(path: Path, info: object) -> dict[str, Any]:
         if not isinstance(info.get(key), dict | None):
             raise BadInput(f"{path} is damaged: {key} must be a JSON object")
     return info
+
+
+# -- making a run ----------------------------------------------------------------------------------------------------------
+
+
+class RunWriter:
+    """The one process that owns a run's folder. The status stays `running` until `finish` or `fail` is called."""
+
+    def __init__(self, folder: Path, info: dict[str, Any]) -> None:
+        self.dir = folder
+        self.id = str(info["run"])
+        self.lab = str(info["lab"])
+        self._info = info
+        (folder / "logs").mkdir(exist_ok=True)
+        write_json(folder / "run.json", info)
+        self._records = RecordWriter(folder / "records.jsonl")
+
+    def append(self, records: Sequence[Record]) -> None:
+        self._records.append(records)
+
+    def set_provenance(self, provenance: Mapping[str, Any]) -> None:
+        """Replace the provenance: the ranks' part of it arrives after the folder was made."""
+        self._update(provenance=dict(provenance))
+
+    def write_verdict(self, verdict: Verdict) -> None:
+        verdict.write(self.dir / "verdict.json")
+
+    def finish(self) -> None:
+        self._end(status="finished")
+
+    def fail(self, error: str) -> None:
+        self._end(status="failed", error=error)
+
+    def _end(self, **fields: Any) -> None:
+        self._records.close()
+        self._update(finished=utc(), **fields)
+
+    def _update(self, **fields: Any) -> None:
+        self._info |= fields
+        write_json(self.dir / "run.json", self._info)
+
+
+def create_run(
+    runs_dir: str | Path,
+    lab: str,
+    config: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    *,
+    out: str | Path | None = None,
+    fault: str | None = None,
+) -> RunWriter:
+    """Make a run folder, `out` or a new one in `runs_dir`. A folder that cannot be written is a `BadInput`."""
+    stamp = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+    folder = None
+    while folder is None:
+        identity = f"{lab}-{stamp}-{secrets.token_hex(2)}"
+        folder = _make_folder(Path(runs_dir) / identity if out is None else Path(out), exist_ok=out is not None)
+    if (folder / "run.json").exists() or any(folder.glob(PATTERN)):
+        raise BadInput(f"{folder} already holds a run; choose another folder")
+    info = {
+        "run": identity,
+        "lab": lab,
+        "config": dict(config),
+        "status": "running",
+        "started": utc(),
+        "finished": None,
+        "fault": fault,
+        "error": None,
+        "provenance": dict(provenance),
+        "kit": kit_version(),
+        "schema": SCHEMA,
+    }
+    try:
+        return RunWriter(folder, info)
+    except (OSError, KitError) as error:
+        raise BadInput(f"cannot write a run to {folder}: {error}") from error
+
+
+def runs_dir() -> Path:
+    """Where runs go: KIT_RUNS, else `runs` beside the kit's own pyproject.toml, else the user's data folder."""
+    chosen = os.environ.get("KIT_RUNS")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    checkout = Path(__file__).resolve().parents[2]
+    if (checkout / "pyproject.toml").is_file():
+        return checkout / "runs"
+    return Path.home() / ".local" / "share" / "lifecycle-kit" / "runs"
+
+
+def _make_folder(folder: Path, *, exist_ok: bool) -> Path | None:
+    """The folder, or None where another run took the name first."""
+    folder = folder.expanduser().absolute()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if exist_ok and folder.is_dir():
+            return folder
+        folder.mkdir()
+    except FileExistsError as error:
+        if folder.is_dir():
+            return None
+        raise BadInput(f"cannot make a run folder at {folder}: {error.filename} is a file") from error
+    except OSError as error:
+        raise BadInput(f"cannot make a run folder at {folder}: {error.strerror}") from error
+    return folder

@@ -32,29 +32,26 @@ def trace(run: Run) -> dict[str, Any]:
     rows: list[Row] = [{str(key): value for key, value in row.items()} for row in run.frame().to_dict("records")]
     spans = [row for row in rows if not math.isnan(row["start"])]
     plain = [row for row in rows if math.isnan(row["start"])]
-    timed = [
-        (row, _companions(row, others)) for others in _phases(plain) for row in others if row["metric"] == "seconds"
-    ]
+    phases: dict[tuple[int, str, int], list[Row]] = defaultdict(list)
+    for row in plain:
+        phases[row["cycle"], row["phase"], row["rank"]].append(row)
+    timed = [(row, _companions(row, some)) for some in phases.values() for row in some if row["metric"] == "seconds"]
     if not timed and not spans:
         raise BadInput(
             f"run {run.id!r} has no timed phases (no metric 'seconds') and no spans, so there is no timeline to draw"
         )
     zero = min([row["time"] - row["value"] for row, _ in timed] + [row["start"] for row in spans])
-    events: list[Row] = []
-    for row, others in timed:
-        events.append(_phase(row, others, zero))
-        events += _counters(row, others, zero)
-    events += [_mark(row, zero) for row in plain if row["ids"] and math.isnan(row["value"])]
+    events = [event for row, others in timed for event in (_phase(row, others, zero), *_counters(row, others, zero))]
+    marks = (row for row in plain if row["ids"] and math.isnan(row["value"]))
+    events += [_event(row, "i", _micros(row["time"], zero), row["rank"], s="t", args=_about(row)) for row in marks]
     ranks = sorted({row["rank"] for row in [*spans, *(row for row, _ in timed)]})
     drawn, lanes = _spans(spans, zero, run.roles, first=max(ranks) + 1)
-    heads = [_name("process_name", 0, f"{run.lab}: {run.id}")]
+    heads = [_head("process_name", 0, name=f"{run.lab}: {run.id}")]
     for rank in ranks:
         for lane, name in ((rank, rank_name(rank, run.roles)), *lanes[rank]):
-            heads += [_name("thread_name", lane, name), _meta("thread_sort_index", lane, sort_index=len(heads))]
-    return {
-        "displayTimeUnit": "ms",
-        "traceEvents": heads + sorted(events + drawn, key=lambda event: float(event["ts"])),
-    }
+            heads += [_head("thread_name", lane, name=name), _head("thread_sort_index", lane, sort_index=len(heads))]
+    ordered = sorted(events + drawn, key=lambda event: float(event["ts"]))
+    return {"displayTimeUnit": "ms", "traceEvents": heads + ordered}
 
 
 def write_trace(run: Run, path: str | Path) -> Path:
@@ -62,14 +59,6 @@ def write_trace(run: Run, path: str | Path) -> Path:
     need_folder(target)
     write_text(target, to_json(trace(run)) + "\n")
     return target
-
-
-def _phases(rows: list[Row]) -> list[list[Row]]:
-    """The records of each cycle, phase and rank."""
-    groups: dict[tuple[int, str, int], list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[row["cycle"], row["phase"], row["rank"]].append(row)
-    return list(groups.values())
 
 
 def _companions(seconds: Row, rows: list[Row]) -> list[Row]:
@@ -80,16 +69,21 @@ def _companions(seconds: Row, rows: list[Row]) -> list[Row]:
 
 def _phase(row: Row, others: list[Row], zero: float) -> Row:
     values = {_label(other): other["value"] for other in others if not other["ids"]}
-    return {
-        "name": row["phase"],
-        "cat": row["lab"],
-        "ph": "X",
-        "ts": _micros(row["time"] - row["value"], zero),
-        "dur": round(row["value"] * 1e6, 3),
-        "pid": 0,
-        "tid": row["rank"],
-        "args": {"cycle": row["cycle"], **values},
-    }
+    took = round(row["value"] * 1e6, 3)
+    begin = _micros(row["time"] - row["value"], zero)
+    return _event(row, "X", begin, row["rank"], name=row["phase"], dur=took, args={"cycle": row["cycle"], **values})
+
+
+def _counters(row: Row, others: list[Row], zero: float) -> list[Row]:
+    """Memory before and after a phase."""
+    rank, values = row["rank"], {other["metric"]: other["value"] for other in others}
+    moments = {"_before": _micros(row["time"] - row["value"], zero), "": _micros(row["time"], zero)}
+    return [
+        _event(row, "C", moment, rank, name=f"rank {rank} {metric}", args={"bytes": values[metric + suffix]})
+        for metric in COUNTERS
+        for suffix, moment in moments.items()
+        if metric + suffix in values
+    ]
 
 
 def _spans(
@@ -108,13 +102,11 @@ def _spans(
             place = next((place for place, ends in enumerate(open_ends) if _fits(ends, begin, end)), len(open_ends))
             if place == len(open_ends):
                 open_ends.append([])
-                again = f" ({place + 1})" if place else ""
-                lanes[rank].append(
-                    (first + sum(map(len, lanes.values())), f"{rank_name(rank, roles)}: {metric}{again}")
-                )
+                name = f"{rank_name(rank, roles)}: {metric}" + (f" ({place + 1})" if place else "")
+                lanes[rank].append((first + sum(map(len, lanes.values())), name))
             open_ends[place].append(end)
             lane = lanes[rank][place - len(open_ends)][0]
-            drawn.append(_about(row, ph="X", ts=begin, dur=round(max(end - begin, 0), 3), tid=lane))
+            drawn.append(_event(row, "X", begin, lane, dur=round(max(end - begin, 0), 3), args=_about(row)))
     return drawn, lanes
 
 
@@ -125,47 +117,24 @@ def _fits(ends: list[float], begin: float, end: float) -> bool:
     return not ends or end <= ends[-1]
 
 
-def _mark(row: Row, zero: float) -> Row:
-    return _about(row, ph="i", s="t", ts=_micros(row["time"], zero), tid=row["rank"])
-
-
-def _about(row: Row, **event: object) -> Row:
-    """An event with all that its record says: the value, the text and the ids."""
+def _about(row: Row) -> Row:
+    """All that a record says: the value, the text and the ids."""
     args: Row = {"cycle": row["cycle"], "phase": row["phase"]}
     args |= json.loads(row["ids"]) if row["ids"] else {}
     args |= {"text": row["text"]} if row["text"] else {}
-    args |= {} if math.isnan(row["value"]) else {_label(row): row["value"]}
-    return {"name": row["metric"], "cat": row["lab"], "pid": 0, **event, "args": args}
+    return args if math.isnan(row["value"]) else {**args, _label(row): row["value"]}
 
 
 def _label(row: Row) -> str:
     return f"{row['metric']} [{row['unit']}]".removesuffix(" []")
 
 
-def _counters(row: Row, others: list[Row], zero: float) -> list[Row]:
-    moments = {"_before": row["time"] - row["value"], "": row["time"]}
-    values = {other["metric"]: other["value"] for other in others}
-    return [
-        {
-            "name": f"rank {row['rank']} {metric}",
-            "ph": "C",
-            "ts": _micros(moment, zero),
-            "pid": 0,
-            "tid": row["rank"],
-            "args": {"bytes": values[metric + suffix]},
-        }
-        for metric in COUNTERS
-        for suffix, moment in moments.items()
-        if metric + suffix in values
-    ]
+def _event(row: Row, kind: str, begin: float, lane: int, **more: object) -> Row:
+    return {"name": row["metric"], "cat": row["lab"], "ph": kind, "ts": begin, "pid": 0, "tid": lane, **more}
 
 
-def _name(kind: str, tid: int, name: str) -> Row:
-    return _meta(kind, tid, name=name)
-
-
-def _meta(kind: str, tid: int, **args: object) -> Row:
-    return {"name": kind, "ph": "M", "pid": 0, "tid": tid, "args": args}
+def _head(kind: str, lane: int, **args: object) -> Row:
+    return {"name": kind, "ph": "M", "pid": 0, "tid": lane, "args": args}
 
 
 def _micros(moment: float, zero: float) -> float:

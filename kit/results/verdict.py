@@ -7,22 +7,22 @@ judge decides it for missing records when it is given a `suspect`. A measured Na
 
 from __future__ import annotations
 
-import html
+import difflib
 import math
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from kit.errors import BadInput, KitError
-from kit.results.files import read_json, spelled, write_json
-from kit.results.marks import MARKS, VerdictRow, tally
-from kit.results.tolerances import checked_tolerances
+from kit.results.files import read_json, write_json
+from kit.results.marks import Verdict, VerdictRow, number
+from kit.results.records import WORDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     import pandas as pd
@@ -102,73 +102,6 @@ class Answer:
     found: Measured | Sequence[Measured]
 
 
-class Verdict(Sequence[VerdictRow]):
-    """The rows in the order of the lab's checks; shown worst first."""
-
-    __slots__ = ("rows",)
-
-    def __init__(self, rows: Iterable[VerdictRow]) -> None:
-        self.rows = tuple(rows)
-
-    @overload
-    def __getitem__(self, index: int) -> VerdictRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[VerdictRow, ...]: ...
-    def __getitem__(self, index: int | slice) -> VerdictRow | tuple[VerdictRow, ...]:
-        return self.rows[index]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Verdict) and self.rows == other.rows
-
-    def __hash__(self) -> int:
-        return hash(self.rows)
-
-    @property
-    def passed(self) -> bool:
-        """No check failed."""
-        return not self.failed
-
-    @property
-    def failed(self) -> tuple[VerdictRow, ...]:
-        return tuple(row for row in self.rows if row.passed is False)
-
-    def to_json(self) -> list[dict[str, Any]]:
-        return [spelled(asdict(row)) for row in self.rows]
-
-    def write(self, path: Path) -> None:
-        write_json(path, self.to_json())
-
-    def __repr__(self) -> str:
-        table = [_HEAD, *map(_cells, self._worst_first())]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if 2 <= index <= 3 else cell.ljust(width)
-                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in table
-        ]
-        return "\n".join([self.summary(), *(lines if self.rows else [])])
-
-    def _repr_html_(self) -> str:
-        head = "".join(f"<th>{cell}</th>" for cell in _HEAD)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row)) + "</tr>"
-            for row in self._worst_first()
-        )
-        return f"<div><p>{self.summary()}</p><table><tr>{head}</tr>{body}</table></div>"
-
-    def _worst_first(self) -> list[VerdictRow]:
-        return sorted(self.rows, key=lambda row: {False: 0, None: 1, True: 2}[row.passed])
-
-    def summary(self) -> str:
-        """How many failed, passed and were not measured."""
-        return tally(self.rows)
-
-
 def judge(
     frame: pd.DataFrame,
     config: Mapping[str, Any],
@@ -222,35 +155,6 @@ def select(frame: pd.DataFrame, **wanted: object) -> pd.DataFrame:
     if frame.empty:
         raise Missing("no records with " + ", ".join(f"{column} {value!r}" for column, value in wanted.items()))
     return frame
-
-
-def read_verdict(path: Path) -> Verdict:
-    data = read_json(path)
-    try:
-        return Verdict(
-            VerdictRow(
-                check=_text(row["check"]),
-                measured=None if row["measured"] is None else float(row["measured"]),
-                limit=float(row["limit"]),
-                unit=_text(row["unit"]),
-                passed={True: True, False: False, None: None}[row["passed"]],
-                why=_text(row["why"]),
-            )
-            for row in data
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadInput(f"{path} is not a verdict: {error!r}") from error
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
-    return value
-
-
-def exit_code(verdict: Verdict) -> int:
-    """0 where no check failed, 1 where one did."""
-    return 0 if verdict.passed else 1
 
 
 def incomplete(what: str) -> None:
@@ -347,7 +251,7 @@ def _row(check: Check, measured: Measured, limit: float) -> VerdictRow:
         if math.isnan(there):
             measured = _lacking(measured.lacking, measured.suspect)
         elif check.holds(there, limit):
-            measured = _lacking(f"{measured.lacking}; those that are there hold ({_number(there)})", measured.suspect)
+            measured = _lacking(f"{measured.lacking}; those that are there hold ({number(there)})", measured.suspect)
     if isinstance(measured, _Failed):
         value, passed, why = None, False, f"could not be judged: {measured.why}"
     elif measured.value is None:
@@ -372,14 +276,36 @@ class _Config(dict[str, Any]):
         raise NotMeasured(f"the run's config has no {key!r}")
 
 
-_HEAD = ("", "check", "measured", "limit", "unit", "why")
+# -- tolerances: the limits that a person moves ----------------------------------------------------------------------------
 
 
-def _cells(row: VerdictRow) -> tuple[str, ...]:
-    mark = "-" if row.passed is None else MARKS[row.passed].word
-    measured = "-" if row.measured is None else _number(row.measured)
-    return mark, row.check, measured, _number(row.limit), row.unit, row.why.replace("\n", " ")
+def checked_tolerances(tolerances: Mapping[str, Any], allowed: Sequence[str] | None = None) -> dict[str, float]:
+    """The tolerances as floats; an unknown name or a value that is not a number is a `BadInput`."""
+    if not isinstance(tolerances, Mapping):
+        raise BadInput(f'tolerances must be names and numbers like {{"drift_mib": 50}}, not {tolerances!r}')
+    result: dict[str, float] = {}
+    for name, value in tolerances.items():
+        if allowed is not None and name not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            names = ", ".join(sorted(set(allowed))) or "none"
+            raise BadInput(f"unknown tolerance {name!r}; {hint}allowed are: {names}")
+        if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
+            raise BadInput(f"tolerance {name!r} is {value!r}; it must be a number")
+        result[name] = float(value)
+    return result
 
 
-def _number(value: float) -> str:
-    return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.6g}"
+def load_tolerances(path: Path) -> dict[str, float]:
+    """A tolerance set from a JSON file `{name: number}`."""
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise BadInput(f'{path} holds no tolerance set; it must be one JSON object like {{"drift_mib": 50}}')
+    return checked_tolerances(
+        {name: WORDS.get(value, value) if isinstance(value, str) else value for name, value in data.items()}
+    )
+
+
+def save_tolerances(path: Path, tolerances: Mapping[str, float]) -> None:
+    """The file that `load_tolerances` and `kit run --tolerances` take."""
+    write_json(path, checked_tolerances(tolerances))

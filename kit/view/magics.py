@@ -34,7 +34,6 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from kit import errors
 from kit.errors import BadInput, KitError
 from kit.public import World, wait
-from kit.view import tables
 from kit.view.progress import Progress, ranks_short
 
 if TYPE_CHECKING:
@@ -278,4 +277,3 @@ def load(ipython: Any) -> None:
     ipython.events.register("post_run_cell", magics.notice)
     # kit.errors itself knows nothing of notebooks.
     KitError._render_traceback_ = render  # type: ignore[attr-defined]
-    tables.install(ipython)

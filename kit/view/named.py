@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kit.draw.data import read
 from kit.draw.general import GENERAL
-from kit.draw.plots import OVERVIEW, Album
+from kit.draw.plots import OVERVIEW, Album, read
 from kit.labs.discover import pictures_of
 
 if TYPE_CHECKING:

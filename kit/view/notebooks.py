@@ -47,10 +47,9 @@ PAGE = """{%- extends 'lab/index.html.j2' -%}
 
 
 class Parameter(NamedTuple):
-    """What a notebook may be given: its default, and its type as the notebook spells it."""
+    """What a notebook may be given, and its type as the notebook spells it."""
 
     name: str
-    default: str
     kind: Any
     spelled: str
 
@@ -133,13 +132,13 @@ def parameters(notebook: nbformat.NotebookNode) -> list[Parameter]:
     for index in tagged(notebook, "parameters")[:1]:
         for node in ast.parse(notebook.cells[index].source).body:
             match node:
-                case ast.AnnAssign(target=ast.Name(id=name), annotation=hint, value=ast.expr() as value):
+                case ast.AnnAssign(target=ast.Name(id=name), annotation=hint, value=ast.expr()):
                     spelled = ast.unparse(hint)
                     kind = eval(spelled, {"__builtins__": {}}, KINDS)  # noqa: S307 - the notebook's own code, which is about to run
-                    found.append(Parameter(name, ast.unparse(value), kind, spelled))
+                    found.append(Parameter(name, kind, spelled))
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     kind = kind_of(value)
-                    found.append(Parameter(name, ast.unparse(value), kind, getattr(kind, "__name__", "anything")))
+                    found.append(Parameter(name, kind, getattr(kind, "__name__", "anything")))
     return found
 
 

@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 AFTER_S = 2.0  # work that is done sooner needs no bar
 EVERY_S = 0.25  # a page that is redrawn more often only costs
@@ -31,17 +31,8 @@ def ranks_short(ranks: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in parts)
 
 
-class Line(Protocol):
-    """Where a bar is drawn."""
-
-    coloured: bool
-
-    def draw(self, fraction: float, text: str) -> None: ...
-    def clear(self) -> None: ...
-
-
-class Nowhere:
-    """Nobody watches."""
+class Line:
+    """Where a bar is drawn: nowhere, where nobody watches."""
 
     coloured = False
 
@@ -49,7 +40,7 @@ class Nowhere:
     def clear(self) -> None: ...
 
 
-class Terminal:
+class Terminal(Line):
     """The last line of a terminal, on stderr: stdout may be a pipe."""
 
     coloured = True
@@ -71,7 +62,7 @@ class Terminal:
             self._drawn = False
 
 
-class Notebook:
+class Notebook(Line):
     """One display in the output of the cell. It stays with its last text, since a display cannot be removed."""
 
     coloured = True
@@ -88,8 +79,6 @@ class Notebook:
         else:
             self._handle.update(data, raw=True)
 
-    def clear(self) -> None: ...
-
 
 def bar_html(fraction: float, text: str) -> str:
     """A bar and its words; only the words once it is full."""
@@ -100,15 +89,12 @@ def bar_html(fraction: float, text: str) -> str:
 
 def watched() -> Line:
     """The line for where this process runs."""
-    if "ipykernel" in sys.modules and in_kernel():
-        return Notebook()
-    return Terminal() if sys.stderr.isatty() else Nowhere()
+    if "ipykernel" in sys.modules:
+        from IPython import get_ipython
 
-
-def in_kernel() -> bool:
-    from IPython import get_ipython
-
-    return getattr(get_ipython(), "kernel", None) is not None
+        if getattr(get_ipython(), "kernel", None) is not None:
+            return Notebook()
+    return Terminal() if sys.stderr.isatty() else Line()
 
 
 class Progress:

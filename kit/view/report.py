@@ -28,7 +28,7 @@ from kit.results import NotMeasured, compare, read_verdict
 from kit.results.comparison import settings
 from kit.results.files import need_folder, to_json, write_text
 from kit.results.frames import labels
-from kit.results.marks import MARKS, tally, without_parts, worst_first
+from kit.results.marks import MARKS, SIGNS, tally, without_parts, worst_first
 from kit.results.run import memory_snapshots
 from kit.results.units import amount
 from kit.view.named import album, tables
@@ -44,7 +44,6 @@ TAIL = 60  # lines of a rank's log
 WIDE = 2000  # characters of a line of it
 DPI = 120
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-SIGNS = {"<=": "≤", ">=": "≥", "==": "="}
 MOST = 200  # rows of a table on the page
 CHANGES = 60  # of a comparison
 
@@ -101,7 +100,6 @@ def chapter(run: Run, number: int) -> dict[str, Any]:
     return {
         "anchor": f"run-{number}",
         "id": run.id,
-        "lab": run.lab,
         "fault": run.fault or "",
         "outcome": words,
         "kind": kind,
@@ -139,13 +137,14 @@ def facts(run: Run) -> dict[str, str]:
     cpu, gpu, world = (on.get(name) or {} for name in ("cpu", "gpu", "world"))
     world = about.get("world") or world
     cards = [str(card.get("name")) for card in gpu.get("gpus") or []]
+    cores = f"{cpu['affinity']} cores" if cpu.get("affinity") else ""
     versions = {"kit": info.get("kit"), **(on.get("versions") or {}), "Python": on.get("python")}
     commit = (about.get("git") or {}).get("commit")
     found = {
         "lab": run.lab,
         "fault": f"{run.fault} (a known bug, switched on)" if run.fault else "",
         "when": when(info.get("started"), info.get("finished")),
-        "where": ", ".join(filter(None, [on.get("host"), cpu.get("model"), cores(cpu), *cards])),
+        "where": ", ".join(filter(None, [on.get("host"), cpu.get("model"), cores, *cards])),
         "ranks": f"{world['ranks']} on {world['device']}: {world['why']}"
         if {"ranks", "device", "why"} <= set(world)
         else "",
@@ -154,10 +153,6 @@ def facts(run: Run) -> dict[str, str]:
         "memory snapshots": memory_snapshots(run),
     }
     return {name: value for name, value in found.items() if value}
-
-
-def cores(cpu: dict[str, Any]) -> str:
-    return f"{cpu['affinity']} cores" if cpu.get("affinity") else ""
 
 
 def when(started: str | None, finished: str | None) -> str:

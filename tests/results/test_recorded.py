@@ -12,7 +12,6 @@ from kit.bench.rows import Row, row
 from kit.errors import BadInput
 from kit.measure import provenance
 from kit.results.recorded import FOLDER, recorded
-from kit.view.tables import recorded as shown
 
 CHECK = {"check": "fds_return", "measured": 2.0, "limit": 0.0, "unit": "1", "passed": False, "why": "rank <0>: 2 more"}
 
@@ -62,21 +61,21 @@ def test_what_is_not_there_is_refused_with_what_is(references: Path, part: str, 
 
 
 def test_a_bench_is_shown_with_its_spread_and_its_notes(references: Path) -> None:
-    lines = repr(shown("bench-sync", folder=references)).splitlines()
+    lines = repr(recorded("bench-sync", folder=references)).splitlines()
     assert lines[2] == "a copy | kit | 2 ms | 1 to 9 | 3 | 1.5 | not met"
     assert lines[3] == "a far copy | kit | - | not measured: there is one card"
     assert [line[:16] for line in lines if line.startswith("recorded")] == ["recorded on one,", "recorded on two,"]
 
 
 def test_a_labs_verdict_is_shown_and_escaped(references: Path) -> None:
-    page = shown("lab-smoke", folder=references)._repr_html_()
+    page = recorded("lab-smoke", folder=references)._repr_html_()
     assert "recorded on two, not here" in page
     assert "rank &lt;0&gt;: 2 more" in page
     assert "FAIL" in page
 
 
-def test_all_that_comes_with_the_kit_can_be_shown() -> None:
+def test_all_that_comes_with_the_kit_can_be_recorded() -> None:
     parts = sorted({path.stem for path in FOLDER.glob("*/*-*.json")})
     assert parts
     for part in parts:
-        assert repr(shown(part)).startswith("recorded on ")
+        assert repr(recorded(part)).startswith("recorded on ")

@@ -14,7 +14,7 @@ from kit.draw.plots import ROW
 from kit.errors import BadInput
 from kit.labs.discover import checks_of
 from kit.results import VerdictRow
-from kit.results.verdict import Verdict
+from kit.results.marks import Verdict
 from kit.view.report import CHANGES, MOST, changes, page, table_cells, tail, write_report
 
 

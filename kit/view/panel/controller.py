@@ -44,11 +44,10 @@ class Controller:
         model: PanelModel,
         *,
         lab: Lab | None = None,
-        post: Post | None = None,
         out: str | os.PathLike[str] | None = None,
     ) -> None:
         self.model = model
-        self._mail = Mail(post)
+        self._mail = Mail()
         self._out = None if out is None else Path(out)
         self._given = lab  # its ranks were not started here
         self._lab: Lab | None = None
@@ -66,15 +65,15 @@ class Controller:
 
     def start(self) -> None:
         """Start the ranks, and the lab on them."""
-        self._order("start", "starting")
+        self._order("start")
 
     def step(self) -> None:
         """Run the next phase on every rank."""
-        self._order("step", "running" if self.model.state == "ready" else "starting")
+        self._order("step")
 
     def run_all(self) -> None:
         """Run the phases that are left, and judge."""
-        self._order("run", "running" if self.model.state == "ready" else "starting")
+        self._order("run")
 
     def stop(self) -> None:
         """End the ranks, whatever they do. What was measured stays."""
@@ -86,7 +85,7 @@ class Controller:
 
     def restart(self) -> None:
         """End the ranks and start a new run of the settings as they are."""
-        self._order("restart", "starting")
+        self._order("restart")
 
     def close(self) -> None:
         """End the ranks and the thread. May be called again."""
@@ -113,12 +112,13 @@ class Controller:
 
     # -- in the caller's thread ---------------------------------------------------------------------------------------------
 
-    def _order(self, name: str, state: str) -> None:
+    def _order(self, name: str) -> None:
         if self._allowed(name):
             self._stopping.clear()
+            goes_on = self.model.state == "ready" and name in {"step", "run"}
             with self.model.hold_trait_notifications():
                 self.model.failure = None
-                self.model.state = state
+                self.model.state = "running" if goes_on else "starting"
             self._send(name)
 
     def _allowed(self, name: str) -> bool:
@@ -139,15 +139,10 @@ class Controller:
 
     def _adopt(self, lab: Lab) -> None:
         self._lab = lab
-        state = "idle"
-        if lab.judged is not None:
-            state = "finished"
-        elif lab.error:
-            state = "failed"
-        elif lab.started:
-            state = "ready"
+        ended = "finished" if lab.judged is not None else "failed" if lab.error else ""
+        state = ended or ("ready" if lab.started else "idle")
         self._watch.take(lab)
-        self._over = state in {"finished", "failed"}
+        self._over = bool(ended)
         self.model.state = state
         if lab.started:
             self._show(lab)
@@ -227,19 +222,14 @@ class Controller:
 
     def _make(self, *, all_of_it: bool) -> Lab:
         """A new lab of the settings as they are; a lab that has its ranks already when it is adopted stays as it is."""
-        old, self._lab = self._lab, None
-        if (
-            old is not None
-            and not old.started
-            and not old.error
-            and (old.given, old.fault) == (self.model.given, self.model.fault)
-        ):
-            self._lab = old
-            return old
+        model, old = self.model, self._lab
         if old is not None:
+            same = (old.given, old.fault) == (model.given, model.fault)
+            if same and not old.started and not old.error:
+                return old
+            self._lab = None
             old.close()
-        model = self.model
-        made = Lab(
+        made = self._lab = Lab(
             model.definition,
             model.given,
             fault=model.fault,
@@ -247,7 +237,6 @@ class Controller:
             tolerances=model.tolerances,
             plotter=model.plotter,
         )
-        self._lab = made
         self._watch.take(made)
         self._watch.aim(all_of_it=all_of_it)
         self._over = False
@@ -326,10 +315,10 @@ class Controller:
 
 
 class Mail:
-    """Changes of the model, in order, made in the kernel's own thread. `post` schedules a delivery there; `deliver` makes them now."""
+    """Changes of the model, in order, made in the kernel's own thread. `deliver` makes them now."""
 
-    def __init__(self, post: Post | None = None) -> None:
-        self._post = post or here()
+    def __init__(self) -> None:
+        self._post = here()
         self._changes: deque[Callable[[], None]] = deque()
         self.lock = threading.RLock()
 

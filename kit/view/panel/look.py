@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import html
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 
 from kit.draw import style
+
+if TYPE_CHECKING:
+    from kit.view.panel.model import PanelModel
 
 GOOD, BAD, BUSY, FAINT = (style.CSS[kind] for kind in ("good", "bad", "busy", "open"))
 LINE = "var(--jp-border-color2, #d0d7de)"
@@ -74,9 +77,9 @@ CSS = f"""
 """
 
 
-def sheet() -> widgets.HTML:
-    """The style sheet, as the first child of a panel."""
-    return widgets.HTML(f"<style>{CSS}</style>", layout=widgets.Layout(display="none"))
+def sheet(css: str = CSS) -> widgets.HTML:
+    """A style sheet, as the first child of what it is for."""
+    return widgets.HTML(f"<style>{css}</style>", layout={"display": "none"})
 
 
 def classed(widget: Any, *names: str) -> Any:
@@ -89,6 +92,17 @@ def classed(widget: Any, *names: str) -> Any:
 def box(*children: Any, names: Sequence[str] = ("kit-wrap",)) -> widgets.Box:
     """Things in a row that wraps where it is narrow."""
     return classed(widgets.Box(list(children)), *names)
+
+
+def control(kind: Any, word: str, tip: str, *, width: str = "auto", **options: Any) -> Any:
+    """A control with a word before or on it; `tip` says what it is for."""
+    return kind(description=word, tooltip=tip, layout={"width": width}, **options)
+
+
+def button(word: str, icon: str, tip: str, act: Callable[[], object], **options: Any) -> widgets.Button:
+    made = control(widgets.Button, word, tip, icon=icon, **options)
+    made.on_click(lambda _: act())
+    return made
 
 
 def text(value: object) -> str:
@@ -116,7 +130,8 @@ class Tab(ABC):
 
     _visible = False
 
-    def __init__(self) -> None:
+    def __init__(self, model: PanelModel) -> None:
+        self.model = model
         self.said = widgets.HTML()
 
     def _say(self, words: str, *, bad: bool = False) -> None:

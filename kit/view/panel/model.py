@@ -6,10 +6,12 @@ Plain data in traits that are replaced, never changed in place. No widget is nee
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from traitlets import Any as AnyTrait
 from traitlets import Dict, HasTraits, Instance, Int, Tuple, Unicode
@@ -19,31 +21,51 @@ from kit.labs.configure import complaints, find_fault, settled, validate
 from kit.labs.definition import role_names, working
 from kit.labs.options import Field, fields
 from kit.results import Run, load_tolerances, newest_run, runs_dir, save_tolerances
-from kit.results.tolerances import checked_tolerances
 from kit.results.units import counted
-from kit.view.panel.facts import (
-    AS_IT_IS,
-    BUSY,
-    CAN,
-    FRESH,
-    Failure,
-    Late,
-    Limit,
-    PhaseState,
-    Progress,
-    choices,
-    described,
-    first_new,
-    limits_of,
-    marks,
-    plain,
-)
+from kit.results.verdict import checked_tolerances
+from kit.view.panel.watch import Failure, PhaseState, Progress, marks
 
 if TYPE_CHECKING:
     import os
 
     from kit.labs.definition import Definition
+    from kit.results import Check, Verdict
     from kit.results.run import Plotter
+
+
+COUNTS = 10.0  # a slider of counts goes at least so far
+AS_IT_IS = "the lab's own"
+CAN = {
+    "idle": {"start", "step", "run"},
+    "starting": {"stop"},
+    "ready": {"step", "run", "stop", "restart"},
+    "running": {"stop"},
+    "stopping": set[str](),
+    "finished": {"start", "step", "run", "restart"},
+    "failed": {"start", "step", "run", "restart"},
+}
+BUSY = {"starting", "running", "stopping"}
+FRESH = {"start", "restart"}  # of these, and of step and run where no ranks live, new ranks come
+
+
+class Late(NamedTuple):
+    """What only a start found wrong. Start stays enabled: the fix may lie outside the settings."""
+
+    field: str
+    sentence: str
+
+
+class Limit(NamedTuple):
+    """A tolerance, and the checks that share it. From `low` to `high` goes its slider: by powers of ten where low is above 0."""
+
+    tolerance: str
+    checks: tuple[str, ...]
+    question: str
+    default: float
+    unit: str
+    better: str
+    low: float
+    high: float
 
 
 class PanelModel(HasTraits):
@@ -125,14 +147,12 @@ class PanelModel(HasTraits):
         fault = find_fault(self.definition, name or None)
         self.fault = name or None
         self._settle()
-        kept = {} if fault is None else {key: value for key, value in fault.set.items() if key in self._given}
         if fault is None:
             self.said = "no fault is switched on"
-        elif kept:
-            wanted = ", ".join(f"{key}={value}" for key, value in kept.items())
-            self.said = f"fault {name}: {fault.breaks}; it needs {wanted}; your own values are kept"
-        else:
-            self.said = f"fault {name}: {fault.breaks}"
+            return
+        wanted = ", ".join(f"{key}={value}" for key, value in fault.set.items() if key in self._given)
+        kept = f"; it needs {wanted}; your own values are kept" if wanted else ""
+        self.said = f"fault {name}: {fault.breaks}{kept}"
 
     def reset(self) -> None:
         """All settings back to the lab's defaults, and no fault."""
@@ -154,17 +174,17 @@ class PanelModel(HasTraits):
 
     def move(self, tolerance: str, value: float) -> None:
         """Move one limit; the run that is shown is judged again at once, from what was measured."""
-        moved = {
-            **self.tolerances,
-            **checked_tolerances({tolerance: value}, [check.tolerance for check in self.checks]),
-        }
+        moved = {**self.tolerances, tolerance: value}
         if any(limit.tolerance == tolerance and limit.default == value for limit in self.limits):
             moved.pop(tolerance)
-        self._take(moved)
+        self.take(moved)
 
     def take(self, tolerances: Mapping[str, float]) -> None:
         """Replace all moved limits."""
-        self._take(checked_tolerances(tolerances, [check.tolerance for check in self.checks]))
+        checked = checked_tolerances(tolerances, [check.tolerance for check in self.checks])
+        with self.hold_trait_notifications():
+            self.tolerances = checked
+            self.judge()
 
     def save_tolerances(self, path: str | os.PathLike[str]) -> Path:
         """The moved limits as a JSON file that `kit run --tolerances` takes too."""
@@ -249,19 +269,18 @@ class PanelModel(HasTraits):
         fault = find_fault(self.definition, self.fault)
         values = {**self._base(), **self._given}
         problems = self._complaints(values)
-        refused = {}
+        refused: dict[str, dict[Any, str]] = {}
         for field in self.fields:
-            refused[field.name] = {
-                choice: sentence
-                for choice in choices(field)
-                if choice != values[field.name]
-                and (sentence := first_new(self._complaints({**values, field.name: choice}), problems))
-            }
+            for choice in choices(field):
+                found = self._complaints({**values, field.name: choice}) if choice != values[field.name] else {}
+                new = [sentence for sentence in found.values() if sentence not in problems.values()]
+                if new:  # what the choice itself would bring
+                    refused.setdefault(field.name, {})[choice] = new[0]
         with self.hold_trait_notifications():
             self.values = values
             self.fault_sets = plain(fault.set) if fault else {}
             self.problems = problems | ({self._late.field: self._late.sentence} if self._late and not problems else {})
-            self.refused = {name: sentences for name, sentences in refused.items() if sentences}
+            self.refused = refused
             if self.state == "idle":
                 self._plan({} if problems else values)
 
@@ -291,11 +310,6 @@ class PanelModel(HasTraits):
         )
         self.progress = Progress(0, len(steps))
 
-    def _take(self, tolerances: dict[str, float]) -> None:
-        with self.hold_trait_notifications():
-            self.tolerances = tolerances
-            self.judge()
-
     def _show_last(self, folder: Path) -> None:
         """The newest run, so that a notebook that is opened again shows where its owner left off."""
         try:
@@ -305,4 +319,65 @@ class PanelModel(HasTraits):
             self.said = f"the last run cannot be shown: {error}"
 
 
-__all__ = ["AS_IT_IS", "Failure", "Limit", "PanelModel", "PhaseState", "Progress"]
+# -- small questions about settings and limits ---------------------------------------------------------------------------
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON has them: tuples are lists. What JSON has no word for stays, for the check to refuse by name."""
+    try:
+        return dict(json.loads(json.dumps(dict(values))))
+    except (TypeError, ValueError):
+        return dict(values)
+
+
+def choices(field: Field) -> Sequence[Any]:
+    """The values among which a drop-down or a checkbox of the field lets a person choose."""
+    if field.choices:
+        return field.choices
+    if field.kind is bool:
+        return (True, False)
+    return (None,) if field.optional else ()
+
+
+def described(run: Run) -> str:
+    fault = f", fault {run.fault}" if run.fault else ""
+    status = "not finished" if run.status == "running" else run.status
+    return f"{run.dir.name} ({status}{fault})"
+
+
+def limits_of(
+    checks: Sequence[Check], config: Mapping[str, Any], verdict: Verdict | None, moved: Mapping[str, float]
+) -> tuple[Limit, ...]:
+    """The limits in the order of the checks. What was measured lies within the slider, so that every verdict can be flipped."""
+    measured = {row.check.partition("/")[0]: row.measured for row in verdict or ()}
+    found: dict[str, Limit] = {}
+    checks = [check for check in checks if check.asked(config)]
+    for check in checks:
+        name = check.tolerance
+        if name in found:
+            continue
+        names = tuple(other.name for other in checks if other.tolerance == name)
+        default = check.limit_for(config)
+        reach = [default, moved.get(name, default), *(measured.get(one) or 0.0 for one in names)]
+        ends = span(default, max((abs(value) for value in reach if math.isfinite(value)), default=0.0), check.unit)
+        found[name] = Limit(name, names, check.question, default, check.unit, check.better, *ends)
+    return tuple(found.values())
+
+
+def span(default: float, reach: float, unit: str) -> tuple[float, float]:
+    """The ends of a slider that holds the default and all that is in reach, at round numbers."""
+    if unit == "1":
+        return 0.0, max(COUNTS, rounded_up(2 * reach))
+    if unit == "ratio" and 0 < default < 0.1:
+        return 10.0 ** (math.floor(math.log10(default)) - 3), max(1.0, rounded_up(10 * reach))
+    if unit == "ratio":
+        return 0.0, rounded_up(max(reach, 1e-3) * (10 if default == 0 else 1.2))
+    return 0.0, rounded_up(max(4 * default, 2 * reach, 1.0))
+
+
+def rounded_up(value: float) -> float:
+    """The next of 1, 2 and 5 times a power of ten."""
+    if value <= 0:
+        return 0.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(step * power for step in (1.0, 2.0, 5.0, 10.0) if step * power >= value * (1 - 1e-12))

@@ -5,24 +5,27 @@ Parts only observe the model; what a person does goes to the model or the contro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ipywidgets as widgets
 
 from kit.view.panel import look
-from kit.view.panel.compare_tab import CompareTab
-from kit.view.panel.export_tab import ExportTab
-from kit.view.panel.logs import LogsTab
+from kit.view.panel.controller import Controller
+from kit.view.panel.model import PanelModel
 from kit.view.panel.parameters import Parameters
 from kit.view.panel.plots_tab import PlotsTab
-from kit.view.panel.records_tab import RecordsTab
-from kit.view.panel.strip import Strip
+from kit.view.panel.strip import LogsTab, Strip
+from kit.view.panel.tabs import CompareTab, ExportTab, RecordsTab
 from kit.view.panel.verdict import VerdictTab
 
 if TYPE_CHECKING:
-    from kit.view.panel.controller import Controller
-    from kit.view.panel.model import PanelModel
+    import os
+
+    from kit.labs.definition import Definition
+    from kit.labs.lab import Lab
+    from kit.results.run import Plotter
 
 # What a button does, its icon and what it says of itself; the order is the order of work.
 BUTTONS = {
@@ -47,20 +50,13 @@ class Buttons:
 
     def __init__(self, model: PanelModel, controller: Controller) -> None:
         self.model = model
-        acts: dict[str, Callable[[], None]] = {
-            "start": controller.start,
-            "step": controller.step,
-            "run": controller.run_all,
-            "stop": controller.stop,
-            "restart": controller.restart,
+        acts = (controller.start, controller.step, controller.run_all, controller.stop, controller.restart)
+        self.of = {
+            name: look.button(word, icon, tip, act)
+            for (name, (word, icon, tip)), act in zip(BUTTONS.items(), acts, strict=True)
         }
-        self.of: dict[str, Any] = {}
-        for name, (word, icon, tip) in BUTTONS.items():
-            button = widgets.Button(
-                description=word, icon=icon, tooltip=tip, layout={"width": "auto", "min_width": "88px"}
-            )
-            button.on_click(lambda _, act=acts[name]: act())
-            self.of[name] = button
+        for button in self.of.values():
+            button.layout.min_width = "88px"
         self.of["run"].button_style = "primary"
         self.widget = look.box(*self.of.values())
         model.observe(self._show, ["state", "problems", "phases"])
@@ -108,3 +104,60 @@ class Panel:
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         return self.widget._repr_mimebundle_(**options)
+
+
+def make(
+    definition: Definition,
+    config: Mapping[str, Any],
+    *,
+    fault: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    plotter: Plotter | None = None,
+) -> Panel:
+    """A panel of a lab; its ranks start with Start. Panels from an earlier run of the same cell are closed."""
+    before = of_this_cell()
+    model = PanelModel(definition, config, fault=fault, plotter=plotter)
+    controller = Controller(model, out=out)
+    before.append(controller)
+    return Panel(model, controller)
+
+
+def adopt(lab: Lab, *, plotter: Plotter | None = None) -> Panel:
+    """A panel of a lab that exists already."""
+    model = PanelModel(lab.definition, lab.given, fault=lab.fault, tolerances=lab.tolerances, plotter=plotter)
+    return Panel(model, Controller(model, lab=lab))
+
+
+# A cell that runs again removes its output, and with it the Stop button of the panel that was in it.
+class Turn(NamedTuple):
+    """One run of a cell, and the controllers of the panels that it made."""
+
+    message: str
+    made: list[Controller]
+
+
+TURNS: dict[str, Turn] = {}
+
+
+def of_this_cell() -> list[Controller]:
+    """The panels that this run of the cell has made. Those of an earlier run of the same cell are closed."""
+    cell, message = asked_by()
+    if not cell:
+        return []
+    turn = TURNS.get(cell)
+    if turn is None or turn.message != message:
+        for old in turn.made if turn else ():
+            old.close()
+        turn = TURNS[cell] = Turn(message, [])
+    return turn.made
+
+
+def asked_by() -> tuple[str, str]:
+    """The cell that is running and the request that runs it; empty outside a notebook."""
+    if "ipykernel" not in sys.modules:
+        return "", ""
+    from IPython import get_ipython
+
+    parent: dict[str, Any] = getattr(get_ipython(), "get_parent", dict)() or {}
+    cell = (parent.get("metadata") or {}).get("cellId") or ""
+    return str(cell), str((parent.get("header") or {}).get("msg_id", ""))

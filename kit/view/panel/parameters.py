@@ -1,24 +1,29 @@
 """The settings of a lab as controls, made from its config's fields, and its faults as a menu.
 
-A control passes a person's choice to the model and shows the model's value; the model says what is not allowed.
+A control passes a person's choice to the model and shows the model's value; the model says what is not allowed. A choice that would be
+refused as the others stand is marked in its label, since a browser cannot grey out one option from here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 
 from kit.view.panel import look
-from kit.view.panel.controls import LABEL, control
 
 if TYPE_CHECKING:
+    from kit.labs.options import Field
     from kit.view.panel.model import PanelModel
 
 LOCKED = {"starting", "running", "stopping"}  # the ranks have their config already
 NO_FAULT = ""
+OWN = "own code (module:attr)"
+LABEL = {"description_width": "11.5em"}
 
 
 class Parameters:
@@ -29,39 +34,25 @@ class Parameters:
         self.controls = {field.name: control(field, model.set) for field in model.fields}
         first = model.definition.first or tuple(self.controls)
         more = [name for name in self.controls if name not in first]
-        self.fault = widgets.Dropdown(
-            options=[
-                ("none: the code as it is", NO_FAULT),
-                *((fault.name, fault.name) for fault in model.definition.faults),
-            ],
-            description="fault",
-            tooltip="a known bug to switch on, to see which check catches it",
+        faults = [fault.name for fault in model.definition.faults]
+        self.fault = look.control(
+            widgets.Dropdown,
+            "fault",
+            "a known bug to switch on, to see which check catches it",
+            options=[("none: the code as it is", NO_FAULT), *zip(faults, faults, strict=True)],
             style=LABEL,
-            layout={"width": "auto"},
         )
-        self.reset = widgets.Button(
-            description="Defaults",
-            icon="undo",
-            tooltip="all settings back to the lab's defaults, no fault",
-            layout={"width": "auto"},
-        )
-        self.about = widgets.HTML()
-        self.problems = widgets.HTML()
-        self.refused = widgets.HTML()
+        self.reset = look.button("Defaults", "undo", "all settings back to the lab's defaults, no fault", model.reset)
+        self.about, self.problems, self.refused = widgets.HTML(), widgets.HTML(), widgets.HTML()
         self.more = widgets.Accordion([self._grid(more)], titles=(f"More settings ({len(more)})",))
-        last = look.box(self.reset, self.refused)
         grids = [self._grid(first, self.fault), self.about, *([self.more] if more else [])]
-        self.widget = widgets.VBox([*grids, last, self.problems])
-        self.fault.observe(self._break, "value")
-        self.reset.on_click(lambda _: model.reset())
+        self.widget = widgets.VBox([*grids, look.box(self.reset, self.refused), self.problems])
+        self.fault.observe(lambda change: model.set_fault(change["new"] or None), "value")
         model.observe(self._show, ["values", "fault", "refused", "problems", "state"])
         self._show()
 
     def _grid(self, names: Sequence[str], *others: Any) -> widgets.Box:
         return look.box(*(self.controls[name].widget for name in names), *others, names=("kit-fields",))
-
-    def _break(self, change: Any) -> None:
-        self.model.set_fault(change["new"] or None)
 
     def _show(self, _: Any = None) -> None:
         model = self.model
@@ -108,3 +99,189 @@ def refused_html(refused: Mapping[str, Mapping[Any, str]]) -> str:
 
 def _said(choice: Any) -> str:
     return json.dumps(choice) if isinstance(choice, bool) or choice is None else str(choice)
+
+
+# -- a control for each kind of field ------------------------------------------------------------------------------------
+
+
+class Control:
+    """One field: text, in the simplest case. `take` shows a value without telling it back; code is `module:attr`."""
+
+    def __init__(self, field: Field, change: Callable[[str, Any], None]) -> None:
+        self.field = field
+        self.help = " ".join(filter(None, [field.option.help, f"({field.allowed()})"]))
+        self.label = f"{field.name} ({field.option.unit})" if field.option.unit else field.name
+        self._change = change
+        self._taking = False
+        self.parts: list[Any] = self.build()
+        self.widget: Any = self.parts[0]
+        if len(self.parts) > 1:
+            self.widget = look.classed(widgets.HBox(self.parts, layout={"width": "auto"}), "kit-number")
+        for part in self.parts:
+            part.observe(self._moved, "value")
+
+    def build(self) -> list[Any]:
+        """The widgets of this field."""
+        hint = "module:attr" if self.field.option.target else ""
+        return [self._made(widgets.Text, continuous_update=False, placeholder=hint)]
+
+    def _made(self, kind: Any, **options: Any) -> Any:
+        return look.control(kind, self.label, self.help, style=LABEL, **options)
+
+    def _moved(self, change: Any) -> None:
+        if not self._taking:
+            self._change(self.field.name, self.read(change["owner"]))
+
+    def take(self, value: Any, refused: Mapping[Any, str], *, locked: bool, wrong: bool = False) -> None:
+        self._taking = True
+        try:
+            self.show(value, refused)
+            for part in self.parts:
+                part.disabled = locked or self.fixed(part, value, refused)
+            (self.widget.add_class if wrong else self.widget.remove_class)("kit-wrong")
+        finally:
+            self._taking = False
+
+    def fixed(self, part: Any, value: Any, refused: Mapping[Any, str]) -> bool:  # noqa: ARG002 - most never are
+        """Whether a part cannot be changed while the other settings stand as they do."""
+        return False
+
+    def read(self, part: Any) -> Any:
+        written = part.value.strip()
+        return None if not written and self.field.optional else written
+
+    def show(self, value: Any, refused: Mapping[Any, str]) -> None:  # noqa: ARG002 - only choices can be refused
+        written = "" if value is None else str(value)
+        if self.parts[0].value != written:
+            self.parts[0].value = written
+
+
+class Choice(Control):
+    """A drop-down."""
+
+    def build(self) -> list[Any]:
+        return [self._made(widgets.Dropdown, options=[(str(choice), choice) for choice in self.field.choices])]
+
+    def read(self, part: Any) -> Any:
+        return part.value
+
+    def show(self, value: Any, refused: Mapping[Any, str]) -> None:
+        choices = self.field.choices
+        options = tuple((f"{choice} (no)" if choice in refused else str(choice), choice) for choice in choices)
+        drop = self.parts[0]
+        with drop.hold_sync():
+            if options != drop.options:
+                drop.options = options
+            drop.value = value if value in choices else None  # nothing is chosen yet
+        drop.tooltip = " ".join([self.help, *(f"{choice}: {why}." for choice, why in refused.items())])
+
+
+class Switch(Control):
+    """A checkbox; greyed out where the other value would be refused."""
+
+    def build(self) -> list[Any]:
+        return [self._made(widgets.Checkbox, indent=True)]
+
+    def read(self, part: Any) -> Any:
+        return part.value
+
+    def show(self, value: Any, refused: Mapping[Any, str]) -> None:
+        tick, why = self.parts[0], refused.get(not value)
+        tick.value = bool(value)
+        tick.tooltip = f"{self.help}: {why}" if why else self.help
+
+    def fixed(self, part: Any, value: Any, refused: Mapping[Any, str]) -> bool:  # noqa: ARG002 - it has one part
+        return (not value) in refused and value not in refused
+
+
+class Number(Control):
+    """A number; one that may be null has a tick for that."""
+
+    def build(self) -> list[Any]:
+        option = self.field.option
+        kind: Any = int if int in _plain(self.field.kind) else float
+        low, high = (None if end is None else kind(end) for end in (option.low, option.high))
+        bounds = {"min": kind(-(2**53)) if low is None else low, "max": kind(2**53) if high is None else high}
+        box = widgets.BoundedIntText if kind is int else widgets.BoundedFloatText
+        exact = self._made(box, value=1 if low is None else low, step=1 if kind is int else None, **bounds)
+        if not self.field.optional:
+            return [exact]
+        exact.layout = widgets.Layout(flex="1 1 auto", width="200px")
+        return [exact, look.control(widgets.Checkbox, "not set", f"{self.help}; ticked: null", indent=False)]
+
+    def read(self, part: Any) -> Any:
+        exact, *null = self.parts
+        return None if part in null and part.value else exact.value
+
+    def show(self, value: Any, refused: Mapping[Any, str]) -> None:  # noqa: ARG002 - as above
+        exact, *null = self.parts
+        for tick in null:
+            tick.value = value is None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            exact.value = value
+
+    def fixed(self, part: Any, value: Any, refused: Mapping[Any, str]) -> bool:  # noqa: ARG002 - no choice is refused
+        return self.field.optional and value is None and part is self.parts[0]
+
+
+class Several(Control):
+    """A list, written with commas. What is no list goes to the model as it is, which says what is allowed."""
+
+    def show(self, value: Any, refused: Mapping[Any, str]) -> None:
+        super().show(value if isinstance(value, str) else ", ".join(map(str, value or ())), refused)
+
+    def read(self, part: Any) -> Any:
+        try:
+            return json.loads(f"[{part.value.strip().strip('[]()')}]")
+        except ValueError:
+            return part.value
+
+
+class Named(Control):
+    """One of the lab's own words, or code."""
+
+    def build(self) -> list[Any]:
+        drop = self._made(widgets.Dropdown, options=[*self.field.option.names, OWN])
+        tip = f"{self.field.name}: your own code"
+        own = widgets.Text(placeholder="module:attr", continuous_update=False, tooltip=tip)
+        own.layout = widgets.Layout(flex="1 1 100px", width="auto", min_width="60px")
+        drop.layout = widgets.Layout(flex="1 1 auto", width="auto")
+        return [drop, own]
+
+    def read(self, part: Any) -> Any:  # noqa: ARG002 - the drop-down tells which of the two counts
+        drop, own = self.parts
+        if drop.value == OWN:
+            own.layout.display = None
+            return own.value.strip()
+        return drop.value
+
+    def show(self, value: Any, refused: Mapping[Any, str]) -> None:  # noqa: ARG002 - as above
+        drop, own = self.parts
+        drop.value = value if value in self.field.option.names else OWN
+        if drop.value == OWN:
+            own.value = str(value or "")
+        own.layout.display = None if drop.value == OWN else "none"
+
+
+def control(field: Field, change: Callable[[str, Any], None]) -> Control:
+    """The control that fits a field's kind."""
+    plain = _plain(field.kind)
+    kind: type[Control] = Control
+    if field.choices:
+        kind = Choice
+    elif field.option.names:
+        kind = Named
+    elif plain == (bool,):
+        kind = Switch
+    elif plain and set(plain) <= {int, float}:
+        kind = Number
+    elif any(typing.get_origin(one) in {tuple, list} for one in plain):
+        kind = Several
+    return kind(field, change)
+
+
+def _plain(kind: Any) -> tuple[Any, ...]:
+    """The kinds of a union, but for None."""
+    if typing.get_origin(kind) in {typing.Union, types.UnionType}:
+        return tuple(one for one in typing.get_args(kind) if one is not type(None))
+    return (kind,)

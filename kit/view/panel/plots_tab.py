@@ -43,8 +43,7 @@ class PlotsTab(Tab):
     """Draws when it is looked at: on new records, another plot, another theme, and on a limit that is in the drawing."""
 
     def __init__(self, model: PanelModel) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self._offering = False
         self._album: Album | None = None
         self._read: tuple[Run | None, int] | None = None  # of which records the sight is
@@ -52,25 +51,14 @@ class PlotsTab(Tab):
         self._parts: dict[str, Part] = {}
         self._chosen: str | None = None  # by a person; else it is the first that the run has something for
         self._salt = secrets.token_hex(4)
-        self.choice = widgets.Dropdown(description="Plot", tooltip="which plot to draw", layout={"width": "26em"})
-        self.theme = widgets.Dropdown(
-            description="Colours", options=THEMES, tooltip="light or dark", layout={"width": "20em"}
-        )
-        self.png, self.svg = (
-            widgets.Button(
-                description=f"Save {kind.upper()}",
-                icon="picture-o",
-                tooltip=f"write this plot into the run's folder as .{kind}",
-                layout={"width": "auto"},
-            )
-            for kind in ("png", "svg")
-        )
+        self.choice = look.control(widgets.Dropdown, "Plot", "which plot to draw", width="26em")
+        self.theme = look.control(widgets.Dropdown, "Colours", "light or dark", width="20em", options=THEMES)
+        keep = "write this plot into the run's folder as ."
+        self.png = look.button("Save PNG", "picture-o", f"{keep}png", lambda: self.save("png"))
+        self.svg = look.button("Save SVG", "picture-o", f"{keep}svg", lambda: self.save("svg"))
         self.pictures = widgets.VBox(layout={"width": "100%", "min_height": "120px"})
-        self.png.on_click(lambda _: self.save("png"))
-        self.svg.on_click(lambda _: self.save("svg"))
-        sheet = widgets.HTML(f"<style>{SHEET}</style>", layout={"display": "none"})
         controls = look.box(self.choice, self.theme, self.png, self.svg)
-        self.widget = widgets.VBox([sheet, controls, self.said, self.pictures])
+        self.widget = widgets.VBox([look.sheet(SHEET), controls, self.said, self.pictures])
         model.observe(self._changed, ["run", "revision", "tolerances", "state"])
         self.choice.observe(self._choose, "value")
         self.theme.observe(self._changed, "value")

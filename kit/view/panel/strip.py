@@ -1,4 +1,4 @@
-"""Where a lab is: every phase and every rank in one grid, a bar with words, the last message, and a failure with its traceback.
+"""Where a lab is: every phase and every rank in one grid, a bar with words, the last message, a failure, and what ranks printed.
 
 States have a sign and a word besides their colour. The grid is one piece of HTML, built anew a few times a second; the
 traceback is another, so that it stays unfolded while the grid moves. Only phases near the one under way are shown of a long plan.
@@ -16,15 +16,19 @@ import ipywidgets as widgets
 from kit.results.records import rank_name
 from kit.results.units import duration
 from kit.view.panel import look
+from kit.view.panel.look import Tab
 from kit.view.progress import ranks_short
 
 if TYPE_CHECKING:
-    from kit.view.panel.model import Failure, PanelModel, PhaseState, Progress
+    from kit.view.panel.model import PanelModel
+    from kit.view.panel.watch import Failure, PhaseState, Progress
 
 FITS = 14  # phases that are in sight at once
 COLUMNS = 60  # a page lays out more only slowly
 CELLS = 480  # what is sent a few times a second stays below 100 kB, with many ranks too
 FEWEST = 8
+LAST = (50, 200, 1000)  # lines that were printed; a page of many thousand lines is slow
+ALL = "all ranks"
 UNDER_WAY = {"starting", "running", "stopping"}
 # A state of the panel, in words and with a sign.
 STATES = {
@@ -60,21 +64,10 @@ class Strip:
         self.grid = widgets.HTML()
         self.failure = widgets.HTML()
         self.scroll = look.classed(widgets.Box([self.grid]), "kit-scroll")
-        self.first = widgets.IntSlider(
-            min=0,
-            max=0,
-            description="from phase",
-            tooltip="the first phase shown of a long plan",
-            continuous_update=False,
-            style={"description_width": "6.5em"},
-        )
-        self.follow = widgets.Checkbox(
-            True,
-            description="follow the running phase",
-            indent=False,
-            tooltip="follow the running phase",
-            layout={"width": "auto"},
-        )
+        self.first = widgets.IntSlider(min=0, max=0, description="from phase", continuous_update=False)
+        self.first.tooltip, self.first.style.description_width = "the first phase shown of a long plan", "6.5em"
+        following = "follow the running phase"
+        self.follow = look.control(widgets.Checkbox, following, following, value=True, indent=False)
         self.where = look.box(self.first, self.follow)
         self.widget = widgets.VBox([self.said, self.bar, self.scroll, self.where, self.failure])
         self.first.observe(self._chosen, "value")
@@ -89,23 +82,25 @@ class Strip:
         self._fail()
 
     def _tick(self, _: Any = None) -> None:
-        self.bar.value = bar_html(self.model.progress, self.model.phases, self.model.state)
         if self.model.state in UNDER_WAY:
-            self._draw_grid()
+            self._draw()
+        else:
+            self._draw_bar()
+
+    def _draw_bar(self) -> None:
+        self.bar.value = bar_html(self.model.progress, self.model.phases, self.model.state)
 
     def _draw(self, _: Any = None) -> None:
-        self.bar.value = bar_html(self.model.progress, self.model.phases, self.model.state)
+        self._draw_bar()
         self._draw_grid()
 
     def _draw_grid(self) -> None:
         phases = self.model.phases
         wide = columns(self.model.size)
         last = max(0, len(phases) - wide)
-        if self.follow.value:
-            # The phase under way, with some of what was done before it.
-            self._move(min(last, max(0, current(phases) - wide // 2)), last)
-        else:
-            self._move(min(self.first.value, last), last)
+        # The phase under way, with some of what was done before it.
+        first = max(0, current(phases) - wide // 2) if self.follow.value else self.first.value
+        self._move(min(first, last), last)
         # Held in place only while it moves: whoever reads what was done scrolls as they like.
         held = self.follow.value and self.model.state in {*UNDER_WAY, "ready"}
         (self.scroll.add_class if held else self.scroll.remove_class)("kit-follow")
@@ -244,3 +239,56 @@ def failure_html(failure: Failure | None) -> str:
         f'<div class="kit-failure" role="alert"><b class="kit-bad">✗ {look.text(words + where)}</b>'
         f"<div>{look.text(head)}</div>{more}</div>"
     )
+
+
+# -- what ranks printed --------------------------------------------------------------------------------------------------
+
+
+class LogsTab(Tab):
+    """Observes the log and the failure; draws only while it is looked at."""
+
+    def __init__(self, model: PanelModel) -> None:
+        super().__init__(model)
+        which, many, shown = "which ranks' lines to show", "how many lines to show", "show new lines as they arrive"
+        narrow = {"description_width": "initial"}
+        self.rank = look.control(widgets.Dropdown, "lines of", which, options=[ALL], style=narrow)
+        self.last = look.control(widgets.Dropdown, "last", many, options=LAST, value=LAST[1], style=narrow)
+        self.follow = look.control(widgets.Checkbox, "follow", shown, value=True, indent=False)
+        self.lines = widgets.HTML()
+        self.widget = widgets.VBox([look.box(self.rank, self.last, self.follow), self.lines])
+        for control in (self.rank, self.last, self.follow):
+            control.observe(self._changed, "value")
+        model.observe(self._grown, ["log", "failure"])
+        model.observe(self._ranks, ["size", "roles"])
+        self._ranks()
+
+    def _ranks(self, _: Any = None) -> None:
+        before = self.rank.value
+        self.rank.options = [ALL, *(rank_name(rank, self.model.roles) for rank in range(self.model.size))]
+        if before in self.rank.options:
+            self.rank.value = before
+
+    def _grown(self, _: Any) -> None:
+        if self.follow.value:
+            self._changed()
+
+    def _changed(self, _: Any = None) -> None:
+        if self._visible:
+            rank = None if self.rank.value == ALL else int(self.rank.value.split()[1])
+            self.lines.value = log_html(self.model.log, self.model.failure, rank=rank, last=self.last.value)
+
+
+def log_html(log: Sequence[tuple[int, str]], failure: Failure | None, *, rank: int | None, last: int) -> str:
+    """The newest lines at the bottom, which is where the box stands when it is drawn."""
+    wanted = [(of, line) for of, line in log if rank is None or of == rank]
+    shown = wanted[-last:]
+    rows = [f"{look.span('faint', f'[{of}]')} {look.text(line)}" for of, line in shown]
+    if failure is not None and (rank is None or rank in failure.ranks or not failure.ranks):
+        rows.append(look.span("bad", f"✗ {failure.kind}: {failure.message}"))
+    if not rows:
+        return '<p class="kit-faint">Nothing has been printed yet.</p>'
+    count = f"{len(shown)} of {len(wanted)} lines" if len(shown) < len(wanted) else f"{len(wanted)} lines"
+    count = count if wanted else "nothing was printed"
+    body = "\n".join(rows)
+    lines = f'<pre tabindex="0" role="log" aria-label="lines of ranks">{body}</pre>'
+    return f'<p class="kit-faint">{count}</p><div class="kit-log">{lines}</div>'

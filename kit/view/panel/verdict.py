@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 
 from kit.errors import KitError
-from kit.results.marks import MARKS, tally, without_parts
+from kit.results.marks import MARKS, SIGNS, tally, without_parts
 from kit.results.units import amount
 from kit.view.panel import look
 from kit.view.panel.look import Tab
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from kit.view.panel.model import Limit, PanelModel
 
 ORDER = list(MARKS)
-SIGNS = {"<=": "≤", ">=": "≥", "==": "="}
 PLACES = 400
 DECADE = 20  # places to a power of ten, which itself is one of them
 FEW = 6  # rows of a check of many answers that are written out
@@ -69,12 +68,12 @@ class LimitRow:
         self.undo.tooltip = f"{limit.tolerance}: back to the lab's {amount(limit.default, limit.unit)}"
         if self.slider is not None:
             self._taking = True
-            self.slider.max = self.scale.steps
+            self.slider.max = len(self.scale) - 1
             self._taking = False
 
     def _moved(self, change: Any) -> None:
         if not self._taking and math.isfinite(change["new"]):
-            value = self.scale.value(change["new"]) if change["owner"] is self.slider else change["new"]
+            value = self.scale[change["new"]] if change["owner"] is self.slider else change["new"]
             self.model.move(self.limit.tolerance, value)
 
     def reset(self) -> None:
@@ -91,7 +90,7 @@ class LimitRow:
         try:
             if self.exact.value != value:
                 self.exact.value = value
-            self.slider.value = self.scale.place(value)
+            self.slider.value = nearest(self.scale, value)
             self.undo.disabled = moved is None
         finally:
             self._taking = False
@@ -101,41 +100,23 @@ class VerdictTab(Tab):
     """Observes the verdict and the tolerances. Its rows, nearly half of a panel's widgets, are made when it is first looked at."""
 
     def __init__(self, model: PanelModel, *, visible: bool = True) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self._visible = self._made = visible
         self.rows: dict[str, LimitRow] = {}
         self.head = widgets.HTML()
-        wide = {"description_width": "initial"}
-        self.preset = widgets.Dropdown(
-            options=[("choose...", ""), *((name, name) for name in model.presets)],
-            description="tolerances",
-            tooltip="a named set of limits",
-            style=wide,
-            layout={"width": "auto"},
-        )
-        self.path = widgets.Text(
-            FILE,
-            description="file",
-            tooltip="a JSON file of tolerances, which kit run --tolerances takes too",
-            style=wide,
-            layout={"width": "auto", "flex": "1 1 160px", "max_width": "360px"},
-        )
-        self.save = widgets.Button(
-            description="Save",
-            icon="download",
-            tooltip="write the moved tolerances to the file",
-            layout={"width": "auto"},
-        )
-        self.load = widgets.Button(
-            description="Load", icon="upload", tooltip="take the tolerances of the file", layout={"width": "auto"}
-        )
+        wide, named = {"description_width": "initial"}, "a named set of limits"
+        sets = [("choose...", ""), *zip(model.presets, model.presets, strict=True)]
+        self.preset = look.control(widgets.Dropdown, "tolerances", named, options=sets, style=wide)
+        file = "a JSON file of tolerances, which kit run --tolerances takes too"
+        self.path = look.control(widgets.Text, "file", file, value=FILE, style=wide)
+        self.path.layout = widgets.Layout(width="auto", flex="1 1 160px", max_width="360px")
+        written = "write the moved tolerances to the file"
+        self.save = look.button("Save", "download", written, lambda: self._file(save=True))
+        self.load = look.button("Load", "upload", "take the tolerances of the file", lambda: self._file(save=False))
         self.body = widgets.VBox()
         controls = look.box(self.preset, self.path, self.save, self.load)
         self.widget = widgets.VBox([self.head, controls, self.said, self.body])
         self.preset.observe(self._preset, "value")
-        self.save.on_click(lambda _: self._file(save=True))
-        self.load.on_click(lambda _: self._file(save=False))
         model.observe(self._show, ["verdict", "tolerances"])
         model.observe(self._order, ["run", "state"])
         self._order()
@@ -236,37 +217,19 @@ def row_html(limit: Limit, row: VerdictRow, *, moved: bool, brief: bool = False)
 # come back as 9.83e-07. So a slider has whole numbers only, places on a scale; the exact number is in the field beside it.
 
 
-class Scale(NamedTuple):
-    """From `low` to `high` in `steps` steps: whole numbers, powers, or even steps."""
-
-    low: float
-    high: float
-    steps: int
-    kind: str  # whole, powers, even
-
-    def value(self, place: int) -> float:
-        if self.kind == "whole":
-            return self.low + place
-        if place <= 0 or place >= self.steps:
-            return self.low if place <= 0 else self.high
-        if self.kind == "powers":
-            return float(f"{self.low * 10 ** (place / DECADE):.3g}")
-        return float(f"{self.low + (self.high - self.low) * place / self.steps:.4g}")
-
-    def place(self, value: float) -> int:
-        """The place that is nearest; a value beyond the ends is shown at the end."""
-        inside = min(max(value, self.low), self.high)
-        if self.kind == "whole":
-            return round(inside - self.low)
-        if self.kind == "powers":
-            return self.steps if inside == self.high else round(DECADE * math.log10(inside / self.low))
-        return round(self.steps * (inside - self.low) / (self.high - self.low)) if self.steps else 0
-
-
-def scale(low: float, high: float, *, whole: bool = False) -> Scale:
-    """By powers where the range spans them, each number where they are few and whole, else even."""
+def scale(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """The number at each place: powers where the range spans them, each number where they are few and whole, else even steps."""
     if whole and high - low <= PLACES:
-        return Scale(low, high, round(high - low), "whole")
+        return [low + place for place in range(round(high - low) + 1)]
     if low > 0 and high / low >= 100:
-        return Scale(low, high, math.floor(DECADE * math.log10(high / low) + 1e-9), "powers")
-    return Scale(low, high, PLACES if high > low else 0, "even")
+        steps = math.floor(DECADE * math.log10(high / low) + 1e-9)
+        inner = [float(f"{low * 10 ** (place / DECADE):.3g}") for place in range(1, steps)]
+    else:
+        inner = [float(f"{low + (high - low) * place / PLACES:.4g}") for place in range(1, PLACES if high > low else 0)]
+    return [low, *inner, high] if high > low else [low]
+
+
+def nearest(numbers: Sequence[float], value: float) -> int:
+    """The place of the number that is nearest; a value beyond the ends is shown at the end."""
+    inside = min(max(value, numbers[0]), numbers[-1])
+    return min(range(len(numbers)), key=lambda place: abs(numbers[place] - inside))

@@ -8,19 +8,56 @@ import threading
 import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.errors import KitError, RankDied, RankError, RankTimeout
 from kit.labs.definition import working
 from kit.labs.lab import PhaseRow
 from kit.results import Run
-from kit.view.panel.facts import LOG_LINES, Failure, PhaseState, Progress, marks
 
 if TYPE_CHECKING:
     from kit.labs.lab import Lab
     from kit.labs.stepped import Stepped
     from kit.results import Record
+
+
+LOG_LINES = 2000
+
+
+class PhaseState(NamedTuple):
+    """One phase of the plan on every rank. `began` is time.monotonic() of its start while it runs."""
+
+    cycle: int
+    phase: str
+    status: str  # to do, next, running, done, failed
+    ranks: tuple[str, ...]  # waiting, running, done, failed; absent: no work for this rank
+    seconds: tuple[float | None, ...]
+    began: float | None = None
+
+
+def marks(ranks: int, working: Collection[int], state: str) -> tuple[str, ...]:
+    """A state for each rank that has work in a phase."""
+    return tuple(state if rank in working else "absent" for rank in range(ranks))
+
+
+class Failure(NamedTuple):
+    """What ended a run. `ranks` are those that are to blame, `detail` a traceback or what ranks were doing."""
+
+    kind: str  # raised, died, timeout, stopped, error
+    message: str
+    ranks: tuple[int, ...]
+    phase: str
+    detail: str
+
+
+class Progress(NamedTuple):
+    """Phases, and seconds; `left` is None where nothing is known of what is to come."""
+
+    done: int = 0
+    total: int = 0
+    elapsed: float = 0.0
+    left: float | None = None
 
 
 class Watch:
@@ -94,7 +131,8 @@ class Watch:
         self._took[stepped.phase].append(seconds)
         before = self._phases[self._index].ranks
         done = tuple("absent" if mark == "absent" else "done" for mark in before)
-        self._set(self._index, status="done", ranks=done, seconds=seconds_of(stepped.records, len(before)))
+        seconds_by_rank = seconds_of(stepped.records, len(before))
+        self._set(self._index, status="done", ranks=done, seconds=seconds_by_rank, began=None)
         self._index += 1
         if self._index < len(self._phases):
             self._set(self._index, status="next")
@@ -107,17 +145,11 @@ class Watch:
         if self._index < len(self._phases):
             state = self._phases[self._index]
             done = self._answered if failure.kind == "timeout" else ()  # else an answer may be that of a victim
-            after = tuple(
-                "failed"
-                if rank in failure.ranks
-                else "done"
-                if rank in done
-                else mark
-                if mark == "absent"
-                else "waiting"
-                for rank, mark in enumerate(state.ranks)
-            )
-            self._set(self._index, status="failed", ranks=after)
+            after = [mark if mark == "absent" else "waiting" for mark in state.ranks]
+            for mark, ranks in (("done", done), ("failed", failure.ranks)):
+                for rank in ranks:
+                    after[rank] = mark
+            self._set(self._index, status="failed", ranks=tuple(after), began=None)
         self.grew = True
 
     def rest(self) -> None:
@@ -172,11 +204,8 @@ class Watch:
             self._answered = list(answered)
             if self._index < len(self._phases) and self._phases[self._index].status == "running":
                 before = self._phases[self._index].ranks
-                self._set(
-                    self._index,
-                    ranks=tuple("done" if rank in self._answered else mark for rank, mark in enumerate(before)),
-                    keep=True,
-                )
+                after = tuple("done" if rank in self._answered else mark for rank, mark in enumerate(before))
+                self._set(self._index, ranks=after)
         if self._stop.is_set() and not self._interrupted:
             self._interrupted = True  # ranks have a time of their own to stop in, with ticks of its own
             self._look()
@@ -191,23 +220,8 @@ class Watch:
 
     # -- how -------------------------------------------------------------------------------------------------------------
 
-    def _set(
-        self,
-        index: int,
-        *,
-        status: str | None = None,
-        ranks: tuple[str, ...] | None = None,
-        seconds: tuple[float | None, ...] | None = None,
-        began: float | None = None,
-        keep: bool = False,
-    ) -> None:
-        old = self._phases[index]
-        self._phases[index] = old._replace(
-            status=status or old.status,
-            ranks=ranks or old.ranks,
-            seconds=seconds or old.seconds,
-            began=old.began if keep else began,
-        )
+    def _set(self, index: int, **changes: Any) -> None:
+        self._phases[index] = self._phases[index]._replace(**changes)
 
     def _tell(self) -> None:
         now = time.monotonic()

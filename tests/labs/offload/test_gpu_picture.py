@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kit.draw.data import read
+from kit.draw.plots import read
 from kit.labs.offload.pictures.gpu import bands
 from kit.labs.offload.pictures.host import places
 from kit.results import Record, create_run, load

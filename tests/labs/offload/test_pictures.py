@@ -7,7 +7,7 @@ import warnings
 import matplotlib as mpl
 import pytest
 
-from kit.draw.data import read
+from kit.draw.plots import read
 from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.labs.offload.pictures.host import places

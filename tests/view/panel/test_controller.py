@@ -23,8 +23,8 @@ from kit.labs.lab import Lab
 from kit.labs.stepped import Stepped
 from kit.results import read_verdict
 from kit.view.panel.controller import Controller
-from kit.view.panel.model import Failure, PanelModel
-from kit.view.panel.watch import Watch
+from kit.view.panel.model import PanelModel
+from kit.view.panel.watch import Failure, Watch
 from tests.holdings import holdings, wait_for
 
 SOURCE = """

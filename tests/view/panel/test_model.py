@@ -14,8 +14,8 @@ from kit.labs.configure import as_json, find_fault
 from kit.labs.definition import working
 from kit.labs.discover import discover, find
 from kit.results import Record, create_run, load_tolerances
-from kit.view.panel.facts import choices, limits_of, marks, rounded_up, span
-from kit.view.panel.model import AS_IT_IS, PanelModel
+from kit.view.panel.model import AS_IT_IS, PanelModel, choices, limits_of, rounded_up, span
+from kit.view.panel.watch import marks
 
 LABS = sorted(discover().labs)
 

@@ -16,11 +16,9 @@ import kit
 from kit.bench.view import made_up
 from kit.labs.discover import find
 from kit.view.panel import plots_tab
-from kit.view.panel.compare_tab import CompareTab, listed
-from kit.view.panel.export_tab import KINDS, ExportTab
 from kit.view.panel.model import PanelModel
 from kit.view.panel.plots_tab import PlotsTab
-from kit.view.panel.records_tab import Grid, RecordsTab, select
+from kit.view.panel.tabs import KINDS, CompareTab, ExportTab, Grid, RecordsTab, listed, select
 from tests.results.conftest import read_back
 
 

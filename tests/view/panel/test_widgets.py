@@ -15,10 +15,11 @@ import kit
 from kit.labs.definition import Definition
 from kit.labs.discover import find
 from kit.labs.options import LabConfig, Option
-from kit.view.panel import logs, look, strip, verdict
-from kit.view.panel.model import Failure, PanelModel, PhaseState, Progress
+from kit.view.panel import look, strip, verdict
+from kit.view.panel.model import PanelModel
 from kit.view.panel.panel import Buttons, Panel
 from kit.view.panel.parameters import Parameters
+from kit.view.panel.watch import Failure, PhaseState, Progress
 
 LABS = ("smoke", "offload", "split", "sync")
 
@@ -85,7 +86,7 @@ def test_every_control_has_a_label_and_says_what_it_is_for(lab):
     asked = [
         *tree(Parameters(model).widget),
         *tree(tab.widget),
-        *tree(logs.LogsTab(model).widget),
+        *tree(strip.LogsTab(model).widget),
         *tree(strip.Strip(model).widget),
     ]
     controls = [
@@ -275,7 +276,7 @@ def test_roles_stand_beside_their_ranks_and_a_rank_without_work_has_an_empty_cel
     assert '<th class="kit-rank" scope="row">rank 4 (replica)</th>' in shown.grid.value
     assert 'title="train, cycle 1, rank 4: no work in this phase"></td>' in shown.grid.value
     assert 'title="train, cycle 1, rank 0: waiting">' in shown.grid.value
-    assert logs.LogsTab(model).rank.options[-1] == "rank 4 (replica)"
+    assert strip.LogsTab(model).rank.options[-1] == "rank 4 (replica)"
 
 
 def test_the_culprit_is_red_and_its_traceback_is_folded():
@@ -366,7 +367,7 @@ def test_of_a_long_plan_the_phases_near_the_one_under_way_are_shown():
 
 def test_logs_by_rank_the_last_lines_and_the_error():
     model = PanelModel(find("smoke"))
-    tab = logs.LogsTab(model)
+    tab = strip.LogsTab(model)
     model.log = tuple((index % 2, f"line {index} <i>") for index in range(600))
     assert tab.lines.value == ""  # nobody looks
     tab.visible = True
@@ -383,7 +384,7 @@ def test_logs_by_rank_the_last_lines_and_the_error():
     assert "new" in tab.lines.value
     model.failure = Failure("raised", "it broke", (0,), "talk", "")
     assert "it broke" not in tab.lines.value
-    tab.rank.value = logs.ALL
+    tab.rank.value = strip.ALL
     assert '<span class="kit-bad">✗ raised: it broke</span>' in tab.lines.value
 
 
@@ -399,12 +400,14 @@ def test_a_slider_has_whole_places_that_a_browser_cannot_round():
         verdict.scale(1e-6, 2.0),
         verdict.scale(0, 0),
     ):
-        assert found.value(0) == found.low
-        assert found.value(found.steps) == found.high
-        for place in range(0, found.steps + 1, 7):
-            assert found.place(found.value(place)) == place
-        assert found.place(found.high + 1e9) in {found.steps, 0}
-    assert [verdict.scale(1e-9, 1.0).value(place) for place in (60, 61, 120)] == [1e-6, 1.12e-6, 1e-3]
+        assert found == sorted(set(found))
+        for place in range(0, len(found), 7):
+            assert verdict.nearest(found, found[place]) == place
+        assert verdict.nearest(found, found[-1] + 1e9) == len(found) - 1
+        assert verdict.nearest(found, found[0] - 1e9) == 0
+    assert [verdict.scale(1e-9, 1.0)[place] for place in (0, 60, 61, 120, -1)] == [1e-9, 1e-6, 1.12e-6, 1e-3, 1.0]
+    assert (verdict.scale(0, 10, whole=True), verdict.scale(0, 0)) == ([*range(11)], [0])
+    assert verdict.scale(0, 200.0)[-2:] == [199.5, 200]
     for row in verdict.VerdictTab(PanelModel(find("split"))).rows.values():
         assert isinstance(row.slider, widgets.IntSlider)
 
@@ -474,7 +477,7 @@ def test_every_limit_has_one_row_and_its_slider_holds_the_default(lab):
         if row.limit.better == "==":
             assert row.slider is None
         else:
-            assert row.scale.value(row.slider.value) == pytest.approx(row.limit.default, rel=0.05)
+            assert row.scale[row.slider.value] == pytest.approx(row.limit.default, rel=0.05)
             assert row.exact.value == row.limit.default
     assert model.tolerances == {}
 
@@ -485,11 +488,11 @@ def test_another_run_moves_the_ends_of_a_slider_and_makes_no_new_one(run):
     row, made = tab.rows["drift_mib"], len(list(tree(tab.widget)))
     model.take({"drift_mib": 9000.0})
     assert row.exact.value == 9000
-    assert row.scale.high < 9000  # the ends stay while a limit is moved
+    assert row.scale[-1] < 9000  # the ends stay while a limit is moved
     assert row.slider.value == row.slider.max
     model.show(run)
-    assert row.scale.high >= 9000
-    assert row.scale.value(row.slider.value) == pytest.approx(9000, rel=0.02)
+    assert row.scale[-1] >= 9000
+    assert row.scale[row.slider.value] == pytest.approx(9000, rel=0.02)
     assert model.tolerances == {"drift_mib": 9000.0}
     assert len(list(tree(tab.widget))) == made
 
@@ -531,7 +534,7 @@ def answer(check, measured, *, passed):
 
 
 def verdict_limit():
-    from kit.view.panel.facts import Limit
+    from kit.view.panel.model import Limit
 
     return Limit("parity_rel", ("parity",), "Are they equal?", 1.0, "ratio", "<=", 0.0, 2.0)
 

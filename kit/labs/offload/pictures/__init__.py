@@ -15,8 +15,7 @@ from kit.labs.offload.pictures.host import waterfall
 from kit.results.units import counted
 
 if TYPE_CHECKING:
-    from kit.draw.data import RunData
-    from kit.draw.plots import Scene
+    from kit.draw.plots import RunData, Scene
 
 OURS = "kit.labs."
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-    from kit.draw.data import RunData
-    from kit.draw.plots import Scene
+    from kit.draw.plots import RunData, Scene
 
 # What is timed: a phase, or a part of it that the code under test reports.
 TIMED = (

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-    from kit.draw.data import RunData
+    from kit.draw.plots import RunData
     from kit.draw.style import Theme
 
 WITHOUT = "baseline"  # the phase after which there are a context, loaded kernels and WORLD, and no job

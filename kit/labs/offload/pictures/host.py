@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-    from kit.draw.data import RunData
+    from kit.draw.plots import RunData
     from kit.draw.style import Theme
 
 BEFORE, IN_CYCLE = ("baseline", "build"), ("train", "release", "idle", "reload")

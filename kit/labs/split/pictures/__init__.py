@@ -11,8 +11,7 @@ from kit.labs.split.pictures import calls, errors
 from kit.results.units import counted
 
 if TYPE_CHECKING:
-    from kit.draw.data import RunData
-    from kit.draw.plots import Scene
+    from kit.draw.plots import RunData, Scene
 
 
 def ready(data: RunData) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-    from kit.draw.data import RunData
+    from kit.draw.plots import RunData
     from kit.draw.style import Theme
     from kit.labs.split.config import Case
 

@@ -14,8 +14,7 @@ from kit.results.units import counted
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kit.draw.data import RunData
-    from kit.draw.plots import Scene
+    from kit.draw.plots import RunData, Scene
     from kit.draw.style import Theme
 
 BUSY = (

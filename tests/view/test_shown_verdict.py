@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kit.results import Verdict, VerdictRow
-from kit.view.tables import verdict_html
 
 VERDICT = Verdict(
     [
@@ -15,7 +14,7 @@ VERDICT = Verdict(
 
 
 def test_worst_first_and_escaped():
-    page = verdict_html(VERDICT)
+    page = VERDICT._repr_html_()
     assert page.index("broken") < page.index("unknown") < page.index("fine")
     assert "1 failed, 1 passed, 1 not measured" in page
     assert "51.25 MiB" in page
@@ -26,5 +25,5 @@ def test_worst_first_and_escaped():
 def test_the_shell_shows_it(shell):
     shell.user_ns["verdict"] = VERDICT
     data, _ = shell.display_formatter.format(VERDICT)
-    assert data["text/html"] == verdict_html(VERDICT)
+    assert data["text/html"] == VERDICT._repr_html_()
     assert "FAIL" in data["text/plain"]

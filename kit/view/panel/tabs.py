@@ -1,0 +1,332 @@
+"""Tables of the run to filter and to sort, runs of the runs' folder side by side, and the run as a file."""
+
+from __future__ import annotations
+
+import base64
+import mimetypes
+import secrets
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as widgets
+import pandas as pd
+
+from kit.draw.against import plot_against
+from kit.draw.picture import SHEET, inline
+from kit.errors import KitError
+from kit.labs.discover import checks_of
+from kit.results import Run, compare, list_runs, runs_dir, write_trace
+from kit.results.comparison import settings
+from kit.results.frames import without_empty
+from kit.view import named
+from kit.view.panel import look
+from kit.view.panel.look import Tab
+
+if TYPE_CHECKING:
+    from kit.view.panel.model import PanelModel
+
+PAGE = 100  # rows
+GRID_SHEET = """
+.kit-grid { overflow:auto; max-height:34em; }
+.kit-grid table { border-collapse:collapse; font-size:.92em; font-variant-numeric:tabular-nums; }
+.kit-grid th { position:sticky; top:0; background:var(--jp-layout-color0, Canvas); }
+.kit-grid td, .kit-grid th { padding:1px 10px; white-space:nowrap; max-width:36em; overflow:hidden; text-overflow:ellipsis; }
+"""
+MANY = 300  # runs that are listed; a word finds older ones
+LEFT_OUT = ["base_run", "found_in", "base_n", "difference", "base_spread"]
+KINDS = {
+    "CSV, provenance beside it": ".csv",
+    "Parquet": ".parquet",
+    "Markdown": ".md",
+    "LaTeX": ".tex",
+    "HTML": ".html",
+    "JSON": ".json",
+    "Trace for Perfetto": ".trace.json",
+}
+LINKED = 4 * 2**20  # bytes: a larger file is for scp, not for a page
+NO_RUN = "There is no run yet."
+
+
+# -- records ---------------------------------------------------------------------------------------------------------------
+
+
+def select(frame: pd.DataFrame, words: str) -> pd.DataFrame:
+    """The rows that a pandas query selects (`rank == 1 and value > 3`); other words are looked for in the columns of text."""
+    if not words.strip():
+        return frame
+    try:
+        return frame.query(words)
+    except Exception:  # noqa: BLE001 - whatever a half-typed query raises: it is words then
+        text = frame.select_dtypes(exclude="number")
+        found = pd.Series(data=False, index=frame.index)
+        for name in text:
+            found |= text[name].isin([one for one in text[name].unique() if words.strip().lower() in str(one).lower()])
+        return frame[found]
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    """A pipe table, in which no cell ends early."""
+    text = frame.replace({r"\|": r"\\|"}, regex=True)
+    return str(text.to_markdown(index=False, floatfmt=".6g", missingval=""))
+
+
+class Grid:
+    """A table to filter and to sort, a page of rows at a time. Another table keeps the order where it has the same columns."""
+
+    def __init__(self, name: str = "table") -> None:
+        self.frame: pd.DataFrame | None = None
+        self.found: pd.DataFrame | None = None  # the rows that are asked for, in their order
+        self._name = name
+        example = 'a word, or: metric == "groups" and rank == 1'
+        which = "rows with this text, or a pandas query such as value > 3"
+        self.words = look.control(widgets.Text, "Filter", which, placeholder=example, width="32em")
+        self.by = look.control(widgets.Dropdown, "Sort by", "the column to sort by", width="18em")
+        self.descending = look.control(
+            widgets.Checkbox, "greatest first", "from the greatest to the least", indent=False
+        )
+        self.page = look.control(widgets.BoundedIntText, "Page", f"{PAGE} rows each", width="11em", min=1, max=1)
+        self.count = widgets.HTML()
+        self.rows = widgets.HTML(layout={"width": "100%"})
+        self.copy = look.control(widgets.Textarea, "Markdown", "the rows shown, as Markdown to copy", width="100%")
+        self.copy.layout.height = "8em"
+        self.folded = widgets.Accordion([self.copy], titles=("Copy as Markdown",))
+        above = look.box(self.words, self.by, self.descending, self.page, self.count)
+        self.widget = widgets.VBox([look.sheet(GRID_SHEET), above, self.rows, self.folded], layout={"width": "100%"})
+        for control in (self.words, self.by, self.descending, self.page):
+            control.observe(self._draw, "value")
+        self.show(None)
+
+    def show(self, frame: pd.DataFrame | None, *, worst: str = "", name: str = "") -> None:
+        """Another table. `worst` is the column whose greatest value comes first."""
+        known = [] if self.frame is None else list(self.frame.columns)
+        self.frame, self._name = None, name or self._name  # nothing is drawn until the controls are set
+        if frame is not None and list(frame.columns) != known:
+            self.by.options = [("as it is", ""), *((str(column), str(column)) for column in frame.columns)]
+            self.by.value, self.descending.value, self.words.value = worst, bool(worst), ""
+        self.frame = frame
+        self._draw()
+
+    def _draw(self, change: Any = None) -> None:
+        for control in (self.words, self.by, self.descending):
+            control.disabled = self.frame is None
+        self.rows.layout.display = self.folded.layout.display = "none" if self.frame is None else None
+        if self.frame is None:
+            return
+        found = select(self.frame, self.words.value)
+        if self.by.value:
+            found = found.sort_values(self.by.value, ascending=not self.descending.value, kind="stable")
+        self.found = found
+        self.page.max = max(1, -(-len(found) // PAGE))
+        if change is not None and change["owner"] is not self.page:
+            self.page.value = 1
+        shown = found.iloc[(self.page.value - 1) * PAGE : self.page.value * PAGE]
+        html = shown.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.6g}")
+        self.rows.value = f'<div class="kit-grid" tabindex="0" aria-label="{look.text(self._name)}">{html}</div>'
+        self.count.value = look.status(f"{len(found):,} of {len(self.frame):,} rows, {self.page.max} pages")
+        self.copy.value = markdown(shown)
+
+
+class RecordsTab(Tab):
+    """The records of the run, and the tables that its lab makes of them. Reads when it is looked at."""
+
+    def __init__(self, model: PanelModel) -> None:
+        super().__init__(model)
+        self._shown: object = None
+        self.choice = widgets.Dropdown(description="Table", options=["records"], tooltip="which table of the run")
+        self.grid = Grid()
+        self.widget = widgets.VBox([look.box(self.choice), self.said, self.grid.widget])
+        model.observe(self._changed, ["run", "revision"])
+        self.choice.observe(self._changed, "value")
+
+    def _changed(self, _: Any = None) -> None:
+        run = self.model.run
+        if not self._visible:
+            return
+        if run is None:
+            self._say(NO_RUN)
+            return
+        known = named.tables(run)
+        names = ["records", *(name for name in known if name != "records")]
+        if list(self.choice.options) != names:
+            self.choice.options = names
+        wanted = (run, self.model.revision, self.choice.value)
+        if self._shown == wanted:
+            return
+        table = known[self.choice.value]
+        self._say("")
+        try:
+            self.grid.show(table.make(run), worst=table.worst, name=table.title)
+        except (KitError, KeyError, ValueError, IndexError) as error:  # part of a run may lack what a table is made of
+            self.grid.show(None)
+            lacking = f"this run has too little for the table {self.choice.value}: {type(error).__name__}: {error}"
+            self._say(str(error) if isinstance(error, KitError) else lacking)
+        self._shown = wanted
+
+
+# -- comparison ------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def run_line(folder: Path, stamp: int) -> str:
+    """A run in a line, from run.json alone; empty where it cannot be read. `stamp` is when that was written."""
+    try:
+        run = Run(folder)
+    except KitError:
+        return ""
+    fault = f"fault {run.fault}" if run.fault else ""
+    when = f"{datetime.fromtimestamp(stamp / 1e9).astimezone():%Y-%m-%d %H:%M:%S}"
+    return " · ".join(part for part in (run.lab, when, run.status, fault, folder.name) if part)
+
+
+def listed(folder: Path, words: str = "") -> list[tuple[str, str]]:
+    """The runs whose line has all of these words, newest first, with their folders."""
+    found = []
+    for path in list_runs(folder):
+        try:
+            line = run_line(path, (path / "run.json").stat().st_mtime_ns)
+        except OSError:  # it was taken away meanwhile
+            continue
+        if line and all(word.lower() in line.lower() for word in words.split()):
+            found.append((line, str(path)))
+        if len(found) == MANY:
+            break
+    return found
+
+
+class CompareTab(Tab):
+    """What changed most as a picture, and all of it as a table, once a person asks for it."""
+
+    def __init__(self, model: PanelModel) -> None:
+        super().__init__(model)
+        self._salt = secrets.token_hex(4)
+        which, example = "runs that have all of these words", "lab, fault, status, date, name"
+        first = model.definition.name
+        self.words = look.control(widgets.Text, "Search", which, width="26em", placeholder=example, value=first)
+        self.again = look.button("Refresh", "refresh", "read the folder again", self._changed)
+        many = "two runs or more: Ctrl or Shift with a click or with the arrows"
+        self.runs = look.control(widgets.SelectMultiple, "Runs", many, width="100%", rows=8)
+        against = "the run that the others are compared with"
+        self.base = look.control(widgets.Dropdown, "Against", against, width="100%")
+        primary = {"button_style": "primary", "disabled": True}
+        self.go = look.button("Compare", "exchange", "compare the chosen runs", self.compare, **primary)
+        self.picture = widgets.HTML(layout={"width": "100%"})
+        self.grid = Grid("what changed most")
+        chosen = [look.box(self.words, self.again), self.runs, self.base, look.box(self.go)]
+        self.widget = widgets.VBox([look.sheet(SHEET), *chosen, self.said, self.picture, self.grid.widget])
+        self.words.observe(self._changed, "value")
+        self.runs.observe(self._chosen, "value")
+        model.observe(self._changed, ["run", "state"])
+        self.grid.widget.layout.display = "none"
+        self._chosen()
+
+    def _changed(self, _: Any = None) -> None:
+        if not self._visible:
+            return
+        chosen = set(self.runs.value)
+        found = listed(runs_dir(), self.words.value)
+        if list(self.runs.options) != found:
+            self.runs.options = found
+            self.runs.value = [path for _, path in found if path in chosen]
+        if not found:
+            self._say(f"No run in {runs_dir()} has these words.")
+
+    def _chosen(self, _: Any = None) -> None:
+        """The others are compared with the oldest, until a person chooses another."""
+        names = {path: line for line, path in self.runs.options}
+        options = [(names[path], path) for path in self.runs.value]
+        before = self.base.value
+        self.base.options = options
+        if options:
+            self.base.value = before if before in self.runs.value else options[-1][1]
+        self.go.disabled = self.base.disabled = len(options) < 2
+        self._say("Choose two runs or more, with Ctrl or Shift held down." if len(options) < 2 else "")
+
+    def compare(self) -> pd.DataFrame | None:
+        """Compare the chosen runs; the table, or None where they could not be."""
+        folders = [self.base.value, *(path for path in reversed(self.runs.value) if path != self.base.value)]
+        try:
+            runs = [Run(Path(folder), checks=checks_of) for folder in folders]
+            table = compare(runs)
+            picture = plot_against(runs, table=table)
+        except KitError as error:
+            self._say(str(error), bad=True)
+            return None
+        self.picture.value = inline(picture, f"What changed most against {runs[0].id}", salt=self._salt)
+        table = without_empty(table)
+        self.grid.show(table.drop(columns=LEFT_OUT if len(runs) > 2 else [*LEFT_OUT, "run"]), name="what changed most")
+        self.grid.widget.layout.display = None
+        differ = "; ".join(f"{name}: {' / '.join(map(str, values))}" for name, values in settings(runs).items())
+        alone = int((table["found_in"] != "both").sum())
+        only = f" {alone} rows are of one run only, and stand last." if alone else ""
+        self._say((f"Settings that differ: {differ}." if differ else "The settings are the same.") + only)
+        return table
+
+
+# -- export ----------------------------------------------------------------------------------------------------------------
+
+
+class ExportTab(Tab):
+    """Writes the run's table or its trace into the run's folder, or where a person says; a small file can be downloaded as well."""
+
+    def __init__(self, model: PanelModel) -> None:
+        super().__init__(model)
+        self.kind = look.control(widgets.Dropdown, "Format", "what kind of file", width="24em", options=KINDS)
+        self.name = look.control(widgets.Text, "File", "the file's name", width="30em")
+        self.folder = look.control(widgets.Text, "Folder", "where it is written; ~ is your home", width="100%")
+        self.go = look.button("Export", "download", "write the file", self.export, button_style="primary")
+        self.link = widgets.HTML()
+        named_as = look.box(self.kind, self.name)
+        self.widget = widgets.VBox([named_as, self.folder, look.box(self.go), self.said, self.link])
+        self.kind.observe(self._rename, "value")
+        model.observe(self._another, "run")
+        self._another()
+
+    def _another(self, _: Any = None) -> None:
+        run = self.model.run
+        self.go.disabled = run is None
+        self._say(NO_RUN if run is None else "")
+        if run is not None:
+            self.folder.value = str(run.dir)
+            self.name.value = run.dir.name + self.kind.value
+            self.link.value = ""
+
+    def _rename(self, change: Any) -> None:
+        """Another ending for the name that is there."""
+        self.name.value = self.name.value.removesuffix(change["old"]) + change["new"]
+
+    def export(self) -> Path | None:
+        """Write the file; where that is, or None where it could not be."""
+        run, kind = self.model.run, self.kind.value
+        self.link.value = ""
+        if run is None:
+            return None
+        name = self.name.value.strip()
+        if not name or Path(name).name != name:
+            self._say(f"the file's name must be one name without a folder, not {name!r}", bad=True)
+            return None
+        target = Path(self.folder.value).expanduser() / (name if name.endswith(kind) else name + kind)
+        try:
+            path = write_trace(run, target) if kind == ".trace.json" else run.save(target)
+        except (KitError, OSError) as error:
+            self._say(str(error), bad=True)
+            return None
+        beside = f", its provenance in {path.name}.provenance.json beside it" if kind == ".csv" else ""
+        self._say(f"written: {path}{beside}")
+        self.link.value = linked(path)
+        return path
+
+    def _changed(self, _: Any = None) -> None:
+        """Nothing here is slow: it is always up to date."""
+
+
+def linked(path: Path) -> str:
+    """A link that has the file in itself, for a browser that is not on this machine; none for a large file."""
+    size, name = path.stat().st_size, look.text(path.name)
+    if size > LINKED:
+        words = f"{size / 2**20:.0f} MiB is too large for a download link; copy the file from its folder"
+        return look.span("faint", words)
+    kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
+    data = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return f'<a style="text-decoration:underline" download="{name}" href="{data}">Download {name}</a>'
