@@ -66,7 +66,9 @@ def environment() -> Iterator[None]:
     before = dict(os.environ)
     yield
     changed = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
-    assert changed - {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"} == set()  # pytest's own, and one that torch sets
+    assert (
+        changed - {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"} == set()
+    )  # pytest's own, and one that torch sets
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

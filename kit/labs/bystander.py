@@ -1,4 +1,4 @@
-"""A bystander: a process of its own with some memory on the card, which must not notice what a lab does there. CUDA only.
+"""A bystander: a process of its own with some memory on the GPU, which must not notice what a lab does there. CUDA only.
 
 Run as a script it holds a block of known numbers and answers each line on its input with one line of JSON, until the input ends:
 when the rank that started it is gone, so is it. Its bytes are the driver's, as NVML lists them by process; where that does not list it
@@ -41,11 +41,11 @@ class Bystander:
             self._process.kill()
             self._process.wait()
             raise RuntimeError(
-                f"the bystander process on the card did not answer within {self.deadline_s:g} s and was ended"
+                f"the bystander process on the GPU did not answer within {self.deadline_s:g} s and was ended"
             )
         line = self._process.stdout.readline()  # one whole line: it is written in one go
         if not line:
-            raise RuntimeError(f"the bystander process on the card ended with status {self._process.wait()}")
+            raise RuntimeError(f"the bystander process on the GPU ended with status {self._process.wait()}")
         return {f"bystander_{name}": float(value) for name, value in json.loads(line).items()}
 
     def close(self) -> None:

@@ -20,13 +20,13 @@ from kit.labs import routed
 from kit.labs.configure import as_json, configure, find_fault, refuse_device
 from kit.labs.definition import role_names, working
 from kit.labs.drive import RANKSIDE, Drive, Quiet, Write
-from kit.labs.memory import cards
+from kit.labs.memory import gpus
 from kit.labs.stepped import Stepped
 from kit.measure.provenance import provenance
 from kit.results import Record, Run, create_run, runs_dir
 from kit.results.files import write_text
 from kit.results.run import SNAPSHOTS
-from kit.results.sources import CARD
+from kit.results.sources import GPU
 from kit.results.tolerances import checked_tolerances
 from kit.target import load_callable
 from kit.world import World
@@ -322,7 +322,7 @@ class Lab:
         self._about |= {"rank0": answers[0]["provenance"], "world": about}
         self._writer.set_provenance(self._about)
         self._append_routing(answers, routed.BEFORE)
-        self._append_once(CARD, cards(self.world.status()), "1")
+        self._append_once(GPU, gpus(self.world.status()), "1")
         self._append_pss("pss_before", answers)
 
     @property

@@ -21,33 +21,33 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-def cards(ranks: Iterable[Mapping[str, Any]]) -> dict[int, int]:
-    """Which of the run's cards each rank works on, from what Worlds know of their ranks; none on the CPU."""
+def gpus(ranks: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    """Which of the run's GPUs each rank works on, from what Worlds know of their ranks; none on the CPU."""
     seats = {row["rank"]: (row["host"], row["device"]) for row in ranks if row["device"].startswith("cuda")}
     numbers = {seat: number for number, seat in enumerate(dict.fromkeys(seats.values()))}
     return {rank: numbers[seat] for rank, seat in seats.items()}
 
 
 def label(frame: pd.DataFrame) -> str:
-    """What is said with a time of communication: nothing, but where ranks share a card."""
+    """What is said with a time of communication: nothing, but where ranks share a GPU."""
     return f"; {SHARED_GPU}" if sharing(frame) > 1 else ""
 
 
 def by_owner(
     frame: pd.DataFrame, source: Source, phase: str, metric: str | None = None, *, add: bool = False
 ) -> pd.Series[float]:
-    """A metric, else what the source tells, after each cycle's phase: by rank, or by card where ranks share what is told of it.
+    """A metric, else what the source tells, after each cycle's phase: by rank, or by GPU where ranks share what is told of it.
 
-    What every rank says of the same card counts once; what each says of itself is added up with `add`.
+    What every rank says of the same GPU counts once; what each says of itself is added up with `add`.
     """
     rows = select(frame, phase=phase, metric=metric or source.metric)
-    owner = rows["rank"].map(lambda rank: source.card_of.get(rank, rank)).rename(source.whose)
+    owner = rows["rank"].map(lambda rank: source.gpu_of.get(rank, rank)).rename(source.whose)
     groups = rows.groupby([owner, "cycle"])["value"]
     return groups.sum() if add else groups.max()
 
 
 def levels(frame: pd.DataFrame, phase: str) -> tuple[pd.DataFrame, Source]:
-    """Memory after each cycle's phase: driver memory on CUDA, anonymous memory on the CPU; a column a rank, or a card that ranks share."""
+    """Memory after each cycle's phase: driver memory on CUDA, anonymous memory on the CPU; a column a rank, or a GPU that ranks share."""
     told = source(frame)
     return by_owner(frame, told, phase).unstack(told.whose), told
 
@@ -99,7 +99,7 @@ def others_untouched(first: str) -> Measure:
 
 
 def on_cuda(ask: Measure) -> Measure:
-    """A question to the driver, which only a card's has an answer to."""
+    """A question to the driver, which only a GPU's has an answer to."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         if not (frame["metric"] == "driver_used").any():

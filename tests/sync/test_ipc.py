@@ -26,7 +26,7 @@ SLOTS: list[torch.Tensor] = []
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of the host for that of the card, and numbers for its handles."""
+    """Memory of the host for that of the GPU, and numbers for its handles."""
     SLOTS.clear()
 
     def on_host(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -52,7 +52,7 @@ def test_every_byte_arrives_from_slots_that_are_written_again(gpu: None, receive
 
 @pytest.mark.parametrize("on_device", [True, False])
 def test_what_is_applied_at_once_lands_where_the_transport_puts_it(on_device: bool) -> None:
-    """A device without memory stands for the card: nothing but the room's place is looked at."""
+    """A device without memory stands for the GPU: nothing but the room's place is looked at."""
     landed: list[torch.device] = []
     call = Call.__new__(Call)
     receiver: Any = SimpleNamespace(device=torch.device("meta"))

@@ -251,7 +251,7 @@ def test_the_choice(receiver: Place, expected: str) -> None:
     assert choose(Place("a", 0, "GPU-1"), receiver) == expected
 
 
-def test_hosts_without_cards_share_memory() -> None:
+def test_hosts_without_gpus_share_memory() -> None:
     assert choose(Place("a", 0), Place("a", 0)) == "shm"
 
 
@@ -269,7 +269,7 @@ def test_names() -> None:
         by_name("kit.sync.transports.base:DEPTH")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_no_handles_without_a_card() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_handles_without_a_gpu() -> None:
     with pytest.raises(BadInput, match="ipc hands over memory of a GPU, and sender is on cpu: take shm"):
         Ipc(context("sender", {}, 1.0))

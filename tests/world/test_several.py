@@ -217,7 +217,9 @@ def test_an_onlooker_that_fails_leaves_no_thread_behind(own: Worlds) -> None:
 def test_a_rank_of_the_second_world_that_cannot_start(
     tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KIT_RANK", "0")  # as a rank has it that starts a World of its own: not for the ranks of this one
+    monkeypatch.setenv(
+        "KIT_RANK", "0"
+    )  # as a rank has it that starts a World of its own: not for the ranks of this one
     text = "import os\nif os.environ.get('KIT_RANK') not in {'0', '1'}: raise ValueError('not here')\n"
     (tmp_path / "refuses.py").write_text(text)
     with pytest.raises(RankError, match="rank 2 could not start: ValueError: not here") as info:

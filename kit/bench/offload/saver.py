@@ -1,7 +1,7 @@
 """torch_memory_saver on a job of its own: everything the job allocates is in a region that it pauses, with a copy on the host.
 
 Rank-side; only where it is installed, on CUDA. Its region also has what training leaves cached, which goes out and back too: `left` tells
-how much that was in all. Has not run on a card yet.
+how much that was in all. Has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def refused() -> str:
 
 
 def tensors(*, size: str, cycles: int) -> dict[str, Any]:
-    """Seconds of pause and resume, and the bytes that left the card."""
+    """Seconds of pause and resume, and the bytes that left the GPU."""
     saver = import_module(NAME).torch_memory_saver
     saver.hook_mode = "torch"  # the other one needs a library preloaded into the ranks
     with saver.region(tag=TAG, enable_cpu_backup=True):
@@ -67,7 +67,7 @@ def _used(job: model.Training) -> int:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds, with what was begun on a card before and in it done."""
+    """Seconds, with what was begun on a GPU before and in it done."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()

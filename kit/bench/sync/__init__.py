@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kit.bench.cost import Cost, crowd
-from kit.bench.sync import cards, works
+from kit.bench.sync import gpus, works
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,7 +34,7 @@ class Sizes:
     growth_mb: tuple[int, ...] = (10, 100, 1000, 2000)
     receivers: tuple[int, ...] = (1, 2, 4)
     receivers_mb: int = 100
-    on_cards: str = "qwen2.5-0.5b"
+    on_gpus: str = "qwen2.5-0.5b"
 
 
 QUICK = Sizes(
@@ -53,7 +53,7 @@ def parts(session: Session, sizes: Sizes) -> dict[str, Part]:
     """The GPUs' first, where there is a driver: nothing else here is as rare."""
     few = sizes.rounds
     by_gpu: dict[str, Part] = {
-        f"gpus.{name}": partial(cards.rows, session, name, model=sizes.on_cards, cycles=few) for name in cards.RANKS
+        f"gpus.{name}": partial(gpus.rows, session, name, model=sizes.on_gpus, cycles=few) for name in gpus.RANKS
     }
 
     def on(part: Callable[..., Iterable[Row]], *args: Any, **keywords: Any) -> Part:
@@ -76,7 +76,7 @@ def costs(sizes: Sizes) -> dict[str, Cost]:
     turns, slow = sizes.rounds + 1, sizes.slow_rounds + 1
     ranks = max(2, *sizes.receivers) + 2
     start = Cost(world=crowd(ranks))
-    made = {f"gpus.{name}": Cost(megatron=1.3, job=2, copy=3 * (turns + 1)) for name in cards.RANKS}
+    made = {f"gpus.{name}": Cost(megatron=1.3, job=2, copy=3 * (turns + 1)) for name in gpus.RANKS}
     for shape in sizes.shapes:
         weight = shape.size() / works.GIB + (shape.count or 300) / 16_000
         made[f"{shape.key}.transports"] = start + Cost(copy=50 * weight * turns)

@@ -286,7 +286,7 @@ CHECKS = (
     ),
     Check(
         name="others_untouched",
-        question="Does a process beside the job keep its memory on the card?",
+        question="Does a process beside the job keep its memory on the GPU?",
         tolerance="others_mib",
         limit=10,
         unit="MiB",

@@ -64,7 +64,7 @@ class Inference(Side):
 
         def forward() -> torch.Tensor:
             if self.ctx.device.type == "cuda":
-                torch.cuda.set_device(self.ctx.device)  # every thread begins with the first card
+                torch.cuda.set_device(self.ctx.device)  # every thread begins with the first GPU
             with standin.on_this_thread():
                 return self.replica.logits(tokens)
 

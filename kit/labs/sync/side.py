@@ -108,10 +108,10 @@ def name_of(rank: int) -> str:
 def place(ctx: Context) -> Place:
     """Where a rank lives, as transports see it."""
     host = boot_id() or socket.gethostname()
-    card = ""
+    gpu = ""
     if ctx.device.type == "cuda":
-        card = str(torch.cuda.get_device_properties(ctx.device).uuid)
-    return Place(host=host, world=f"{ctx.meeting} {ctx.world}", card=card)
+        gpu = str(torch.cuda.get_device_properties(ctx.device).uuid)
+    return Place(host=host, world=f"{ctx.meeting} {ctx.world}", gpu=gpu)
 
 
 def fill(chunks: Sequence[Any], geometry: Geometry, dtype: torch.dtype, seed: int) -> None:

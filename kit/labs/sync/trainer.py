@@ -209,7 +209,7 @@ class Trainer(Side):
     def place_of(self, rank: int) -> Any:
         """Where a receiver lives: on this machine, since they meet at a socket of it; in which World is told by its rank."""
         worlds = [world for world, size in enumerate(self.ctx.world_sizes) for _ in range(size)]
-        return self.where._replace(world=f"{self.ctx.meeting} {worlds[rank]}", card="")
+        return self.where._replace(world=f"{self.ctx.meeting} {worlds[rank]}", gpu="")
 
     def sync(self, version: int, targets: Sequence[Target]) -> Report | None:
         if not self.sends:

@@ -24,18 +24,18 @@ CALLS = ("send", "flush", "receive", "done", "close")
 
 
 class Place(NamedTuple):
-    """Where a rank lives. `card` is what its GPU is called on every rank of the host, as its UUID; empty where there is none."""
+    """Where a rank lives. `gpu` is what its GPU is called on every rank of the host, as its UUID; empty where there is none."""
 
     host: str
     world: int | str
-    card: str = ""
+    gpu: str = ""
 
 
 def choose(sender: Place, receiver: Place) -> str:
     """The best way between two ranks. `serialize` and `per-tensor` are only taken when asked for: the one where the ends cannot
     meet in a group, as with other builds of torch or nothing but the link's port open; the other to compare with."""
     if sender.host == receiver.host:
-        return "ipc" if sender.card and sender.card == receiver.card else "shm"
+        return "ipc" if sender.gpu and sender.gpu == receiver.gpu else "shm"
     return "broadcast" if sender.world == receiver.world else "rendezvous"
 
 

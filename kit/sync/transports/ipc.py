@@ -1,7 +1,7 @@
 """Memory of one GPU that two processes use: the sender's staging buffers, whose CUDA handles go over the links once.
 
-Buckets are copied to the card by the sender, and on the card by receivers, which need not wait for each other: what a receiver applies
-at once stays on the card, what it stores goes to the host. Limits: this has never run on a card. Where PyTorch's allocator uses
+Buckets are copied to the GPU by the sender, and on the GPU by receivers, which need not wait for each other: what a receiver applies
+at once stays on the GPU, what it stores goes to the host. Limits: this has never run on a GPU. Where PyTorch's allocator uses
 expandable segments, receivers need the right to take a descriptor from the sender's process, which containers often withhold.
 """
 
@@ -22,7 +22,7 @@ PIDFD = (
 
 
 class Ipc(Transport):
-    """A ring of `DEPTH` buffers on the card, written again when every receiver is done with them."""
+    """A ring of `DEPTH` buffers on the GPU, written again when every receiver is done with them."""
 
     on_device = True
 

@@ -1,4 +1,4 @@
-"""What only a card can tell, asked of the ranks' Python. One card is enough: ranks share it. Nothing here has run on one yet."""
+"""What only a GPU can tell, asked of the ranks' Python. One GPU is enough: ranks share it. Nothing here has run on one yet."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def row(verdict: Verdict, check: str) -> tuple[bool | None, float | None, str]:
     return found.passed, found.measured, found.why
 
 
-def test_ranks_reduce_on_the_card_and_on_the_host(nothing_left: None) -> None:
+def test_ranks_reduce_on_the_gpu_and_on_the_host(nothing_left: None) -> None:
     with kit.World(2, device="cuda") as world:
         for place in ("device", "'cpu'"):
             world.run(f"x = torch.ones(1, device={place}) * (rank + 1); dist.all_reduce(x)")
@@ -47,7 +47,7 @@ def test_a_matrix_product_before_deterministic_mode_does_not_forbid_it(nothing_l
         world.run("torch.use_deterministic_algorithms(True); a @ a")
 
 
-def test_ranks_on_the_host_see_no_card(nothing_left: None) -> None:
+def test_ranks_on_the_host_see_no_gpu(nothing_left: None) -> None:
     with kit.World(2, device="cpu") as world:
         assert world.eval("torch.cuda.is_available()") == [False, False]
 
@@ -99,7 +99,7 @@ def test_weights_arrive_bit_for_bit(tmp_path: Path, transport: str) -> None:
     assert row(run.verdict(), "bit_exact")[:2] == (True, 0.0)
 
 
-def test_tensors_leave_the_card_and_come_back(tmp_path: Path) -> None:
+def test_tensors_leave_the_gpu_and_come_back(tmp_path: Path) -> None:
     run = kit.run("offload", out=tmp_path / "run", cycles=2, groups=False, **LARGE)
     frame = run.frame()
     share = row(run.verdict(), "tensors_released")[1]

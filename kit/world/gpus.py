@@ -1,8 +1,8 @@
-"""Counting cards in the process that forks the ranks, without starting CUDA's driver there.
+"""Counting GPUs in the process that forks the ranks, without starting CUDA's driver there.
 
-A driver that was started before a fork is dead after it: every rank would be told that there is no card. torchrun's own config
-counts cards before it forks, and so do modules that are loaded for the ranks. `spare` has a child count, which is gone afterwards.
-Limits: a module that asks a card for more than its presence starts the driver all the same; `poisoned` tells.
+A driver that was started before a fork is dead after it: every rank would be told that there is no GPU. torchrun's own config
+counts GPUs before it forks, and so do modules that are loaded for the ranks. `spare` has a child count, which is gone afterwards.
+Limits: a module that asks a GPU for more than its presence starts the driver all the same; `poisoned` tells.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _plain = getattr(_C, COUNT, None)  # a build without CUDA has none
 
 
 def spare(device: str) -> None:
-    """From now on, for ranks on this device: cpu, for which there are no cards, or another one."""
+    """From now on, for ranks on this device: cpu, for which there are no GPUs, or another one."""
     if _plain is not None:
         setattr(_C, COUNT, (lambda: 0) if device == "cpu" else counted_by_a_child)
 

@@ -1,8 +1,8 @@
-"""The lab's syncs on CUDA, by each transport, beside what cards and the links between them do at best.
+"""The lab's syncs on CUDA, by each transport, beside what GPUs and the links between them do at best.
 
 A time is the sender's, from when all are ready until the receivers have applied everything, as in the lab's own comparison of transports.
-Ceilings are measured in the same ranks just before. Where two ranks share a card, NCCL may refuse: then the row says so. Has not run on a
-card yet; on the CPU the same code runs over shared memory and gloo, in the tests.
+Ceilings are measured in the same ranks just before. Where two ranks share a GPU, NCCL may refuse: then the row says so. Has not run on a
+GPU yet; on the CPU the same code runs over shared memory and gloo, in the tests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def rows(session: Session, name: str, *, model: str, cycles: int) -> list[Row]:
 
 def by_transport(session: Session, name: str, *, model: str, cycles: int) -> list[Row]:
     """Ceilings, then as many versions, in the same ranks; the first version brings pages and connections, and is not told."""
-    env = {VISIBLE: os.environ.get(VISIBLE, "0").partition(",")[0]} if name == "ipc" else None  # both ends on one card
+    env = {VISIBLE: os.environ.get(VISIBLE, "0").partition(",")[0]} if name == "ipc" else None  # both ends on one GPU
     logs = session.logs / "gpus" / name
     logs.mkdir(parents=True, exist_ok=True)
     with session.world(RANKS[name], logs=logs / "ranks", env=env, preload=("megatron.core",), timeout_s=600) as world:
@@ -86,7 +86,7 @@ def told(run: Run, name: str, plain: Seconds, *, same: bool) -> list[Row]:
 
 
 def ceiling_of(name: str, plain: Seconds, *, same: bool) -> list[str]:
-    """Which plain copies bound a transport: shared memory goes through the host, NCCL from card to card."""
+    """Which plain copies bound a transport: shared memory goes through the host, NCCL from GPU to GPU."""
     if ceilings.WITHIN not in plain:
         return [ceilings.HOST]
     peers = [what for what in plain if what.startswith(ceilings.PEER)]

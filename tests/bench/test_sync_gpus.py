@@ -1,4 +1,4 @@
-"""Syncs beside ceilings: on real ranks over the CPU's transports; what a card would add is made up here and says so."""
+"""Syncs beside ceilings: on real ranks over the CPU's transports; what a GPU would add is made up here and says so."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import pytest
 
 from kit.bench import ceilings
 from kit.bench.session import Book, Session
-from kit.bench.sync import cards
+from kit.bench.sync import gpus
 from kit.results import Record, create_run, load
 
-CARD = {ceilings.HOST: [0.05], ceilings.WITHIN: [0.001], ceilings.OUT: [0.005], ceilings.BACK: [0.004]}
+GPU = {ceilings.HOST: [0.05], ceilings.WITHIN: [0.001], ceilings.OUT: [0.005], ceilings.BACK: [0.004]}
 PEER = f"{ceilings.PEER} 1"
 
 
 @pytest.mark.slow
 def test_versions_of_a_lab_stand_beside_the_ceiling_of_the_same_ranks(tmp_path, nothing_left):
-    rows = cards.by_transport(Session("cpu", tmp_path, Book("sync")), "shm", model="tiny", cycles=2)
+    rows = gpus.by_transport(Session("cpu", tmp_path, Book("sync")), "shm", model="tiny", cycles=2)
     sync, plain = rows
-    assert (sync.n, plain.n) == (2, cards.ROUNDS)
+    assert (sync.n, plain.n) == (2, gpus.ROUNDS)
     assert sync.median > sync.ceiling > 0
     assert "of memcpy at" in sync.note
     assert (plain.who, plain.what) == ("plain copy", "shm: 256 MiB, memcpy")
@@ -28,7 +28,7 @@ def run(tmp_path):
     """Two versions of 2 x 256 MiB, made up: the first in 9 s, the second in half a second."""
     writer = create_run(tmp_path, "sync", {"size": "tiny"}, {})
     for cycle, taken in ((1, 9.0), (2, 0.5)):
-        rows = [("bytes", 2 * cards.BLOCK, {}), ("event", 1.0, {"event": "ready", "order": 0})]
+        rows = [("bytes", 2 * gpus.BLOCK, {}), ("event", 1.0, {"event": "ready", "order": 0})]
         rows += [("event", 1.0 + taken, {"event": "apply", "order": 1})]
         about = {
             "run": writer.id,
@@ -45,11 +45,11 @@ def run(tmp_path):
 
 
 def test_the_first_version_is_not_told_and_the_slower_copy_is_the_ceiling(run):
-    sync, *plain = cards.told(run, "shm", CARD, same=True)
+    sync, *plain = gpus.told(run, "shm", GPU, same=True)
     assert (sync.n, sync.median) == (1, 0.5)
     assert sync.ceiling == pytest.approx(2 * 0.005)
     assert sync.note.endswith(f"0.02 of {ceilings.OUT} at 53.69 GB/s")
-    assert [row.what.rpartition(", ")[2] for row in plain] == list(CARD)
+    assert [row.what.rpartition(", ")[2] for row in plain] == list(GPU)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,14 @@ def test_the_first_version_is_not_told_and_the_slower_copy_is_the_ceiling(run):
     ],
 )
 def test_each_transport_has_the_ceiling_of_its_way(name, same, copies):
-    assert cards.ceiling_of(name, {**CARD, PEER: [0.002]}, same=same) == copies
+    assert gpus.ceiling_of(name, {**GPU, PEER: [0.002]}, same=same) == copies
 
 
-def test_cards_that_do_not_reach_each_other_go_through_the_host():
-    assert cards.ceiling_of("broadcast", CARD, same=False) == [ceilings.OUT, ceilings.BACK]
+def test_gpus_that_do_not_reach_each_other_go_through_the_host():
+    assert gpus.ceiling_of("broadcast", GPU, same=False) == [ceilings.OUT, ceilings.BACK]
 
 
 def test_without_a_gpu_a_row_gives_the_reason(tmp_path):
-    (row,) = cards.rows(Session("cpu", tmp_path, Book("sync")), "ipc", model="tiny", cycles=1)
+    (row,) = gpus.rows(Session("cpu", tmp_path, Book("sync")), "ipc", model="tiny", cycles=1)
     assert (row.what, row.median) == ("on GPUs: ipc", None)
     assert row.note == "not measured: the CPU was asked for, or this machine has no GPU driver"
