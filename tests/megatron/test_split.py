@@ -1,4 +1,4 @@
-"""The piece-wise step on Megatron, on real ranks: its states, what is not a number, errors half-way, reductions, experts."""
+"""The split step on Megatron, on real ranks: its states, what is not a number, errors half-way, reductions, experts."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ def test_several_answers_are_several_rows():
         ("each/four", False, 50.0),
         ("drift", True, 1.0),
     ]
-    assert [row.why for row in verdict[:4]] == ["2 of 4 fail, worst two", "one", "two", "not measured: three"]
+    assert [row.why for row in verdict[:4]] == ["2 of 4 fail; worst: two", "one", "two", "not measured: three"]
     assert {row.limit for row in verdict[:5]} == {10.0}
     assert exit_code(verdict) == 1
     given = {"one": 1.0, "three": None}
@@ -274,7 +274,7 @@ def test_several_answers_are_several_rows():
     given = {"one": 1.0, "two": 2.0}
     assert (judge(to_frame([]), {}, [several])[0].passed, judge(to_frame([]), {}, [several])[0].why) == (
         True,
-        "2, worst two",
+        "2 compared; worst: two",
     )
     given = {}
     assert judge(to_frame([]), {}, [several])[0].passed is None

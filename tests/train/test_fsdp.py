@@ -1,4 +1,4 @@
-"""The piece-wise step on FSDP2 beside the plain one, on two real ranks over gloo, and both beside a plain float64 model."""
+"""The split step on FSDP2 beside the plain one, on two real ranks over gloo, and both beside a plain float64 model."""
 
 from __future__ import annotations
 

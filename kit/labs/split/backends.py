@@ -1,6 +1,6 @@
-"""What trains, by one set of names: a fresh job on the starting weights, its plain and its piece-wise step, what is looked at.
+"""The two training backends under one interface: fresh jobs, their plain and split steps, and the tensors that are compared.
 
-`split_step(ctx)` is the code under test where no other is named.
+`split_step(ctx)` is the code under test unless `implementation` names another.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(kw_only=True, slots=True)
 class SplitContext:
-    """`ctx` for code under test: the job, and where it runs. `settings` are those of the kit's optimizers, clipping among them.
-
-    `groups` describes Megatron's groups as plain JSON.
-    """
+    """`ctx` for the code under test. `settings` are those of the kit's optimizers, with clipping; `groups` are Megatron's as JSON."""
 
     rank: int
     world_size: int
@@ -52,7 +49,7 @@ class SplitContext:
 
 @dataclass(kw_only=True, slots=True)
 class ModelContext:
-    """`ctx` for a model that is named as code. Megatron's groups are there; `settings` are those of the kit's own optimizer."""
+    """`ctx` for your own model. Megatron's groups exist already; `settings` are those of the kit's optimizer."""
 
     rank: int
     world_size: int
@@ -66,7 +63,7 @@ class Sync(Protocol):
 
 
 class Backend(Protocol):
-    """One of the two, for one config."""
+    """A training backend for one config."""
 
     def fresh(self) -> Any:
         """A job on the starting weights, with chunks, optimizer and scheduler."""
@@ -77,11 +74,11 @@ class Backend(Protocol):
         """Full tensors by their Hugging Face names, on the host. Collective."""
 
     def gradients(self, job: Any) -> Tensors:
-        """As the optimizer finds them. Collective."""
+        """The gradients that the optimizer gets. Collective."""
 
     def counted(self, job: Any) -> contextlib.AbstractContextManager[Counter]: ...
     def hooks(self, job: Any) -> tuple[Any, ...]:
-        """What a step replaces and must put back."""
+        """The hooks that a step replaces and must restore."""
 
     def state(self, job: Any) -> dict[str, str]:
         """Hashes of weights, optimizer state, scheduler and random numbers."""
@@ -90,7 +87,7 @@ class Backend(Protocol):
 
 
 class Counter(Protocol):
-    """Reductions of each bucket since the last reset."""
+    """Number of reductions of each bucket since the last reset."""
 
     @property
     def counts(self) -> Mapping[Any, int]: ...
@@ -98,7 +95,7 @@ class Counter(Protocol):
 
 
 def settings(config: SplitConfig) -> Settings:
-    """Values that show what an update does with them: every step has its own rate, is clipped, and decays weights visibly."""
+    """Settings whose effect shows: the learning rate changes in every step, gradients are clipped, weights decay visibly."""
     return Settings(
         first_lr=1e-4,
         last_lr=2e-4,
@@ -111,14 +108,14 @@ def settings(config: SplitConfig) -> Settings:
     )
 
 
-def kept_type(config: SplitConfig) -> torch.dtype:
-    """The type of the weights that are looked at: FSDP2 keeps float32 whatever it computes in."""
+def weights_dtype(config: SplitConfig) -> torch.dtype:
+    """The dtype of the compared weights: FSDP2 keeps float32, whatever it computes in."""
     return torch.float32 if config.backend == "fsdp2" else model.DTYPES[config.dtype]
 
 
 @dataclass(kw_only=True, slots=True)
 class OwnJob:
-    """What `model=module:attr` built, in the form that steps work on."""
+    """The job that `model=module:attr` built, in the form that steps need."""
 
     chunks: list[Any]
     optimizer: Any
@@ -127,16 +124,18 @@ class OwnJob:
 
 
 def own_job(target: str, built: Any, device: torch.device) -> OwnJob:
-    """The job that somebody's code built, if it has what a step needs."""
+    """The job that your own code built, if it has what a step needs."""
     missing = [name for name in ("chunks", "optimizer", "scheduler") if not hasattr(built, name)]
     if missing:
         raise BadInput(f"model={target}: the object it returned lacks {', '.join(missing)}")
     chunks = list(built.chunks)
     if not all(hasattr(chunk, "scale_gradients") for chunk in chunks):
-        raise BadInput(f"model={target}: chunks must be wrapped in Megatron's DistributedDataParallel")
+        raise BadInput(
+            f"model={target}: chunks are not wrapped in Megatron's DistributedDataParallel; wrap each of them"
+        )
     if any(chunk.config.finalize_model_grads_func is None for chunk in chunks):
         raise BadInput(
-            f"model={target}: finalize_model_grads_func of a chunk's config is None, so that no schedule would reduce gradients; "
+            f"model={target}: finalize_model_grads_func in the config of a chunk is None, so gradients would not be reduced; "
             "set it to megatron.core.distributed.finalize_model_grads"
         )
     return OwnJob(chunks=chunks, optimizer=built.optimizer, scheduler=built.scheduler, device=device)
@@ -148,7 +147,7 @@ def assemble(ctx: ModelContext) -> model.Training:
 
 
 class Megatron:
-    """kit.megatron.model on groups that are made once."""
+    """kit.megatron.model on groups that are created once."""
 
     def __init__(self, config: SplitConfig, weights: Tensors) -> None:
         self.config = config
@@ -253,7 +252,7 @@ class Fsdp2:
 
 
 def split_step(ctx: SplitContext) -> Split:
-    """The kit's own piece-wise step for the configured backend."""
+    """The kit's own split step for the configured backend."""
     if ctx.config.backend == "fsdp2":
         return fsdp.FsdpSplit(ctx.job)
     return split.MegatronSplit(ctx.job)
@@ -272,7 +271,7 @@ def flat(values: Any) -> list[torch.Tensor]:
 
 
 def chunks_of(data: Batch, chunks: int, mbs: int) -> list[Batch]:
-    """A step's rows in so many calls of whole microbatches, as even as can be; 0: a microbatch a call."""
+    """The rows of a step in `chunks` parts of whole microbatches, as even as possible; 0: one microbatch per part."""
     total = rows(data) // mbs
     count = chunks or total
     ends = [total * index // count * mbs for index in range(count + 1)]
@@ -280,7 +279,7 @@ def chunks_of(data: Batch, chunks: int, mbs: int) -> list[Batch]:
 
 
 def watch_optimizer(job: Any, look: Callable[[], None]) -> None:
-    """Have a look at the gradients when the optimizer is called, whoever calls it."""
+    """Call `look` before each step of the optimizer, whoever calls it."""
     plain = job.optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The faults of the split lab: the kit's own steps with one bug each, and losses that both ways of stepping share."""
+"""The faults of the split lab: the kit's split steps with one bug each, and losses that the plain and the split step share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUMBERS = ("global_loss", "grad_norm", "lr", "wd", "global_valid_seqs", "global_
 
 
 def make_split(ctx: Context, given: SplitContext) -> Split:
-    """The configured code under test; the kit's own with the fault, if one is on."""
+    """The configured split step; the kit's own with the fault, if one is on."""
     target = given.config.implementation
     if ctx.fault is None or ctx.fault in ELSEWHERE:
         own: Split = load(target)(given)
@@ -41,33 +41,31 @@ def make_split(ctx: Context, given: SplitContext) -> Split:
             raise BadInput(f"implementation={target}: the object it returned lacks {', '.join(missing)}")
         return own
     if target != KIT_SPLIT:
-        raise BadInput(f"fault {ctx.fault!r} is a bug of the kit's own step: leave implementation={target} out")
+        raise BadInput(f"fault {ctx.fault!r} is a bug of the kit's own split step: leave out implementation={target}")
     if given.config.backend == "fsdp2":
         if ctx.fault != "dummy-bins-counted":
-            raise BadInput(f"fault {ctx.fault!r} is a bug of the step on Megatron: leave backend=fsdp2 out")
+            raise BadInput(f"fault {ctx.fault!r} is a bug of the Megatron split step: leave out backend=fsdp2")
         return DummiesCounted(given.job)
     if ctx.fault == "dummy-bins-counted":
-        raise BadInput("fault 'dummy-bins-counted' is a bug of the step on FSDP2: set backend=fsdp2")
+        raise BadInput("fault 'dummy-bins-counted' is a bug of the FSDP2 split step: set backend=fsdp2")
     return BrokenMegatron(given.job, ctx.fault)
 
 
 def whole_result(config: SplitConfig, result: Any) -> StepResult:
-    """What finish() gave, if all of it is there."""
-    said = (
-        f"implementation={config.implementation}: finish() must return a dict of {', '.join(NUMBERS)}, version, metrics"
-    )
+    """The result of finish(), if it is complete."""
+    required = f"implementation={config.implementation}: finish() must return a dict with {', '.join(NUMBERS)}, version, metrics"
     if not isinstance(result, dict):
-        raise BadInput(f"{said}; it returned {type(result).__name__}")
+        raise BadInput(f"{required}; it returned {type(result).__name__}")
     missing = [name for name in (*NUMBERS, "version", "metrics") if name not in result]
     if missing:
-        raise BadInput(f"{said}; it lacks {', '.join(missing)}")
+        raise BadInput(f"{required}; it lacks {', '.join(missing)}")
     table = result["metrics"]
     if not isinstance(table, dict):
-        raise BadInput(f"{said}; its metrics are {type(table).__name__}, and must be a dict of names and numbers")
-    told = {name: result[name] for name in (*NUMBERS, "version")} | table
-    odd = [f"{name}={value!r}" for name, value in told.items() if not is_number(value)]
+        raise BadInput(f"{required}; metrics is a {type(table).__name__} and must be a dict from names to numbers")
+    values = {name: result[name] for name in (*NUMBERS, "version")} | table
+    odd = [f"{name}={value!r}" for name, value in values.items() if not is_number(value)]
     if odd:
-        raise BadInput(f"{said}; these are no numbers: {', '.join(odd)}")
+        raise BadInput(f"{required}; not a number: {', '.join(odd)}")
     whole: Any = result
     return whole  # type: ignore[no-any-return]
 
@@ -84,7 +82,7 @@ def broken_loss(fault: str | None, loss: Loss) -> Loss:
         return Multiplied(loss)
     if fault == "weights-cancel":
         if not isinstance(loss, ClippedPolicyGradient):
-            raise BadInput("fault 'weights-cancel' is a bug of the kit's clipped loss: leave loss and recipe=nll out")
+            raise BadInput("fault 'weights-cancel' is a bug of the kit's clipped loss: leave out loss and recipe=nll")
         return Cancelling(**{field.name: getattr(loss, field.name) for field in dataclasses.fields(loss)})
     return loss
 
@@ -93,13 +91,13 @@ def broken_job(fault: str | None, job: Any) -> Any:
     """The job with its fault, if one is on."""
     if fault == "unclipped":
         if not hasattr(job.optimizer, "config"):
-            raise BadInput("fault 'unclipped' is a bug of a job on Megatron: leave backend=fsdp2 out")
+            raise BadInput("fault 'unclipped' is a bug of a Megatron job: leave out backend=fsdp2")
         job.optimizer.config.clip_grad = 0.0
     return job
 
 
 class NotShifted:
-    """A loss that takes the mask of each token for the mask of its prediction: off by one, the same way everywhere."""
+    """A loss that does not shift the token mask: off by one in the plain and in the split step."""
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
@@ -116,7 +114,7 @@ class NotShifted:
 
 
 class Multiplied(NotShifted):
-    """A loss that leaves masked places in and multiplies them by 0."""
+    """A loss that multiplies masked places by 0 instead of replacing them."""
 
     def __call__(
         self, logprobs: torch.Tensor, batch: Batch, *, tokens: float, sequences: float
@@ -127,7 +125,7 @@ class Multiplied(NotShifted):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Cancelling(ClippedPolicyGradient):
-    """A loss that takes the importance weight for expm1(gap) + 1 in float32."""
+    """A loss that computes the importance weight as expm1(gap) + 1 in float32."""
 
     def _weight(self, gap: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         lossy = (gap.float().expm1() + 1).double().log()
@@ -135,7 +133,7 @@ class Cancelling(ClippedPolicyGradient):
 
 
 class OneScalar:
-    """A loss whose metrics all claim one normalizer."""
+    """A loss that reports one normalizer for all metrics."""
 
     def __init__(self, loss: Loss, wrong: Mapping[str, Normalizer]) -> None:
         self.loss = loss
@@ -229,7 +227,7 @@ class BrokenMegatron(split.MegatronSplit):
         if self.fault == "missing-sync":
             late: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(late):
-                torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call] # the division comes late, and nobody waits
+                torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call] # the division is late, and nothing waits for it
                 super()._normalise(own)
         else:
             super()._normalise(own)
@@ -269,7 +267,7 @@ class BrokenMegatron(split.MegatronSplit):
 
 
 class DummiesCounted(fsdp.FsdpSplit):
-    """The kit's step on FSDP2 that fills up with real rows, and counts them."""
+    """The kit's FSDP2 step that pads with real rows and counts them."""
 
     def fill(self, pieces: list[Batch], most: int) -> list[Batch]:
         return pieces + pieces[:1] * (most - len(pieces))

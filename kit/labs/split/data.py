@@ -1,4 +1,4 @@
-"""Rows for every step of every way: rollouts made once on rank 0, the same on all ranks, cut by data rank."""
+"""Rows for every step: rollouts made once on rank 0, sent to all ranks, divided over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from kit.labs.split.backends import Megatron, Tensors
     from kit.labs.split.config import SplitConfig
 
-ANSWERS = 4  # to each prompt
-WARM = 24  # supervised updates before anything; a large model has none, since they would take longer than the lab
+ANSWERS = 4  # per prompt
+WARM = 24  # supervised updates of the tiny model; for a large model they would take longer than the lab
 
 
 def rollouts(config: SplitConfig, device: torch.device) -> tuple[Tensors, Batch]:
-    """Starting weights and rows for all steps, made on rank 0."""
+    """Initial weights and the rows of all steps, made on rank 0."""
     total = config.batch * config.steps
     group = math.gcd(ANSWERS, total)
     made: tuple[Tensors, Batch] = ({}, {})
@@ -47,7 +47,7 @@ def rollouts(config: SplitConfig, device: torch.device) -> tuple[Tensors, Batch]
 
 
 def edges(batch: Batch) -> Batch:
-    """In one row of four the first and the last column are marked as trained on: the first is predicted by nothing and must not count."""
+    """Mark the first and last column as trained on in one row of four. Nothing predicts the first one, so it must not count."""
     made = {name: value.clone() for name, value in batch.items()}
     some = slice(0, None, 4)
     made["token_mask"][some, [0, -1]] = 1.0
@@ -61,10 +61,10 @@ def edges(batch: Batch) -> Batch:
 
 def everywhere(tensors: Tensors, device: torch.device) -> Tensors:
     """Rank 0's tensors on every rank, on the host."""
-    said: list[Any] = [[(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]]
-    dist.broadcast_object_list(said, src=0)
+    specs: list[Any] = [[(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]]
+    dist.broadcast_object_list(specs, src=0)
     found = {}
-    for name, shape, dtype in said[0]:
+    for name, shape, dtype in specs[0]:
         value = tensors[name].to(device) if tensors else torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(value, src=0)
         found[name] = value.cpu()
@@ -72,7 +72,7 @@ def everywhere(tensors: Tensors, device: torch.device) -> Tensors:
 
 
 def steps(config: SplitConfig, whole: Batch) -> list[Batch]:
-    """The rows of each step over all data ranks."""
+    """The rows of each step over all data-parallel ranks."""
     found = list(cuts(whole, config.batch))
     return [rollout.uneven(step, config.data_ranks) for step in found] if config.masks == "empty-rank" else found
 
@@ -85,18 +85,18 @@ def share(config: SplitConfig, step: Batch) -> Batch:
 
 
 def shifted(megatron: Megatron, step: Batch) -> Batch:
-    """For experts, whose weights no plain model has: the parties keep their distances, around what the job itself says."""
+    """For experts, which no plain model supports: log-probabilities keep their distances, around those of the job itself."""
     job = megatron.fresh()
-    said: list[torch.Tensor] = []
+    seen: list[torch.Tensor] = []
 
     def keep(logprobs: torch.Tensor, _: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        said.append(logprobs.detach().cpu())
+        seen.append(logprobs.detach().cpu())
         return split.nothing(logprobs, _)
 
     split.forward_backward(job, list(cuts(step, megatron.config.micro_batch)), keep)
     own = torch.zeros(rows(step), step["input_ids"].shape[1])
-    if said:
-        own[:, 1:] = torch.cat(said)
+    if seen:
+        own[:, 1:] = torch.cat(seen)
     dist.all_reduce(own_on := own.to(megatron.device), op=dist.ReduceOp.MIN)
     own = own_on.cpu() * (step["token_mask"] > 0)
     distance = own - step["prev_logprobs"]
@@ -105,7 +105,7 @@ def shifted(megatron: Megatron, step: Batch) -> Batch:
 
 
 def ratios_off_one(batch: Batch) -> float:
-    """The share of valid tokens that engine and trainer see differently: with none the losses would be tried on nothing."""
+    """The share of valid tokens whose log-probabilities differ between engine and trainer; at 0 the ratios would not be tested."""
     apart = (batch["prev_logprobs"] - batch["generation_logprobs"])[:, 1:].abs() > 1e-4
     mask = valid(batch) > 0
     return float((apart & mask).sum() / mask.sum().clamp(min=1))

@@ -1,4 +1,4 @@
-"""The experts' load-balancing loss once more, in float64 from what routers are given, sharing no code with what reports it."""
+"""The load-balancing loss of experts in float64 from the inputs of the routers, independent of the code that reports it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ METRIC = "moe_aux_loss"
 
 
 def balance(hidden: torch.Tensor, weight: torch.Tensor, choices: int) -> float:
-    """E * sum(f P) of one layer's router and one microbatch: of E experts each has the share f of all choices, and P is the mean of
-    what the softmax gives it."""
+    """E * sum(f P) for the router of one layer and one microbatch: f is the share of choices of each of the E experts, P the mean of
+    its softmax probability."""
     tokens = hidden.double().flatten(0, -2)
     chances = torch.softmax(tokens @ weight.double().T, dim=-1)
     chosen = chances.argsort(dim=-1, descending=True)[:, :choices]
@@ -28,7 +28,7 @@ def balance(hidden: torch.Tensor, weight: torch.Tensor, choices: int) -> float:
 
 
 def balance_of_step(job: Any, batch: Batch, micro_batch: int) -> float:
-    """Mean over layers, microbatches and data ranks, on the weights that a fresh job has. Every rank calls it with its own rows."""
+    """The mean over layers, microbatches and data-parallel ranks, on the initial weights. Every rank calls it with its own rows."""
     found: list[float] = []
 
     def look(router: Any, given: Any) -> None:

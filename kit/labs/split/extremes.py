@@ -1,4 +1,4 @@
-"""The loss on rows that no rollout brings: trainer and engine far apart, and masked places that hold what is not a number."""
+"""The loss on rows that rollouts do not produce: large gaps between trainer and engine, and NaN or infinities in masked places."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RUBBISH = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 PARTIES = ("advantages", "prev_logprobs", "generation_logprobs", "reference_logprobs")
 ROWS = 8
 FAR = math.log(5.0)
-FLOOR = 1e-2  # below it errors are absolute, as in the verdict's metrics
+FLOOR = 1e-2  # errors below it are absolute, as in `parity`
 SMALLEST = 2.0**-126  # of float32
 
 
 def rows_of(batch: Batch, gap: float = 0.0, *, alone: bool = False) -> tuple[torch.Tensor, Batch]:
-    """A few of a step's rows on the host, and float32 log-probabilities near the trainer's, in one token of seven a factor of 5 off.
+    """A few rows of a step on the host, and float32 log-probabilities near the trainer's; one token in seven is off by a factor of 5.
 
-    In one token the engine is `gap` below the trainer; `alone`: no other token counts, so that no sum hides it.
+    For one token the engine is `gap` below the trainer; with `alone` no other token counts, so that no sum hides it.
     """
     some = {name: value[:ROWS].cpu().clone() for name, value in batch.items()}
     place = torch.arange(some["prev_logprobs"].numel()).view_as(some["prev_logprobs"])
@@ -47,10 +47,10 @@ def rows_of(batch: Batch, gap: float = 0.0, *, alone: bool = False) -> tuple[tor
 
 
 def gap_error(loss: Loss, exact: Exact, batch: Batch, gap: float) -> tuple[float, str]:
-    """How far loss, metrics and gradient of float32 rows are from `exact(logprobs, batch)` at a gap: the worst, and its name."""
+    """The largest error of loss, metrics and gradient against `exact(logprobs, batch)` at a gap, and the name of that number."""
     among = errors_at(loss, exact, *rows_of(batch, gap), FLOOR)
     alone = errors_at(loss, exact, *rows_of(batch, gap, alone=True), SMALLEST)
-    errors = {**among, **{f"{name} of that token": error for name, error in alone.items()}}
+    errors = {**among, **{f"{name} of that token alone": error for name, error in alone.items()}}
     name = max(errors, key=lambda each: errors[each])
     return errors[name], name
 
@@ -68,11 +68,11 @@ def errors_at(loss: Loss, exact: Exact, logprobs: torch.Tensor, batch: Batch, fl
 
 
 def masked_reach(loss: Loss, batch: Batch, rubbish: float) -> list[str]:
-    """What changes when masked places hold `rubbish`: nothing may, not one bit."""
+    """The numbers that change if masked places hold `rubbish`. None may change, not by one bit."""
     logprobs, some = rows_of(batch)
     clean = trained(loss, logprobs, some)
     if any(map(math.isnan, clean[1].values())):
-        return ["metrics are not numbers without it"]
+        return ["metrics are NaN even without it"]
     hidden = some["token_mask"] * some["sample_mask"][:, None] == 0
     hidden[:, 0] = True
     dirty = {name: value.masked_fill(hidden, rubbish) if name in PARTIES else value for name, value in some.items()}
@@ -83,7 +83,7 @@ def masked_reach(loss: Loss, batch: Batch, rubbish: float) -> list[str]:
 
 
 def trained(loss: Loss, logprobs: torch.Tensor, batch: Batch) -> tuple[float, dict[str, float], torch.Tensor]:
-    """Value, metrics and gradient, divided by the true counts; -1 for an extreme over nothing."""
+    """Value, metrics and gradient, divided by the true counts; an extreme without values is -1."""
     own = logprobs.clone().requires_grad_()
     kept = batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]
     tokens, sequences = max(1.0, kept.sum().item()), max(1.0, batch["sample_mask"].sum().item())
@@ -99,14 +99,14 @@ def trained(loss: Loss, logprobs: torch.Tensor, batch: Batch) -> tuple[float, di
 
 
 def gradient_error(value: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
-    """||dg|| / ||g||, of elements that are the same infinity as of equal ones."""
+    """||dg|| / ||g||; equal infinities count as equal elements."""
     off = torch.where(value == wanted, 0.0, value - wanted).double().norm().item()
     whole = wanted[wanted.isfinite()].double().norm().item()
     return off / max(whole, floor) if math.isfinite(off) else math.inf
 
 
 def apart(value: float, wanted: float, floor: float) -> float:
-    """Relative error, absolute below the floor; infinite where one is not finite and the other is not the same."""
+    """Relative error, absolute below the floor; infinite if a number is not finite and the two differ."""
     if value == wanted or (math.isnan(value) and math.isnan(wanted)):
         return 0.0
     error = abs(value - wanted) / max(abs(wanted), floor)

@@ -1,4 +1,4 @@
-"""The loss that a run trains with: the recipe's, or one that is named as code; what the latter advertises is checked."""
+"""The loss of a run: that of the recipe, or your own, whose declared metrics are checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class LossContext:
-    """`ctx` for a loss that is named as code; it is made once for each level of the run."""
+    """`ctx` for your own loss, which is made once for each level of the run."""
 
     rank: int
     world_size: int
@@ -32,7 +32,7 @@ class LossContext:
 
 
 def of_recipe(ctx: LossContext) -> Loss:
-    """The kit's own loss, by the config's recipe and options."""
+    """The kit's loss with the recipe and options of the config."""
     if ctx.config.recipe == "nll":
         return NegativeLogLikelihood(level=ctx.level)
     return ClippedPolicyGradient(level=ctx.level, **loss_settings(ctx.config))
@@ -45,7 +45,7 @@ def make_loss(ctx: LossContext) -> Loss:
 
 
 class OwnLoss:
-    """A loss that is named as code, held to what it advertises."""
+    """Your own loss, checked against the level and the metrics that it declares."""
 
     def __init__(self, target: str, loss: Any, level: Level) -> None:
         missing = [name for name in ("level", "normalizers", "__call__") if not hasattr(loss, name)]
@@ -53,15 +53,17 @@ class OwnLoss:
             raise BadInput(f"loss={target}: the object it returned lacks {', '.join(missing)}")
         if loss.level != level:
             raise BadInput(
-                f"loss={target}: its level is {loss.level!r}, and ctx.level is {level!r}; set level={loss.level}"
+                f"loss={target}: its level is {loss.level!r} but ctx.level is {level!r}; use level={loss.level}"
             )
         self.target, self.loss, self.level = target, loss, level
         self.names: dict[str, Normalizer] = dict(loss.normalizers())
         wrong = {name: by for name, by in self.names.items() if by not in NORMALIZERS}
         if wrong:
-            raise BadInput(f"loss={target}: normalizers() has {wrong}; a normalizer is 'tokens', 'sequences' or None")
+            raise BadInput(
+                f"loss={target}: normalizers() returned {wrong}; a normalizer must be 'tokens', 'sequences' or None"
+            )
         if "loss" not in self.names:
-            raise BadInput(f"loss={target}: normalizers() lacks 'loss', the metric that the step reports")
+            raise BadInput(f"loss={target}: normalizers() lacks 'loss', the metric that every step reports")
 
     def normalizers(self) -> Mapping[str, Normalizer]:
         return self.names
@@ -73,6 +75,6 @@ class OwnLoss:
         odd = sorted(set(seen) ^ set(self.names))
         if odd:
             raise BadInput(
-                f"loss={self.target}: normalizers() and the metrics that it returns differ in {', '.join(odd)}"
+                f"loss={self.target}: normalizers() and the returned metrics differ in {', '.join(odd)}; they must have the same names"
             )
         return value, {name: torch.as_tensor(number) for name, number in seen.items()}

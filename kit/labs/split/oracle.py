@@ -1,7 +1,7 @@
-"""The same losses once more, written for checking: float64, one token at a time, sharing no code with the losses that are trained.
+"""The losses in float64, one token at a time, as an oracle for tests: no code is shared with the losses used in training.
 
-`oracle` takes a whole step, all rows of all data ranks, and gives what the step must give: the loss with its graph, and every metric,
-divided by the true counts. It reads the settings of a loss and nothing else of it. Slow on purpose: for steps of some thousand tokens.
+`oracle` takes all rows of a step, over all data-parallel ranks, and returns the numbers that the step must give: the loss with its graph,
+and every metric, divided by the true counts. It reads only the settings of a loss. It is slow, and meant for some thousand tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Token:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """What became of one valid token of a clipped policy gradient."""
+    """The terms of one valid token in a clipped policy gradient."""
 
     loss: torch.Tensor
     penalty: float
@@ -44,9 +44,9 @@ class Judged:
 def oracle(
     settings: Any, logprobs: torch.Tensor, batch: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The step's loss and metrics. `logprobs[i, t]` speaks of token t + 1 of row i, as everywhere."""
+    """Loss and metrics of the step. `logprobs[i, t]` belongs to token t + 1 of row i."""
     if logprobs.dtype != torch.float64:
-        raise TypeError(f"the oracle wants log-probabilities in float64, not {logprobs.dtype}")
+        raise TypeError(f"the oracle needs log-probabilities in float64, not {logprobs.dtype}")
     rows = _valid_rows(settings, logprobs, batch)
     count = max(1, sum(len(row) for row in rows))
     if hasattr(settings, "clip_low"):
@@ -72,7 +72,7 @@ def oracle(
 def by_itself(
     loss: Any, logprobs: torch.Tensor, batch: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """For a loss whose formulas nobody else has: its own value over all rows at once, in float64, divided by the true counts."""
+    """For your own loss, whose formulas are unknown: its value over all rows at once, in float64, divided by the true counts."""
     sequences, tokens = true_counts(batch)
     exact = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
     value, _ = loss(logprobs, exact, tokens=float(max(1, tokens)), sequences=float(max(1, sequences)))

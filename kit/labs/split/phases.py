@@ -1,4 +1,4 @@
-"""What a rank does in the split lab. One method a phase; faults are in `broken.py`, the backends in `backends.py`."""
+"""The split lab on a rank, one method per phase. `broken.py` has the faults, `backends.py` the backends."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True, slots=True)
-class Way:
-    """What one way of stepping came to: a result, gradients and a rate for every step, and the weights at the end."""
+class Trained:
+    """The outcome of all steps of one kind: results and gradients of every step, and the final weights."""
 
     results: list[StepResult] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
@@ -39,11 +39,11 @@ class Way:
 
 @dataclass(kw_only=True, slots=True)
 class Calls:
-    """Seconds of each call of the last step. Earlier steps run without a clock that waits for the device."""
+    """Seconds of each call of the last step. Earlier steps are not timed, because the clock waits for the device."""
 
     device: str
     on: bool = False
-    looked: float = 0.0  # seconds that the lab itself took to look at gradients, inside of a call
+    looked: float = 0.0  # seconds of the current call in which the lab itself read gradients
     seconds: list[tuple[str, float]] = field(default_factory=list)
 
     def time(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -56,7 +56,7 @@ class Calls:
 
 
 class Split:
-    """The plain step, the piece-wise one, and what is between them."""
+    """The plain step, the split step, and their comparison."""
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
@@ -64,15 +64,15 @@ class Split:
         self.cases = {case.cycle: case for case in cases(self.config)}
         self.backend: Any
         self.batches: list[Batch]
-        self.plain = Way()
-        self.cut = Way()
-        self.first: Tensors = {}  # the gradients of the level's first cut
+        self.plain = Trained()
+        self.cut = Trained()
+        self.first: Tensors = {}  # the gradients of the first number of chunks at this level
         self.losses: dict[str, Loss] = {}  # by level
 
-    # -- what is trained, and on what ----------------------------------------------------------------------------------
+    # -- phases ---------------------------------------------------------------------------------------------------------
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
-        """Weights, rollouts and groups; both ranks of a pair of replicas see the same rows."""
+        """Weights, rollouts and groups. Model-parallel ranks of one replica get the same rows."""
         config = self.config
         self.weights, whole = data.rollouts(config, self.ctx.device)
         self.megatron = backends.Megatron(config, self.weights if config.has_twin else {})
@@ -97,14 +97,14 @@ class Split:
         case = self.cases[cycle]
         self.first = {}
         self.plain = self._drive(self.backend, case, plain=True)
-        self._tell(self.plain)
+        self._record_results(self.plain)
         for name, by in self._loss(case.level).normalizers().items():
             self.ctx.record("normalizer", None, text=by or "none", name=name)
 
     def oracle(self, cycle: int) -> None:
-        """The first step once more, in float64 on a plain model, by formulas of its own. The loss alone where no rollout leads.
+        """The first step in float64 on a plain model with separate formulas; then the loss alone on extreme rows.
 
-        Of experts: their load-balancing loss.
+        With experts: their load-balancing loss.
         """
         if self.config.balances:
             exact_balance = experts.balance_of_step(self.megatron.fresh(), self.batches[0], self.config.micro_batch)
@@ -114,7 +114,7 @@ class Split:
         level, step = self.cases[cycle].level, self.whole[0]
         formulas = oracle if self.config.loss == KIT_LOSS else by_itself
         exact = functools.partial(formulas, self._loss(level, sound=True))
-        self._far_apart(self._loss(level), exact, step)
+        self._extremes(self._loss(level), exact, step)
         if not self.config.has_twin:
             return
         net = from_weights(self._geometry(), self.weights, dtype=torch.float64)
@@ -128,31 +128,31 @@ class Split:
     def other_backend(self, cycle: int) -> None:
         """Megatron's plain step on the same weights and rows."""
         other = self._drive(self.megatron, self.cases[cycle], plain=True)
-        self._tell(other)
+        self._record_results(other)
         if self.ctx.rank == 0:
             for step, (a, b) in enumerate(zip(self.plain.gradients, other.gradients, strict=True), start=1):
                 self.ctx.record("gradient_error", compare.overall(a, b), step=step)
             self.ctx.record("parameter_error", compare.overall(self.plain.weights, other.weights))
 
     def split(self, cycle: int) -> None:
-        """The piece-wise step."""
+        """The split step."""
         self.cut = self._drive(self.backend, self.cases[cycle], plain=False)
-        self._tell(self.cut)
+        self._record_results(self.cut)
 
     def compare(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Weights on every rank, since a replica may be left behind; what they were made of on rank 0, which has it all."""
+        """Weights on every rank, since one replica may differ; gradients and tensors on rank 0, which has all of them."""
         cut, plain, record = self.cut, self.plain, self.ctx.record
         record("parameter_error", compare.overall(cut.weights, plain.weights))
         if self.ctx.rank:
             return
         sure: dict[str, torch.Tensor] = {}
         for step, (a, b) in enumerate(zip(cut.gradients, plain.gradients, strict=True), start=1):
-            apart = compare.by_tensor(a, b)
+            distances = compare.by_tensor(a, b)
             record("gradient_error", compare.overall(a, b), step=step)
-            record("gradients_same", sum(each.same for each in apart) / max(len(apart), 1), step=step)
+            record("gradients_same", sum(each.same for each in distances) / max(len(distances), 1), step=step)
             sure |= {name: mask & sure.get(name, mask) for name, mask in compare.certain(b).items()}
             if step == 1:
-                for each in apart:
+                for each in distances:
                     record("tensor_gradient_error", each.error, tensor=each.name)
                     record("tensor_gradient_index", each.index, tensor=each.name)
                     record("tensor_gradient_worst", each.worst, tensor=each.name)
@@ -168,7 +168,7 @@ class Split:
         record("elements", sum(mask.numel() for mask in sure.values()))
 
     def rehearse(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """What is promised of aborts, of errors in the middle, and of calls that do not fit."""
+        """The promises of the protocol about aborts, errors in the middle of a step, and calls in the wrong state."""
         scene = rehearse.Scene(
             backend=self.backend,
             job=None,
@@ -178,16 +178,16 @@ class Split:
             batches=self.batches,
             config=self.config,
         )
-        for found in rehearse.all_of_it(scene):
+        for found in rehearse.rehearse_all(scene):
             self.ctx.record(found.metric, found.value, text=found.text, **found.ids)
             if found.value:
                 print(f"rehearse: {found.metric} {found.ids} is {found.value:g} {found.text}")
 
     def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        self.plain = self.cut = Way()
+        self.plain = self.cut = Trained()
         groups.destroy()
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------------------------
 
     def _loss(self, level: Any, *, sound: bool = False) -> Loss:
         ctx = LossContext(
@@ -202,8 +202,8 @@ class Split:
         loss = self.losses[level]
         return loss if sound else broken_loss(self.ctx.fault, loss)
 
-    def _far_apart(self, loss: Loss, exact: Any, step: Batch) -> None:
-        """The loss at gaps between trainer and engine that no rollout brings, and with rubbish in masked places."""
+    def _extremes(self, loss: Loss, exact: Any, step: Batch) -> None:
+        """The loss at large gaps between trainer and engine, and with NaN and infinities in masked places."""
         for gap in extremes.GAPS:
             error, name = extremes.gap_error(loss, exact, step, gap)
             self.ctx.record("gap_error", error, text=name, gap=int(gap))
@@ -211,14 +211,14 @@ class Split:
             reached = extremes.masked_reach(loss, step, rubbish)
             self.ctx.record("masked_reach", len(reached), text=", ".join(reached), rubbish=name)
 
-    def _judge_updates(self, way: str, start: Tensors, found: Way) -> None:
-        """Clipping, AdamW and schedule of all steps against float64, from the weights and gradients that were seen."""
+    def _judge_updates(self, way: str, start: Tensors, found: Trained) -> None:
+        """Clipping, AdamW and schedule of all steps against float64, from the observed weights and gradients."""
         if self.ctx.rank or self.config.model != KIT_MODEL:
             return
-        told = backends.settings(self.config)
-        done = updates.steps(told, found.gradients, self.config.batch)
-        eps = torch.finfo(backends.kept_type(self.config)).eps
-        moved = updates.moved(told, start, found.weights, found.gradients, done, eps=eps)
+        settings = backends.settings(self.config)
+        done = updates.steps(settings, found.gradients, self.config.batch)
+        eps = torch.finfo(backends.weights_dtype(self.config)).eps
+        moved = updates.moved(settings, start, found.weights, found.gradients, done, eps=eps)
         worst = max(moved, key=lambda each: each.error)
         self.ctx.record("update_error", worst.error, text=worst.name, way=way)
         for number, (result, must) in enumerate(zip(found.results, done, strict=True), start=1):
@@ -236,7 +236,7 @@ class Split:
         return self.megatron.model_config.geometry
 
     def _make(self, job: Any) -> Any:
-        """The code under test, on a job."""
+        """The code under test for a job."""
         return make_split(self.ctx, self._context(job))
 
     def _context(self, job: Any) -> backends.SplitContext:
@@ -253,15 +253,15 @@ class Split:
             job=job,
         )
 
-    def _drive(self, backend: backends.Backend, case: Case, *, plain: bool) -> Way:
-        """All steps of one way on a fresh job; what the optimizer finds is kept on rank 0."""
-        job, way, config = broken_job(self.ctx.fault, backend.fresh()), Way(), self.config
-        used: list[float] = []  # rates, and gradients on rank 0, of this step's updates
+    def _drive(self, backend: backends.Backend, case: Case, *, plain: bool) -> Trained:
+        """All plain or all split steps on a fresh job. Rank 0 keeps the gradients that the optimizer gets."""
+        job, trained, config = broken_job(self.ctx.fault, backend.fresh()), Trained(), self.config
+        used: list[float] = []  # learning rates of this step's updates, and the gradients on rank 0
         seen: list[Tensors] = []
         calls = Calls(device=str(self.megatron.device))
 
         def look() -> None:
-            # A piece-wise step has to wait for the device by itself; waiting here would hide that one does not.
+            # A split step has to wait for the device itself; waiting here would hide a step that does not.
             started = clock.now(calls.device) if plain and calls.on else time.perf_counter()
             used.append(max(float(group["lr"]) for group in job.optimizer.param_groups))
             found = backend.gradients(job)
@@ -285,46 +285,46 @@ class Split:
                 if plain:
                     result = calls.time("run", step.run, loss, batch, config.batch, config.micro_batch)
                 else:
-                    # Copies: what the code under test does to its rows must not reach the plain step of another level.
+                    # Copies, because the code under test may change its rows, and the plain step of another level needs them.
                     own = {name: value.clone() for name, value in batch.items()}
-                    pieces = backends.chunks_of(own, case.chunks, config.micro_batch)
-                    result = whole_result(config, run_in_pieces(step, loss, pieces, config, calls))
+                    chunks = backends.chunks_of(own, case.chunks, config.micro_batch)
+                    result = whole_result(config, run_in_chunks(step, loss, chunks, config, calls))
                     wrong_versions += step.version != number
                 reductions += counter.counts.values()
-                way.results.append(result)
-                way.gradients.append(self._whole(seen[-1], result) if seen else {})
+                trained.results.append(result)
+                trained.gradients.append(self._unclipped(seen[-1], result) if seen else {})
                 hooks_lost += sum(a is not b and a != b for a, b in zip(before, backend.hooks(job), strict=True))
                 wrong_versions += result["version"] != number
                 if result["updated"]:
                     off = abs(result["lr"] - used[-1]) / used[-1] if used else math.inf
                     rate_off = max(rate_off, math.inf if math.isnan(off) else off)
                     if not used:
-                        print(f"step {number} calls itself updated, and ctx.optimizer.step was not called")
-        way.weights = backend.parameters(job)
-        self._judge_updates("plain" if plain else "split", start, way)
+                        print(f"step {number} reports updated=True, but ctx.optimizer.step was not called")
+        trained.weights = backend.parameters(job)
+        self._judge_updates("plain" if plain else "split", start, trained)
         numbers = {
             "reductions_least": min(reductions),
             "reductions_most": max(reductions),
             "hooks_lost": hooks_lost,
             "rate_off": rate_off,
             "wrong_versions": wrong_versions,
-            "norm_rounding": updates.norm_rounding(way.weights),
+            "norm_rounding": updates.norm_rounding(trained.weights),
         }
         for name, value in numbers.items():
             self.ctx.record(name, value)
         for index, (name, seconds) in enumerate(calls.seconds):
             self.ctx.record("call_seconds", seconds, "s", call=name, order=index)
-        return way
+        return trained
 
-    def _whole(self, found: Tensors, result: StepResult) -> Tensors:
-        """Gradients before clipping; a model of one's own has clipping of its own."""
+    def _unclipped(self, found: Tensors, result: StepResult) -> Tensors:
+        """Gradients before clipping. How your own model clips is unknown: its gradients stay unchanged."""
         if self.config.model != KIT_MODEL:
             return found
         return updates.unclipped(backends.settings(self.config), found, float(result["grad_norm"]))
 
-    def _tell(self, way: Way) -> None:
-        """The numbers of every step, on every rank: they must be the same everywhere."""
-        for step, result in enumerate(way.results, start=1):
+    def _record_results(self, trained: Trained) -> None:
+        """The numbers of every step, on every rank, since all ranks must report the same."""
+        for step, result in enumerate(trained.results, start=1):
             for key in NUMBERS:
                 self.ctx.record("result", float(result[key]), step=step, name=key)  # type: ignore[literal-required]
             for metric, value in result["metrics"].items():
@@ -333,9 +333,9 @@ class Split:
                 print(f"the loss of step {step} is {result['global_loss']}")
 
 
-def run_in_pieces(step: Any, loss: Loss, pieces: list[Batch], config: SplitConfig, calls: Calls) -> StepResult:
+def run_in_chunks(step: Any, loss: Loss, chunks: list[Batch], config: SplitConfig, calls: Calls) -> StepResult:
     calls.time("begin", step.begin, loss, config.batch, config.micro_batch)
-    for piece in pieces:
-        calls.time("microbatch", step.microbatch, piece)
+    for chunk in chunks:
+        calls.time("microbatch", step.microbatch, chunk)
     result: StepResult = calls.time("finish", step.finish)
     return result

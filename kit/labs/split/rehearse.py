@@ -1,7 +1,7 @@
-"""What a step promises when things do not go well: aborts that leave nothing, hooks put back, calls that do not fit refused.
+"""Rehearsed failures of a split step: aborts, errors in the middle, non-finite values, calls in the wrong state.
 
-Each rehearsal has a fresh job that has trained one step. Everything is counted; right is 0. The state is compared by hashes of every
-tensor, so that "as before" means every bit.
+Each rehearsal has a fresh job that has trained one step. It counts broken promises; 0 is correct. The state is compared by hashes of
+every tensor, so that "unchanged" means every bit.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class RehearsedError(RuntimeError):
-    """An error that is made on purpose."""
+    """An error that is raised on purpose."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A number of broken promises, what it is about, and what was seen."""
+    """A number of broken promises, its ids, and what was observed."""
 
     metric: str
     value: float
@@ -47,7 +47,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """A job, its step, and what to feed it."""
+    """A job, its step, and the rows to feed it."""
 
     backend: Backend
     job: Any
@@ -58,8 +58,8 @@ class Scene:
     config: SplitConfig
     hooks: tuple[Any, ...] = ()
 
-    def again(self) -> Scene:
-        """The same on a fresh job."""
+    def fresh(self) -> Scene:
+        """The same scene on a fresh job."""
         job = self.backend.fresh()
         return dataclasses.replace(self, job=job, step=self.make(job), hooks=self.backend.hooks(job))
 
@@ -67,7 +67,7 @@ class Scene:
         self.step.begin(loss or self.loss, self.config.batch, self.config.micro_batch)
 
     def feed(self, batch: Batch) -> None:
-        """A copy: what the code under test does to its rows is its own business."""
+        """Feed a copy, because the code under test may change its rows."""
         self.step.microbatch({name: value.clone() for name, value in batch.items()})
 
     def whole(self, batch: Batch, loss: Loss | None = None) -> StepResult:
@@ -85,7 +85,7 @@ class Scene:
 
 
 class DrawingLoss:
-    """The loss, and a random number: a model without dropout draws none, and nobody would see that an abort keeps them."""
+    """The loss, which also draws random numbers: without dropout the model draws none, so an abort that keeps the state would not show."""
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
@@ -101,7 +101,7 @@ class DrawingLoss:
 
 
 class RaisingLoss(DrawingLoss):
-    """The loss, until it raises."""
+    """A loss that raises."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         super().__call__(*args, **kwargs)
@@ -109,7 +109,7 @@ class RaisingLoss(DrawingLoss):
 
 
 class Poisoned(DrawingLoss):
-    """The loss, with a gradient or a value that is not finite on one data rank; the others know nothing of it."""
+    """The loss with a non-finite gradient or value on one data-parallel rank only."""
 
     def __init__(self, loss: Loss, kind: str) -> None:
         super().__init__(loss)
@@ -125,19 +125,19 @@ class Poisoned(DrawingLoss):
         return value, seen
 
 
-def all_of_it(made: Scene) -> list[Finding]:
-    """Every rehearsal, each on a job of its own. An error that no rehearsal asks for ends that one alone, and is told."""
+def rehearse_all(made: Scene) -> list[Finding]:
+    """Every rehearsal, each on its own job. An unexpected error ends only its rehearsal and is recorded."""
     found = []
     for rehearsal in (misuse, remainder, aborted, raised, not_finite, groups_of_steps):
-        scene = made.again()
+        scene = made.fresh()
         before = scene.backend.state(scene.job)
-        scene.whole(scene.batches[0])  # the optimizer has state from here on
+        scene.whole(scene.batches[0])  # from here on the optimizer has state
         ids = {"rehearsal": rehearsal.__name__}
         found.append(Finding(metric="state_unseen", value=unseen(scene.changed(before)), ids=ids))
         text = ""
         try:
             found += rehearsal(scene, scene.batches[-1])
-        except Exception as error:  # noqa: BLE001 - a person's own step raises what it likes
+        except Exception as error:  # noqa: BLE001 - your own step may raise anything
             text = f"{type(error).__name__}: {str(error)[:120]}"
             traceback.print_exc()
         found.append(Finding(metric="rehearsal_raised", value=int(bool(text)), text=text, ids=ids))
@@ -145,14 +145,14 @@ def all_of_it(made: Scene) -> list[Finding]:
 
 
 def unseen(changed: list[str]) -> int:
-    """Kinds of state that a whole step changed without its hashes showing it: a state that is not seen would pass as unchanged."""
+    """Kinds of state that a whole step did not change. A kind that the hashes do not cover would pass as unchanged after an abort."""
     optimizer = {name for name in changed if "/" in name and not name.startswith(("weights/", "random/"))}
     weights = {*changed} - optimizer - {"scheduler", "random", "random/device"}
     return sum((not weights, not optimizer, "scheduler" not in changed))
 
 
 def aborted(scene: Scene, batch: Batch) -> list[Finding]:
-    """Half a step, given up: every bit as before; and the step after it is the one that would have been without it."""
+    """Abort half a step: every bit must be as before, and the next step must equal one without the abort."""
     before, version = scene.backend.state(scene.job), scene.step.version
     scene.begin(DrawingLoss(scene.loss))
     scene.feed(batch)
@@ -172,8 +172,8 @@ def aborted(scene: Scene, batch: Batch) -> list[Finding]:
 
 
 def differs_from_control(scene: Scene, batch: Batch) -> int:
-    """Tensors that are not those of a job which did the same steps and nothing between them."""
-    control = scene.again()
+    """The number of tensors that differ from a job that did the same steps and nothing in between."""
+    control = scene.fresh()
     for rows in (scene.batches[0], batch):
         control.whole(rows)
     mine, theirs = scene.backend.state(scene.job), control.backend.state(control.job)
@@ -181,7 +181,7 @@ def differs_from_control(scene: Scene, batch: Batch) -> int:
 
 
 def raised(scene: Scene, batch: Batch) -> list[Finding]:
-    """An error in the middle of microbatch, and one in the middle of finish: hooks are back, and only abort goes on."""
+    """An error in the middle of microbatch, and one in finish: hooks must be restored, and only abort is allowed afterwards."""
     found = []
     before, version = scene.backend.state(scene.job), scene.step.version
     for call, breaks in (("microbatch", broken_microbatch), ("finish", broken_finish)):
@@ -196,7 +196,7 @@ def raised(scene: Scene, batch: Batch) -> list[Finding]:
 
 
 def broken_microbatch(scene: Scene, batch: Batch) -> bool:
-    if scene.config.pp > 1:  # a stage that raises inside the schedule would leave the others waiting: all miss all rows
+    if scene.config.pp > 1:  # an error inside the schedule would leave other stages waiting, so all ranks get no rows
         scene.begin()
         return raises(lambda: scene.step.microbatch({}))
     scene.begin(RaisingLoss(scene.loss))
@@ -218,10 +218,11 @@ def broken_finish(scene: Scene, batch: Batch) -> bool:
 
 
 def not_finite(scene: Scene, batch: Batch) -> list[Finding]:
-    """A gradient, and a loss, that is not finite on one data rank: nothing moves, and the next step is the one without it.
+    """A non-finite gradient, then a non-finite loss, on one data-parallel rank: nothing may change, and the next step must equal one
+    without it.
 
-    With model-parallel ranks also a gradient that is NaN on one of them alone. finish() either says that it did not update, or raises;
-    then abort() goes on.
+    With model-parallel ranks also a gradient that is NaN on only one of them. finish() must report that it did not update, or raise;
+    then abort() follows.
     """
     found = []
     for kind in ("gradient", "loss", "gradient of one rank"):
@@ -239,8 +240,8 @@ def not_finite(scene: Scene, batch: Batch) -> list[Finding]:
         scene.feed(batch)
         try:
             updated, ticks = bool(scene.step.finish()["updated"]), 1
-        except Exception as error:  # noqa: BLE001 - a person's own step raises what it likes
-            print(f"a {kind} that is not finite: finish raised {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - your own step may raise anything
+            print(f"rehearse: finish raised {type(error).__name__} for a non-finite {kind}: {error}")
             scene.step.abort()
         if hook is not None:
             hook.remove()
@@ -256,7 +257,7 @@ def not_finite(scene: Scene, batch: Batch) -> list[Finding]:
 
 
 def misuse(scene: Scene, batch: Batch) -> list[Finding]:
-    """Calls that do not fit the state must raise and name it; giving up what is closed does nothing."""
+    """Calls in the wrong state must raise an error that names the state; abort on a closed step must do nothing."""
     step = scene.step
     version, before = step.version, scene.backend.state(scene.job)
     found = refused("microbatch while closed", lambda: scene.feed(batch), "closed")
@@ -271,11 +272,11 @@ def misuse(scene: Scene, batch: Batch) -> list[Finding]:
 
 
 def remainder(scene: Scene, batch: Batch) -> list[Finding]:
-    """Rows beyond the last whole microbatch are refused, or they count: in the result, and in what is learnt.
+    """Rows after the last whole microbatch must be refused, or be counted and trained on.
 
-    The step is taken twice, with other tokens in the rows that remain: if weights and optimizer then have the same bits, those rows
-    were not trained on, whatever the result says. They have an advantage and no gap to the engine, so that no loss leaves them out by
-    itself. Not tried where a pipeline's stages agree on a microbatch's shape.
+    The step runs twice, with different tokens in these rows. If weights and optimizer then have the same bits, the rows were not trained
+    on, whatever the result reports. They have an advantage and no gap to the engine, so that no loss ignores them. Not tried with a
+    pipeline, whose stages agree on the shape of a microbatch.
     """
     size = scene.config.micro_batch
     if size == 1 or scene.config.pp > 1:
@@ -286,35 +287,41 @@ def remainder(scene: Scene, batch: Batch) -> list[Finding]:
     other = {**more, "input_ids": more["input_ids"].roll(1, dims=1)}
     given = [{name: torch.cat([batch[name], end[name]]) for name in batch} for end in (more, other)]
     try:
-        taken = [taken_step(scene.again(), each) for each in given]
-    except Exception as error:  # noqa: BLE001 - a person's own step raises what it likes
+        taken = [take_step(scene.fresh(), each) for each in given]
+    except Exception as error:  # noqa: BLE001 - your own step may raise anything
         return [lost_rows("", f"refused with {type(error).__name__}: {str(error)[:120]}")]
     true = torch.tensor(true_counts(given[0]), dtype=torch.float64, device=scene.job.device)
     dist.all_reduce(true, group=split.data_group())
     (result, state), (_, state_of_others) = taken
     counted = [float(result["global_valid_seqs"]), float(result["global_valid_toks"])]
     if counted != true.tolist():
-        what = "{:g} sequences and {:g} tokens"
-        return [lost_rows(f"{what.format(*counted)} were counted, and there are {what.format(*true.tolist())}")]
+        count = "{:g} sequences and {:g} tokens"
+        return [
+            lost_rows(f"the result counts {count.format(*counted)}, but the rows have {count.format(*true.tolist())}")
+        ]
     untouched = state == state_of_others and bool(valid(more).any())
-    return [lost_rows("all rows were counted, and what stands in the last does not reach weights" if untouched else "")]
+    return [
+        lost_rows(
+            "all rows were counted, but the tokens of the last rows do not change the weights" if untouched else ""
+        )
+    ]
 
 
 def lost_rows(wrong: str, fine: str = "") -> Finding:
-    ids = {"call": "microbatch of rows that are no whole microbatches"}
+    ids = {"call": "microbatch with rows that do not fill a microbatch"}
     return Finding(metric="misuse_silent", value=int(bool(wrong)), text=wrong or fine, ids=ids)
 
 
-def taken_step(scene: Scene, batch: Batch) -> tuple[StepResult, dict[str, str]]:
-    """One step on a fresh job: its result, and what weights and optimizer are then."""
+def take_step(scene: Scene, batch: Batch) -> tuple[StepResult, dict[str, str]]:
+    """One step: its result, and the state of weights and optimizer afterwards."""
     result = scene.whole(batch)
     return result, {name: value for name, value in scene.backend.state(scene.job).items() if "random" not in name}
 
 
 def groups_of_steps(scene: Scene, batch: Batch) -> list[Finding]:
-    """Process groups, in torch's tables or not, of which there are more after each of two rounds of a step and an aborted one.
+    """Process groups, in torch's registry or not, that each of two rounds of a finished and an aborted step leaves behind.
 
-    What a trainer makes once and keeps is no leak, and neither is what it makes anew for each step and destroys.
+    Groups that a trainer creates once and keeps are no leak. Groups that it creates and destroys in each step are none either.
     """
     levels = [0]
     with Births() as born:
@@ -330,18 +337,18 @@ def groups_of_steps(scene: Scene, batch: Batch) -> list[Finding]:
         Finding(
             metric="groups_kept",
             value=max(0, min(first, second)),
-            text=f"{first} more after one round, {levels[2]} after two" if first > 0 else "",
+            text=f"{first} new groups after one round, {levels[2]} after two" if first > 0 else "",
         )
     ]
 
 
 def refused(call: str, function: Callable[[], object], state: str) -> list[Finding]:
-    """Whether a call raises, whether what it raises names the state, and whether it is the kit's own error: three numbers."""
+    """Three numbers: whether a call is accepted, whether its error does not name the state, whether it is no `Misuse`."""
     text, silent, other_words, other_type = "", 0, 0, 0
     try:
         function()
         silent = 1
-    except Exception as error:  # noqa: BLE001 - a person's own step raises what it likes
+    except Exception as error:  # noqa: BLE001 - your own step may raise anything
         text = f"{type(error).__name__}: {str(error)[:120]}"
         other_words = int(state not in str(error))
         other_type = int(not isinstance(error, Misuse))

@@ -1,7 +1,7 @@
-"""Optimizer updates once more, written for checking: clip by the global norm, AdamW, schedule, in float64 by formulas of their own.
+"""Optimizer updates in float64 as an oracle: clipping by the global norm, AdamW and schedule, with separate formulas.
 
-From the weights before the first step and the gradients that the optimizer found in each step, `replay` gives the weights afterwards and
-`steps` what each result must say. It shares no code with the optimizers, and reads nothing but the settings: plain numbers.
+From the weights before the first step and the gradients that the optimizer got in each step, `replay` computes the weights afterwards and
+`steps` the numbers that each result must have. No code is shared with the optimizers; only their settings are read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EPS = 2.0**-23  # of float32, in which gradients are
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What one step's result must say, and the relative rounding that a float32 norm may have."""
+    """The numbers that the result of one step must have, and the relative rounding that a float32 norm may have."""
 
     norm: float
     norm_rounding: float
@@ -33,14 +33,14 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """How far a tensor is from where it must be, apart from rounding: relative to the distance that it had to move."""
+    """The error of a tensor after all steps, without rounding, relative to the distance that it had to move."""
 
     name: str
     error: float
 
 
 def learning_rate(settings: Any, seen: int) -> float:
-    """The rate of a step before which `seen` sequences were trained on: a line up, then half a cosine down."""
+    """The learning rate of a step after `seen` trained sequences: linear warm-up, then half a cosine down."""
     if seen < settings.warmup:
         part = seen / settings.warmup
         return float((1 - part) * settings.first_lr + part * settings.lr)
@@ -49,7 +49,7 @@ def learning_rate(settings: Any, seen: int) -> float:
 
 
 def steps(settings: Any, gradients: Sequence[Mapping[str, torch.Tensor]], sequences: int) -> list[Step]:
-    """Every step's norm, rate and decay. A step without gradients was skipped: the schedule stays."""
+    """Norm, learning rate and decay of every step. A step without gradients was skipped and does not advance the schedule."""
     made, seen = [], 0
     for found in gradients:
         squares = [torch.dot(flat, flat).item() for flat in (value.double().flatten() for value in found.values())]
@@ -61,19 +61,19 @@ def steps(settings: Any, gradients: Sequence[Mapping[str, torch.Tensor]], sequen
 
 
 def norm_rounding(tensors: Mapping[str, torch.Tensor]) -> float:
-    """How far a norm may be off, relative, that is summed up in float32, tensor by tensor, in any order.
+    """The relative error that rounding allows for a norm that is summed in float32, tensor by tensor, in any order.
 
-    Each of n additions rounds by half an EPS at most, up or down: the sum's error is about sqrt(n) of these, and that of its root half
-    as much. Four times that are allowed. torch's own norm of 16384 elements uses a tenth of it, which is 1.5e-6.
+    Each of n additions rounds by at most half an EPS, up or down. The error of the sum is about sqrt(n) of these, and that of its root
+    half as much. Four times that is allowed. torch's own norm of 16384 elements uses a tenth of it, 1.5e-6.
     """
     return EPS * math.sqrt(max((value.numel() for value in tensors.values()), default=0))
 
 
 def unclipped(settings: Any, found: Tensors, norm: float) -> Tensors:
-    """Gradients before clipping, also where a step clips them before its optimizer sees them.
+    """Gradients before clipping, also if the step clips them before it calls the optimizer.
 
-    Those have the norm that clipping leaves, and the step says that it was larger. They are multiplied by what clipping to that `norm`
-    divides by, in float64: if it is wrong, so are they. Others are left as they are.
+    Clipped gradients have exactly the norm that clipping leaves, while the step reports a larger one. They are multiplied in float64 by
+    the factor that follows from the reported `norm`; if that is wrong, so are they. Other gradients are returned unchanged.
     """
     factor = (norm + 1e-6) / settings.clip
     if not found or not factor > 1:
@@ -114,7 +114,7 @@ def moved(
     *,
     eps: float,
 ) -> list[Moved]:
-    """Every tensor's error. `eps` is the relative rounding of the type that the weights have."""
+    """The error of every tensor. `eps` is the relative rounding of the dtype of the weights."""
     found = []
     for name, before in start.items():
         must = replay(settings, before, [step.get(name) if step else None for step in gradients], done)
@@ -128,6 +128,6 @@ def moved(
 
 
 def relative(value: float, exact: float) -> float:
-    """|value - exact| / |exact|; infinite where that is not a number."""
+    """|value - exact| / |exact|; infinite if that is not a number."""
     error = abs(value - exact) / abs(exact) if exact else float(value != exact)
     return error if math.isfinite(error) else math.inf

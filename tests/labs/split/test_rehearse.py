@@ -181,7 +181,7 @@ def scene(step: Callable[[Job], Any], **changed: Any) -> rehearse.Scene:
         batches=[],
         config=CONFIG,
     )
-    return dataclasses.replace(whole, **changed).again()
+    return dataclasses.replace(whole, **changed).fresh()
 
 
 def found(step: Callable[[Job], Any], rehearsal: Any, rows: Batch | None = None, **changed: Any) -> list[float]:
