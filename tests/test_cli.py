@@ -109,7 +109,7 @@ def test_labs_and_faults(cli: Cli) -> None:
     assert "groups_return_to_baseline" in cli("faults")[0]
     of_one, _ = cli("faults", "smoke", "--json")
     assert [one["lab"] for one in json.loads(of_one)] == ["smoke"] * 2
-    assert "there is no lab 'smok'" in cli.sentence("faults", "smok")
+    assert "unknown lab 'smok'" in cli.sentence("faults", "smok")
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def plot_release(bench: dict[str, Any], *, theme_name: str = "light") -> Picture
             fontsize=11.5,
         )
         below.suptitle(
-            f"Of {most} groups a rank: what a release gave back; hatched: what there is more of after {cycles} cycles than before",
+            f"Of {most} groups a rank: what a release gave back; hatched: growth after {cycles} cycles",
             x=0.01,
             ha="left",
             fontsize=10,

@@ -1,4 +1,4 @@
-"""How a bench is told: a table for people, the machine in one line, and with --json one JSON object as the last line."""
+"""The output of a bench: a table for people, the machine in one line, and with --json one JSON object as the last line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def progress(text: str) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Numbers to the right, words to the left; what there is to say of a row stands under the table."""
+    """Numbers to the right, words to the left; notes about rows are under the table."""
     cells = [list(HEADS), *map(_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(_pad(*one) for one in enumerate(zip(line, widths, strict=True))).rstrip() for line in cells]

@@ -150,14 +150,14 @@ def _plan(
             continue
         pointer, storage = tensor.data_ptr(), tensor.untyped_storage()
         if not pointer or not storage.nbytes():  # a wrapper, as a DTensor, has a size and no address
-            problems.append(((name, shard), "has no bytes here: they were moved away, or it only wraps other tensors"))
+            problems.append(((name, shard), "has no bytes here: it was offloaded, or it only wraps other tensors"))
             continue
         plan.tensors.append(tensor)
         plan.pointers.append(pointer)
         storages[storage.data_ptr()] = storage
         if not (on_host and tensor.is_cpu and tensor.is_contiguous()):
             if target and size != layout.specs[number].size and not tensor.is_contiguous():
-                problems.append(((name, shard), "is not contiguous, and comes in pieces"))
+                problems.append(((name, shard), "is not contiguous, but is split over several buckets"))
             plan.by_torch.append((place, tensor))
         elif pointer + start == end_here and offset == end_there:
             plan.sizes[-1] += size
@@ -220,7 +220,7 @@ def _check_buffer(layout: Layout, index: int, buffer: torch.Tensor) -> None:
     if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise BadInput(f"bucket {index}: the buffer must be contiguous bytes in one dimension, torch.uint8")
     if buffer.numel() < needed:
-        raise BadInput(f"bucket {index} has {needed} bytes and the buffer {buffer.numel()}")
+        raise BadInput(f"bucket {index} needs {needed} bytes, but the buffer has {buffer.numel()}")
 
 
 def _unlike(spec: Spec, tensor: torch.Tensor | None) -> str:

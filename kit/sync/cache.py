@@ -137,7 +137,7 @@ class Cache:
             self._refuse_closed()
             if version <= self.latest:
                 raise BadInput(
-                    f"version {version} cannot be built: {self.latest} is there; versions only grow from {BASE} on"
+                    f"version {version} cannot be built: version {self.latest} exists, and versions only grow from {BASE} on"
                 )
             every = set(range(len(self.layout.buckets)))
             stale = every if dirty is None else self.layout.holding(dirty)
@@ -178,7 +178,7 @@ class Cache:
         if self._filling is not None and self._filling[0] == version:
             place = self._filling[1]
         if place is None or place.segment is None:
-            raise BadInput(f"no copy of version {version}: there are {sorted(self._places) or 'none'}")
+            raise BadInput(f"no copy of version {version}: the cache has {sorted(self._places) or 'none'}")
         return place.segment
 
     @property
@@ -266,17 +266,17 @@ class Cache:
         if empty:
             more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
             raise BadInput(
-                f"the storage of {', '.join(empty[:5])}{more} is empty: the weights were offloaded; build before, or bring them back"
+                f"the storage of {', '.join(empty[:5])}{more} is empty: the weights were offloaded; build before that, or reload them"
             )
 
     def _check_room(self) -> None:
         """Both copies, less what is there already, against the share of what is free now."""
         wanted, free = 2 * self._size - self.nbytes, self._room()
         if wanted > self.share * free:
-            held = f", {_gib(self.nbytes)} of it held already" if self.nbytes else ""
+            held = f", {_gib(self.nbytes)} of it allocated already" if self.nbytes else ""
             raise BadInput(
-                f"two copies of {_gib(self._size)} in buckets are {_gib(2 * self._size)}{held}: {_gib(wanted)} are more than "
-                f"{self.share:.0%} of the {_gib(free)} that are free, {_gib(self.share * free)}"
+                f"two copies of {_gib(self._size)} in buckets are {_gib(2 * self._size)}{held}: {_gib(wanted)} exceed "
+                f"{self.share:.0%} of the free memory ({_gib(free)}), {_gib(self.share * free)}"
             )
 
 

@@ -81,7 +81,7 @@ class Layout:
         wanted = set(names)
         unknown = wanted - {spec.name for spec in self.specs}
         if unknown:
-            raise BadInput(f"no tensor of the layout is called {', '.join(sorted(unknown))}")
+            raise BadInput(f"the layout has no tensor named {', '.join(sorted(unknown))}")
         return {
             index
             for index, bucket in enumerate(self.buckets)
@@ -115,14 +115,14 @@ class Layout:
             for piece in bucket:
                 spec = self.specs[piece.spec]
                 if piece.offset % ALIGN:
-                    raise BadInput(f"bucket {index}: {spec} lies at {piece.offset}, which is no multiple of {ALIGN}")
+                    raise BadInput(f"bucket {index}: {spec} lies at {piece.offset}, which is not a multiple of {ALIGN}")
                 if piece.offset < end or piece.offset + piece.size > self.bucket_bytes:
                     raise BadInput(
-                        f"bucket {index}: {spec} lies at {piece.offset} to {piece.offset + piece.size}; free are {end} "
-                        f"to {self.bucket_bytes}"
+                        f"bucket {index}: {spec} lies at {piece.offset} to {piece.offset + piece.size}; only {end} "
+                        f"to {self.bucket_bytes} is free"
                     )
                 if piece.start != reached[piece.spec]:
-                    raise BadInput(f"bucket {index}: {spec} goes on at byte {piece.start}, not {reached[piece.spec]}")
+                    raise BadInput(f"bucket {index}: {spec} continues at byte {piece.start}, not {reached[piece.spec]}")
                 end = piece.offset + piece.size
                 reached[piece.spec] += piece.size
         short = [str(spec) for spec, got in zip(self.specs, reached, strict=True) if got != spec.size]
@@ -140,14 +140,14 @@ def specs_of(tensors: Mapping[Key, torch.Tensor]) -> list[Spec]:
 def lay_out(specs: Sequence[Spec], bucket_bytes: int, *, oversize: Literal["refuse", "split"] = "refuse") -> Layout:
     """Fill bucket after bucket. A tensor that does not fit what is left starts the next; a split one uses what is left."""
     if bucket_bytes < ALIGN or bucket_bytes % ALIGN:
-        raise BadInput(f"buckets of {bucket_bytes} bytes: a multiple of {ALIGN} is needed")
+        raise BadInput(f"bucket_bytes={bucket_bytes} must be a multiple of {ALIGN}")
     _refuse_twice(specs)
     buckets: list[list[Piece]] = []
     end = bucket_bytes  # of what is filled; there is no bucket yet
     for number, spec in enumerate(specs):
         if spec.size > bucket_bytes and oversize == "refuse":
             raise BadInput(
-                f"{spec} has {spec.size} bytes and a bucket {bucket_bytes}: make buckets larger, or let tensors be split"
+                f"{spec} has {spec.size} bytes and a bucket {bucket_bytes}: use larger buckets, or oversize='split'"
             )
         if end + spec.size > bucket_bytes >= spec.size or not buckets:
             buckets.append([])
@@ -187,7 +187,7 @@ def _refuse_twice(specs: Iterable[Spec]) -> None:
     seen: set[Key] = set()
     for spec in specs:
         if spec.key in seen:
-            raise BadInput(f"{spec} is there twice")
+            raise BadInput(f"{spec} appears twice")
         seen.add(spec.key)
 
 
@@ -198,5 +198,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise BadInput(f"{name!r} is no dtype of this torch")
+        raise BadInput(f"{name!r} is not a dtype of this torch")
     return dtype

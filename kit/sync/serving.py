@@ -47,7 +47,7 @@ class Serving:
 
     def start(self) -> None:
         if self._thread is not None:
-            raise BadInput("it serves already")
+            raise BadInput("the replica serves already")
         self.served, self._error, self._begun = [], None, 0
         self._stopping = self._ended = False
         self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
@@ -82,7 +82,7 @@ class Serving:
         try:
             with self._changed:
                 if self._thread is not None and self._group is not None:
-                    self._await(lambda: self._open or self._stopped, "room between two forwards")
+                    self._await(lambda: self._open or self._stopped, "a gap between two forwards")
             with self.gate.writing(self.timeout_s):
                 self._writing = True
                 yield
@@ -149,6 +149,6 @@ class Serving:
             if self._error is not None:
                 raise KitError(f"a forward failed while weights arrived: {self._error}") from self._error
             if self._thread is None or self._ended:
-                raise KitError(f"{what} was awaited, and nobody serves")
+                raise KitError(f"waited for {what}, but the replica does not serve")
             if not self._changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
                 raise KitError(f"{what} did not come within {self.timeout_s:g} s")

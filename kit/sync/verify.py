@@ -35,7 +35,7 @@ class Digests:
 
     def __init__(self, layout: Layout, version: int, *, algorithm: str, share: float = 1.0) -> None:
         if algorithm not in (NONE, *algorithms()):
-            raise BadInput(f"verify={algorithm} cannot be had here: {', '.join((NONE, *algorithms()))} are there")
+            raise BadInput(f"verify={algorithm} is not available on this rank: use {', '.join((NONE, *algorithms()))}")
         self.seconds = 0.0
         self._algorithm = algorithm
         self._wanted = {

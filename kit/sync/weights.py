@@ -132,22 +132,22 @@ def _refuse(layout: Layout, here: object, wrong: Mapping[Spec, str]) -> None:
 
 def _unlike(spec: Spec, tensor: torch.Tensor | None, *, split: bool) -> str:
     if tensor is None:
-        return "is not known here"
+        return "is unknown here"
     if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
-        return f"is {tensor.dtype} {tuple(tensor.shape)} here and {spec.dtype} {spec.shape} as sent"
+        return f"is {tensor.dtype} {tuple(tensor.shape)} here but {spec.dtype} {spec.shape} at the sender"
     if split and not tensor.is_contiguous():
-        return "is not contiguous here, and comes in pieces"
+        return "is not contiguous here, but is split over several buckets"
     return _emptied(tensor)
 
 
 def _emptied(tensor: torch.Tensor) -> str:
     there = not tensor.numel() or (tensor.untyped_storage().nbytes() and tensor.data_ptr())
-    return "" if there else "has no bytes here: they were moved away, or it only wraps other tensors"
+    return "" if there else "has no bytes here: it was offloaded, or it only wraps other tensors"
 
 
 def _uncut(spec: Spec, destinations: Sequence[Destination] | None) -> str:
     if destinations is None or spec.shard:
-        return "is not known here"
+        return "is unknown here"
     full = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
     for into, take in destinations:
         try:
@@ -155,7 +155,9 @@ def _uncut(spec: Spec, destinations: Sequence[Destination] | None) -> str:
         except (KitError, RuntimeError, IndexError):
             fits = False
         if not fits or into.dtype != spec.dtype:
-            return f"does not fit its {into.dtype} {tuple(into.shape)} here: it is {spec.dtype} {spec.shape} as sent"
+            return (
+                f"does not fit its {into.dtype} {tuple(into.shape)} here: it is {spec.dtype} {spec.shape} at the sender"
+            )
         if empty := _emptied(into):
             return empty
     return ""

@@ -250,7 +250,7 @@ TARGETS = (
         "kit.sync.transports.groups",
         "groups_return_to_baseline",
         others={"PerTensor.broadcast": ("sync:per-tensor", "receivers_answer")},
-        left_out=leave_out(GPU="Grouped.slot", UNUSED="Grouped.explained", TEXT="Grouped.told"),
+        left_out=leave_out(GPU="Grouped.slot", UNUSED="Grouped.explained", TEXT="Grouped.described"),
     ),
     Target("sync:rendezvous", "kit.sync.transports.rendezvous", "groups_return_to_baseline"),
     Target(

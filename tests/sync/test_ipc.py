@@ -82,5 +82,5 @@ def test_why_a_handle_cannot_be_opened(monkeypatch: pytest.MonkeyPatch, words: s
     with pytest.raises(KitError) as refused:
         opened([0, {"bytes": "AA=="}])
     said = str(refused.value)
-    assert said.startswith(f"the sender's memory on the GPU cannot be opened here ({words.partition(chr(10))[0]})")
+    assert said.startswith(f"the sender's GPU memory cannot be opened here ({words.partition(chr(10))[0]})")
     assert ("use expandable_segments:False, or transport=shm" in said) == names_the_setting

@@ -97,7 +97,7 @@ def test_its_thread_ends_with_it_also_where_hashing_raises() -> None:
 
 
 def test_what_cannot_be_had_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"verify=md5 cannot be had here: none, .*mix128, sha256 are there"):
+    with pytest.raises(BadInput, match=r"verify=md5 is not available on this rank: use none, .*mix128, sha256"):
         Digests(LAYOUT, 1, algorithm="md5")
     gone = {key: tensor for key, tensor in tensors(1).items() if key[0] != "small"}
     with pytest.raises(Mismatch, match=r"bucket 0: small \(shard 0\) is missing"):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Trainable(Protocol):
-    """What a model of one's own must offer: Megatron chunks (or plain modules), an optimizer, and steps."""
+    """The interface of your own model: Megatron chunks (or plain modules), an optimizer, and steps."""
 
     chunks: list[Any]
     optimizer: Any
@@ -27,7 +27,7 @@ class Trainable(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class JobContext:
-    """`ctx` for code under test: what there is to work on. `groups` describes Megatron's groups as plain JSON, `around` is what
+    """`ctx` for the code under test: the job to work on. `groups` describes Megatron's groups as plain JSON, `around` is what
     the code's own `around(ctx)` gave."""
 
     rank: int

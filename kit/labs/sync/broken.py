@@ -1,4 +1,4 @@
-"""The faults of the sync lab: both ends with one bug each."""
+"""The faults of the sync lab: senders, receivers and transports with one bug each."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from kit.sync.serving import Serving
     from kit.sync.weights import Destination
 
-KEPT: list[Any] = []  # what leaks
+KEPT: list[Any] = []  # leaked buffers
 KEPT_GROUPS: list[Any] = []
-LEAKED = 2  # groups, before the syncs that are made to fail
+LEAKED = 2  # groups, before the rehearsed failures
 
 
 def sender_of(fault: str | None) -> type[Sender]:
@@ -36,7 +36,7 @@ def sender_of(fault: str | None) -> type[Sender]:
 
 
 def call_of(fault: str | None, *, last: bool) -> type[Call]:
-    """What takes part in a sync on a receiver; who dies, stalls or keeps is one rank alone."""
+    """The class that runs a sync on a receiver; only one rank dies, stalls or keeps weights."""
     alone = fault in {"receiver-dies", "receiver-stalls", "keeps-new-weights"}
     return CALLS.get(fault, Call) if last or not alone else Call
 
@@ -46,7 +46,7 @@ def transport_of(fault: str | None, wanted: str) -> str:
 
 
 def dirty(fault: str | None, cache: Cache) -> list[str] | None:
-    """Which tensors are taken to have changed: all, which is right after a training step."""
+    """The tensors that are marked as changed; None: all, which is correct after a training step."""
     if fault != "stale-bucket" or cache.active == BASE:
         return None
     kept = {cache.layout.specs[piece.spec].name for piece in cache.layout.buckets[0]}
@@ -54,20 +54,20 @@ def dirty(fault: str | None, cache: Cache) -> list[str] | None:
 
 
 def places_of(fault: str | None, places: dict[str, list[Destination]]) -> Mapping[str, Sequence[Destination]]:
-    """Where full tensors go on this rank."""
+    """The destinations of full tensors on this rank."""
     if fault != "swapped-shards":
         return places
     return {name: [(into, other_rank(take)) for into, take in each] for name, each in places.items()}
 
 
 def serving(fault: str | None, serving: Serving, weight: torch.Tensor) -> None:
-    """How the replica serves."""
+    """Put the fault into the replica's gate."""
     if fault == "reads-ahead":
         serving.gate = ReadsAhead(serving.gate.timeout_s, weight)
 
 
 def other_rank(take: Any) -> Any:
-    """The same cut, as the next rank of the replica makes it."""
+    """The shard that the next rank of the replica takes."""
     part, *rest = take.args
     turned = part.place._replace(rank=(part.place.rank + 1) % part.place.size)
     return functools.partial(take.func, part._replace(place=turned), *rest)
@@ -87,7 +87,7 @@ class PublishesFirst(Sender):
 
 
 class TrustsTheBase(Sender):
-    def base_agrees(self, differing: dict[str, list[str]]) -> bool:  # noqa: ARG002 - it does not look
+    def base_agrees(self, differing: dict[str, list[str]]) -> bool:  # noqa: ARG002 - the fault ignores it
         return True
 
 
@@ -100,7 +100,7 @@ SENDERS: dict[str | None, type[Sender]] = {
 
 
 class LeakyBroadcast(Broadcast):
-    """Keeps its group, in the first syncs of a run: later ones are made to fail, and their peers wait until a group is destroyed."""
+    """Keeps its group in the first syncs of a run. Later syncs are made to fail, and their peers wait until a group is destroyed."""
 
     def close(self) -> None:
         if len(KEPT_GROUPS) < LEAKED:
@@ -110,7 +110,7 @@ class LeakyBroadcast(Broadcast):
 
 
 class ReadsAhead(Gate):
-    """A forward takes one tensor as it was before it went through the gate."""
+    """A forward that reads one tensor before it passes the gate."""
 
     def __init__(self, timeout_s: float, tensor: torch.Tensor) -> None:
         super().__init__(timeout_s)
@@ -167,7 +167,7 @@ class LeakedSegment(Call):
 
 
 class TornRead(Call):
-    """No gate; and a forward that falls between the two halves of the buckets, as one does sooner or later."""
+    """No gate, and a forward between the two halves of the buckets, as happens sooner or later."""
 
     def apply(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as the right one
         host: Any = self.receiver.host  # the lab's own
@@ -181,7 +181,7 @@ class TornRead(Call):
 
 
 class EarlyGate(Call):
-    """Forwards run again when one bucket is still to come."""
+    """Forwards run again before the last bucket is applied."""
 
     def apply_stored(self) -> None:
         for index, buffer in enumerate(self.stored):
@@ -205,14 +205,14 @@ class Stalls(Call):
 
 
 def stall(link: Link) -> None:
-    """Read on and answer nothing, until the sender has given up."""
+    """Read messages without an answer until the sender gives up."""
     while True:
         try:
-            said, _ = link.receive("the sender's patience")
+            said, _ = link.receive("the end of the sync")
         except PeerSilent:
             continue
         if said["kind"] == "failed":
-            raise KitError("stalled until the sender gave up")
+            raise KitError("stalled on purpose until the sender gave up")
 
 
 class KeepsNewWeights(Call):

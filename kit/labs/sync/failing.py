@@ -1,5 +1,4 @@
-"""The ways in which a rehearsed sync fails: a receiver that raises or knows other weights, bytes that changed, a transport with errors of
-its own."""
+"""Rehearsed failures of a sync: a receiver that raises or has other weights, changed bytes, a transport that raises."""
 
 from __future__ import annotations
 
@@ -24,12 +23,12 @@ TOO_LATE = "activate"
 
 
 class RehearsedError(KitError):
-    """An error that a rehearsal wants."""
+    """An error that is raised on purpose."""
 
 
 @contextlib.contextmanager
 def failing(side: Inference, scene: str) -> Iterator[None]:
-    """The receiver fails in the next sync, in this way."""
+    """Make the receiver fail in the next sync, as the scene says."""
     receiver = side.receiver
     plain: Any = receiver.calls
 
@@ -39,18 +38,18 @@ def failing(side: Inference, scene: str) -> Iterator[None]:
 
         def finalize(self, said: dict[str, Any]) -> None:
             if scene == "late":
-                raise RehearsedError("the rehearsed failure after all weights were new")
+                raise RehearsedError("rehearsed failure after all weights are new")
             super().finalize(said)
 
         def publish(self, said: dict[str, Any]) -> None:
             if scene == "publish":
                 receiver.version = said["version"]
-                raise RehearsedError("the rehearsed failure when others have published")
+                raise RehearsedError("rehearsed failure after others have published")
             super().publish(said)
 
         def activate(self, said: dict[str, Any]) -> None:
             if scene == TOO_LATE:
-                raise RehearsedError("the rehearsed failure when the version is active already")
+                raise RehearsedError("rehearsed failure after the version became active")
             super().activate(said)
 
     receiver.calls = Failing
@@ -62,22 +61,22 @@ def failing(side: Inference, scene: str) -> Iterator[None]:
         receiver.calls, side.cut = plain, functools.partial(same, "")
 
 
-def same(name: str, weights: Cut) -> Cut:  # noqa: ARG001 - as those below
+def same(name: str, weights: Cut) -> Cut:  # noqa: ARG001 - all cuts are called alike
     return weights
 
 
 def missing(name: str, weights: Cut) -> Cut:
-    """The same weights, which do not know one tensor."""
+    """The weights without one tensor."""
     return Cut({key: places for key, places in weights.destinations.items() if key != name}, weights.own())
 
 
 def unsent(name: str, weights: Cut) -> Cut:
-    """With one more, which the trainer does not have."""
+    """The weights with one more tensor, which the trainer does not have."""
     return Cut({**weights.destinations, EXTRA: weights.destinations[name]}, weights.own())
 
 
 def unfit(name: str, weights: Cut) -> Cut:
-    """One tensor has another dtype here, and one another shape: a copy would convert and repeat without a word."""
+    """One tensor of another dtype, and one of another shape: a plain copy would silently convert and broadcast."""
     wide = [(into.to(torch.float64), take) for into, take in weights.destinations[name]]
     first = min(weights.destinations)
     more = [(into.new_empty(2, *into.shape), take) for into, take in weights.destinations[first]]
@@ -88,7 +87,7 @@ CUTS: dict[str, Callable[[str, Cut], Cut]] = {"missing": missing, "unsent": unse
 
 
 def corrupted(layout: Any, index: int, buffer: torch.Tensor) -> torch.Tensor:
-    """Other bytes in every piece of a bucket: two words that change places, or one bit of the first or of the last byte."""
+    """Change every piece of a bucket: swap two words, or flip one bit of the first or last byte."""
     buffer = buffer.clone()
     for number, _, size, offset in layout.buckets[index]:
         piece = buffer[offset : offset + size]
@@ -101,8 +100,8 @@ def corrupted(layout: Any, index: int, buffer: torch.Tensor) -> torch.Tensor:
 
 
 class Fails:
-    """A transport that raises an error of its own: a receiver's with the last bucket, the sender's when it waits for all; alone, with the
-    second bucket. What links say of others it swallows. Or the first bucket has another bit than was packed."""
+    """A transport that raises its own error: a receiver's at the last bucket, the sender's in flush; with ALONE at the second bucket.
+    It hides what the links report. With PACKED it flips a bit of the first bucket after packing."""
 
     def __init__(self, transport: Any, last: int, scene: str) -> None:
         self._transport = transport
@@ -115,7 +114,7 @@ class Fails:
 
     def send(self, index: int, buffer: torch.Tensor) -> None:
         if self._scene == ALONE and index == min(1, self._last):
-            raise OSError("the rehearsed error of a transport")
+            raise OSError("rehearsed error of a transport")
         if self._scene == PACKED and index == 0:
             buffer[0] ^= 1
             self._changed = buffer
@@ -123,7 +122,7 @@ class Fails:
 
     def close(self) -> None:
         if self._changed is not None:
-            self._changed[0] ^= 1  # what is packed may be the only copy of the active version
+            self._changed[0] ^= 1  # the packed bytes may be the only copy of the active version
             self._changed = None
         self._transport.close()
 
@@ -133,18 +132,18 @@ class Fails:
             return
         with contextlib.suppress(KitError):
             self._transport.flush()
-        raise OSError("the rehearsed error of the sender's end")
+        raise OSError("rehearsed error of the sender's transport")
 
     def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
         got: torch.Tensor = self._transport.receive(index, into)
         if index == self._last:
-            raise OSError("the rehearsed error of a receiver's end")
+            raise OSError("rehearsed error of the receiver's transport")
         return got
 
 
 @contextlib.contextmanager
 def failing_transport(end: Any, scene: str) -> Iterator[None]:
-    """The end's transport, a sender's or a receiver's, fails in the next sync."""
+    """Make the transport of this end (sender or receiver) fail in the next sync."""
     plain = end.make
 
     def make(kind: Any, ctx: Any, **named: Any) -> Any:

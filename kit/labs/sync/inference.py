@@ -1,4 +1,4 @@
-"""A replica's ranks in the sync lab: they serve, sleep, and receive. Each rank cuts its own shards out of what comes."""
+"""The ranks of a replica in the sync lab: they serve, sleep and receive. Each rank cuts its own shards out of full tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Inference(Side):
-    """One rank of a replica; it is its receiver's host, too."""
+    """One rank of a replica, and the host of its receiver."""
 
     def __init__(self, ctx: Context) -> None:
         super().__init__(ctx)
@@ -41,11 +41,11 @@ class Inference(Side):
         self.sweeps = ctx.rank == self.config.ranks - 1
         here = range(self.config.trainer_ranks, self.config.ranks)
         alike = [rank for rank in here if self.config.sleeps((rank - here[0]) // self.config.infer_tp) == self.sleeper]
-        self.last = ctx.rank == alike[-1]  # of those that take part in one sync
+        self.last = ctx.rank == alike[-1]  # of the receivers of one sync
         self.of_last_replica = ctx.rank in alike[-self.config.infer_tp :]
-        self.cut: Callable[[Cut], Cut] = lambda weights: weights  # a rehearsal lets the receiver know other weights
+        self.cut: Callable[[Cut], Cut] = lambda weights: weights  # a rehearsal gives the receiver other weights
         self.truth: dict[str, str] = {}  # the trainer's digests of the version that this replica must have
-        self.own: dict[str, str] = {}  # of its own weights, when they were last hashed
+        self.own: dict[str, str] = {}  # the digests of this replica's weights when they were last hashed
         self.replica: serve.Replica
         self.receiver: Receiver
         self.serving: Serving
@@ -53,7 +53,7 @@ class Inference(Side):
         self.watch: Watch
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
-        """A replica with the base weights."""
+        """Build a replica with the base weights."""
         self.enter()
         config = replica_model(self.config)
         with self.as_job():
@@ -75,16 +75,16 @@ class Inference(Side):
             name_of(self.ctx.rank), self.weights, self, address=self.address, device=self.ctx.device, timeout_s=wait
         )
         self.watch = Watch(lambda: self.receiver.version, lambda: self.receiver.routed, self.forwards, self.serving)
-        self.receiver.make = self.watch.made(self.receiver.make)
-        self.receiver.calls = self.watch.calls(broken.call_of(self.ctx.fault, last=self.sweeps))
+        self.receiver.make = self.watch.wrap_make(self.receiver.make)
+        self.receiver.calls = self.watch.wrap_call(broken.call_of(self.ctx.fault, last=self.sweeps))
         self.count()
 
     def base(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """The base is refused where a tensor differs, which the trainer pretends first; then it is published."""
+        """First the trainer pretends that a tensor differs, which must be refused; then the base is published."""
         self.ctx.record("base_accepted", int(raised(self.receiver.join) is None))
         self.watch.reset("base")
         try:
-            self.told(self.receiver.join())
+            self.record_received(self.receiver.join())
         finally:
             self.watch.record(self.ctx)
         self.compare()
@@ -93,7 +93,7 @@ class Inference(Side):
         self.count()
 
     def refresh(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """While weights arrive forwards go on, one after the other; each must have been made by one version."""
+        """Forwards run one after the other while weights arrive; each must run on a single version."""
         self.take()
         self.count()
 
@@ -102,13 +102,13 @@ class Inference(Side):
         self.count()
 
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """What this replica has against what the trainer had: a SHA-256 of every tensor, and logits."""
+        """Compare this replica with the trainer: a SHA-256 of every tensor, and logits."""
         self.compare()
-        self.tell_state()
+        self.record_state()
         self.count()
 
     def compare(self) -> None:
-        """Hear what the trainer has, and record how far this replica is from it. Collective over trainer and replicas."""
+        """Get the trainer's digests and logits and record the differences. Collective over trainer and replicas."""
         with call(self.address, name_of(self.ctx.rank), peer=SENDER, timeout_s=self.config.deadline_s) as link:
             truth, _ = link.expect("truth")
             wanted = torch.empty(truth["shape"], dtype=torch.float32)
@@ -116,20 +116,20 @@ class Inference(Side):
             self.truth = truth["digests"]
             self.compare_weights()
             logits = self.forwards.at_rest().cpu()
-            apart = (logits.double() - wanted.double()).abs().max() / wanted.double().abs().max()
+            error = (logits.double() - wanted.double()).abs().max() / wanted.double().abs().max()
             link.send({"kind": "judged"})
         record, version, known = self.ctx.record, self.receiver.version, self.watch.known
-        record("logits_error", float(apart) if math.isfinite(float(apart)) else math.inf)
+        record("logits_error", float(error) if math.isfinite(float(error)) else math.inf)
         record("logits_same", int(torch.equal(logits, wanted)))
         record("logits_moved", int(known.setdefault(version, sha256(logits)) != sha256(logits)))
 
     def compare_weights(self, scene: str = "synced") -> int:
-        """Record how many tensors are not the trainer's; gives how many are not what they were the last time. Collective over a replica."""
+        """Record how many tensors differ from the trainer's; return how many changed since the last call. Collective over a replica."""
         own, before = self.hashes(sha256), self.own
         self.own = own
         differing = sorted(name for name in {*own, *self.truth} if own.get(name) != self.truth.get(name))
         for name in differing[:5]:
-            print(f"differs from the trainer's: {name}")
+            print(f"tensor differs from the trainer's: {name}")
         self.ctx.record("tensors_hashed", len(own), scene=scene)
         self.ctx.record("digest", None, text=outcome.digest(own), scene=scene)
         self.ctx.record("tensors_differ", len(differing), scene=scene)
@@ -160,19 +160,19 @@ class Inference(Side):
             yield
 
     def finalize(self) -> None:
-        """Nothing is derived from these weights; it is seen that it was asked for."""
+        """Nothing is derived from these weights; the point shows that the receiver asked for it."""
         self.watch.point("derive")
 
     def digests(self, algorithm: str) -> dict[str, str]:
-        """Of every full tensor of the replica, on each of its ranks. Collective over the replica."""
+        """Digests of every full tensor of the replica, on each of its ranks. Collective over the replica."""
         return self.hashes(functools.partial(digest, algorithm=algorithm))
 
     def hashes(self, of: Callable[[torch.Tensor], str]) -> dict[str, str]:
         with self.as_job():
             own = {name: of(tensor) for name, tensor in shards.full_tensors(self.replica.chunks)}
-            said: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(said, own)
-        table: dict[str, str] = said[0]
+            tables: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(tables, own)
+        table: dict[str, str] = tables[0]
         return table
 
     def weights(self) -> SeenWeights:
@@ -181,22 +181,22 @@ class Inference(Side):
         weights = Cut(broken.places_of(self.ctx.fault, places), [p.data for p in self.replica.chunks[0].parameters()])
         return SeenWeights(self.cut(weights), self.watch)
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Make room for the trainer."""
+        """Lose the route and sleep, which makes room for the trainer."""
         self.receiver.routed = False
         self.replica.sleep()
 
     def take(self) -> None:
-        """Join a sync that must succeed, with forwards one after the other; afterwards this replica serves the new version."""
+        """Join a sync that must succeed while forwards run; afterwards this replica serves the new version."""
         old, asleep = self.receiver.version, self.replica.asleep
         self.watch.reset(self.path_of(asleep=asleep))
         try:
             if not asleep:
                 self.serving.start()
                 self.forwards.attempt(self.config.deadline_s)
-            self.told(self.receiver.join())
+            self.record_received(self.receiver.join())
             if asleep:
                 self.serving.start()
             served = self.forwards.attempt(self.config.deadline_s)
@@ -204,11 +204,11 @@ class Inference(Side):
             new = self.receiver.version
             self.watch.known[new] = sha256(self.forwards.at_rest())
         finally:
-            with contextlib.suppress(KitError):  # what went wrong first is what is told
+            with contextlib.suppress(KitError):  # the first error is the one to raise
                 self.serving.stop()
             self.watch.record(self.ctx)
         if failed is not None:
-            print(f"after a sync that succeeded: {failed}")
+            print(f"a forward failed after a successful sync: {failed}")
         known = self.watch.known
         self.ctx.record("serves", int(failed is None and self.receiver.routed and served == known[new]))
         if not asleep:
@@ -218,11 +218,11 @@ class Inference(Side):
             self.ctx.record("mislabelled", found.mislabelled)
             self.ctx.record("versions_differ", int(known.get(old) != known[new]))
 
-    def told(self, received: Received) -> None:
-        self.tell(received.log, received.began)
+    def record_received(self, received: Received) -> None:
+        self.record_log(received.log, received.began)
         self.ctx.record("wall", received.log.events[-1][1] - received.began, "s")
-        self.tell_state()
+        self.record_state()
 
-    def tell_state(self) -> None:
+    def record_state(self) -> None:
         self.ctx.record("version", self.receiver.version)
         self.ctx.record("routed", int(self.receiver.routed))

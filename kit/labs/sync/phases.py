@@ -1,4 +1,4 @@
-"""The phases of a rank in the sync lab, one method each: those of the trainer and those of a replica."""
+"""The phases of the sync lab on a rank, one method each: those of the trainer and those of a replica."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What a sync promises when it fails: no replica has the version, weights are as before, the error names who and what, the next one works.
+"""Rehearsed failures of a sync: no replica may have the new version, weights must be unchanged, the error must name the cause, and the
+next sync must work.
 
-Everything is counted; right is 0. The last replica of those that take part fails on purpose, each time in another way, while the others do
-their part; so does the sender's end of a transport. Replicas that serve are asked for forwards throughout, and all of these must be of the
-old version. Expansions fail while the replicas that slept are waking; afterwards they must sleep, and the active version must still come.
+Broken promises are counted; 0 is correct. The last of the receivers fails on purpose, each time in another way, and so does the sender's
+end of a transport; the others do their part. Forwards run throughout on serving replicas and must all use the old version. Expansions fail
+while replicas wake; afterwards the replicas must sleep again, and the next expansion must bring the active version.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ BY_THE_SENDER = ("both", ALONE, PACKED)
 
 
 def scenes(config: Any) -> tuple[str, ...]:
-    """How a refresh fails. A receiver lacks a tensor, waits for one that is not sent, or has one of another dtype and one of another shape;
-    gets other bytes than were sent, or than were packed; its transport raises an error of its own, and the sender's does, too; the
-    sender's alone does; the receiver fails when all weights are new; or when others have published."""
+    """The ways in which a refresh fails. A receiver lacks a tensor, waits for one that is not sent, or has another dtype or shape;
+    gets bytes that changed after sending or after packing; its transport raises; so does the sender's; only the sender's raises; the
+    receiver fails when all weights are new, or after others have published."""
     return ("missing", "unsent", "unfit", *wrong_bytes(config), "transport", "both", ALONE, "late", "publish")
 
 
@@ -57,15 +58,15 @@ def trainer(side: Trainer) -> None:
             side.job.mover.release()
             side.job.mover.restore()
         side.gather()
-        side.learn()
+        side.update_truth()
         train(side)
         side.gather()
         train(side)
         side.gather()
-        side.learn()
+        side.update_truth()
         return
     sender, awake = side.sender, side.targets(sleeping=False)
-    tell(side, "accepted", accepted(side), "calls that must be refused")
+    record(side, "accepted", accepted(side), "calls that must be refused")
     for scene in scenes(side.config):
         fail(side, scene, awake, sender.version + 1, side.gather)
     if side.config.shares:
@@ -74,21 +75,21 @@ def trainer(side: Trainer) -> None:
         for scene in expansions(side.config):
             fail(side, scene, asleep, sender.version, None)
         report = side.deliver(sender.version, asleep, asleep=True)
-        tell(side, "next_failed", int(report.answered != len(asleep)), scene="expansion")
+        record(side, "next_failed", int(report.answered != len(asleep)), scene="expansion")
         side.job.mover.restore()
     version = sender.version
-    # Nothing is called dirty: what failed has changed everything, and the cache must know.
+    # No tensor is marked dirty: the cache must know by itself that the failed syncs changed all of them.
     report = side.deliver(version + 1, awake, dirty=())
-    tell(side, "next_failed", int(sender.version != version + 1 or report.answered != len(awake)), scene="refresh")
-    side.learn()
-    side.tell_truth(awake)
+    record(side, "next_failed", int(sender.version != version + 1 or report.answered != len(awake)), scene="refresh")
+    side.update_truth()
+    side.send_truth(awake)
     train(side)
     fail_late(side, awake)
     train(side)
     report = side.deliver(version + 3, awake)
-    tell(side, "next_failed", int(sender.version != version + 3 or report.answered != len(awake)), scene=TOO_LATE)
-    side.learn()
-    side.tell_truth(awake)
+    record(side, "next_failed", int(sender.version != version + 3 or report.answered != len(awake)), scene=TOO_LATE)
+    side.update_truth()
+    side.send_truth(awake)
 
 
 def train(side: Trainer) -> None:
@@ -97,20 +98,20 @@ def train(side: Trainer) -> None:
 
 
 def fail_late(side: Trainer, targets: Sequence[Target]) -> None:
-    """A receiver fails when the version is active already: its replica goes back, and no other."""
+    """A receiver fails after the version became active: only its replica goes back."""
     sender, active = side.sender, side.sender.version
     with nothing_left(side, TOO_LATE):
         error = failed(functools.partial(sender.sync, active + 1, targets, side.gather))
     named = error is not None and error.peer == targets[-1].name
-    named = named and f"version {active + 1} is active already" in str(error)
+    named = named and f"version {active + 1} is already active" in str(error)
     if not named:
-        print(f"rehearse: the error of '{TOO_LATE}' names too little: {error}")
-    tell(side, "unnamed", int(not named), scene=TOO_LATE)
-    tell(side, "kept_version", int(sender.version != active + 1), scene=TOO_LATE)
+        print(f"rehearse: the error in scene {TOO_LATE} does not name the cause: {error}")
+    record(side, "unnamed", int(not named), scene=TOO_LATE)
+    record(side, "kept_version", int(sender.version != active + 1), scene=TOO_LATE)
 
 
 def fail(side: Trainer, scene: str, targets: Sequence[Target], version: int, gather: Callable[[], Any] | None) -> None:
-    """One sync that fails, as the sender sees it."""
+    """One failing sync on the sender."""
     sender, active = side.sender, side.sender.version
     with (
         nothing_left(side, scene),
@@ -125,9 +126,9 @@ def fail(side: Trainer, scene: str, targets: Sequence[Target], version: int, gat
         named = named and error.peer in (peers if scene == PACKED else peers[-1:]) and error.peer in str(error)
         named = named and sorted(error.tensors) == blamed(side, scene)
     if not named:
-        print(f"rehearse: the error of '{scene}' names too little: {error}")
-    tell(side, "unnamed", int(not named), scene=scene)
-    tell(side, "kept_version", int(sender.version != active), scene=scene)
+        print(f"rehearse: the error in scene {scene} does not name the cause: {error}")
+    record(side, "unnamed", int(not named), scene=scene)
+    record(side, "kept_version", int(sender.version != active), scene=scene)
 
 
 def blamed(side: Trainer, scene: str) -> list[str]:
@@ -145,7 +146,7 @@ def blamed(side: Trainer, scene: str) -> list[str]:
 
 
 def accepted(side: Trainer) -> int:
-    """Calls that must be refused before any receiver is asked."""
+    """Invalid calls, which must be refused before any receiver is contacted; returns how many were accepted."""
     sender, targets = side.sender, side.targets(sleeping=False)
     asleep = side.targets(sleeping=True)
     version = sender.version
@@ -183,36 +184,36 @@ def inference(side: Inference) -> None:
 
 
 def go_back(side: Inference) -> None:
-    """The last rank fails where the version is active already: all ranks of its replica go back, all others have it and keep it."""
+    """The last rank fails after the version became active: all ranks of its replica go back, all others keep the version."""
     receiver, version, staged = side.receiver, side.receiver.version, side.config.refresh == "staged"
-    back = side.of_last_replica
+    goes_back = side.of_last_replica
     side.watch.reset("rehearsed")
     with nothing_left(side, TOO_LATE), failing(side, TOO_LATE) if side.last else contextlib.nullcontext():
         if staged:
             serve(side)
-        tell(side, "silent", int(raised(receiver.join) is None), scene=TOO_LATE)
+        record(side, "silent", int(raised(receiver.join) is None), scene=TOO_LATE)
     known, rest = side.watch.known, ""
     served, failed = stop_serving(side) if staged else ("", None)
-    wanted = (version, staged) if back else (version + 1, True)
-    tell(side, "kept_version", int((receiver.version, receiver.routed) != wanted), scene=TOO_LATE)
-    moved = side.hashes(sha256) != side.own
-    tell(side, "kept_wrong", int(moved == back and (staged or not back)), scene=TOO_LATE)
-    if staged or not back:
+    wanted = (version, staged) if goes_back else (version + 1, True)
+    record(side, "kept_version", int((receiver.version, receiver.routed) != wanted), scene=TOO_LATE)
+    changed = side.hashes(sha256) != side.own
+    record(side, "kept_wrong", int(changed == goes_back and (staged or not goes_back)), scene=TOO_LATE)
+    if staged or not goes_back:
         rest = known.setdefault(receiver.version, sha256(side.forwards.at_rest()))
     if staged:
         found = judge(side.forwards, known, version, receiver.version)
         wrong = found.torn + found.mislabelled + int(failed is not None or served != rest)
-        tell(side, "served_wrong", wrong, scene=TOO_LATE)
+        record(side, "served_wrong", wrong, scene=TOO_LATE)
 
 
 def take(side: Inference, scene: str, wanted: int) -> None:
-    """The sync after those that failed."""
+    """The sync after the failed ones."""
     side.take()
-    tell(side, "next_failed", int(side.receiver.version != wanted or not side.receiver.routed), scene=scene)
+    record(side, "next_failed", int(side.receiver.version != wanted or not side.receiver.routed), scene=scene)
 
 
 def endure(side: Inference, scene: str) -> None:
-    """One sync that fails, as a replica sees it: afterwards it is what it was."""
+    """One failing sync on a replica, which must be unchanged afterwards."""
     receiver, staged = side.receiver, side.config.refresh == "staged"
     serves, version = staged and not side.sleeper, side.receiver.version
     side.watch.reset("rehearsed")
@@ -221,34 +222,34 @@ def endure(side: Inference, scene: str) -> None:
             serve(side)
         with failing(side, scene) if side.last else contextlib.nullcontext():
             silent = raised(receiver.join) is None
-        tell(side, "silent", int(silent), scene=scene)
-        tell(side, "kept_version", int(receiver.version != version), scene=scene)
+        record(side, "silent", int(silent), scene=scene)
+        record(side, "kept_version", int(receiver.version != version), scene=scene)
         if serves:
             served, failed = stop_serving(side)
             wrong = [each for each in side.forwards.made.values() if each.logits != side.watch.known.get(version)]
             wrong_label = [each for each in side.forwards.made.values() if each.versions != (version, version)]
-            # Old weights come back behind the gate: where a replica is asked to derive from them, no forward runs yet.
+            # Old weights are restored behind the gate: no forward may run at `derive`.
             early = [point for point in side.watch.points if point.name == "derive" and point.logits != WAITS]
             count = len(wrong) + len(wrong_label) + len(early) + side.forwards.overlaps
             stopped = failed is not None or served not in side.watch.known.values()
-            tell(side, "served_wrong", count + int(stopped), scene=scene)
-            tell(side, "kept_wrong", int(not receiver.routed) + side.compare_weights(scene=scene), scene=scene)
+            record(side, "served_wrong", count + int(stopped), scene=scene)
+            record(side, "kept_wrong", int(not receiver.routed) + side.compare_weights(scene=scene), scene=scene)
         else:
-            # Weights of a replica that paused or woke are undefined now: nothing may be routed to it, and who woke sleeps again.
+            # The weights of a replica that paused or woke are undefined now: it must have no route, and sleep again if it woke.
             awake = side.sleeper and not side.replica.asleep
-            tell(side, "kept_wrong", int(receiver.routed) + int(awake), scene=scene)
+            record(side, "kept_wrong", int(receiver.routed) + int(awake), scene=scene)
             if awake:
                 side.replica.sleep()
 
 
 def serve(side: Inference) -> None:
-    """Forwards run, one after the other."""
+    """Run forwards one after the other."""
     side.serving.start()
     side.forwards.attempt(side.config.deadline_s)
 
 
 def stop_serving(side: Inference) -> tuple[str, Exception | None]:
-    """Logits of one more forward, and what any raised."""
+    """The logits of one more forward, and the error that any forward raised."""
     return side.forwards.attempt(side.config.deadline_s), raised(side.serving.stop)
 
 
@@ -257,12 +258,12 @@ def stop_serving(side: Inference) -> tuple[str, Exception | None]:
 
 @contextlib.contextmanager
 def nothing_left(side: Trainer | Inference, scene: str) -> Iterator[None]:
-    """Groups, shared memory and files in temporary folders: what a sync that failed has made and not given back."""
+    """Count process groups, shared memory and temporary files that a failed sync leaves behind."""
     groups, held, files = len(pg_map()), side.held(), set(temp_files())
     yield
-    tell(side, "left_groups", max(0, len(pg_map()) - groups), scene=scene)
-    tell(side, "left_segments", len(side.held() - held), scene=scene)
-    tell(side, "left_files", len(set(temp_files()) - files), scene=scene)
+    record(side, "left_groups", max(0, len(pg_map()) - groups), scene=scene)
+    record(side, "left_segments", len(side.held() - held), scene=scene)
+    record(side, "left_files", len(set(temp_files()) - files), scene=scene)
 
 
 def refused(call: Callable[[], object]) -> bool:
@@ -274,7 +275,7 @@ def pg_map() -> dict[Any, Any]:
     return found
 
 
-def tell(side: Trainer | Inference, metric: str, number: int, scene: str) -> None:
+def record(side: Trainer | Inference, metric: str, number: int, scene: str) -> None:
     side.ctx.record(metric, number, scene=scene)
     if number:
-        print(f"rehearse: {metric} is {number} in '{scene}'")
+        print(f"rehearse: {metric} is {number} in scene {scene}")

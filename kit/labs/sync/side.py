@@ -1,4 +1,4 @@
-"""What both sides of the sync lab share: who they are, their process groups, and base weights that do not hang on any layout."""
+"""Code that both sides of the sync lab share: their process groups, their locations, and base weights for any layout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROWS, LENGTH = 2, 8  # of the prompt whose logits are compared
 
 
 class Side:
-    """One rank's side. Its job takes `self.group` for the whole world."""
+    """One rank of the trainer or of a replica. Its job uses `self.group` as its whole world."""
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
@@ -48,7 +48,7 @@ class Side:
         self.where = place(ctx)
 
     def enter(self) -> None:
-        """Groups of the trainer and of each replica; everybody makes all of them, in one order."""
+        """Create the groups of the trainer and of each replica. All ranks create all groups in the same order."""
         config = self.config
         if self.ctx.device.type == "cuda":
             self.bystander = Bystander(str(self.ctx.device))
@@ -76,22 +76,22 @@ class Side:
         self.scope.close()
 
     def path_of(self, *, asleep: bool) -> str:
-        """How a version comes to replicas that sleep, or to the others."""
+        """The path of a sync to sleeping replicas, or to the others."""
         return "expand" if asleep else "refresh" if self.config.refresh == "staged" else "stream"
 
-    def tell(self, log: Log, began: float) -> None:
-        """Stages and events of one sync."""
+    def record_log(self, log: Log, began: float) -> None:
+        """Record stages and events of one sync."""
         for stage, seconds in log.seconds.items():
             self.ctx.record("stage_seconds", seconds, "s", stage=stage)
         for number, (name, when) in enumerate(log.events):
             self.ctx.record("event", when - began, "s", event=name, order=number)
 
     def held(self) -> set[Any]:
-        """Shared memory on this rank that is not there to stay."""
+        """Shared memory on this rank that a sync should not leave behind."""
         return set(shared_memory())
 
     def count(self) -> None:
-        """Shared memory, and what a process beside the job has."""
+        """Record shared memory, and the memory of the bystander process."""
         self.ctx.record("segments", len(self.held()))
         if self.bystander is not None:
             for metric, value in self.bystander.ask().items():
@@ -106,7 +106,7 @@ def name_of(rank: int) -> str:
 
 
 def place(ctx: Context) -> Place:
-    """Where a rank lives, as transports see it."""
+    """The location of a rank, from which transports are chosen."""
     host = boot_id() or socket.gethostname()
     gpu = ""
     if ctx.device.type == "cuda":
@@ -115,7 +115,7 @@ def place(ctx: Context) -> Place:
 
 
 def fill(chunks: Sequence[Any], geometry: Geometry, dtype: torch.dtype, seed: int) -> None:
-    """The same base weights in every layout: each full tensor is drawn by its name, and cut."""
+    """Fill in the same base weights for any layout: each full tensor is drawn from its name, then cut."""
     with torch.device("meta"):
         shapes = {name: param.shape for name, param in PlainModel(geometry).named_parameters()}
     with torch.no_grad():
@@ -128,13 +128,13 @@ def fill(chunks: Sequence[Any], geometry: Geometry, dtype: torch.dtype, seed: in
 
 
 def failed(call: Callable[[], object]) -> SyncFailed | None:
-    """Run a sync that is expected to fail; the error, if it is a failed sync."""
+    """Run a sync that is expected to fail; return its error if it is a `SyncFailed`."""
     error = raised(call)
     return error if isinstance(error, SyncFailed) else None
 
 
 def raised(call: Callable[[], object]) -> Exception | None:
-    """The error that the call raises, without its frames: they would keep tensors alive."""
+    """The error that the call raises, without its frames, which would keep tensors alive."""
     try:
         call()
     except (KitError, OSError) as error:
@@ -145,8 +145,8 @@ def raised(call: Callable[[], object]) -> Exception | None:
     return None
 
 
-def takes(cache: Cache) -> bool:
-    """Whether the cache's lock is free for another thread."""
+def lock_is_free(cache: Cache) -> bool:
+    """Whether another thread could take the lock of the cache."""
 
     def take() -> None:
         with cache.held("a rehearsal", timeout_s=0):

@@ -1,7 +1,7 @@
-"""Transports and sizes of buckets side by side: the same bytes to one receiver, beside one plain copy of them.
+"""Transports and bucket sizes side by side: the same bytes to one receiver, compared with one plain copy of them.
 
-Each turn is a whole sync with a receiver that pauses: from packing to applied weights, and all that belongs to it. Nothing is verified on
-the way. Turns of all ways follow each other, and what is told of a way is the median.
+Each turn is a whole sync with a receiver that pauses, from packing to applied weights, without verification. The result for each
+transport and size is the median of its turns.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 MIB = 2**20
 TENSOR = (
     256 * 1024 - 64
-)  # bytes of each tensor: neighbours in memory are none in a bucket, where each begins at a boundary
+)  # bytes of each tensor; not a multiple of 512, so neighbours in memory are not neighbours in a bucket
 SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB)
 TURNS = 3
 
 
 def ways(config: SyncConfig) -> list[tuple[str, int]]:
-    """Transports and sizes; one tensor at a time has no size."""
+    """The transports and bucket sizes to compare; `per-tensor` has no bucket size."""
     names = (
         ["shm", "serialize", "rendezvous"]
         if config.worlds == "two"
@@ -57,8 +57,7 @@ def specs(config: SyncConfig) -> list[Spec]:
 
 
 def contents(config: SyncConfig) -> dict[Key, torch.Tensor]:
-    """Tensors side by side in one piece of memory. Bytes differ by tensor and by place: what arrives elsewhere, or is left from before,
-    is not taken for it."""
+    """Tensors side by side in one piece of memory. Bytes differ by tensor and by place, so that misplaced or stale bytes are detected."""
     places, wanted = torch.arange(TENSOR), specs(config)
     rows = torch.empty(len(wanted), TENSOR, dtype=torch.uint8)
     for number, row in enumerate(rows):
@@ -83,7 +82,7 @@ def send(side: Trainer) -> None:
         if turn:
             plain.append(whole.numel() / (time.perf_counter() - started))
     side.ctx.record("sweep_bytes", whole.numel(), "B")
-    tell(side, plain, transport="memcpy")
+    record_rates(side, plain, transport="memcpy")
     del whole, into
     for name, size in ways(config):
         layout = buckets(config, size)
@@ -100,30 +99,30 @@ def send(side: Trainer) -> None:
         )
         seconds = []
         for turn in range(TURNS + 1):
-            report = sender.sync(turn, [target], functools.partial(as_it_is, bound))
+            report = sender.sync(turn, [target], functools.partial(unchanged, bound))
             events = dict(report.log.events)
             seconds.append(events["apply"] - events["ready"])
         cache.close()
         rates = [
             sum(spec.size for spec in specs(config)) / taken for taken in seconds[1:]
-        ]  # the first brings the pages
-        tell(side, rates, transport=name, bucket_size=size)
+        ]  # the first turn allocates pages
+        record_rates(side, rates, transport=name, bucket_size=size)
 
 
-def tell(side: Trainer, rates: list[float], **way: Any) -> None:
-    """A way's median, its least and greatest, and of how many."""
+def record_rates(side: Trainer, rates: list[float], **ids: Any) -> None:
+    """Record the median, minimum, maximum and number of rates."""
     for word, value in (("rate", statistics.median(rates)), ("rate_low", min(rates)), ("rate_high", max(rates))):
-        side.ctx.record(word, value, "B/s", **way)
-    side.ctx.record("rate_samples", len(rates), **way)
+        side.ctx.record(word, value, "B/s", **ids)
+    side.ctx.record("rate_samples", len(rates), **ids)
 
 
-def as_it_is(bound: Bound) -> Bound:
+def unchanged(bound: Bound) -> Bound:
     return bound
 
 
 def receive(side: Inference) -> None:
     wanted = contents(side.config)
-    tensors = {key: tensor.clone() for key, tensor in wanted.items()}  # not side by side, as the sender's are
+    tensors = {key: tensor.clone() for key, tensor in wanted.items()}  # not side by side, unlike the sender's
     whole = Whole(tensors)
     receiver = Receiver(
         name_of(side.ctx.rank),
@@ -150,7 +149,7 @@ class Idle:
         self.side = side
 
     def wake(self) -> None:
-        """It does not sleep."""
+        """It never sleeps."""
 
     def sleep(self) -> None:
         """As above."""
@@ -162,4 +161,4 @@ class Idle:
         """Nothing is derived."""
 
     def digests(self, algorithm: str) -> dict[str, str]:
-        raise NotImplementedError(f"there is no base to compare by {algorithm}")
+        raise NotImplementedError(f"no base weights to hash with {algorithm}")

@@ -1,4 +1,4 @@
-"""The trainer's ranks in the sync lab. Rank 0 sends; the others take part where weights are gathered."""
+"""The trainer's ranks in the sync lab. Rank 0 sends; the others take part in gathering the weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from kit.labs.sync import broken
 from kit.labs.sync.config import trainer_model
-from kit.labs.sync.side import Side, failed, fill, name_of, takes
+from kit.labs.sync.side import Side, failed, fill, lock_is_free, name_of
 from kit.labs.sync.watch import Watch, sha256
 from kit.measure.observers.holdings import MEMFD, SHM, shared_memory
 from kit.megatron import model, serve, shards
@@ -33,23 +33,25 @@ if TYPE_CHECKING:
     from kit.sync.layout import Key, Layout
     from kit.sync.sender import Report, Sender
 
-MOVES = dataclasses.replace(DEFAULTS, first_lr=DEFAULTS.lr)  # no warm-up: the first step makes other weights, too
-OF_THE_CACHE = ("stale-bucket", "cache-after-offload")  # faults that need one
-LEAST_BUCKETS = 8  # of a model that would fit into less: a run with one bucket proves little
+MOVES = dataclasses.replace(
+    DEFAULTS, first_lr=DEFAULTS.lr
+)  # no warm-up, so that the first step changes the weights too
+OF_THE_CACHE = ("stale-bucket", "cache-after-offload")  # faults that need the cache
+LEAST_BUCKETS = 8  # also for a model that would fit into fewer, because a run with one bucket proves little
 
 
 class Trainer(Side):
-    """Trains versions, and brings them to the replicas."""
+    """Trains versions and sends them to the replicas."""
 
     def __init__(self, ctx: Context) -> None:
         super().__init__(ctx)
         self.sends = ctx.rank == 0
         self.digests: dict[str, str] = {}
         self.logits: torch.Tensor | None = None
-        self.shared: set[Place] = set()  # memory files that came up in a sync
-        self.others: set[Place] = set()  # those that were there before, or came up between two
-        self.named: set[str] = set()  # files in /dev/shm that were held in a sync
-        self.most = 0  # bytes of memory files that came up in a sync
+        self.shared: set[Place] = set()  # memory files that appeared during a sync
+        self.others: set[Place] = set()  # memory files that existed before, or appeared between syncs
+        self.named: set[str] = set()  # files in /dev/shm that were open during a sync
+        self.most = 0  # peak bytes of memory files that appeared during syncs
         self.unlocked = 0  # points of a sync at which the sender's lock was free
         self.total = 0  # bytes of all tensors
         self.watch = Watch(lambda: self.sender.version, measure=self.weigh)
@@ -59,7 +61,7 @@ class Trainer(Side):
         self.sender: Sender
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
-        """A training job with the base weights."""
+        """Build a training job with the base weights."""
         self.enter()
         config = trainer_model(self.config)
         with self.as_job():
@@ -70,7 +72,9 @@ class Trainer(Side):
             if self.ctx.fault == "resumed-trainer":
                 self.job.step()
         self.tokens = self.prompt(config.geometry.vocab)
-        if self.config.shares:  # once before anything is counted: the memory to put weights aside is kept
+        if (
+            self.config.shares
+        ):  # once before anything is counted, because the host memory for offloaded weights stays allocated
             self.job.mover.release()
             self.job.mover.restore()
         tensors = self.gather()
@@ -90,12 +94,12 @@ class Trainer(Side):
                 share=self.config.verify_share,
                 timeout_s=self.config.deadline_s,
             )
-            self.sender.make = self.watch.made(self.sender.make)
+            self.sender.make = self.watch.wrap_make(self.sender.make)
         self.count()
 
     def base(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Version -1: nothing moves, where all weights are equal; where one number differs it is refused."""
-        self.learn()
+        """Version -1: a base with one changed number must be refused; then the real base is published, and no weights move."""
+        self.update_truth()
         if self.sends:
             error = failed(lambda: self.sender.sync(BASE, self.targets(), self.other_base))
             named = error is not None and error.tensors == (max(self.digests),) and error.peer in self.names()
@@ -103,11 +107,11 @@ class Trainer(Side):
         else:
             self.gather()
         self.sync(BASE, self.targets())
-        self.tell_truth(self.targets())
+        self.send_truth(self.targets())
         self.count()
 
     def other_base(self) -> dict[Key, torch.Tensor]:
-        """The gathered weights, of which one number of the last tensor is another."""
+        """The gathered weights with one changed number in the last tensor."""
         tensors = self.gather()
         key = max(self.digests), 0
         other = tensors[key].clone()
@@ -115,21 +119,21 @@ class Trainer(Side):
         return {**tensors, key: other}
 
     def train(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """A new version, and what it must look like on every replica."""
+        """Train a new version, and take the digests and logits that every replica must have."""
         with self.as_job():
             self.job.step(self.config.steps)
-        self.learn()
+        self.update_truth()
 
-    def learn(self) -> None:
-        """What the weights are now: a SHA-256 of each tensor, and logits; and whether a plain model gives these by the tensors' names."""
+    def update_truth(self) -> None:
+        """Take a SHA-256 of each current tensor, and logits; compare the logits with those of a plain model loaded by tensor names."""
         with self.as_job():
             self.logits = serve.logits(self.job, self.tokens)
         tensors = {name: tensor for (name, _), tensor in self.gather().items()}
         self.digests = {name: sha256(tensor) for name, tensor in tensors.items()}
         if self.logits is not None and self.sends:
             plain = plain_logits(trainer_model(self.config), tensors, self.tokens).double()
-            apart = (plain - self.logits.double()).abs().max() / self.logits.double().abs().max()
-            self.ctx.record("plain_error", float(apart) if apart.isfinite() else math.inf)
+            error = (plain - self.logits.double()).abs().max() / self.logits.double().abs().max()
+            self.ctx.record("plain_error", float(error) if error.isfinite() else math.inf)
 
     def refresh(self, cycle: int) -> None:
         if self.ctx.fault == "cache-after-offload":
@@ -140,7 +144,7 @@ class Trainer(Side):
         self.count()
 
     def offload(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """The replicas that wake get the trainer's devices: what they are brought comes from the cache."""
+        """Offload the trainer to make room for waking replicas, which get their weights from the cache."""
         self.job.mover.release()
 
     def expand(self, cycle: int) -> None:
@@ -148,11 +152,11 @@ class Trainer(Side):
             self.deliver(cycle, self.targets(sleeping=True), asleep=True)
 
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        self.tell_truth(self.targets())
+        self.send_truth(self.targets())
         self.count()
 
-    def tell_truth(self, targets: Sequence[Target]) -> None:
-        """Tell replicas what they must have; what each finds it records itself."""
+    def send_truth(self, targets: Sequence[Target]) -> None:
+        """Send replicas the digests and logits that they must have; each records its own differences."""
         if not self.sends:
             return
         assert self.logits is not None
@@ -176,12 +180,12 @@ class Trainer(Side):
         del self.job
         super().end(cycle)
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def gather(self) -> dict[Key, torch.Tensor]:
         """Full tensors of the live weights, on rank 0. Collective over the trainer."""
         if self.job.mover.away and self.ctx.fault == "cache-after-offload":
-            # Without its guard a cache packs what the allocator hands out next. Here that is zeros, as fresh pages are.
+            # Without its guard a cache packs whatever memory the allocator returns next: here zeros, like fresh pages.
             return (
                 {spec.key: torch.zeros(spec.shape, dtype=spec.dtype) for spec in self.cache.layout.specs}
                 if self.sends
@@ -191,7 +195,7 @@ class Trainer(Side):
             return {(name, 0): tensor for name, tensor in shards.full_tensors(self.job.chunks)}
 
     def targets(self, *, sleeping: bool | None = None) -> list[Target]:
-        """Receivers: all, those that share a device with the trainer, or the others."""
+        """The receivers: all, those that share a device with the trainer, or the others."""
         config = self.config
         awake = "paused" if config.refresh == "paused" else "serving"
         return [
@@ -207,7 +211,7 @@ class Trainer(Side):
         ]
 
     def place_of(self, rank: int) -> Any:
-        """Where a receiver lives: on this machine, since they meet at a socket of it; in which World is told by its rank."""
+        """The location of a receiver: this machine, since both ends meet at a local socket, and the World of its rank."""
         worlds = [world for world, size in enumerate(self.ctx.world_sizes) for _ in range(size)]
         return self.where._replace(world=f"{self.ctx.meeting} {worlds[rank]}", gpu="")
 
@@ -220,15 +224,15 @@ class Trainer(Side):
     def deliver(
         self, version: int, targets: Sequence[Target], *, asleep: bool = False, dirty: Sequence[str] | None = None
     ) -> Report:
-        """One sync by the sender, watched."""
+        """One sync on the sender, observed by the lab."""
         self.watch.reset("base" if version == BASE else self.path_of(asleep=asleep))
         self.others |= shared_memory().keys() - self.shared
         try:
-            return self.told(self.sender.sync(version, targets, None if asleep else self.gather, dirty=dirty))
+            return self.record_report(self.sender.sync(version, targets, None if asleep else self.gather, dirty=dirty))
         finally:
             self.watch.record(self.ctx)
 
-    def told(self, report: Report) -> Report:
+    def record_report(self, report: Report) -> Report:
         record = self.ctx.record
         record("bytes", report.bytes, "B")
         record("buckets", report.buckets)
@@ -244,12 +248,12 @@ class Trainer(Side):
         record("cache_bytes", self.most, "B")
         for name, count in report.transports.items():
             record("transport_receivers", count, transport=name)
-        self.tell(report.log, report.began)
+        self.record_log(report.log, report.began)
         return report
 
     def weigh(self) -> None:
-        """Shared memory that syncs have made, at its peak; and whether another thread could take the sender's lock."""
-        self.unlocked += takes(self.cache)
+        """Measure the peak of shared memory that syncs allocated, and count points at which the sender's lock is free."""
+        self.unlocked += lock_is_free(self.cache)
         held = shared_memory()
         files = {place: one.size for place, one in held.items() if one.name.startswith(MEMFD)}
         self.shared |= files.keys() - self.others
@@ -260,7 +264,7 @@ class Trainer(Side):
         return [target.name for target in self.targets()]
 
     def held(self) -> set[Any]:
-        """The copies out of which versions were sent may stay, as many as there may be; a name in /dev/shm may not."""
+        """Without the segments from which versions were sent, up to the allowed number; files in /dev/shm always count."""
         held = super().held()
         homes = sorted(held & self.watch.homes)
         named = {name for name in self.named if Path(name).exists()}
@@ -268,12 +272,12 @@ class Trainer(Side):
 
 
 def copies(config: Any, fault: str | None) -> int:
-    """Versions in memory between syncs: a ring has one, some of whose bytes are there."""
+    """The allowed number of versions in memory between syncs: one with a ring, else two."""
     return 1 if streams(config, fault) else 2
 
 
 def streams(config: Any, fault: str | None) -> bool:
-    """Whether nobody needs a copy of a version: no replica sleeps, and none serves while it comes."""
+    """Whether no copy of a version is needed: no replica sleeps, and none serves during a sync."""
     return config.refresh == "paused" and not config.shares and fault not in OF_THE_CACHE
 
 
@@ -284,7 +288,7 @@ def memory_of(config: Any, tensors: dict[Key, torch.Tensor], fault: str | None) 
 
 
 def plain_logits(config: ModelConfig, tensors: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """Logits of the last position by the plain model, which knows tensors by their names alone."""
+    """Logits of the last position from the plain model, which is loaded by tensor names only."""
     plain = PlainModel(config.geometry, dtype=model.DTYPES[config.dtype], device="meta")
     plain.load_state_dict(dict(tensors), assign=True)
     with torch.no_grad():
@@ -293,7 +297,7 @@ def plain_logits(config: ModelConfig, tensors: Mapping[str, torch.Tensor], token
 
 
 def layout(config: Any, tensors: dict[Key, torch.Tensor], most: int | None = None) -> Layout:
-    """Buckets of the size that was asked for, or found, which is at most `most` where larger tensors are split."""
+    """Buckets of the configured size, or of an automatic one, which is at most `most` if larger tensors may be split."""
     specs = [Spec(name, shard, tensor.dtype, tuple(tensor.shape)) for (name, shard), tensor in tensors.items()]
     if config.bucket_mib is not None:
         size = int(config.bucket_mib * 2**20)

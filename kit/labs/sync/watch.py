@@ -1,10 +1,10 @@
-"""What the lab itself sees of a sync on a rank: version, route and forwards of a replica at every point, and when transports close.
+"""The lab's own observation of a sync on a rank: version, route and forwards of a replica at every point, and the closing of transports.
 
-Nothing is read from the log of the code under test. A point is a moment at which that code uses something of the lab's: the host (wake,
-gate, derive), the weights (write), the transport (open, bucket, send, close), or a step of the sync (all others). Before and after each
-of them a replica that serves is asked for a forward: one begins and gives logits, or none begins, which is to wait.
+The log of the code under test is not read. A point is a moment at which that code uses an object of the lab: the host (wake, gate,
+derive), the weights (write), the transport (open, bucket, send, close), or a step of the sync (all others). At each of them a serving
+replica is asked for a forward: one begins and gives logits, or none begins, which counts as waiting.
 
-Limits: "waits" means that no forward began for `QUIET_S`; a gate that lets forwards in later than that is seen by the next point alone.
+Limits: "waits" means that no forward began for `QUIET_S`; a gate that opens later than that is observed by the next point only.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ if TYPE_CHECKING:
     from kit.sync.receiver import Call, Receiver
     from kit.sync.serving import Serving
 
-QUIET_S = 0.015  # with no forward inside and none that begins: forwards wait
-LINGER_S = 0.02  # for which a forward stays inside when a writer comes: one that does not wait for it is seen
+QUIET_S = 0.015  # if no forward is inside and none begins for this long, forwards wait
+LINGER_S = (
+    0.02  # a forward stays inside this long when a writer arrives, so that a writer that does not wait is detected
+)
 WAITS = "waits"
 STUCK = "stuck"
 STEPS = ("verify", "apply", "teardown", "finalize", "publish", "activate", "end")
 
 
 def sha256(tensor: torch.Tensor) -> str:
-    """The lab's own: of dtype, shape and all bytes. Works on a copy, which no storage of a job is marked by."""
+    """The lab's own hash of dtype, shape and all bytes. It reads a copy, because numpy would mark the storage as fixed in size."""
     flat = tensor.detach().to("cpu", copy=True).contiguous()
     hashed = hashlib.sha256(f"{flat.dtype} {tuple(flat.shape)}\n".encode())
     hashed.update(flat.view(-1).view(torch.uint8).numpy().data)
@@ -45,7 +47,7 @@ def sha256(tensor: torch.Tensor) -> str:
 
 
 class Forward(NamedTuple):
-    """One forward: its logits by their SHA-256, and version and route of the replica when it began and when it ended."""
+    """One forward: the SHA-256 of its logits, the versions of the replica when it began and ended, and whether there was a route."""
 
     logits: str
     versions: tuple[int, int]
@@ -53,7 +55,7 @@ class Forward(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A moment of a sync, by the system's clock. `logits` are of a forward that was attempted then, or why there are none."""
+    """A moment of a sync, by the system clock. `logits` are those of the attempted forward, or the reason for none."""
 
     name: str
     bucket: int
@@ -64,7 +66,7 @@ class Point(NamedTuple):
 
 
 class Forwards:
-    """The replica's forward as `Serving` runs it, with each call followed."""
+    """The forward that `Serving` runs, with a record of each call."""
 
     def __init__(
         self, forward: Callable[[], torch.Tensor], receiver: Callable[[], Receiver], deadline_s: float
@@ -73,7 +75,7 @@ class Forwards:
         self.receiver = receiver
         self.deadline_s = deadline_s
         self.made: dict[int, Forward] = {}
-        self.overlaps = 0  # writers that came in while a forward was inside
+        self.overlaps = 0  # writers that entered while a forward was inside
         self._begun = 0
         self._inside: set[int] = set()
         self._lingers = False
@@ -104,12 +106,12 @@ class Forwards:
             self.made, self.overlaps = {}, 0
 
     def at_rest(self) -> torch.Tensor:
-        """Logits of the weights as they are, on a thread of its own, as forwards that are served. Nothing may be served meanwhile."""
+        """Logits of the current weights, on a separate thread like served forwards. Nothing may be served meanwhile."""
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(self.forward).result()
 
     def attempt(self, quiet_s: float = QUIET_S) -> str:
-        """Logits of a forward that begins from now on; WAITS where none begins, STUCK where one does not end."""
+        """Logits of a forward that begins from now on; WAITS if none begins, STUCK if one does not end."""
         with self._changed:
             number, quiet = self._begun, time.monotonic()
             end = quiet + self.deadline_s
@@ -126,7 +128,7 @@ class Forwards:
 
     @contextlib.contextmanager
     def writer(self, writing: contextlib.AbstractContextManager[None], *, serves: bool) -> Iterator[None]:
-        """A writer goes through the gate while a forward is inside, who must be waited for."""
+        """Let a writer enter the gate while a forward is inside, for which it must wait."""
         with contextlib.ExitStack() as scope:
             with self._changed:
                 self._lingers = serves
@@ -144,7 +146,7 @@ class Forwards:
 
 
 class Watch:
-    """One rank's eyes: `points` of the sync under way. `known` are the logits of each version, taken at rest."""
+    """One rank's observer: the `points` of the current sync. `known` are the logits of each version, taken at rest."""
 
     def __init__(
         self,
@@ -158,12 +160,12 @@ class Watch:
         self.routed = routed
         self.forwards = forwards
         self.serving = serving
-        self.measure = measure  # what else is looked at
+        self.measure = measure  # called at every point
         self.points: list[Point] = []
-        self.homes: set[Place] = set()  # shared memory out of which buckets were sent
+        self.homes: set[Place] = set()  # shared memory from which buckets were sent
         self.known: dict[int, str] = {}
         self.path = "base"
-        self.told: Counter[str] = Counter()  # syncs that were recorded, by path
+        self.recorded: Counter[str] = Counter()  # number of recorded syncs by path
 
     def point(self, name: str, bucket: int = 0) -> None:
         when, version, routed = time.time(), self.version(), self.routed()
@@ -173,14 +175,14 @@ class Watch:
         self.points.append(Point(name, bucket, when, version, routed, logits))
 
     def reset(self, path: str) -> None:
-        """Another sync, by this path."""
+        """Start a new sync with this path."""
         self.path, self.points = path, []
         if self.forwards is not None:
             self.forwards.reset()
 
-    # -- what the code under test is given in place of its own ---------------------------------------------------------
+    # -- wrappers for the code under test ------------------------------------------------------------------------------
 
-    def made(self, make: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_make(self, make: Callable[..., Any]) -> Callable[..., Any]:
         """For `Receiver.make` and `Sender.make`."""
 
         def seen(*args: Any, **named: Any) -> Any:
@@ -190,7 +192,7 @@ class Watch:
 
         return seen
 
-    def calls(self, plain: type[Call]) -> type[Call]:
+    def wrap_call(self, plain: type[Call]) -> type[Call]:
         """For `Receiver.calls`."""
         watch = self
 
@@ -208,24 +210,24 @@ class Watch:
             setattr(Seen, step, _seen_step(plain, step, watch))
         return Seen
 
-    # -- what it comes to ----------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------------------
 
     def version_of(self, logits: str) -> str:
-        """What a forward's logits are, in words."""
+        """The version that gave these logits, in words."""
         if logits in {"", WAITS, STUCK}:
             return logits
         return next((f"version {version}" for version, known in self.known.items() if known == logits), "no version")
 
     def record(self, ctx: Context) -> None:
-        """Every point, in its order. `sync` counts those of a path, which is the same number on both ends."""
-        self.told[self.path] += 1
+        """Record every point in order. `sync` counts the syncs of a path, and is the same on both ends."""
+        self.recorded[self.path] += 1
         for order, point in enumerate(self.points):
             ctx.record(
                 "point",
                 point.when,
                 "s",
                 path=self.path,
-                sync=self.told[self.path],
+                sync=self.recorded[self.path],
                 point=point.name,
                 bucket=point.bucket,
                 order=order,
@@ -236,15 +238,15 @@ class Watch:
 
 
 class Judged(NamedTuple):
-    """Forwards of one sync."""
+    """The forwards of one sync."""
 
     served: int
-    torn: int  # of no one version, of the old one after the new one, or with a writer inside
-    mislabelled: int  # of a version that was not the replica's at that moment
+    torn: int  # on mixed weights, on the old version after the new one, or with a writer inside
+    mislabelled: int  # on another version than the replica reported at that moment
 
 
 def judge(forwards: Forwards, known: Mapping[int, str], old: int, new: int) -> Judged:
-    """Forwards of a replica that was routed to, against the logits of the two versions at rest."""
+    """Compare the forwards of a replica with a route with the logits of the two versions at rest."""
     made = [each for _, each in sorted(forwards.made.items()) if each.routed]
     before, after = known.get(old), known[new]
     torn = forwards.overlaps + sum(each.logits not in {before, after} for each in made)
@@ -259,7 +261,7 @@ def judge(forwards: Forwards, known: Mapping[int, str], old: int, new: int) -> J
 
 
 class SeenTransport:
-    """A transport, and the moments at which it is used."""
+    """A transport that adds a point at each use."""
 
     def __init__(self, transport: Any, watch: Watch) -> None:
         self._transport = transport
@@ -285,7 +287,7 @@ class SeenTransport:
 
 
 class SeenWeights:
-    """A replica's weights, and the moments at which buckets are written into them."""
+    """A replica's weights, with a point for each bucket that is written."""
 
     def __init__(self, weights: Any, watch: Watch) -> None:
         self._weights = weights

@@ -52,7 +52,7 @@ def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits, "free_bytes", list)
     offload_fits(OffloadConfig(size="125m"))
     with pytest.raises(
-        BadInput, match=r"size qwen2.5-0.5b does not fit: 2 ranks x \(.* GiB, and 10.0 GiB are free"
+        BadInput, match=r"size=qwen2.5-0.5b does not fit: 2 ranks x \(.* GiB, but 10.0 GiB are free"
     ) as caught:
         kit.lab("offload", size="qwen2.5-0.5b")
     numbers = [

@@ -163,7 +163,7 @@ def test_step_by_step(world: kit.World, split: Split) -> None:
     assert told[0].reset_index(drop=True).equals(told[1].reset_index(drop=True))  # the same seed, the same bits
     assert world.pids == pids
     assert world.eval("dist.get_world_size()") == [2, 2]
-    with pytest.raises(BadInput, match="ranks=4, and the World that was given has 2"):
+    with pytest.raises(BadInput, match="ranks=4, but the given World has 2"):
         kit.run("split", world=world, ranks=4)
 
 
