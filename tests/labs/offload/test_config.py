@@ -67,7 +67,7 @@ def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits, "free_bytes", lambda: [80 * GIB, 2 * GIB])
     offload_fits(OffloadConfig(size="125m"))
     with pytest.raises(
-        BadInput, match=r"of weights, gradients and optimizer for each rank, and 2\.0 GiB are free on a GPU"
+        BadInput, match=r"of weights, gradients and optimizer for each rank, but 2\.0 GiB are free on a GPU"
     ):
         kit.lab("offload", size="qwen2.5-0.5b")
     offload_fits(OffloadConfig(size="qwen2.5-0.5b", device="cpu"))
@@ -77,7 +77,7 @@ def test_a_gpu_that_is_too_small_for_those_who_share_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(fits, "free_memory", lambda: 1000 * GIB)
     monkeypatch.setattr(fits, "free_bytes", lambda: [12 * GIB])
     offload_fits(OffloadConfig(size="qwen2.5-0.5b", tp=1, ranks=1))
-    with pytest.raises(BadInput, match=r"on each of 2 ranks that share a GPU, and 12\.0 GiB are free on a GPU"):
+    with pytest.raises(BadInput, match=r"on each of 2 ranks that share a GPU, but 12\.0 GiB are free on a GPU"):
         offload_fits(OffloadConfig(size="qwen2.5-0.5b", tp=1, ranks=2))
 
 
