@@ -164,10 +164,8 @@ def test_a_notebook_without_a_browser(cli: Cli, tmp_path: Path) -> None:
     assert "ZeroDivisionError" in (tmp_path / "broken.html").read_text()
 
 
-JUDGED_THERE = (
-    "split",
-    "sync",
-)  # their own tests run every fault that ends with 1; here one of each shows how the command ends
+# Their own tests run every fault that ends with 1; here one of each shows how the command ends.
+JUDGED_THERE = ("offload", "split", "sync")
 FAULTS = [
     pytest.param(
         lab.name, fault, id=f"{lab.name}-{fault.name}", marks=() if fault.name == "wrong-sum" else pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -33,6 +35,15 @@ def test_names() -> None:
     assert kit.__version__[0].isdigit()
     with pytest.raises(AttributeError, match="module 'kit' has no attribute 'wordl'"):
         kit.wordl  # noqa: B018
+
+
+def test_a_folder_of_that_name_does_not_hide_the_package(tmp_path: Path) -> None:
+    """As beside a checkout that was cloned into a folder `kit`."""
+    (tmp_path / "kit").mkdir()
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    script = "import kit; print(kit.World.__name__)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("World", "")
 
 
 def test_what_a_world_leaves_is_told_from_other_files(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ class Setup:
         return f"{self.name} {json.dumps(self.config, sort_keys=True)}"
 
     def changed(self, settings: Mapping[str, Any]) -> Setup:
-        return replace(self, config={**self.config, **settings}) if settings else self
+        ranks = settings.get("ranks", self.ranks)
+        return replace(self, ranks=ranks, config={**self.config, **settings}) if settings else self
 
 
 OFFLOAD = {"cycles": 2, "steps": 1, "timeout_s": 30, "meet_timeout_s": 5}

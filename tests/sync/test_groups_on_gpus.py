@@ -116,7 +116,11 @@ class OnGpu(Rendezvous):
 
 
 class Silent(OnGpu):
-    """One that said that it joins, and does not."""
+    """One that said that it joins, and does not. It has more patience than its peer, which else may hear first that it gave up."""
+
+    def join(self, offer: dict[str, Any]) -> None:
+        super().join(offer)
+        self.wait = timedelta(seconds=20)
 
     silent = True
 

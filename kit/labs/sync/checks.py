@@ -212,7 +212,7 @@ def failure_is_clean(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
         f"{FAILURES[str(row.metric)]}: {row.value:.0f} (rank {row.rank}, scene {row.scene})"
         for row in wrong.itertuples()
     )
-    scenes = ", ".join(rows["scene"].unique())
+    scenes = ", ".join(sorted(rows["scene"].unique()))  # ranks answer in any order
     right = "every failed sync left weights and version unchanged and named the cause, and the next sync succeeded"
     return Measured(float(rows["value"].sum()), found or f"{right} ({scenes})")
 

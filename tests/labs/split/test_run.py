@@ -176,6 +176,7 @@ def test_both_backends_are_compared(split: Split) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(6, of="other configs")
 @pytest.mark.parametrize(
     "config",
     [

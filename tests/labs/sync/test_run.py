@@ -35,8 +35,8 @@ def test_every_check_passes_or_says_why_not(sync: Sync) -> None:
     assert [row.check for row in verdict] == asked
     assert "0 differ; SHA-256 of 26 tensors, 20 comparisons; in transit 26 of 26" in why(verdict, "bit_exact")
     assert EXCUSE in why(verdict, "logits_equal")
-    rehearsed = "missing, unsent, unfit, wrong-bytes, calls that must be refused, packed, transport, both, alone, late"
-    assert f"{rehearsed}, publish, expansion, refresh, activate" in why(verdict, "failure_is_clean")
+    rehearsed = "activate, alone, both, calls that must be refused, expansion, late, missing, packed, publish, refresh"
+    assert f"{rehearsed}, transport, unfit, unsent, wrong-bytes" in why(verdict, "failure_is_clean")
     assert "0 of 78 tensors on all receivers differ" in why(verdict, "base_equal")
     assert "all 13 combinations of transport and bucket size" in why(verdict, "sweep_arrived")
 
