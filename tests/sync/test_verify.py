@@ -80,7 +80,7 @@ def test_a_table_that_is_short_or_empty_differs() -> None:
 def test_nothing_is_looked_at_where_nothing_is_wanted() -> None:
     mine, theirs = ends(1, 1.0, "none")
     mine.add(0, live(LAYOUT, 0, tensors(1)))
-    assert (mine.table(), mine.count, mine.said) == ({}, 0, "no tensor was verified on the way")
+    assert (mine.table(), mine.count, mine.said) == ({}, 0, "no tensor was verified in transit")
     assert mine.differences(LAYOUT, theirs.table()) == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kit-digests")]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kit.labs.split import parity, truths
+from kit.labs.split import parity, truths, words
 from kit.labs.split.config import KIT_MODEL, cases_of
 from kit.labs.split.truths import promised
 from kit.results import Check, Measured, NotMeasured, incomplete, select, with_ids
@@ -20,21 +20,6 @@ if TYPE_CHECKING:
 COMMON = 1e-3  # a limit in common use for losses and gradient norms; shown beside the kit's
 COARSE = 1e-2  # bfloat16 keeps 8 bits
 FIELDS = ("grad_norm", "lr", "wd", "updated", "global_valid_seqs", "global_valid_toks")
-
-
-def every_chunks(config: Mapping[str, Any]) -> str:
-    """The numbers of chunks of a run."""
-    return "chunks " + ", ".join(str(count or "one per microbatch") for count in config["chunks"])
-
-
-def scope(config: Mapping[str, Any]) -> str:
-    """The steps, levels and numbers of chunks that a run compared."""
-    levels = sorted({case.level for case in cases_of(config)}, reverse=True)
-    return f"{counted(config['steps'], 'step')}, loss per {' and per '.join(map(singular, levels))}, {every_chunks(config)}"
-
-
-def singular(level: str) -> str:
-    return level.removesuffix("s")
 
 
 def beside(value: float) -> str:
@@ -51,27 +36,13 @@ def of_every_case(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, me
     return rows
 
 
-def where(config: Mapping[str, Any], cycle: int) -> str:
-    case = next(case for case in cases_of(config) if case.cycle == cycle)
-    return f"loss per {singular(case.level)}, {chunks_of(case.chunks)}"
-
-
-def chunks_of(count: int) -> str:
-    return counted(count, "chunk") if count else "one chunk per microbatch"
-
-
-def against(row: Mapping[str, Any]) -> str:
-    """A number of the split step beside the plain step's."""
-    return f"{row['split']:.9g} vs {row['sync']:.9g} in the plain step"
-
-
 def loss(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """The loss of the first step, where the error is largest: both steps start from the same weights."""
     table = parity.paired(frame, config)
     row = parity.worst(table[(table["metric"] == "global_loss") & (table["step"] == 1)], "error")
     if not row["error"]:
-        return Measured(0, f"identical bit for bit in step 1 ({scope(config)})")
-    why = f"worst: {against(row)}, step 1, {where(config, row['cycle'])}"
+        return Measured(0, f"identical bit for bit in step 1 ({words.scope(config)})")
+    why = f"worst: {words.against(row)}, step 1, {words.where(config, row['cycle'])}"
     return Measured(row["error"], why + beside(row["error"]))
 
 
@@ -81,7 +52,9 @@ def later(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     row = parity.worst(table[(table["step"] > 1) & ~table["metric"].isin(["lr", "wd", "updated"])], "error")
     steps = pd_steps(frame, config, "gradient_error")
     gradients = parity.worst(steps[steps["step"] > 1], "value")
-    why = f"worst number: {row['metric']}, {against(row)}, step {row['step']}, {where(config, row['cycle'])}"
+    why = (
+        f"worst number: {row['metric']}, {words.against(row)}, step {row['step']}, {words.where(config, row['cycle'])}"
+    )
     return Measured(
         max(row["error"], gradients["value"]),
         f"{why}; worst gradients: ||dg||/||g|| {gradients['value']:.2g} in step {gradients['step']}",
@@ -102,8 +75,8 @@ def fields(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     beyond = error.where(table["metric"] != "grad_norm", (error - rounding).clip(lower=0))
     row = parity.worst(table.assign(error=error, beyond=beyond).sort_values("error", ascending=False), "beyond")
     if not row["error"]:
-        return Measured(0, f"{', '.join(FIELDS)}: identical bit for bit ({scope(config)})")
-    why = f"worst: {row['metric']}, {against(row)}, step {row['step']}, {where(config, row['cycle'])}"
+        return Measured(0, f"{', '.join(FIELDS)}: identical bit for bit ({words.scope(config)})")
+    why = f"worst: {row['metric']}, {words.against(row)}, step {row['step']}, {words.where(config, row['cycle'])}"
     rounded = row["error"] > row["beyond"]
     excused = f"rounding of a float32 norm is excluded, up to {rounding:.2g}"
     return Measured(row["beyond"], why, if_passed=excused if rounded else "")
@@ -129,7 +102,7 @@ def ranks(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     values = ", ".join(f"{value:.9g}" for value in differing.iloc[0])
     return Measured(
         len(differing),
-        f"{name} differs between ranks in step {step}: {values} on ranks 0, 1, ...; {where(config, cycle)}",
+        f"{name} differs between ranks in step {step}: {values} on ranks 0, 1, ...; {words.where(config, cycle)}",
     )
 
 
@@ -141,9 +114,13 @@ def every_metric(frame: pd.DataFrame, config: Mapping[str, Any]) -> list[Measure
     for name, rows in table.groupby("metric", sort=False):
         row = parity.worst(rows, "error")
         scalar = rows["one_scalar_error"].max()
-        per = "not divided" if row["normalizer"] == "none" else f"per {singular(row['normalizer'])}"
-        why = f"{name} ({per}), {against(row)}"
-        why += f", loss per {singular(row['level'])}, {chunks_of(row['chunks'])}" if row["error"] else ", bit for bit"
+        per = "not divided" if row["normalizer"] == "none" else f"per {words.singular(row['normalizer'])}"
+        why = f"{name} ({per}), {words.against(row)}"
+        why += (
+            f", loss per {words.singular(row['level'])}, {words.chunks_of(row['chunks'])}"
+            if row["error"]
+            else ", bit for bit"
+        )
         why += f"; one scalar for all metrics would give an error of {scalar:.2g}" if scalar else ""
         found.append(Measured(row["error"], why, of=str(name)))
     return found
@@ -155,7 +132,7 @@ def coverage(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     names = sorted(set(wrong["metric"]))
     if names:
         return Measured(len(names), f"only one of the two steps reports {', '.join(names)}")
-    return Measured(0, f"both steps report the same {table['metric'].nunique()} numbers ({scope(config)})")
+    return Measured(0, f"both steps report the same {table['metric'].nunique()} numbers ({words.scope(config)})")
 
 
 def gradient(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
@@ -164,7 +141,7 @@ def gradient(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     row = parity.worst(table, "value")
     tensors = parity.tensors(frame, config)
     worst = parity.worst(tensors, "gradient_error")
-    why = f"||dg||/||g|| over the model in step 1, worst: {where(config, row['cycle'])}"
+    why = f"||dg||/||g|| over the model in step 1, worst: {words.where(config, row['cycle'])}"
     why += f"; worst tensor: {worst['tensor']}, {worst['gradient_error']:.3g}, element {worst['gradient_index']:.0f}"
     return Measured(row["value"], why + beside(row["value"]))
 
@@ -187,9 +164,9 @@ def parameters(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     share /= select(frame, phase="compare", metric="elements")["value"].max()
     return Measured(
         row["value"],
-        f"||dp||/||p|| after {counted(config['steps'], 'step')}, worst: {where(config, row['cycle'])}; worst tensor: {worst['tensor']}, "
-        f"{worst['parameter_error']:.3g}; excluded: {share:.1%} of the elements, whose gradient is below rounding "
-        f"(largest difference {uncertain:.2g})",
+        f"||dp||/||p|| after {counted(config['steps'], 'step')}, worst: {words.where(config, row['cycle'])}; "
+        f"worst tensor: {worst['tensor']}, {worst['parameter_error']:.3g}; "
+        f"excluded: {share:.1%} of the elements, whose gradient is below rounding (largest difference {uncertain:.2g})",
     )
 
 
@@ -197,9 +174,9 @@ def chunks(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     rows = of_every_case(frame, config, "compare", "chunk_error")
     row = parity.worst(rows, "value")
     if not row["value"]:
-        return Measured(0, f"gradients are identical bit for bit for {every_chunks(config)}")
-    first = chunks_of(config["chunks"][0])
-    return Measured(row["value"], f"||dg||/||g|| against {first}, worst: {where(config, row['cycle'])}")
+        return Measured(0, f"gradients are identical bit for bit for {words.every_chunks(config)}")
+    first = words.chunks_of(config["chunks"][0])
+    return Measured(row["value"], f"||dg||/||g|| against {first}, worst: {words.where(config, row['cycle'])}")
 
 
 def reductions(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
@@ -207,7 +184,7 @@ def reductions(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     least = of_every_case(frame, config, "split", "reductions_least")["value"].min()
     off = max(abs(most - 1), abs(least - 1))
     times = "exactly once" if not off else f"{least:g} to {most:g} times instead of once"
-    return Measured(off, f"each gradient bucket was reduced {times} per step ({scope(config)})")
+    return Measured(off, f"each gradient bucket was reduced {times} per step ({words.scope(config)})")
 
 
 def rate(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:

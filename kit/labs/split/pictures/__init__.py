@@ -8,6 +8,7 @@ from kit.draw.plots import Pictures, Plot, Table
 from kit.labs.split import parity
 from kit.labs.split.config import KIT_SPLIT, cases_of
 from kit.labs.split.pictures import calls, errors
+from kit.labs.split.words import every_chunks
 from kit.results.units import counted
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ def words(data: RunData) -> list[str]:
     sizes = [f"{name} {config[name]}" for name in ("tp", "pp", "ep") if config[name] > 1]
     own = [] if config["implementation"] == KIT_SPLIT else [config["implementation"]]
     job = " ".join([config["backend"], ", ".join([config["size"], *sizes])])
-    chunks = ", ".join(str(count or "one per microbatch") for count in config["chunks"])
-    return [job, config["recipe"], *own, f"chunks {chunks}", counted(config["steps"], "step")]
+    return [job, config["recipe"], *own, every_chunks(config), counted(config["steps"], "step")]
 
 
 def step(scene: Scene) -> None:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.patches import Patch
 
 from kit.draw.axes import SEPARATE, grid_across
+from kit.labs.split import words
 from kit.labs.split.config import cases_of
 from kit.results import with_ids
-from kit.results.units import counted, time_unit
+from kit.results.units import time_unit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,8 +57,7 @@ def timeline(ax: Axes, data: RunData, config: Mapping[str, Any], theme: Theme) -
     labels = {}
     for place, case, phase in ways(config):
         here = rows[(rows["cycle"] == case.cycle) & (rows["phase"] == phase)]
-        chunks = counted(case.chunks, "chunk") if case.chunks else "one chunk per microbatch"
-        labels[place] = f"{case.level}, plain" if phase == "sync" else chunks
+        labels[place] = f"{case.level}, plain" if phase == "sync" else words.chunks_of(case.chunks)
         for lane, rank in enumerate(ranks):
             mine = here[here["rank"] == rank]
             ax.barh(
