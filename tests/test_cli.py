@@ -19,7 +19,7 @@ from kit.labs.discover import discover
 ROOT = Path(__file__).resolve().parents[1]
 SLOW = '''
 import time
-from kit.labs.smoke.phases import Plain
+from kit.labs.smoke.ranks.phases import Plain
 
 class Slow(Plain):
     """Makes the baseline's groups and then takes very long."""

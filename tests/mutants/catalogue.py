@@ -101,7 +101,7 @@ def leave_out(**names: str) -> dict[str, str]:
 TARGETS = (
     Target(
         "offload",
-        "kit.labs.offload.releaser",
+        "kit.labs.offload.ranks.releaser",
         "tensors_restored",
         left_out=leave_out(LOOK="told", UNUSED="PairReleaser.__init__ PairReleaser.destroy PairReleaser.reload"),
     ),

@@ -119,7 +119,11 @@ def test_why_a_value_is_good_enough_is_told_of_rows_that_pass():
 @pytest.mark.parametrize(
     ("config", "fault", "suspect"),
     [
-        ({"implementation": "kit.labs.offload.releaser:KitReleaser", "order": "tp-cp-ep-dp-pp", "cycles": 3}, None, ""),
+        (
+            {"implementation": "kit.labs.offload.ranks.releaser:KitReleaser", "order": "tp-cp-ep-dp-pp", "cycles": 3},
+            None,
+            "",
+        ),
         ({"implementation": "mine:Whole"}, None, "implementation=mine:Whole"),
         ({"model": "kit.x:y"}, "bit-flip", "fault 'bit-flip'"),
         ({"transport": "auto", "loss": "a.b:C.d"}, "x", "fault 'x' and loss=a.b:C.d"),

@@ -116,7 +116,7 @@ def move(layout, index, place, **changes):
     ("broken", "sentence"),
     [
         (lambda ok: move(ok, 0, 1, offset=600), r"bucket 0: b \(shard 0\) lies at 600, which is not a multiple of 512"),
-        (lambda ok: move(ok, 0, 1, offset=0), r"bucket 0: b \(shard 0\) lies at 0 to 100; free are 600 to 1536"),
+        (lambda ok: move(ok, 0, 1, offset=0), r"bucket 0: b \(shard 0\) lies at 0 to 100; only 600 to 1536 is free"),
         (lambda ok: move(ok, 0, 1, offset=1536), r"bucket 0: b .* lies at 1536 to 1636"),
         (lambda ok: move(ok, 0, 1, start=50), r"bucket 0: b \(shard 0\) continues at byte 50, not 0"),
         (lambda ok: move(ok, 0, 1, size=99), r"does not hold all bytes of b \(shard 0\)"),
@@ -265,7 +265,7 @@ def test_a_mismatch_names_all_and_changes_nothing():
 @pytest.mark.parametrize(
     ("buffer", "sentence"),
     [
-        (torch.zeros(511, dtype=torch.uint8), "bucket 0 has 512 bytes and the buffer 511"),
+        (torch.zeros(511, dtype=torch.uint8), "bucket 0 needs 512 bytes, but the buffer has 511"),
         (torch.zeros(512, dtype=torch.int8), "must be contiguous bytes"),
         (torch.zeros(1024, dtype=torch.uint8)[::2], "must be contiguous bytes"),
         (torch.zeros(2, 256, dtype=torch.uint8), "must be contiguous bytes in one dimension"),

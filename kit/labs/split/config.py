@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from kit.train.options import Level
 
-KIT_SPLIT = "kit.labs.split.backends:split_step"
-KIT_LOSS = "kit.labs.split.losses:of_recipe"
-KIT_MODEL = "kit.labs.split.backends:assemble"
+KIT_SPLIT = "kit.labs.split.ranks.backends:split_step"
+KIT_LOSS = "kit.labs.split.ranks.losses:of_recipe"
+KIT_MODEL = "kit.labs.split.ranks.backends:assemble"
 LEVELS: tuple[Level, ...] = ("tokens", "sequences")
 LOSS_OPTIONS = (
     *("clip_low", "clip_high", "dual_clip", "ratio", "importance", "truncation", "band_low", "band_high"),

@@ -1,4 +1,4 @@
-"""Known bugs of weight sync. `broken.py` implements each; the check that it names detects it."""
+"""Known bugs of weight sync. `ranks/broken.py` implements each; the check that it names detects it."""
 
 from kit.labs.definition import Fault
 

@@ -206,7 +206,7 @@ def test_a_job_of_the_kits_without_groups_is_not_excused() -> None:
     assert judged(rows, {**config, "model": "mine:Plain"})["handles_alive"].passed is None
 
 
-@pytest.mark.parametrize(("model", "passed"), [("kit.labs.offload.job:build", None), ("mine:Job", False)])
+@pytest.mark.parametrize(("model", "passed"), [("kit.labs.offload.ranks.job:build", None), ("mine:Job", False)])
 def test_controls_that_differ_are_the_setups_or_somebodys_own_fault(model: str, passed: bool | None) -> None:
     config = {**config_of("exact"), "model": model}
     rows = changed(right(config), "second_control", "controls_differ", 3)

@@ -37,7 +37,7 @@ def make_offload(tmp_path):
             "size": "tiny",
             "tp": 2,
             "mode": "exact",
-            "implementation": "kit.labs.offload.releaser:KitReleaser",
+            "implementation": "kit.labs.offload.ranks.releaser:KitReleaser",
             **config,
         }
         writer = create_run(tmp_path, "offload", config, {}, fault=fault)

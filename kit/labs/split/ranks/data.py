@@ -14,8 +14,8 @@ from kit.train import rollout
 from kit.train.batch import Batch, cut, cuts, rows, valid
 
 if TYPE_CHECKING:
-    from kit.labs.split.backends import Megatron, Tensors
     from kit.labs.split.config import SplitConfig
+    from kit.labs.split.ranks.backends import Megatron, Tensors
 
 ANSWERS = 4  # per prompt
 WARM = 24  # supervised updates of the tiny model; for a large model they would take longer than the lab

@@ -9,15 +9,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from kit.labs.split import backends, compare, data, experts, extremes, rehearse, updates
-from kit.labs.split.broken import NUMBERS, broken_job, broken_loss, make_split, whole_result
-from kit.labs.split.compare import Tensors
 from kit.labs.split.config import KIT_LOSS, KIT_MODEL, Case, SplitConfig, cases
-from kit.labs.split.losses import LossContext, make_loss
-from kit.labs.split.oracle import by_itself, oracle, true_counts
+from kit.labs.split.ranks import backends, compare, data, extremes, rehearse, updates
+from kit.labs.split.ranks.broken import NUMBERS, broken_job, broken_loss, make_split, whole_result
+from kit.labs.split.ranks.compare import Tensors
+from kit.labs.split.ranks.losses import LossContext, make_loss
+from kit.labs.split.ranks.oracle import by_itself, oracle, true_counts
 from kit.measure import clock
 from kit.megatron import groups
+from kit.megatron import split as megatron_split
+from kit.megatron.balance import clear_aux
+from kit.train.batch import cuts
 from kit.train.plain import from_weights, logprobs
 
 if TYPE_CHECKING:
@@ -107,7 +111,7 @@ class Split:
         With experts: their load-balancing loss.
         """
         if self.config.balances:
-            exact_balance = experts.balance_of_step(self.megatron.fresh(), self.batches[0], self.config.micro_batch)
+            exact_balance = balance_of_step(self.megatron.fresh(), self.batches[0], self.config.micro_batch)
             self.ctx.record("balance", exact_balance)
         if self.ctx.rank:
             return
@@ -339,3 +343,34 @@ def run_in_chunks(step: Any, loss: Loss, chunks: list[Batch], config: SplitConfi
         calls.time("microbatch", step.microbatch, chunk)
     result: StepResult = calls.time("finish", step.finish)
     return result
+
+
+# -- the load-balancing loss in float64, independent of the code that reports it ---------------------------------------------
+
+
+def balance(hidden: torch.Tensor, weight: torch.Tensor, choices: int) -> float:
+    """E * sum(f P) for the router of one layer and one microbatch: f is the share of choices of each of the E experts, P the mean of
+    its softmax probability."""
+    tokens = hidden.double().flatten(0, -2)
+    chances = torch.softmax(tokens @ weight.double().T, dim=-1)
+    chosen = chances.argsort(dim=-1, descending=True)[:, :choices]
+    share = torch.bincount(chosen.flatten(), minlength=len(weight)).double() / chosen.numel()
+    return float(len(weight) * torch.dot(share, chances.mean(0)))
+
+
+def balance_of_step(job: Any, batch: Batch, micro_batch: int) -> float:
+    """The mean over layers, microbatches and data-parallel ranks, on the initial weights. Every rank calls it with its own rows."""
+    found: list[float] = []
+
+    def look(router: Any, given: Any) -> None:
+        found.append(balance(given[0].detach(), router.weight.detach(), router.topk))
+
+    modules = [module for chunk in job.chunks for name, module in chunk.named_modules() if name.endswith("mlp.router")]
+    hooks = [module.register_forward_pre_hook(look) for module in modules]
+    megatron_split.forward_backward(job, list(cuts(batch, micro_batch)), megatron_split.nothing)
+    for hook in hooks:
+        hook.remove()
+    clear_aux()
+    total = torch.tensor([sum(found), len(found)], dtype=torch.float64, device=job.device)
+    dist.all_reduce(total)
+    return float(total[0] / total[1])

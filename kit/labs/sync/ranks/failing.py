@@ -14,7 +14,7 @@ from kit.sync.weights import Cut
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kit.labs.sync.inference import Inference
+    from kit.labs.sync.ranks.inference import Inference
 
 EXTRA = "rehearsed.weight"
 ALONE = "alone"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kit.labs.sync import inference, rehearse, sweep, trainer
+from kit.labs.sync.ranks import inference, rehearse, sweep, trainer
 
 if TYPE_CHECKING:
     from kit.labs.rankside import Context
-    from kit.labs.sync.side import Side
+    from kit.labs.sync.ranks.side import Side
 
 
 class Trainer(trainer.Trainer):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from kit.labs.offload.releaser import KitReleaser, State
+from kit.labs.offload.ranks.releaser import KitReleaser, State
 from kit.megatron import groups
 from kit.megatron.groups.exact import DestroyFailed
 from kit.megatron.groups.handle import Handle, c10d
@@ -22,7 +22,7 @@ from kit.megatron.groups.snapshot import groups_in, megatron_groups, parallel_st
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kit.labs.offload.job import JobContext
+    from kit.labs.offload.ranks.job import JobContext
 
 LEAK_BYTES = 16 * 2**20
 SLOW_S = 1.5

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kit.labs.rankside import Context
-    from kit.labs.split.backends import SplitContext
     from kit.labs.split.config import SplitConfig
+    from kit.labs.split.ranks.backends import SplitContext
     from kit.train.protocol import Loss, Normalizer, Split, StepResult
 
 IN_THE_LOSS = frozenset({"mask-not-shifted", "weights-cancel", "masks-multiply"})

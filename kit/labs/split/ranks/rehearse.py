@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from kit.labs.split.oracle import true_counts
+from kit.labs.split.ranks.oracle import true_counts
 from kit.measure.observers.births import Births
 from kit.megatron import split
 from kit.train.batch import valid
@@ -25,8 +25,8 @@ from kit.train.stream import Misuse
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kit.labs.split.backends import Backend
     from kit.labs.split.config import SplitConfig
+    from kit.labs.split.ranks.backends import Backend
     from kit.train.batch import Batch
     from kit.train.protocol import Loss, StepResult
 

@@ -21,11 +21,11 @@ from kit.target import load
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kit.labs.offload.job import JobContext
+    from kit.labs.offload.ranks.job import JobContext
     from kit.labs.rankside import Context
 
 State = dict[str, Any]
-BROKEN = "kit.labs.offload.broken:Broken"
+BROKEN = "kit.labs.offload.ranks.broken:Broken"
 ELSEWHERE = frozenset({"double-patch", "leaves-default-group", "masks-original-error"})  # faults that lie in phases
 
 

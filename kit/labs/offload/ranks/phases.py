@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from kit.labs.bystander import Bystander
-from kit.labs.offload import rehearse
-from kit.labs.offload.broken import double_patched
 from kit.labs.offload.config import KIT_MODEL
-from kit.labs.offload.job import JobContext, arithmetic, context_for
-from kit.labs.offload.releaser import around, make_releaser, told
-from kit.labs.offload.watch import Watch, any_rank, departs, differing
+from kit.labs.offload.ranks import rehearse
+from kit.labs.offload.ranks.broken import double_patched
+from kit.labs.offload.ranks.job import JobContext, arithmetic, context_for
+from kit.labs.offload.ranks.releaser import around, make_releaser, told
+from kit.labs.offload.ranks.watch import Watch, any_rank, departs, differing
 from kit.labs.outcome import digest
 from kit.measure.observers import names
 from kit.measure.observers.births import Births

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.labs import outcome
-from kit.labs.sync import broken
 from kit.labs.sync.config import replica_model
-from kit.labs.sync.side import Side, fill, name_of, raised
-from kit.labs.sync.watch import Forwards, SeenWeights, Watch, judge, sha256
+from kit.labs.sync.ranks import broken
+from kit.labs.sync.ranks.side import Side, fill, name_of, raised
+from kit.labs.sync.ranks.watch import Forwards, SeenWeights, Watch, judge, sha256
 from kit.megatron import model, serve, shards, standin
 from kit.sync.hashes import digest
 from kit.sync.link import call

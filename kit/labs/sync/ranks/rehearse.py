@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import distributed_c10d as c10d
 
 from kit.errors import BadInput
-from kit.labs.sync.failing import ALONE, EXTRA, PACKED, TOO_LATE, failing, failing_transport
-from kit.labs.sync.side import failed, raised
-from kit.labs.sync.watch import WAITS, judge, sha256
+from kit.labs.sync.ranks.failing import ALONE, EXTRA, PACKED, TOO_LATE, failing, failing_transport
+from kit.labs.sync.ranks.side import failed, raised
+from kit.labs.sync.ranks.watch import WAITS, judge, sha256
 from kit.measure.observers.holdings import temp_files
 from kit.sync.cache import BASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kit.labs.sync.inference import Inference
-    from kit.labs.sync.trainer import Trainer
+    from kit.labs.sync.ranks.inference import Inference
+    from kit.labs.sync.ranks.trainer import Trainer
     from kit.sync.sender import Target
 
 BY_THE_SENDER = ("both", ALONE, PACKED)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kit.labs.sync import broken
 from kit.labs.sync.config import trainer_model
-from kit.labs.sync.side import Side, failed, fill, lock_is_free, name_of
-from kit.labs.sync.watch import Watch, sha256
+from kit.labs.sync.ranks import broken
+from kit.labs.sync.ranks.side import Side, failed, fill, lock_is_free, name_of
+from kit.labs.sync.ranks.watch import Watch, sha256
 from kit.measure.observers.holdings import MEMFD, SHM, shared_memory
 from kit.megatron import model, serve, shards
 from kit.sync.cache import BASE, Cache

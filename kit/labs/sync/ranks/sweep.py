@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kit.labs.sync.config import ONE_WORLD
-from kit.labs.sync.side import name_of
+from kit.labs.sync.ranks.side import name_of
 from kit.sync.buckets import Bound
 from kit.sync.cache import Cache
 from kit.sync.layout import Spec, automatic, lay_out
@@ -27,8 +27,8 @@ from kit.sync.weights import Whole
 
 if TYPE_CHECKING:
     from kit.labs.sync.config import SyncConfig
-    from kit.labs.sync.inference import Inference
-    from kit.labs.sync.trainer import Trainer
+    from kit.labs.sync.ranks.inference import Inference
+    from kit.labs.sync.ranks.trainer import Trainer
     from kit.sync.layout import Key, Layout
 
 MIB = 2**20
