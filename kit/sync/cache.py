@@ -275,8 +275,8 @@ class Cache:
         if wanted > self.share * free:
             held = f", {_gib(self.nbytes)} of it allocated already" if self.nbytes else ""
             raise BadInput(
-                f"two copies of {_gib(self._size)} in buckets are {_gib(2 * self._size)}{held}: {_gib(wanted)} exceed "
-                f"{self.share:.0%} of the free memory ({_gib(free)}), {_gib(self.share * free)}"
+                f"two copies of {_gib(self._size)} do not fit: they need {_gib(2 * self._size)}{held}; {_gib(wanted)} exceeds "
+                f"{_gib(self.share * free)}, which is {self.share:.0%} of the {_gib(free)} of free memory"
             )
 
 

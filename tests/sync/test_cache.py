@@ -246,7 +246,7 @@ def test_two_copies_must_fit_into_their_share():
     with pytest.raises(BadInput) as caught:
         Cache(layout, room=lambda: 7 * GIB)
     assert str(caught.value) == (
-        "two copies of 3 GiB in buckets are 6 GiB: 6 GiB are more than 80% of the 7 GiB that are free, 5.6 GiB"
+        "two copies of 3 GiB do not fit: they need 6 GiB; 6 GiB exceeds 5.6 GiB, which is 80% of the 7 GiB of free memory"
     )
     Cache(layout, room=lambda: 8 * GIB).close()
     Cache(layout, room=lambda: 7 * GIB, share=0.9).close()

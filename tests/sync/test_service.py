@@ -166,7 +166,7 @@ def test_the_base_is_published_where_it_is_equal(scene: Scene) -> None:
     other = {**names, ("half", 0): names["half", 0] + 1}
     error, _ = scene.sync(BASE, "serving", "r1", gather=lambda: other)
     assert str(error).startswith(
-        "the base with version -1 failed: r1 has other base weights than the trainer: 1 of 6 tensors, half first; "
+        "the base with version -1 failed: r1's base weights differ from the trainer's: 1 of 6 tensors, half first; "
     )
     assert (error.peer, error.tensors) == ("r1", ("half",))
 
@@ -485,8 +485,8 @@ def test_a_transport_of_ones_own_needs_no_base_class_and_its_mistakes_are_named(
     scene.sender.transport = f"{__name__}:Plain"
     scene.works(1)
     for own, said in {
-        "Short": r"r2 failed: receive gave torch\.uint8 of \[\d+\] for bucket 0: a torch\.uint8 of \[\d+\] is needed",
-        "Nothing": r"r2 failed: receive gave NoneType for bucket 0: a torch\.uint8 of",
+        "Short": r"r2 failed: receive returned torch\.uint8 of \[\d+\] for bucket 0 instead of torch\.uint8 of \[4096\]",
+        "Nothing": r"r2 failed: receive returned NoneType for bucket 0 instead of torch\.uint8 of",
         "Half": r"Half: the object it returned lacks flush, receive, done",
         "Pouring": r"r2 failed: ValueError: my own mistake",
     }.items():
@@ -799,7 +799,7 @@ def test_a_receiver_that_is_killed_is_named_and_the_others_go_back(transport: st
     said = killed(tmp_path, transport, dies)
     name, words, peer = said["sender"]["error"]
     assert (name, peer) == ("SyncFailed", "receiver 2"), words
-    assert words.startswith("the refresh with version 2 failed: receiver 2 is gone while ")
+    assert words.startswith("the refresh with version 2 failed: receiver 2 is gone (waiting for ")
     assert (said["sender"]["version"], said["sender"]["copies"] <= 2) == (1, True)
     other = said["receiver 1"]
     assert (other["version"], other["routed"], other["old"]) == (1, True, True)

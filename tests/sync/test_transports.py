@@ -171,7 +171,7 @@ def test_a_segment_that_is_too_small_is_refused() -> None:
 
     before = mapped()
     _, receiver = between(Ends(), lambda _: None, receive)
-    assert str(receiver).startswith("the sender sent a segment of 4096 bytes where the buckets need ")
+    assert str(receiver).startswith("the sender sent a segment of 4096 bytes, but the buckets need ")
     assert mapped() == before
 
 
