@@ -77,7 +77,8 @@ class Seen:
     """Megatron's groups at one moment. References to groups are weak or by identity: this keeps none alive.
 
     `ranks` are those that answered, by name; `options` what each group says of itself, and `others` what groups say that no name leads
-    to; `made` the names in the order in which their groups were made; `holders` the name of the group that each place leads to; `wrong` what did not work, in words.
+    to; `made` the names in the order in which their groups were made; `holders` the name of the group that each place leads to; `wrong`
+    what did not work, in words.
     """
 
     ranks: dict[str, list[int]] = field(default_factory=dict)
@@ -304,6 +305,16 @@ def random_state() -> dict[str, str]:
         if isinstance(one, torch.Tensor)
     }
     return {**tensors.generators(), **tracked}
+
+
+def draw_from_tracker(device: torch.device) -> None:
+    """One random number from each generator that Megatron's tracker keeps."""
+    from megatron.core.tensor_parallel import random
+
+    tracker = random._CUDA_RNG_STATE_TRACKER
+    for name in tracker.get_states() if tracker is not None else ():
+        with tracker.fork(name):
+            torch.rand(1, device=device)
 
 
 def first_line(error: BaseException) -> str:

@@ -68,7 +68,7 @@ def test_a_wrong_trainer_is_found_out(split: Split, name: str) -> None:
 def test_words_of_its_own_are_a_number_of_their_own(split: Split) -> None:
     run = split(implementation="mine:OtherWords", **ONE)
     reason = why(run.verdict(), "misuse_raises")
-    assert reason.startswith("errors that do not name the state: 5 (")
+    assert reason.startswith("errors that do not name the state: 7 (")
     assert "finish while closed, RuntimeError: not now" in reason
     assert "errors of another type than Misuse (allowed): 5" in reason
     records = run.frame().query("phase == 'rehearse' and rank == 0").groupby("metric")["value"].sum()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from kit.errors import BadInput
 from kit.labs.split.config import KIT_MODEL, model_config
-from kit.megatron import model, shards, split, tensors
+from kit.megatron import model, observe, shards, split, tensors
 from kit.megatron.gradients import Reductions, counted, reduced
 from kit.target import load
 from kit.train import fsdp
@@ -198,7 +198,7 @@ class Megatron:
 
     def state(self, job: Any) -> dict[str, str]:
         named = tensors.hashes(job.chunks, job.optimizer, ("weights", "optimizer"))
-        return {**named, "scheduler": repr(job.scheduler.state_dict()), "random": digests(split.random_states())}
+        return {**named, "scheduler": repr(job.scheduler.state_dict()), "random": str(observe.random_state())}
 
     def nonzero_gradients(self, job: Any) -> int:
         chunk = job.chunks[0]
@@ -256,18 +256,6 @@ def split_step(ctx: SplitContext) -> Split:
     if ctx.config.backend == "fsdp2":
         return fsdp.FsdpSplit(ctx.job)
     return split.MegatronSplit(ctx.job)
-
-
-def digests(values: Any) -> str:
-    return tensors.digest(torch.cat([value.flatten().cpu() for value in flat(values)]))
-
-
-def flat(values: Any) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, dict):
-        return flat(list(values.values()))
-    return [each for value in values or () for each in flat(value)]
 
 
 def chunks_of(data: Batch, chunks: int, mbs: int) -> list[Batch]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from kit.labs.split.ranks.oracle import true_counts
 from kit.measure.observers.births import Births
-from kit.megatron import split
+from kit.megatron import observe, split
 from kit.train.batch import valid
 from kit.train.stream import Misuse
 
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from kit.labs.split.ranks.backends import Backend
     from kit.train.batch import Batch
     from kit.train.protocol import Loss, StepResult
+
+
+HALF_PRECISION = 2**11  # the first whole number after which float16 cannot count on by one
+MANY_CALLS = 100
 
 
 class RehearsedError(RuntimeError):
@@ -97,15 +101,20 @@ class DrawingLoss:
     def __call__(self, logprobs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         torch.rand(1)
         torch.rand(1, device=logprobs.device)
+        observe.draw_from_tracker(logprobs.device)
         return self.loss(logprobs, *args, **kwargs)
 
 
 class RaisingLoss(DrawingLoss):
-    """A loss that raises."""
+    """The loss, which raises once it is armed."""
+
+    armed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        super().__call__(*args, **kwargs)
-        raise RehearsedError("a loss that raises, on purpose")
+        value = super().__call__(*args, **kwargs)
+        if self.armed:
+            raise RehearsedError("a loss that raises, on purpose")
+        return value
 
 
 class Poisoned(DrawingLoss):
@@ -128,7 +137,7 @@ class Poisoned(DrawingLoss):
 def rehearse_all(made: Scene) -> list[Finding]:
     """Every rehearsal, each on its own job. An unexpected error ends only its rehearsal and is recorded."""
     found = []
-    for rehearsal in (misuse, remainder, aborted, raised, not_finite, groups_of_steps):
+    for rehearsal in (misuse, remainder, many_calls, aborted, raised, not_finite, groups_of_steps):
         scene = made.fresh()
         before = scene.backend.state(scene.job)
         scene.whole(scene.batches[0])  # from here on the optimizer has state
@@ -189,6 +198,7 @@ def raised(scene: Scene, batch: Batch) -> list[Finding]:
         found.append(Finding(metric="error_swallowed", value=int(not breaks(scene, batch)), ids=ids))
         found.append(Finding(metric="hooks_lost", value=scene.lost_hooks(), ids=ids))
         found += refused(f"microbatch after an error in {call}", lambda: scene.feed(batch), "open")
+        found += refused(f"finish after an error in {call}", scene.step.finish, "open")
         scene.step.abort()
     changed = scene.changed(before)
     found.append(Finding(metric="error_changed", value=len(changed), text=", ".join(changed[:3])))
@@ -196,10 +206,13 @@ def raised(scene: Scene, batch: Batch) -> list[Finding]:
 
 
 def broken_microbatch(scene: Scene, batch: Batch) -> bool:
+    """The second call raises, so that there is something that a wrong step could finish."""
+    loss = RaisingLoss(scene.loss)
+    scene.begin(loss)
+    scene.feed(batch)
     if scene.config.pp > 1:  # an error inside the schedule would leave other stages waiting, so all ranks get no rows
-        scene.begin()
         return raises(lambda: scene.step.microbatch({}))
-    scene.begin(RaisingLoss(scene.loss))
+    loss.armed = True
     return raises(lambda: scene.feed(batch))
 
 
@@ -221,22 +234,23 @@ def not_finite(scene: Scene, batch: Batch) -> list[Finding]:
     """A non-finite gradient, then a non-finite loss, on one data-parallel rank: nothing may change, and the next step must equal one
     without it.
 
-    With model-parallel ranks also a gradient that is NaN on only one of them. finish() must report that it did not update, or raise;
-    then abort() follows.
+    With Megatron also one parameter's gradient that is infinite, and with model-parallel ranks one that is NaN, on one rank alone.
+    finish() must report that it did not update, or raise; then abort() follows.
     """
-    found = []
-    for kind in ("gradient", "loss", "gradient of one rank"):
-        hook = None
-        if kind == "gradient of one rank":
-            if scene.config.tp * scene.config.pp == 1:
-                continue
-            if dist.get_rank() == 0:
-                *_, last = scene.job.chunks[0].parameters()  # the first may be an embedding that stages share
-                hook = last.register_hook(lambda slope: slope + math.nan)
+    config, found = scene.config, []
+    of_one_rank = {
+        "gradient of one rank": math.nan if config.tp * config.pp > 1 else None,
+        "infinite gradient": math.inf if config.backend == "megatron" else None,
+    }
+    for kind in ("gradient", "loss", *(name for name, added in of_one_rank.items() if added is not None)):
+        hook, added = None, of_one_rank.get(kind)
+        if added is not None and dist.get_rank() == 0:
+            *_, last = scene.job.chunks[0].parameters()  # the first may be an embedding that stages share
+            hook = last.register_hook(lambda slope, added=added: slope + added)
         ids = {"of": kind}
         before, version = scene.backend.state(scene.job), scene.step.version
         updated, ticks = False, 0
-        scene.begin(scene.loss if kind == "gradient of one rank" else Poisoned(scene.loss, kind))
+        scene.begin(scene.loss if kind in of_one_rank else Poisoned(scene.loss, kind))
         scene.feed(batch)
         try:
             updated, ticks = bool(scene.step.finish()["updated"]), 1
@@ -290,15 +304,9 @@ def remainder(scene: Scene, batch: Batch) -> list[Finding]:
         taken = [take_step(scene.fresh(), each) for each in given]
     except Exception as error:  # noqa: BLE001 - your own step may raise anything
         return [lost_rows("", f"refused with {type(error).__name__}: {str(error)[:120]}")]
-    true = torch.tensor(true_counts(given[0]), dtype=torch.float64, device=scene.job.device)
-    dist.all_reduce(true, group=split.data_group())
     (result, state), (_, state_of_others) = taken
-    counted = [float(result["global_valid_seqs"]), float(result["global_valid_toks"])]
-    if counted != true.tolist():
-        count = "{:g} sequences and {:g} tokens"
-        return [
-            lost_rows(f"the result counts {count.format(*counted)}, but the rows have {count.format(*true.tolist())}")
-        ]
+    if wrong := miscounted(result, torch.tensor(true_counts(given[0]), device=scene.job.device)):
+        return [lost_rows(wrong)]
     untouched = state == state_of_others and bool(valid(more).any())
     return [
         lost_rows(
@@ -307,9 +315,34 @@ def remainder(scene: Scene, batch: Batch) -> list[Finding]:
     ]
 
 
-def lost_rows(wrong: str, fine: str = "") -> Finding:
-    ids = {"call": "microbatch with rows that do not fill a microbatch"}
-    return Finding(metric="misuse_silent", value=int(bool(wrong)), text=wrong or fine, ids=ids)
+def many_calls(scene: Scene, batch: Batch) -> list[Finding]:
+    """A step of so many calls that half precision could not hold its number of tokens. Not tried where that takes too many."""
+    mine = torch.tensor(true_counts(batch), device=scene.job.device)
+    most = mine.clone()
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    calls = HALF_PRECISION // max(int(most[1]), 1) + 1
+    if calls > MANY_CALLS or scene.config.pp > 1:
+        return []
+    scene.begin()
+    for _ in range(calls):
+        scene.feed(batch)
+    return [lost_rows(miscounted(scene.step.finish(), calls * mine), call=f"step of {calls} calls")]
+
+
+def miscounted(result: StepResult, mine: torch.Tensor) -> str:
+    """How the counts of a step differ from the sum of each data rank's own sequences and tokens."""
+    true = mine.double()
+    dist.all_reduce(true, group=split.data_group())
+    counted = [float(result["global_valid_seqs"]), float(result["global_valid_toks"])]
+    count = "{:g} sequences and {:g} tokens"
+    wrong = f"the result counts {count.format(*counted)}, but the rows have {count.format(*true.tolist())}"
+    return "" if counted == true.tolist() else wrong
+
+
+def lost_rows(
+    wrong: str, fine: str = "", *, call: str = "microbatch with rows that do not fill a microbatch"
+) -> Finding:
+    return Finding(metric="misuse_silent", value=int(bool(wrong)), text=wrong or fine, ids={"call": call})
 
 
 def take_step(scene: Scene, batch: Batch) -> tuple[StepResult, dict[str, str]]:
