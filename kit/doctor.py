@@ -64,8 +64,8 @@ with contextlib.redirect_stdout(sys.stderr):
         said["torch"] = torch.__version__
         running = nccl.running()
         shared = nccl.sharing(running, 0)
-        said["suspend_why"] = nccl.no_suspend(running, torch.__version__, cards=count) or None
-        said["shared_cards"] = shared and shared.told
+        said["suspend_why"] = nccl.no_suspend(running, torch.__version__, gpus=count) or None
+        said["shared_gpus"] = shared and shared.told
         pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
         said["no_peer_access"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
         said["findings"] = [one._asdict() for one in findings()] if torch.version.cuda else []  # elsewhere none of it runs
@@ -206,7 +206,7 @@ def rows(found: Found) -> list[tuple[str, str]]:
         table.append(("device", f"{ranks['device']}: {ranks['device_why']}"))
         table.append(("nccl", ranks["nccl"] or f"none: {ranks['why']}"))
         table += communication(ranks)
-    table += [("gpus", text) for text in cards(found["gpu"]) or [f"none: {found['gpu']['why']}"]]
+    table += [("gpus", text) for text in gpus(found["gpu"]) or [f"none: {found['gpu']['why']}"]]
     table.append(("cores", f"{found['cores']['usable']} usable of {found['cores']['machine']}"))
     table.append(("memory", f"{size(found['memory']['free'])} free of {size(found['memory']['machine'])}"))
     caps = f"memory {size(most) if (most := limits['memory_max']) else 'without limit'}, processes {limits['pids_max'] or 'without limit'}"
@@ -230,8 +230,8 @@ def rows(found: Found) -> list[tuple[str, str]]:
     return table
 
 
-def cards(gpu: Found) -> list[str]:
-    """A line for each card: what it is, what is free, and the link to it."""
+def gpus(gpu: Found) -> list[str]:
+    """A line for each GPU: what it is, what is free, and the link to it."""
     driver = f", driver {gpu['driver']}" if gpu["driver"] else ""
     return [
         f"{one['name']}, {one['memory_free_mib']} of {one['memory_mib']} MiB free, PCIe {one['pcie_gen_max']} x{one['pcie_width']}{driver}"
@@ -248,16 +248,16 @@ def code(one: Mapping[str, Any]) -> str:
 
 
 def communication(ranks: Found) -> list[tuple[str, str]]:
-    """How communicators can be released here, how ranks share cards, and what else of the environment matters for a release."""
+    """How communicators can be released here, how ranks share GPUs, and what else of the environment matters for a release."""
     suspend = ranks["suspend_why"]
-    never = "suspend should work, and has not run on a card yet"
+    never = "suspend should work, and has not run on a GPU yet"
     table = [("release", f"exact, abort, manual, official; {f'no suspend: {suspend}' if suspend else never}")]
     if ranks["gpus"]:
-        table.append(("sharing", f"more ranks than cards share them {ranks['shared_cards']}"))
+        table.append(("sharing", f"more ranks than GPUs share them {ranks['shared_gpus']}"))
     table += [("code", code(one)) for one in ranks["code"]]
     if ranks["no_peer_access"]:
         table.append(
-            ("peers", "no peer access between cards " + ", ".join(f"{a}-{b}" for a, b in ranks["no_peer_access"]))
+            ("peers", "no peer access between GPUs " + ", ".join(f"{a}-{b}" for a, b in ranks["no_peer_access"]))
         )
     comms = ranks["torchcomms"]
     requested = "requested" if comms["requested"] else "not requested"

@@ -1,4 +1,4 @@
-"""What the NCCL that a process runs can do: read from the library itself, decided from its version, so that it can be asked without a card.
+"""What the NCCL that a process runs can do: read from the library itself, decided from its version, so that it can be asked without a GPU.
 
 Every room may use it, and ranks do. Nothing here touches a GPU.
 """
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 LIBRARY = "libnccl.so.2"  # torch has loaded it under this name, wherever it lies
 SUSPENDS = (2, 29, 7)
 SUSPENDS_TORCH = (2, 12)
-SHARES_CARDS = (2, 30, 0)
+SHARES_GPUS = (2, 30, 0)
 SHARED_GPU = "shared GPU, not a product number"  # said with every time of communication among ranks that share one
 # The first release that compiles its kernels for a generation of GPUs, by the major number of the compute capability, and the oldest
 # capability that it compiles them for with CUDA 13 (makefiles/common.mk; the history of that file for the releases).
 COMPILED_SINCE = {9: (2, 15, 1), 10: (2, 25, 1), 11: (2, 27, 5), 12: (2, 25, 1)}
 OLDEST_WITH_CUDA_13 = (7, 5)
-MOST_CTAS = "4"  # a communicator's kernels must fit on the card beside those of the ranks it waits for
+MOST_CTAS = "4"  # a communicator's kernels must fit on the GPU beside those of the ranks it waits for
 
 Version = tuple[int, int, int]
 
@@ -60,10 +60,10 @@ def written(version: Version | None) -> str | None:
     return None if version is None else ".".join(map(str, version))
 
 
-def no_suspend(nccl: Version | None, torch: str, *, cards: int | None = None) -> str:
-    """Why communicators cannot be suspended; empty where they can. Without a number of cards only versions are judged."""
-    if cards == 0:
-        return "it needs a card (NCCL)"
+def no_suspend(nccl: Version | None, torch: str, *, gpus: int | None = None) -> str:
+    """Why communicators cannot be suspended; empty where they can. Without a number of GPUs only versions are judged."""
+    if gpus == 0:
+        return "it needs a GPU (NCCL)"
     if nccl is None:
         return "there is no NCCL: this torch is built without CUDA"
     if nccl < SUSPENDS:
@@ -114,7 +114,7 @@ def unbound(default: Any) -> Iterator[None]:
 
 
 class Sharing(NamedTuple):
-    """How several ranks work on one card: what NCCL must find in a rank's environment, and what to tell a person."""
+    """How several ranks work on one GPU: what NCCL must find in a rank's environment, and what to tell a person."""
 
     env: Mapping[str, str]
     told: str
@@ -123,13 +123,13 @@ class Sharing(NamedTuple):
 def sharing(nccl: Version | None, number: int) -> Sharing | None:
     """For rank `number`; None where there is no NCCL at all.
 
-    From 2.30 on NCCL has a flag for it. Before, it refuses two ranks that see the same card on the same host, so that each rank
+    From 2.30 on NCCL has a flag for it. Before, it refuses two ranks that see the same GPU on the same host, so that each rank
     calls itself a host of its own, and their data goes over sockets. On a machine of a multi-node NVLink domain NCCL would take
     such hosts for its parts and let them meet over NVLink all the same (src/init.cc, ncclMnnvlCheck), so that is switched off.
     """
     if nccl is None:
         return None
-    if nccl >= SHARES_CARDS:
+    if nccl >= SHARES_GPUS:
         env = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": MOST_CTAS, "NCCL_NVLS_ENABLE": "0"}
         return Sharing(env, f"by the multi-rank flag of NCCL {written(nccl)}")
     env = {"NCCL_HOSTID": f"{os.uname().nodename}-kit-{number}", "NCCL_NET": "Socket", "NCCL_MAX_CTAS": MOST_CTAS}

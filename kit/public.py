@@ -67,7 +67,7 @@ class World(room.World):
 
     def close(self) -> None:
         super().close()
-        self._tidy("rank*.log")  # torchrun's log may tell in which order it ended ranks that were told to end
+        self._tidy("rank*.log")  # torchrun's log may show the order in which it ended the ranks
 
     def _tidy(self, worth_keeping: str) -> None:
         """Remove the logs' folder where nothing worth keeping was printed."""
@@ -136,7 +136,7 @@ def panel(name: str, *, fault: str | None = None, out: str | os.PathLike[str] | 
 
 
 def panel_of(lab: Lab) -> Panel:
-    """What `lab.panel()` gives: a panel of the lab as it stands."""
+    """The panel that `lab.panel()` returns, in the current state of the lab."""
     from kit.view.panel.panel import adopt
 
     return adopt(lab, plotter=plot)

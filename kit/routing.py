@@ -3,7 +3,7 @@
 torch takes torchcomms where that can be imported and `TORCH_DISTRIBUTED_USE_TORCHCOMMS=1` is set; where it cannot, the flag is silently
 nothing. So it is the groups' backend objects that say whether it is in effect. What ranks do for it is in `kit.world.routing`.
 
-Every room may use it. Has run with a stand-in for torchcomms only, over gloo: nothing of it has run on a card.
+Every room may use it. Has run with a stand-in for torchcomms only, over gloo: nothing of it has run on a GPU.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from kit.labs.discover import discover
 ROOT = Path(__file__).resolve().parents[1]
 SLOW = '''
 import time
-from kit.labs.smoke.phases import Plain
+from kit.labs.smoke.ranks.phases import Plain
 
 class Slow(Plain):
     """Makes the baseline's groups and then takes very long."""
@@ -109,7 +109,7 @@ def test_labs_and_faults(cli: Cli) -> None:
     assert "groups_return_to_baseline" in cli("faults")[0]
     of_one, _ = cli("faults", "smoke", "--json")
     assert [one["lab"] for one in json.loads(of_one)] == ["smoke"] * 2
-    assert "there is no lab 'smok'" in cli.sentence("faults", "smok")
+    assert "unknown lab 'smok'" in cli.sentence("faults", "smok")
 
 
 @pytest.mark.slow

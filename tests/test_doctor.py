@@ -1,4 +1,4 @@
-"""What doctor tells of a machine with cards; made up here, where there are none."""
+"""What doctor tells of a machine with GPUs; made up here, where there are none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def ranks(**other: Any) -> dict[str, Any]:
         "cuda": "13.0",
         "gpus": 2,
         "suspend_why": None,
-        "shared_cards": "by the multi-rank flag of NCCL 2.30.4",
+        "shared_gpus": "by the multi-rank flag of NCCL 2.30.4",
         "no_peer_access": [],
         "code": [],
         "nccl2": False,
@@ -38,19 +38,19 @@ def lines(**other: Any) -> dict[str, str]:
 
 
 def test_release_modes_are_told_with_the_reason_for_what_is_missing():
-    assert lines()["release"] == "exact, abort, manual, official; suspend should work, and has not run on a card yet"
+    assert lines()["release"] == "exact, abort, manual, official; suspend should work, and has not run on a GPU yet"
     old = lines(suspend_why="NCCL 2.28.9 cannot suspend communicators: 2.29.7 or newer is needed")
     assert old["release"].endswith("no suspend: NCCL 2.28.9 cannot suspend communicators: 2.29.7 or newer is needed")
 
 
-def test_how_cards_are_shared_is_told_where_there_are_any():
-    assert lines()["sharing"] == "more ranks than cards share them by the multi-rank flag of NCCL 2.30.4"
+def test_how_gpus_are_shared_is_told_where_there_are_any():
+    assert lines()["sharing"] == "more ranks than GPUs share them by the multi-rank flag of NCCL 2.30.4"
     assert "sharing" not in lines(gpus=0)
 
 
 def test_pairs_without_peer_access_are_named():
     assert "peers" not in lines()
-    assert lines(no_peer_access=[[0, 1], [0, 3]])["peers"] == "no peer access between cards 0-1, 0-3"
+    assert lines(no_peer_access=[[0, 1], [0, 3]])["peers"] == "no peer access between GPUs 0-1, 0-3"
 
 
 def test_only_what_is_there_is_told_and_only_where_it_runs():
@@ -77,9 +77,9 @@ def test_routing_says_whether_it_was_asked_for_and_what_came_of_it(requested, ef
     assert lines()["torchcomms"] == "not requested; not importable: torchcomms is not installed"
 
 
-def test_a_card_in_a_line():
+def test_a_gpu_in_a_line():
     gpu = {"name": "H200", "memory_mib": 143771, "memory_free_mib": 140000, "pcie_gen_max": 5, "pcie_width": 16}
-    said = doctor.cards({"driver": "580.95", "gpus": [gpu]})
+    said = doctor.gpus({"driver": "580.95", "gpus": [gpu]})
     assert said == ["H200, 140000 of 143771 MiB free, PCIe 5 x16, driver 580.95"]
 
 

@@ -1,4 +1,4 @@
-"""What NVML's answers are taken to mean. The library here is a stand-in with the same calls; no card is asked."""
+"""What NVML's answers are taken to mean. The library here is a stand-in with the same calls; no GPU is asked."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ BUS = "00000000:19:00.0"
 
 
 class StandIn:
-    """NVML with one card and these processes on it: (pid, bytes)."""
+    """NVML with one GPU and these processes on it: (pid, bytes)."""
 
     def __init__(self, *processes: tuple[int, int]) -> None:
         self.processes = processes
 
-    def nvmlDeviceGetHandleByPciBusId_v2(self, bus: bytes, _card: Any) -> int:  # noqa: N802 - the library's own name
+    def nvmlDeviceGetHandleByPciBusId_v2(self, bus: bytes, _gpu: Any) -> int:  # noqa: N802 - the library's own name
         return FINE if bus == BUS.encode() else 6
 
-    def nvmlDeviceGetComputeRunningProcesses_v3(self, _card: Any, count: Any, into: Any) -> int:  # noqa: N802 - as above
+    def nvmlDeviceGetComputeRunningProcesses_v3(self, _gpu: Any, count: Any, into: Any) -> int:  # noqa: N802 - as above
         there, room = len(self.processes), count._obj.value
         count._obj.value = there
         if there > room:

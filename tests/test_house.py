@@ -6,11 +6,14 @@ import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from kit.labs.discover import discover
+from kit.labs.options import fields
 
 ROOT = Path(__file__).resolve().parents[1]
 KIT = ROOT / "kit"
@@ -38,22 +41,8 @@ ONLY_IN = {
     "ipywidgets": {"view"},
     "IPython": {"view"},
 }
-# In labs everything may run on a rank but these.
-LABS_NOTEBOOK = {
-    "configure.py",
-    "discover.py",
-    "drive.py",
-    "lab.py",
-    "stepped.py",
-    "checks.py",
-    "counts.py",
-    "growth.py",
-    "memory.py",
-    "parity.py",
-    "truths.py",
-    "routed.py",
-    "tables.py",
-}
+# What ranks are asked for by name; in a lab's own folder that is all under `ranks`.
+LABS_ON_RANKS = {KIT / "labs" / "rankside.py", KIT / "labs" / "bystander.py"}
 RANK_ROOMS = {"measure", "megatron", "train", "sync"}
 # A config's `fits` weighs it against the machine; plain arithmetic of the standard library, harmless where a rank loads it along.
 # The schema and the writer of records are the ranks' too.
@@ -87,8 +76,33 @@ def of_pictures(path: Path) -> bool:
 def on_ranks(path: Path) -> bool:
     if room(path) == "preflight":
         return path.parent.name == "onranks"
-    own = room(path) == "labs" and path.name not in LABS_NOTEBOOK and not of_pictures(path)
-    return path in RANK_FILES or room(path) in RANK_ROOMS or own
+    return path in RANK_FILES or room(path) in RANK_ROOMS or path in labs_on_ranks()
+
+
+@functools.cache
+def labs_on_ranks() -> frozenset[Path]:
+    """The files of labs that ranks load: those under a lab's `ranks`, and every file of labs that these import."""
+    files = modules([path for path in FILES if room(path) == "labs"])
+    todo = [name for name, path in files.items() if path in LABS_ON_RANKS or "ranks" in path.relative_to(KIT).parts]
+    found: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            wanted = {name, *imports(files[name])}
+            todo += [part for each in wanted for part in packages_of(each) if part in files]
+    return frozenset(files[name] for name in found)
+
+
+def packages_of(name: str) -> list[str]:
+    """A dotted name and every package above it: they are loaded before it."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+def modules(paths: Iterable[Path]) -> dict[str, Path]:
+    """Files by the names of their modules."""
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
 
 
 @functools.cache
@@ -166,13 +180,21 @@ def test_imports(path: Path) -> None:
         assert "matplotlib" not in packages, "of a lab only its pictures draw"
     if here in {"draw", "view"}:
         assert not {name.split(".")[2] for name in names if name.startswith("kit.labs.")} & LABS, "no lab is named here"
-    if here == "labs" and on_ranks(path):
-        wrong = {f"kit.labs.{name.removesuffix('.py')}" for name in LABS_NOTEBOOK}
-        assert not any(name.startswith(tuple(wrong)) for name in names), "the notebook's modules are not for ranks"
+
+
+def test_what_ranks_load_of_a_lab_lies_under_ranks() -> None:
+    for name, lab in discover().labs.items():
+        targets = [lab.phases, *(option.default for option in fields(lab.config) if option.option.target)]
+        own = [target for target in targets if target.startswith(f"kit.labs.{name}.")]
+        assert own
+        assert all(target.startswith(f"kit.labs.{name}.ranks.") for target in own), own
+    notebook = {f"kit.labs.{name}" for name in ("lab", "configure", "drive", "stepped", "smoke.checks", "split.parity")}
+    assert not notebook & modules(labs_on_ranks()).keys()
+    assert {"kit.labs.split.config", "kit.labs.options"} <= modules(labs_on_ranks()).keys()
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+    files = modules(FILES)
     found = arrows(files)
     # A sync and its sender name each other's types, and do not fit into one file.
     assert "kit.sync.sender" not in {name.rpartition(".")[0] for name in imports(files["kit.sync.sending"])}
@@ -245,7 +267,7 @@ def test_a_panels_model_and_controller_need_no_widgets() -> None:
 
 def test_ranks_load_only_what_ranks_have() -> None:
     seen = loaded_by(
-        "import kit.labs.rankside, kit.labs.smoke.phases, kit.world.agentside, kit.world.rankside\n"
+        "import kit.labs.rankside, kit.labs.smoke.ranks.phases, kit.world.agentside, kit.world.rankside\n"
         "from kit.preflight.onranks import absent, jobs, memory, rebuilding, sharing, talk"
     )
     assert not seen & {"pandas", "pydantic", "matplotlib", "IPython", "ipywidgets"}

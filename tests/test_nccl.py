@@ -76,9 +76,9 @@ def test_who_can_suspend(torch_version, version, why):
 
 
 @pytest.mark.parametrize(("torch_version", "version", "why"), WHEELS)
-def test_whatever_the_versions_suspending_needs_a_card(torch_version, version, why):
-    assert nccl.no_suspend(version, torch_version, cards=0) == "it needs a card (NCCL)"
-    assert nccl.no_suspend(version, torch_version, cards=1) == nccl.no_suspend(version, torch_version)
+def test_whatever_the_versions_suspending_needs_a_gpu(torch_version, version, why):
+    assert nccl.no_suspend(version, torch_version, gpus=0) == "it needs a GPU (NCCL)"
+    assert nccl.no_suspend(version, torch_version, gpus=1) == nccl.no_suspend(version, torch_version)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_nccl_has_kernels_for_the_gpu_or_the_version_that_has_is_named(version, 
     assert nccl.no_code(version, cuda, capability) == why
 
 
-def test_cards_are_shared_by_the_flag_where_there_is_one():
+def test_gpus_are_shared_by_the_flag_where_there_is_one():
     flagged, hosts = nccl.sharing((2, 30, 0), 1), nccl.sharing((2, 29, 7), 1)
     assert flagged.env["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert "NCCL_HOSTID" not in flagged.env
@@ -122,8 +122,8 @@ def test_cards_are_shared_by_the_flag_where_there_is_one():
 
 
 @pytest.fixture
-def cards(monkeypatch):
-    """A torch that says it has so many cards, and an NCCL of a version: stand-ins for a machine with cards."""
+def gpus(monkeypatch):
+    """A torch that says it has so many GPUs, and an NCCL of a version: stand-ins for a machine with GPUs."""
 
     def have(count, version):
         monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -134,16 +134,16 @@ def cards(monkeypatch):
     return have
 
 
-def test_every_rank_gets_a_card_of_its_own_where_there_are_enough(cards):
-    cards(4, (2, 28, 9))
+def test_every_rank_gets_a_gpu_of_its_own_where_there_are_enough(gpus):
+    gpus(4, (2, 28, 9))
     seats = [choose("auto", number, 4) for number in range(4)]
     assert [str(seat.device) for seat in seats] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert not any(seat.env for seat in seats)
 
 
 @pytest.mark.parametrize("version", [(2, 28, 9), (2, 30, 0)])
-def test_fewer_cards_than_ranks_are_shared_and_it_is_said(cards, version):
-    cards(2, version)
+def test_fewer_gpus_than_ranks_are_shared_and_it_is_said(gpus, version):
+    gpus(2, version)
     seats = [choose(wanted, number, 4) for number, wanted in enumerate(("auto", "cuda", "auto", "cuda"))]
     assert [str(seat.device) for seat in seats] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
     for number, seat in enumerate(seats):
@@ -152,15 +152,15 @@ def test_fewer_cards_than_ranks_are_shared_and_it_is_said(cards, version):
         assert seat.env == nccl.sharing(version, number).env
 
 
-def test_where_cards_cannot_be_shared_auto_takes_the_host_and_cuda_is_refused(cards):
-    cards(1, None)
+def test_where_gpus_cannot_be_shared_auto_takes_the_host_and_cuda_is_refused(gpus):
+    gpus(1, None)
     seat = choose("auto", 1, 2)
     assert (str(seat.device), seat.why) == ("cpu", "1 CUDA device for 2 ranks; without NCCL each rank needs its own")
     with pytest.raises(RuntimeError, match="cannot be had: 1 CUDA device for 2 ranks; without NCCL"):
         choose("cuda", 1, 2)
 
 
-def test_it_asks_no_card_and_loads_nothing_heavy():
+def test_it_asks_no_gpu_and_loads_nothing_heavy():
     code = "import sys; from kit import nccl; print(nccl.sharing((2, 28, 9), 0) is None, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

@@ -117,7 +117,7 @@ def test_a_panel_starts_nothing_and_a_labs_own_takes_it_as_it_stands(runs: Path,
     assert (panel.model.state, panel.model.fault, panel.model.values["cycles"]) == ("idle", "leaked-group", 1)
     panel.close()
     assert not runs.exists()
-    with pytest.raises(kit.BadInput, match="there is no lab 'smok'"):
+    with pytest.raises(kit.BadInput, match="unknown lab 'smok'"):
         kit.panel("smok")
     with pytest.raises(kit.BadInput, match="no setting 'cycle'"):
         kit.panel("smoke", cycle=1)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 HOOKS = {"grad_sync_func": None, "no_sync_func": contextlib.nullcontext, "finalize_model_grads_func": None}
 
@@ -25,7 +26,7 @@ class Trainer:
         self.loss, self.gbs, self.mbs = loss, gbs, mbs
         self.counts = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.seen: list[dict[str, torch.Tensor]] = []
-        self.random = torch.get_rng_state()
+        self.random = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
         self.zero()
         self.state = "open"
 
@@ -81,7 +82,8 @@ class Trainer:
     def abort(self) -> None:
         if self.state != "closed":
             self.zero()
-            torch.set_rng_state(self.random)
+            torch.set_rng_state(self.random[0])
+            get_cuda_rng_tracker().set_states(self.random[1])
             self.state = "closed"
 
     def need(self, state: str) -> None:

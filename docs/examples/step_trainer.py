@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
 class StepTrainer:
@@ -129,7 +130,8 @@ class Adapter:
 
     def begin(self, loss: Any, gbs: int, mbs: int) -> None:
         self.need(opened=False)
-        self.loss, self.gbs, self.mbs, self.random, self.fed = loss, gbs, mbs, torch.get_rng_state(), 0
+        self.loss, self.gbs, self.mbs, self.fed = loss, gbs, mbs, 0
+        self.random = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
         self.steps.begin_train_step(loss)
         self.open = True
 
@@ -161,7 +163,8 @@ class Adapter:
             self.open = False
 
     def put_back(self) -> None:
-        torch.set_rng_state(self.random)
+        torch.set_rng_state(self.random[0])
+        get_cuda_rng_tracker().set_states(self.random[1])
 
     def need(self, *, opened: bool) -> None:
         if self.open != opened or (opened and math.isnan(self.fed)):

@@ -29,7 +29,7 @@ TIMES = {
     "back": "Time to come back",
     "first collective": "First collective after, all groups",
 }
-# A card's own numbers before the host's; as many as there is room for.
+# A GPU's own numbers before the host's; as many as there is room for.
 SOURCES = ("groups", "driver", "communicators", "sockets", "threads", "host memory")
 ROOM = 4
 
@@ -70,13 +70,13 @@ def plot_release(bench: dict[str, Any], *, theme_name: str = "light") -> Picture
         of = table.groupby("what")["n"].max()
         samples, cycles = of["release"], of["release"] // of["left groups"]
         picture.suptitle(
-            f"kit bench release · {ranks} ranks · {cards(bench)} · median, least and greatest (n = {samples})",
+            f"kit bench release · {ranks} ranks · {gpus(bench)} · median, least and greatest (n = {samples})",
             x=0.01,
             ha="left",
             fontsize=11.5,
         )
         below.suptitle(
-            f"Of {most} groups a rank: what a release gave back; hatched: what there is more of after {cycles} cycles than before",
+            f"Of {most} groups a rank: what a release gave back; hatched: growth after {cycles} cycles",
             x=0.01,
             ha="left",
             fontsize=10,
@@ -143,7 +143,7 @@ def weighed(ax: Axes, table: pd.DataFrame, source: str, look: Theme) -> None:
     ax.margins(y=0.12)
 
 
-def cards(bench: dict[str, Any]) -> str:
+def gpus(bench: dict[str, Any]) -> str:
     names = [gpu["name"] for gpu in bench["provenance"]["gpu"]["gpus"]]
     return ", ".join(dict.fromkeys(names)) or "no GPU"
 

@@ -1,6 +1,6 @@
 """What a machine can do at best: plain copies of one big block, by which moves of weights are measured. Runs on ranks, with torch alone.
 
-On the CPU that is one memcpy. On CUDA it is also a copy within the card, to and from pinned memory, and to another card where the two
+On the CPU that is one memcpy. On CUDA it is also a copy within the GPU, to and from pinned memory, and to another GPU where the two
 reach each other's memory. A rate counts a byte that is copied once, although it is read and written.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Work = Callable[[], object]
 
-HOST, WITHIN, OUT, BACK, PEER = "memcpy", "within the card", "card to pinned memory", "pinned memory to card", "to card"
+HOST, WITHIN, OUT, BACK, PEER = "memcpy", "within the GPU", "GPU to pinned memory", "pinned memory to GPU", "to GPU"
 
 
 def memcpy(size: int) -> Work:
@@ -33,7 +33,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     host.libc.memcpy(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
-def on_card(device: torch.device, size: int) -> dict[str, Work]:
+def on_gpu(device: torch.device, size: int) -> dict[str, Work]:
     """By name, each to be awaited by synchronising the device; `size` bytes a block, of which there are two and one a peer."""
     here, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -51,7 +51,7 @@ def on_card(device: torch.device, size: int) -> dict[str, Work]:
 
 
 def seconds(works: Mapping[str, Work], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Turn by turn; the first turn, in which pages are supplied and the driver connects cards, is not counted."""
+    """Turn by turn; the first turn, in which pages are supplied and the driver connects GPUs, is not counted."""
     taken: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(-1, rounds):
         for name, work in works.items():
@@ -65,7 +65,7 @@ def seconds(works: Mapping[str, Work], rounds: int, device: torch.device) -> dic
 
 
 def wait(device: torch.device) -> None:
-    """Until the card is done; a copy to another one is this one's work."""
+    """Until the GPU is done; a copy to another one is this one's work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -75,5 +75,5 @@ def measured(*, size: int, rounds: int, device: str) -> dict[str, list[float]]:
     where = torch.device(device)
     works = {HOST: memcpy(size)}
     if where.type == "cuda":
-        works |= on_card(where, size)
+        works |= on_gpu(where, size)
     return seconds(works, rounds, where)

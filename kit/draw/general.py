@@ -72,7 +72,7 @@ def memory_of(data: RunData) -> list[str]:
 
 def memory(scene: Scene) -> None:
     """By source through the phases, the host's above the GPU's."""
-    shared = "each GPU shared by ranks" if scene.data.memory.card_of else ""
+    shared = "each GPU shared by ranks" if scene.data.memory.gpu_of else ""
     about = {
         "host": (HOST, "Host memory of the ranks"),
         "device": (DEVICE, ", ".join(filter(None, ["GPU memory", shared]))),

@@ -11,7 +11,7 @@ import matplotlib as mpl
 from kit.draw.picture import Picture, message
 from kit.draw.style import Theme, theme
 from kit.errors import BadInput
-from kit.results.sources import Source, card_numbers, source
+from kit.results.sources import Source, gpu_numbers, source
 from kit.results.units import counted
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class RunData:
     """A run's records as they were when it was read.
 
     `records` are all of them; `frame` are the finite ones that ranks made within a timed phase, with the number of their step.
-    `order` are the timed (cycle, phase) pairs in the order in which they ended. `cards` is the GPU of each rank, where the run
+    `order` are the timed (cycle, phase) pairs in the order in which they ended. `gpus` is the GPU of each rank, where the run
     recorded it; `memory` says which records tell how much memory there is.
     """
 
@@ -52,7 +52,7 @@ class RunData:
     phases: list[str]
     cycles: list[int]
     ranks: list[int]
-    cards: Mapping[int, int]
+    gpus: Mapping[int, int]
     memory: Source
 
     def verdict(self, tolerances: Mapping[str, float] | None = None) -> Verdict:
@@ -85,7 +85,7 @@ class RunData:
         """Memory after a phase of each cycle, as the memory checks see it: a column per rank, or per GPU that ranks share."""
         rows = self.of(self.memory.metric)
         rows = rows[rows["phase"] == phase]
-        columns = rows["rank"].map(lambda rank: self.memory.card_of.get(rank, rank))
+        columns = rows["rank"].map(lambda rank: self.memory.gpu_of.get(rank, rank))
         return rows.assign(rank=columns).pivot_table(index="cycle", columns="rank", values="value", aggfunc="max")
 
     def ranks_word(self) -> str:
@@ -115,7 +115,7 @@ def read(run: Run) -> RunData:
         phases=list(dict.fromkeys(phase for _, phase in order)),
         cycles=sorted({cycle for cycle, phase in order if phase != BASELINE}),
         ranks=sorted(int(rank) for rank in frame["rank"].unique()),
-        cards=card_numbers(records),
+        gpus=gpu_numbers(records),
         memory=source(records),
     )
 

@@ -1,6 +1,6 @@
-"""Labs: each a folder with a config, phases that ranks run, checks of what was measured, and faults that the checks catch.
+"""Labs. Each lab is a folder with a config, phases that ranks run, checks of the records, and faults that the checks detect.
 
-options, rankside      both sides: the fields of a config; phases, run and measured one at a time
-definition, discover   what a lab is made of; which labs there are
-configure, lab         the notebook's side: a config from what a person gave; a lab that is stepped and judged
+options, rankside      both sides: the fields of a config; phases on a rank, run and measured one at a time
+definition, discover   the parts of a lab; the list of all labs
+configure, lab         notebook side: a config from user input; a lab that is stepped and judged
 """

@@ -1,8 +1,8 @@
-"""A bystander: a process of its own with some memory on the card, which must not notice what a lab does there. CUDA only.
+"""A bystander: a separate process with memory on the GPU, which a lab must not affect. CUDA only.
 
-Run as a script it holds a block of known numbers and answers each line on its input with one line of JSON, until the input ends:
-when the rank that started it is gone, so is it. Its bytes are the driver's, as NVML lists them by process; where that does not list it
-(containers hide processes from each other), they are its own allocator's, and `driver` is 0.
+As a script it holds a block of known numbers and answers each line on its input with one line of JSON. It ends with its input, so also
+when the rank that started it dies. It reports its bytes as NVML lists them per process. If NVML does not list it (containers hide
+processes from each other), it reports those of its own allocator, and `driver` is 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Bystander:
         )
 
     def ask(self) -> dict[str, float]:
-        """bystander_driver and bystander_bytes (bytes), and bystander_damaged: bytes of its block that changed."""
+        """`bystander_driver` and `bystander_bytes` in bytes, and `bystander_damaged`: bytes of its block that changed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("\n")
@@ -41,11 +41,11 @@ class Bystander:
             self._process.kill()
             self._process.wait()
             raise RuntimeError(
-                f"the bystander process on the card did not answer within {self.deadline_s:g} s and was ended"
+                f"the bystander process on the GPU did not answer within {self.deadline_s:g} s and was ended"
             )
         line = self._process.stdout.readline()  # one whole line: it is written in one go
         if not line:
-            raise RuntimeError(f"the bystander process on the card ended with status {self._process.wait()}")
+            raise RuntimeError(f"the bystander process on the GPU ended with status {self._process.wait()}")
         return {f"bystander_{name}": float(value) for name, value in json.loads(line).items()}
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class Bystander:
 
 
 def look(block: torch.Tensor, right: torch.Tensor) -> dict[str, int]:
-    """Its bytes by the driver (0 where that does not tell) and by its own allocator, and how many of the block are not as they were."""
+    """Its bytes from the driver (0 if unknown) and from its own allocator, and the number of changed bytes in its block."""
     from kit.measure.memory import device_memory
 
     damaged = int((block.cpu() != right).sum()) * block.element_size()

@@ -76,7 +76,7 @@ def settled(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_driver(config: LabConfig, *, driver: bool) -> None:
     if config.device == "cuda" and not driver:
-        raise BadInput("device=cuda needs a GPU driver, and this machine has none; use cpu or auto")
+        raise BadInput("device=cuda needs a GPU driver, which this machine does not have; use cpu or auto")
 
 
 def check_gpus_for_nccl2(config: LabConfig, *, driver: bool) -> None:
@@ -108,7 +108,7 @@ def check_float32(config: LabConfig, *, driver: bool) -> None:
 def check_snapshot(config: LabConfig) -> None:
     if config.memory_snapshot and config.device == "cpu":
         raise BadInput(
-            "memory_snapshot=true needs CUDA: PyTorch keeps no history of memory on the CPU; use cuda or auto"
+            "memory_snapshot=true needs CUDA: PyTorch records no memory history on the CPU; use cuda or auto"
         )
 
 
@@ -185,10 +185,10 @@ def from_text(lab: Definition, pairs: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_needed(fault: Fault, config: LabConfig, name: str) -> None:
-    value, told = getattr(config, name), [_spelled(one) for one in fault.needs[name]]
+    value, allowed = getattr(config, name), [_spelled(one) for one in fault.needs[name]]
     if value not in fault.needs[name]:
         raise BadInput(
-            f"fault {fault.name!r} cannot be detected with {name}={_spelled(value)}; use {name}={' or '.join(told)}"
+            f"fault {fault.name!r} cannot be detected with {name}={_spelled(value)}; use {name}={' or '.join(allowed)}"
         )
 
 
@@ -205,9 +205,7 @@ def check_answerable(lab: Definition, fault: Fault, config: LabConfig) -> None:
 
 def refuse_device(fault: Fault, device: str) -> None:
     if device not in fault.devices:
-        raise BadInput(
-            f"fault {fault.name!r} needs {' or '.join(fault.devices)}, and ranks would work on {device} here"
-        )
+        raise BadInput(f"fault {fault.name!r} needs {' or '.join(fault.devices)}, but the ranks would run on {device}")
 
 
 def find_fault(lab: Definition, name: str | None) -> Fault | None:

@@ -101,9 +101,9 @@ class Definition:
             return (Role(name="", ranks=tuple(range(config.ranks))),)
         roles = tuple(self.roles(config))
         if sorted(rank for role in roles for rank in role.ranks) != list(range(config.ranks)):
-            told = {role.name: role.ranks for role in roles}
+            given = {role.name: role.ranks for role in roles}
             raise ValueError(
-                f"lab {self.name!r} gives roles {told} to {config.ranks} ranks; each rank needs exactly one"
+                f"lab {self.name!r} gives roles {given} to {config.ranks} ranks; each rank needs exactly one"
             )
         if wrong := [role.name for role in roles if role.devices and len(role.devices) != len(role.ranks)]:
             raise ValueError(f"lab {self.name!r} must give role {wrong[0]!r} a device per rank, or none")

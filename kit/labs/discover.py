@@ -1,4 +1,4 @@
-"""Which labs there are: the packages in this folder, and those that installed packages offer as entry points `kit.labs`."""
+"""The list of labs: the packages in this folder, and entry points `kit.labs` of installed packages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GROUP = "kit.labs"
 
 
 class Found(NamedTuple):
-    """Labs by name, and for what could not be loaded the reason by name."""
+    """Labs by name, and the reason for each lab that could not be loaded."""
 
     labs: dict[str, Definition]
     broken: dict[str, str]
@@ -29,7 +29,7 @@ class Found(NamedTuple):
 
 @functools.cache
 def discover() -> Found:
-    """Every lab. Somebody else's broken package is told about and does not take the others along."""
+    """Every lab. A broken package of somebody else is reported and does not affect the others."""
     from importlib.metadata import entry_points
 
     home = import_module("kit.labs")
@@ -44,7 +44,7 @@ def discover() -> Found:
         if not isinstance(lab, Definition):
             found.broken[point.name] = f"{point.value} is not a kit.labs.definition.Definition"
         elif lab.name in found.labs:
-            found.broken[point.name] = f"{point.value} takes the name {lab.name!r}, which another lab has"
+            found.broken[point.name] = f"{point.value} has the name {lab.name!r}, which another lab uses"
         else:
             found.labs[lab.name] = lab
     return found
@@ -56,22 +56,22 @@ def find(name: str) -> Definition:
         return labs[name]
     if name in broken:
         raise BadInput(f"lab {name!r}: {broken[name]}")
-    raise BadInput(f"there is no lab {name!r}; {hint(name, labs)}")
+    raise BadInput(f"unknown lab {name!r}; {hint(name, labs)}")
 
 
 def checks_of(name: str) -> Sequence[Check]:
-    """A lab's checks; none for a lab that is not known here, such as a run from somebody's own script."""
+    """The checks of a lab; none for an unknown lab, such as a run recorded by your own script."""
     lab = discover().labs.get(name)
     return lab.all_checks() if lab else ()
 
 
 def pictures_of(name: str) -> Pictures | None:
-    """A lab's own plots and tables, if it has any and is known here."""
+    """The plots and tables of a lab, if it is known here and has any."""
     lab = discover().labs.get(name)
     return lab.load_pictures() if lab else None
 
 
 def hint(name: str, allowed: Sequence[str] | dict[str, Definition]) -> str:
-    """What was perhaps meant, and what there is."""
+    """The closest allowed name, and all allowed names."""
     near = difflib.get_close_matches(str(name), allowed, n=1)
     return (f"did you mean {near[0]!r}? " if near else "") + f"allowed are: {', '.join(sorted(allowed)) or 'none'}"

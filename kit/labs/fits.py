@@ -12,7 +12,7 @@ JOB = "weights, gradients and optimizer"
 
 
 def check_fits(size: str, ranks: int, device: str, *, job: int, host: int, kept: str) -> None:
-    """Refuse what this machine cannot hold. `job` are bytes of a rank where it works, `host` those it keeps in memory besides: `kept`."""
+    """Refuse a job that does not fit. `job`: bytes of a rank on its device; `host`: other bytes in host memory, which `kept` describes."""
     gpus = [] if device == "cpu" else free_bytes()
     if gpus:
         sharing = -(-ranks // len(gpus))  # ranks on the fullest GPU
@@ -20,15 +20,15 @@ def check_fits(size: str, ranks: int, device: str, *, job: int, host: int, kept:
         if sharing * job > least:
             many = f" on each of {sharing} ranks that share a GPU" if sharing > 1 else " for each rank"
             raise BadInput(
-                f"size {size} does not fit: {job / GIB:.2f} GiB of {JOB}{many}, "
-                f"and {least / GIB:.1f} GiB are free on a GPU; take a smaller size, fewer layers, or more tp or pp"
+                f"size={size} does not fit: {job / GIB:.2f} GiB of {JOB}{many}, "
+                f"but {least / GIB:.1f} GiB are free on a GPU; use a smaller size, fewer layers, or more tp or pp"
             )
     here = 0 if gpus else job
     needed = (here + host + RANK_BYTES) * ranks
     free = free_memory()
     if needed > free:
         raise BadInput(
-            f"size {size} does not fit: {ranks} ranks x ({here / GIB:.2f} GiB of {JOB} + {host / GIB:.2f} GiB {kept} "
-            f"+ {RANK_BYTES / GIB:.2f} GiB a process) = "
-            f"{needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free; take a smaller size, fewer layers, or fewer ranks"
+            f"size={size} does not fit: {ranks} ranks x ({here / GIB:.2f} GiB of {JOB} + {host / GIB:.2f} GiB {kept} "
+            f"+ {RANK_BYTES / GIB:.2f} GiB per process) = "
+            f"{needed / GIB:.1f} GiB, but {free / GIB:.1f} GiB are free; use a smaller size, fewer layers, or fewer ranks"
         )

@@ -34,7 +34,7 @@ def few_cycles(config: Mapping[str, Any]) -> str:
 def series(frame: pd.DataFrame, metric: str, phase: str, then: str = "") -> pd.DataFrame:
     """A metric after each cycle's phase, a column for each owner; `then` is a phase after the last cycle, counted as one more."""
     told = source(frame)
-    seen = told if metric == told.metric else told._replace(metric=metric, card_of={})
+    seen = told if metric == told.metric else told._replace(metric=metric, gpu_of={})
     table = by_owner(frame, seen, phase).unstack(seen.whose)
     more = frame[(frame["phase"] == then) & (frame["metric"] == metric)]
     if len(more):
@@ -57,7 +57,7 @@ def theil_sen(table: pd.DataFrame) -> pd.Series:
 
 
 def slopes(phase: str, then: str = "", control: str = "") -> Measure:
-    """Growth in each cycle of the kind of memory that grows most, on the rank or card where it is most, above the slope of the same
+    """Growth in each cycle of the kind of memory that grows most, on the rank or GPU where it is most, above the slope of the same
     kind in a control without treatment."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike

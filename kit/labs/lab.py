@@ -20,13 +20,13 @@ from kit.labs import routed
 from kit.labs.configure import as_json, configure, find_fault, refuse_device
 from kit.labs.definition import role_names, working
 from kit.labs.drive import RANKSIDE, Drive, Quiet, Write
-from kit.labs.memory import cards
+from kit.labs.memory import gpus
 from kit.labs.stepped import Stepped
 from kit.measure.provenance import provenance
 from kit.results import Record, Run, create_run, runs_dir
 from kit.results.files import write_text
 from kit.results.run import SNAPSHOTS
-from kit.results.sources import CARD
+from kit.results.sources import GPU
 from kit.results.verdict import checked_tolerances
 from kit.target import load_callable
 from kit.world import World
@@ -177,9 +177,9 @@ class Lab:
         return self._run
 
     def panel(self) -> object:
-        """A panel of this lab as it stands, to show in a notebook."""
+        """A panel of this lab in its current state, for a notebook."""
         if self._panel is None:
-            raise BadInput("this lab was made without a panel; make it with kit.lab, or take kit.panel")
+            raise BadInput("this lab was made without a panel; make it with kit.lab, or use kit.panel")
         return self._panel(self)
 
     def close(self) -> None:
@@ -229,7 +229,7 @@ class Lab:
         self._check_going()
         self.start()
         if self._done == len(self._plan):
-            raise KitError("every phase is done; run() judges what was measured")
+            raise KitError("every phase is done; call run() for the verdict")
         step = self._plan[self._done]
         rows: list[Record] = []
 
@@ -322,7 +322,7 @@ class Lab:
         self._about |= {"rank0": answers[0]["provenance"], "world": about}
         self._writer.set_provenance(self._about)
         self._append_routing(answers, routed.BEFORE)
-        self._append_once(CARD, cards(self.world.status()), "1")
+        self._append_once(GPU, gpus(self.world.status()), "1")
         self._append_pss("pss_before", answers)
 
     @property
@@ -416,12 +416,12 @@ def check_given(world: World | Worlds, ranks: int, sizes: tuple[int, ...], *, is
     """Whether the Worlds that were given are those that the config needs."""
     given = world.sizes if isinstance(world, Worlds) else (world.ranks,)
     if ranks != world.ranks:
-        raise BadInput(f"ranks={ranks}, and the World that was given has {world.ranks}")
+        raise BadInput(f"ranks={ranks}, but the given World has {world.ranks}")
     if given != sizes:
         words = " and ".join(map(str, sizes))
         raise BadInput(
-            f"this config needs {'a World' if len(sizes) == 1 else 'Worlds'} of {words} ranks, and world= gives "
-            f"{' and '.join(map(str, given))}; give such Worlds, or leave world= out"
+            f"this config needs {'a World' if len(sizes) == 1 else 'Worlds'} of {words} ranks, but world= has "
+            f"{' and '.join(map(str, given))}; pass Worlds of these sizes, or leave out world="
         )
     if isinstance(world, Worlds) and world.isolate != isolate:
-        raise BadInput(f"this lab needs Worlds made with isolate={isolate}; make them so, or leave world= out")
+        raise BadInput(f"this lab needs Worlds made with isolate={isolate}; make new ones, or leave out world=")

@@ -1,4 +1,4 @@
-"""Checks that weigh and that several labs ask: memory over cycles, and whether a process beside the job kept its own."""
+"""Memory checks that several labs share: growth over cycles, and the memory of a process beside the job."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-def cards(ranks: Iterable[Mapping[str, Any]]) -> dict[int, int]:
-    """Which of the run's cards each rank works on, from what Worlds know of their ranks; none on the CPU."""
+def gpus(ranks: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    """The GPU of each rank, numbered over the run, from the status of its World; empty on the CPU."""
     seats = {row["rank"]: (row["host"], row["device"]) for row in ranks if row["device"].startswith("cuda")}
     numbers = {seat: number for number, seat in enumerate(dict.fromkeys(seats.values()))}
     return {rank: numbers[seat] for rank, seat in seats.items()}
 
 
 def label(frame: pd.DataFrame) -> str:
-    """What is said with a time of communication: nothing, but where ranks share a card."""
+    """A note for times of communication: empty unless ranks share a GPU."""
     return f"; {SHARED_GPU}" if sharing(frame) > 1 else ""
 
 
 def by_owner(
     frame: pd.DataFrame, source: Source, phase: str, metric: str | None = None, *, add: bool = False
 ) -> pd.Series[float]:
-    """A metric, else what the source tells, after each cycle's phase: by rank, or by card where ranks share what is told of it.
+    """A metric (default: that of the source) after each cycle's phase, per rank, or per GPU if ranks share one.
 
-    What every rank says of the same card counts once; what each says of itself is added up with `add`.
+    Numbers of a whole GPU, which each of its ranks reports, count once; with `add`, numbers of single ranks are summed.
     """
     rows = select(frame, phase=phase, metric=metric or source.metric)
-    owner = rows["rank"].map(lambda rank: source.card_of.get(rank, rank)).rename(source.whose)
+    owner = rows["rank"].map(lambda rank: source.gpu_of.get(rank, rank)).rename(source.whose)
     groups = rows.groupby([owner, "cycle"])["value"]
     return groups.sum() if add else groups.max()
 
 
 def levels(frame: pd.DataFrame, phase: str) -> tuple[pd.DataFrame, Source]:
-    """Memory after each cycle's phase: driver memory on CUDA, anonymous memory on the CPU; a column a rank, or a card that ranks share."""
-    told = source(frame)
-    return by_owner(frame, told, phase).unstack(told.whose), told
+    """Memory after each cycle's phase: driver memory on CUDA, anonymous memory on the CPU; a column per rank or shared GPU."""
+    origin = source(frame)
+    return by_owner(frame, origin, phase).unstack(origin.whose), origin
 
 
 def one_cycle(config: Mapping[str, Any]) -> str:
@@ -58,23 +58,23 @@ def one_cycle(config: Mapping[str, Any]) -> str:
 
 
 def growth(phase: str, when: str) -> Measure:
-    """How much more memory there was after the last cycle's phase than after the first's, where that is most; `when` is said of it."""
+    """The growth of memory from the first to the last cycle's phase, where it is largest; `when` describes the phase."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-        table, told = levels(frame, phase)
+        table, origin = levels(frame, phase)
         if len(table) < 2:
             raise Missing(f"memory was recorded in {len(table)} cycle; a drift needs 2")
         grown = (table.iloc[-1] - table.iloc[0]) / MIB
         return Measured(
             float(grown.max()),
-            f"{told.told} {when}, cycle {table.index[-1]} vs cycle {table.index[0]} ({told.whose} {grown.idxmax()})",
+            f"{origin.told} {when}, cycle {table.index[-1]} vs cycle {table.index[0]} ({origin.whose} {grown.idxmax()})",
         )
 
     return measure
 
 
 def others_untouched(first: str) -> Measure:
-    """How far the memory of a process beside the job moved from where it was in the first phase in which it was asked."""
+    """The largest change in the memory of a process beside the job, against the first phase in which it was measured."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
         rows = frame[frame["metric"] == "bystander_driver"]
@@ -99,7 +99,7 @@ def others_untouched(first: str) -> Measure:
 
 
 def on_cuda(ask: Measure) -> Measure:
-    """A question to the driver, which only a card's has an answer to."""
+    """A check that is measured only with a GPU driver."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         if not (frame["metric"] == "driver_used").any():

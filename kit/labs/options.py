@@ -57,20 +57,20 @@ class Option:
 class LabConfig:
     """What every lab's config has. A lab adds fields by inheriting; rules among fields are a ValueError in __post_init__."""
 
-    ranks: Annotated[int, Option("how many ranks", low=1, high=4096)] = 2
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], Option("where ranks work; auto takes CUDA where it is usable")
-    ] = "auto"
-    timeout_s: Annotated[float, Option("how long a phase may take", low=0.1, high=86400, unit="s")] = 120.0
+    ranks: Annotated[int, Option("number of ranks", low=1, high=4096)] = 2
+    device: Annotated[Literal["auto", "cpu", "cuda"], Option("device of the ranks; auto: CUDA if it is usable")] = (
+        "auto"
+    )
+    timeout_s: Annotated[float, Option("time limit of a phase", low=0.1, high=86400, unit="s")] = 120.0
     python: Annotated[
-        str, Option("the ranks' interpreter; empty: the first on this box with torch and megatron.core")
+        str, Option("Python interpreter of the ranks; empty: the first on this machine with torch and megatron.core")
     ] = ""
     routing: Annotated[
         Literal["torch", "torchcomms", "nccl2"],
-        Option("what collectives go through: torch's own backends, torchcomms, or torch's backend nccl2 (CUDA)"),
+        Option("backend of collectives: torch's own, torchcomms, or torch's nccl2 (CUDA only)"),
     ] = "torch"
     memory_snapshot: Annotated[
-        bool, Option("whether PyTorch's memory history is kept, and written for each rank (CUDA; phases take longer)")
+        bool, Option("record PyTorch's memory history and write it for each rank (CUDA only; phases take longer)")
     ] = False
 
 

@@ -1,4 +1,4 @@
-"""What every lab says of a `routing` other than torch's: the numbers that ranks tell, and the check that asks whether it was in effect."""
+"""`routing` other than torch's, in every lab: the numbers that ranks report, and the check that it was in effect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kit.world import World
     from kit.world.several import Worlds
 
-# What of a rank's answer is a record: at the beginning, and of the groups at the end.
+# The parts of a rank's answer that become records: at the start, and of the groups at the end.
 BEFORE = ("requested", "importable", "effective", "reason")
 AFTER = ("groups", "groups_effective", "options_lost")
 
@@ -29,7 +29,7 @@ def wanted(config: LabConfig) -> bool:
 
 
 def environment(config: LabConfig) -> dict[str, str]:
-    """What ranks need that this process has otherwise: nothing where no flag is wanted or exported."""
+    """The environment variables to set for ranks; none if no flag is wanted or exported."""
     settings = {
         FLAG: (config.routing == "torchcomms", requested()),
         nccl2.FLAG: (config.routing == nccl2.NAME, nccl2.requested()),
@@ -38,17 +38,17 @@ def environment(config: LabConfig) -> dict[str, str]:
 
 
 def refuse_unrouted(world: World | Worlds, routing: str) -> None:
-    """Ranks that are there already were started with the flag or without."""
+    """Refuse a running World that was started without the flag."""
     module, flag = ("kit.nccl2", nccl2.FLAG) if routing == nccl2.NAME else ("kit.routing", FLAG)
     if not all(world.call(f"{module}:requested")):
         raise BadInput(
-            f"routing={routing} needs ranks that were started for it: make the World with env={{{flag!r}: '1'}}, or leave world= out"
+            f"routing={routing} needs ranks started with it: make the World with env={{{flag!r}: '1'}}, or leave out world="
         )
 
 
-def numbers(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict[int, float | str]]:
-    """Records' metrics with a value or a text for each rank; of a list it is the length."""
-    values = {name: [one[name] for one in said] for name in names}
+def numbers(answers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict[int, float | str]]:
+    """The metrics of records, with a value or a text for each rank; a list becomes its length."""
+    values = {name: [one[name] for one in answers] for name in names}
     return {f"routing_{name}": {rank: _number(x) for rank, x in enumerate(row)} for name, row in values.items()}
 
 
@@ -62,18 +62,18 @@ def by_rank(frame: pd.DataFrame, metric: str) -> dict[int, float]:
 
 
 def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Of WORLD and all groups made since, the part that is routed, on the rank where it is least."""
+    """The share of groups (WORLD included) that is routed, on the rank with the lowest share."""
     effective = by_rank(frame, "routing_effective")
     rank = min(effective, key=effective.__getitem__)
     if effective[rank] != 1:
-        told = select(frame, phase="run", metric="routing_reason", rank=rank)["text"].iloc[0]
-        return Measured(0.0, f"requested but not in effect on rank {rank}: {told or 'see run.json'}")
+        reason = select(frame, phase="run", metric="routing_reason", rank=rank)["text"].iloc[0]
+        return Measured(0.0, f"requested but not in effect on rank {rank}: {reason or 'see run.json'}")
     made, routed = by_rank(frame, "routing_groups"), by_rank(frame, "routing_groups_effective")
     rank = min(made, key=lambda one: routed[one] / made[one])
-    said = f"rank {rank}: {routed[rank]:.0f} of {made[rank]:.0f} groups go through {config['routing']}"
+    why = f"{routed[rank]:.0f} of {made[rank]:.0f} groups on rank {rank} go through {config['routing']}"
     lost = max(by_rank(frame, "routing_options_lost").values())
     return Measured(
-        routed[rank] / made[rank], said + (f"; {lost:.0f} options were dropped, see run.json" if lost else "")
+        routed[rank] / made[rank], why + (f"; {lost:.0f} options were dropped, see run.json" if lost else "")
     )
 
 

@@ -28,7 +28,7 @@ def findings() -> list[Finding]:
         Finding(
             "Transformer Engine",
             installed("transformer-engine", "transformer_engine"),
-            "its workspaces and FP8 buffers belong to no tensor of the job: a release leaves them on the card",
+            "its workspaces and FP8 buffers belong to no tensor of the job: a release leaves them on the GPU",
         ),
         Finding(
             "precision-aware optimizer",

@@ -303,6 +303,16 @@ def random_state() -> dict[str, str]:
     return {**tensors.generators(), **tracked}
 
 
+def draw_from_tracker(device: torch.device) -> None:
+    """One random number from each generator that Megatron's tracker keeps."""
+    from megatron.core.tensor_parallel import random
+
+    tracker = random._CUDA_RNG_STATE_TRACKER
+    for name in tracker.get_states() if tracker is not None else ():
+        with tracker.fork(name):
+            torch.rand(1, device=device)
+
+
 def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
 

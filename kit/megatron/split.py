@@ -1,7 +1,7 @@
 """A Megatron training step in two ways: fed piece by piece (`MegatronSplit`), and as Megatron does it (`MegatronSync`).
 
 Both work on chunks wrapped in DistributedDataParallel, with tensor, pipeline (1F1B), data and expert parallelism, with and
-without overlapped reduction and the distributed optimizer. The piece-wise step accumulates raw sums under `no_sync`, learns
+without overlapped reduction and the distributed optimizer. The split step accumulates raw sums under `no_sync`, learns
 the true normalizer in finish(), divides, and reduces once.
 
 The load-balancing loss of experts asks for more: its gradient must be the mean over microbatches, whatever the other loss is divided

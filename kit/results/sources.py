@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import pandas as pd
 
-CARD = "card"  # recorded once a run: the number of the GPU that a rank works on
+GPU = "gpu"  # recorded once a run: the number of the GPU that a rank works on
 
 
 class Source(NamedTuple):
@@ -17,27 +17,27 @@ class Source(NamedTuple):
 
     metric: str
     told: str
-    card_of: Mapping[int, int]
+    gpu_of: Mapping[int, int]
 
     @property
     def whose(self) -> str:
-        return "card" if self.card_of else "rank"
+        return "GPU" if self.gpu_of else "rank"
 
     @property
     def sharers(self) -> Mapping[int, int]:
         """How many ranks share each GPU, where the number is of the GPU."""
-        return Counter(self.card_of.values())
+        return Counter(self.gpu_of.values())
 
 
-def card_numbers(frame: pd.DataFrame) -> dict[int, int]:
+def gpu_numbers(frame: pd.DataFrame) -> dict[int, int]:
     """The GPU that each rank works on, where the run recorded it."""
-    rows = frame[frame["metric"] == CARD]
+    rows = frame[frame["metric"] == GPU]
     return dict(zip(rows["rank"].astype(int), rows["value"].astype(int), strict=True))
 
 
 def sharing(frame: pd.DataFrame) -> int:
     """The most ranks that share a GPU; 1 where each has its own, or none."""
-    return max(Counter(card_numbers(frame).values()).values(), default=1)
+    return max(Counter(gpu_numbers(frame).values()).values(), default=1)
 
 
 def source(frame: pd.DataFrame) -> Source:
@@ -45,9 +45,9 @@ def source(frame: pd.DataFrame) -> Source:
     used = (frame["metric"] == "driver_used").sum()
     if not used:
         return Source("anon_rss", "anon_rss", {})
-    card_of, sharers = card_numbers(frame), sharing(frame)
+    gpu_of, sharers = gpu_numbers(frame), sharing(frame)
     if sharers == 1:
         return Source("driver_used", "driver_used", {})
     if (frame["metric"] == "process_used").sum() == used:
         return Source("process_used", "process_used", {})
-    return Source("driver_used", f"driver_used of the GPU, shared by {sharers} ranks", card_of)
+    return Source("driver_used", f"driver_used of the GPU, shared by {sharers} ranks", gpu_of)

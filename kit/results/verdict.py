@@ -240,8 +240,8 @@ def _worst_of(check: Check, rows: Sequence[VerdictRow], limit: float) -> Verdict
     passed = next(answer for answer, some in by_answer.items() if some)
     farthest = min if check.better == ">=" else max
     worst = farthest(by_answer[passed], key=lambda row: 0.0 if row.measured is None else row.measured)
-    count = f"{len(by_answer[False])} of {len(rows)} fail, worst" if by_answer[False] else f"{len(rows)}, worst"
-    return VerdictRow(check.name, worst.measured, limit, check.unit, passed, f"{count} {worst.why}")
+    count = f"{len(by_answer[False])} of {len(rows)} fail" if by_answer[False] else f"{len(rows)} compared"
+    return VerdictRow(check.name, worst.measured, limit, check.unit, passed, f"{count}; worst: {worst.why}")
 
 
 def _row(check: Check, measured: Measured, limit: float) -> VerdictRow:

@@ -26,7 +26,7 @@ HOT = 2**19
 
 
 class View(NamedTuple):
-    """Where a tensor lies in a bucket: in its own shape where it is whole, else its elements from `start` on, in one dimension."""
+    """A tensor in a bucket: in its own shape if it is whole, else its elements from `start` on, in one dimension."""
 
     spec: Spec
     start: int
@@ -34,7 +34,7 @@ class View(NamedTuple):
 
 
 class Mismatch(KitError):  # noqa: N818 - it is what was found
-    """What is there does not fit what the bucket holds; nothing of the bucket was copied. `missing` and `failed` are keys."""
+    """The tensors do not fit the contents of the bucket, and nothing was copied. `missing` and `failed` are keys."""
 
     def __init__(self, message: str, *, bucket: int, missing: tuple[Key, ...], failed: tuple[Key, ...]) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class Mismatch(KitError):  # noqa: N818 - it is what was found
 
 
 def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[View]:
-    """The tensors of a bucket, and pieces of tensors, where they lie in its bytes. No copy."""
+    """The tensors and pieces of tensors in a bucket, as views of its bytes. No copy."""
     _check_buffer(layout, index, buffer)
     found = []
     for number, start, size, offset in layout.buckets[index]:
@@ -55,7 +55,7 @@ def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[View]:
 
 
 def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> list[View]:
-    """The same of tensors outside: what `views` would give of a bucket that they were packed into. No copy of contiguous ones."""
+    """The same for live tensors: what `views` would return for a bucket with them. Contiguous tensors are not copied."""
     found = []
     missing = [layout.specs[piece.spec].key for piece in layout.buckets[index]]
     missing = [key for key in missing if key not in tensors]
@@ -73,19 +73,19 @@ def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> lis
 def pack(
     layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor], out: torch.Tensor, *, fresh: bool = False
 ) -> None:
-    """Copy a bucket's tensors into `out`. `fresh`: its pages are not there yet and are supplied on the way."""
+    """Copy the tensors of a bucket into `out`. `fresh`: its pages are not allocated yet."""
     _check_buffer(layout, index, out)
     _into_bucket(_plan(layout, index, tensors, out, target=False), out, fresh=fresh, hot=False)
 
 
 def apply(layout: Layout, index: int, buffer: torch.Tensor, targets: Mapping[Key, torch.Tensor]) -> None:
-    """Copy a bucket's tensors into the targets, or raise `Mismatch` and leave them all as they were."""
+    """Copy the tensors of a bucket into the targets, or raise `Mismatch` and change none."""
     _check_buffer(layout, index, buffer)
     _out_of_bucket(_plan(layout, index, targets, buffer, target=True), buffer)
 
 
 class Bound:
-    """The same two for tensors that stay: they are looked up and checked once, and again where one has moved since.
+    """`pack` and `apply` for tensors that stay: they are looked up and checked once, and again if one has moved.
 
     Limits: a tensor that changes its shape where it lies is not noticed; what was copied last is kept alive until the next use.
     """
@@ -112,7 +112,7 @@ class Bound:
 
 
 class _Plan(NamedTuple):
-    """How one bucket is copied: plain copies of so many bytes between addresses and offsets, and what torch has to copy."""
+    """How one bucket is copied: plain copies between addresses and offsets, and the tensors that torch has to copy."""
 
     layout: Layout
     bucket: int
@@ -150,14 +150,14 @@ def _plan(
             continue
         pointer, storage = tensor.data_ptr(), tensor.untyped_storage()
         if not pointer or not storage.nbytes():  # a wrapper, as a DTensor, has a size and no address
-            problems.append(((name, shard), "has no bytes here: they were moved away, or it only wraps other tensors"))
+            problems.append(((name, shard), "has no bytes here: it was offloaded, or it only wraps other tensors"))
             continue
         plan.tensors.append(tensor)
         plan.pointers.append(pointer)
         storages[storage.data_ptr()] = storage
         if not (on_host and tensor.is_cpu and tensor.is_contiguous()):
             if target and size != layout.specs[number].size and not tensor.is_contiguous():
-                problems.append(((name, shard), "is not contiguous, and comes in pieces"))
+                problems.append(((name, shard), "is not contiguous, but is split over several buckets"))
             plan.by_torch.append((place, tensor))
         elif pointer + start == end_here and offset == end_there:
             plan.sizes[-1] += size
@@ -220,7 +220,7 @@ def _check_buffer(layout: Layout, index: int, buffer: torch.Tensor) -> None:
     if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise BadInput(f"bucket {index}: the buffer must be contiguous bytes in one dimension, torch.uint8")
     if buffer.numel() < needed:
-        raise BadInput(f"bucket {index} has {needed} bytes and the buffer {buffer.numel()}")
+        raise BadInput(f"bucket {index} needs {needed} bytes, but the buffer has {buffer.numel()}")
 
 
 def _unlike(spec: Spec, tensor: torch.Tensor | None) -> str:
@@ -231,10 +231,10 @@ def _unlike(spec: Spec, tensor: torch.Tensor | None) -> str:
 
 
 def _mismatch(index: int, tensors: Mapping[Key, torch.Tensor], problems: list[tuple[Key, str]]) -> Mismatch:
-    told = "; ".join(f"{name} (shard {shard}) {problem}" for (name, shard), problem in problems)
+    problem_list = "; ".join(f"{name} (shard {shard}) {problem}" for (name, shard), problem in problems)
     keys = [key for key, _ in problems]
     return Mismatch(
-        f"bucket {index}: {told}",
+        f"bucket {index}: {problem_list}",
         bucket=index,
         missing=tuple(key for key in keys if key not in tensors),
         failed=tuple(key for key in keys if key in tensors),

@@ -1,13 +1,13 @@
-"""Host copies of a trainer's weights by version, packed into buckets that a transport hands over as they are.
+"""Host copies of a trainer's weights by version, packed into buckets that transports send unchanged.
 
-There are two places, each a memfd segment for the whole model, so there are never more than two copies: the active version, which receivers
-run, and the latest. A new version goes to the place that is not active; what was only latest is given up for it. Version -1 is the base
-weights, of which there is no copy.
+There are two places, each a memfd segment for the whole model, so there are at most two copies: the active version, which receivers run,
+and the latest one. A new version goes to the place that is not active, and replaces a latest version there. Version -1 is the base, of
+which there is no copy.
 
-One lock covers building, activating and closing, and whoever transports or tears down holds it with `held`. Another thread that wants
-it meanwhile waits, and is refused with the holder's name when its deadline passes; the holder itself goes straight in.
+One lock covers building, activating and closing; a transport and its teardown hold it with `held`. Another thread waits for it, and gets
+an error with the name of the holder when its deadline passes. The lock is reentrant.
 
-Limits: with `keep` the place of an old version is written over: receivers must be done with it by then, which the end of a transport is.
+Limits: with `keep` the place of an old version is overwritten. Receivers must be done with it by then; the end of a transport ensures it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from kit.sync.layout import Key
 
 BASE = -1
-SHARE = 0.8  # of the memory that is free, for both copies
+SHARE = 0.8  # of the free memory, for both copies
 _PAGE = 4096
 
 
 class CacheBusy(KitError):  # noqa: N818 - it is a state
-    """The lock did not come free in time. `holder` is what it is held for."""
+    """The lock did not become free in time. `holder` is the purpose for which it is held."""
 
     def __init__(self, wanted: str, holder: str, timeout_s: float) -> None:
         super().__init__(f"{wanted} waited {timeout_s:g} s for the bucket cache, which is held for {holder}")
@@ -44,7 +44,7 @@ class CacheBusy(KitError):  # noqa: N818 - it is a state
 
 
 class _Place:
-    """Memory for one copy, and which version's bytes each bucket has: None before it was filled."""
+    """Memory for one copy, and the version of the bytes in each bucket; None if it was never filled."""
 
     def __init__(self, buckets: int) -> None:
         self.segment: Segment | None = None
@@ -58,10 +58,10 @@ class _Place:
 
 
 class Cache:
-    """`latest` was built last, `active` is what receivers run; both are the base, -1, at first.
+    """`latest` was built last, `active` is the version that receivers run; both start as the base, -1.
 
-    `share` of what `room()` says is free must hold both copies. `keep`: memory stays when a version goes, so that the next
-    build finds its pages there; that costs one model between syncs. `slots`: how many buckets have memory; 0 where all do.
+    Both copies must fit into `share` of the free memory, `room()`. With `keep`, the memory of a discarded version stays allocated for the
+    next build, which costs one model between syncs. `slots`: the number of buckets with memory; 0: all.
     """
 
     slots = 0
@@ -83,23 +83,23 @@ class Cache:
         self._room = room
         self._sizes = layout.sizes
         self._starts, self._size = starts(self._sizes, self.slots)
-        self._places: dict[int, _Place] = {}  # by version; one that is kept for the next build is in _spare
+        self._places: dict[int, _Place] = {}  # by version; places kept for the next build are in _spare
         self._spare: list[_Place] = []
         self._lock = threading.RLock()
         self._holder: list[str] = []
         self._filling: tuple[int, _Place] | None = None
-        self._owes_all = False  # a build failed: what its caller called clean may differ from the copy that is left
+        self._owes_all = False  # after a failed build: tensors marked clean may differ from the remaining copy
         self._closed = False
         self._check_room()
 
     @property
     def blocks(self) -> int:
-        """Segments that this cache has, kept memory included."""
+        """The number of segments, including kept memory."""
         return sum(place.segment is not None for place in [*self._places.values(), *self._spare])
 
     @property
     def copies(self) -> int:
-        """Whole models that are in memory for this cache, kept memory included."""
+        """The number of copies of the model in memory, including kept memory."""
         return 0 if self.slots else self.blocks
 
     @property
@@ -108,7 +108,7 @@ class Cache:
 
     @contextlib.contextmanager
     def held(self, purpose: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Keep every other thread from building, activating and closing: around a whole transport and its teardown."""
+        """Hold the lock, so that no other thread can build, activate or close: around a whole transport and its teardown."""
         limit = self.timeout_s if timeout_s is None else timeout_s
         if not self._lock.acquire(timeout=limit):
             raise CacheBusy(purpose, self._holder[-1] if self._holder else "a moment", limit)
@@ -126,18 +126,18 @@ class Cache:
         dirty: Iterable[str] | None = None,
         packed: Callable[[int], None] | None = None,
     ) -> None:
-        """Pack a new version. Tensors that stay are best given as `Bound`, so that they are looked up once. With `dirty`, names of
-        tensors, only buckets that hold any of them; the others come from the latest copy.
+        """Pack a new version. Pass tensors that stay as `Bound`, so that they are looked up once. `dirty` names the changed tensors: only
+        buckets with any of them are packed, others are copied from the latest version.
 
-        `packed` is called with each bucket's number as soon as its bytes are in place, clean ones included, so that they can be
-        sent meanwhile; `segment` and `bucket` know the version from the first call on. Where anything raises, the version does not
-        exist, `latest` is the active one, and the next build packs all.
+        `packed` is called with the number of each bucket, clean ones included, as soon as its bytes are in place, so that it can be sent
+        meanwhile; `segment` and `bucket` know the version from the first call on. After an error the version does not exist, `latest` is
+        the active one, and the next build packs all buckets.
         """
         with self.held(f"the build of version {version}"):
             self._refuse_closed()
             if version <= self.latest:
                 raise BadInput(
-                    f"version {version} cannot be built: {self.latest} is there; versions only grow from {BASE} on"
+                    f"version {version} cannot be built: version {self.latest} exists, and versions only grow from {BASE} on"
                 )
             every = set(range(len(self.layout.buckets)))
             stale = every if dirty is None else self.layout.holding(dirty)
@@ -163,7 +163,7 @@ class Cache:
             self.latest, self._owes_all = version, False
 
     def discard(self, version: int) -> None:
-        """A version that did not get to its receivers, built or not: there is none, and the next build packs all. The active one stays."""
+        """Drop a version that did not reach its receivers, built or not; the next build packs all buckets. The active version stays."""
         with self.held(f"the end of version {version}"):
             if version == self.active:
                 return
@@ -173,12 +173,12 @@ class Cache:
             self._owes_all = True
 
     def segment(self, version: int) -> Segment:
-        """The memory of a version, to be handed over by its descriptor; of one that is being built, too."""
+        """The memory of a version, also of one that is being built; its descriptor can be sent."""
         place = self._places.get(version)
         if self._filling is not None and self._filling[0] == version:
             place = self._filling[1]
         if place is None or place.segment is None:
-            raise BadInput(f"no copy of version {version}: there are {sorted(self._places) or 'none'}")
+            raise BadInput(f"no copy of version {version}: the cache has {sorted(self._places) or 'none'}")
         return place.segment
 
     @property
@@ -187,12 +187,12 @@ class Cache:
         return tuple(self._starts)
 
     def bucket(self, version: int, index: int) -> torch.Tensor:
-        """A bucket's bytes, where they lie."""
+        """The bytes of a bucket, in place."""
         start = self._starts[index]
         return self.segment(version).tensor[start : start + self._sizes[index]]
 
     def activate(self, version: int) -> None:
-        """Receivers run this version now. What is neither latest nor active is freed, or kept for the next build."""
+        """Make this the version that receivers run. Other versions, except the latest, are freed or kept for the next build."""
         with self.held(f"the activation of version {version}"):
             self._refuse_closed()
             if version not in (self.latest, self.active):
@@ -204,7 +204,7 @@ class Cache:
                 self._give_up(old)
 
     def close(self) -> None:
-        """Free everything; waits for the lock like all others. The cache cannot be used again."""
+        """Free everything, once the lock is free. The cache cannot be used again."""
         with self.held("the close"):
             for place in [*self._places.values(), *self._spare]:
                 place.free()
@@ -212,7 +212,7 @@ class Cache:
             self._closed = True
 
     def _free_place(self) -> tuple[_Place, bool]:
-        """Where the next version goes, and whether its pages are still to be supplied."""
+        """The place for the next version, and whether its pages are not allocated yet."""
         if self.latest != self.active:
             place = self._places.pop(self.latest)
         else:
@@ -266,22 +266,22 @@ class Cache:
         if empty:
             more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
             raise BadInput(
-                f"the storage of {', '.join(empty[:5])}{more} is empty: the weights were offloaded; build before, or bring them back"
+                f"the storage of {', '.join(empty[:5])}{more} is empty: the weights were offloaded; build before that, or reload them"
             )
 
     def _check_room(self) -> None:
-        """Both copies, less what is there already, against the share of what is free now."""
+        """Refuse two copies, less the memory allocated already, that exceed the share of the free memory."""
         wanted, free = 2 * self._size - self.nbytes, self._room()
         if wanted > self.share * free:
-            held = f", {_gib(self.nbytes)} of it held already" if self.nbytes else ""
+            held = f", {_gib(self.nbytes)} of it allocated already" if self.nbytes else ""
             raise BadInput(
-                f"two copies of {_gib(self._size)} in buckets are {_gib(2 * self._size)}{held}: {_gib(wanted)} are more than "
-                f"{self.share:.0%} of the {_gib(free)} that are free, {_gib(self.share * free)}"
+                f"two copies of {_gib(self._size)} do not fit: they need {_gib(2 * self._size)}{held}; {_gib(wanted)} exceeds "
+                f"{_gib(self.share * free)}, which is {self.share:.0%} of the {_gib(free)} of free memory"
             )
 
 
 def starts(sizes: Sequence[int], slots: int = 0) -> tuple[list[int], int]:
-    """Where each bucket begins, at a page's boundary, and how much they need together: one behind the other, or by turns in `slots`."""
+    """Where each bucket begins, at a page boundary, and the total size: one after the other, or in turn in `slots` places."""
     if slots:
         room = -(-max(sizes) // _PAGE) * _PAGE
         return [index % slots * room for index in range(len(sizes))], slots * room

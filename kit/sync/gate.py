@@ -1,8 +1,8 @@
-"""Many readers or one writer: forwards read the weights, an apply writes them. No forward runs on half-new weights.
+"""A gate for many readers or one writer: forwards read the weights, an apply writes them. No forward runs on half-new weights.
 
-A writer waits for the readers inside; readers who come later wait for the writer, so that a steady stream of forwards cannot keep
-new weights out. Every wait has a deadline; the error names who was inside. A thread that reads may read again within. Limits: threads
-of one process; which of several waiting writers is next is left to chance; readers wait while writers follow one another.
+A writer waits for the readers inside; later readers wait for the writer, so that a steady stream of forwards cannot block new weights.
+Every wait has a deadline, and the error names the threads inside. A reading thread may enter again. Limits: threads of one process only;
+the order of waiting writers is undefined; readers wait while writers follow one another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class GateTimeout(KitError):  # noqa: N818 - reads as what happened
     """A deadline passed at the gate. `waiting` is "reader" or "writer"; `inside` are the threads that it waited for."""
 
     def __init__(self, waiting: str, inside: tuple[str, ...], timeout_s: float) -> None:
-        held = f"{', '.join(inside)} inside" if inside else "nobody inside, a writer was waiting"
+        held = f"{', '.join(inside)} inside" if inside else "no thread inside, but a writer was waiting"
         super().__init__(f"a {waiting} waited {timeout_s:g} s at the gate: {held}")
         self.waiting = waiting
         self.inside = inside
@@ -40,7 +40,7 @@ class Gate:
 
     @contextlib.contextmanager
     def reading(self, timeout_s: float | None = None) -> Iterator[None]:
-        """Hold writers off. Waits for a writer inside, and for one that waits."""
+        """Block writers. Waits for a writer inside and for waiting writers."""
         me = threading.current_thread()
         with self._changed:
             if self._writer is me:
@@ -59,7 +59,7 @@ class Gate:
 
     @contextlib.contextmanager
     def writing(self, timeout_s: float | None = None) -> Iterator[None]:
-        """Be alone. Waits for everybody inside; who gives up lets the readers in again."""
+        """Block all others. Waits for everybody inside; a writer that gives up lets readers in again."""
         me = threading.current_thread()
         with self._changed:
             if me in self._readers or self._writer is me:

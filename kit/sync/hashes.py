@@ -49,10 +49,10 @@ def digest(tensor: torch.Tensor, algorithm: str) -> str:
     """Hexadecimal digest of bytes, dtype and shape."""
     if algorithm not in _ALGORITHMS:
         hint = "; xxhash is not installed on this rank" if algorithm == "xxh3" else ""
-        raise BadInput(f"no digest {algorithm!r} here: {', '.join(algorithms())} are there{hint}")
+        raise BadInput(f"digest {algorithm!r} is not available on this rank: use {', '.join(algorithms())}{hint}")
     if tensor.numel() and not (tensor.untyped_storage().nbytes() and tensor.data_ptr()):
         raise BadInput(
-            f"no digest of a tensor {tuple(tensor.shape)} without bytes: they were moved away, or it only wraps other tensors"
+            f"cannot hash a tensor {tuple(tensor.shape)} without bytes: it was offloaded, or it only wraps other tensors"
         )
     # What is conjugated or negated lazily has other bytes in memory than it stands for.
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

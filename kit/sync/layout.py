@@ -1,7 +1,7 @@
-"""Which bytes of which tensor lie in which bucket: a layout that both ends agree on.
+"""The layout of buckets, on which both ends agree: which bytes of which tensor are in which bucket.
 
-It is made from the tensors' specs alone and goes to the other end as JSON. Tensors lie in order, each at a 512-byte boundary of its
-bucket. One larger than a bucket is refused, or split into pieces over several.
+It depends only on the specs of the tensors, and is sent as JSON. Tensors are in order, each at a 512-byte boundary of its bucket. A tensor
+larger than a bucket is refused, or split into pieces over several.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Key = tuple[str, int]  # name and shard
 
 
 class Spec(NamedTuple):
-    """One tensor, or one shard of it. A tensor that is whole is shard 0."""
+    """One tensor, or one shard of it. A whole tensor is shard 0."""
 
     name: str
     shard: int
@@ -45,7 +45,7 @@ class Spec(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """`size` bytes of tensor number `spec`, from its byte `start` on, at `offset` of a bucket."""
+    """`size` bytes of tensor number `spec`, starting at its byte `start`, at `offset` in a bucket."""
 
     spec: int
     start: int
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Which bytes of which tensor lie where. Made by `lay_out`."""
+    """The place of every byte of every tensor. Made by `lay_out`."""
 
     specs: tuple[Spec, ...]
     bucket_bytes: int
@@ -63,12 +63,12 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each bucket that are in use."""
+        """The used bytes of each bucket."""
         return tuple(max(piece.offset + piece.size for piece in bucket) for bucket in self.buckets)
 
     @property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
-        """Bytes of each piece of each bucket."""
+        """The bytes of each piece in each bucket."""
         return tuple(tuple(piece.size for piece in bucket) for bucket in self.buckets)
 
     @property
@@ -77,11 +77,11 @@ class Layout:
         return sum(spec.size for spec in self.specs)
 
     def holding(self, names: Iterable[str]) -> set[int]:
-        """The buckets that hold anything of these tensors, whatever the shard; a name that is not known is refused."""
+        """The buckets with any part of these tensors, of any shard; an unknown name is refused."""
         wanted = set(names)
         unknown = wanted - {spec.name for spec in self.specs}
         if unknown:
-            raise BadInput(f"no tensor of the layout is called {', '.join(sorted(unknown))}")
+            raise BadInput(f"the layout has no tensor named {', '.join(sorted(unknown))}")
         return {
             index
             for index, bucket in enumerate(self.buckets)
@@ -97,7 +97,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what `to_json` gave; a layout that does not hold every byte once, in its place, is refused."""
+        """Read the result of `to_json`; a layout that does not hold every byte exactly once is refused."""
         layout = cls(
             specs=tuple(Spec(name, shard, _dtype(dtype), tuple(shape)) for name, shard, dtype, shape in data["specs"]),
             bucket_bytes=data["bucket_bytes"],
@@ -107,7 +107,7 @@ class Layout:
         return layout
 
     def check(self) -> None:
-        """Refuse pieces that are misaligned, overlap, leave their bucket, or leave out or repeat a tensor's bytes."""
+        """Refuse pieces that are misaligned, overlap, exceed their bucket, or omit or repeat bytes of a tensor."""
         _refuse_twice(self.specs)
         reached = [0] * len(self.specs)
         for index, bucket in enumerate(self.buckets):
@@ -115,14 +115,14 @@ class Layout:
             for piece in bucket:
                 spec = self.specs[piece.spec]
                 if piece.offset % ALIGN:
-                    raise BadInput(f"bucket {index}: {spec} lies at {piece.offset}, which is no multiple of {ALIGN}")
+                    raise BadInput(f"bucket {index}: {spec} lies at {piece.offset}, which is not a multiple of {ALIGN}")
                 if piece.offset < end or piece.offset + piece.size > self.bucket_bytes:
                     raise BadInput(
-                        f"bucket {index}: {spec} lies at {piece.offset} to {piece.offset + piece.size}; free are {end} "
-                        f"to {self.bucket_bytes}"
+                        f"bucket {index}: {spec} lies at {piece.offset} to {piece.offset + piece.size}; only {end} "
+                        f"to {self.bucket_bytes} is free"
                     )
                 if piece.start != reached[piece.spec]:
-                    raise BadInput(f"bucket {index}: {spec} goes on at byte {piece.start}, not {reached[piece.spec]}")
+                    raise BadInput(f"bucket {index}: {spec} continues at byte {piece.start}, not {reached[piece.spec]}")
                 end = piece.offset + piece.size
                 reached[piece.spec] += piece.size
         short = [str(spec) for spec, got in zip(self.specs, reached, strict=True) if got != spec.size]
@@ -133,21 +133,21 @@ class Layout:
 
 
 def specs_of(tensors: Mapping[Key, torch.Tensor]) -> list[Spec]:
-    """Specs in the mapping's order."""
+    """The specs, in the order of the mapping."""
     return [Spec(name, shard, t.dtype, tuple(t.shape)) for (name, shard), t in tensors.items()]
 
 
 def lay_out(specs: Sequence[Spec], bucket_bytes: int, *, oversize: Literal["refuse", "split"] = "refuse") -> Layout:
-    """Fill bucket after bucket. A tensor that does not fit what is left starts the next; a split one uses what is left."""
+    """Fill one bucket after another. A tensor that does not fit into the rest starts a new bucket; a split one uses the rest."""
     if bucket_bytes < ALIGN or bucket_bytes % ALIGN:
-        raise BadInput(f"buckets of {bucket_bytes} bytes: a multiple of {ALIGN} is needed")
+        raise BadInput(f"bucket_bytes={bucket_bytes} must be a multiple of {ALIGN}")
     _refuse_twice(specs)
     buckets: list[list[Piece]] = []
-    end = bucket_bytes  # of what is filled; there is no bucket yet
+    end = bucket_bytes  # of the filled part; there is no bucket yet
     for number, spec in enumerate(specs):
         if spec.size > bucket_bytes and oversize == "refuse":
             raise BadInput(
-                f"{spec} has {spec.size} bytes and a bucket {bucket_bytes}: make buckets larger, or let tensors be split"
+                f"{spec} has {spec.size} bytes and a bucket {bucket_bytes}: use larger buckets, or oversize='split'"
             )
         if end + spec.size > bucket_bytes >= spec.size or not buckets:
             buckets.append([])
@@ -167,12 +167,11 @@ def lay_out(specs: Sequence[Spec], bucket_bytes: int, *, oversize: Literal["refu
 
 
 def automatic(specs: Sequence[Spec], *, oversize: Literal["refuse", "split"] = "refuse") -> int:
-    """A bucket size from the sizes alone, the same on every rank.
+    """A bucket size from the sizes only, so that every rank computes the same.
 
-    A 16th of all bytes, so that packing, sending and applying have much to overlap, within 1 to 64 MiB: below, the cost of each
-    message counts; above, each end only holds more. Where the median tensor is larger than half of
-    that, packing gains nothing: a bucket then is one such tensor, up to 64 MiB. There are never more than 256 buckets' worth of
-    bytes. Where tensors are not split, the largest must fit.
+    It is 1/16 of all bytes, so that packing, sending and applying overlap, between 1 and 64 MiB: smaller buckets cost messages, larger
+    ones only memory. If the median tensor is larger than half of that, packing gains nothing, and a bucket is one such tensor, up to
+    64 MiB. There are at most about 256 buckets. If tensors are not split, the largest must fit.
     """
     sizes = [spec.size for spec in specs] or [0]
     total, median = sum(sizes), int(statistics.median(sizes))
@@ -187,7 +186,7 @@ def _refuse_twice(specs: Iterable[Spec]) -> None:
     seen: set[Key] = set()
     for spec in specs:
         if spec.key in seen:
-            raise BadInput(f"{spec} is there twice")
+            raise BadInput(f"{spec} appears twice")
         seen.add(spec.key)
 
 
@@ -198,5 +197,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise BadInput(f"{name!r} is no dtype of this torch")
+        raise BadInput(f"{name!r} is not a dtype of this torch")
     return dtype

@@ -36,7 +36,7 @@ class PeerGone(KitError):  # noqa: N818 - it is a state, reported as such
     """The other end closed the connection, or died."""
 
     def __init__(self, peer: str, waiting_for: str) -> None:
-        super().__init__(f"{peer} is gone while {waiting_for} was awaited")
+        super().__init__(f"{peer} is gone (waiting for {waiting_for})")
         self.peer = peer
 
 
@@ -44,7 +44,7 @@ class PeerSilent(KitError):  # noqa: N818 - as above
     """The other end lives and did not answer in time."""
 
     def __init__(self, peer: str, waiting_for: str, seconds: float) -> None:
-        super().__init__(f"{peer} did not answer within {seconds:g} s: {waiting_for} was awaited")
+        super().__init__(f"{peer} did not answer within {seconds:g} s (waiting for {waiting_for})")
         self.peer = peer
 
 
@@ -53,7 +53,7 @@ class PeerFailed(KitError):  # noqa: N818 - as above
 
     def __init__(self, peer: str, waiting_for: str, said: dict[str, Any]) -> None:
         what = f"failed: {said.get('why')}" if said.get("kind") == FAILED else f"said {said.get('kind')!r}"
-        super().__init__(f"{peer} {what} ({waiting_for} was awaited)")
+        super().__init__(f"{peer} {what} (waiting for {waiting_for})")
         self.peer = peer
         self.said = said
 
@@ -77,7 +77,7 @@ class Link:
         data = json.dumps(message, separators=(",", ":")).encode()
         if len(data) > LIMIT:
             raise KitError(
-                f"a message of {len(data) / 2**20:.0f} MiB to {self.peer}: at most {LIMIT >> 20} MiB are allowed"
+                f"a message of {len(data) / 2**20:.0f} MiB to {self.peer} exceeds the limit of {LIMIT >> 20} MiB"
             )
         fds = fds or []
         with self._named(f"room for {_name(message)}"):
@@ -100,7 +100,7 @@ class Link:
                 head += more
             length, count = HEADER.unpack(head)
             if length > LIMIT:
-                raise KitError(f"{self.peer} sent a message beyond the limit")
+                raise KitError(f"{self.peer} sent a message of more than {LIMIT >> 20} MiB")
             body = bytearray(length)
             fds += self._fill(memoryview(body), descriptors=count - len(fds))
         message: dict[str, Any] = json.loads(body)
@@ -203,8 +203,8 @@ def address_of(name: str) -> dict[str, Any]:
 
 
 class Listener:
-    """Where receivers call. `address` goes to them by any way one has; whoever knows it may call. With a `name` that both ends know it
-    need not be told: it is `address_of(name)`."""
+    """Where receivers call. `address` can reach them in any way; whoever knows it may call. With a `name` that both ends know, it
+    need not be sent: it is `address_of(name)`."""
 
     def __init__(self, *, tcp_host: str | None = None, name: str | None = None) -> None:
         self._secret = name or secrets.token_hex(16)
@@ -225,7 +225,7 @@ class Listener:
         end = time.monotonic() + timeout_s
         try:
             while True:
-                # Nobody speaks before it is spoken to: what there is to receive is the end.
+                # A caller sends nothing before it is spoken to: anything to receive is the end of the connection.
                 self._forget(*(name for name, link in self._called.items() if link.waits()))
                 missing = [name for name in names if name not in self._called]
                 self._sock.settimeout(max(0.001, end - time.monotonic()) if missing else 0.0)
@@ -240,7 +240,7 @@ class Listener:
                     sock.close()
                     continue
                 name = str(hello["name"])
-                self._forget(name, why=f"another one calls itself {name}, too")
+                self._forget(name, why=f"a second receiver has the name {name}")
                 self._called[name] = Link(sock, name, timeout_s)
                 self._called[name].hello = hello
         except BaseException as error:
@@ -276,7 +276,7 @@ class Listener:
         return hello if hmac.compare_digest(str(hello.get("secret", "")), self._secret) else None
 
     def close(self) -> None:
-        self._forget(*self._called, why="nobody listens any more")
+        self._forget(*self._called, why="the listener was closed")
         self._sock.close()
 
     def __enter__(self) -> Self:

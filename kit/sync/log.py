@@ -1,4 +1,4 @@
-"""What a sync did when, and how long each stage was busy. Stages overlap: their sum may be more than the time that passed."""
+"""The events of a sync and the busy time of each stage. Stages overlap, so their sum may exceed the elapsed time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Log:
-    """`seconds` by stage; `events` in order, by the system's clock, which all ranks of a machine share."""
+    """`seconds` by stage; `events` in order, by the system clock, which all ranks of a machine share."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

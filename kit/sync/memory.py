@@ -25,7 +25,7 @@ class Segment:
 
     def __init__(self, size: int, *, name: str = "kit-segment") -> None:
         if size < 1:
-            raise BadInput(f"a segment of {size} bytes: at least 1 is needed")
+            raise BadInput(f"a segment of {size} bytes is too small: use at least 1")
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)

@@ -1,11 +1,11 @@
-"""A receiver's end of a sync: it does what the sender says, in that order, and goes back to what it had when anything fails.
+"""The receiver's end of a sync: it follows the sender's commands and restores its old state if anything fails.
 
-While it serves, buckets are stored first and weights change at once, between two forwards; forwards wait until the end. Up to then all
-can be undone: weights, version and route are as before, whoever failed. A receiver that has activated is only ready: the sender ends the
-sync for replicas all of whose ranks are, so that no replica runs two versions. While it pauses or wakes, buckets go into its weights as
-they come, and after a failure nothing is routed to it. It is twice as patient as the sender, which may wait its whole deadline for another
-receiver and then tells who that was. Limits: a refresh needs its own shards twice for as long as it can be undone, and with every
-transport but shm room for all buckets.
+A serving receiver first stores all buckets, then changes its weights between two forwards; forwards wait until the end. Until then
+everything can be undone: weights, version and route, whichever end failed. After `activate` a receiver is only ready: the sender ends the
+sync for replicas whose ranks are all ready, so that no replica runs two versions. A receiver that pauses or wakes puts buckets into its
+weights as they come, and has no route after a failure. It waits twice as long as the sender, which may wait its whole deadline for another
+receiver and then names that one. Limits: a refresh needs a copy of the receiver's shards as long as it can be undone and, with every
+transport except shm, memory for all buckets.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ PATIENCE = 2  # deadlines
 
 
 class Host(Protocol):
-    """What holds the weights and serves with them."""
+    """The object that holds the weights and serves with them."""
 
     def wake(self) -> None:
-        """Take the weights' memory again."""
+        """Allocate the memory of the weights again."""
 
     def sleep(self) -> None:
-        """Give the weights' memory back."""
+        """Release the memory of the weights."""
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """No forward runs inside."""
 
     def finalize(self) -> None:
-        """Once all weights of a version are in place: whatever is derived from them."""
+        """Recompute what is derived from the weights, after all weights of a version are in place."""
 
     def digests(self, algorithm: str) -> dict[str, str]:
-        """Of every full tensor."""
+        """The digest of every full tensor."""
 
 
 class WrongBytes(KitError):  # noqa: N818 - it is what was found
-    """What arrived is not what was sent."""
+    """Received bytes differ from what was sent."""
 
     def __init__(self, message: str, *, bucket: int, tensors: tuple[str, ...]) -> None:
         super().__init__(message)
@@ -70,7 +70,7 @@ class WrongBytes(KitError):  # noqa: N818 - it is what was found
 
 @dataclass(kw_only=True, slots=True)
 class Received:
-    """What a sync came to on this end."""
+    """The outcome of a sync on this end."""
 
     path: str = ""
     version: int = BASE
@@ -81,8 +81,8 @@ class Received:
 
 
 class Receiver:
-    """`version` is what it published last; `routed` says whether it may serve. `kept`: mappings of the caller's that stay from sync to
-    sync, for a sender that keeps its memory."""
+    """`version` is the last published version; `routed` says whether it may get requests. `kept`: mappings that stay from sync to sync,
+    for a sender that keeps its memory."""
 
     def __init__(
         self,
@@ -106,13 +106,13 @@ class Receiver:
         self.kept = kept
         self.calls: type[Call] = Call  # what takes part in one sync
         self.make = make  # a transport by its name; an observer puts its own here
-        self.layout: tuple[str, Layout | None] = "", None  # which the sender told last: it need not be told again
+        self.layout: tuple[str, Layout | None] = "", None  # the last layout from the sender, which is not sent again
         self.version = BASE
         self.routed = False
 
     def join(self) -> Received:
-        """Take part in the next sync. It raises what failed here, or what the sender says has failed; all is as before then, or, where
-        even that fails, nothing is routed here any more."""
+        """Take part in the next sync. Raises the error of this end, or the one that the sender reports, after the old state is restored. If
+        that fails too, this receiver has no route any more."""
         hello = {LAYOUT: self.layout[0]}
         with call(self.address, self.name, peer=SENDER, timeout_s=PATIENCE * self.timeout_s, hello=hello) as link:
             one = self.calls(self, link)
@@ -123,12 +123,12 @@ class Receiver:
                     one.undo()
                 except Exception as worse:  # noqa: BLE001 - the first error is the one to raise
                     self.routed = False
-                    error.add_note(f"it could not be undone, and nothing is routed here any more: {worse}")
+                    error.add_note(f"the undo failed too, and this receiver has no route any more: {worse}")
                 # A transport raises an error of its own when the sender has given up; the sender's reason is then on the link.
                 known = isinstance(error, KitError)
                 words = None if known else link.words_so_far("the sender's next step")
                 with contextlib.suppress(KitError):
-                    link.send(told(error))
+                    link.send(failure_message(error))
                 if isinstance(error, PeerGone):
                     words = link.last_words("the sender's next step")
                 if words is not None:
@@ -140,7 +140,7 @@ class Receiver:
 
 
 class Call:
-    """One sync. A method for everything that the sender may say."""
+    """One sync on a receiver, with a method for each command of the sender."""
 
     def __init__(self, receiver: Receiver, link: Link) -> None:
         self.receiver = receiver
@@ -157,7 +157,7 @@ class Call:
         self.was = receiver.version, receiver.routed
         self.changing = False  # weights that serve may be half new
         self.mates = 0  # other ranks of its replica
-        self.in_doubt = False  # ready to run the version, and not told yet whether all ranks of the replica are
+        self.in_doubt = False  # ready to run the version; whether all ranks of the replica are is not known yet
         self.woke = self.committed = False
         self.writing = contextlib.ExitStack()
 
@@ -183,7 +183,7 @@ class Call:
             if kind == "end":
                 return
 
-    # -- before ----------------------------------------------------------------------------------------------------------
+    # -- receiving -------------------------------------------------------------------------------------------------------
 
     def begin(self, said: dict[str, Any]) -> None:
         if said["path"] == "base":
@@ -205,7 +205,7 @@ class Call:
             self.receiver.layout = said[LAYOUT], Layout.from_json(said["layout"])
         known = self.receiver.layout[1]
         if known is None:
-            raise KitError("the sender told no layout of its buckets")
+            raise KitError("the sender sent no bucket layout")
         self.layout, self.slots = known, said["slots"]
         weights = self.receiver.weights()
         self.applier = weights.bind(self.layout)
@@ -223,7 +223,7 @@ class Call:
         self.log.event("received")
 
     def stream(self, transport: Transport) -> None:
-        """Every bucket into the weights as it comes."""
+        """Apply every bucket to the weights as it comes."""
         place = self.receiver.device if getattr(transport, "on_device", False) else "cpu"
         for index, into in enumerate(self.room(self.layout, len(self.layout.buckets), place)):
             with self.log.stage("receive"):
@@ -236,7 +236,7 @@ class Call:
             transport.done(index)
 
     def store(self, transport: Transport) -> None:
-        """Every bucket to where it stays until all are there."""
+        """Store every bucket until all have arrived."""
         for index, into in enumerate(self.room(self.layout, None)):
             with self.log.stage("receive"):
                 buffer = received(transport, index, into)
@@ -244,7 +244,7 @@ class Call:
             self.stored.append(buffer)
             transport.done(index)
 
-    # -- what the sender says after --------------------------------------------------------------------------------------
+    # -- commands after the bytes ----------------------------------------------------------------------------------------
 
     def verify(self, said: dict[str, Any]) -> None:
         assert self.digests is not None
@@ -254,7 +254,7 @@ class Call:
             names = tuple(dict.fromkeys(each.name for each in differing))
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise WrongBytes(
-                f"bucket {differing[0].bucket} arrived otherwise than it was sent: {', '.join(names[:3])}{more}",
+                f"bucket {differing[0].bucket} differs from what was sent: {', '.join(names[:3])}{more}",
                 bucket=differing[0].bucket,
                 tensors=names,
             )
@@ -295,12 +295,12 @@ class Call:
         self.link.send({"kind": "ended"})
 
     def commit(self) -> None:
-        """All ranks of the replica are ready. From here on there is no way back: forwards run again, with the new weights."""
+        """All ranks of the replica are ready. Forwards run again with the new weights; from here on nothing can be undone."""
         self.committed = self.receiver.routed = True
         self.before = []
         self.writing.close()
 
-    # -- how -------------------------------------------------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------------------------------
 
     def apply_bucket(self, index: int, buffer: torch.Tensor) -> None:
         self.applier.apply(index, buffer)
@@ -315,7 +315,7 @@ class Call:
             self.digests.add(index, views(self.layout, index, buffer))
 
     def room(self, layout: Layout, slots: int | None, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
-        """Where each bucket may be put: memory that is taken when it is first written, of all buckets or of one."""
+        """Memory for each bucket, allocated when it is first written: for all buckets, or one that is reused."""
         sizes = layout.sizes
         if slots is None:
             places, total = starts(sizes)
@@ -350,8 +350,8 @@ class Call:
             transport.close()
 
     def undo(self) -> None:
-        """Weights, version and route as they were, where they were changed; who woke sleeps. Where other ranks of the replica may run the
-        new version, there is no route to this one."""
+        """Restore weights, version and route if they changed; sleep again after a wake. If other ranks of the replica may run the new
+        version, this one has no route."""
         if self.committed:
             return
         self.receiver.version, self.receiver.routed = self.was
@@ -367,7 +367,7 @@ class Call:
             self.receiver.host.sleep()
 
     def close(self) -> None:
-        """Nothing of the sync is held any more, however it ended."""
+        """Release everything that belongs to the sync, however it ended."""
         with self.writing:  # forwards must run again, whatever is raised before
             if self.digests is not None:
                 self.digests.close()
@@ -379,8 +379,8 @@ class Call:
 STEPS = ("verify", "apply", "teardown", "finalize", "publish", "activate", "end")
 
 
-def told(error: BaseException) -> dict[str, Any]:
-    """An error as a message."""
+def failure_message(error: BaseException) -> dict[str, Any]:
+    """An error as a message to the sender."""
     kind = "" if isinstance(error, KitError) else f"{type(error).__name__}: "
     message: dict[str, Any] = {"kind": FAILED, "why": "; ".join([f"{kind}{error}", *getattr(error, "__notes__", ())])}
     if isinstance(error, WrongBytes):

@@ -33,7 +33,7 @@ class Ring(Cache):
 
     def __init__(self, layout: Layout, *, slots: int = SLOTS, timeout_s: float = 60.0) -> None:
         if slots < 1:
-            raise BadInput(f"a ring of {slots} slots: at least 1 is needed")
+            raise BadInput(f"a ring of {slots} slots is too small: use at least 1")
         self.slots = slots
         super().__init__(layout, keep=True, timeout_s=timeout_s)
 

@@ -50,8 +50,7 @@ STEPS = ("apply", "teardown", "finalize", "publish", "activate")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """A receiver: what it calls itself, its rank in its World, where it lives, what it does meanwhile, and the replica of which it is a
-    rank; empty where it is one by itself."""
+    """A receiver: its name, its rank in its World, its location, its state, and the replica that it belongs to (empty: only this rank)."""
 
     name: str
     rank: int
@@ -61,12 +60,12 @@ class Target:
 
 
 class SyncFailed(KitError):  # noqa: N818 - it is what happened
-    """No receiver has the version; where it is active nevertheless, replicas with a rank that was not activated have not. `peer` is the
-    receiver that failed, where one did; `bucket` and `tensors` what of."""
+    """No receiver has the version or, if it is already active, replicas with a rank that was not activated do not. `peer` is the receiver
+    that failed, if one did; `bucket` and `tensors` say where."""
 
     def __init__(self, what: str, active: int, error: KitError, *, published: bool = False) -> None:
         super().__init__(
-            f"{what} failed: {error}; version {active} {'is active already' if published else 'stays active'}"
+            f"{what} failed: {error}; version {active} {'is already active' if published else 'stays active'}"
         )
         said = error.said if isinstance(error, PeerFailed) else {}
         self.peer: str | None = getattr(error, "peer", None)
@@ -76,7 +75,7 @@ class SyncFailed(KitError):  # noqa: N818 - it is what happened
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """What a sync came to."""
+    """The outcome of a sync."""
 
     path: str
     version: int
@@ -132,7 +131,7 @@ class Sender:
 
     @property
     def version(self) -> int:
-        """What receivers run."""
+        """The version that receivers run."""
         return self.cache.active
 
     def sync(
@@ -143,9 +142,8 @@ class Sender:
         *,
         dirty: Iterable[str] | None = None,
     ) -> Report:
-        """Bring a version to these receivers, each of which joins meanwhile. `gather` gives all live weights, or a `Bound` of them where
-        they stay; an expansion needs none.
-        `dirty` are those that have changed since the last version."""
+        """Bring a version to these receivers, which call `join` meanwhile. `gather` returns all live weights, or a `Bound` of them; an
+        expansion needs none. `dirty` names the tensors that changed since the last version."""
         with contextlib.ExitStack() as scope:
             try:
                 scope.enter_context(self.cache.held(f"the sync of version {version}"))
@@ -184,32 +182,30 @@ class Sender:
 
     def _path(self, version: int, targets: Sequence[Target], gather: object) -> str:
         if not targets:
-            raise BadInput("a sync needs a receiver")
+            raise BadInput("a sync needs at least one receiver")
         names = [target.name for target in targets]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise BadInput(f"several receivers are called {', '.join(twice)}: each needs a name of its own")
+            raise BadInput(f"several receivers have the name {', '.join(twice)}: names must be unique")
         states = {target.state for target in targets}
         if len(states) > 1:
-            raise BadInput(
-                f"some receivers are {' and some '.join(sorted(states))}: bring them the version in a sync each"
-            )
+            raise BadInput(f"some receivers are {' and some '.join(sorted(states))}: use one sync for each state")
         state, active = states.pop(), self.cache.active
         if self.cache.slots and state != "paused" and version != BASE:
             raise BadInput(
-                f"version {version} is refused: a ring keeps nothing, and {names[0]} is {state}; all must pause"
+                f"version {version} is refused: a ring keeps no copy, and {names[0]} is {state}; all receivers must pause"
             )
         if state == "asleep":
             if version != active or version == BASE:
                 why = "there is no copy of the base" if active == BASE else f"the active version is {active}"
                 raise BadInput(
-                    f"an expansion with version {version} is refused: {why}, and an expansion makes no version"
+                    f"an expansion with version {version} is refused: {why}, and an expansion sends only the active version"
                 )
             return "expand"
         if gather is None:
-            raise BadInput("receivers that are awake get the live weights: say how they are gathered")
+            raise BadInput("receivers that are awake get the live weights: pass gather=, a function that returns them")
         if version <= active and not version == active == BASE:
-            raise BadInput(f"version {version} is refused: {active} is active, and versions only grow")
+            raise BadInput(f"version {version} is refused: version {active} is active, and versions only grow")
         if version == BASE:
             return "base"
         return "refresh" if state == "serving" else "stream"

@@ -1,4 +1,4 @@
-"""One sync, as its sender goes through it: see kit/sync/sender.py for what that promises."""
+"""One sync on the sender; kit/sync/sender.py describes its guarantees."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     Gathered = Mapping[Key, torch.Tensor] | Bound
 
 LAYOUT = "layout_id"  # of the buckets that a receiver has seen last
-KEEP = "keep"  # in the word of a failure: whether the receiver keeps the version all the same
+KEEP = "keep"  # in a failure message: whether the receiver keeps the version nevertheless
 BUILDS = ("refresh", "stream")  # paths that make a version
 
 
 class OtherBase(KitError):  # noqa: N818 - it is what was found
-    """A receiver's base weights are not the trainer's."""
+    """The base weights of a receiver differ from the trainer's."""
 
     def __init__(self, peer: str, tensors: Sequence[str], count: int) -> None:
         super().__init__(
-            f"{peer} has other base weights than the trainer: {len(tensors)} of {count} tensors, {tensors[0]} first; "
-            "a trainer that resumed from elsewhere must send a version"
+            f"{peer}'s base weights differ from the trainer's: {len(tensors)} of {count} tensors, {tensors[0]} first; "
+            "a trainer that resumed with other weights must send a version"
         )
         self.peer = peer
         self.tensors = tuple(tensors)
@@ -103,7 +103,7 @@ class Sending:
                 if report.path != "base" or step in ("publish", "activate"):
                     getattr(self, step)()
             self.command("end", "ended")
-        except PeerGone as error:  # a transport of one's own does not ask why
+        except PeerGone as error:  # your own transport does not ask for the reason
             words = next((link.last_words("bytes") for link in self.links.values() if link.peer == error.peer), None)
             self.abandon(words or error)
             raise words or error from None
@@ -116,7 +116,7 @@ class Sending:
             for link in self.links.values():
                 link.close()
 
-    # -- what goes before ----------------------------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------------------------------
 
     def compare_base(self, weights: Gathered) -> None:
         algorithm = self.sender.verify if self.sender.verify != NONE else "sha256"
@@ -204,7 +204,7 @@ class Sending:
             self.hear("verified")
         self.log.event("verified")
 
-    # -- what goes after, in the order of `Sender.steps` ---------------------------------------------------------------
+    # -- the steps after sending, in the order of `Sender.steps` ---------------------------------------------------------
 
     def apply(self) -> None:
         with self.log.stage("apply"):
@@ -232,13 +232,13 @@ class Sending:
         self.log.event("publish")
 
     def activate(self) -> None:
-        """Find the replicas all of whose ranks are ready. They run the version from the end on, or from when they hear that others failed;
-        all ranks of any other go back."""
+        """Find the replicas whose ranks are all ready. They run the version from the end on, or once they hear that others failed;
+        all ranks of other replicas go back."""
         unreachable: KitError | None = None
         with self.log.stage("activate"):
             try:
                 self.tell("activate")
-            except KitError as error:  # all others were told
+            except KitError as error:  # all others got the message
                 unreachable = error
             answers, failed = self.answers("activated", self.sender.timeout_s)
             broken = {replica for name, replica in self.replicas.items() if name not in answers}
@@ -248,17 +248,17 @@ class Sending:
                 raise first
         self.log.event("activate")
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def command(self, kind: str, answer: str) -> int:
-        """How many have done it: all, or it raises."""
+        """Send a command to all receivers and wait for all answers. Returns how many answered, or raises."""
         self.tell(kind)
         answers = self.hear(answer)
         self.log.event(kind)
         return len(answers)
 
     def tell(self, kind: str, each: Callable[[str], dict[str, Any]] = lambda _: {}, **message: Any) -> None:
-        """Everybody, and only then raise: who is gone must not keep the others from what they are told."""
+        """Send a message to all receivers, and only then raise: a receiver that is gone must not keep it from the others."""
         failed: list[KitError] = []
         for name, link in self.links.items():
             try:
@@ -271,15 +271,15 @@ class Sending:
             raise failed[0]
 
     def hear(self, kind: str) -> dict[str, dict[str, Any]]:
-        """From everybody, or it raises."""
+        """An answer from every receiver, or raise."""
         answers, failed = self.answers(kind, GRACE_S)
         if failed is not None:
             raise failed
         return answers
 
     def answers(self, kind: str, grace_s: float) -> tuple[dict[str, dict[str, Any]], KitError | None]:
-        """From everybody within one deadline. Once somebody has failed the others get a moment: who is gone is named first, since others
-        may fail by that, and who is silent last."""
+        """The answers of all receivers within one deadline. After the first failure the others get a moment. A receiver that is gone is
+        blamed first, because others may fail as a consequence, and a silent one last."""
         answers: dict[str, dict[str, Any]] = {}
         failed: list[KitError] = []
         waiting = dict(self.links)
@@ -307,7 +307,7 @@ class Sending:
         return choose(self.sender.place, target.place) if kind == "auto" else kind
 
     def sharing(self, kinds: Mapping[str, str], kind: str) -> list[Target]:
-        """Receivers by one transport."""
+        """The receivers that use one transport."""
         return [target for target in self.targets if kinds[target.name] == kind]
 
     def ranks(self, kinds: Mapping[str, str], kind: str) -> list[int]:
@@ -339,7 +339,7 @@ class Sending:
 
     @contextlib.contextmanager
     def blaming(self, kinds: Iterable[str]) -> Iterator[None]:
-        """A transport may raise an error of its own because a receiver failed: what the links say within a moment names the receiver."""
+        """A transport may raise its own error because a receiver failed: if the links report a failure soon, blame that receiver."""
         try:
             yield
         except Exception as error:
@@ -348,7 +348,7 @@ class Sending:
             raise self.culprit() or TransportFailed(dict.fromkeys(kinds), error) from error
 
     def culprit(self) -> KitError | None:
-        """The receiver that is gone or has failed, as the links tell; who is gone first, since others fail by it."""
+        """The receiver that the links report as gone or failed; gone first, because others may fail as a consequence."""
         waiting, found = dict(self.links), list[KitError]()
         end = time.monotonic() + GRACE_S
         while waiting and (there := ready(waiting.values(), end - time.monotonic())):
@@ -367,15 +367,15 @@ class Sending:
 
     def close(self) -> None:
         transports, self.transports = self.transports, []
-        with contextlib.ExitStack() as scope:  # all of them, whatever one raises
+        with contextlib.ExitStack() as scope:  # close all of them, whatever one raises
             for transport in reversed(transports):
                 scope.callback(transport.close)
 
     def abandon(self, error: BaseException) -> None:
-        """Tell everybody that still listens, give everything back, and forget the version. The error goes on its way."""
+        """Tell all receivers that the sync failed, release everything, and discard the version."""
         for name, link in self.links.items():
             with contextlib.suppress(KitError):
-                link.send({"kind": FAILED, "why": f"given up by the sender: {error}", KEEP: name in self.ready})
+                link.send({"kind": FAILED, "why": f"the sender gave up: {error}", KEEP: name in self.ready})
         try:
             with contextlib.suppress(KitError):
                 self.close()

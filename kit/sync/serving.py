@@ -1,9 +1,9 @@
-"""A replica that serves while weights arrive: forwards one after the other on a thread, and a writer who gets in between two of them.
+"""A replica that serves while weights arrive: forwards run one after the other on a thread, and a writer enters between two of them.
 
-All ranks of a replica run the same forwards, so that a writer must come between the same two on each: before every forward they
-agree whether all of them have a writer waiting. Each forward's output is kept as a digest, which tells by what weights it was made.
-A forward waits for as long as a writer is inside. That spans many steps of a sync, each with a deadline of its own, and the writer leaves
-when the last of them is over or any fails; a limit here would end the serving of a replica whose sync succeeds.
+All ranks of a replica run the same forwards, so a writer must enter between the same two on each rank: before every forward they agree
+whether all of them have a waiting writer. The output of each forward is kept as a digest, which identifies its weights. A forward waits as
+long as a writer is inside. That takes many steps of a sync, each with its own deadline, and the writer leaves after the last step or a
+failure; a deadline here would end the serving of a replica although its sync succeeds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALGORITHM = "mix128"
 
 
 class Serving:
-    """`start`, `next()` for the digest of a forward that begins from now on, `stop`. `group`: the replica's ranks, where it has several."""
+    """`start`, `next()` for the digest of a forward that begins after the call, `stop`. `group`: the ranks of the replica, if several."""
 
     def __init__(self, forward: Callable[[], torch.Tensor], *, group: Any = None, timeout_s: float = 60.0) -> None:
         self.forward = forward
@@ -47,14 +47,14 @@ class Serving:
 
     def start(self) -> None:
         if self._thread is not None:
-            raise BadInput("it serves already")
+            raise BadInput("the replica serves already")
         self.served, self._error, self._begun = [], None, 0
         self._stopping = self._ended = False
         self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """After the forward under way. What a forward raised is raised here."""
+        """Stop after the current forward. Raises the error of a forward."""
         if self._thread is None:
             return
         with self._changed:
@@ -68,7 +68,7 @@ class Serving:
             raise KitError(f"a forward failed while weights arrived: {self._error}") from self._error
 
     def next(self) -> str:
-        """The digest of a forward that began after this was called."""
+        """The digest of a forward that began after the call."""
         with self._changed:
             after = self._begun + 1
             self._await(lambda: len(self.served) >= after, "a forward")
@@ -76,13 +76,13 @@ class Serving:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """No forward runs inside, on any rank of the replica: all of them must ask for it."""
+        """No forward runs inside, on any rank of the replica. All its ranks must enter."""
         with self._changed:
             self._wanted = True
         try:
             with self._changed:
                 if self._thread is not None and self._group is not None:
-                    self._await(lambda: self._open or self._stopped, "room between two forwards")
+                    self._await(lambda: self._open or self._stopped, "a gap between two forwards")
             with self.gate.writing(self.timeout_s):
                 self._writing = True
                 yield
@@ -104,7 +104,7 @@ class Serving:
                 with self._changed:
                     self.served.append(made)
                     self._changed.notify_all()
-        except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
             self._error = error
         finally:
             with self._changed:
@@ -113,11 +113,11 @@ class Serving:
 
     @property
     def _stopped(self) -> bool:
-        """No forward comes any more, on any rank of the replica."""
+        """Whether serving has ended on all ranks of the replica."""
         return self._ended and self._error is None
 
     def _all(self, wish: Callable[[], bool]) -> bool:
-        """Whether every rank of the replica has it so."""
+        """Whether the condition holds on every rank of the replica."""
         if self._group is None:
             return wish()
         flag = torch.tensor([int(wish())])
@@ -126,13 +126,13 @@ class Serving:
 
     def _let_writer_in(self) -> None:
         with self._changed:
-            self._open = self._wanted  # not where the writer has given up since
+            self._open = self._wanted  # unless the writer has given up since
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._open)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Inside the gate, however long a writer stays."""
+        """Enter the gate, however long a writer stays inside."""
         with contextlib.ExitStack() as scope:
             while True:
                 try:
@@ -143,12 +143,12 @@ class Serving:
                         raise
             yield
 
-    def _await(self, there: Callable[[], bool], what: str) -> None:
+    def _await(self, ready: Callable[[], bool], awaited: str) -> None:
         end = time.monotonic() + self.timeout_s
-        while not there():
+        while not ready():
             if self._error is not None:
                 raise KitError(f"a forward failed while weights arrived: {self._error}") from self._error
             if self._thread is None or self._ended:
-                raise KitError(f"{what} was awaited, and nobody serves")
+                raise KitError(f"waited for {awaited}, but the replica does not serve")
             if not self._changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
-                raise KitError(f"{what} did not come within {self.timeout_s:g} s")
+                raise KitError(f"{awaited} did not come within {self.timeout_s:g} s")

@@ -1,7 +1,7 @@
-"""Digests of what is sent, of live tensors on one end and of what arrived on the other; on a thread of their own.
+"""Digests of live tensors on the sender and of received bytes on the receiver, computed on a separate thread.
 
-A piece of a tensor in a bucket has one digest. With a share below 1 only some tensors are looked at, others with every version; both ends
-pick the same ones by the version and the name.
+Each piece of a tensor in a bucket has one digest. With a share below 1 only some tensors are hashed, other ones with every version; both
+ends select the same ones by version and name.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ NONE = "none"
 
 
 class Difference(NamedTuple):
-    """Bytes that are not what was sent."""
+    """A tensor whose bytes differ from what was sent."""
 
     bucket: int
     name: str
 
 
 class Digests:
-    """`add` each bucket's pieces, then `table()`; `seconds` is what hashing took, wherever it ran."""
+    """`add` the pieces of each bucket, then `table()`; `seconds` is the time spent hashing."""
 
     def __init__(self, layout: Layout, version: int, *, algorithm: str, share: float = 1.0) -> None:
         if algorithm not in (NONE, *algorithms()):
-            raise BadInput(f"verify={algorithm} cannot be had here: {', '.join((NONE, *algorithms()))} are there")
+            raise BadInput(f"verify={algorithm} is not available on this rank: use {', '.join((NONE, *algorithms()))}")
         self.seconds = 0.0
         self._algorithm = algorithm
         self._wanted = {
@@ -49,31 +49,31 @@ class Digests:
 
     @property
     def said(self) -> str:
-        """How much was looked at."""
+        """How many tensors were verified, in words."""
         if not self._wanted:
-            return "no tensor was verified on the way"
-        return f"{len(self._wanted)} of {self._all} tensors verified on the way, by {self._algorithm}"
+            return "no tensor was verified in transit"
+        return f"{len(self._wanted)} of {self._all} tensors verified in transit ({self._algorithm})"
 
     @property
     def count(self) -> int:
         return len(self._wanted)
 
     def add(self, index: int, pieces: Sequence[View]) -> None:
-        """Start on a bucket; its bytes must stay until `table` or `wait`."""
+        """Start hashing a bucket; its bytes must not change until `table` or `wait`."""
         if self._wanted:
             self._made[index] = self._pool.submit(self._of, pieces)
 
     def wait(self, index: int) -> None:
-        """Until a bucket is done."""
+        """Wait until a bucket is hashed."""
         if index in self._made:
             self._made[index].result()
 
     def table(self) -> dict[str, list[str]]:
-        """Digests of every bucket, by its number; waits for those under way."""
+        """The digests of every bucket by its number; waits for those in progress."""
         return {str(index): made.result() for index, made in self._made.items()}
 
     def differences(self, layout: Layout, other: dict[str, list[str]]) -> list[Difference]:
-        """What the other end has otherwise."""
+        """The differences to the digests of the other end."""
         mine, found = self.table(), []
         for key in sorted({*mine, *other}, key=int):
             names = [layout.specs[piece.spec].name for piece in layout.buckets[int(key)]]

@@ -1,6 +1,6 @@
-"""A receiver's own weights, filled from buckets of full tensors: tensors that are kept whole, or shards that are cut out on arrival.
+"""The weights of a receiver, filled from buckets of full tensors: whole tensors, or shards that are cut out on arrival.
 
-`bind` checks everything before the first byte is copied: a `Mismatch` names every tensor that is missing or does not fit.
+`bind` checks everything before the first byte is copied; `Mismatch` names every tensor that is missing or does not fit.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 
 class Applier(Protocol):
-    """Weights that know how buckets lie."""
+    """Weights bound to a bucket layout."""
 
     def apply(self, index: int, buffer: torch.Tensor) -> None:
-        """Copy what a bucket holds of them."""
+        """Copy the contents of a bucket into the weights."""
 
 
 class Weights(Protocol):
-    """What a receiver fills."""
+    """The weights that a receiver fills."""
 
     def bind(self, layout: Layout) -> Applier:
-        """For buckets of this layout, or `Mismatch`."""
+        """Bind the weights to buckets of this layout, or raise `Mismatch`."""
 
     def own(self) -> Sequence[torch.Tensor]:
         """The tensors themselves."""
 
 
 class Whole:
-    """Full tensors under the sender's own names. Of each bucket neighbours are copied in one."""
+    """Full tensors under the sender's names. Neighbours in a bucket are copied at once."""
 
     def __init__(self, tensors: Mapping[Key, torch.Tensor]) -> None:
         self.tensors = tensors
@@ -65,7 +65,7 @@ class Whole:
 
 
 class Cut:
-    """Shards: for every full tensor's name where it goes, and what of it. Full tensors are shard 0."""
+    """Shards: for each full tensor its destinations, and which part goes there. Full tensors are shard 0."""
 
     def __init__(self, destinations: Mapping[str, Sequence[Destination]], own: Sequence[torch.Tensor]) -> None:
         self.destinations = destinations
@@ -81,7 +81,7 @@ class Cut:
 
 
 class Cutting:
-    """Cuts one sync's buckets. Pieces of a tensor that lies in several buckets wait until it is complete."""
+    """Cuts shards out of the buckets of one sync. Pieces of a tensor in several buckets wait until it is complete."""
 
     def __init__(self, layout: Layout, destinations: Mapping[str, Sequence[Destination]]) -> None:
         self.layout = layout
@@ -115,15 +115,15 @@ def _refuse(layout: Layout, here: object, wrong: Mapping[Spec, str]) -> None:
     failed = [(spec, why) for spec, why in wrong.items() if why]
     if not (missing or failed):
         return
-    told = [f"{spec} {why}" for spec, why in failed] + [
+    problems = [f"{spec} {why}" for spec, why in failed] + [
         f"{name} (shard {shard}) is not sent" for name, shard in missing
     ]
-    more = f" and {len(told) - 5} more" if len(told) > 5 else ""
+    more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
     holding = {piece.spec: index for index, bucket in enumerate(layout.buckets) for piece in bucket}
     numbers = {spec: number for number, spec in enumerate(layout.specs)}
     bucket = holding[numbers[failed[0][0]]] if failed else -1
     raise Mismatch(
-        f"{'; '.join(told[:5])}{more}",
+        f"{'; '.join(problems[:5])}{more}",
         bucket=bucket,
         missing=tuple(missing),
         failed=tuple(spec.key for spec, _ in failed),
@@ -132,22 +132,22 @@ def _refuse(layout: Layout, here: object, wrong: Mapping[Spec, str]) -> None:
 
 def _unlike(spec: Spec, tensor: torch.Tensor | None, *, split: bool) -> str:
     if tensor is None:
-        return "is not known here"
+        return "is unknown here"
     if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
-        return f"is {tensor.dtype} {tuple(tensor.shape)} here and {spec.dtype} {spec.shape} as sent"
+        return f"is {tensor.dtype} {tuple(tensor.shape)} here but {spec.dtype} {spec.shape} at the sender"
     if split and not tensor.is_contiguous():
-        return "is not contiguous here, and comes in pieces"
+        return "is not contiguous here, but is split over several buckets"
     return _emptied(tensor)
 
 
 def _emptied(tensor: torch.Tensor) -> str:
     there = not tensor.numel() or (tensor.untyped_storage().nbytes() and tensor.data_ptr())
-    return "" if there else "has no bytes here: they were moved away, or it only wraps other tensors"
+    return "" if there else "has no bytes here: it was offloaded, or it only wraps other tensors"
 
 
 def _uncut(spec: Spec, destinations: Sequence[Destination] | None) -> str:
     if destinations is None or spec.shard:
-        return "is not known here"
+        return "is unknown here"
     full = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
     for into, take in destinations:
         try:
@@ -155,7 +155,9 @@ def _uncut(spec: Spec, destinations: Sequence[Destination] | None) -> str:
         except (KitError, RuntimeError, IndexError):
             fits = False
         if not fits or into.dtype != spec.dtype:
-            return f"does not fit its {into.dtype} {tuple(into.shape)} here: it is {spec.dtype} {spec.shape} as sent"
+            return (
+                f"does not fit its {into.dtype} {tuple(into.shape)} here: it is {spec.dtype} {spec.shape} at the sender"
+            )
         if empty := _emptied(into):
             return empty
     return ""

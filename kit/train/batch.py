@@ -82,7 +82,7 @@ def microbatches(batch: Batch, batching: Batching, *, mbs: int, token_budget: in
     lengths = batch["input_lengths"].tolist()
     longest = max(lengths, default=0)
     if longest > token_budget:
-        raise BadInput(f"token_budget={token_budget} is less than the longest sequence: it must be at least {longest}")
+        raise BadInput(f"token_budget={token_budget} is less than the longest sequence: use at least {longest}")
     groups = alike(lengths, token_budget) if batching == "dynamic" else bins(lengths, token_budget)
     return [_trimmed(batch, group) for group in groups]
 

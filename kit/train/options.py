@@ -1,4 +1,5 @@
-"""Settings of the update of weights and of the clipped policy gradient, and what is refused; without torch, to be checked anywhere."""
+"""Settings of the weight update and of the clipped policy gradient, and the combinations that are refused. Without torch, so that any
+side can check a config."""
 
 from __future__ import annotations
 
@@ -37,10 +38,10 @@ DEFAULTS = Settings()
 
 
 def known(name: str, word: object, kind: object) -> None:
-    """Refuse a word that is none of a Literal's."""
+    """Refuse a word that is not one of the Literal."""
     words = get_args(kind)
     if word not in words:
-        raise BadInput(f"{name}={word!r} is unknown: choose one of {', '.join(words)}")
+        raise BadInput(f"{name}={word!r} is unknown: use one of {', '.join(words)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +94,7 @@ class ClippedOptions:
         return [
             (
                 self.ratio == "sequences" and self.level != "sequences",
-                "ratio='sequences' needs level='sequences': a ratio of the whole row counts once, not once a token",
+                "ratio='sequences' needs level='sequences': a ratio per row must count once, not once per token",
             ),
             (
                 self.cispo and self.ratio == "sequences",
@@ -105,35 +106,35 @@ class ClippedOptions:
             ),
             (
                 self.on_policy and self.cispo,
-                "on_policy=True and cispo=True exclude each other: the ratio is 1, so that there is nothing to clip",
+                "on_policy=True and cispo=True exclude each other: the ratio is 1, so nothing is clipped",
             ),
             (
                 self.on_policy and self.dual_clip is not None,
-                "on_policy=True and dual_clip exclude each other: the ratio is 1, so that there is nothing to clip",
+                "on_policy=True and dual_clip exclude each other: the ratio is 1, so nothing is clipped",
             ),
             (
                 self.ratio == "none" and (self.cispo or self.on_policy or self.dual_clip is not None),
-                "ratio='none' excludes cispo, on_policy and dual_clip: they shape a ratio that the loss does not have",
+                "ratio='none' excludes cispo, on_policy and dual_clip: without a ratio they have no effect",
             ),
             (
                 cut and self.importance == "none",
-                f"truncation={self.truncation!r} needs importance='tokens' or 'sequences': there is no weight to truncate",
+                f"truncation={self.truncation!r} needs importance='tokens' or 'sequences': without a weight nothing is truncated",
             ),
             (
                 self.truncation == "seq-mask-tis" and self.importance == "sequences",
-                "truncation='seq-mask-tis' needs importance='tokens': it drops rows by the mean of their tokens' weights",
+                "truncation='seq-mask-tis' needs importance='tokens': it drops rows by the mean weight of their tokens",
             ),
             (
                 cut and self.band_high is None,
-                f"truncation={self.truncation!r} needs band_high, the largest weight that is left as it is",
+                f"truncation={self.truncation!r} needs band_high, the largest weight that is not truncated",
             ),
             (
                 self.truncation in {"icepop", "seq-mask-tis"} and self.band_low <= 0,
-                f"truncation={self.truncation!r} needs band_low above 0: it drops what lies below as well",
+                f"truncation={self.truncation!r} needs band_low above 0: it also drops weights below the band",
             ),
             (
                 self.band_high is not None and self.band_low > self.band_high,
-                f"band_low={self.band_low} is above band_high={self.band_high}: no weight would lie in the band",
+                f"band_low={self.band_low} is above band_high={self.band_high}: the band is empty",
             ),
             (
                 not cut and (self.band_high is not None or self.band_low > 0),
@@ -141,6 +142,6 @@ class ClippedOptions:
             ),
             (
                 not penalised and (self.kl_input_clamp is not None or self.kl_output_clamp is not None),
-                "kl_input_clamp and kl_output_clamp need kl above 0: there is no penalty to clamp",
+                "kl_input_clamp and kl_output_clamp need kl above 0: without a penalty nothing is clamped",
             ),
         ]

@@ -1,7 +1,7 @@
-"""Rollouts as a real RL step sees them: answers sampled by an engine's weights, scored, with the log-probabilities of every party.
+"""Rollouts like those of a real RL step: answers sampled from an engine's weights, rewards, and log-probabilities of all four models.
 
 `prepare` trains a plain model a little on the arithmetic task (sums, differences and products of small numbers, a token per character),
-samples from a bfloat16 copy, and moves the weights on, so that the four sets of log-probabilities differ as they do in life. The same seed
+samples from a bfloat16 copy, and moves the weights on, so that the four sets of log-probabilities differ as in practice. The same seed
 gives the same bits on the same machine. Limits: adam only for the few updates here; whole model on one device.
 """
 
@@ -25,7 +25,7 @@ LONGEST = 11  # tokens of "99*99=9801" and the end
 LR, WIDTH = 1e-3, 64  # of a model so wide; less for wider ones, which every update throws further
 LESSON = 16  # problems of one supervised update
 AT_ONCE = 8192  # tokens of one forward pass
-MASKED = 8  # one row in so many does not count
+MASKED = 8  # one row in this many does not count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ def prepare(
     last two updates go far, so that some ratios are clipped.
     """
     if length <= LONGEST:
-        raise BadInput(f"length={length} is too short for the arithmetic task: it must be above {LONGEST}")
+        raise BadInput(f"length={length} is too short for the arithmetic task: use more than {LONGEST}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = from_weights(geometry, initial_weights(geometry, seed), device=device)

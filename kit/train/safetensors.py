@@ -129,7 +129,7 @@ class Folder(Mapping[str, torch.Tensor]):
         self._home = {}
         for name in sorted(set(listed.values())):
             if not (self.path / name).is_file():
-                raise BadInput(f"{self.path} is not complete: {INDEX} lists {name}, which is not there")
+                raise BadInput(f"{self.path} is not complete: {INDEX} lists {name}, which is missing")
             file = File(self.path / name)
             wrong = {tensor for tensor, home in listed.items() if home == name} ^ file.keys()
             if wrong:
@@ -196,7 +196,7 @@ def write(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mappi
             for name in header.entries:
                 writer.put(name, tensors[name])
     except FileExistsError:
-        raise BadInput(f"{path} is there already: choose another name") from None
+        raise BadInput(f"{path} exists already: use another name") from None
     except BaseException:
         Path(path).unlink(missing_ok=True)
         raise
@@ -211,7 +211,7 @@ def make_header(
         if dtype not in NAMES or (dtype == PAIRED and not shape):
             raise BadInput(f"{name} is {shape} of {dtype}, which the format does not have: it has {', '.join(DTYPES)}")
         if name == METADATA:
-            raise BadInput(f"a tensor cannot be named {METADATA}: that is the format's own word")
+            raise BadInput(f"a tensor cannot be named {METADATA}: the format reserves that name")
     text: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     entries, start = {}, 0
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (order[item[1][0]], item[0])):
@@ -240,10 +240,10 @@ def _read_header(read: Any, size: int, path: Path) -> Header:
         text = json.loads(body.decode(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         twice = f": {error}" if isinstance(error, _TwiceError) else ""
-        raise damaged(f"its header is no JSON object{twice}") from None
+        raise damaged(f"its header is not a JSON object{twice}") from None
     metadata = text.pop(METADATA, {}) if isinstance(text, dict) else None
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise damaged(f"its header is no JSON object with texts in {METADATA}")
+        raise damaged(f"its header is not a JSON object with strings in {METADATA}")
     entries = {}
     for name, said in text.items():
         try:
@@ -268,10 +268,10 @@ def _entry(said: Any) -> Entry:
         raise ValueError("must have dtype, shape and data_offsets, and nothing else")
     kind, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
     if not isinstance(kind, str) or kind not in DTYPES:
-        raise ValueError(f"has the type {json.dumps(kind)}, which is none of {', '.join(DTYPES)}")
+        raise ValueError(f"has the type {json.dumps(kind)}, which is not one of {', '.join(DTYPES)}")
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError("has a shape or data_offsets that are no list of whole numbers")
+            raise ValueError("has a shape or data_offsets that are not a list of whole numbers")
     dtype = DTYPES[kind]
     if dtype == PAIRED:
         if not shape or shape[-1] % 2:
@@ -291,7 +291,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise BadInput(f"{path} is damaged: it has no weight_map of tensors to files")
     for name in listed.values():
         if Path(name).name != name:
-            raise BadInput(f"{path} is damaged: {json.dumps(name)} is no name of a file beside it")
+            raise BadInput(f"{path} is damaged: {json.dumps(name)} is not the name of a file beside it")
     return listed
 
 
@@ -302,5 +302,5 @@ class _TwiceError(ValueError):
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise _TwiceError("it has a name twice")
+        raise _TwiceError("a name appears twice")
     return made

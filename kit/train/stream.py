@@ -1,7 +1,7 @@
-"""The state of a step that is fed piece by piece: closed or open, what was counted, which version the weights are.
+"""The state of a split step: closed or open, the counts so far, and the version of the weights.
 
-A backend inherits and says how to open, how to run a piece, how to close and how to give up. An exception anywhere leaves the
-job as usable as it was (its hooks put back) and the step open: only abort() closes it then.
+A backend subclasses `SplitStep` and implements how to open, run, close and give up a step. An exception restores the job's hooks and
+leaves the step open; then only abort() closes it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from kit.train.protocol import Loss, StepResult
 
 
-class Misuse(KitError):  # noqa: N818 - it is what the person did
-    """A call that does not fit the state that the step is in."""
+class Misuse(KitError):  # noqa: N818 - it names what the caller did
+    """A call in the wrong state of the step."""
 
 
 class SplitStep(abc.ABC):
-    """begin, microbatch as often as one likes, finish or abort. Every rank makes the same calls in the same order."""
+    """begin, any number of microbatch calls, then finish or abort. Every rank makes the same calls in the same order."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -57,22 +57,22 @@ class SplitStep(abc.ABC):
         self._guarded("microbatch", lambda: self._take(data))
 
     def finish(self) -> StepResult:
-        """Learn the true counts, normalise, reduce once, update, tick the version."""
+        """Get the true counts, normalise, reduce once, update, increment the version."""
         self._need("open", "finish")
         if not self.pieces:
-            raise Misuse("finish: the step is open and has seen no microbatch; feed one, or abort")
+            raise Misuse("finish: the step is open and has no microbatch yet; call microbatch or abort first")
         result: StepResult = self._guarded("finish", self._finish)
         return result
 
     def abort(self) -> None:
-        """Give the step up: nothing was learnt, the version stays. Closed already: nothing to do."""
+        """Give the step up: weights and version stay. On a closed step it does nothing."""
         if self.state == "closed":
             return
         self._give_up()
         self.seen, self.failed = [], ""
         self.state = "closed"
 
-    # -- what a backend says -----------------------------------------------------------------------------------------
+    # -- implemented by a backend ------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _open(self) -> None:
@@ -80,21 +80,21 @@ class SplitStep(abc.ABC):
 
     @abc.abstractmethod
     def _run(self, pieces: list[Batch]) -> list[dict[str, torch.Tensor]]:
-        """Forward and backward of microbatches with raw sums; their metrics on ranks that have them, else nothing."""
+        """Forward and backward of microbatches with raw sums; returns their metrics on ranks that have them."""
 
     @abc.abstractmethod
     def _close(self) -> StepResult:
-        """All of finish() but the version."""
+        """All of finish() except the version."""
 
     @abc.abstractmethod
     def _restore(self) -> None:
-        """Put the job's hooks back. May be called again."""
+        """Restore the job's hooks. May be called twice."""
 
     @abc.abstractmethod
     def _give_up(self) -> None:
-        """Everything as it was before begin()."""
+        """Restore the state before begin()."""
 
-    # -- how ---------------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _take(self, data: Batch) -> None:
         self.counted += counts(data).to(self.device)
@@ -103,7 +103,7 @@ class SplitStep(abc.ABC):
 
     def _pieces(self, data: Batch) -> list[Batch]:
         if rows(data) % self.mbs:
-            raise Misuse(f"microbatch: {rows(data)} rows are no whole number of microbatches of mbs={self.mbs}")
+            raise Misuse(f"microbatch: {rows(data)} rows do not fill whole microbatches of mbs={self.mbs}")
         return list(cuts(data, self.mbs))
 
     def _finish(self) -> StepResult:
@@ -115,7 +115,7 @@ class SplitStep(abc.ABC):
         return {**result, "version": self.version}
 
     def _true_counts(self, group: dist.ProcessGroup | None) -> tuple[float, float, float]:
-        """Valid sequences, valid tokens, and the loss's own normalizer; none at all count as 1 for dividing."""
+        """Valid sequences, valid tokens, and the divisor of the loss, which is 1 if the count is 0."""
         import torch.distributed as dist
 
         total = self.counted.clone()
@@ -132,7 +132,7 @@ class SplitStep(abc.ABC):
 
     def _need(self, state: str, call: str) -> None:
         if self.failed:
-            raise Misuse(f"{call}: the step is open and {self.failed}; abort() it first")
+            raise Misuse(f"{call}: the step is open and {self.failed}; call abort() first")
         if self.state != state:
             raise Misuse(f"{call}: the step is {self.state}; it must be {state}")
 

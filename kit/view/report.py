@@ -136,7 +136,7 @@ def facts(run: Run) -> dict[str, str]:
     on = about.get("rank0") or about
     cpu, gpu, world = (on.get(name) or {} for name in ("cpu", "gpu", "world"))
     world = about.get("world") or world
-    cards = [str(card.get("name")) for card in gpu.get("gpus") or []]
+    models = [str(each.get("name")) for each in gpu.get("gpus") or []]
     cores = f"{cpu['affinity']} cores" if cpu.get("affinity") else ""
     versions = {"kit": info.get("kit"), **(on.get("versions") or {}), "Python": on.get("python")}
     commit = (about.get("git") or {}).get("commit")
@@ -144,7 +144,7 @@ def facts(run: Run) -> dict[str, str]:
         "lab": run.lab,
         "fault": f"{run.fault} (a known bug, switched on)" if run.fault else "",
         "when": when(info.get("started"), info.get("finished")),
-        "where": ", ".join(filter(None, [on.get("host"), cpu.get("model"), cores, *cards])),
+        "where": ", ".join(filter(None, [on.get("host"), cpu.get("model"), cores, *models])),
         "ranks": f"{world['ranks']} on {world['device']}: {world['why']}"
         if {"ranks", "device", "why"} <= set(world)
         else "",

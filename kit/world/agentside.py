@@ -2,7 +2,7 @@
 
 It calls the notebook first and imports torch second, so that a notebook that dies early takes it along. Told to launch, it runs
 torchrun's own command line in this process with `--run-path --start-method fork`: torchrun forks the ranks from here, so torch (and
-what was preloaded) is imported once and not once a rank. No CUDA is touched here, or the forked ranks could not use it: even cards
+what was preloaded) is imported once and not once a rank. No CUDA is touched here, or the forked ranks could not use it: even GPUs
 are counted by a child.
 
     notebook -> agent   launch {torchrun, ...}, watch {rank: pid}, kill, log, describe
@@ -148,7 +148,7 @@ def torchrun(order: Message) -> None:
 def preload(names: list[str]) -> None:
     """Import what the ranks will want. A module that fails is left to the ranks, where the error gets a rank and a traceback."""
     if importlib.util.find_spec("transformer_engine") is not None:
-        return  # Megatron imports it where it is there, and it asks the card what it can: see kit.world.cards
+        return  # Megatron imports it where it is there, and it asks the GPU what it can: see kit.world.gpus
     for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
@@ -190,14 +190,14 @@ def main() -> None:
     threading.Thread(target=NODE.listen, daemon=True).start()
     importlib.import_module("torch.distributed.run")
     importlib.import_module("kit.world.rankside")  # what ranks need, once, before they are forked
-    cards = importlib.import_module("kit.world.cards")
+    gpus = importlib.import_module("kit.world.gpus")
     plain_logging()
     tempfile.tempdir = str(folder)  # torchrun's error files and log folders end with the World
     while True:
         NODE.launched.wait()
         NODE.launched.clear()
         order, said, statuses = NODE.order, "", {}
-        cards.spare(order["device"])
+        gpus.spare(order["device"])
         preload(order["preload"])
         try:
             torchrun(order)

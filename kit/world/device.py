@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kit import nccl
-from kit.world import cards
+from kit.world import gpus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping, Sequence
@@ -96,7 +96,7 @@ def choose(wanted: str, number: int, neighbours: int, devices: Sequence[int] = (
         return Seat(torch.device("cpu"), "asked for", {})
     if torch.version.cuda is None and torch.version.hip is None:
         reason = f"torch {torch.__version__} is a build without CUDA"
-    elif cards.poisoned():
+    elif gpus.poisoned():
         reason = (
             "a module that was loaded for the ranks started CUDA before they were forked, so that it is dead in them"
         )

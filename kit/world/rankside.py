@@ -32,7 +32,7 @@ from kit import nccl2
 from kit.errors import KitError
 from kit.machine import start_time
 from kit.routing import requested
-from kit.world import agentside, cards, execute, news, processes
+from kit.world import agentside, execute, gpus, news, processes
 from kit.world.channel import ChannelClosed, Link, Message, connect
 from kit.world.device import choose, prepare
 from kit.world.stacks import in_collective, stack_of
@@ -71,7 +71,7 @@ class Rank:
         for name, value in needed.items():
             os.environ.setdefault(name, value)  # a person's own setting stays
         if self.device.type != "cuda" and (torch.version.cuda or torch.version.hip):
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # whatever asks whether there is a card gets the World's answer
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # whatever asks whether there is a GPU gets the World's answer
         # Cells run as __main__, so that what they define can be pickled among ranks.
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
@@ -223,7 +223,7 @@ def main() -> None:
     for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     tempfile.tempdir = None  # the agent's is the World's own folder
-    cards.restore()
+    gpus.restore()
     LOG = LogStream.install(node.order["logs"], number_of(node.order))
     RANK = Rank(node)
     signal.signal(signal.SIGINT, on_interrupt)

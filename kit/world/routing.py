@@ -1,11 +1,11 @@
-"""What a rank does for torchcomms beyond torch: a communicator gets its own group's rank and size, card, options and timeout.
+"""What a rank does for torchcomms beyond torch: a communicator gets its own group's rank and size, GPU, options and timeout.
 
 torch makes communicators by `new_comm` and passes neither the group's rank and size (torchcomms then asks the environment, and finds those
-of the whole job), nor the number of the card, the timeout or NCCL's options, which torchcomms would take as hints. All are put in here,
+of the whole job), nor the number of the GPU, the timeout or NCCL's options, which torchcomms would take as hints. All are put in here,
 around torch's own functions, on ranks that have the flag. Groups are made by torch's `_new_process_group_helper` as without routing, each
-with a communicator of its own: torch's way with torchcomms, to split WORLD's, takes no options, and on cards no gloo groups.
+with a communicator of its own: torch's way with torchcomms, to split WORLD's, takes no options, and on GPUs no gloo groups.
 
-Standard library and torch only. Has run with a stand-in for torchcomms only, over gloo: nothing of it has run on a card.
+Standard library and torch only. Has run with a stand-in for torchcomms only, over gloo: nothing of it has run on a GPU.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def said_already(record: logging.LogRecord) -> bool:
 
 
 def new_comm(plain: Any, backend: str, device: Any, *args: Any, **kwargs: Any) -> Any:
-    """A communicator with the rank, size, options and timeout of the group that is made now, on this rank's own card."""
+    """A communicator with the rank, size, options and timeout of the group that is made now, on this rank's own GPU."""
     if not _making:
         return plain(backend, device, *args, **kwargs)
     making = _making[-1]
@@ -123,14 +123,14 @@ def seeded(rank: int, size: int) -> Iterator[None]:
 
 
 def indexed(device: Any) -> Any:
-    """A card by its number: torchcomms would take the one that has the number of the rank in its group."""
+    """A GPU by its number: torchcomms would take the one that has the number of the rank in its group."""
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def qualified(backend: str) -> str:
-    """A backend with the device it is for: `gloo` alone is also taken for cards, which torchcomms' gloo cannot reach."""
+    """A backend with the device it is for: `gloo` alone is also taken for GPUs, which torchcomms' gloo cannot reach."""
     return f"{DEVICES[backend]}:{backend}" if backend in DEVICES else backend
 
 
@@ -224,7 +224,7 @@ def changes(one: Any, plain: Any) -> dict[str, Any]:
 
 
 def probe() -> dict[str, Any]:
-    """For doctor: requested, importable, and where both are, whether a group of one rank really is routed; touches no card."""
+    """For doctor: requested, importable, and where both are, whether a group of one rank really is routed; touches no GPU."""
     reason, why = unimportable()
     told: dict[str, Any] = {
         "requested": requested(),

@@ -1,4 +1,4 @@
-"""Ceilings: real copies on the CPU; on a card what is copied, where there is one."""
+"""Ceilings: real copies on the CPU; on a GPU what is copied, where there is one."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_works_take_turns_and_the_first_is_not_counted():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_card_copies_within_itself_and_to_pinned_memory():
-    works = ceilings.on_card(torch.device("cuda", 0), MIB)
+def test_a_gpu_copies_within_itself_and_to_pinned_memory():
+    works = ceilings.on_gpu(torch.device("cuda", 0), MIB)
     assert {ceilings.WITHIN, ceilings.OUT, ceilings.BACK} <= set(works)
     seen = ceilings.measured(size=256 * MIB, rounds=3, device="cuda:0")
     assert min(seen[ceilings.OUT]) > min(seen[ceilings.WITHIN])

@@ -61,7 +61,7 @@ def test_a_run_that_breaks_is_a_row_that_says_so(monkeypatch, tmp_path):
     assert "tp=3 does not divide" in row.note
 
 
-def test_on_a_card_every_way_is_beside_the_pinned_copy():
+def test_on_a_gpu_every_way_is_beside_the_pinned_copy():
     names = ("first_out", "first_back", "steady_out", "steady_back", "copy_out", "copy_back", "pageable_out")
     names += ("pageable_back", "clone_out", "clone_back", "native_out", "native_back")
     trial = {
@@ -95,7 +95,7 @@ class Saver:
 
 
 class Job:
-    """One tensor, on a card that is made up."""
+    """One tensor, on a GPU that is made up."""
 
     device = "cuda:0"
 

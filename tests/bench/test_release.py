@@ -73,7 +73,7 @@ def test_like_is_compared_with_like_and_every_row_names_its_mechanism():
 
 
 def test_the_table_has_a_line_for_each_way_and_says_what_was_not_measured():
-    rows = [*made().values(), Row(what="groups, 2 ranks", who="suspend", note="not measured: it needs a card")]
+    rows = [*made().values(), Row(what="groups, 2 ranks", who="suspend", note="not measured: it needs a GPU")]
     said = table(rows).splitlines()
     assert said[0].split()[:4] == ["ranks", "groups", "way", "release"]
     assert said[1].split() == [
@@ -94,7 +94,7 @@ def test_the_table_has_a_line_for_each_way_and_says_what_was_not_measured():
         "1",
     ]
     assert "exact, 20 groups a rank, 2 ranks: round: 42 ms, at most 212: met" in said
-    assert said[-1] == "suspend, groups, 2 ranks: not measured: it needs a card"
+    assert said[-1] == "suspend, groups, 2 ranks: not measured: it needs a GPU"
 
 
 class Broken:
@@ -117,7 +117,7 @@ class Broken:
 
     def call(self, target: str, *, mode: str, **_: object) -> list:
         if target.endswith(":refused"):
-            return ["it needs a card" if mode == "suspend" else ""]
+            return ["it needs a GPU" if mode == "suspend" else ""]
         self.calls += 1
         if mode == "abort":
             raise KitError("rank 1 died\nof something")
@@ -139,7 +139,7 @@ def test_rows_of_every_trial_are_given_before_the_next_one():
         keep()
     notes = {one.who: (one.what, one.note) for one in rows.values() if one.median is None}
     assert notes == {
-        "suspend": ("own groups, 2 ranks", "not measured: it needs a card"),
+        "suspend": ("own groups, 2 ranks", "not measured: it needs a GPU"),
         "abort": ("own groups, 2 ranks", "not measured: rank 1 died"),
     }
     counted = {one.who: one.n for one in rows.values() if one.ids.get("what") == "release"}
@@ -187,4 +187,4 @@ def test_a_small_run_tells_the_ways_apart(capsys):
             assert rows[number, "freed sockets", way] > rows[number, "freed sockets", "manual"]
         assert rows[number, "left groups", "official"] > rows[number, "left groups", "manual"] > 0
     (why,) = {row["note"] for row in said["rows"] if row["who"] == "suspend" and row["median"] is None} or {""}
-    assert not why or "it needs a card (NCCL)" in why
+    assert not why or "it needs a GPU (NCCL)" in why

@@ -28,7 +28,7 @@ def bench(*sources: str) -> dict[str, Any]:
             told |= {"groups": number, "mechanism": "gloo over the store"}
             seen[Way(way)] = [[told, told]]
         rows += [*of(2, seen), *(of(4, seen) if number == 20 else ())]
-    why = "not measured: it needs a card (NCCL)"
+    why = "not measured: it needs a GPU (NCCL)"
     rows.append(Row(what="own groups, 2 ranks", who="suspend", note=why, ids={"ranks": 2, "way": "suspend"}))
     return {"bench": "release", "rows": [row.to_json() for row in rows], "provenance": {"gpu": {"gpus": []}}}
 
@@ -52,7 +52,7 @@ def test_it_is_drawn(theme_name: str, tmp_path: Path) -> None:
     assert picture.save(tmp_path / "ways.png").stat().st_size > 10_000
 
 
-def test_a_cards_own_numbers_come_before_the_hosts() -> None:
+def test_a_gpus_own_numbers_come_before_the_hosts() -> None:
     picture = plot_release(bench("sockets", "threads", "driver", "comm_total"))
     titles = [ax.get_title(loc="left") for ax in picture.axes][3:]
     assert titles == ["Groups", "Driver", "Communicators", "Sockets"]
@@ -61,7 +61,7 @@ def test_a_cards_own_numbers_come_before_the_hosts() -> None:
 def test_what_was_not_measured_is_said() -> None:
     picture = plot_release(bench())
     below = picture.subfigs[1]
-    assert below.get_supxlabel() == "suspend not measured: it needs a card (NCCL)"
+    assert below.get_supxlabel() == "suspend not measured: it needs a GPU (NCCL)"
 
 
 def test_other_benches_are_refused() -> None:

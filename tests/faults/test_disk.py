@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
 LOCKS = '''
 from pathlib import Path
-from kit.labs.smoke.phases import Plain
+from kit.labs.smoke.ranks.phases import Plain
 
 class Locks(Plain):
     """Makes the run's folder read-only while the run goes on."""

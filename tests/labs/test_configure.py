@@ -244,7 +244,7 @@ def test_the_type_of_weights_is_that_of_the_device(
     assert types() == {with_one}
 
 
-def test_faults_of_exact_numbers_are_looked_for_in_float32_also_on_cards(
+def test_faults_of_exact_numbers_are_looked_for_in_float32_also_on_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "version").touch()

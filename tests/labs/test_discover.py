@@ -44,9 +44,9 @@ def test_smoke_is_there() -> None:
 
 
 def test_an_unknown_lab() -> None:
-    with pytest.raises(BadInput, match="there is no lab 'smok'; did you mean 'smoke'"):
+    with pytest.raises(BadInput, match="unknown lab 'smok'; did you mean 'smoke'"):
         find("smok")
-    with pytest.raises(BadInput, match="there is no lab 3; allowed are"):
+    with pytest.raises(BadInput, match="unknown lab 3; allowed are"):
         find(3)  # type: ignore[arg-type]
     assert tuple(checks_of("somebody's own script")) == ()
 

@@ -188,7 +188,7 @@ def test_a_world_that_is_given_is_used_and_left_alive(own: Definition, runs: Pat
         with pytest.raises(RankError, match="told to raise"):
             Lab(own, {}, fault="breaks", world=world).run()
         assert (world.state, world.pids) == ("idle", pids)
-        with pytest.raises(BadInput, match="ranks=2, and the World that was given has 3"):
+        with pytest.raises(BadInput, match="ranks=2, but the given World has 3"):
             Lab(own, {"ranks": 2}, world=world)
 
 

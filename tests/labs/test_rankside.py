@@ -1,4 +1,4 @@
-"""A rank's side of a lab, in this process: when its history of memory is written. PyTorch's two calls are stand-ins without a card."""
+"""A rank's side of a lab, in this process: when its history of memory is written. PyTorch's two calls are stand-ins without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory snapshots of a lab on real ranks. PyTorch's two calls are stand-ins there, and that ranks have cards is made up: there is none."""
+"""Memory snapshots of a lab on real ranks. PyTorch's two calls are stand-ins there, and that ranks have GPUs is made up: there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of a memory snapshot. PyTorch's two calls are stand-ins here: they need a CUDA build and a card."""
+"""The file of a memory snapshot. PyTorch's two calls are stand-ins here: they need a CUDA build and a GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_one_that_cannot_be_written_is_said_and_leaves_no_half(calls, tmp_path, 
 
 
 def test_torch_takes_what_is_asked_of_it():
-    """By its signatures, since without a card it refuses any call."""
+    """By its signatures, since without a GPU it refuses any call."""
     inspect.signature(torch.cuda.memory._dump_snapshot).bind("file")
     recorded = inspect.signature(torch.cuda.memory._record_memory_history)
     recorded.bind(max_entries=1, stacks="python")

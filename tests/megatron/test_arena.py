@@ -1,6 +1,6 @@
-"""Host memory for tensors that left a card, and the copies to it. CUDA's runtime and streams are stand-ins here: no card is used.
+"""Host memory for tensors that left a GPU, and the copies to it. CUDA's runtime and streams are stand-ins here: no GPU is used.
 
-What the stand-ins cannot show (that copies are asynchronous, and how fast) is for a card.
+What the stand-ins cannot show (that copies are asynchronous, and how fast) is for a GPU.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_an_arena_that_is_dropped_without_a_close_leaves_no_file():
     assert files() == before
 
 
-def test_an_arena_for_a_card_is_pinned_as_large_as_it_is(monkeypatch):
+def test_an_arena_for_a_gpu_is_pinned_as_large_as_it_is(monkeypatch):
     runtime, before = Runtime(), files()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     arena = Arena(CUDA)
@@ -82,7 +82,7 @@ def test_where_the_driver_does_not_pin_it_torch_does(monkeypatch):
 
     def empty(size, *, dtype, pin_memory):
         asked.append((size, pin_memory))
-        return plain(size, dtype=dtype)  # pinning needs a card
+        return plain(size, dtype=dtype)  # pinning needs a GPU
 
     def told(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: operation not supported")  # of the refusal before

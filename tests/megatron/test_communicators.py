@@ -1,4 +1,4 @@
-"""What NCCL says that communicators take, added up. The groups are stand-ins: only a card has communicators."""
+"""What NCCL says that communicators take, added up. The groups are stand-ins: only a GPU has communicators."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_statistics_are_added_up_and_groups_that_were_never_used_have_none(regis
 
 
 def test_a_suspended_group_is_asked_behind_its_empty_handle(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`assumed`: NCCL's sums count what is suspended (ncclCommMemStats, src/mem_manager.cc of 2.29.7); only `persist` is on the card."""
+    """`assumed`: NCCL's sums count what is suspended (ncclCommMemStats, src/mem_manager.cc of 2.29.7); only `persist` is on the GPU."""
     handle = object()
     inner = StandIn({"suspend": 60 * MIB, "suspended": 1, "persist": 4 * MIB, "total": 64 * MIB})
     registry(handle)

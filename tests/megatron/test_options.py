@@ -1,4 +1,4 @@
-"""NCCL's options of a group, as plain JSON and back. No card is asked."""
+"""NCCL's options of a group, as plain JSON and back. No GPU is asked."""
 
 from __future__ import annotations
 

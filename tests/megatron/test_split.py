@@ -1,4 +1,4 @@
-"""The piece-wise step on Megatron, on real ranks: its states, what is not a number, errors half-way, reductions, experts."""
+"""The split step on Megatron, on real ranks: its states, what is not a number, errors half-way, reductions, experts."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_calls_that_do_not_fit_name_the_state(world: World) -> None:
         "finish-closed": "finish: the step is closed; it must be open",
         "no-rows-a-microbatch": "begin: gbs=16 and mbs=0 must be at least 1",
         "begin-open": "begin: the step is open; it must be closed",
-        "finish-empty": "finish: the step is open and has seen no microbatch; feed one, or abort",
-        "half-a-microbatch": "microbatch: 3 rows are no whole number of microbatches of mbs=2",
-        "after-an-error": "microbatch: the step is open and microbatch raised Misuse; abort() it first",
-        "finish-after-an-error": "finish: the step is open and microbatch raised Misuse; abort() it first",
+        "finish-empty": "finish: the step is open and has no microbatch yet; call microbatch or abort first",
+        "half-a-microbatch": "microbatch: 3 rows do not fill whole microbatches of mbs=2",
+        "after-an-error": "microbatch: the step is open and microbatch raised Misuse; call abort() first",
+        "finish-after-an-error": "finish: the step is open and microbatch raised Misuse; call abort() first",
     }
     assert (found["closed"], found["version"]) == ("closed", 0)
     assert (found["state"], found["ticked"]) == ("closed", [1, 1])
@@ -97,7 +97,7 @@ def test_an_error_half_way_through_a_chunk(world: World, settings: dict[str, Any
     assert found["said"] == "broken in the middle of a chunk"
     assert found["hooks_back"]
     assert (found["state"], found["version"]) == ("open", 1)
-    assert found["then"] == "microbatch: the step is open and microbatch raised LookupError; abort() it first"
+    assert found["then"] == "microbatch: the step is open and microbatch raised LookupError; call abort() first"
     assert found["changed"] == []
     assert found["unlike_control"] == []
 

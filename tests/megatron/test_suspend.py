@@ -1,4 +1,4 @@
-"""Groups that are suspended and resumed. NCCL's part is a stand-in: only a card has it, and it has not run on one here."""
+"""Groups that are suspended and resumed. NCCL's part is a stand-in: only a GPU has it, and it has not run on one here."""
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ def ranks(launch):
     return launch("suspend", 2)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card, whose NCCL may be able to")
-def test_without_a_card_it_is_refused_in_one_sentence(ranks):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose NCCL may be able to")
+def test_without_a_gpu_it_is_refused_in_one_sentence(ranks):
     for rank in ranks:
-        assert rank["plain"] == "BadInput: mode=suspend cannot be had: it needs a card (NCCL)"
+        assert rank["plain"] == "BadInput: mode=suspend cannot be had: it needs a GPU (NCCL)"
 
 
 def test_what_can_be_suspended_is_and_the_rest_is_listed(ranks):

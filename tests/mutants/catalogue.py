@@ -101,7 +101,7 @@ def leave_out(**names: str) -> dict[str, str]:
 TARGETS = (
     Target(
         "offload",
-        "kit.labs.offload.releaser",
+        "kit.labs.offload.ranks.releaser",
         "tensors_restored",
         left_out=leave_out(LOOK="told", UNUSED="PairReleaser.__init__ PairReleaser.destroy PairReleaser.reload"),
     ),
@@ -248,7 +248,7 @@ TARGETS = (
         "kit.sync.transports.groups",
         "groups_return_to_baseline",
         others={"PerTensor.broadcast": ("sync:per-tensor", "receivers_answer")},
-        left_out=leave_out(GPU="Grouped.slot", UNUSED="Grouped.explained", TEXT="Grouped.told"),
+        left_out=leave_out(GPU="Grouped.slot", UNUSED="Grouped.explained", TEXT="Grouped.described"),
     ),
     Target("sync:rendezvous", "kit.sync.transports.rendezvous", "groups_return_to_baseline"),
     Target(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-RELEASER = "kit.labs.offload.releaser"
+RELEASER = "kit.labs.offload.ranks.releaser"
 EXACT = "kit.megatron.groups.exact"
 HANDLE = "kit.megatron.groups.handle"
 SNAPSHOT = "kit.megatron.groups.snapshot"

@@ -377,7 +377,7 @@ MUTANTS = (
         "split",
         STREAM,
         "SplitStep.finish",
-        old='            raise Misuse("finish: the step is open and has seen no microbatch; feed one, or abort")\n',
+        old='            raise Misuse("finish: the step is open and has no microbatch yet; call microbatch or abort first")\n',
         new="            self.counted += 1\n",
         check="misuse_raises",
         bug="a step without any microbatch can be finished",

@@ -312,7 +312,7 @@ MUTANTS = (
         "sync",
         SENDING,
         "Sending.abandon",
-        old='link.send({"kind": FAILED, "why": f"given up by the sender: {error}", KEEP: name in self.ready})',
+        old='link.send({"kind": FAILED, "why": f"the sender gave up: {error}", KEEP: name in self.ready})',
         new="pass",
         check="failure_is_clean",
         bug="receivers are not told that the sync is given up",

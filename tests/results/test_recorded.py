@@ -25,7 +25,7 @@ def keep(folder: Path, part: str, **told: Any) -> None:
 def references(tmp_path: Path) -> Path:
     rows = [
         row("a copy", [2.0, 1.0, 9.0], unit="ms", limit=1.5),
-        Row(what="a far copy", note="not measured: there is one card"),
+        Row(what="a far copy", note="not measured: there is one GPU"),
     ]
     keep(tmp_path / "one", "bench-sync", rows=[one.to_json() for one in rows])
     keep(tmp_path / "two", "bench-sync", rows=[rows[0].to_json()])
@@ -63,7 +63,7 @@ def test_what_is_not_there_is_refused_with_what_is(references: Path, part: str, 
 def test_a_bench_is_shown_with_its_spread_and_its_notes(references: Path) -> None:
     lines = repr(recorded("bench-sync", folder=references)).splitlines()
     assert lines[2] == "a copy | kit | 2 ms | 1 to 9 | 3 | 1.5 | not met"
-    assert lines[3] == "a far copy | kit | - | not measured: there is one card"
+    assert lines[3] == "a far copy | kit | - | not measured: there is one GPU"
     assert [line[:16] for line in lines if line.startswith("recorded")] == ["recorded on one,", "recorded on two,"]
 
 

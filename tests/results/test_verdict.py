@@ -119,7 +119,11 @@ def test_why_a_value_is_good_enough_is_told_of_rows_that_pass():
 @pytest.mark.parametrize(
     ("config", "fault", "suspect"),
     [
-        ({"implementation": "kit.labs.offload.releaser:KitReleaser", "order": "tp-cp-ep-dp-pp", "cycles": 3}, None, ""),
+        (
+            {"implementation": "kit.labs.offload.ranks.releaser:KitReleaser", "order": "tp-cp-ep-dp-pp", "cycles": 3},
+            None,
+            "",
+        ),
         ({"implementation": "mine:Whole"}, None, "implementation=mine:Whole"),
         ({"model": "kit.x:y"}, "bit-flip", "fault 'bit-flip'"),
         ({"transport": "auto", "loss": "a.b:C.d"}, "x", "fault 'x' and loss=a.b:C.d"),
@@ -266,7 +270,7 @@ def test_several_answers_are_several_rows():
         ("each/four", False, 50.0),
         ("drift", True, 1.0),
     ]
-    assert [row.why for row in verdict[:4]] == ["2 of 4 fail, worst two", "one", "two", "not measured: three"]
+    assert [row.why for row in verdict[:4]] == ["2 of 4 fail; worst: two", "one", "two", "not measured: three"]
     assert {row.limit for row in verdict[:5]} == {10.0}
     assert exit_code(verdict) == 1
     given = {"one": 1.0, "three": None}
@@ -274,7 +278,7 @@ def test_several_answers_are_several_rows():
     given = {"one": 1.0, "two": 2.0}
     assert (judge(to_frame([]), {}, [several])[0].passed, judge(to_frame([]), {}, [several])[0].why) == (
         True,
-        "2, worst two",
+        "2 compared; worst: two",
     )
     given = {}
     assert judge(to_frame([]), {}, [several])[0].passed is None

@@ -83,7 +83,7 @@ def test_a_receiver_whose_transport_raises_is_named(scene: Scene, kind: str) -> 
     assert error.peer == "r2"
     assert f"r2 failed: OSError: {WORDS}" in str(error)
     assert isinstance(second, OSError)
-    assert "given up by the sender: r2 failed" in str(first)
+    assert "the sender gave up: r2 failed" in str(first)
 
 
 def test_a_sender_whose_transport_swallows_what_receivers_say_names_the_one_that_failed(scene: Scene) -> None:
@@ -101,7 +101,7 @@ def test_a_transport_that_raises_with_nobody_else_to_blame(scene: Scene, call: s
     assert f"the sender's end of the transport serialize raised OSError: {WORDS}" in str(error)
     assert isinstance(error.__cause__, KitError)
     assert isinstance(error.__cause__.__cause__, OSError)  # with its traceback
-    assert "given up by the sender" in str(first)
+    assert "the sender gave up" in str(first)
 
 
 def test_a_receiver_whose_transport_raises_because_the_sender_gave_up_tells_the_senders_reason(scene: Scene) -> None:

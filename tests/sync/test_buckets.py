@@ -86,12 +86,12 @@ def test_a_layout_is_as_tight_as_its_rule():
 
 @pytest.mark.parametrize("size", [0, 511, 513, -512])
 def test_bucket_sizes_that_cannot_be(size):
-    with pytest.raises(BadInput, match="a multiple of 512 is needed"):
+    with pytest.raises(BadInput, match="must be a multiple of 512"):
         lay_out([], size)
 
 
 def test_a_tensor_named_twice():
-    with pytest.raises(BadInput, match=r"w \(shard 2\) is there twice"):
+    with pytest.raises(BadInput, match=r"w \(shard 2\) appears twice"):
         lay_out([Spec("w", 2, torch.uint8, (1,))] * 2, 512)
 
 
@@ -115,13 +115,13 @@ def move(layout, index, place, **changes):
 @pytest.mark.parametrize(
     ("broken", "sentence"),
     [
-        (lambda ok: move(ok, 0, 1, offset=600), r"bucket 0: b \(shard 0\) lies at 600, which is no multiple of 512"),
-        (lambda ok: move(ok, 0, 1, offset=0), r"bucket 0: b \(shard 0\) lies at 0 to 100; free are 600 to 1536"),
+        (lambda ok: move(ok, 0, 1, offset=600), r"bucket 0: b \(shard 0\) lies at 600, which is not a multiple of 512"),
+        (lambda ok: move(ok, 0, 1, offset=0), r"bucket 0: b \(shard 0\) lies at 0 to 100; only 600 to 1536 is free"),
         (lambda ok: move(ok, 0, 1, offset=1536), r"bucket 0: b .* lies at 1536 to 1636"),
-        (lambda ok: move(ok, 0, 1, start=50), r"bucket 0: b \(shard 0\) goes on at byte 50, not 0"),
+        (lambda ok: move(ok, 0, 1, start=50), r"bucket 0: b \(shard 0\) continues at byte 50, not 0"),
         (lambda ok: move(ok, 0, 1, size=99), r"does not hold all bytes of b \(shard 0\)"),
         (lambda ok: dataclasses.replace(ok, buckets=ok.buckets[:1]), r"not hold all bytes of c .*, empty \(shard 0\)"),
-        (lambda ok: dataclasses.replace(ok, buckets=ok.buckets * 2), r"bucket 2: a \(shard 0\) goes on at byte 0"),
+        (lambda ok: dataclasses.replace(ok, buckets=ok.buckets * 2), r"bucket 2: a \(shard 0\) continues at byte 0"),
     ],
 )
 def test_layouts_that_do_not_hold_everything_once(broken, sentence):
@@ -135,7 +135,7 @@ def test_layouts_that_do_not_hold_everything_once(broken, sentence):
 def test_a_dtype_that_this_torch_has_not():
     data = lay_out(specs_of(filled()), 4096).to_json()
     data["specs"][0][2] = "float2"
-    with pytest.raises(BadInput, match="'float2' is no dtype"):
+    with pytest.raises(BadInput, match="'float2' is not a dtype"):
         Layout.from_json(data)
 
 
@@ -173,7 +173,7 @@ def test_pieces_of_what_is_not_contiguous_can_be_packed_and_not_applied():
     layout = lay_out(specs_of(tensors), 512, oversize="split")
     flat = torch.cat([view.tensor for i, b in enumerate(packed(layout, tensors)) for view in views(layout, i, b)])
     assert torch.equal(flat, tensors["w", 0].reshape(-1))
-    with pytest.raises(Mismatch, match=r"bucket 0: w \(shard 0\) is not contiguous, and comes in pieces"):
+    with pytest.raises(Mismatch, match=r"bucket 0: w \(shard 0\) is not contiguous, but is split over several buckets"):
         apply(layout, 0, torch.zeros(512, dtype=torch.uint8), tensors)
 
 
@@ -251,9 +251,9 @@ def test_a_mismatch_names_all_and_changes_nothing():
         apply(layout, 0, buffer, targets)
     assert str(caught.value) == (
         "bucket 0: embed (shard 1) is missing; norm (shard 0) is float32 (8,) here and float32 (7,) in the bucket; "
-        "quantised (shard 0) has no bytes here: they were moved away, or it only wraps other tensors; "
+        "quantised (shard 0) has no bytes here: it was offloaded, or it only wraps other tensors; "
         "steps (shard 0) is int32 (3, 2) here and int64 (3, 2) in the bucket; "
-        "mask (shard 0) has no bytes here: they were moved away, or it only wraps other tensors"
+        "mask (shard 0) has no bytes here: it was offloaded, or it only wraps other tensors"
     )
     assert caught.value.bucket == 0
     assert caught.value.missing == (("embed", 1),)
@@ -265,7 +265,7 @@ def test_a_mismatch_names_all_and_changes_nothing():
 @pytest.mark.parametrize(
     ("buffer", "sentence"),
     [
-        (torch.zeros(511, dtype=torch.uint8), "bucket 0 has 512 bytes and the buffer 511"),
+        (torch.zeros(511, dtype=torch.uint8), "bucket 0 needs 512 bytes, but the buffer has 511"),
         (torch.zeros(512, dtype=torch.int8), "must be contiguous bytes"),
         (torch.zeros(1024, dtype=torch.uint8)[::2], "must be contiguous bytes"),
         (torch.zeros(2, 256, dtype=torch.uint8), "must be contiguous bytes in one dimension"),
@@ -290,7 +290,7 @@ def test_which_buckets_hold_a_name():
     assert layout.holding(["embed"]) == holding
     assert len(holding) > 2
     assert layout.holding([]) == set()
-    with pytest.raises(BadInput, match="no tensor of the layout is called embedd, x"):
+    with pytest.raises(BadInput, match="the layout has no tensor named embedd, x"):
         layout.holding(["x", "embedd", "mask"])
 
 
@@ -325,5 +325,5 @@ def test_a_piece_beside_one_that_is_taken_is_read_in_order():
     """Hand-made pieces in another order than their offsets are refused: receivers rely on it."""
     specs = (Spec("a", 0, torch.uint8, (1,)), Spec("b", 0, torch.uint8, (1,)))
     layout = Layout(specs=specs, bucket_bytes=1024, buckets=((Piece(0, 0, 1, 512), Piece(1, 0, 1, 0)),))
-    with pytest.raises(BadInput, match=r"b \(shard 0\) lies at 0 to 1; free are 513 to 1024"):
+    with pytest.raises(BadInput, match=r"b \(shard 0\) lies at 0 to 1; only 513 to 1024 is free"):
         layout.check()

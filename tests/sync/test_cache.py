@@ -69,7 +69,7 @@ def test_versions_come_and_go_by_the_rule(make, keep):
         cache.activate(version)
         assert (cache.latest, cache.active, cache.copies) == (version, version, 2 if keep else 1)
         assert len(memory_files()) - before == cache.blocks
-        with pytest.raises(BadInput, match=rf"no copy of version {version - 1}: there are \[{version}\]"):
+        with pytest.raises(BadInput, match=rf"no copy of version {version - 1}: the cache has \[{version}\]"):
             cache.segment(version - 1)
     assert cache.nbytes == cache.copies * 3 * 4096
     cache.close()
@@ -92,12 +92,12 @@ def test_a_latest_that_nobody_activated_is_given_up_for_the_next(make):
 def test_a_version_twice_or_backwards_and_one_that_is_not_there(make):
     cache = make()
     for version in (-1, -2):
-        with pytest.raises(BadInput, match=f"version {version} cannot be built: -1 is there"):
+        with pytest.raises(BadInput, match=f"version {version} cannot be built: version -1 exists"):
             cache.build(version, model(0))
     cache.activate(-1)
     cache.build(3, model(3))
     for version in (3, 2):
-        with pytest.raises(BadInput, match=f"version {version} cannot be built: 3 is there"):
+        with pytest.raises(BadInput, match=f"version {version} cannot be built: version 3 exists"):
             cache.build(version, model(0))
     with pytest.raises(BadInput, match="version 2 cannot be activated: the latest is 3 and -1 is active"):
         cache.activate(2)
@@ -144,7 +144,7 @@ def test_only_buckets_that_hold_what_is_dirty_are_packed(make, packs, keep, acti
 def test_a_dirty_name_that_is_unknown(make):
     cache = make()
     cache.build(1, model(1))
-    with pytest.raises(BadInput, match="no tensor of the layout is called w9"):
+    with pytest.raises(BadInput, match="the layout has no tensor named w9"):
         cache.build(2, model(2), dirty=["w9"])
     assert cache.latest == 1
 
@@ -246,7 +246,7 @@ def test_two_copies_must_fit_into_their_share():
     with pytest.raises(BadInput) as caught:
         Cache(layout, room=lambda: 7 * GIB)
     assert str(caught.value) == (
-        "two copies of 3 GiB in buckets are 6 GiB: 6 GiB are more than 80% of the 7 GiB that are free, 5.6 GiB"
+        "two copies of 3 GiB do not fit: they need 6 GiB; 6 GiB exceeds 5.6 GiB, which is 80% of the 7 GiB of free memory"
     )
     Cache(layout, room=lambda: 8 * GIB).close()
     Cache(layout, room=lambda: 7 * GIB, share=0.9).close()
@@ -258,7 +258,7 @@ def test_what_is_held_already_is_not_wanted_again(make):
     cache.build(1, model(1))
     cache.activate(1)
     free[0] = 3 * 4096 / 0.8 - 1
-    with pytest.raises(BadInput, match="GiB of it held already"):
+    with pytest.raises(BadInput, match="GiB of it allocated already"):
         cache.build(2, model(2))
     assert (cache.latest, held(cache, 1)) == (1, [1] * 6)
     free[0] += 1
@@ -325,5 +325,5 @@ def test_closed_is_closed(make):
     for act in (lambda: cache.build(2, model(2)), lambda: cache.activate(1)):
         with pytest.raises(BadInput, match="the bucket cache is closed"):
             act()
-    with pytest.raises(BadInput, match="no copy of version 1: there are none"):
+    with pytest.raises(BadInput, match="no copy of version 1: the cache has none"):
         cache.bucket(1, 0)

@@ -69,7 +69,7 @@ def test_what_does_not_come_to_its_end_is_given_up() -> None:
     with pytest.raises(OSError, match="no route"):
         within(timedelta(seconds=30), lambda: (_ for _ in ()).throw(OSError("no route")))
     never = threading.Event()
-    with pytest.raises(RuntimeError, match=r"timed out after 0\.2 s: a peer did not come"):
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.2 s: a peer did not join"):
         within(SOON, lambda: never.wait() and None)
     never.set()
 

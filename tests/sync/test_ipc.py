@@ -35,7 +35,7 @@ SLOTS: list[torch.Tensor] = []
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of the host for that of the card, and numbers for its handles."""
+    """Memory of the host for that of the GPU, and numbers for its handles."""
     SLOTS.clear()
 
     def on_host(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -61,7 +61,7 @@ def test_every_byte_arrives_from_slots_that_are_written_again(gpu: None, receive
 
 @pytest.mark.parametrize("on_device", [True, False])
 def test_what_is_applied_at_once_lands_where_the_transport_puts_it(on_device: bool) -> None:
-    """A device without memory stands for the card: nothing but the room's place is looked at."""
+    """A device without memory stands for the GPU: nothing but the room's place is looked at."""
     landed: list[torch.device] = []
     call = Call.__new__(Call)
     receiver: Any = SimpleNamespace(device=torch.device("meta"))
@@ -74,7 +74,7 @@ def test_what_is_applied_at_once_lands_where_the_transport_puts_it(on_device: bo
     assert Ipc.on_device
 
 
-def test_live_weights_are_packed_on_the_card_and_not_sent_from_the_host(gpu: None) -> None:
+def test_live_weights_are_packed_on_the_gpu_and_not_sent_from_the_host(gpu: None) -> None:
     def other_bytes(transport: Transport) -> None:
         for index, size in enumerate(SIZES):
             transport.send(index, torch.full((size,), 9, dtype=torch.uint8))
@@ -88,7 +88,7 @@ def test_live_weights_are_packed_on_the_card_and_not_sent_from_the_host(gpu: Non
 
 
 @pytest.fixture
-def on_card(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def on_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Both ends of a service whose transports take the host's memory for a card's."""
 
     def made(kind: str, ctx: TransportContext, **how: Any) -> Transport:
@@ -99,8 +99,8 @@ def on_card(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(("ring", "dirty"), [(True, None), (False, None), (False, ["half"])])
-def test_a_version_goes_from_card_to_card(
-    on_card: Callable[..., Any], ring: bool, dirty: list[str] | None, monkeypatch: pytest.MonkeyPatch
+def test_a_version_goes_from_gpu_to_gpu(
+    on_gpu: Callable[..., Any], ring: bool, dirty: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ring, which keeps nothing, is not even packed; a cache is, for those that wake later. Buckets that did not change come from it."""
     packed: list[str] = []
@@ -115,7 +115,7 @@ def test_a_version_goes_from_card_to_card(
         sender = sender_of(listener, cache=Ring(LAYOUT, timeout_s=5.0) if ring else None, transport="ipc")
         host = Host()
         receiver = receiver_of("r1", host, listener.address)
-        sender.make = receiver.make = on_card
+        sender.make = receiver.make = on_gpu
         targets = [target("r1", state="paused")]
         for version in (1, 2):
             weights = tensors(version)
@@ -141,7 +141,7 @@ def test_a_version_goes_from_card_to_card(
         ([], "cuda:0", True),
     ],
 )
-def test_weights_are_on_the_senders_card(devices: list[str], here: str, same: bool) -> None:
+def test_weights_are_on_the_senders_gpu(devices: list[str], here: str, same: bool) -> None:
     some: Any = [SimpleNamespace(device=torch.device(device)) for device in devices]
     assert sending.on_gpu(some, torch.device(here)) is same
 
@@ -181,5 +181,5 @@ def test_why_a_handle_cannot_be_opened(monkeypatch: pytest.MonkeyPatch, words: s
     with pytest.raises(KitError) as refused:
         opened([0, {"bytes": "AA=="}])
     said = str(refused.value)
-    assert said.startswith(f"the sender's memory on the GPU cannot be opened here ({words.partition(chr(10))[0]})")
+    assert said.startswith(f"the sender's GPU memory cannot be opened here ({words.partition(chr(10))[0]})")
     assert ("use expandable_segments:False, or transport=shm" in said) == names_the_setting

@@ -110,7 +110,7 @@ def test_populating_supplies_the_pages_and_keeps_what_is_in_them():
 
 
 def test_what_cannot_be():
-    with pytest.raises(BadInput, match="0 bytes: at least 1"):
+    with pytest.raises(BadInput, match="0 bytes is too small"):
         Segment(0)
     reading, writing = os.pipe()
     with pytest.raises(BadInput, match="no bytes to map"):

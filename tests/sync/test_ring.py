@@ -100,10 +100,10 @@ def test_after_a_failure_the_next_version_arrives(sender: Sender, step: str) -> 
 def test_receivers_that_serve_or_wake_are_refused(sender: Sender) -> None:
     for version, state in ((1, "serving"), (0, "asleep")):
         with pytest.raises(
-            BadInput, match=f"version {version} is refused: a ring keeps nothing, and r1 is {state}; all must"
+            BadInput, match=f"version {version} is refused: a ring keeps no copy, and r1 is {state}; all receivers must"
         ):
             sender.sync(version, [target("r1", state=state)], lambda: tensors(1))
-    with pytest.raises(BadInput, match="a ring of 0 slots: at least 1 is needed"):
+    with pytest.raises(BadInput, match="a ring of 0 slots is too small"):
         Ring(LAYOUT, slots=0)
 
 

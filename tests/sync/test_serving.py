@@ -129,7 +129,7 @@ def test_a_forward_that_raises_is_told_to_whoever_waits_and_at_the_end() -> None
     serving.forward = lambda: torch.zeros(1)
     serving.start()
     assert serving.next() == digest(torch.zeros(1), ALGORITHM)
-    with pytest.raises(BadInput, match="it serves already"):
+    with pytest.raises(BadInput, match="the replica serves already"):
         serving.start()
     serving.stop()
 
@@ -137,7 +137,7 @@ def test_a_forward_that_raises_is_told_to_whoever_waits_and_at_the_end() -> None
 def test_who_waits_where_nobody_serves_is_told_at_once() -> None:
     serving = Serving(lambda: torch.zeros(1))
     for _ in range(2):
-        with pytest.raises(KitError, match="a forward was awaited, and nobody serves"):
+        with pytest.raises(KitError, match="waited for a forward, but the replica does not serve"):
             serving.next()
         serving.start()
         serving.stop()
@@ -156,7 +156,7 @@ def test_a_forward_that_hangs_is_told_and_is_not_forgotten() -> None:
     entered.wait(10)
     with pytest.raises(KitError, match=r"a forward did not end within 0\.05 s"):
         serving.stop()
-    with pytest.raises(BadInput, match="it serves already"):
+    with pytest.raises(BadInput, match="the replica serves already"):
         serving.start()  # two threads would run forwards
     go.set()
     serving.timeout_s = 10.0
@@ -253,7 +253,7 @@ def test_a_writer_that_gives_up_does_not_hold_forwards_off(replica: Replica) -> 
     replica.start()
     replica.ranks[0].timeout_s = 0.1
     with (
-        pytest.raises(KitError, match=r"room between two forwards did not come within 0\.1 s"),
+        pytest.raises(KitError, match=r"a gap between two forwards did not come within 0\.1 s"),
         replica.ranks[0].writing(),
     ):
         pass

@@ -54,7 +54,7 @@ def test_a_receiver_that_stalls_is_named_in_time_and_nothing_is_left(world: Worl
     name, words, peer = sender["error"]
     assert (name, peer) == ("PeerSilent", "receiver 2"), words
     if kind in {"broadcast", "per-tensor", "rendezvous"}:
-        assert "by group kit-sync-" in words
+        assert "over group kit-sync-" in words
         assert "(with receiver 1, receiver 2" in words
     assert sender["seconds"] < 10
     assert victim["error"] is None or victim["error"][0].startswith("Peer"), victim["error"]
@@ -66,7 +66,7 @@ def test_the_whole_world_is_refused(world: World) -> None:
     for rank in sync(world, [0, 1, 2, 3], kind="broadcast", deadline_s=2):
         assert rank["error"][:2] == [
             "BadInput",
-            "broadcast needs a rank that takes no part: 4 of 4 would be the whole World",
+            "broadcast needs at least one rank outside the sync group: 4 of 4 ranks are the whole World",
         ]
         assert rank["left"] == {}
 

@@ -80,7 +80,7 @@ def test_a_table_that_is_short_or_empty_differs() -> None:
 def test_nothing_is_looked_at_where_nothing_is_wanted() -> None:
     mine, theirs = ends(1, 1.0, "none")
     mine.add(0, live(LAYOUT, 0, tensors(1)))
-    assert (mine.table(), mine.count, mine.said) == ({}, 0, "no tensor was verified on the way")
+    assert (mine.table(), mine.count, mine.said) == ({}, 0, "no tensor was verified in transit")
     assert mine.differences(LAYOUT, theirs.table()) == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kit-digests")]
 
@@ -97,7 +97,7 @@ def test_its_thread_ends_with_it_also_where_hashing_raises() -> None:
 
 
 def test_what_cannot_be_had_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"verify=md5 cannot be had here: none, .*mix128, sha256 are there"):
+    with pytest.raises(BadInput, match=r"verify=md5 is not available on this rank: use none, .*mix128, sha256"):
         Digests(LAYOUT, 1, algorithm="md5")
     gone = {key: tensor for key, tensor in tensors(1).items() if key[0] != "small"}
     with pytest.raises(Mismatch, match=r"bucket 0: small \(shard 0\) is missing"):

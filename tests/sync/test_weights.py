@@ -110,7 +110,7 @@ def test_a_strided_tensor_that_comes_in_pieces_is_refused_and_a_whole_one_is_not
     bring(LAYOUT, tensors(1), Whole(mine).bind(LAYOUT))
     assert table(mine) == table(tensors(1))
     mine["large", 0] = torch.zeros(64, 40).t()
-    with pytest.raises(Mismatch, match=r"large \(shard 0\) is not contiguous here, and comes in pieces"):
+    with pytest.raises(Mismatch, match=r"large \(shard 0\) is not contiguous here, but is split over several buckets"):
         Whole(mine).bind(LAYOUT)
 
 

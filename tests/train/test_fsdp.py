@@ -1,4 +1,4 @@
-"""The piece-wise step on FSDP2 beside the plain one, on two real ranks over gloo, and both beside a plain float64 model."""
+"""The split step on FSDP2 beside the plain one, on two real ranks over gloo, and both beside a plain float64 model."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_abort_leaves_nothing(world: World, where: str, dtype: str) -> None:
             assert rank["error"] == "ArithmeticError: broken"
             for said in rank["again"]:
                 assert said.startswith("Misuse")
-                assert "the step is open and microbatch raised ArithmeticError; abort() it first" in said
+                assert "the step is open and microbatch raised ArithmeticError; call abort() first" in said
         assert rank["hooks_back"]
         assert rank["same"]
         assert rank["left"] == []
@@ -138,7 +138,7 @@ def test_misuse_names_the_state(world: World) -> None:
         for call in ("microbatch", "finish"):
             assert said[f"{call} closed"] == f"Misuse: {call}: the step is closed; it must be open"
         assert said["begin open"] == "Misuse: begin: the step is open; it must be closed"
-        assert said["finish empty"].startswith("Misuse: finish: the step is open and has seen no microbatch")
+        assert said["finish empty"].startswith("Misuse: finish: the step is open and has no microbatch yet")
 
 
 def test_gradients_that_are_not_finite_update_nothing(world: World) -> None:

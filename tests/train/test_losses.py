@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kit.labs.split.oracle import oracle
+from kit.labs.split.ranks.oracle import oracle
 from kit.train import metrics
 from kit.train.batch import counts, cut
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
@@ -182,7 +182,7 @@ def test_raw_sums_of_any_pieces_are_those_of_the_whole(loss, pieces):
 
 @pytest.mark.parametrize("loss", LOSSES[::9], ids=str)
 def test_dividing_first_or_last_is_the_same(loss):
-    """A plain step knows the true counts before, a piece-wise one at its end: each metric has one normalizer."""
+    """A plain step knows the true counts before, a split one at its end: each metric has one normalizer."""
     logprobs, batch = made(dtype=torch.float32)
     sequences, tokens = counts(batch).tolist()
     first = run(loss, logprobs, batch)[2]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kit.labs.split.oracle import oracle
+from kit.labs.split.ranks.oracle import oracle
 from kit.train import metrics
 from kit.train.batch import counts
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood

@@ -12,11 +12,11 @@ from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "losses.md").read_text()
 
 REFUSED = [
-    ({"level": "token"}, "level='token' is unknown: choose one of tokens, sequences"),
-    ({"ratio": "rows"}, "ratio='rows' is unknown: choose one of tokens, sequences, none"),
-    ({"importance": True}, "importance=True is unknown: choose one of none, tokens, sequences"),
-    ({"truncation": "TIS"}, "truncation='TIS' is unknown: choose one of none, tis, icepop, seq-mask-tis"),
-    ({"kl_kind": "k4"}, "kl_kind='k4' is unknown: choose one of k1, k2, k3"),
+    ({"level": "token"}, "level='token' is unknown: use one of tokens, sequences"),
+    ({"ratio": "rows"}, "ratio='rows' is unknown: use one of tokens, sequences, none"),
+    ({"importance": True}, "importance=True is unknown: use one of none, tokens, sequences"),
+    ({"truncation": "TIS"}, "truncation='TIS' is unknown: use one of none, tis, icepop, seq-mask-tis"),
+    ({"kl_kind": "k4"}, "kl_kind='k4' is unknown: use one of k1, k2, k3"),
     ({"clip_low": 0}, "clip_low=0 is not allowed: it must be a finite number above 0"),
     ({"clip_high": -0.2}, "clip_high=-0.2 is not allowed: it must be a finite number above 0"),
     ({"clip_high": float("inf")}, "clip_high=inf is not allowed"),
@@ -49,7 +49,7 @@ REFUSED = [
     ),
     (
         {"truncation": "tis", "importance": "tokens", "band_low": 3, "band_high": 2},
-        "band_low=3 is above band_high=2: no weight would lie in the band",
+        "band_low=3 is above band_high=2: the band is empty",
     ),
     ({"importance": "tokens", "band_high": 2}, "band_low and band_high need truncation='tis', 'icepop' or"),
     ({"importance": "tokens", "band_low": 0.5}, "band_low and band_high need truncation"),
@@ -66,7 +66,7 @@ def test_what_makes_no_sense_is_one_sentence(settings, sentence):
 
 
 def test_likelihood_knows_its_levels():
-    with pytest.raises(BadInput, match="level='rows' is unknown: choose one of tokens, sequences"):
+    with pytest.raises(BadInput, match="level='rows' is unknown: use one of tokens, sequences"):
         NegativeLogLikelihood(level="rows")
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kit.labs.split import oracle as module
-from kit.labs.split.oracle import oracle
+from kit.labs.split.ranks import oracle as module
+from kit.labs.split.ranks.oracle import oracle
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
 
 

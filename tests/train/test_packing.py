@@ -76,7 +76,7 @@ def test_every_token_is_in_one_piece_as_it_was(batch, batching) -> None:
 
 @pytest.mark.parametrize("batching", ["dynamic", "packed"])
 def test_a_sequence_above_the_budget_is_refused(batch, batching) -> None:
-    with pytest.raises(BadInput, match="token_budget=19 is less than the longest sequence: it must be at least 20"):
+    with pytest.raises(BadInput, match="token_budget=19 is less than the longest sequence: use at least 20"):
         room.microbatches(batch, batching, mbs=1, token_budget=19)
 
 

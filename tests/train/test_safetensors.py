@@ -121,12 +121,15 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "huge-header": (lambda p: made_by_hand(p, {}, length=2**64 - 1), "its header would be 18446744073709551615 bytes"),
     "cut": (lambda p: made_by_hand(p, {"x": entry(0, 8)}, 7), "it has 75 bytes, and by its header 76"),
     "too-long": (lambda p: made_by_hand(p, {"x": entry(0, 8)}, 9), "it has 77 bytes, and by its header 76"),
-    "no-json": (lambda p: made_by_hand(p, b"{x"), "its header is no JSON object$"),
-    "no-text": (lambda p: made_by_hand(p, b"\xff\xfe"), "its header is no JSON object$"),
-    "deep": (lambda p: made_by_hand(p, b"[" * 100_000), "its header is no JSON object$"),
-    "no-object": (lambda p: made_by_hand(p, [1]), "its header is no JSON object"),
-    "metadata": (lambda p: made_by_hand(p, {"__metadata__": {"a": 1}}), "no JSON object with texts in __metadata__"),
-    "twice": (lambda p: made_by_hand(p, b'{"x": 1, "x": 1}'), "its header is no JSON object: it has a name twice"),
+    "no-json": (lambda p: made_by_hand(p, b"{x"), "its header is not a JSON object$"),
+    "no-text": (lambda p: made_by_hand(p, b"\xff\xfe"), "its header is not a JSON object$"),
+    "deep": (lambda p: made_by_hand(p, b"[" * 100_000), "its header is not a JSON object$"),
+    "no-object": (lambda p: made_by_hand(p, [1]), "its header is not a JSON object"),
+    "metadata": (
+        lambda p: made_by_hand(p, {"__metadata__": {"a": 1}}),
+        "not a JSON object with strings in __metadata__",
+    ),
+    "twice": (lambda p: made_by_hand(p, b'{"x": 1, "x": 1}'), "its header is not a JSON object: a name appears twice"),
     "overlap": (
         lambda p: made_by_hand(p, {"x": entry(0, 8), "y": entry(7, 12)}, 12),
         "y begins at byte 7 and overlaps with x, which ends at 8",
@@ -141,7 +144,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "type": (
         lambda p: made_by_hand(p, {"x": entry(0, 3, "F6_E2M3", [4])}, 3),
-        'x has the type "F6_E2M3", which is none',
+        'x has the type "F6_E2M3", which is not one',
     ),
     "type-of-type": (lambda p: made_by_hand(p, {"x": entry(0, 3, ["U8"])}, 3), 'x has the type \\["U8"\\], which is'),
     "size": (
@@ -149,8 +152,14 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"x has data_offsets \[0, 8\], and \(3,\) of F32 are 12 bytes",
     ),
     "backwards": (lambda p: made_by_hand(p, {"x": entry(8, 0, "U8", [])}, 8), r"x has data_offsets \[8, 0\]"),
-    "negative": (lambda p: made_by_hand(p, {"x": entry(0, 1, "U8", [-1, -1])}, 1), "that are no list of whole numbers"),
-    "not-whole": (lambda p: made_by_hand(p, {"x": entry(0, 1, "U8", [True])}, 1), "that are no list of whole numbers"),
+    "negative": (
+        lambda p: made_by_hand(p, {"x": entry(0, 1, "U8", [-1, -1])}, 1),
+        "that are not a list of whole numbers",
+    ),
+    "not-whole": (
+        lambda p: made_by_hand(p, {"x": entry(0, 1, "U8", [True])}, 1),
+        "that are not a list of whole numbers",
+    ),
     "odd-pairs": (lambda p: made_by_hand(p, {"x": entry(0, 3, "F4", [2, 3])}, 3), "makes no whole bytes in a row"),
     "fields": (lambda p: made_by_hand(p, {"x": {"dtype": "U8"}}), "x must have dtype, shape and data_offsets"),
 }
@@ -185,7 +194,7 @@ def test_what_the_format_does_not_have_is_not_written(tmp_path: Path) -> None:
 
 def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("mine")
-    with pytest.raises(BadInput, match="is there already"):
+    with pytest.raises(BadInput, match="exists already"):
         write(tmp_path / "a", {"x": torch.zeros(1)})
     assert (tmp_path / "a").read_text() == "mine"
 
@@ -225,8 +234,8 @@ def test_a_folder_of_several_files_is_read_as_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "sentence"),
     [
-        ({"weight_map": {"x": "one", "y": "three"}}, "is not complete: .*index.json lists three, which is not there"),
-        ({"weight_map": {"x": "one", "y": "../two"}}, 'damaged: "../two" is no name of a file beside it'),
+        ({"weight_map": {"x": "one", "y": "three"}}, "is not complete: .*index.json lists three, which is missing"),
+        ({"weight_map": {"x": "one", "y": "../two"}}, 'damaged: "../two" is not the name of a file beside it'),
         ({"weight_map": {"x": "one", "y": "two", "z": "two"}}, "damaged: it and two do not agree about z"),
         ({"weight_map": {"y": "two", "z": "one"}}, "damaged: it and one do not agree about x"),
         ({"weight_map": {}}, "damaged: it has no weight_map"),

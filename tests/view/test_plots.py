@@ -59,7 +59,7 @@ def test_a_gpu_has_a_drawing_of_its_own(make_run):
     picture = plot(make_run(more=device))
     assert "GPU memory (median and range of 2 ranks)" in titles(picture)
     assert "whole GPU, 37.25 GiB" in words(picture)
-    shared = plot(make_run(more=[*device, ("card", 0, "1")]))
+    shared = plot(make_run(more=[*device, ("gpu", 0, "1")]))
     assert "GPU memory, each GPU shared by ranks (median and range of 2 ranks)" in titles(shared)
 
 

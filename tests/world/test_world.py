@@ -343,7 +343,7 @@ def test_cuda_without_a_driver_is_refused() -> None:
 
 
 def test_what_torch_leaves_in_shared_memory_goes_with_its_rank(tmp_path: Path, nothing_left: None) -> None:
-    """The counters of CUDA memory that ranks share; a file of such a name stands in, since there need be no card."""
+    """The counters of CUDA memory that ranks share; a file of such a name stands in, since there need be no GPU."""
     make = "import os; open(f'/dev/shm/torch_{os.getpid()}_1_0', 'w').close()"
     with World(1, logs=tmp_path) as one:
         for _ in range(2):

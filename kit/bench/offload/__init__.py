@@ -121,7 +121,7 @@ def saved(session: Session, model: str, *, trials: int, cycles: int) -> Iterator
             except KitError as error:
                 yield unmeasured(what, error, who=SAVER)
                 return
-            note = f"{min(one['left'] for one in seen) / GIB:.2f} GiB left the card, with what training leaves cached"
+            note = f"{min(one['left'] for one in seen) / GIB:.2f} GiB left the GPU, with what training leaves cached"
             for way in ("out", "back"):
                 taken = [value for one in seen for value in one["times"][way]]
                 yield row(f"{model}: {way}", taken, who=SAVER, note=note)

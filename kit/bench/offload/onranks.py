@@ -205,7 +205,7 @@ def saver_refused() -> str:
 
 
 def saved(*, size: str, cycles: int) -> dict[str, Any]:
-    """Seconds of pause and resume, and the bytes that left the card."""
+    """Seconds of pause and resume, and the bytes that left the GPU."""
     saver = import_module(SAVER).torch_memory_saver
     saver.hook_mode = "torch"  # the other one needs a library preloaded into the ranks
     with saver.region(tag=TAG, enable_cpu_backup=True):

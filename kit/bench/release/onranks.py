@@ -78,7 +78,7 @@ def cycle(mode: str, more: int, *, by_store: bool) -> dict[str, Any]:
     gone = time.perf_counter()
     gc.collect()
     dist.barrier()
-    released = levels()  # once all have released: a card may be shared
+    released = levels()  # once all have released: a GPU may be shared
     dist.barrier()
     again = time.perf_counter()
     with unbound(c10d._world.default_pg) if by_store else contextlib.nullcontext():

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from kit.errors import KitError
-from kit.labs.split.backends import chunks_of
 from kit.labs.split.config import SplitConfig, model_config
+from kit.labs.split.ranks.backends import chunks_of
 from kit.labs.split.recipes import RECIPES
 from kit.measure.memory import device_memory, host_memory, reset_peaks
 from kit.measure.phase import now

@@ -16,7 +16,7 @@ from typing import Any
 from kit.bench.cost import Cost, crowd
 from kit.bench.rows import KIT, Row, progress, ratios, row
 from kit.bench.session import Part, Session
-from kit.bench.sync import cards, others
+from kit.bench.sync import gpus, others
 from kit.errors import BadInput
 from kit.machine import free_memory
 from kit.megatron.config import ModelConfig, model_bytes
@@ -81,7 +81,7 @@ class Sizes:
     growth_mb: tuple[int, ...] = (10, 100, 1000, 2000)
     receivers: tuple[int, ...] = (1, 2, 4)
     receivers_mb: int = 100
-    on_cards: str = "qwen2.5-0.5b"
+    on_gpus: str = "qwen2.5-0.5b"
 
 
 QUICK = Sizes(
@@ -114,10 +114,10 @@ def parts(sizes: Sizes, device: str) -> dict[str, Part]:
 
     by_gpu = {
         f"gpus.{name}": Part(
-            partial(cards.rows, name=name, model=sizes.on_cards, cycles=few),
+            partial(gpus.rows, name=name, model=sizes.on_gpus, cycles=few),
             Cost(megatron=1.3, job=2, copy=3 * (turns + 1)),
         )
-        for name in cards.RANKS
+        for name in gpus.RANKS
     }
     made: dict[str, Part] = {}
     for shape in sizes.shapes:

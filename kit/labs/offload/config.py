@@ -12,8 +12,8 @@ from kit.megatron.config import ModelConfig, check, dtype_on
 
 EXACT = ("exact", "abort")  # modes after which every holder's group lives again
 CYCLE = ("train", "fingerprint", "release", "idle", "reload", "talk", "verify")
-KIT_MODEL = "kit.labs.offload.job:build"
-KIT_RELEASER = "kit.labs.offload.releaser:KitReleaser"
+KIT_MODEL = "kit.labs.offload.ranks.job:build"
+KIT_RELEASER = "kit.labs.offload.ranks.releaser:KitReleaser"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Known bugs of releasing and reloading. Each is switched on in `broken.py` or in the phases, and caught by the check it names."""
+"""Known bugs of releasing and reloading. Each is switched on in `ranks/broken.py` or in the phases, and caught by the check it names."""
 
 from kit.labs.definition import Fault
 from kit.labs.offload.config import EXACT

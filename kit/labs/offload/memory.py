@@ -1,4 +1,4 @@
-"""Checks of the offload lab that weigh: memory while released and on the way back, on the host and on a card."""
+"""Checks of the offload lab that weigh: memory while released and on the way back, on the host and on a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tensors_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
     if not resident.min():
         raise Unjudged("the job had no tensors of the kinds to release")
     share = float(((resident - left) / resident).min())
-    if (frame["metric"] == "allocated").any():  # by a card's allocator, whoever keeps a tensor there
+    if (frame["metric"] == "allocated").any():  # by a GPU's allocator, whoever keeps a tensor there
         held, idle = per_rank(frame, "fingerprint", "allocated"), per_rank(frame, "idle", "allocated")
         share = min(share, float(((held - idle) / resident).min()))
     seen = source(frame)
@@ -121,7 +121,7 @@ def kept_by_choice(config: Mapping[str, Any]) -> str:
 
 
 def residual(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-    """Driver memory while released above the level after a context and one matrix product, per rank: what is told of a whole card is
+    """Driver memory while released above the level after a context and one matrix product, per rank: what is told of a whole GPU is
     divided by the ranks that share it. What NCCL keeps of a suspended communicator by its own account is no residual."""
     seen = source(frame)
     kept = keeps(frame, seen)

@@ -11,11 +11,11 @@ PRESETS = {
         "others_mib": 0.0,  # nobody else's memory may move
     },
     "common practice": {
-        "released_share": 0.8,  # a sleep that frees most of the card is called a success
+        "released_share": 0.8,  # a sleep that frees most of the GPU is called a success
         "drift_mib": 200.0,  # the lab's own is what people accept here
         "slope_mib": 10.0,  # not seen over the tens of cycles of a test
         "peak_ratio": 1.5,  # half a model more while weights come back is planned for
-        "residual_mib": 2048.0,  # what is left on a card of 80 GiB is rarely asked about below 2 GiB
+        "residual_mib": 2048.0,  # what is left on a GPU of 80 GiB is rarely asked about below 2 GiB
         "comm_share": 0.5,  # communicators' memory is not in the allocator's numbers, which is all that is looked at
         "fds_more": 16.0,  # counted by nobody before a limit of the system is hit
         "threads_more": 16.0,

@@ -21,7 +21,7 @@ class SmokeConfig(LabConfig):
     implementation: Annotated[
         str,
         Option("the code under test, module:attr; attr(ctx) has make(ranks) -> group and destroy(group)", target=True),
-    ] = "kit.labs.smoke.phases:Plain"
+    ] = "kit.labs.smoke.ranks.phases:Plain"
 
 
 def plan(config: SmokeConfig) -> list[Step]:

@@ -1,4 +1,4 @@
-"""Known bugs of the smoke lab. Each is switched on in `phases.py` and caught by the check it names."""
+"""Known bugs of the smoke lab. Each is switched on in `ranks/phases.py` and caught by the check it names."""
 
 from kit.labs.definition import Fault
 

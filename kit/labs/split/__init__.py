@@ -1,4 +1,4 @@
-"""Split: a training step that is fed piece by piece comes to the same numbers as the plain one, however it is cut."""
+"""Split: a training step that is fed in chunks gives the numbers of the plain step, for any number of chunks."""
 
 from kit.labs.definition import Definition
 from kit.labs.split.config import SplitConfig, plan
@@ -7,11 +7,11 @@ from kit.labs.split.fits import fits
 
 LAB = Definition(
     name="split",
-    summary="a training step cut into a stream of microbatches gives loss, gradients, weights and metrics of the plain one",
+    summary="a training step fed as a stream of microbatches gives the loss, gradients, weights and metrics of the plain step",
     config=SplitConfig,
     plan=plan,
     fits=fits,
-    phases="kit.labs.split.phases:Split",
+    phases="kit.labs.split.ranks.phases:Split",
     checks="kit.labs.split.checks:CHECKS",
     presets="kit.labs.split.presets:PRESETS",
     pictures="kit.labs.split.pictures:PICTURES",

@@ -1,4 +1,4 @@
-"""What the split lab can be told, and its phases in order."""
+"""The settings of the split lab, and its phases in order."""
 
 from __future__ import annotations
 
@@ -17,161 +17,176 @@ if TYPE_CHECKING:
 
     from kit.train.options import Level
 
-KIT_SPLIT = "kit.labs.split.backends:split_step"
-KIT_LOSS = "kit.labs.split.losses:of_recipe"
-KIT_MODEL = "kit.labs.split.backends:assemble"
+KIT_SPLIT = "kit.labs.split.ranks.backends:split_step"
+KIT_LOSS = "kit.labs.split.ranks.losses:of_recipe"
+KIT_MODEL = "kit.labs.split.ranks.backends:assemble"
 LEVELS: tuple[Level, ...] = ("tokens", "sequences")
 LOSS_OPTIONS = (
     *("clip_low", "clip_high", "dual_clip", "ratio", "importance", "truncation", "band_low", "band_high"),
     *("kl", "kl_kind", "kl_input_clamp", "kl_output_clamp", "positive_nll"),
 )
-NORMALIZERS = (None, "tokens", "sequences")  # what a metric may be divided by
+NORMALIZERS = (None, "tokens", "sequences")  # allowed divisors of a metric
 
 
 class Case(NamedTuple):
-    """One way to cut a step, at one level of the loss. Its cycle is its place in the run; cycle 0 belongs to no case."""
+    """One number of chunks at one level of the loss. Cycles count the cases from 1; cycle 0 belongs to no case."""
 
     cycle: int
     level: str
     chunks: int
-    first: bool  # of its level: the plain step comes with it
+    first: bool  # of its level: the plain step runs before it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitConfig(LabConfig):
-    """A training job, a loss, and how its steps are cut."""
+    """A training job, a loss, and the numbers of chunks of a step."""
 
     backend: Annotated[
-        Literal["megatron", "fsdp2"], Option("what trains: Megatron, or FSDP2 on a plain torch model")
+        Literal["megatron", "fsdp2"], Option("training backend: Megatron, or FSDP2 on a plain torch model")
     ] = "megatron"
-    size: Annotated[Literal["tiny", "125m", "qwen2.5-0.5b"], Option("geometry of the model")] = "tiny"
+    size: Annotated[Literal["tiny", "125m", "qwen2.5-0.5b"], Option("model size")] = "tiny"
     tp: Annotated[int, Option("tensor parallel size", low=1, high=64)] = 1
     pp: Annotated[int, Option("pipeline parallel size", low=1, high=64)] = 1
     ep: Annotated[int, Option("expert parallel size", low=1, high=64)] = 1
-    experts: Annotated[int, Option("experts of each layer; 0: a dense model", low=0, high=256)] = 0
-    aux_loss: Annotated[float, Option("coefficient of the experts' load-balancing loss", low=0, high=10)] = 0.01
-    distributed_optimizer: Annotated[bool, Option("whether optimizer state is sharded over data ranks")] = False
-    overlap_grad_reduce: Annotated[
-        bool, Option("whether plain steps reduce gradients while the backward pass runs")
-    ] = False
+    experts: Annotated[int, Option("experts per layer; 0: a dense model", low=0, high=256)] = 0
+    aux_loss: Annotated[float, Option("coefficient of the load-balancing loss", low=0, high=10)] = 0.01
+    distributed_optimizer: Annotated[bool, Option("shard optimizer state over data-parallel ranks")] = False
+    overlap_grad_reduce: Annotated[bool, Option("reduce gradients during the backward pass in plain steps")] = False
     reduce: Annotated[
-        Literal["sum", "mean"], Option("how Megatron's DDP combines gradients of data ranks; experts need mean")
+        Literal["sum", "mean"],
+        Option("how Megatron's DDP combines the gradients of data-parallel ranks; experts need mean"),
     ] = "sum"
-    layers: Annotated[int | None, Option("layers; null: the size's own", low=1, high=200)] = None
+    layers: Annotated[int | None, Option("number of layers; null: that of the size", low=1, high=200)] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        Option("type of the weights; auto: bfloat16 on CUDA, float32 on the CPU"),
+        Option("dtype of the weights; auto: bfloat16 on CUDA, float32 on the CPU"),
     ] = "auto"
-    seed: Annotated[int, Option("seed of weights and data", low=0, high=2**31)] = 1234
-    steps: Annotated[int, Option("optimizer steps of every way", low=1, high=1000)] = 5
-    micro_batch: Annotated[int, Option("sequences in a microbatch", low=1, high=1024)] = 2
-    microbatches: Annotated[int, Option("microbatches of each data rank in a step", low=1, high=1024)] = 10
-    length: Annotated[int, Option("tokens in a row, padding included", low=24, high=32768)] = 32
-    chunks: Annotated[tuple[int, ...], Option("in how many calls a step is fed; 0: every microbatch on its own")] = (
+    seed: Annotated[int, Option("seed for weights and data", low=0, high=2**31)] = 1234
+    steps: Annotated[int, Option("optimizer steps for each number of chunks", low=1, high=1000)] = 5
+    micro_batch: Annotated[int, Option("sequences per microbatch", low=1, high=1024)] = 2
+    microbatches: Annotated[int, Option("microbatches per step on each data-parallel rank", low=1, high=1024)] = 10
+    length: Annotated[int, Option("tokens per row, including padding", low=24, high=32768)] = 32
+    chunks: Annotated[tuple[int, ...], Option("numbers of chunks to run; 0: one chunk per microbatch")] = (
         1,
         2,
         5,
     )
     level: Annotated[
-        Literal["tokens", "sequences", "both"], Option("whether the loss is a mean over tokens or over sequences")
+        Literal["tokens", "sequences", "both"],
+        Option("whether the loss is a mean over tokens, over sequences, or each in turn"),
     ] = "both"
-    recipe: Annotated[Recipe, Option("the loss, by its name in common use")] = "grpo"
-    clip_low: Annotated[float | None, Option("ratios are clipped to 1 - clip_low; null: the recipe's own", low=0)] = (
-        None
-    )
-    clip_high: Annotated[float | None, Option("ratios are clipped to 1 + clip_high; null: the recipe's own", low=0)] = (
-        None
-    )
+    recipe: Annotated[Recipe, Option("loss, by its name in common use; see docs/losses.md")] = "grpo"
+    clip_low: Annotated[
+        float | None, Option("lower clip: ratios are at least 1 - clip_low; null: from the recipe", low=0)
+    ] = None
+    clip_high: Annotated[
+        float | None, Option("upper clip: ratios are at most 1 + clip_high; null: from the recipe", low=0)
+    ] = None
     dual_clip: Annotated[
         float | None,
-        Option("where the advantage A is negative the loss is at most -A dual_clip; null: the recipe's own", low=1),
+        Option(
+            "dual clip: if the advantage A is negative, the loss is at most -A dual_clip; null: from the recipe", low=1
+        ),
     ] = None
     ratio: Annotated[
         Literal["recipe", "tokens", "sequences", "none"],
-        Option("ratio of a token, or of its sequence; none: REINFORCE, RLOO; recipe: the recipe's own"),
+        Option("probability ratio per token or per sequence; none: REINFORCE, RLOO; recipe: from the recipe"),
     ] = "recipe"
     importance: Annotated[
         Literal["recipe", "none", "tokens", "sequences"],
-        Option("importance weight of what the engine sampled; recipe: the recipe's own"),
+        Option("importance weight of the engine's samples, per token or per sequence; recipe: from the recipe"),
     ] = "recipe"
     truncation: Annotated[
         Literal["recipe", "none", "tis", "icepop", "seq-mask-tis"],
-        Option("what is done to importance weights outside the band; recipe: the recipe's own"),
+        Option("treatment of importance weights outside the band; recipe: from the recipe"),
     ] = "recipe"
-    band_low: Annotated[float | None, Option("lower end of the weights' band; null: the recipe's own", low=0)] = None
-    band_high: Annotated[float | None, Option("upper end of the weights' band; null: the recipe's own", low=0)] = None
+    band_low: Annotated[
+        float | None, Option("lower end of the band of importance weights; null: from the recipe", low=0)
+    ] = None
+    band_high: Annotated[
+        float | None, Option("upper end of the band of importance weights; null: from the recipe", low=0)
+    ] = None
     kl: Annotated[
-        float | None, Option("coefficient of the penalty for leaving the reference; null: the recipe's own", low=0)
+        float | None, Option("coefficient of the KL penalty against the reference; null: from the recipe", low=0)
     ] = None
     kl_kind: Annotated[
-        Literal["recipe", "k1", "k2", "k3"], Option("estimate of the penalty's KL; recipe: the recipe's own")
+        Literal["recipe", "k1", "k2", "k3"], Option("estimator of the KL penalty; recipe: from the recipe")
     ] = "recipe"
     kl_input_clamp: Annotated[
-        float | None, Option("largest difference to the reference that the penalty sees; null: none", low=0)
+        float | None, Option("clamp of the difference to the reference in the KL penalty; null: no clamp", low=0)
     ] = None
-    kl_output_clamp: Annotated[float | None, Option("largest penalty of a token; null: none", low=0)] = None
+    kl_output_clamp: Annotated[float | None, Option("clamp of the KL penalty of a token; null: no clamp", low=0)] = None
     positive_nll: Annotated[
-        float | None, Option("coefficient of -log p of tokens with a positive advantage; null: the recipe's own", low=0)
+        float | None, Option("coefficient of -log p for tokens with a positive advantage; null: from the recipe", low=0)
     ] = None
     loss: Annotated[
         str,
         Option(
-            "the loss, module:attr; attr(ctx) has level, normalizers() and is called as docs/losses.md says",
+            "your own loss as module:attr; attr(ctx) returns an object with level, normalizers() and a call (docs/own-code.md)",
             target=True,
         ),
     ] = KIT_LOSS
     model: Annotated[
-        str, Option("the Megatron job, module:attr; attr(ctx) has chunks, optimizer and scheduler", target=True)
+        str,
+        Option(
+            "your own Megatron job as module:attr; attr(ctx) returns an object with chunks, optimizer, scheduler",
+            target=True,
+        ),
     ] = KIT_MODEL
     masks: Annotated[
         Literal["ragged", "full", "empty-rank"],
-        Option("ragged answers with masked samples; all valid; or one data rank without a valid token"),
+        Option(
+            "ragged: answers of different lengths, some samples masked; full: all valid; empty-rank: no valid token on one data rank"
+        ),
     ] = "ragged"
     batching: Annotated[
-        Literal["fixed", "dynamic", "packed"], Option("how fsdp2 makes microbatches of rows; megatron: fixed")
+        Literal["fixed", "dynamic", "packed"], Option("how fsdp2 groups rows into microbatches; megatron: fixed")
     ] = "fixed"
-    token_budget: Annotated[int, Option("tokens in a dynamic or packed microbatch", low=16, high=1 << 20)] = 96
+    token_budget: Annotated[int, Option("most tokens in a dynamic or packed microbatch", low=16, high=1 << 20)] = 96
     implementation: Annotated[
         str,
-        Option("the code under test, module:attr; attr(ctx) has begin, microbatch, finish, abort", target=True),
+        Option(
+            "your own split step as module:attr; attr(ctx) has begin, microbatch, finish, abort, version", target=True
+        ),
     ] = KIT_SPLIT
 
     def __post_init__(self) -> None:
         if not self.chunks:
-            raise BadInput("chunks is empty: name at least one way to cut a step, such as [1, 5]")
+            raise BadInput("chunks is empty: give at least one number of chunks, such as [1, 5]")
         for count in self.chunks:
             if not 0 <= count <= self.microbatches:
                 raise BadInput(
-                    f"chunks: {count} calls cannot share {self.microbatches} microbatches; give 1 to {self.microbatches}, or 0 for all"
+                    f"chunks={count} is not between 1 and the {self.microbatches} microbatches of a step; "
+                    f"use 1 to {self.microbatches}, or 0 for one chunk per microbatch"
                 )
         if len(set(self.chunks)) < len(self.chunks):
-            raise BadInput(f"chunks names a number twice: {list(self.chunks)}")
+            raise BadInput(f"chunks={list(self.chunks)} repeats a number: give each number once")
         check(model_config(self), self.ranks)
         if self.ep > 1 and not self.experts:
-            raise BadInput(f"ep={self.ep} needs experts: set experts to a multiple of {self.ep}")
+            raise BadInput(f"ep={self.ep} needs a model with experts: set experts to a multiple of {self.ep}")
         if self.experts and self.reduce != "mean":
             raise BadInput(
-                "experts need reduce=mean: Megatron scales their load-balancing loss for means over data ranks"
+                "experts need reduce=mean: Megatron scales their load-balancing loss for a mean over data-parallel ranks"
             )
         if self.backend == "fsdp2" and (self.tp, self.pp, self.experts) != (1, 1, 0):
-            raise BadInput("backend=fsdp2 shards over data ranks alone: leave tp, pp and experts out")
+            raise BadInput("backend=fsdp2 supports data parallelism only: leave out tp, pp and experts")
         if self.backend == "megatron" and self.batching != "fixed":
             raise BadInput(
-                f"batching={self.batching} is for backend=fsdp2; Megatron's packed rows need Transformer Engine"
+                f"batching={self.batching} needs backend=fsdp2: with Megatron, packed rows need Transformer Engine"
             )
         if self.batching != "fixed" and self.token_budget < self.length:
-            raise BadInput(f"token_budget={self.token_budget} must hold a whole row of length={self.length}")
-        if self.recipe == "gspo" and self.level != "sequences":
             raise BadInput(
-                f"recipe=gspo needs level=sequences, not {self.level!r}: its ratio is one of the whole sequence"
+                f"token_budget={self.token_budget} is less than a row of length={self.length}: use at least {self.length}"
             )
+        if self.recipe == "gspo" and self.level != "sequences":
+            raise BadInput(f"recipe=gspo needs level=sequences, not {self.level!r}: its ratio is per sequence")
         check_loss(self)
         if self.model != KIT_MODEL and (self.backend != "megatron" or self.experts or self.layers is not None):
             raise BadInput(
-                f"model={self.model} needs backend=megatron without experts and layers: they shape the kit's model"
+                f"model={self.model} needs backend=megatron, without experts and layers: they configure the kit's own model only"
             )
         if self.masks == "empty-rank" and self.data_ranks < 2:
-            raise BadInput("masks=empty-rank needs two data ranks or more: one of them has no valid token")
+            raise BadInput("masks=empty-rank needs at least 2 data-parallel ranks: one of them has no valid token")
 
     @property
     def data_ranks(self) -> int:
@@ -179,12 +194,12 @@ class SplitConfig(LabConfig):
 
     @property
     def batch(self) -> int:
-        """Sequences of a step over all data ranks."""
+        """Sequences of a step over all data-parallel ranks."""
         return self.data_ranks * self.microbatches * self.micro_batch
 
     @property
     def has_twin(self) -> bool:
-        """Whether a plain torch model has the same weights as the job: the oracle and FSDP2 work on that."""
+        """Whether a plain torch model can take the weights of the job, as the oracle and FSDP2 need."""
         return not self.experts and self.model == KIT_MODEL
 
     @property
@@ -198,31 +213,31 @@ class SplitConfig(LabConfig):
 
 
 def loss_settings(config: SplitConfig) -> dict[str, Any]:
-    """What the kit's loss is made with, apart from its level: the recipe, under what was set."""
+    """The options of the kit's loss, except its level: those of the recipe, then those that were set."""
     return {**RECIPES[config.recipe], **set_options(config)}
 
 
 def set_options(config: SplitConfig) -> dict[str, Any]:
-    """The loss's options that a person set."""
+    """The options of the loss that were set."""
     values = {name: getattr(config, name) for name in LOSS_OPTIONS}
     return {name: value for name, value in values.items() if value not in (None, "recipe")}
 
 
 def check_loss(config: SplitConfig) -> None:
-    """One sentence where the loss cannot have these options."""
-    chosen = ", ".join(set_options(config))
-    if config.loss != KIT_LOSS and (chosen or config.recipe != "grpo"):
-        raise BadInput(f"loss={config.loss} has its own settings: leave {chosen or 'recipe'} out")
+    """Refuse options that the loss cannot have."""
+    options = ", ".join(set_options(config))
+    if config.loss != KIT_LOSS and (options or config.recipe != "grpo"):
+        raise BadInput(f"loss={config.loss} replaces the recipe and its options: leave out {options or 'recipe'}")
     if config.recipe == "nll":
-        if chosen:
-            raise BadInput(f"recipe=nll is the negative log-likelihood, which has no {chosen}: use another recipe")
+        if options:
+            raise BadInput(f"recipe=nll (negative log-likelihood) does not have {options}: use another recipe")
         return
     for level in config.levels:
         ClippedOptions(level=level, **loss_settings(config))
 
 
 def model_config(config: SplitConfig) -> ModelConfig:
-    """The part of the config that makes the Megatron job."""
+    """The part of the config that describes the Megatron job."""
     return ModelConfig(
         size=config.size,
         tp=config.tp,
@@ -243,12 +258,12 @@ def model_config(config: SplitConfig) -> ModelConfig:
 
 
 def cases(config: SplitConfig) -> list[Case]:
-    """Every way to cut, at every level, in the order of the run."""
+    """Every number of chunks at every level, in the order of the run."""
     return cases_of({"level": config.level, "chunks": config.chunks})
 
 
 def cases_of(config: Mapping[str, Any]) -> list[Case]:
-    """The same from a run's config, as it is on disk."""
+    """The same from the config of a run on disk."""
     levels = LEVELS if config["level"] == "both" else (config["level"],)
     ways = [(level, count) for level in levels for count in config["chunks"]]
     return [
@@ -258,7 +273,7 @@ def cases_of(config: Mapping[str, Any]) -> list[Case]:
 
 
 def plan(config: SplitConfig) -> list[Step]:
-    """For each level the plain step, then each cut beside it; at the end what was promised of failures."""
+    """For each level the plain step, then the split step for each number of chunks; at the end the rehearsed failures."""
     steps = [Step(0, "prepare")]
     for case in cases(config):
         if case.first:

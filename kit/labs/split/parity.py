@@ -1,6 +1,6 @@
-"""The tables of a split run: every metric in both ways of stepping, and every tensor's gradient and weights.
+"""The tables of a split run: every metric of the plain and the split step, and the errors of every gradient and weight.
 
-`metrics(frame, config)` and `tensors(frame, config)` are pandas tables to look at and to export.
+`metrics(frame, config)` and `tensors(frame, config)` return pandas tables.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ from kit.results import Missing, with_ids
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Below it errors are absolute: a relative limit of 1e-6 and an absolute one of 1e-8 meet there.
+# Errors of smaller values are absolute: a relative limit of 1e-6 becomes an absolute one of 1e-8.
 FLOOR = 1e-2
-# Where a microbatch holds other rows in every cut, each log-probability is rounded in another way, and a loss is a small difference
-# of large terms.
+# The same threshold if the rows of a microbatch depend on the number of chunks: log-probabilities are rounded differently, and a loss
+# near zero is a small difference of large terms.
 REGROUPED = 1.0
 NOT_METRICS = frozenset({"grad_norm", "lr", "wd", "global_valid_seqs", "global_valid_toks", "updated", "global_loss"})
 
 
 def results(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
-    """The numbers that ranks recorded of the steps of a phase, with columns for the step and the number's name."""
+    """The numbers that ranks recorded for the steps of a phase, with columns `step` and `name`."""
     found = with_ids(frame[(frame["phase"] == phase) & (frame["metric"] == "result")], "step", "name")
     if found.empty:
-        raise Missing(f"no numbers of {phase}")
+        raise Missing(f"no results of phase {phase}")
     return found
 
 
 def values(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
-    """The numbers that rank 0 recorded of the steps of a phase, by cycle, step and metric."""
+    """The numbers that rank 0 recorded for the steps of a phase, by cycle, step and metric."""
     found = results(frame[frame["rank"] == 0], phase)
     return found.assign(metric=found["name"])[["cycle", "step", "metric", "value"]]
 
 
 def error(value: pd.Series, base: pd.Series, floor: float) -> pd.Series:
-    """Relative error, absolute below the floor. NaN beside NaN and an infinity beside the same are alike; else infinite."""
-    alike = (value == base) | (value.isna() & base.isna())
-    apart = (value - base).abs() / base.abs().clip(lower=floor)
-    return apart.fillna(float("inf")).where(~alike, 0.0)
+    """Relative error, absolute below the floor. NaN equals NaN and an infinity itself; other non-finite errors are infinite."""
+    equal = (value == base) | (value.isna() & base.isna())
+    relative = (value - base).abs() / base.abs().clip(lower=floor)
+    return relative.fillna(float("inf")).where(~equal, 0.0)
 
 
 def worst(table: pd.DataFrame, column: str) -> dict[str, Any]:
-    """The row where a column is largest."""
+    """The row with the largest value of a column."""
     row = table.iloc[int(table[column].to_numpy().argmax())]
     return {str(name): value for name, value in row.items()}
 
 
 def paired(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
-    """Every number of the plain and of the piece-wise step: cycle, level, chunks, step, metric, sync, split, error."""
+    """Every number of the plain and the split step: cycle, level, chunks, step, metric, sync, split, error."""
     cut = values(frame, "split")
     plain = values(frame, "sync")
     rows = []
@@ -61,7 +61,7 @@ def paired(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
         one = plain[plain["cycle"] == base].drop(columns="cycle").rename(columns={"value": "sync"})
         two = cut[cut["cycle"] == case.cycle].drop(columns="cycle").rename(columns={"value": "split"})
         if two.empty:
-            raise Missing(f"{case.chunks} chunks at level {case.level} were not run")
+            raise Missing(f"the split step with chunks={case.chunks}, level={case.level} did not run")
         both = one.merge(two, on=["step", "metric"], how="outer", indicator="seen")
         rows.append(both.assign(cycle=case.cycle, level=case.level, chunks=case.chunks))
     table = pd.concat(rows, ignore_index=True)
@@ -70,15 +70,15 @@ def paired(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def metrics(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
-    """Every metric of every case and step, its normalizer, and what one scalar for all metrics would have made of it."""
+    """Every metric of every case and step, its normalizer, and its value if one scalar divided all metrics."""
     table = paired(frame, config)
     table = table[~table["metric"].isin(NOT_METRICS)]
     plain = paired(frame, config).pivot_table(index=["cycle", "step"], columns="metric", values="sync", dropna=False)
-    told = with_ids(
+    recorded = with_ids(
         frame[(frame["phase"] == "sync") & (frame["rank"] == 0) & (frame["metric"] == "normalizer")], "name"
     )
     level = {case.cycle: case.level for case in cases_of(config)}
-    rows = zip(told["cycle"], told["name"], told["text"], strict=True)
+    rows = zip(recorded["cycle"], recorded["name"], recorded["text"], strict=True)
     by = {(level[cycle], name): normalizer for cycle, name, normalizer in rows}
     keys = zip(table["level"], table["metric"], strict=True)
     table = table.assign(normalizer=[by.get(key, "none") for key in keys])
@@ -108,14 +108,14 @@ def metrics(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def tensors(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
-    """Every tensor of every case: relative error of the first gradient and of the weights at the end, and where it is worst."""
+    """Every tensor of every case: relative error of the first gradient and of the final weights, and the worst element."""
     rows = frame[(frame["phase"] == "compare") & (frame["rank"] == 0)]
     found = with_ids(rows[rows["metric"].str.startswith("tensor_")], "tensor")
     if found.empty:
         raise Missing("no tensors were compared")
-    found = found.assign(what=found["metric"].str.removeprefix("tensor_"))
-    wide = found.pivot_table(index=["cycle", "tensor"], columns="what", values="value", sort=False).reset_index()
-    which = {case.cycle: case for case in cases_of(config)}
-    wide.insert(0, "level", [which[cycle].level for cycle in wide["cycle"]])
-    wide.insert(1, "chunks", [which[cycle].chunks for cycle in wide["cycle"]])
+    found = found.assign(name=found["metric"].str.removeprefix("tensor_"))
+    wide = found.pivot_table(index=["cycle", "tensor"], columns="name", values="value", sort=False).reset_index()
+    cases = {case.cycle: case for case in cases_of(config)}
+    wide.insert(0, "level", [cases[cycle].level for cycle in wide["cycle"]])
+    wide.insert(1, "chunks", [cases[cycle].chunks for cycle in wide["cycle"]])
     return wide.drop(columns="cycle").rename_axis(columns=None)

@@ -1,4 +1,4 @@
-"""Losses by the names in common use, and how a config changes them. Settings only: the loss itself is made on the ranks."""
+"""Losses by the names in common use, as options of the kit's loss. The loss itself is made on the ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Recipe = Literal[
     "grpo", "dapo", "gspo", "cispo", "tis", "icepop", "seq-mask-tis", "on-policy", "reinforce", "vapo", "nll"
 ]
 
-# What kit.train.losses.ClippedPolicyGradient is made with; nll is the negative log-likelihood.
+# Options of kit.train.losses.ClippedPolicyGradient; nll is the negative log-likelihood, which has none.
 RECIPES: dict[Recipe, dict[str, Any]] = {
     "grpo": {"kl": 0.05},
     "dapo": {"clip_high": 0.28, "dual_clip": 3.0},

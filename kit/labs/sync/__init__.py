@@ -1,4 +1,4 @@
-"""Sync: weights from trainer shards to inference replicas of another layout; complete, exact, in order, with nothing left behind."""
+"""Sync: weights from trainer shards to inference replicas with another layout; complete, exact, in order, with nothing left behind."""
 
 from kit.labs.definition import Definition
 from kit.labs.sync.config import SyncConfig, plan, roles
@@ -7,12 +7,12 @@ from kit.labs.sync.fits import fits
 
 LAB = Definition(
     name="sync",
-    summary="weights go from trainer shards to inference replicas, verified and versioned, and no forward sees half-new ones",
+    summary="weights go from trainer shards to inference replicas, verified and versioned; no forward runs on half-new weights",
     config=SyncConfig,
     plan=plan,
     roles=roles,
     fits=fits,
-    phases="kit.labs.sync.phases:side",
+    phases="kit.labs.sync.ranks.phases:side",
     checks="kit.labs.sync.checks:CHECKS",
     presets="kit.labs.sync.presets:PRESETS",
     pictures="kit.labs.sync.pictures:PICTURES",

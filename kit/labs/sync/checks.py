@@ -1,4 +1,4 @@
-"""What the sync lab asks of its records."""
+"""The checks of the sync lab."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from kit.labs.memory import growth, on_cuda, one_cycle, others_untouched
 from kit.labs.sync.config import SyncConfig, roles
 from kit.labs.sync.counts import attempts, ended, out_of_order
 from kit.results import Check, Measured, Missing, incomplete, select
+from kit.results.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,22 +22,23 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 SYNCS = ("refresh", "expand")
-FAILURES = (
-    "accepted",
-    "unnamed",
-    "kept_version",
-    "kept_wrong",
-    "left_segments",
-    "left_files",
-    "left_groups",
-    "silent",
-    "served_wrong",
-    "next_failed",
-)
+# What each number of a rehearsed failure counts.
+FAILURES = {
+    "accepted": "invalid calls that were accepted",
+    "unnamed": "errors that do not name the cause",
+    "kept_version": "wrong versions after the failure",
+    "kept_wrong": "wrong weights or routes after the failure",
+    "left_segments": "shared-memory segments left behind",
+    "left_files": "temporary files left behind",
+    "left_groups": "process groups left behind",
+    "silent": "failures without an error",
+    "served_wrong": "wrong forwards during the failure",
+    "next_failed": "failures of the next sync",
+}
 
 
 def syncs(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """A number of every sync of a version."""
+    """A metric of every sync of a version."""
     rows = frame[frame["phase"].isin(SYNCS) & (frame["metric"] == metric)]
     if rows.empty:
         raise Missing(f"no sync recorded {metric}")
@@ -49,18 +51,18 @@ def worst(rows: pd.DataFrame) -> tuple[float, str]:
 
 
 def bit_exact(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """After every cycle, after rehearsed failures, and after what came after these."""
+    """Hashes of all tensors after every cycle, after rehearsed failures, and after the syncs that follow them."""
     select(frame, phase="verify", metric="tensors_differ")
     done = frame[frame["phase"].isin(["verify", "rehearse"])]
     differ, hashed = done[done["metric"] == "tensors_differ"], done[done["metric"] == "tensors_hashed"]["value"]
     wanted = receivers(config) * (config["cycles"] + 1)
     if len(differ) < wanted or not hashed.min():
-        incomplete(f"{len(differ)} of {wanted} comparisons of all tensors were made")
+        incomplete(f"all tensors were compared {len(differ)} times instead of {wanted}")
     value, where = worst(differ)
-    seen = f"SHA-256 of {hashed.min():.0f} tensors on {len(differ)} occasions"
+    compared = f"SHA-256 of {hashed.min():.0f} tensors, {len(differ)} comparisons"
     sent, verified = syncs(frame, "tensors_sent")["value"].max(), syncs(frame, "tensors_verified")["value"].min()
-    seen += f"; on the way {verified:.0f} of {sent:.0f} were compared ({config['verify']})"
-    return Measured(value, f"{value:.0f} differ on {where}; {seen}" if value else f"none differs; {seen}")
+    compared += f"; in transit {verified:.0f} of {sent:.0f} tensors were verified ({config['verify']})"
+    return Measured(value, f"{value:.0f} tensors differ ({where}); {compared}" if value else f"0 differ; {compared}")
 
 
 def equal_layouts(config: Mapping[str, Any]) -> bool:
@@ -68,7 +70,7 @@ def equal_layouts(config: Mapping[str, Any]) -> bool:
 
 
 def logits_limit(config: Mapping[str, Any]) -> float:
-    """Equal layouts add in one order; others round otherwise."""
+    """Equal layouts add in the same order; different ones round differently."""
     if equal_layouts(config):
         return 0.0
     return 1e-5 if config["dtype"] == "float32" else 3e-2
@@ -80,15 +82,15 @@ def logits_equal(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     value, where = worst(errors)
     if equal_layouts(config) and value == 0 and same.min() < 1:
         value = float("inf")
-    found = f"{same.sum():.0f} of {len(errors)} are the same bits; largest difference on {where}"
+    why = f"{same.sum():.0f} of {len(errors)} logits are identical bit for bit; largest difference: {where}"
     if equal_layouts(config):
-        return Measured(value, f"{found}; the trainer's layout")
-    return Measured(value, found, if_passed="layouts differ, so sums are added in another order")
+        return Measured(value, f"{why}; replicas have the trainer's layout")
+    return Measured(value, why, if_passed="the layouts differ, so sums round differently")
 
 
 def names_right(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
     value, where = worst(select(frame, metric="plain_error"))
-    return Measured(value, f"largest difference on {where}, over the largest logit")
+    return Measured(value, f"largest difference divided by the largest logit: {where}")
 
 
 def plain_limit(config: Mapping[str, Any]) -> float:
@@ -103,66 +105,66 @@ def no_torn_reads(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     same = (select(frame, metric="versions_differ")["value"] < 1).sum()
     value = float(torn["value"].sum() + moved + len(missing) + same)
     waited = int((table["forward"] == "waits").sum())
-    found = [
+    reasons = [
         f"no forward was attempted at {missing[0]}" if missing else "",
-        "two versions gave the same logits, so that a torn read would not show" if same else "",
-        "logits of one version changed while nothing came" if moved else "",
-        f"{torn['value'].sum():.0f} of {served:.0f} forwards during syncs were of no version at rest, or of the old one after the new",
-        f"{len(table) - waited} attempts ran and {waited} waited, on {table['rank'].nunique()} ranks",
+        "two versions gave the same logits, so a torn read would not show" if same else "",
+        "the logits of one version changed between syncs" if moved else "",
+        f"{torn['value'].sum():.0f} of {served:.0f} forwards during syncs had mixed weights, or old ones after new ones",
+        f"attempted forwards: {len(table) - waited} ran, {waited} waited ({counted(table['rank'].nunique(), 'rank')})",
     ]
-    return Measured(value, "; ".join(filter(None, found)))
+    return Measured(value, "; ".join(filter(None, reasons)))
 
 
 def version_order(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Points that the lab sampled on every receiver in every sync, against the rule; and forwards whose version was not the replica's."""
+    """The sampled points of every sync on every receiver against the required order; and forwards on another version than reported."""
     wrong, count, first = out_of_order(frame, trainer_ranks(config))
     labels = frame[frame["metric"] == "mislabelled"]["value"].sum()
     unlocked = max(frame[frame["metric"] == "unlocked"]["value"], default=0)
     if labels:
-        first = first or f"{labels:.0f} forwards ran on another version than the replica had"
+        first = first or f"{labels:.0f} forwards ran on another version than the replica reported"
     if unlocked:
-        first = first or f"another thread could take the sender's lock at {unlocked:.0f} points of a sync"
+        first = first or f"the sender's lock was free at {unlocked:.0f} points of a sync"
     return Measured(
-        float(wrong + labels + unlocked), first or f"{count} syncs on receivers were in the order of the rule"
+        float(wrong + labels + unlocked), first or f"all {count} syncs on receivers ran in the required order"
     )
 
 
 def no_double_bump(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-    """The version on every rank after each cycle is the number of versions that were trained."""
+    """The version on every rank after each cycle against the number of trained versions."""
     rows = select(frame, phase="verify", metric="version")
     off = rows.assign(value=(rows["value"] - rows["cycle"]).abs())
     value, where = worst(off)
-    return Measured(
-        value, f"versions off by {value:.0f} on {where}" if value else f"{len(rows)} times as many as were trained"
-    )
+    if value:
+        return Measured(value, f"version differs from the number of trained versions by {value:.0f} ({where})")
+    return Measured(value, f"version equals the number of trained versions ({counted(len(rows), 'reading')})")
 
 
 def answers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Each receiver is asked for a forward after every sync: where its phase has ended, and where the sync failed on any rank."""
+    """Each receiver is asked for a forward after every sync, if its phase ended or the sync failed on any rank."""
     rows = frame[frame["phase"].isin([*SYNCS, "rehearse"])]
     failed = rows[rows["metric"] == "failed"][["cycle", "phase"]].drop_duplicates()
     asked = {key for key in ended(rows) if key[2] >= trainer_ranks(config)}
     asked |= {(*key, rank) for key in failed.itertuples(index=False, name=None) for rank in served_in(key[1], config)}
-    told = rows[rows["metric"] == "serves"]
-    there = list(zip(told["cycle"], told["phase"], told["rank"], told["value"], strict=True))
-    if failed.empty and not there:
-        raise Missing("no forward after a sync was asked for")
-    unserved = [*(asked - {each[:3] for each in there}), *(each[:3] for each in there if each[3] < 1)]
-    served = sum(each[3] >= 1 for each in there)
-    found = f"{served} of {served + len(unserved)} times a receiver served the new version after its sync"
-    where = [f"; not on rank {rank} in {phase} of cycle {cycle}" for cycle, phase, rank in sorted(unserved)[:1]]
-    return Measured(float(len(unserved)), found + "".join(where))
+    serves = rows[rows["metric"] == "serves"]
+    answered = list(zip(serves["cycle"], serves["phase"], serves["rank"], serves["value"], strict=True))
+    if failed.empty and not answered:
+        raise Missing("no forward was requested after a sync")
+    unserved = [*(asked - {each[:3] for each in answered}), *(each[:3] for each in answered if each[3] < 1)]
+    served = sum(each[3] >= 1 for each in answered)
+    why = f"the new version was served after {served} of {served + len(unserved)} syncs on receivers"
+    where = [f"; not on rank {rank}, {phase}, cycle {cycle}" for cycle, phase, rank in sorted(unserved)[:1]]
+    return Measured(float(len(unserved)), why + "".join(where))
 
 
 def served_in(phase: str, config: Mapping[str, Any]) -> list[int]:
-    """The receivers that take part in a phase with syncs."""
+    """The receivers that take part in the syncs of a phase."""
     names = {"refresh": ("replica",), "expand": ("sleeper",)}.get(phase, ("replica", "sleeper"))
     made = SyncConfig(**{each.name: config[each.name] for each in dataclasses.fields(SyncConfig)})
     return [rank for role in roles(made) if role.name in names for rank in role.ranks]
 
 
-def back(metric: str, what: str) -> Measure:
-    """Levels after every cycle and after the rehearsal against those after the base."""
+def returns_to_baseline(metric: str, noun: str) -> Measure:
+    """Counts after every cycle and after the rehearsal against the baseline, which is taken after the base is published."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         last = "shrink" if shares(frame) else "verify"
@@ -172,11 +174,10 @@ def back(metric: str, what: str) -> Measure:
             incomplete(f"{metric} was not counted after every cycle")
         if rows.empty:
             raise Missing(f"{metric} was not counted after any cycle")
-        more = rows.assign(value=rows["value"] - rows["rank"].map(before))
-        value, where = worst(more)
-        return Measured(
-            value, f"{value:.0f} more {what} after {where}" if value > 0 else f"never more {what} than after the base"
-        )
+        value, where = worst(rows.assign(value=rows["value"] - rows["rank"].map(before)))
+        if value > 0:
+            return Measured(value, f"{value:.0f} more {noun} than at baseline ({where})")
+        return Measured(value, f"no rank has more {noun} than at baseline ({counted(len(rows), 'reading')})")
 
     return measure
 
@@ -184,19 +185,20 @@ def back(metric: str, what: str) -> Measure:
 def cache_bounded(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
     value, where = worst(select(frame, metric="cache_copies"))
     held = select(frame, metric="cache_bytes")["value"].max() / MIB
-    return Measured(value, f"whole models of shared memory at the sender at most, {held:.1f} MiB; {where}")
+    copies = counted(int(value), "copy").replace("copys", "copies")
+    return Measured(value, f"at most {copies} of the model in the sender's shared memory, {held:.1f} MiB ({where})")
 
 
 def base_equal(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     differ = select(frame, phase="base", metric="tensors_differ")
     if len(differ) < receivers(config):
-        incomplete(f"base weights were compared on {len(differ)} of {receivers(config)} ranks")
+        incomplete(f"base weights were compared on {len(differ)} of {receivers(config)} receivers")
     compared = select(frame, phase="base", metric="tensors_hashed")["value"].sum()
     accepted = select(frame, phase="base", metric="base_accepted")["value"].sum()
-    found = f"{differ['value'].sum():.0f} of {compared:.0f} tensors on all receivers differ, by SHA-256"
+    why = f"{differ['value'].sum():.0f} of {compared:.0f} tensors on all receivers differ (SHA-256)"
     if accepted:
-        found += f"; a base with one other number was not refused by name on {accepted:.0f} ranks"
-    return Measured(float(differ["value"].sum() + accepted), found)
+        why += f"; a base with one changed number was not refused by name on {counted(int(accepted), 'rank')}"
+    return Measured(float(differ["value"].sum() + accepted), why)
 
 
 def failure_is_clean(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
@@ -206,19 +208,22 @@ def failure_is_clean(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
         raise Missing("no failure was rehearsed")
     rows = rows.assign(scene=rows["ids"].map(lambda ids: json.loads(ids)["scene"]))
     wrong = rows[rows["value"] > 0]
-    found = ", ".join(f"{row.metric} {row.value:.0f} on rank {row.rank} in '{row.scene}'" for row in wrong.itertuples())
+    found = "; ".join(
+        f"{FAILURES[str(row.metric)]}: {row.value:.0f} (rank {row.rank}, scene {row.scene})"
+        for row in wrong.itertuples()
+    )
     scenes = ", ".join(sorted(rows["scene"].unique()))  # ranks answer in any order
-    fine = "every failed sync left all as before and was named, and the next one worked"
-    return Measured(float(rows["value"].sum()), found or f"{fine}: {scenes}")
+    right = "every failed sync left weights and version unchanged and named the cause, and the next sync succeeded"
+    return Measured(float(rows["value"].sum()), found or f"{right} ({scenes})")
 
 
 def sweep_arrived(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
     rows = select(frame, phase="sweep", metric="sweep_missing")
     wrong = rows[rows["value"] > 0]
     named = [json.loads(ids) for ids in wrong["ids"]]
-    found = ", ".join(f"{one['transport']} in buckets of {one['bucket_bytes']} bytes" for one in named[:3])
-    seen = f"{len(rows)} transports and sizes brought every tensor"
-    return Measured(float(rows["value"].sum()), f"tensors that did not arrive by {found}" if found else seen)
+    found = ", ".join(f"{one['transport']} with buckets of {one['bucket_bytes']} bytes" for one in named[:3])
+    right = f"every tensor arrived with all {len(rows)} combinations of transport and bucket size"
+    return Measured(float(rows["value"].sum()), f"tensors are missing with {found}" if found else right)
 
 
 def receivers(config: Mapping[str, Any]) -> int:
@@ -240,14 +245,14 @@ def zero(
 
 
 def no_sweep(config: Mapping[str, Any]) -> str:
-    return "" if config["sweep"] else "sweep=false"
+    return "" if config["sweep"] else "sweep=false: transports were not compared"
 
 
 CHECKS = (
-    zero("bit_exact", "Is every tensor on every replica the trainer's, by its hash?", bit_exact, "tensors_differ"),
+    zero("bit_exact", "Does every replica have the trainer's tensors, bit for bit?", bit_exact, "tensors_differ"),
     Check(
         name="logits_equal",
-        question="Do replicas answer as the trainer does?",
+        question="Do replicas give the trainer's logits?",
         tolerance="logits_rel",
         limit=logits_limit,
         unit="ratio",
@@ -256,42 +261,61 @@ CHECKS = (
     ),
     Check(
         name="names_right",
-        question="Does a plain model that knows the tensors by their names give the trainer's logits?",
+        question="Does a plain model, loaded by tensor names, give the trainer's logits?",
         tolerance="names_rel",
         limit=plain_limit,
         unit="ratio",
         better="<=",
         measure=names_right,
     ),
-    zero("no_torn_reads", "Did every forward run on one version alone?", no_torn_reads, "torn_reads"),
-    zero("version_order", "Did everything happen in the order of the rule?", version_order, "out_of_order"),
-    zero("no_double_bump", "Is the version the number of training steps?", no_double_bump, "versions_off"),
+    zero("no_torn_reads", "Did every forward run on a single weight version?", no_torn_reads, "torn_reads"),
+    zero("version_order", "Did every sync run in the required order?", version_order, "out_of_order"),
+    zero("no_double_bump", "Does the version equal the number of trained versions?", no_double_bump, "versions_off"),
     zero("receivers_answer", "Does every receiver serve the new version after a sync?", answers, "unanswered"),
-    zero("base_equal", "Were all base weights equal where the base was published?", base_equal, "base_differ"),
-    zero("groups_return_to_baseline", "Is no group left?", back("groups", "groups"), "groups_more"),
-    zero("segments_return_to_baseline", "Is no shared memory left?", back("segments", "segments"), "segments_more"),
+    zero("base_equal", "Were all base weights equal when the base was published?", base_equal, "base_differ"),
+    zero(
+        "groups_return_to_baseline",
+        "Do process groups return to the baseline?",
+        returns_to_baseline("groups", "groups"),
+        "groups_more",
+    ),
+    zero(
+        "segments_return_to_baseline",
+        "Does shared memory return to the baseline?",
+        returns_to_baseline("segments", "segments"),
+        "segments_more",
+    ),
     Check(
         name="memory_growth",
-        question="Does memory stay where it was after the first version?",
+        question="Does memory stay at its level after the first version?",
         tolerance="growth_mib",
         limit=200,
         unit="MiB",
         better="<=",
-        measure=growth("verify", "after a version is on all replicas"),
+        measure=growth("verify", "after all replicas have a version"),
         cannot=one_cycle,
     ),
-    zero("cache_bounded", "Are there two copies at most?", cache_bounded, "copies", 2),
+    zero("cache_bounded", "Does the sender keep at most two copies of the model?", cache_bounded, "copies", 2),
     zero(
-        "failure_is_clean", "Does a sync that fails leave all as it was, by name?", failure_is_clean, "failures_unclean"
+        "failure_is_clean",
+        "Does a failed sync leave everything unchanged and name the cause?",
+        failure_is_clean,
+        "failures_unclean",
     ),
     Check(
         name="others_untouched",
-        question="Does a process beside the job keep its memory on the card?",
+        question="Does a process beside the job keep its GPU memory?",
         tolerance="others_mib",
         limit=10,
         unit="MiB",
         better="<=",
         measure=on_cuda(others_untouched("prepare")),
     ),
-    zero("sweep_arrived", "Did the bytes of the comparison arrive?", sweep_arrived, "sweep_missing", cannot=no_sweep),
+    zero(
+        "sweep_arrived",
+        "Did every tensor of the transport comparison arrive?",
+        sweep_arrived,
+        "sweep_missing",
+        cannot=no_sweep,
+    ),
 )

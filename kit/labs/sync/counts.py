@@ -1,8 +1,7 @@
-"""What the lab's own samples of syncs come to: points in the order of the rule, versions, routes, and forwards that were attempted at each.
+"""The required order of a sync, and the lab's own samples against it: points, versions, routes and attempted forwards.
 
-A sync that succeeds has these points on every receiver, by path; `bucket` and `write` come once a bucket, from 0 on. Of a phase that a
-rank did not end, or that raised there, points may be missing at the end: such a sync is held against the beginning of the rule, up to
-where it was undone.
+A successful sync has the points of `rule` on every receiver; `bucket` and `write` come once per bucket, from 0 on. If a rank did not end
+the phase, or raised in it, points may be missing at the end: such a sync is compared with the beginning of the rule, up to its undo.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ BEFORE = {
     "expand": ("begin", "wake", "open"),
 }
 PUBLISHED = ("publish", "activate", "end")
-SERVED = ("refresh", "stream")  # paths of replicas that are awake
+SERVED = ("refresh", "stream")  # paths for replicas that are awake
 WAITS = "waits"
 BY_SYNC = ["cycle", "phase", "path", "sync"]
 BY_RANK = ["cycle", "phase", "rank"]
 
 
 def ended(frame: pd.DataFrame) -> set[tuple[int, str, int]]:
-    """Phases by cycle and rank that came to their end without an error: what was recorded of them is all that there is."""
+    """The phases (cycle, phase, rank) that ended without an error, so that their records are complete."""
     done, failed = (frame[frame["metric"] == metric][BY_RANK] for metric in ("seconds", "failed"))
     return set(done.itertuples(index=False, name=None)) - set(failed.itertuples(index=False, name=None))
 
 
 def points(frame: pd.DataFrame) -> pd.DataFrame:
-    """Every sample of every sync: a column for each of its ids, and whether the sync is `whole`."""
+    """Every sample of every sync, with a column for each id, and `whole`: whether the sync is complete."""
     rows = frame[frame["metric"] == "point"].reset_index(drop=True)
     if rows.empty:
-        raise Missing("no point of any sync was sampled")
+        raise Missing("no sync was sampled")
     ids = pd.DataFrame([json.loads(text) for text in rows["ids"]])
     done = ended(frame)
     whole = [key in done for key in rows[BY_RANK].itertuples(index=False, name=None)]
@@ -52,7 +51,7 @@ def points(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def rule(path: str, buckets: int) -> list[tuple[str, int]]:
-    """The points of a sync in their order."""
+    """The points of a sync in the required order."""
     if path == "base":
         return [(name, 0) for name in ("begin", *PUBLISHED)]
     if path == "refresh":
@@ -64,7 +63,7 @@ def rule(path: str, buckets: int) -> list[tuple[str, int]]:
 
 
 def out_of_order(frame: pd.DataFrame, trainers: int) -> tuple[int, int, str]:
-    """Receivers' syncs that break the rule, of how many, and the first of them in words."""
+    """The number of receivers' syncs that break the rule, the number of all, and the first problem in words."""
     table = points(frame)
     wrong, count, first = 0, 0, ""
     done = ended(frame)
@@ -75,12 +74,12 @@ def out_of_order(frame: pd.DataFrame, trainers: int) -> tuple[int, int, str]:
         problem = next(problems(str(path), rows, end), "")
         if problem:
             wrong += 1
-            first = first or f"{path} in phase {phase} of cycle {cycle} on rank {rank}: {problem}"
+            first = first or f"{problem} (rank {rank}, {path} in {phase}, cycle {cycle})"
     return wrong, count, first
 
 
 def problems(path: str, rows: pd.DataFrame, sender_closed: float) -> Iterator[str]:
-    """What is wrong with one receiver's points in one sync. Infinite is a close of the sender's that never came, or that may have."""
+    """The problems with one receiver's points in one sync. `sender_closed` is inf if the sender did not close, -inf if that is unknown."""
     found = list(zip(rows["point"], rows["bucket"].astype(int), strict=True))
     wanted = rule(path, sum(name == "bucket" for name, _ in found))
     if found != (wanted if rows["whole"].all() else wanted[: len(found)]):
@@ -88,18 +87,18 @@ def problems(path: str, rows: pd.DataFrame, sender_closed: float) -> Iterator[st
             (at for at, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]),
             min(len(found), len(wanted)),
         )
-        was = spelled(found[place]) if place < len(found) else "nothing"
-        must = spelled(wanted[place]) if place < len(wanted) else "nothing"
-        yield f"{was} where {must} must come"
+        was = spelled(found[place]) if place < len(found) else "the end of the sync"
+        must = spelled(wanted[place]) if place < len(wanted) else "the end of the sync"
+        yield f"{was} came instead of {must}"
     if not rows["value"].is_monotonic_increasing:
-        yield "times go back"
+        yield "the times of the points are not increasing"
     published = rows["point"].isin(PUBLISHED)
     versions = rows["version"].astype(int)
     old, new = versions[~published], versions[published]
     if old.nunique() > 1 or new.nunique() > 1:
-        yield f"version {sorted(set(old))} before it was published and {sorted(set(new))} after"
+        yield f"the version changed at another point than publish: {sorted(set(old))} before it, {sorted(set(new))} from then on"
     elif len(old) and len(new) and new.iloc[0] < old.iloc[0] + (path in SERVED):
-        yield f"version {new.iloc[0]} was published after version {old.iloc[0]}"
+        yield f"version {new.iloc[0]} was published while version {old.iloc[0]} was active"
     yield from routes(path, rows)
     if path in SERVED:
         inside = rows[(rows["order"] >= first_order(rows, "gate")) & (rows["order"] < first_order(rows, "end"))]
@@ -110,21 +109,21 @@ def problems(path: str, rows: pd.DataFrame, sender_closed: float) -> Iterator[st
         mine = rows[rows["point"] == "close"]["value"]
         if len(mine) and mine.min() < sender_closed:
             never = sender_closed == math.inf
-            yield "the sender's transport was not closed" if never else "its transport was closed before the sender's"
+            yield f"the receiver closed its transport, but the sender {'did not' if never else 'closed later'}"
 
 
 def routes(path: str, rows: pd.DataFrame) -> Iterator[str]:
-    """A replica that serves is routed to throughout; one that paused or woke from the end on; and then all are."""
+    """A serving replica has a route throughout; one that pauses or wakes gets it at the end; at the end all have one."""
     routed = rows["routed"].astype(bool)
     active = rows["point"] == "end"
     if not routed[active].all():
-        yield "not routed to at the end"
+        yield "no route at the end"
     elif path == "refresh" and not routed.all():
-        yield f"not routed to at {rows[~routed]['point'].iloc[0]}, although it serves"
+        yield f"no route at {rows[~routed]['point'].iloc[0]} although the replica serves"
     elif path in {"stream", "expand"}:
-        early = rows[routed & ~active & (rows["point"] != "begin")]  # it is told with `begin`
+        early = rows[routed & ~active & (rows["point"] != "begin")]  # the receiver learns the path with `begin`
         if len(early):
-            yield f"routed to at {early['point'].iloc[0]}, before the end"
+            yield f"a route at {early['point'].iloc[0]}, before the end"
 
 
 def first_order(rows: pd.DataFrame, point: str) -> float:
@@ -138,7 +137,7 @@ def spelled(point: tuple[str, int]) -> str:
 
 
 def attempts(frame: pd.DataFrame, config: Mapping[str, Any]) -> tuple[pd.DataFrame, list[str]]:
-    """Attempts at a forward in syncs of replicas that serve, and the points of the rule at which there was none."""
+    """Attempted forwards in syncs of awake replicas, and the points of the rule without an attempt."""
     table = points(frame)
     table = table[
         table["path"].isin(SERVED) & (table["rank"] >= config["ranks"] - config["infer_tp"] * config["replicas"])
@@ -150,7 +149,5 @@ def attempts(frame: pd.DataFrame, config: Mapping[str, Any]) -> tuple[pd.DataFra
         tried = rows[rows["forward"].isin([WAITS]) | rows["forward"].str.startswith(("version", "no version"))]
         there = set(zip(tried["point"], tried["bucket"].astype(int), strict=True))
         wanted = rule(str(path), max(1, sum(rows["point"] == "bucket")))
-        missing += [
-            f"{spelled(each)} on rank {rank} in phase {phase} of cycle {cycle}" for each in wanted if each not in there
-        ]
+        missing += [f"{spelled(each)} (rank {rank}, {phase}, cycle {cycle})" for each in wanted if each not in there]
     return table, missing

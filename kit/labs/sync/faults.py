@@ -1,41 +1,41 @@
-"""Known bugs of weight sync. Each is switched on in `broken.py` and caught by the check it names."""
+"""Known bugs of weight sync. `ranks/broken.py` implements each; the check that it names detects it."""
 
 from kit.labs.definition import Fault
 
 QUICK = {"cycles": 2, "sweep": False}
-UNSEEN = {**QUICK, "verify": "none"}  # what is compared on the way would end the run before the check sees it
+UNSEEN = {**QUICK, "verify": "none"}  # a comparison in transit would end the run before the check
 TWO_RANKS = {**QUICK, "ranks": 6, "replicas": 2, "infer_tp": 2}
 SERVING = {**QUICK, "placement": "apart", "ranks": 4, "replicas": 2}
 
 FAULTS = (
     Fault(
         name="permuted-rows",
-        breaks="two rows of a tensor change places on arrival: its sum, least and largest number stay",
+        breaks="two rows of a tensor are swapped on arrival; its sum, minimum and maximum stay the same",
         check="bit_exact",
         set=UNSEEN,
     ),
     Fault(
         name="stale-bucket",
-        breaks="a bucket is taken for clean after its tensors have changed, and goes out as it was",
+        breaks="a bucket with changed tensors counts as clean, so old bytes are sent",
         check="bit_exact",
         set=UNSEEN,
     ),
     Fault(
         name="cache-after-offload",
-        breaks="buckets are built when the weights are off the device already, from tensors without bytes",
+        breaks="buckets are packed after the weights were offloaded, from empty tensors",
         check="bit_exact",
         set=UNSEEN,
     ),
-    Fault(name="double-bump", breaks="an expansion counts as a new version", check="no_double_bump", set=QUICK),
+    Fault(name="double-bump", breaks="an expansion increments the version", check="no_double_bump", set=QUICK),
     Fault(
         name="activate-before-publish",
-        breaks="replicas are routed to before they know their version",
+        breaks="replicas get requests before their version is published",
         check="version_order",
         set=QUICK,
     ),
     Fault(
         name="publish-before-apply",
-        breaks="the version is published while the old weights are still there",
+        breaks="the version is published before the new weights are applied",
         check="version_order",
         set=QUICK,
     ),
@@ -47,19 +47,19 @@ FAULTS = (
     ),
     Fault(
         name="swapped-shards",
-        breaks="the ranks of a replica take each other's shards",
+        breaks="the ranks of a replica swap their shards",
         check="bit_exact",
         set=TWO_RANKS,
     ),
     Fault(
         name="misaligned-offset",
-        breaks="a tensor is read from a place that is off by one number",
+        breaks="a tensor is read at an offset that is one element too far",
         check="bit_exact",
         set=UNSEEN,
     ),
     Fault(
         name="leaked-group",
-        breaks="the temporary group of a sync is not destroyed",
+        breaks="the temporary process group of a sync is not destroyed",
         check="groups_return_to_baseline",
         set={**QUICK, "transport": "broadcast"},
     ),
@@ -72,27 +72,27 @@ FAULTS = (
     ),
     Fault(
         name="torn-read",
-        breaks="weights change with the gate open, and a forward runs when half of them are new",
+        breaks="weights change while the gate is open, and a forward runs on half-new weights",
         check="no_torn_reads",
         set=SERVING,
         needs={"refresh": ("staged",)},
     ),
     Fault(
         name="early-gate",
-        breaks="the gate opens when one bucket is still to be applied",
+        breaks="the gate opens before the last bucket is applied",
         check="no_torn_reads",
         set=SERVING,
         needs={"refresh": ("staged",)},
     ),
     Fault(
         name="reads-ahead",
-        breaks="a forward reads one tensor before it goes through the gate, and the others after",
+        breaks="a forward reads one tensor before it passes the gate and the others after",
         check="no_torn_reads",
         set=SERVING,
     ),
     Fault(
         name="resumed-trainer",
-        breaks="the trainer resumed from elsewhere, and publishes the base all the same",
+        breaks="the trainer resumed with other weights and still publishes the base",
         check="base_equal",
         set=QUICK,
     ),
@@ -112,13 +112,13 @@ FAULTS = (
     ),
     Fault(
         name="activates-alone",
-        breaks="a rank runs the new version before all ranks of its replica are ready, and keeps it when one of them fails",
+        breaks="a rank runs the new version before all ranks of its replica are ready and keeps it if one of them fails",
         check="failure_is_clean",
         set=TWO_RANKS,
     ),
     Fault(
         name="keeps-new-weights",
-        breaks="a receiver that fails leaves the new weights in place, and serves with them",
+        breaks="a failed receiver keeps the new weights and serves with them",
         check="failure_is_clean",
         set=QUICK,
     ),

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kit.labs.sync.config import SyncConfig
 
 GATHERED, CACHED = 1, 2  # models on the sender's host
-STAGED = 2  # a serving replica's shards: kept to be undone, and the buckets that came
+STAGED = 2  # of a serving replica's shards: the old weights for an undo, and the received buckets
 
 
 def fits(config: SyncConfig) -> None:
@@ -28,5 +28,5 @@ def fits(config: SyncConfig) -> None:
         config.device,
         job=(sum(jobs) + replicas) // config.ranks,
         host=copies // config.ranks,
-        kept="of copies between them",
+        kept="for copies on the way to the replicas",
     )

@@ -1,15 +1,15 @@
-"""Sets of tolerances for the sync lab, as a person may want them instead of the lab's own. What a set leaves out stays the lab's."""
+"""Sets of tolerances for the sync lab. A tolerance that a set does not name keeps the lab's default."""
 
 PRESETS = {
     "strict": {
-        "logits_rel": 0.0,  # the same bits, which only equal layouts on both sides can give
-        "growth_mib": 10.0,  # a host's allocator moves by some MiB between two versions
-        "others_mib": 0.0,  # nobody else's memory may move
+        "logits_rel": 0.0,  # bit for bit, which only equal layouts can give
+        "growth_mib": 10.0,  # the host allocator varies by some MiB between versions
+        "others_mib": 0.0,  # memory of other processes may not change
     },
     "common practice": {
-        "logits_rel": 3e-2,  # a trainer's and an engine's numbers are called equal within a few per cent
-        "growth_mib": 500.0,  # what stays below the noise of a resident-set plot of an engine
-        "copies": 3.0,  # a copy at the sender, one on its way, one that is put together
+        "logits_rel": 3e-2,  # usual between a trainer and an inference engine: a few percent
+        "growth_mib": 500.0,  # below the noise of an engine's resident set
+        "copies": 3.0,  # one copy at the sender, one in transit, one being assembled
         "others_mib": 50.0,
     },
 }

@@ -1,6 +1,6 @@
-"""The tables of a sync run: stages by cycle, transports by the size of their buckets, the order of events, digests.
+"""The tables of a sync run: stages by cycle, transports by bucket size, the order of events, digests.
 
-Each takes `run.frame()` and gives a pandas table to look at and to export; `NotMeasured` where the run did not get there.
+Each takes `run.frame()` and returns a pandas table; it raises `NotMeasured` if the run ended before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MEMCPY = "memcpy"
 def stages(frame: pd.DataFrame) -> pd.DataFrame:
     """Busy seconds of the sender and of the slowest receiver of each sync: cycle, path, who, rank, stage, seconds.
 
-    The stage `wall` is the time that passed; stages overlap, so that their sum may be more.
+    The stage `wall` is the elapsed time; stages overlap, so their sum may be larger.
     """
     rows = frame[frame["phase"].isin(PATHS) & frame["value"].notna()]
     busy = with_ids(rows[rows["metric"] == "stage_seconds"], "stage")
@@ -43,13 +43,13 @@ def stages(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def syncs(frame: pd.DataFrame) -> pd.DataFrame:
-    """A row a sync: what moved, what passed, and what the sender and the slowest receiver were busy with, in seconds."""
+    """One row per sync: bytes, buckets, elapsed time, and busy seconds of the sender and the slowest receiver by stage."""
     busy = stages(frame)
     rows = frame[(frame["rank"] == 0) & frame["phase"].isin(PATHS)]
     found = []
     for (cycle, path), mine in busy.groupby(["cycle", "path"], sort=False):
         here = rows[(rows["cycle"] == cycle) & (rows["phase"] == path)]
-        told = here[here["ids"] == ""].set_index("metric")["value"]
+        totals = here[here["ids"] == ""].set_index("metric")["value"]
         sent, received = (mine[mine["who"] == who].set_index("stage")["seconds"] for who in ("sender", "receiver"))
         by = with_ids(here[here["metric"] == "transport_receivers"], "transport")
         names = [f"{name} to {count:g}" for name, count in zip(by["transport"], by["value"], strict=True) if count]
@@ -58,8 +58,8 @@ def syncs(frame: pd.DataFrame) -> pd.DataFrame:
                 "cycle": cycle,
                 "path": path,
                 "transport": ", ".join(names),
-                "bytes": told.get("bytes"),
-                "buckets": told.get("buckets"),
+                "bytes": totals.get("bytes"),
+                "buckets": totals.get("buckets"),
                 "wall": sent.get("wall"),
                 **{stage: sent[stage] for stage in SENDER if stage in sent},
                 **{f"receiver {stage}": received[stage] for stage in RECEIVER if stage in received},

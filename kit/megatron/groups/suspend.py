@@ -1,11 +1,11 @@
 """Give communicators' memory back and keep the communicators: NCCL's suspend and resume, a third way beside destroying.
 
 All ranks meet, then every group that can be suspended is, in the order of creation, since it is collective. A group that never ran a
-collective has no communicator yet, and one over gloo none on the card: they are skipped, and listed. While suspended a group's handle
-is empty, so that a use raises in Python: nothing in NCCL guards it, and the card could fault.
+collective has no communicator yet, and one over gloo none on the GPU: they are skipped, and listed. While suspended a group's handle
+is empty, so that a use raises in Python: nothing in NCCL guards it, and the GPU could fault.
 
 Limits: NCCL keeps what it cannot give back (`persist` in its statistics) and refuses communicators that share their memory with others.
-Has not run on a card yet.
+Has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _asleep: list[tuple[Handle, Any]] = []
 def refuse() -> None:
     """Where this process cannot suspend anything: by the versions that run, and by what torch was built with, which WORLD's statistics
     tell. A torch that was built for an older NCCL refuses whatever runs (TORCH_CHECK in torch/csrc/distributed/c10d/NCCLUtils.cpp)."""
-    why = nccl.no_suspend(nccl.running(), torch.__version__, cards=torch.cuda.device_count()) or unbuilt()
+    why = nccl.no_suspend(nccl.running(), torch.__version__, gpus=torch.cuda.device_count()) or unbuilt()
     if why:
         raise BadInput(f"mode=suspend cannot be had: {why}")
 
@@ -40,7 +40,7 @@ def refuse() -> None:
 def unbuilt() -> str:
     """Why this torch shows no statistics of WORLD's communicator; empty where it does, or where there is no such WORLD to ask."""
     world = c10d._world.default_pg
-    backend = None if world is None else on_card(world)
+    backend = None if world is None else on_gpu(world)
     if backend is None:
         return ""
     try:
@@ -68,7 +68,7 @@ def suspend(*, include_world: bool, timeout_s: float) -> dict[str, Any]:
     skipped: list[tuple[str, str]] = []
     failed: list[tuple[str, str]] = []
     for handle in targets:
-        name, backend = title(handle.kit_facts), on_card(handle)
+        name, backend = title(handle.kit_facts), on_gpu(handle)
         if backend is None:
             skipped.append((name, "over gloo"))
             continue
@@ -99,7 +99,7 @@ def resume(*, timeout_s: float) -> int:
         handle, inner = _asleep[0]
         handle.kit_inner = inner
         try:
-            on_card(handle).resume()
+            on_gpu(handle).resume()
         except BaseException:
             handle.kit_inner = None  # still asleep: a use would fault
             raise
@@ -130,7 +130,7 @@ def communicators() -> dict[str, int]:
     return {name: sum(one.get(name, 0) for one in told) for name in STATS} if told else {}
 
 
-def on_card(handle: Any) -> Any:
+def on_gpu(handle: Any) -> Any:
     """The group's NCCL part; None where it has none."""
     if "nccl" not in str(c10d._world.pg_backend_config.get(handle, "")):
         return None
@@ -138,7 +138,7 @@ def on_card(handle: Any) -> Any:
 
 
 def picked(stats: dict[str, int]) -> dict[str, int]:
-    """Bytes that are on the card now. NCCL's own sums go on counting what is suspended: only allocating and freeing changes them
+    """Bytes that are on the GPU now. NCCL's own sums go on counting what is suspended: only allocating and freeing changes them
     (ncclCommMemStats and ncclCommMemSuspend in its src/mem_manager.cc, 2.29.7 to 2.30.7)."""
     there = {name: stats[name] for name in STATS if name in stats}
     if stats.get("suspended"):

@@ -3,7 +3,7 @@
 It is a memfd, mapped shared: what moves there on the CPU leaves the process's anonymous memory, as it would leave a device, and shows
 up as shared memory instead. For CUDA the mapping is pinned as it is: torch's own pinned memory is rounded up to a power of two, and
 kept when it is freed. Where the driver does not pin it, torch's is taken. Limits: the arena only grows; `close` gives it back.
-How bytes get there and back on the CPU is in `kit.measure.host`, on CUDA in `streams`. Pinning has not run on a card yet.
+How bytes get there and back on the CPU is in `kit.measure.host`, on CUDA in `streams`. Pinning has not run on a GPU yet.
 """
 
 from __future__ import annotations

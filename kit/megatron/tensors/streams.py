@@ -1,8 +1,8 @@
-"""Copies between a card and pinned host memory, by pieces on streams of their own.
+"""Copies between a GPU and pinned host memory, by pieces on streams of their own.
 
 Small tensors follow each other without a gap, since while one stream's copy ends the next one's has begun; large ones are cut, so that
-no stream is left with most of the bytes. What any stream of the card has still to do is waited for first, and every copy is
-done at the end: nothing is left for the caller to order. Has not run on a card yet.
+no stream is left with most of the bytes. What any stream of the GPU has still to do is waited for first, and every copy is
+done at the end: nothing is left for the caller to order. Has not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ways for buckets to go, by name, and which is taken between two places."""
+"""Transports of buckets by name, and the choice between two locations."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ CALLS = ("send", "flush", "receive", "done", "close")
 
 
 class Place(NamedTuple):
-    """Where a rank lives. `card` is what its GPU is called on every rank of the host, as its UUID; empty where there is none."""
+    """The location of a rank. `gpu` identifies its GPU on the host, as a UUID does; empty without one."""
 
     host: str
     world: int | str
-    card: str = ""
+    gpu: str = ""
 
 
 def choose(sender: Place, receiver: Place) -> str:
-    """The best way between two ranks. `serialize` and `per-tensor` are only taken when asked for: the one where the ends cannot
-    meet in a group, as with other builds of torch or nothing but the link's port open; the other to compare with."""
+    """The best transport between two ranks. `serialize` and `per-tensor` are used on request only: `serialize` if the ends cannot share
+    a group (different builds of torch, only one open port), `per-tensor` for comparison."""
     if sender.host == receiver.host:
-        return "ipc" if sender.card and sender.card == receiver.card else "shm"
+        return "ipc" if sender.gpu and sender.gpu == receiver.gpu else "shm"
     return "broadcast" if sender.world == receiver.world else "rendezvous"
 
 
 def by_name(name: str) -> Callable[[TransportContext], Transport]:
-    """A transport's type, or of one's own what `module:attr` names. Called with a context on each end."""
+    """The transport with this name, or your own at `module:attr`. It is called with a context on each end."""
     target = NAMES.get(name, name)
     if not is_target(target):
-        raise BadInput(f"there is no transport {name!r}; allowed are {', '.join(NAMES)} and module:attr")
+        raise BadInput(f"unknown transport {name!r}: use {', '.join(NAMES)} or module:attr")
     try:
         found = load(target)
     except (ImportError, AttributeError) as error:
-        raise BadInput(f"the transport {name} cannot be had on this rank: {error}") from error
+        raise BadInput(f"transport {name} cannot be loaded on this rank: {error}") from error
     if not callable(found):
-        raise BadInput(f"the transport {name} is {found!r}, and something that takes a TransportContext is needed")
+        raise BadInput(f"transport {name} is {found!r}, which cannot be called with a TransportContext")
     made: Callable[[TransportContext], Transport] = found
     return made
 
@@ -57,10 +57,10 @@ def by_name(name: str) -> Callable[[TransportContext], Transport]:
 def make(
     kind: str | Callable[[TransportContext], Transport], ctx: TransportContext, *, ring: bool = False
 ) -> Transport:
-    """This end of a transport, given by its name or as a type. The sender of a ring asks it for `ahead` as well."""
+    """This end of a transport, which is given by name or as a type. With a ring the sender also needs `ahead`."""
     made = (by_name(kind) if isinstance(kind, str) else kind)(ctx)
     lacks = [name for name in (*CALLS, *["ahead"] * ring) if not callable(getattr(made, name, None))]
     if lacks:
         why = ", which a ring needs" if lacks == ["ahead"] else ""
-        raise BadInput(f"the transport {kind}: the object it returned lacks {', '.join(lacks)}{why}")
+        raise BadInput(f"transport {kind}: the object it returned lacks {', '.join(lacks)}{why}")
     return made

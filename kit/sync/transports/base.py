@@ -1,8 +1,8 @@
-"""What a transport is: how packed buckets get from a sender to its receivers. Messages and acknowledgements go over links.
+"""The base class of transports, which move packed buckets from a sender to its receivers. Messages and acknowledgements use links.
 
-The sender hands over bucket after bucket, whose bytes stay until every receiver is done with them; a receiver gets each, applies or
-stores it, and says that it is done with it. A sender is at most `DEPTH` buckets ahead of its slowest receiver, so that packing, sending and
-applying overlap and no link fills up with what nobody reads.
+The sender sends one bucket after another; its bytes stay until every receiver is done with them. A receiver gets each bucket, applies or
+stores it, and acknowledges it. The sender is at most `DEPTH` buckets ahead of the slowest receiver, so that packing, sending and applying
+overlap and no link fills up.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from kit.sync.memory import Kept, Segment
 
 DEPTH = 3
-GRACE_S = 0.3  # in which the end of a peer that has just died is seen on its link
+GRACE_S = 0.3  # within this time the link shows that a peer has died
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransportContext:
-    """`ctx` for a transport of one's own: who is who, and the links between. A receiver has one link, to its sender."""
+    """`ctx` for a transport: the role of this end and its links. A receiver has one link, to its sender."""
 
     role: Literal["sender", "receiver"]
     name: str
@@ -41,7 +41,7 @@ class TransportContext:
     starts: Sequence[int] = ()  # where each bucket begins in the sender's memory
     segment: Segment | None = None  # the sender's: all buckets lie in it
     ranks: tuple[int, ...] = ()  # global ranks of sender and receivers, the sender's first, where they share a World
-    place: int = 0  # of this rank in that row
+    place: int = 0  # the position of this rank in `ranks`
     pieces: Sequence[Sequence[int]] = ()  # bytes of each tensor of each bucket, as they lie in it
     pack: Callable[[int, torch.Tensor], None] | None = None  # the sender's: packs a bucket of live weights on their GPU
     kept: Kept | None = None  # a receiver's: mappings that stay from sync to sync
@@ -54,9 +54,9 @@ class TransportContext:
 
 
 class Transport(abc.ABC):
-    """One end. Made on every rank that takes part, closed by the sender first; closing a second time does nothing.
+    """One end of a transport. The sender closes first; closing twice does nothing.
 
-    `on_device`: a receiver's bytes come to its device, so that it should give room there for what it applies at once.
+    `on_device`: bytes arrive on the receiver's device, so buckets that it applies at once should be received there.
     """
 
     on_device = False
@@ -70,7 +70,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def send(self, index: int, buffer: torch.Tensor) -> None:
-        """Hand over bucket `index`: bytes on the host, which stay as they are until every receiver is done with it."""
+        """Send bucket `index`: bytes on the host, which do not change until every receiver is done with it."""
 
     def flush(self) -> None:
         """Wait until every receiver is done with everything."""
@@ -81,7 +81,7 @@ class Transport(abc.ABC):
         self.wait_for(index - depth)
 
     def wait_for(self, index: int) -> None:
-        """Until every receiver is done with this bucket. Who fails is heard although another one is slow."""
+        """Wait until every receiver is done with this bucket. A failure is noticed even while another receiver is slow."""
         links = self.ctx.links
         while late := [name for name in links if self._acknowledged[name] < index]:
             there = ready([links[name] for name in late], self.ctx.timeout_s)
@@ -98,7 +98,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
-        """The bytes of bucket `index`: in `into`, which has room for just these, or where they already lie, until `close`."""
+        """The bytes of bucket `index`: in `into`, which has exactly their size, or where they already are; then they stay until `close`."""
 
     def done(self, index: int) -> None:
         self.say({"kind": "done", "bucket": index})
@@ -107,10 +107,10 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give back what was held: groups, segments, memory. It does not wait for the other ends."""
+        """Release groups, segments and memory, without waiting for the other ends."""
 
     def say(self, message: dict[str, Any], fds: list[int] | None = None, data: memoryview | None = None) -> None:
-        """To every other end in turn. Who told why before it left is heard."""
+        """Send to every other end in turn. If one is gone, raise the reason that it sent before it left."""
         for link in self.ctx.links.values():
             try:
                 link.send(message, fds)
@@ -120,8 +120,8 @@ class Transport(abc.ABC):
                 raise (self.trouble(f"room for {message['kind']}", 0.0) or error) from None
 
     def trouble(self, awaited: str, seconds: float = GRACE_S, but: str = "") -> KitError | None:
-        """What the links tell within a moment of somebody who is gone or has failed, `but` whom: who is gone first, since others
-        fail by it; though not who said why and then left."""
+        """The failure that the links report within `seconds`, except of peer `but`: gone peers first, because others fail as a consequence;
+        a peer that sent its reason and then left counts as failed."""
         end = time.monotonic() + seconds
         gone: list[KitError] = []
         failed: list[KitError] = []
@@ -144,7 +144,7 @@ class Transport(abc.ABC):
             time.sleep(0.005)
 
     def absent(self, index: int) -> list[str]:
-        """The receivers that did not say that they come for this bucket."""
+        """The receivers that did not announce that they join for this bucket."""
         return [self.ctx.links[name].peer for name, last in self._reached.items() if last < index - 0.5]
 
     def _hear(self, name: str) -> None:
@@ -163,7 +163,7 @@ class Transport(abc.ABC):
         self._reached[name] = bucket if kind == "done" else bucket - 0.5
 
     def skip(self, message: dict[str, Any]) -> None:  # noqa: B027 - most have nothing to do
-        """What the sender had sent before it left; where it is more than this message, the rest is read, too."""
+        """Drop a message that the sender sent before it left, with the bytes that follow it."""
 
     def __enter__(self) -> Self:
         return self
@@ -173,9 +173,9 @@ class Transport(abc.ABC):
 
 
 def received(transport: Transport, index: int, into: torch.Tensor) -> torch.Tensor:
-    """What a transport gives for a bucket: all its bytes and no others."""
+    """Receive a bucket and check that the transport returned exactly its bytes."""
     got: object = transport.receive(index, into)
     if not isinstance(got, torch.Tensor) or got.dtype != torch.uint8 or got.shape != into.shape:
         what = f"{got.dtype} of {list(got.shape)}" if isinstance(got, torch.Tensor) else type(got).__name__
-        raise KitError(f"receive gave {what} for bucket {index}: a torch.uint8 of [{len(into)}] is needed")
+        raise KitError(f"receive returned {what} for bucket {index} instead of torch.uint8 of [{len(into)}]")
     return got

@@ -1,8 +1,8 @@
-"""Over a process group that lives for one sync: a broadcast a bucket among ranks that share a World.
+"""Transports over a process group that exists for one sync: one broadcast per bucket among ranks of a World.
 
-A collective that fails tells little of why. So its error is told anew, by what the links say: who is gone, who has failed, or who has
-said least. Limits: where several receivers wait for the same silent rank, each of them can only name the sender or one between. What is
-done for NCCL is read off torch's ProcessGroupNCCL.cpp and NCCLUtils.cpp, 2.9 to 2.13, and has not run on a GPU yet.
+The error of a failed collective does not name the cause. So it is replaced with what the links report: a peer that is gone, that has
+failed, or that is behind. Limits: if several receivers wait for the same silent rank, each can only blame the sender or a receiver in
+between. The NCCL parts follow torch's ProcessGroupNCCL.cpp and NCCLUtils.cpp, 2.9 to 2.13, and have not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Grouped(Transport):
             raise
 
     def meet(self) -> None:
-        """Nobody enters the group before all said that they would: a wait inside it could not tell for whom."""
+        """No rank enters the group before all have announced it: a wait inside the group could not name the missing rank."""
         links = self.ctx.links.values()
         if self.ctx.role == "sender":
             offer = {"name": f"kit-sync-{secrets.token_hex(4)}", "size": 1 + len(links), **self.offer()}
@@ -145,7 +145,7 @@ class Grouped(Transport):
         with contextlib.suppress(RuntimeError):  # it is given back below whatever it says here
             self.group.abort()
 
-    def guarded(self, what: str, act: Callable[[], None], index: int = -1) -> None:
+    def guarded(self, action: str, act: Callable[[], None], index: int = -1) -> None:
         try:
             act()
         except RuntimeError as error:
@@ -155,26 +155,26 @@ class Grouped(Transport):
         else:
             return
         # Outside of the handler: an error that remembers the group's own would keep the group, and its sockets, alive.
-        raise self.explained(f"{what} by {self.told()}", words, index)
+        raise self.explained(f"{action} over {self.described()}", words, index)
 
     def explained(self, awaited: str, words: str, index: int) -> KitError:
-        """Who is to blame, as far as the links tell. Whoever waited in vain for a silent one says so, too, and is not the one."""
+        """The error that names the culprit, as far as the links show it. A peer that only waited for a silent one is not blamed."""
         ctx, late = self.ctx, "time" in words.lower()  # "Timed out", "timeout"
-        told = self.trouble(awaited)
+        reported = self.trouble(awaited)
         absent = self.absent(index) if ctx.role == "sender" else []
-        if late and absent and getattr(told, "peer", None) not in absent:
+        if late and absent and getattr(reported, "peer", None) not in absent:
             return PeerSilent(", ".join(absent), awaited, ctx.timeout_s)
-        if told is not None:
-            return told
+        if reported is not None:
+            return reported
         if not late:
             return KitError(f"{awaited} failed: {words}")
         if ctx.role == "sender":
             return PeerSilent(", ".join(sorted(link.peer for link in ctx.links.values())), awaited, ctx.timeout_s)
-        between = " or a receiver between" if len(ctx.ranks) > 2 else ""
+        between = " or a receiver in between" if len(ctx.ranks) > 2 else ""
         return PeerSilent(f"{ctx.sender.peer}{between}", awaited, ctx.timeout_s)
 
-    def told(self) -> str:
-        """The group and who is in it."""
+    def described(self) -> str:
+        """The name and the members of the group."""
         names = sorted(link.peer for link in self.ctx.links.values())
         ranks = f", ranks {', '.join(map(str, self.ctx.ranks))}" if self.ctx.ranks else ""
         return f"group {self.name} (with {', '.join(names)}{ranks})"
@@ -187,7 +187,7 @@ class Broadcast(Grouped):
         ranks, world = self.ctx.ranks, dist.get_world_size()
         if len(ranks) >= world:
             raise BadInput(
-                f"broadcast needs a rank that takes no part: {len(ranks)} of {world} would be the whole World"
+                f"broadcast needs at least one rank outside the sync group: {len(ranks)} of {world} ranks are the whole World"
             )
         super().meet()
 
@@ -255,7 +255,7 @@ def within(wait: timedelta, act: Callable[[], None]) -> None:
     thread.start()
     thread.join(wait.total_seconds())
     if not done:
-        raise RuntimeError(f"timed out after {wait.total_seconds():g} s: a peer did not come to make the communicator")
+        raise RuntimeError(f"timed out after {wait.total_seconds():g} s: a peer did not join the communicator")
     error = done.pop()
     try:
         if error is not None:

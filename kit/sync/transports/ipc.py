@@ -24,7 +24,7 @@ PIDFD = (
 
 
 class Ipc(Transport):
-    """A ring of `DEPTH` buffers on the card, written again when every receiver is done with them."""
+    """A ring of `DEPTH` buffers on the GPU, written again when every receiver is done with them."""
 
     on_device = True
 
@@ -32,7 +32,7 @@ class Ipc(Transport):
         super().__init__(ctx)
         self.slots: list[torch.Tensor] = []
         if ctx.device.type != "cuda" or not torch.cuda.is_available():
-            raise BadInput(f"ipc hands over memory of a GPU, and {ctx.name} is on {ctx.device.type}: take shm")
+            raise BadInput(f"ipc shares GPU memory, but {ctx.name} is on {ctx.device.type}: use shm")
         if ctx.role == "receiver":
             message, _ = ctx.sender.expect("handles")
             self.slots = [opened(handle) for handle in message["slots"]]
@@ -57,7 +57,7 @@ class Ipc(Transport):
     def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
         message, _ = self.ctx.sender.expect("staged")
         if message["bucket"] != index:
-            raise KitError(f"{self.ctx.sender.peer} sent bucket {message['bucket']} where bucket {index} was awaited")
+            raise KitError(f"{self.ctx.sender.peer} sent bucket {message['bucket']} instead of bucket {index}")
         return into.copy_(self.slot(index))
 
     def done(self, index: int) -> None:
@@ -91,5 +91,5 @@ def opened(handle: list[Any]) -> torch.Tensor:
         words = " ".join(str(error).partition("\n")[0].split())
         # torch's CUDACachingAllocator.cpp (ExpandableSegment::fromShared), 2.9 to 2.13: "pidfd_open:..." and "pidfd_getfd: ..."
         why = f": {PIDFD}" if "pidfd" in words else ""
-        raise KitError(f"the sender's memory on the GPU cannot be opened here ({words}){why}") from None
+        raise KitError(f"the sender's GPU memory cannot be opened here ({words}){why}") from None
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -29,8 +29,8 @@ class Serialize(Transport):
         message, _ = self.ctx.sender.expect("bytes")
         if (message["bucket"], message["size"]) != (index, into.numel()):
             raise KitError(
-                f"{self.ctx.sender.peer} sent {message['size']} bytes of bucket {message['bucket']} where bucket {index} of "
-                f"{into.numel()} was awaited"
+                f"{self.ctx.sender.peer} sent {message['size']} bytes of bucket {message['bucket']} instead of "
+                f"{into.numel()} bytes of bucket {index}"
             )
         there = self.host(into)
         self.ctx.sender.receive_bytes(memory(there))

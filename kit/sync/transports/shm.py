@@ -31,7 +31,7 @@ class Shm(Transport):
             self.segment = attach(ctx)
             return
         if ctx.segment is None:
-            raise BadInput("shm needs the segment in which the buckets lie")
+            raise BadInput("shm needs ctx.segment, the memory that holds the buckets")
         self.say({"kind": "segment"}, [ctx.segment.fd])
 
     def send(self, index: int, buffer: torch.Tensor) -> None:  # noqa: ARG002 - it lies in the segment
@@ -41,7 +41,7 @@ class Shm(Transport):
     def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the bytes are there already
         message, _ = self.ctx.sender.expect("packed")
         if message["bucket"] != index:
-            raise KitError(f"{self.ctx.sender.peer} sent bucket {message['bucket']} where bucket {index} was awaited")
+            raise KitError(f"{self.ctx.sender.peer} sent bucket {message['bucket']} instead of bucket {index}")
         if self.segment is None:
             raise KitError("the transport is closed")
         start = self.ctx.starts[index]
@@ -67,5 +67,5 @@ def attach(ctx: TransportContext) -> Segment:
     if segment.size < needed:
         if ctx.kept is None:
             segment.close()
-        raise KitError(f"{ctx.sender.peer} sent a segment of {segment.size} bytes where the buckets need {needed}")
+        raise KitError(f"{ctx.sender.peer} sent a segment of {segment.size} bytes, but the buckets need {needed}")
     return segment

@@ -106,7 +106,7 @@ def build(
 
     if batching != "fixed" and token_budget < 1:
         raise BadInput(
-            f"token_budget={token_budget} with batching={batching!r}: say how many tokens a microbatch may have"
+            f"token_budget={token_budget} is not allowed with batching={batching!r}: give the most tokens of a microbatch"
         )
     kept = torch.float32 if dtype == torch.bfloat16 else dtype
     model = from_weights(geometry, weights, dtype=kept, device=device)

@@ -50,7 +50,7 @@ class Steps:
         if refused:
             raise refused
         if any_refused:
-            raise Misuse("microbatch: another rank refused its rows, so no rank ran any")
+            raise Misuse("microbatch: another rank refused its rows, so no rank ran its rows")
         return self.fill(pieces, int(most))
 
     def fill(self, pieces: list[Batch], most: int) -> list[Batch]:

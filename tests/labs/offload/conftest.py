@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SMALL = {"cycles": 1, "steps": 1, "layers": 2, "seq": 8, "microbatches": 1}
 OWN = '''
 import torch
-from kit.labs.offload.releaser import KitReleaser
+from kit.labs.offload.ranks.releaser import KitReleaser
 
 class Whole:
     """release and restore of everything, by the kit's means."""

@@ -1,4 +1,4 @@
-"""Checks of memory on records made up here: what a card would show, and what a leak looks like."""
+"""Checks of memory on records made up here: what a GPU would show, and what a leak looks like."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from kit.labs.configure import as_json
 from kit.labs.discover import find
-from kit.labs.memory import cards
+from kit.labs.memory import gpus
 from kit.labs.offload.config import OffloadConfig
 from kit.results import Record, VerdictRow, judge, to_frame
 
@@ -26,7 +26,7 @@ def answers(rows: Iterable[Row], **config: object) -> dict[str, VerdictRow]:
     return {row.check: row for row in judge(to_frame(records), {**CONFIG, **config}, find("offload").load_checks())}
 
 
-def card(
+def gpu(
     idle: float,
     *,
     taken: float = 1000.0,
@@ -35,7 +35,7 @@ def card(
     damaged: float = 0.0,
     kernels: float = 0.0,
 ) -> list[Row]:
-    """A card at 500 MiB before the job, with communicators of `taken`, of which `left` stay, kernels that training loaded, and a
+    """A GPU at 500 MiB before the job, with communicators of `taken`, of which `left` stay, kernels that training loaded, and a
     bystander."""
     rows: list[Row] = [
         (0, "start", "driver_used", 500 * MIB),
@@ -56,15 +56,15 @@ def card(
     return rows
 
 
-def test_a_card_that_is_given_back() -> None:
-    rows = answers(card(600))
+def test_a_gpu_that_is_given_back() -> None:
+    rows = answers(gpu(600))
     assert (rows["residual"].measured, rows["residual"].passed) == (100.0, True)
     assert (rows["comm_released"].measured, rows["comm_released"].passed) == (0.9, True)
     assert (rows["others_untouched"].measured, rows["others_untouched"].passed) == (0.0, True)
 
 
-def test_a_card_that_is_not() -> None:
-    rows = answers(card(1400, left=900, moved=-20))
+def test_a_gpu_that_is_not() -> None:
+    rows = answers(gpu(1400, left=900, moved=-20))
     assert (rows["residual"].measured, rows["residual"].passed) == (900.0, False)
     assert rows["comm_released"].measured == pytest.approx(0.1)
     assert rows["comm_released"].passed is False
@@ -72,25 +72,25 @@ def test_a_card_that_is_not() -> None:
 
 
 def test_kernels_that_training_loaded_are_residual_but_no_communicators() -> None:
-    rows = answers(card(900, kernels=300))
+    rows = answers(gpu(900, kernels=300))
     assert (rows["residual"].measured, rows["residual"].passed) == (400.0, True)
     assert (rows["comm_released"].measured, rows["comm_released"].passed) == (0.9, True)
 
 
 @pytest.mark.parametrize(("left", "share", "passed"), [(290.0, 0.71, True), (310.0, 0.69, False), (1000.0, 0.0, False)])
 def test_seven_tenths_of_the_communicators_must_come_back(left: float, share: float, passed: bool) -> None:
-    row = answers(card(500 + left, left=left))["comm_released"]
+    row = answers(gpu(500 + left, left=left))["comm_released"]
     assert (row.measured, row.passed) == (pytest.approx(share), passed)
 
 
 @pytest.mark.parametrize(("level", "passed"), [(999.0, True), (1001.0, False)])
-def test_500_mib_may_stay_on_the_card(level: float, passed: bool) -> None:
-    row = answers(card(level))["residual"]
+def test_500_mib_may_stay_on_the_gpu(level: float, passed: bool) -> None:
+    row = answers(gpu(level))["residual"]
     assert (row.measured, row.passed) == (level - 500, passed)
 
 
 @pytest.mark.parametrize(("grown", "passed"), [(8.0, True), (199.0, True), (201.0, False)])
-def test_a_card_s_drift_is_the_driver_s_from_the_first_release_to_the_last(grown: float, passed: bool) -> None:
+def test_a_gpu_s_drift_is_the_driver_s_from_the_first_release_to_the_last(grown: float, passed: bool) -> None:
     """The host grows all the while, which is not asked here; nor is what the start took."""
     rows = [(0, "start", "driver_used", 500.0 * MIB)]
     rows += [(c, "idle", "driver_used", (900 + grown * (c - 1) / 4) * MIB) for c in range(1, 6)]
@@ -107,15 +107,15 @@ def test_what_only_a_driver_knows_is_not_asked_of_a_host() -> None:
 
 
 def test_a_bystander_that_was_written_to_or_is_not_listed() -> None:
-    row = answers(card(600, damaged=4))["others_untouched"]
+    row = answers(gpu(600, damaged=4))["others_untouched"]
     assert (row.measured, row.passed) == (600.0, False)
     assert "4 bytes" in row.why
-    hidden = [(c, p, m, 0.0 if m == "bystander_driver" else v) for c, p, m, v in card(600)]
+    hidden = [(c, p, m, 0.0 if m == "bystander_driver" else v) for c, p, m, v in gpu(600)]
     assert "its own allocator" in answers(hidden)["others_untouched"].why
 
 
 def test_what_stays_by_choice_is_no_residual() -> None:
-    rows = answers(card(600), weights=False, groups=False)
+    rows = answers(gpu(600), weights=False, groups=False)
     assert "groups, weights=false" in rows["residual"].why
     assert "groups=false" in rows["comm_released"].why
 
@@ -172,10 +172,10 @@ def test_what_is_missing_is_not_judged() -> None:
 
 
 def two_ranks(*, fell: float, told: Iterable[str] = ("driver_used",)) -> pd.DataFrame:
-    """Two ranks on one card with a job of 100 MiB each; what the driver says of the card is said by both of them."""
+    """Two ranks on one GPU with a job of 100 MiB each; what the driver says of the GPU is said by both of them."""
     rows: list[tuple[int, int, str, str, float]] = []
     for rank in range(2):
-        rows += [(rank, 0, "run", "card", 0)]
+        rows += [(rank, 0, "run", "gpu", 0)]
         for cycle in (1, 2):
             rows += [
                 (rank, cycle, "fingerprint", "resident_bytes", 100 * MIB),
@@ -204,39 +204,39 @@ def judged(frame: pd.DataFrame, check: str) -> VerdictRow:
     return row
 
 
-def test_ranks_on_one_card_do_not_each_claim_what_left_it() -> None:
-    """Half of the 200 MiB left: on the card that is as much as one rank's whole job."""
+def test_ranks_on_one_gpu_do_not_each_claim_what_left_it() -> None:
+    """Half of the 200 MiB left: on the GPU that is as much as one rank's whole job."""
     half = judged(two_ranks(fell=100), "tensors_released")
     assert half.measured == pytest.approx(0.5)
     assert "0.500 by driver_used of the GPU, shared by 2 ranks" in half.why
     assert judged(two_ranks(fell=200), "tensors_released").passed
 
 
-def test_communicators_of_ranks_on_one_card_are_what_is_beyond_both_allocators() -> None:
+def test_communicators_of_ranks_on_one_gpu_are_what_is_beyond_both_allocators() -> None:
     row = judged(two_ranks(fell=300), "comm_released")
     assert (row.measured, row.passed) == (0.75, True)
-    assert row.why == "of 400 MiB per card, from driver_used of the GPU, shared by 2 ranks"
+    assert row.why == "of 400 MiB per GPU, from driver_used of the GPU, shared by 2 ranks"
 
 
-def test_a_process_s_own_bytes_are_taken_where_a_card_is_shared_and_they_were_always_told() -> None:
+def test_a_process_s_own_bytes_are_taken_where_a_gpu_is_shared_and_they_were_always_told() -> None:
     row = judged(two_ranks(fell=300, told=("driver_used", "process_used")), "residual")
     assert (row.measured, row.why.partition(" while")[0]) == (50.0, "process_used")
     frame = two_ranks(fell=300, told=("driver_used", "process_used"))
     once = frame[(frame["metric"] != "process_used") | (frame["phase"] != "idle")]
     row = judged(once, "residual")
-    whole = "driver_used of the GPU, shared by 2 ranks while released, above a CUDA context and one matmul (card 0)"
+    whole = "driver_used of the GPU, shared by 2 ranks while released, above a CUDA context and one matmul (GPU 0)"
     assert (row.measured, row.why) == (50.0, f"{whole}: 100 MiB divided by its 2 ranks")
 
 
 @pytest.mark.parametrize(("left", "passed"), [(999, True), (1001, False)])
-def test_each_of_the_ranks_that_share_a_card_may_leave_500_mib_there(left: float, passed: bool) -> None:
+def test_each_of_the_ranks_that_share_a_gpu_may_leave_500_mib_there(left: float, passed: bool) -> None:
     row = judged(two_ranks(fell=400 - left), "residual")
     assert (row.measured, row.passed) == (left / 2, passed)
 
 
 def suspended(kept: float) -> list[Row]:
-    """A card whose communicators took 1000 MiB, of which 400 stay while they are suspended; NCCL says that it keeps `kept` MiB."""
-    return [*card(900, left=400), (1, "release", "comm_persist_after", kept * MIB)]
+    """A GPU whose communicators took 1000 MiB, of which 400 stay while they are suspended; NCCL says that it keeps `kept` MiB."""
+    return [*gpu(900, left=400), (1, "release", "comm_persist_after", kept * MIB)]
 
 
 @pytest.mark.parametrize(("kept", "share", "passed"), [(400.0, 1.0, True), (200.0, 0.75, True), (0.0, 0.6, False)])
@@ -257,17 +257,17 @@ def test_megatron_may_call_itself_initialised_while_its_groups_are_suspended() -
     assert (row.passed, "mode=suspend" in row.why) == (None, True)
 
 
-def test_a_card_of_its_own_is_a_rank_s() -> None:
+def test_a_gpu_of_its_own_is_a_rank_s() -> None:
     frame = two_ranks(fell=300, told=("driver_used", "process_used"))
-    frame.loc[frame["metric"] == "card", "value"] = frame["rank"]
+    frame.loc[frame["metric"] == "gpu", "value"] = frame["rank"]
     assert judged(frame, "residual").why.startswith("driver_used while released")
 
 
-def test_which_ranks_share_a_card() -> None:
+def test_which_ranks_share_a_gpu() -> None:
     seats = [("a", "cuda:0"), ("a", "cuda:1"), ("a", "cuda:0"), ("b", "cuda:0")]
     rows = [{"rank": rank, "host": host, "device": device} for rank, (host, device) in enumerate(seats)]
-    assert cards(rows) == {0: 0, 1: 1, 2: 0, 3: 2}
-    assert cards([{"rank": 0, "host": "a", "device": "cpu"}]) == {}
+    assert gpus(rows) == {0: 0, 1: 1, 2: 0, 3: 2}
+    assert gpus([{"rank": 0, "host": "a", "device": "cpu"}]) == {}
 
 
 @pytest.mark.parametrize("metric", ["fds", "threads"])
@@ -290,9 +290,9 @@ def test_what_leaks_stays(metric: str, more: tuple[int, ...], left: int) -> None
     assert ("no lasting increase" in row.why) == (left <= 0)
 
 
-@pytest.mark.parametrize(("cards_of", "said"), [((0, 0), True), ((0, 1), False), ((), False)])
-def test_times_among_ranks_that_share_a_card_are_no_product_numbers(cards_of: tuple[int, ...], said: bool) -> None:
-    rows = [(rank, 0, "run", "card", float(number)) for rank, number in enumerate(cards_of)]
+@pytest.mark.parametrize(("gpus_of", "said"), [((0, 0), True), ((0, 1), False), ((), False)])
+def test_times_among_ranks_that_share_a_gpu_are_no_product_numbers(gpus_of: tuple[int, ...], said: bool) -> None:
+    rows = [(rank, 0, "run", "gpu", float(number)) for rank, number in enumerate(gpus_of)]
     for rank in range(2):
         rows += [(rank, c, phase, "seconds", 0.5) for c in (1, 2, 3) for phase in ("release", "reload")]
     frame = to_frame(

@@ -52,7 +52,7 @@ def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits, "free_bytes", list)
     offload_fits(OffloadConfig(size="125m"))
     with pytest.raises(
-        BadInput, match=r"size qwen2.5-0.5b does not fit: 2 ranks x \(.* GiB, and 10.0 GiB are free"
+        BadInput, match=r"size=qwen2.5-0.5b does not fit: 2 ranks x \(.* GiB, but 10.0 GiB are free"
     ) as caught:
         kit.lab("offload", size="qwen2.5-0.5b")
     numbers = [
@@ -62,22 +62,22 @@ def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks * (job + arena + process) == pytest.approx(all_of_it, rel=0.01)
 
 
-def test_a_card_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits, "free_memory", lambda: 1000 * GIB)
     monkeypatch.setattr(fits, "free_bytes", lambda: [80 * GIB, 2 * GIB])
     offload_fits(OffloadConfig(size="125m"))
     with pytest.raises(
-        BadInput, match=r"of weights, gradients and optimizer for each rank, and 2\.0 GiB are free on a GPU"
+        BadInput, match=r"of weights, gradients and optimizer for each rank, but 2\.0 GiB are free on a GPU"
     ):
         kit.lab("offload", size="qwen2.5-0.5b")
     offload_fits(OffloadConfig(size="qwen2.5-0.5b", device="cpu"))
 
 
-def test_a_card_that_is_too_small_for_those_who_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_too_small_for_those_who_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits, "free_memory", lambda: 1000 * GIB)
     monkeypatch.setattr(fits, "free_bytes", lambda: [12 * GIB])
     offload_fits(OffloadConfig(size="qwen2.5-0.5b", tp=1, ranks=1))
-    with pytest.raises(BadInput, match=r"on each of 2 ranks that share a GPU, and 12\.0 GiB are free on a GPU"):
+    with pytest.raises(BadInput, match=r"on each of 2 ranks that share a GPU, but 12\.0 GiB are free on a GPU"):
         offload_fits(OffloadConfig(size="qwen2.5-0.5b", tp=1, ranks=2))
 
 
@@ -87,7 +87,7 @@ def test_the_modes_are_those_of_the_room_that_releases() -> None:
     assert EXACT == groups.EXACT
 
 
-def test_suspending_needs_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspending_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match=r"mode=suspend needs CUDA: .* and device=cpu has none"):
         kit.lab("offload", mode="suspend", device="cpu")
     monkeypatch.setattr("kit.labs.offload.fits.free_bytes", list)

@@ -1,4 +1,4 @@
-"""What a card's memory is said to be taken by, from records made up here as a card would leave them."""
+"""What a GPU's memory is said to be taken by, from records made up here as a GPU would leave them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def seen(tmp_path):
             writer.append([Record(**about, metric=name, value=value, time=clock) for name, value in rows.items()])
 
         for rank in range(ranks):
-            write(rank, 0, "run", {"card": 0 if shared else rank})
+            write(rank, 0, "run", {"gpu": 0 if shared else rank})
             for cycle, phase in PHASES:
                 busy = phase in {"train", "fingerprint"}
                 allocated = (sum(JOB) if busy else 0) + SCRATCH
@@ -57,7 +57,7 @@ def at(seen, phase):
     return {f"{band.name} ({band.source})": band.sizes[index] / MIB for band in bands(seen, there) if band.sizes[index]}
 
 
-def test_every_part_of_a_card_is_named_with_who_told_it(seen):
+def test_every_part_of_a_gpu_is_named_with_who_told_it(seen):
     run = seen()
     assert at(run, "train") == {
         "CUDA context, WORLD, others (driver, baseline)": CONTEXT + STRANGERS,
@@ -92,11 +92,11 @@ def test_the_library_and_the_driver_s_list_of_processes_speak_for_themselves(see
     assert at(seen(told=("process",)), "train")["CUDA context, WORLD (driver, baseline)"] == CONTEXT
 
 
-def test_what_nccl_counts_and_is_not_on_the_card_takes_nothing(seen):
+def test_what_nccl_counts_and_is_not_on_the_gpu_takes_nothing(seen):
     assert at(seen(told=("nccl", "suspended")), "idle")["communicators (NCCL's statistics)"] == WORLD
 
 
-def test_a_card_that_ranks_share_is_one_bar_of_all_of_them(seen):
+def test_a_gpu_that_ranks_share_is_one_bar_of_all_of_them(seen):
     parts = at(seen(ranks=2, shared=True), "train")
     assert parts["CUDA context, WORLD, others (driver, baseline)"] == 2 * CONTEXT + STRANGERS
     assert parts["communicators (driver's residual)"] == 2 * COMMUNICATORS

@@ -13,7 +13,7 @@ from kit.results import Record, VerdictRow, judge, to_frame
 
 MIB = 2**20
 CYCLES = 4
-ON_A_CARD = {"residual", "comm_released", "others_untouched"}
+ON_A_GPU = {"residual", "comm_released", "others_untouched"}
 LEVELS = {"groups": 21, "fds": 110, "sockets": 32, "threads": 64, "children": 0, "memfds": 1, "shared_maps": 3}
 LEVELS |= {
     "shm_files": 0,
@@ -28,7 +28,7 @@ Rows = list[Record]
 
 
 def config_of(mode: str, **given: Any) -> dict[str, Any]:
-    # A CPU is asked for nothing that a card has: mode=suspend says by itself that it needs one, before any rank starts.
+    # A CPU is asked for nothing that a GPU has: mode=suspend says by itself that it needs one, before any rank starts.
     config = as_json(OffloadConfig(ranks=1, tp=1, cycles=CYCLES, size="125m", dtype="float32", **given))
     return {**config, "mode": mode}
 
@@ -145,7 +145,7 @@ def test_a_right_run_of_each_mode_passes(mode: str, given: dict[str, Any], null:
     config = config_of(mode, **given)
     rows = right(config)
     assert outcome(rows, config, False) == set()
-    assert outcome(rows, config, None) == ON_A_CARD | null
+    assert outcome(rows, config, None) == ON_A_GPU | null
     if mode == "suspend":
         assert judged(rows, config)["stale_handle_raises"].passed is True
 
@@ -212,7 +212,7 @@ def test_a_job_of_the_kits_without_groups_is_not_excused() -> None:
     assert judged(rows, {**config, "model": "mine:Plain"})["handles_alive"].passed is None
 
 
-@pytest.mark.parametrize(("model", "passed"), [("kit.labs.offload.job:build", None), ("mine:Job", False)])
+@pytest.mark.parametrize(("model", "passed"), [("kit.labs.offload.ranks.job:build", None), ("mine:Job", False)])
 def test_controls_that_differ_are_the_setups_or_somebodys_own_fault(model: str, passed: bool | None) -> None:
     config = {**config_of("exact"), "model": model}
     rows = changed(right(config), "second_control", "controls_differ", 3)

@@ -37,7 +37,7 @@ def make_offload(tmp_path):
             "size": "tiny",
             "tp": 2,
             "mode": "exact",
-            "implementation": "kit.labs.offload.releaser:KitReleaser",
+            "implementation": "kit.labs.offload.ranks.releaser:KitReleaser",
             **config,
         }
         writer = create_run(tmp_path, "offload", config, {}, fault=fault)
@@ -143,7 +143,7 @@ def test_only_a_driver_speaks_for_the_gpu(make_offload):
     assert axes_of(picture, "GPU memory by what takes it (median of 2 ranks)")
     assert {"weights (the job)", "slack (allocator)"} <= words(picture)
     assert axes_of(picture, "Drift of GPU memory while released")
-    assert "job's weights" not in words(picture)  # beside the host's memory: they live on the card
+    assert "job's weights" not in words(picture)  # beside the host's memory: they live on the GPU
 
 
 def test_what_leaks_is_seen_to_rise(make_offload):

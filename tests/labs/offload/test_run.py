@@ -14,7 +14,7 @@ from tests.labs.offload.conftest import failed, unanswered, why
 from tests.labs.parts import failing_parts
 
 Offload = Callable[..., kit.Run]
-NOT_HERE = {"residual", "comm_released", "others_untouched"}  # asked of a card's driver
+NOT_HERE = {"residual", "comm_released", "others_untouched"}  # asked of a GPU's driver
 STAYS = {"world_released"}  # WORLD was not to be given back
 TOO_SMALL = {"reload_peak"}
 TOO_SHORT = {"memory_slope", "time_steady", "nothing_piles_up"}

@@ -17,31 +17,31 @@ EXPERTS = {"experts": 4, "reduce": "mean"}
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"chunks": []}, "chunks is empty: name at least one way to cut a step"),
-        ({"chunks": [1, 11]}, "chunks: 11 calls cannot share 10 microbatches; give 1 to 10, or 0 for all"),
-        ({"chunks": [-1]}, "chunks: -1 calls cannot share 10 microbatches"),
+        ({"chunks": []}, "chunks is empty: give at least one number of chunks"),
+        ({"chunks": [1, 11]}, "chunks=11 is not between 1 and the 10 microbatches of a step; use 1 to 10, or 0"),
+        ({"chunks": [-1]}, "chunks=-1 is not between 1 and the 10 microbatches"),
         ({"chunks": "x"}, r"chunks must be a list of whole numbers, such as \[1, 2\], not 'x'"),
-        ({"chunks": [2, 2]}, r"chunks names a number twice: \[2, 2\]"),
+        ({"chunks": [2, 2]}, r"chunks=\[2, 2\] repeats a number"),
         ({"tp": 3}, "tp=3 does not divide 4 heads"),
         ({"tp": 2, "ranks": 3}, "tp\\*pp=2 does not divide 3 ranks"),
         ({"pp": 3, "ranks": 3}, "pp=3 does not divide 4 layers"),
-        ({"ep": 2}, "ep=2 needs experts: set experts to a multiple of 2"),
+        ({"ep": 2}, "ep=2 needs a model with experts: set experts to a multiple of 2"),
         ({"ep": 2, **EXPERTS, "experts": 3}, "ep=2 does not divide 3 experts"),
         ({"experts": 4}, "experts need reduce=mean"),
         ({**EXPERTS, "tp": 2}, "Megatron asks for tp=1"),
-        ({"backend": "fsdp2", "tp": 2}, "backend=fsdp2 shards over data ranks alone: leave tp, pp and experts out"),
-        ({"backend": "fsdp2", "pp": 2}, "leave tp, pp and experts out"),
-        ({"backend": "fsdp2", **EXPERTS}, "leave tp, pp and experts out"),
-        ({"batching": "packed"}, "batching=packed is for backend=fsdp2"),
-        ({"batching": "dynamic"}, "batching=dynamic is for backend=fsdp2"),
+        ({"backend": "fsdp2", "tp": 2}, "backend=fsdp2 supports data parallelism only: leave out tp, pp and experts"),
+        ({"backend": "fsdp2", "pp": 2}, "leave out tp, pp and experts"),
+        ({"backend": "fsdp2", **EXPERTS}, "leave out tp, pp and experts"),
+        ({"batching": "packed"}, "batching=packed needs backend=fsdp2"),
+        ({"batching": "dynamic"}, "batching=dynamic needs backend=fsdp2"),
         (
             {"backend": "fsdp2", "batching": "packed", "token_budget": 31},
-            "token_budget=31 must hold a whole row of length=32",
+            "token_budget=31 is less than a row of length=32",
         ),
         ({"recipe": "gspo"}, "recipe=gspo needs level=sequences, not 'both'"),
         ({"recipe": "gspo", "level": "tokens"}, "recipe=gspo needs level=sequences, not 'tokens'"),
-        ({"masks": "empty-rank", "tp": 2}, "masks=empty-rank needs two data ranks or more"),
-        ({"masks": "empty-rank", "ranks": 1}, "masks=empty-rank needs two data ranks or more"),
+        ({"masks": "empty-rank", "tp": 2}, "masks=empty-rank needs at least 2 data-parallel ranks"),
+        ({"masks": "empty-rank", "ranks": 1}, "masks=empty-rank needs at least 2 data-parallel ranks"),
         ({"kl_kind": "k4"}, "kl_kind must be one of recipe, k1, k2, k3, not 'k4'"),
         ({"dual_clip": 0.5}, "dual_clip must be a number of at least 1 or null, not 0.5"),
         ({"dual_clip": 1}, "dual_clip=1.* is not allowed: it must be a finite number above 1"),
@@ -50,21 +50,24 @@ EXPERTS = {"experts": 4, "reduce": "mean"}
         ({"truncation": "tis", "band_high": 2}, "truncation='tis' needs importance='tokens' or 'sequences'"),
         (
             {"recipe": "nll", "kl": 0.1, "clip_low": 0.1},
-            "recipe=nll is the negative log-likelihood, which has no clip_low, kl",
+            "recipe=nll .negative log-likelihood. does not have clip_low, kl",
         ),
         ({"recipe": "dapo", "kl_input_clamp": 20}, "kl_input_clamp and kl_output_clamp need kl above 0"),
-        ({"loss": "json:loads", "kl": 0.1}, "loss=json:loads has its own settings: leave kl out"),
-        ({"loss": "json:loads", "recipe": "dapo"}, "loss=json:loads has its own settings: leave recipe out"),
+        ({"loss": "json:loads", "kl": 0.1}, "loss=json:loads replaces the recipe and its options: leave out kl"),
+        (
+            {"loss": "json:loads", "recipe": "dapo"},
+            "loss=json:loads replaces the recipe and its options: leave out recipe",
+        ),
         ({"loss": "nowhere"}, "loss must be 'module:attr', not 'nowhere'"),
         (
             {"loss": "nowhere:loss"},
             "loss=nowhere:loss cannot be loaded by the ranks' Python .* No module named 'nowhere'",
         ),
         ({"model": "json:nothing"}, "model=json:nothing cannot be loaded by the ranks' Python"),
-        ({"model": "json:loads", "layers": 2}, "model=json:loads needs backend=megatron without experts and layers"),
+        ({"model": "json:loads", "layers": 2}, "model=json:loads needs backend=megatron, without experts and layers"),
         (
             {"model": "json:loads", "backend": "fsdp2"},
-            "model=json:loads needs backend=megatron without experts and layers",
+            "model=json:loads needs backend=megatron, without experts and layers",
         ),
         ({"length": 23}, "length must be a whole number from 24 to 32768, not 23"),
         ({"steps": 0}, "steps must be a whole number from 1 to 1000, not 0"),
@@ -83,7 +86,7 @@ def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits, "free_memory", lambda: 16 * GIB)
     monkeypatch.setattr(fits, "free_bytes", list)
     split_fits(SplitConfig(size="125m", layers=2, steps=1))
-    with pytest.raises(BadInput, match=r"gradients, kept of 9 steps to be compared"):
+    with pytest.raises(BadInput, match="for the gradients of 9 steps"):
         kit.lab("split", size="qwen2.5-0.5b", steps=9)
 
 

@@ -92,7 +92,7 @@ def test_every_fault_is_known_here() -> None:
 @pytest.mark.parametrize(
     ("fault", "config", "said"),
     [
-        ("late-lr", {"backend": "fsdp2"}, "leave backend=fsdp2 out"),
+        ("late-lr", {"backend": "fsdp2"}, "leave out backend=fsdp2"),
         ("dummy-bins-counted", {"backend": "megatron", "batching": "fixed"}, "set backend=fsdp2"),
     ],
 )

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from kit.labs.split import compare, experts, extremes, updates
-from kit.labs.split.oracle import by_itself, oracle, true_counts
+from kit.labs.split.ranks import compare, extremes, phases, updates
+from kit.labs.split.ranks.oracle import by_itself, oracle, true_counts
 from kit.train.fsdp.job import Schedule
 from kit.train.losses import ClippedPolicyGradient
 from kit.train.options import Settings
@@ -252,5 +252,5 @@ def test_a_balance_by_hand() -> None:
             chances[expert] += slope / sum(slopes) / 10
             choices[expert] += (slope > min(slopes)) / 20
     wanted = 3 * sum(share * chance for share, chance in zip(choices, chances, strict=True))
-    assert experts.balance(hidden, weight, 2) == pytest.approx(wanted, rel=1e-12)
-    assert experts.balance(hidden, torch.zeros(3, 4), 3) == pytest.approx(1.0, rel=1e-12)  # as even as can be
+    assert phases.balance(hidden, weight, 2) == pytest.approx(wanted, rel=1e-12)
+    assert phases.balance(hidden, torch.zeros(3, 4), 3) == pytest.approx(1.0, rel=1e-12)  # as even as can be

@@ -35,7 +35,7 @@ def strict():
 
 @pytest.fixture
 def make_split(tmp_path):
-    """A split run as the lab leaves it. `off` is the factor of a metric in the piece-wise step, None where it is missing."""
+    """A split run as the lab leaves it. `off` is the factor of a metric in the split step, None where it is missing."""
 
     def make(*, gradient=2e-7, chunk=0.0, off=(), ranks=2, until=None, calls=True, fault=None, old=False, **changed):
         config = dataclasses.asdict(SplitConfig(**{"ranks": ranks, "steps": 2, "chunks": (1, 5), **changed}))
@@ -119,13 +119,17 @@ def bars(axes):
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_it_tells_the_story(make_split, theme_name):
     picture = plot(make_split(), theme=theme_name)
-    assert picture.get_suptitle() == "split · 2 ranks · megatron tiny · grpo · cut in 1, 5 · 2 steps · finished"
-    assert {"tokens, plain", "sequences, plain", "in 1 call", "in 5 calls", "begin", "microbatch", "finish"} <= words(
+    assert picture.get_suptitle() == "split · 2 ranks · megatron tiny · grpo · chunks 1, 5 · 2 steps · finished"
+    assert {"tokens, plain", "sequences, plain", "1 chunk", "5 chunks", "begin", "microbatch", "finish"} <= words(
         picture
     )
-    assert {"limit 1e-06, step 1", "limit 0.0001, later", "0.001, common", "step 2", "against the first cut"} <= words(
-        picture
-    )
+    assert {
+        "limit 1e-06, step 1",
+        "limit 0.0001, later",
+        "0.001, common",
+        "step 2",
+        "against the first number of chunks",
+    } <= words(picture)
     assert {"metric_parity", "chunk_invariance"} <= words(picture)
     assert picture._repr_png_().startswith(b"\x89PNG")
 
@@ -211,7 +215,7 @@ def test_wrong_gradients_are_marked(make_split, error):
 
 def metric_row(run, name, level="tokens"):
     """A metric's zeros, bars and the words beside them."""
-    axes = axes_of(plot(run), f"Metrics, the loss over {level}")
+    axes = axes_of(plot(run), f"Metrics, loss per {level[:-1]}")
     names = [label.get_text().split()[0] for label in axes.get_yticklabels()]
     row = names.index(name)
     texts = [text.get_text().strip() for text in axes.texts if abs(text.get_position()[1] - row) < 0.4]
@@ -237,7 +241,7 @@ def test_a_wrong_metric_is_seen(make_split):
     assert drawn == [("////", pytest.approx(math.log10(2)))]
     picture = plot(run)
     assert "fault: one-scalar-metrics" in picture.get_suptitle()
-    assert any(word.startswith("1 of 4 fail, worst probs_ratio by tokens: 3 against 1") for word in words(picture))
+    assert any(word.startswith("1 of 4 fail; worst: probs_ratio (per token), 3 vs 1") for word in words(picture))
 
 
 def test_a_missing_metric_is_called_so(make_split):
@@ -270,10 +274,12 @@ def test_its_drawings_have_names(make_split):
     run = make_split(level="both")
     assert {"metrics", "gradients", "calls"} <= set(named.names(run))
     metrics = named.plot(run, "metrics")
-    assert {"Metrics, the loss over tokens", "Metrics, the loss over sequences"} <= words(metrics)
-    assert {"limit 1e-06", "0.001, common", "relative error in step 1, worst of all cuts"} <= words(metrics)
+    assert {"Metrics, loss per token", "Metrics, loss per sequence"} <= words(metrics)
+    assert {"limit 1e-06", "0.001, common", "relative error in step 1, worst of all numbers of chunks"} <= words(
+        metrics
+    )
     moved = named.plot(run, "gradients", tolerances={"grad_rel": 1e-3})
     assert "limit 0.001, step 1" in words(moved)
-    assert {"||dg|| / ||g||", "calls that a step is cut in (a point is one step, n = 1)"} <= words(moved)
+    assert {"||dg|| / ||g||", "chunks per step (a point is one step, n = 1)"} <= words(moved)
     assert "time since the step began [ms], one sample" in words(named.plot(run, "calls"))
     assert "metrics" not in named.names(make_split(until=(1, "split")))

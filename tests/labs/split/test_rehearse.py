@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kit.labs.split import rehearse
 from kit.labs.split.config import SplitConfig
+from kit.labs.split.ranks import rehearse
 from kit.megatron import split
 from kit.train.batch import Batch, cuts
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
@@ -181,7 +181,7 @@ def scene(step: Callable[[Job], Any], **changed: Any) -> rehearse.Scene:
         batches=[],
         config=CONFIG,
     )
-    return dataclasses.replace(whole, **changed).again()
+    return dataclasses.replace(whole, **changed).fresh()
 
 
 def found(step: Callable[[Job], Any], rehearsal: Any, rows: Batch | None = None, **changed: Any) -> list[float]:

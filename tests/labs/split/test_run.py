@@ -11,7 +11,7 @@ import kit
 from kit.errors import BadInput
 from kit.labs.discover import find
 from kit.labs.split import parity
-from kit.labs.split.phases import Split as Phases
+from kit.labs.split.ranks.phases import Split as Phases
 from kit.results import with_ids
 from tests.labs.parts import failing_parts
 from tests.labs.split.conftest import failed, unanswered, why
@@ -47,28 +47,28 @@ def test_a_run_that_breaks_is_not_blamed_for_what_it_did_not_get_to(split: Split
 def test_a_metric_is_a_row(split: Split) -> None:
     whole, *rows = [row for row in split().verdict() if row.check.startswith("metric_parity")]
     table = parity.metrics(split().frame(), split().config)
-    assert [row.why.split(" by ")[0] for row in rows] == sorted(table["metric"].unique())
     assert [row.check for row in rows] == [f"metric_parity/{name}" for name in sorted(table["metric"].unique())]
     assert len(rows) == METRICS
     assert whole.check == "metric_parity"
     assert whole.measured == max(row.measured for row in rows if row.measured is not None)
-    said = {row.why.split(" by ")[0]: row.why for row in rows}
-    assert "num_valid_samples by none" in said["num_valid_samples"]
-    assert "one scalar for all: 0.9" in said["num_valid_samples"]
-    assert "one scalar" not in said["probs_ratio_max"]
+    reasons = {row.check.partition("/")[2]: row.why for row in rows}
+    assert "num_valid_samples (not divided)" in reasons["num_valid_samples"]
+    assert "one scalar for all metrics would give an error of 0.9" in reasons["num_valid_samples"]
+    assert "one scalar" not in reasons["probs_ratio_max"]
 
 
 def test_reasons_name_what_was_compared(split: Split) -> None:
     verdict = split().verdict()
-    assert "gradients are bit-identical, cut in 1, 2, all" in why(verdict, "chunk_invariance")
-    assert "reduced exactly once in a step, 2 steps, tokens and sequences, cut in 1, 2, all" in why(
+    every_chunks = "chunks 1, 2, one per microbatch"
+    assert every_chunks in why(verdict, "chunk_invariance")
+    assert f"exactly once per step (2 steps, loss per token and per sequence, {every_chunks})" in why(
         verdict, "one_reduction"
     )
-    assert "the 1e-3 in common use would let it through" in why(verdict, "grad_parity")
-    assert "worst tensor model." in why(verdict, "grad_parity")
-    assert "numbers on 2 ranks, bit for bit" in why(verdict, "ranks_agree")
-    assert "the same 24 keys in both" in why(verdict, "metric_coverage")
-    assert "17 metrics in float64" in why(verdict, "oracle")
+    assert "within the 1e-3 in common use" in why(verdict, "grad_parity")
+    assert "worst tensor: model." in why(verdict, "grad_parity")
+    assert "identical bit for bit on 2 ranks" in why(verdict, "ranks_agree")
+    assert "the same 24 numbers" in why(verdict, "metric_coverage")
+    assert "worst of 17 metrics" in why(verdict, "oracle")
 
 
 def test_the_table_of_metrics(split: Split) -> None:
@@ -153,7 +153,7 @@ def test_step_by_step(world: kit.World, split: Split) -> None:
         by_hand = lab.run()
     assert failed(by_hand.verdict()) == set()
     assert unanswered(by_hand.verdict()) == {"backends_agree", "chunk_invariance", "later_steps"}
-    assert "give two numbers of chunks or more" in why(by_hand.verdict(), "chunk_invariance")
+    assert "use at least two" in why(by_hand.verdict(), "chunk_invariance")
     at_once = split(**config)
     keys = ["cycle", "phase", "rank", "metric", "ids", "text", "unit"]
     # Ranks record in their own order; which rank is first hangs on the machine.
@@ -163,7 +163,7 @@ def test_step_by_step(world: kit.World, split: Split) -> None:
     assert told[0].reset_index(drop=True).equals(told[1].reset_index(drop=True))  # the same seed, the same bits
     assert world.pids == pids
     assert world.eval("dist.get_world_size()") == [2, 2]
-    with pytest.raises(BadInput, match="ranks=4, and the World that was given has 2"):
+    with pytest.raises(BadInput, match="ranks=4, but the given World has 2"):
         kit.run("split", world=world, ranks=4)
 
 
@@ -172,7 +172,7 @@ def test_both_backends_are_compared(split: Split) -> None:
     verdict = split(backend="fsdp2").verdict()
     assert failed(verdict) == set()
     assert unanswered(verdict) == set()
-    assert "gradients of Megatron and FSDP2 in step 1" in why(verdict, "backends_agree")
+    assert "between Megatron and FSDP2 in step 1" in why(verdict, "backends_agree")
 
 
 @pytest.mark.slow

@@ -23,37 +23,46 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"ranks": 4}, "3 replicas of infer_tp=1 leave 1 ranks to the trainer, which needs a multiple of tp x pp = 2"),
-        ({"ranks": 3}, "leave 0 ranks to the trainer"),
+        (
+            {"ranks": 4},
+            "3 replicas of infer_tp=1 leaves 1 ranks for the trainer, which needs a multiple of tp x pp = 2",
+        ),
+        ({"ranks": 3}, "leaves 0 ranks for the trainer"),
         ({"ranks": 8, "replicas": 2, "tp": 3, "infer_tp": 1}, "tp=3 does not divide 4 heads"),
         ({"ranks": 8, "replicas": 2, "infer_tp": 3}, "infer_tp=3 does not divide|tp=3 does not divide 4 heads"),
-        ({"trainer_on": [0]}, r"trainer_on=\[0\] must name a device of its own for each of 2 ranks"),
-        ({"trainer_on": [1, 1]}, "must name a device of its own"),
-        ({"trainer_on": [2, 3]}, r"devices \[2, 3\] must all be of the pool, 0 to 2, once one of them is"),
-        ({"placement": "apart", "trainer_on": [2, 3]}, r"the trainer shares devices \[2\] with replicas: take overlap"),
-        ({"replicas": 1}, "replicas=1: at least two are needed where the trainer works on their devices"),
-        ({"ranks": 3, "replicas": 1, "infer_tp": 2, "tp": 1}, "one sleeps meanwhile.*or placement=apart$"),
+        ({"trainer_on": [0]}, r"trainer_on=\[0\] must name 2 different devices"),
+        ({"trainer_on": [1, 1]}, "must name 2 different devices"),
+        ({"trainer_on": [2, 3]}, r"only some of the trainer's devices \[2, 3\] belong to the replicas \(0 to 2\)"),
+        (
+            {"placement": "apart", "trainer_on": [2, 3]},
+            r"the trainer shares devices \[2\] with replicas: use placement=overlap",
+        ),
+        ({"replicas": 1}, "replicas=1 cannot share devices with the trainer"),
+        (
+            {"ranks": 3, "replicas": 1, "infer_tp": 2, "tp": 1},
+            "one replica sleeps while another one serves.*or placement=apart$",
+        ),
         (
             {"ranks": 4, "replicas": 2},
-            "2 ranks of the trainer on the devices of 2 replicas of infer_tp=1 leave none to serve: at most 1 may be there",
+            "2 trainer ranks on the devices of 2 replicas of infer_tp=1 leave no replica to serve: use at most 1 trainer ranks",
         ),
-        ({"ranks": 6, "replicas": 2}, "4 ranks of the trainer on the devices of 2 replicas .* at most 1 may be there"),
+        ({"ranks": 6, "replicas": 2}, "4 trainer ranks on the devices of 2 replicas .* use at most 1 trainer ranks"),
         ({"ranks": 4, "replicas": 2, "trainer_on": [0, 1]}, "each of 2 replicas shares a device with the trainer"),
         (
             {"ranks": 6, "replicas": 2, "infer_tp": 2, "trainer_on": [1, 2]},
             "each of 2 replicas shares a device with the trainer",
         ),
-        ({"asynchronous": False}, "sharing devices needs asynchronous=true"),
-        ({"worlds": "two", "transport": "broadcast"}, "makes a group inside of one World"),
+        ({"asynchronous": False}, "asynchronous=false needs placement=apart"),
+        ({"worlds": "two", "transport": "broadcast"}, "needs a process group inside one World"),
         (
             {"ranks": 2, "tp": 1, "replicas": 1, "placement": "apart", "transport": "broadcast"},
-            "needs a rank that takes no part",
+            "needs at least one rank outside the sync group",
         ),
         ({"transport": "pigeon"}, "transport"),
-        ({"transport": "ipc", "device": "cpu"}, "transport=ipc hands over CUDA memory"),
+        ({"transport": "ipc", "device": "cpu"}, "transport=ipc shares CUDA memory"),
         (
             {"oversize": "refuse", "bucket_mib": 0.01},
-            "is less than the largest tensor, 0.0625 MiB, and oversize=refuse",
+            r"is less than the largest tensor \(0.0625 MiB\) and oversize=refuse",
         ),
         ({"verify_share": 0}, "verify_share must be a number from 0.001 to 1, not 0"),
         ({"verify": "crc"}, "verify must be one of none, mix128, xxh3, sha256"),
@@ -77,7 +86,7 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits, "free_memory", lambda: 16 * GIB)
     monkeypatch.setattr(fits, "free_bytes", list)
     sync_fits(SyncConfig(size="125m", layers=2))
-    with pytest.raises(BadInput, match="of copies between them"):
+    with pytest.raises(BadInput, match="for copies on the way to the replicas"):
         sync_fits(SyncConfig(size="qwen2.5-0.5b"))
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from kit.labs.sync.config import SyncConfig
-from kit.labs.sync.trainer import Trainer
-from kit.labs.sync.watch import WAITS, Forward, Forwards, SeenTransport, Watch, judge, sha256
+from kit.labs.sync.ranks.trainer import Trainer
+from kit.labs.sync.ranks.watch import WAITS, Forward, Forwards, SeenTransport, Watch, judge, sha256
 from kit.measure.observers.holdings import shared_memory
 from kit.sync.memory import Segment
 from kit.sync.serving import Serving

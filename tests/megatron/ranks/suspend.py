@@ -1,4 +1,4 @@
-"""Suspend and resume of groups. NCCL's part is a stand-in here, since only a card has it; the groups, handles and meetings are real."""
+"""Suspend and resume of groups. NCCL's part is a stand-in here, since only a GPU has it; the groups, handles and meetings are real."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def stand_ins(refusing: str = "") -> dict[int, Any]:
         name = f"{handle.group_desc}/{handle.group_name}"
         refuses = bool(refusing) and refusing in handle.group_desc
         made[id(handle)] = None if number % 5 == 4 else StandIn(name, used=number != 1, refuses=refuses)
-    suspend.on_card = lambda handle: made[id(handle)]
+    suspend.on_gpu = lambda handle: made[id(handle)]
     return made
 
 
@@ -100,7 +100,7 @@ def refused() -> dict[str, Any]:
 
 
 def stuck() -> dict[str, Any]:
-    """One that does not come back stays empty: a use of it must not reach the card."""
+    """One that does not come back stays empty: a use of it must not reach the GPU."""
     job = model.build(ModelConfig(tp=2))
     made = stand_ins()
     stats = groups.destroy("suspend")

@@ -151,7 +151,7 @@ def parity(level: str, batching: str, dtype: str) -> dict[str, Any]:
 
 
 def one_step(batching: str, level: str, masks: str, cuts: list[list[int]]) -> dict[str, Any]:
-    """A piece-wise step whose gradients are held against the oracle's. `cuts`: for each rank the rows of each call."""
+    """A split step whose gradients are held against the oracle's. `cuts`: for each rank the rows of each call."""
     whole = rollouts()[1]
     batch = uneven(whole, 2) if masks == "empty-rank" else whole
     own = cuts[dist.get_rank()]

@@ -54,7 +54,7 @@ class Levels:
         rows = rows[(rows["phase"] == phase) & rows["cycle"].isin(cycles)]
         if rows.empty:
             return None
-        owner = rows["rank"].map(lambda rank: self.data.memory.card_of.get(rank, rank)).rename("owner")
+        owner = rows["rank"].map(lambda rank: self.data.memory.gpu_of.get(rank, rank)).rename("owner")
         groups = rows.groupby([owner, "cycle"])["value"]
         return float((groups.sum() if add else groups.max()).median())
 
@@ -123,7 +123,7 @@ def bands(data: RunData, steps: Sequence[Place]) -> list[Band]:
             whole = gpu.level("driver_used", *at, add=False) or 0.0
             column["others"] = max(whole - (gpu.own(*at) or 0.0), 0.0)
         columns.append(column)
-    there = "other processes and ranks" if len(set(data.cards.values())) < len(data.cards) else "other processes"
+    there = "other processes and ranks" if len(set(data.gpus.values())) < len(data.gpus) else "other processes"
     nccl = any("nccl" in column for column in columns)
     names = {
         "others": (there, "driver"),
@@ -172,9 +172,9 @@ def gpu_bands(ax: Axes, data: RunData, theme: Theme) -> None:
 def memory_words(data: RunData) -> str:
     """Which memory a bar is."""
     ranks = len(data.ranks)
-    if data.memory.card_of:
-        cards = len(set(data.memory.card_of.values()))
-        return f"{counted(cards, 'GPU')} shared by {ranks} ranks"
+    if data.memory.gpu_of:
+        gpus = len(set(data.memory.gpu_of.values()))
+        return f"{counted(gpus, 'GPU')} shared by {ranks} ranks"
     return "1 rank" if ranks == 1 else f"median of {ranks} ranks"
 
 

@@ -1,4 +1,4 @@
-"""The pictures and tables of a split run: a step as its calls, and how far gradients and metrics are from the plain step's."""
+"""The pictures and tables of a split run: the calls of a step, and the errors of gradients and metrics against the plain step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from kit.draw.plots import Pictures, Plot, Table
 from kit.labs.split import parity
 from kit.labs.split.config import KIT_SPLIT, cases_of
 from kit.labs.split.pictures import calls, errors
+from kit.labs.split.words import every_chunks
 from kit.results.units import counted
 
 if TYPE_CHECKING:
@@ -15,18 +16,17 @@ if TYPE_CHECKING:
 
 
 def ready(data: RunData) -> bool:
-    """Whether every cut was compared: the phase after the comparisons has begun."""
+    """Whether every number of chunks was compared: the next phase has begun."""
     return "rehearse" in data.phases and "result" in data.metrics()  # not in runs of an older kit
 
 
 def words(data: RunData) -> list[str]:
-    """The job, the loss, the code under test, and how the step was cut."""
+    """The job, the loss, the code under test, and the numbers of chunks."""
     config = data.config
     sizes = [f"{name} {config[name]}" for name in ("tp", "pp", "ep") if config[name] > 1]
     own = [] if config["implementation"] == KIT_SPLIT else [config["implementation"]]
     job = " ".join([config["backend"], ", ".join([config["size"], *sizes])])
-    cuts = ", ".join(str(count or "all") for count in config["chunks"])
-    return [job, config["recipe"], *own, f"cut in {cuts}", counted(config["steps"], "step")]
+    return [job, config["recipe"], *own, every_chunks(config), counted(config["steps"], "step")]
 
 
 def step(scene: Scene) -> None:
@@ -38,7 +38,7 @@ def gradients(scene: Scene) -> None:
 
 
 def metrics(scene: Scene) -> None:
-    """A drawing per level of the loss, side by side."""
+    """One drawing per level of the loss, side by side."""
     levels = list(dict.fromkeys(case.level for case in cases_of(scene.data.config)))
     table = errors.first_step(scene.data.records, scene.data.config)
     axes = scene.figure.subplot_mosaic([["legend"] * len(levels), levels], height_ratios=(0.1, errors.height(table)))

@@ -1,4 +1,4 @@
-"""A step as the calls that it was made of: the plain step beside each way to cut it, a lane for every rank."""
+"""The calls of a step over time: the plain step, then the split step for each number of chunks, one lane per rank."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.patches import Patch
 
 from kit.draw.axes import SEPARATE, grid_across
+from kit.labs.split import words
 from kit.labs.split.config import cases_of
 from kit.results import with_ids
-from kit.results.units import counted, time_unit
+from kit.results.units import time_unit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
     from kit.labs.split.config import Case
 
 KINDS = {"run": "plain step", "begin": "begin", "microbatch": "microbatch", "finish": "finish"}
-HIGH = 0.76  # of a way's place
-BETWEEN = 0.5  # two levels
+HIGH = 0.76  # of the height of a row
+BETWEEN = 0.5  # rows between two levels
 
 
 def ways(config: Mapping[str, Any]) -> list[tuple[float, Case, str]]:
-    """Where each way of stepping is drawn, from above: its place, the case that it came with, its phase."""
+    """The rows from top to bottom: position, case, phase."""
     found: list[tuple[float, Case, str]] = []
     place = 0.0
     for case in cases_of(config):
@@ -45,7 +46,7 @@ def height(config: Mapping[str, Any]) -> float:
 
 
 def timeline(ax: Axes, data: RunData, config: Mapping[str, Any], theme: Theme) -> None:
-    """The calls of the last step, one after the other. A rank that waits for another does so inside a call."""
+    """The calls of the last step, one after the other. A rank waits for others inside a call."""
     rows = calls_of(data)
     ranks = data.ranks if len(data.ranks) <= SEPARATE else data.ranks[:1]
     rows = rows[rows["rank"].isin(ranks)]
@@ -56,8 +57,7 @@ def timeline(ax: Axes, data: RunData, config: Mapping[str, Any], theme: Theme) -
     labels = {}
     for place, case, phase in ways(config):
         here = rows[(rows["cycle"] == case.cycle) & (rows["phase"] == phase)]
-        cut = f"in {counted(case.chunks, 'call')}" if case.chunks else "a call a microbatch"
-        labels[place] = f"{case.level}, plain" if phase == "sync" else cut
+        labels[place] = f"{case.level}, plain" if phase == "sync" else words.chunks_of(case.chunks)
         for lane, rank in enumerate(ranks):
             mine = here[here["rank"] == rank]
             ax.barh(
@@ -84,7 +84,7 @@ def timeline(ax: Axes, data: RunData, config: Mapping[str, Any], theme: Theme) -
 
 
 def calls_of(data: RunData) -> pd.DataFrame:
-    """The records of calls, in their order, with what was called."""
+    """The records of calls in their order; `kind` is the name of the call."""
     rows = with_ids(data.frame[data.frame["metric"] == "call_seconds"], "call", "order").rename(
         columns={"call": "kind"}
     )

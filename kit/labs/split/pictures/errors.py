@@ -1,6 +1,6 @@
-"""How far the piece-wise step is from the plain one: gradients by the number of chunks, and metric by metric.
+"""The errors of the split step against the plain step: gradients by number of chunks, and every metric.
 
-Errors lie on a scale of decades with places of their own for 0, which is bit for bit, and for what is no finite number.
+Errors are on a scale of decades with separate places for 0 (bit for bit) and for values that are not finite.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 
 from kit.draw.axes import grid_across, legend_of, limit_of
 from kit.draw.style import LINES, MARKERS
-from kit.labs.split import parity
+from kit.labs.split import parity, words
 from kit.labs.split.checks import COMMON
 from kit.labs.split.config import cases_of
 from kit.results import with_ids
@@ -35,7 +35,7 @@ ROWS = 0.19  # inches for a metric
 
 @dataclass(frozen=True, slots=True)
 class Decades:
-    """Errors as places on an axis, and which decades it has."""
+    """The positions of errors on an axis, and its decades."""
 
     low: int
     high: int
@@ -63,7 +63,7 @@ class Decades:
         return self.place(0) - 0.8, self.high + (BEYOND + 0.4 if self.infinite else 0.3)
 
     def shade(self) -> tuple[float, float]:
-        """From where to where 0 is."""
+        """The ends of the band for 0."""
         return self.ends()[0], self.low - ZERO / 2
 
 
@@ -71,7 +71,7 @@ class Decades:
 
 
 def gradients(ax: Axes, frame: pd.DataFrame, config: Mapping[str, Any], verdict: Verdict, theme: Theme) -> None:
-    """||dg|| / ||g|| over the model for each way to cut: the first step as points, the later ones as a span."""
+    """||dg|| / ||g|| over the model for each number of chunks: the first step as points, later ones as a span."""
     rows = with_ids(frame[(frame["phase"] == "compare") & (frame["metric"] == "gradient_error")], "step")
     limit, later = limit_of(verdict, "grad_parity"), limit_of(verdict, "later_steps")
     lines = [(limit, "limit {:g}, step 1"), (later if config["steps"] > 1 else None, "limit {:g}, later")]
@@ -107,14 +107,14 @@ def gradients(ax: Axes, frame: pd.DataFrame, config: Mapping[str, Any], verdict:
     ax.set_yticks(list(decades.ticks()), list(decades.ticks().values()))
     ax.set_ylim(bottom, top + 0.28 * (top - bottom))  # room for the legend
     ax.set_xlim(-0.5, right + 0.3 * (len(columns) + 1))
-    ax.set_xticks(range(len(columns)), [str(count or "all") for count in columns])
-    ax.set_xlabel("calls that a step is cut in (a point is one step, n = 1)")
+    ax.set_xticks(range(len(columns)), [str(count or "one per\nmicrobatch") for count in columns])
+    ax.set_xlabel("chunks per step (a point is one step, n = 1)")
     ax.set_ylabel("||dg|| / ||g||")
     ax.set_title("Gradients against the plain step")
     handles, names = ax.get_legend_handles_labels()
     if len(columns) > 1:
         handles.append(Line2D([], [], linestyle="", marker="D", color=theme.ink, markerfacecolor="none"))
-        names.append("against the first cut")
+        names.append("against the first number of chunks")
     if config["steps"] > 1:
         handles.append(Patch(facecolor=theme.faint, alpha=0.5))
         names.append(f"steps 2 to {config['steps']}" if config["steps"] > 2 else "step 2")
@@ -123,7 +123,7 @@ def gradients(ax: Axes, frame: pd.DataFrame, config: Mapping[str, Any], verdict:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """How a level's points are drawn; above the limit they are in the colour of what is wrong."""
+    """How the points of a level are drawn; above the limit they have the colour of failures."""
 
     level: str
     colour: str
@@ -147,7 +147,7 @@ def draw_points(ax: Axes, points: list[tuple[float, float]], decades: Decades, h
 
 
 def first_step(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
-    """The worst errors of each metric over all cuts in the first step, by level. NotMeasured if the run did not get there."""
+    """The largest error of each metric over all numbers of chunks in the first step, by level. NotMeasured if the run ended before."""
     table = parity.metrics(frame, config)
     table = table[table["step"] == 1].assign(lost=table["split"].isna() & table["sync"].notna())
     worst = {"error": "max", "one_scalar_error": "max", "lost": "any"}
@@ -160,7 +160,7 @@ def height(table: pd.DataFrame) -> float:
 
 
 class Bar(NamedTuple):
-    """How an error is drawn, how a 0 in its place, and a word beside it."""
+    """How an error is drawn, how a 0 is, and a word beside it."""
 
     colour: str
     zero: str
@@ -183,15 +183,15 @@ def metrics_legend(ax: Axes, theme: Theme) -> None:
     marks = [
         Patch(facecolor=theme.series[0], label="measured against the plain step"),
         Patch(facecolor=theme.bad, hatch=WRONG, edgecolor=theme.paper, linewidth=0, label="above the limit"),
-        Patch(facecolor=theme.series[1], label="if one scalar, the loss's, divided every metric (computed)"),
+        Patch(facecolor=theme.series[1], label="if the loss's normalizer divided every metric (computed)"),
     ]
     legend_of(ax, marks)
 
 
 def metrics(ax: Axes, table: pd.DataFrame, level: str, verdict: Verdict, theme: Theme) -> None:
-    """Two bars for each metric: what was measured, and what it would be if the loss's normalizer divided every metric.
+    """Two bars for each metric: the measured error, and the error if the loss's normalizer divided every metric.
 
-    The first level's drawing has the names; the others stand beside it in the same order.
+    The drawing of the first level has the names; the others have the same order.
     """
     limit = limit_of(verdict, "metric_parity")
     decades = Decades.of([*table["error"], *table["one_scalar_error"]], [COMMON, limit or COMMON])
@@ -211,12 +211,15 @@ def metrics(ax: Axes, table: pd.DataFrame, level: str, verdict: Verdict, theme: 
     ax.axvspan(*decades.shade(), color=theme.shade, zorder=0, linewidth=0)
     ax.set_xticks(list(decades.ticks()), list(decades.ticks().values()))
     ax.set_xlim(*decades.ends())
-    by = [f"by {rows.loc[name, 'normalizer']}" for name in names]
+    by = [
+        "" if rows.loc[name, "normalizer"] == "none" else f"per {words.singular(rows.loc[name, 'normalizer'])}"
+        for name in names
+    ]
     first = level == table["level"].iloc[0]
     ax.set_yticks(
         range(len(names)), [f"{name}  {one}" for name, one in zip(names, by, strict=True)] if first else by, fontsize=8
     )
     ax.set_ylim(len(names) - 0.4, -1.2)
     grid_across(ax)
-    ax.set_xlabel("relative error in step 1, worst of all cuts")
-    ax.set_title(f"Metrics, the loss over {level}")
+    ax.set_xlabel("relative error in step 1, worst of all numbers of chunks")
+    ax.set_title(f"Metrics, loss per {words.singular(level)}")

@@ -1,0 +1,76 @@
+"""The job that is trained: ours, or the person's own, made from one context; and what user code is given to work on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kit.labs.offload.config import model_config
+from kit.megatron import groups, model, observe, tensors
+from kit.megatron.config import ModelConfig, model_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from kit.labs.offload.config import OffloadConfig
+    from kit.labs.rankside import Context
+
+
+class Trainable(Protocol):
+    """The interface of your own model: Megatron chunks (or plain modules), an optimizer, and steps."""
+
+    chunks: list[Any]
+    optimizer: Any
+
+    def step(self, n: int) -> list[dict[str, float]]: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class JobContext:
+    """`ctx` for the code under test: the job to work on. `groups` describes Megatron's groups as plain JSON, `around` is what
+    the code's own `around(ctx)` gave."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    config: OffloadConfig
+    fault: str | None = None
+    chunks: list[Any]
+    optimizer: Any
+    scheduler: Any
+    groups: list[dict[str, Any]]
+    mover: tensors.Mover
+    around: Any = None
+
+
+def build(ctx: Context) -> Trainable:
+    """The kit's own job: megatron-core's GPTModel, DDP, optimizer and scheduler. Its tensor-parallel size is set once more, to the same
+    number, as tools do that convert checkpoints, so that losing what was set shows."""
+    job = model.build(model_config(ctx.config))
+    observe.parallel_state().set_tensor_model_parallel_world_size(ctx.config.tp)
+    return job
+
+
+def arithmetic(job: Trainable, ranks: int) -> dict[str, int]:
+    """Bytes of each kind that a rank of the kit's own job must have, from its geometry; empty for anybody else's."""
+    config = getattr(job, "config", None)
+    if not isinstance(config, ModelConfig):
+        return {}
+    sizes = model_bytes(config, ranks=ranks, stage=observe.stage())
+    return {"weights": sizes["params"], "grads": sizes["grads"], "optimizer": sizes["optimizer"]}
+
+
+def context_for(ctx: Context, job: Trainable, around: Any) -> JobContext:
+    return JobContext(
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+        device=ctx.device,
+        config=ctx.config,
+        fault=ctx.fault,
+        chunks=job.chunks,
+        optimizer=job.optimizer,
+        scheduler=getattr(job, "scheduler", None),
+        groups=groups.snapshot().get("groups", []),
+        mover=getattr(job, "mover", None) or tensors.Mover(job.chunks, job.optimizer, ctx.device),
+        around=around,
+    )

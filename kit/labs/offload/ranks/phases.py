@@ -1,0 +1,307 @@
+"""What a rank does in the offload lab. One method a phase; faults are in `broken.py`, what is looked at in `watch.py`.
+
+The phases between `release` and `reload`, and around them, are the observers': nothing of them is in the times of the code under test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from kit.labs.bystander import Bystander
+from kit.labs.offload.config import KIT_MODEL
+from kit.labs.offload.ranks import rehearse
+from kit.labs.offload.ranks.broken import double_patched
+from kit.labs.offload.ranks.job import JobContext, arithmetic, context_for
+from kit.labs.offload.ranks.releaser import around, make_releaser, told
+from kit.labs.offload.ranks.watch import Watch, any_rank, departs, differing
+from kit.labs.outcome import digest
+from kit.measure.observers import names
+from kit.measure.observers.births import Births
+from kit.measure.observers.tensors import KINDS, Resident, State, children, live_bytes
+from kit.megatron import groups, observe, ownership, standin, tensors
+from kit.target import load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kit.labs.rankside import Context
+
+Log = list[dict[str, float]]
+PATCHABLE = ("torch.distributed", "megatron.core")  # whose functions must be themselves again at the end
+SHOWN = 5  # of what differs, by name
+SCALAR_BYTES = 8  # a step count, say: optimizers keep it on the host, and nobody moves it
+
+
+class Offload:
+    """The job, its controls, and what is known of it between phases."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.config = ctx.config
+        self.job: Any = None
+        self.of: JobContext | None = None
+        self.releaser: Any = None
+        self.controls: list[tuple[Log, dict[str, str]]] = []
+        self.log: Log = []
+        self.state: Any = None
+        self.watch = Watch(Births())
+        self.names: names.Names = {}
+        self.broken = False  # handles went stale on some rank: training on would use dead groups
+        self.found: dict[str, Any] = {}
+        self.scope = contextlib.ExitStack()
+        self.bystander: Bystander | None = None
+        if self.config.mode in groups.KEEPING:
+            groups.refuse_keeping()
+
+    # -- the controls: the same job without a break -------------------------------------------------------------------
+
+    def start(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
+        """What there is before anything of the lab: one process group; on CUDA a context, one matmul and a bystander too."""
+        if self.ctx.device.type == "cuda":
+            square = torch.ones(1024, 1024, device=self.ctx.device)
+            (square @ square).sum().item()
+            del square
+            torch.cuda.empty_cache()
+            self.bystander = Bystander(str(self.ctx.device))
+            self._ask_bystander()
+        dist.barrier()
+
+    def control_build(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self._enter()
+        self._build()
+
+    def control(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self.log += self.job.step(self.config.steps)
+        self.ctx.record("tensor_bytes", live_bytes(), "B")
+
+    def control_end(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self.controls.append((self.log, self._hashes()))
+        if self.config.model == KIT_MODEL:
+            groups.destroy(timeout_s=self.config.meet_timeout_s)  # all at once; leaving alone takes them one by one
+        self._leave()
+
+    def second_control(self, cycle: int) -> None:
+        """Once more: if two runs without any release differ, a run with releases proves nothing."""
+        self.control_build(cycle)
+        for _ in range(self.config.cycles + 1):
+            self.control(cycle)
+        self.control_end(cycle)
+        (first_log, first), (second_log, second) = self.controls
+        self.ctx.record("controls_differ", differing(first_log, second_log) + differing(first, second))
+
+    # -- the job that is released -------------------------------------------------------------------------------------
+
+    def baseline(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """After everything was there once: what this process holds without the job."""
+        gc.collect()
+        tensors.trim()
+        dist.barrier()
+        self._communicators()
+        self.names = names.take(*PATCHABLE)
+
+    def build(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self._enter()
+        self.watch = Watch(self.scope.enter_context(Births()))
+        given = self.scope.enter_context(around(self.ctx))
+        with double_patched() if self.ctx.fault == "double-patch" else contextlib.nullcontext():
+            self._build()
+        self.of = context_for(self.ctx, self.job, given)
+        self.releaser = make_releaser(self.of)
+        wrong = self.watch.first_talk()  # over NCCL a communicator is there only after its first collective
+        assert not wrong, wrong
+
+    def train(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        if self.broken:
+            return
+        self.log += self.job.step(self.config.steps)
+        self.ctx.record("trained_steps", len(self.log))
+        for name in ("loss", "grad_norm"):
+            if name in self.log[-1]:
+                self.ctx.record(name, self.log[-1][name])
+
+    def fingerprint(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """Before a release: every tensor, group, holder and generator as it is."""
+        self.watch.before(self._state(), hashed=self.config.hashes, **self._roots())
+        self.ctx.record("groups_watched", len(self.watch.old))
+        there, wanted = self._resident(), arithmetic(self.job, self.ctx.world_size)
+        for kind in KINDS:
+            self.ctx.record("state_bytes", total(each for each in there if each.kind == kind), "B", kind=kind)
+            if kind in wanted:
+                self.ctx.record("state_arithmetic", wanted[kind], "B", kind=kind)
+        self.ctx.record("resident_bytes", total(filter(self._to_go, there)), "B")
+        self._communicators()
+
+    def release(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self.state = self.releaser.release()
+        self._record(told(self.state))
+
+    def idle(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """Nothing is held. What is measured of this phase is what a release is worth."""
+        gc.collect()  # here and not in release: what the lab does to see clearly is no part of what it times
+        left = sorted(filter(self._to_go, self._resident()), key=lambda each: -each.size)
+        self.ctx.record("left_bytes", total(left), "B")
+        kept = [each for each in left if each.kind in self.config.kinds and each.size > SCALAR_BYTES]
+        self.ctx.record("left_tensors", len(kept), text=shown(kept))
+        if self.config.groups:
+            alive = self.watch.alive()
+            self.ctx.record("old_groups_alive", len(alive), text=shown(alive))
+            # Of suspended groups those over gloo stay in use.
+            usable = self.watch.usable(but_gloo=self.config.mode in groups.KEEPING)
+            self.ctx.record("stale_usable", len(usable), text=shown(usable))
+            # A Megatron that stays initialised is right where each of its groups raises by its name.
+            self.ctx.record("initialised", int(observe.initialised() and (bool(usable) or not self.watch.old)))
+            self.ctx.record("world_left", int(self.watch.world_left()))
+            self._communicators()
+        self._ask_bystander()
+
+    def reload(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self._record(told(self.releaser.restore(self.state)))
+        self.state = None
+
+    def talk(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """The first collectives after a reload, over every group, with values that depend on the rank."""
+        talked, wrong = self.watch.talk()
+        self.ctx.record("talked_groups", talked)
+        self.ctx.record("wrong_groups", len(wrong), text=shown(wrong))
+
+    def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """After a reload: all of it again, random numbers first."""
+        self.ctx.record("unchecked", int(not self.config.hashes))
+        if self.config.groups or self.config.kinds:
+            moved = self.watch.random_moved()
+            self.ctx.record("generators_moved", len(moved), text=shown(moved))
+        after = self.watch.after(self._state(), hashed=self.config.hashes, **self._roots())
+        self.ctx.record("membership_changed", len(after.moved), text=shown(after.moved))
+        self.ctx.record("options_changed", len(after.options), text=shown(after.options))
+        self.ctx.record("stale_holders", len(after.stale), text=shown(after.stale))
+        if self.config.hashes:
+            different = self.watch.tensors(zeroed=self.config.dropped_grads)
+            self.ctx.record("tensors_hashed", self.watch.hashed)
+            self.ctx.record("tensors_changed", len(different), text=shown(different))
+            for one in different[:SHOWN]:
+                self.ctx.record("tensor_differs", one.largest, text=one.what, tensor=one.name, kind=one.kind)
+        self.watch.forget()
+        if not self.broken:
+            for line in [*after.moved, *after.options, *after.stale][:SHOWN]:
+                print("differs:", line)
+        self.broken = self.broken or any_rank(bool(after.stale or self.watch.mute))
+        self.ctx.record("broken", int(self.broken))
+        self._ask_bystander()
+        gc.collect()
+        self.ctx.record("tensor_bytes", live_bytes(), "B")
+
+    def compare(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """Against the control: every loss, gradient norm, weight and optimizer state."""
+        gc.collect()
+        self.ctx.record("tensor_bytes", live_bytes(), "B")
+        if self.broken:
+            return
+        log, hashes = self.controls[0]
+        self.ctx.record("steps_compared", len(self.log))
+        self.ctx.record("steps_differ", differing(self.log, log))
+        first = departs(self.log, log)
+        if first:
+            step, what = first
+            self.ctx.record("departs", step, text=what, cycle_of_step=-(-step // self.config.steps))
+        after = self._hashes()
+        self.ctx.record("tensors_differ", differing(after, hashes), text=shown(apart(after, hashes)))
+        self.ctx.record("digest", None, text=digest(after))
+
+    def rehearse_failure(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """A group that cannot be destroyed: the release must say so, by name."""
+        if self.config.groups and self.config.mode in groups.EXACT and not self.broken and self.watch.standing:
+            raised = rehearse.failure_raises(self.releaser)
+            if raised is not None:
+                self.ctx.record("failure_hidden", int(not raised))
+
+    def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self._leave()
+        gone = names.replaced(self.names)
+        self.ctx.record("names_replaced", len(gone), text=shown(gone))
+        if self.bystander is not None:
+            self.bystander.close()
+
+    def ownership(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """Whose group is it: after success and after an error, with and without a default group of the caller's."""
+        wrong = rehearse.not_as_found(self.ctx, self.found)
+        for line in wrong:
+            print("not as found:", line)
+        self.ctx.record("not_as_found", len(wrong))
+
+    # -- how ----------------------------------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        self.found = self.found or ownership.describe()  # before the first control, so that what one leaves shows too
+        self.scope = contextlib.ExitStack()
+        self.scope.enter_context(ownership.as_found(timeout_s=self.config.meet_timeout_s))
+        groups.install()  # handles first, so that what a person patches lies around them and not below
+        standin.install()
+
+    def _build(self) -> None:
+        self.log = []
+        self.job = load(self.config.model)(self.ctx)
+
+    def _leave(self) -> None:
+        """Let go of the job and put the state back as it was found."""
+        mover = self.of.mover if self.of else getattr(self.job, "mover", None)
+        if mover is not None:
+            mover.close()
+        del mover
+        self.job = self.releaser = self.state = self.of = None
+        gc.collect()
+        self.scope.close()
+        tensors.trim()
+
+    def _ask_bystander(self) -> None:
+        if self.bystander is not None:
+            self._record((metric, value, "B") for metric, value in self.bystander.ask().items())
+
+    def _communicators(self) -> None:
+        """What the library itself says that communicators take, beside what the driver says."""
+        self._record((f"communicators_{name}", size, "B") for name, size in groups.communicators().items())
+
+    def _record(self, rows: Iterable[tuple[str, float, str]]) -> None:
+        for row in rows:
+            self.ctx.record(*row)
+
+    def _roots(self) -> dict[str, Any]:
+        """Where the walk begins: chunks and optimizer, for short names, then whatever else the job keeps."""
+        own = {name: value for name, value in children(self.job) if not isinstance(value, tensors.Mover)}
+        return {"chunks": self.job.chunks, "optimizer": self.job.optimizer, "job": own}
+
+    def _state(self) -> State:
+        return State(**self._roots())
+
+    def _hashes(self) -> dict[str, str]:
+        """A digest of every tensor of the state, by kind and name. Scratch memory is no part of it."""
+        found = self._state().prints()
+        return {f"{one.kind}/{name}": one.digest for name, one in found.items() if one.kind != "other"}
+
+    def _to_go(self, each: Resident) -> bool:
+        """Whether it is of the kinds that are to be given back. Where that is all of them, what is of no kind is to go too."""
+        kinds = self.config.kinds
+        return each.kind in kinds or len(kinds) == len(tensors.KINDS)
+
+    def _resident(self) -> list[Resident]:
+        """The job's tensors that are on the device."""
+        return self._state().resident(self.ctx.device.type)
+
+
+def total(found: Iterable[Resident]) -> int:
+    return sum(each.size for each in found)
+
+
+def shown(found: Iterable[Any]) -> str:
+    """The first of what was found, in one line."""
+    every = [str(one) for one in found]
+    more = f"; and {len(every) - SHOWN} more" if len(every) > SHOWN else ""
+    return "; ".join(every[:SHOWN]) + more
+
+
+def apart(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]

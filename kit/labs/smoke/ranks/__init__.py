@@ -1,0 +1,1 @@
+"""The smoke lab on a rank."""

@@ -1,0 +1,1 @@
+"""The sync lab on a rank: phases of the trainer and of replicas, and the lab's own observation."""

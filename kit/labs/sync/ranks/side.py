@@ -1,0 +1,156 @@
+"""Code that both sides of the sync lab share: their process groups, their locations, and base weights for any layout."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from kit.errors import KitError
+from kit.labs.bystander import Bystander
+from kit.machine import boot_id
+from kit.measure.observers.holdings import shared_memory
+from kit.megatron import groups, ownership, standin
+from kit.megatron.roles import as_world
+from kit.megatron.shards import destinations
+from kit.sync.link import address_of
+from kit.sync.sender import SyncFailed
+from kit.sync.transports import Place, ipc
+from kit.train.plain import PlainModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kit.labs.rankside import Context
+    from kit.labs.sync.config import SyncConfig
+    from kit.megatron.config import Geometry
+    from kit.sync.cache import Cache
+    from kit.sync.log import Log
+
+ROWS, LENGTH = 2, 8  # of the prompt whose logits are compared
+
+
+class Side:
+    """One rank of the trainer or of a replica. Its job uses `self.group` as its whole world."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.config: SyncConfig = ctx.config
+        self.address = address_of(ctx.meeting)
+        self.scope = contextlib.ExitStack()
+        self.group: Any = None
+        self.bystander: Bystander | None = None
+        self.where = place(ctx)
+
+    def enter(self) -> None:
+        """Create the groups of the trainer and of each replica. All ranks create all groups in the same order."""
+        config = self.config
+        if self.ctx.device.type == "cuda":
+            self.bystander = Bystander(str(self.ctx.device))
+            self.scope.callback(self.bystander.close)
+        self.scope.enter_context(ownership.as_found(timeout_s=config.deadline_s))
+        groups.install()
+        standin.install()
+        first = config.trainer_ranks
+        roles = [list(range(first))]
+        roles += [list(range(at, at + config.infer_tp)) for at in range(first, config.ranks, config.infer_tp)]
+        before = sum(self.ctx.world_sizes[: self.ctx.world])
+        here = range(before, before + self.ctx.world_sizes[self.ctx.world])
+        for ranks in roles:
+            if ranks[0] in here:
+                made = dist.new_group([rank - before for rank in ranks])
+                if self.ctx.rank in ranks:
+                    self.group = made
+
+    @contextlib.contextmanager
+    def as_job(self) -> Iterator[None]:
+        with as_world(self.group):
+            yield
+
+    def end(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
+        self.scope.close()
+
+    def path_of(self, *, asleep: bool) -> str:
+        """The path of a sync to sleeping replicas, or to the others."""
+        return "expand" if asleep else "refresh" if self.config.refresh == "staged" else "stream"
+
+    def record_log(self, log: Log, began: float) -> None:
+        """Record stages and events of one sync."""
+        for stage, seconds in log.seconds.items():
+            self.ctx.record("stage_seconds", seconds, "s", stage=stage)
+        for number, (name, when) in enumerate(log.events):
+            self.ctx.record("event", when - began, "s", event=name, order=number)
+
+    def held(self) -> set[Any]:
+        """Shared memory on this rank that a sync should not leave behind."""
+        return set(shared_memory())
+
+    def count(self) -> None:
+        """Record shared memory, and the memory of the bystander process."""
+        self.ctx.record("segments", len(self.held()))
+        if self.bystander is not None:
+            for metric, value in self.bystander.ask().items():
+                self.ctx.record(metric, value, "B")
+
+    def prompt(self, vocab: int) -> torch.Tensor:
+        return torch.randint(0, vocab, (ROWS, LENGTH), generator=torch.Generator().manual_seed(self.config.seed))
+
+
+def name_of(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def place(ctx: Context) -> Place:
+    """The location of a rank, from which transports are chosen."""
+    host = boot_id() or socket.gethostname()
+    gpu = ""
+    if ctx.device.type == "cuda" and not ipc.needs_permission():
+        gpu = str(torch.cuda.get_device_properties(ctx.device).uuid)
+    return Place(host=host, world=f"{ctx.meeting} {ctx.world}", gpu=gpu)
+
+
+def fill(chunks: Sequence[Any], geometry: Geometry, dtype: torch.dtype, seed: int) -> None:
+    """Fill in the same base weights for any layout: each full tensor is drawn from its name, then cut."""
+    with torch.device("meta"):
+        shapes = {name: param.shape for name, param in PlainModel(geometry).named_parameters()}
+    with torch.no_grad():
+        for name, places in destinations(chunks).items():
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+            full = torch.randn(shapes[name], generator=generator)
+            full = (1 + 0.1 * full if full.dim() == 1 and "norm" in name else 0.05 * full).to(dtype)
+            for into, take in places:
+                into.copy_(take(full))
+
+
+def failed(call: Callable[[], object]) -> SyncFailed | None:
+    """Run a sync that is expected to fail; return its error if it is a `SyncFailed`."""
+    error = raised(call)
+    return error if isinstance(error, SyncFailed) else None
+
+
+def raised(call: Callable[[], object]) -> Exception | None:
+    """The error that the call raises, without its frames, which would keep tensors alive."""
+    try:
+        call()
+    except (KitError, OSError) as error:
+        link: BaseException | None = error
+        while link is not None:
+            link.__traceback__, link = None, link.__cause__ or link.__context__
+        return error
+    return None
+
+
+def lock_is_free(cache: Cache) -> bool:
+    """Whether another thread could take the lock of the cache."""
+
+    def take() -> None:
+        with cache.held("a rehearsal", timeout_s=0):
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(raised, take).result() is None

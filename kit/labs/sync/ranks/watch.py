@@ -1,0 +1,318 @@
+"""The lab's own observation of a sync on a rank: version, route and forwards of a replica at every point, and the closing of transports.
+
+The log of the code under test is not read. A point is a moment at which that code uses an object of the lab: the host (wake, gate,
+derive), the weights (write), the transport (open, bucket, send, close), or a step of the sync (all others). At each of them a serving
+replica is asked for a forward: one begins and gives logits, or none begins, which counts as waiting.
+
+Limits: "waits" means that no forward began for `QUIET_S`; a gate that opens later than that is observed by the next point only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from kit.measure.observers.holdings import shared_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from kit.labs.rankside import Context
+    from kit.measure.observers.holdings import Place
+    from kit.sync.receiver import Call, Receiver
+    from kit.sync.serving import Serving
+
+QUIET_S = 0.015  # if no forward is inside and none begins for this long, forwards wait
+LINGER_S = (
+    0.02  # a forward stays inside this long when a writer arrives, so that a writer that does not wait is detected
+)
+WAITS = "waits"
+STUCK = "stuck"
+STEPS = ("verify", "apply", "teardown", "finalize", "publish", "activate", "end")
+
+
+def sha256(tensor: torch.Tensor) -> str:
+    """The lab's own hash of dtype, shape and all bytes. It reads a copy, because numpy would mark the storage as fixed in size."""
+    flat = tensor.detach().to("cpu", copy=True).contiguous()
+    hashed = hashlib.sha256(f"{flat.dtype} {tuple(flat.shape)}\n".encode())
+    hashed.update(flat.view(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
+
+
+class Forward(NamedTuple):
+    """One forward: the SHA-256 of its logits, the versions of the replica when it began and ended, and whether there was a route."""
+
+    logits: str
+    versions: tuple[int, int]
+    routed: bool
+
+
+class Point(NamedTuple):
+    """A moment of a sync, by the system clock. `logits` are those of the attempted forward, or the reason for none."""
+
+    name: str
+    bucket: int
+    when: float
+    version: int
+    routed: bool
+    logits: str
+
+
+class Forwards:
+    """The forward that `Serving` runs, with a record of each call."""
+
+    def __init__(
+        self, forward: Callable[[], torch.Tensor], receiver: Callable[[], Receiver], deadline_s: float
+    ) -> None:
+        self.forward = forward
+        self.receiver = receiver
+        self.deadline_s = deadline_s
+        self.made: dict[int, Forward] = {}
+        self.overlaps = 0  # writers that entered while a forward was inside
+        self._begun = 0
+        self._inside: set[int] = set()
+        self._lingers = False
+        self._changed = threading.Condition()
+
+    def __call__(self) -> torch.Tensor:
+        receiver = self.receiver()
+        with self._changed:
+            number, self._begun = self._begun, self._begun + 1
+            self._inside.add(number)
+            self._changed.notify_all()
+        before, routed = receiver.version, receiver.routed
+        try:
+            logits = self.forward()
+            made = Forward(sha256(logits), (before, receiver.version), routed or receiver.routed)
+            with self._changed:
+                self.made[number] = made
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: not self._lingers, LINGER_S)
+        finally:
+            with self._changed:
+                self._inside.discard(number)
+                self._changed.notify_all()
+        return logits
+
+    def reset(self) -> None:
+        with self._changed:
+            self.made, self.overlaps = {}, 0
+
+    def at_rest(self) -> torch.Tensor:
+        """Logits of the current weights, on a separate thread like served forwards. Nothing may be served meanwhile."""
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self.forward).result()
+
+    def attempt(self, quiet_s: float = QUIET_S) -> str:
+        """Logits of a forward that begins from now on; WAITS if none begins, STUCK if one does not end."""
+        with self._changed:
+            number, quiet = self._begun, time.monotonic()
+            end = quiet + self.deadline_s
+            while self._begun == number:
+                self._changed.wait(quiet_s)
+                if self._inside:
+                    quiet = time.monotonic()
+                    if quiet > end:
+                        return STUCK
+                elif self._begun == number and time.monotonic() - quiet >= quiet_s:
+                    return WAITS
+            there = self._changed.wait_for(lambda: number in self.made, self.deadline_s)
+            return self.made[number].logits if there else STUCK
+
+    @contextlib.contextmanager
+    def writer(self, writing: contextlib.AbstractContextManager[None], *, serves: bool) -> Iterator[None]:
+        """Let a writer enter the gate while a forward is inside, for which it must wait."""
+        with contextlib.ExitStack() as scope:
+            with self._changed:
+                self._lingers = serves
+                if serves:
+                    self._changed.wait_for(lambda: bool(self._inside), self.deadline_s)
+            try:
+                scope.enter_context(writing)
+                with self._changed:
+                    self.overlaps += bool(self._inside)
+            finally:
+                with self._changed:
+                    self._lingers = False
+                    self._changed.notify_all()
+            yield
+
+
+class Watch:
+    """One rank's observer: the `points` of the current sync. `known` are the logits of each version, taken at rest."""
+
+    def __init__(
+        self,
+        version: Callable[[], int],
+        routed: Callable[[], bool] = lambda: True,
+        forwards: Forwards | None = None,
+        serving: Serving | None = None,
+        measure: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.version = version
+        self.routed = routed
+        self.forwards = forwards
+        self.serving = serving
+        self.measure = measure  # called at every point
+        self.points: list[Point] = []
+        self.homes: set[Place] = set()  # shared memory from which buckets were sent
+        self.known: dict[int, str] = {}
+        self.path = "base"
+        self.recorded: Counter[str] = Counter()  # number of recorded syncs by path
+
+    def point(self, name: str, bucket: int = 0) -> None:
+        when, version, routed = time.time(), self.version(), self.routed()
+        serves = self.forwards is not None and self.serving is not None and self.serving.running
+        logits = self.forwards.attempt() if self.forwards is not None and serves else ""
+        self.measure()
+        self.points.append(Point(name, bucket, when, version, routed, logits))
+
+    def reset(self, path: str) -> None:
+        """Start a new sync with this path."""
+        self.path, self.points = path, []
+        if self.forwards is not None:
+            self.forwards.reset()
+
+    # -- wrappers for the code under test ------------------------------------------------------------------------------
+
+    def wrap_make(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """For `Receiver.make` and `Sender.make`."""
+
+        def seen(*args: Any, **named: Any) -> Any:
+            transport = SeenTransport(make(*args, **named), self)
+            self.point("open")
+            return transport
+
+        return seen
+
+    def wrap_call(self, plain: type[Call]) -> type[Call]:
+        """For `Receiver.calls`."""
+        watch = self
+
+        class Seen(plain):  # type: ignore[misc, valid-type]
+            def begin(self, said: dict[str, Any]) -> None:
+                watch.point("begin")
+                super().begin(said)
+
+            def undo(self) -> None:
+                watch.point("undo")
+                super().undo()
+                watch.point("undone")
+
+        for step in STEPS:
+            setattr(Seen, step, _seen_step(plain, step, watch))
+        return Seen
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def version_of(self, logits: str) -> str:
+        """The version that gave these logits, in words."""
+        if logits in {"", WAITS, STUCK}:
+            return logits
+        return next((f"version {version}" for version, known in self.known.items() if known == logits), "no version")
+
+    def record(self, ctx: Context) -> None:
+        """Record every point in order. `sync` counts the syncs of a path, and is the same on both ends."""
+        self.recorded[self.path] += 1
+        for order, point in enumerate(self.points):
+            ctx.record(
+                "point",
+                point.when,
+                "s",
+                path=self.path,
+                sync=self.recorded[self.path],
+                point=point.name,
+                bucket=point.bucket,
+                order=order,
+                version=point.version,
+                routed=int(point.routed),
+                forward=self.version_of(point.logits),
+            )
+
+
+class Judged(NamedTuple):
+    """The forwards of one sync."""
+
+    served: int
+    torn: int  # on mixed weights, on the old version after the new one, or with a writer inside
+    mislabelled: int  # on another version than the replica reported at that moment
+
+
+def judge(forwards: Forwards, known: Mapping[int, str], old: int, new: int) -> Judged:
+    """Compare the forwards of a replica with a route with the logits of the two versions at rest."""
+    made = [each for _, each in sorted(forwards.made.items()) if each.routed]
+    before, after = known.get(old), known[new]
+    torn = forwards.overlaps + sum(each.logits not in {before, after} for each in made)
+    news = [place for place, each in enumerate(made) if each.logits == after]
+    if news and before != after:
+        torn += sum(each.logits == before for each in made[news[0] :])
+    mislabelled = sum(
+        each.logits in known.values() and each.logits not in {known.get(version) for version in each.versions}
+        for each in made
+    )
+    return Judged(len(made), torn, mislabelled)
+
+
+class SeenTransport:
+    """A transport that adds a point at each use."""
+
+    def __init__(self, transport: Any, watch: Watch) -> None:
+        self._transport = transport
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def send(self, index: int, buffer: torch.Tensor) -> None:
+        self._watch.homes |= {home for home in [shared_at(buffer.data_ptr())] if home}
+        self._transport.send(index, buffer)
+        self._watch.point("send", index)
+
+    def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
+        got: torch.Tensor = self._transport.receive(index, into)
+        self._watch.point("bucket", index)
+        return got
+
+    def close(self) -> None:
+        self._watch.point("close")
+        self._transport.close()
+        self._watch.point("closed")
+
+
+class SeenWeights:
+    """A replica's weights, with a point for each bucket that is written."""
+
+    def __init__(self, weights: Any, watch: Watch) -> None:
+        self._weights = weights
+        self._watch = watch
+
+    def own(self) -> Any:
+        return self._weights.own()
+
+    def bind(self, layout: Any) -> SeenApplier:
+        return SeenApplier(self._weights.bind(layout), self._watch)
+
+
+class SeenApplier:
+    def __init__(self, applier: Any, watch: Watch) -> None:
+        self._applier = applier
+        self._watch = watch
+
+    def apply(self, index: int, buffer: torch.Tensor) -> None:
+        self._watch.point("write", index)
+        self._applier.apply(index, buffer)
+
+
+def _seen_step(plain: type[Call], step: str, watch: Watch) -> Callable[..., None]:
+    def seen(self: Any, said: dict[str, Any]) -> None:
+        getattr(plain, step)(self, said)
+        watch.point(step)
+
+    return seen
