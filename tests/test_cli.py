@@ -310,6 +310,7 @@ def test_a_killed_run_still_loads(cli: Cli, tmp_path: Path) -> None:
     cli("export", folder, "--to", tmp_path / "partial.parquet")
 
 
+@pytest.mark.slow
 def test_doctor(cli: Cli) -> None:
     out, _ = cli("doctor")
     assert "Labs can run here." in out

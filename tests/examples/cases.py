@@ -45,7 +45,7 @@ class Case:
 
 CASES = (
     # the smoke lab, factories of groups
-    Case("smoke", "group_factory:Factory", quick=True),
+    Case("smoke", "group_factory:Factory"),
     Case("smoke", "group_factory:FactoryThatForgetsAGroup", "groups_return_to_baseline"),
     Case("smoke", "group_factory:FactoryThatKeepsHandles", "threads_return"),
     Case("smoke", "group_factory:FactoryOfRawGroups", "fds_return", quick=True),

@@ -93,6 +93,7 @@ def test_sigstop_of_a_rank(world: World) -> None:
     assert error.phase == "run"
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_that_goes_on_makes_the_world_usable_again(world: World) -> None:
     os.kill(world.pids[1], signal.SIGSTOP)
     with pytest.raises(RankTimeout):
@@ -109,6 +110,7 @@ def test_a_stopped_rank_that_goes_on_makes_the_world_usable_again(world: World) 
     assert wait_for(answers)
 
 
+@pytest.mark.slow
 def test_a_rank_asleep_while_another_waits(world: World) -> None:
     with pytest.raises(RankTimeout) as info:
         world.run(f"import time\nif rank == 1:\n    time.sleep(600)\n{BARRIER}", timeout_s=1)
@@ -119,6 +121,7 @@ def test_a_rank_asleep_while_another_waits(world: World) -> None:
     assert "(culprit)" in str(error)
 
 
+@pytest.mark.slow
 def test_waits_that_hide_in_a_work_handle(world: World) -> None:
     """The innermost Python frame of the waiting rank is the user's own line."""
     code = (
@@ -144,6 +147,7 @@ def test_a_chain_of_waits_blames_its_end(tmp_path: Path) -> None:
         assert info.value.culprits == (2,)
 
 
+@pytest.mark.slow
 def test_a_rank_that_left_without_joining_is_named(world: World) -> None:
     with pytest.raises(RankTimeout) as info:
         world.run(f"if rank == 0: {BARRIER}", timeout_s=1)
@@ -152,6 +156,7 @@ def test_a_rank_that_left_without_joining_is_named(world: World) -> None:
     assert "rank 1 did not enter" in str(info.value)
 
 
+@pytest.mark.slow
 def test_a_c_call_that_holds_the_interpreter_still_shows_its_stack(world: World) -> None:
     """The rank's side thread cannot run; the signal's stack comes all the same."""
     with pytest.raises(RankTimeout) as info:
@@ -168,6 +173,7 @@ def test_an_exception_on_one_rank_while_the_other_waits_for_it(world: World) -> 
     assert "rank 0 still in a collective" in str(info.value)
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank_only_is_told_when_the_other_has_finished_its_work(world: World) -> None:
     with pytest.raises(RankError) as info:
         world.run("import time\nif rank == 1: raise ValueError('early')\ntime.sleep(1.5)\ndone = True")
@@ -242,6 +248,7 @@ def test_interrupt_of_python_code_leaves_the_world_usable(world: World) -> None:
     assert world.eval("mark") == [1, 1]
 
 
+@pytest.mark.slow
 def test_interrupt_of_a_collective_ends_the_world_clearly(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
     with interrupted_after(0.5), pytest.raises(KeyboardInterrupt):
@@ -263,6 +270,7 @@ def test_a_world_outlives_the_thread_that_made_it(tmp_path: Path) -> None:
         assert world.eval("rank") == [0, 1]
 
 
+@pytest.mark.slow
 def test_what_a_rank_started_ends_with_it(world: World) -> None:
     world.run("import subprocess\nchild = subprocess.Popen(['sleep', '600'])")
     children = world.eval("child.pid")

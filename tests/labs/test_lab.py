@@ -84,6 +84,7 @@ class Counting(Onlooker):
         self.counts.append(count)
 
 
+@pytest.mark.slow
 def test_each_step_by_hand_is_watched_by_itself_and_a_run_as_a_whole(
     own: Definition, runs: Path, nothing_left: None
 ) -> None:
@@ -99,6 +100,7 @@ def test_each_step_by_hand_is_watched_by_itself_and_a_run_as_a_whole(
     assert [(one.calls, one.seen) for one in onlookers] == [(1, ["begin", "first"]), (4, ["second", "second", "end"])]
 
 
+@pytest.mark.slow
 def test_the_run_tells_where_it_comes_from(made: Make) -> None:
     lab = made()
     run = lab.run()
@@ -190,6 +192,7 @@ def test_a_world_that_is_given_is_used_and_left_alive(own: Definition, runs: Pat
             Lab(own, {"ranks": 2}, world=world)
 
 
+@pytest.mark.slow
 def test_a_step_by_hand_and_a_run_take_a_world(nothing_left: None, runs: Path) -> None:
     with kit.World(2, device="cpu") as world:
         with kit.lab("smoke", world=world, cycles=1) as lab:
@@ -199,6 +202,7 @@ def test_a_step_by_hand_and_a_run_take_a_world(nothing_left: None, runs: Path) -
         assert world.state == "idle"
 
 
+@pytest.mark.slow
 def test_tolerances(own: Definition, runs: Path) -> None:
     with Lab(own, {}, tolerances={"seen_max": 0}) as lab:
         run = lab.run()
@@ -250,6 +254,7 @@ def values(run: Run, metric: str) -> list[float]:
     return [float(value) for value in run.frame().query("metric == @metric").sort_values("rank")["value"]]
 
 
+@pytest.mark.slow
 def test_a_lab_in_two_worlds(two: Definition) -> None:
     with Lab(two, {"ranks": 3}) as lab:
         assert lab.step().phase == "first"
@@ -267,6 +272,7 @@ def test_a_lab_in_two_worlds(two: Definition) -> None:
     assert {path.name for path in (lab.dir / "logs").iterdir()} >= {"rank0.log", "rank1.log", "rank2.log"}
 
 
+@pytest.mark.slow
 def test_a_lab_in_one_world_sees_it_so_and_every_run_has_a_meeting_of_its_own(own: Definition, runs: Path) -> None:
     with World(2, device="cpu") as world:
         made = [Lab(own, {}, world=world).run() for _ in range(2)]
@@ -293,6 +299,7 @@ def test_a_rank_of_the_second_world_that_dies(two: Definition) -> None:
     assert "rank 1" in str(info(lab)["error"])
 
 
+@pytest.mark.slow
 def test_worlds_that_do_not_fit_are_refused_before_a_folder_is_made(
     two: Definition, own: Definition, runs: Path
 ) -> None:

@@ -82,6 +82,7 @@ FUNCTIONS = "[getattr(dist.distributed_c10d, name).__module__ for name in ('_new
 NAMES = "sorted(__import__('os').environ)"
 
 
+@pytest.mark.slow
 def test_not_asked_for_nothing_differs(standin: None, runs: Path, nothing_left: None) -> None:
     def seen(world: World) -> list[Any]:
         assert world.eval("dist.distributed_c10d.new_comm is __import__('torchcomms').new_comm") == [True, True]
@@ -115,6 +116,7 @@ def test_a_world_that_is_given_must_have_been_started_for_it(standin: None, runs
     assert run.verdict().passed
 
 
+@pytest.mark.slow
 def test_the_config_says_what_is_in_effect_whatever_is_exported(
     standin: None, runs: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

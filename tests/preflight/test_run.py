@@ -106,6 +106,7 @@ def test_what_needs_a_gpu_is_not_measurable_and_fails_nothing():
     assert run.exit_status([outcome]) == 0
 
 
+@pytest.mark.slow
 def test_a_probe_that_hangs_is_cut_names_what_it_did_and_leaves_nothing():
     before = shm_names()
     outcome = ended("leaves", 6.0)

@@ -120,6 +120,7 @@ def test_other_transports_fill_what_they_are_given(kind: str) -> None:
     assert between(kind, send, takes)[1] is True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "depth"), [("serialize", DEPTH), ("rendezvous", DEPTH), ("shm", shm.DEPTH)])
 def test_the_sender_waits_for_the_slowest(kind: str, depth: int) -> None:
     """It is so many buckets ahead of a receiver that does not say that it is done, and no more."""

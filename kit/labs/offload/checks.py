@@ -17,6 +17,7 @@ from kit.labs.offload.counts import (
     names_restored,
     old_groups,
     random_unchanged,
+    tensors_left,
     tensors_restored,
     undestroyed,
     unhashed,
@@ -129,6 +130,13 @@ CHECKS = (
         better=">=",
         measure=tensors_released,
         cannot=unmoved,
+    ),
+    zero(
+        "no_tensor_left",
+        "Does every weight, gradient and optimizer tensor leave the device?",
+        tensors_left,
+        "tensors_left",
+        unmoved,
     ),
     zero(
         "tensors_restored",

@@ -135,6 +135,13 @@ def world_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     return Measured(left, f"WORLD still existed {where}" if left else f"WORLD was destroyed in {everywhere(config)}")
 
 
+def tensors_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Tensors of the kinds to release that still have memory on the device while released, by name."""
+    left, where = most(counted(frame, config, "idle", "left_tensors"))
+    found = f"{left:g} tensors still on the device while released {where}"
+    return Measured(left, found if left else f"none left on the device in {everywhere(config)}; scalars do not count")
+
+
 def tensors_restored(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     need_whole_state(frame)
     hashed = counted(frame, config, "verify", "tensors_hashed")["value"]

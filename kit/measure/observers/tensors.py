@@ -116,13 +116,14 @@ class State:
             if isinstance(value, torch.Tensor) and value.layout == torch.strided
         ]
 
-    def bytes_on(self, device: str) -> dict[str, int]:
-        """Bytes of each kind on a type of device, each storage once."""
-        sizes: dict[tuple[str, int], int] = {}
-        for _, kind, tensor in self.tensors:
-            if tensor.device.type == device:
-                sizes[kind, _storage(tensor)] = tensor.untyped_storage().nbytes()
-        return {kind: sum(size for (of, _), size in sizes.items() if of == kind) for kind in KINDS}
+    def resident(self, device: str) -> list[Resident]:
+        """Every storage on a type of device that has bytes, under the first name that leads to it."""
+        found: dict[tuple[str, int], Resident] = {}
+        for name, kind, tensor in self.tensors:
+            size = tensor.untyped_storage().nbytes()
+            if tensor.device.type == device and size:
+                found.setdefault((kind, _storage(tensor)), Resident(name, kind, size))
+        return list(found.values())
 
     def prints(self) -> dict[str, Print]:
         """A digest of every tensor by name. A flat buffer with other tensors in it is represented by those tensors."""
@@ -143,6 +144,17 @@ class State:
                 continue
             found[name] = _print(tensor, kind, container, start - base)
         return found
+
+
+class Resident(NamedTuple):
+    """A storage that is on a device."""
+
+    name: str
+    kind: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}: {self.size} B"
 
 
 class Print(NamedTuple):

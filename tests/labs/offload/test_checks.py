@@ -142,6 +142,7 @@ def weighed(fell: float, peak: float) -> list[Row]:
     return [
         (1, "fingerprint", "resident_bytes", 100 * MIB),
         (1, "idle", "left_bytes", 0),
+        (1, "idle", "left_tensors", 0),
         (1, "fingerprint", "anon_rss", 500 * MIB),
         (1, "idle", "anon_rss", (500 - fell) * MIB),
         (1, "reload", "peak_rss", peak * MIB),
@@ -304,3 +305,17 @@ def test_times_among_ranks_that_share_a_gpu_are_no_product_numbers(gpus_of: tupl
     (row,) = [one for one in judge(frame, {**CONFIG, "ranks": 2, "cycles": 3}, checks) if one.check == "time_steady"]
     assert row.passed
     assert row.why.endswith("; shared GPU, not a product number") == said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "passed"),
+    [
+        ((0.5, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6), False),  # each cycle takes longer: 6 times the second
+        ((0.5, 0.1, 0.2, 0.3, 0.25, 0.4, 0.45), True),  # a busy machine
+        ((0.5, 0.10, 0.11, 0.12, 0.13, 0.14, 0.15), True),  # too little to see
+        ((0.5, 0.1, 0.2, 0.3, 0.4), True),  # may be chance
+    ],
+)
+def test_times_that_rise_with_every_cycle(seconds: tuple[float, ...], passed: bool) -> None:
+    rows = [(c, p, "seconds", s) for c, s in enumerate(seconds, 1) for p in ("release", "reload")]
+    assert answers(rows, cycles=len(seconds))["time_steady"].passed is passed

@@ -60,6 +60,7 @@ def right(config: dict[str, Any]) -> Rows:
             "idle",
             **{**held, "anon_rss": 200 * MIB},
             left_bytes=0,
+            left_tensors=0,
             initialised=int(asleep),
             old_groups_alive=20 * asleep,
         )
@@ -132,7 +133,11 @@ def changed(rows: Rows, phase: str, metric: str, value: float, cycle: int | None
                 "stale_handle_raises",
             },
         ),
-        ("exact", {"weights": False, "grads": False, "optimizer": False}, {"world_released", "tensors_released", "reload_peak"}),
+        (
+            "exact",
+            {"weights": False, "grads": False, "optimizer": False},
+            {"world_released", "tensors_released", "no_tensor_left", "reload_peak"},
+        ),
         ("exact", {"hashes": False}, {"world_released", "tensors_restored"}),
     ],
 )  # fmt: skip
@@ -158,6 +163,7 @@ WRONG = [
     ("idle", "sockets", 4, 2, "old_groups_dead"),
     ("idle", "threads", 5, 2, "old_groups_dead"),
     ("idle", "left_bytes", 100 * MIB, 2, "tensors_released"),
+    ("idle", "left_tensors", 1, 2, "no_tensor_left"),
     ("verify", "tensors_changed", 1, 2, "tensors_restored"),
     ("verify", "tensors_hashed", 0, 2, "tensors_restored"),
     ("verify", "generators_moved", 1, 2, "random_unchanged"),

@@ -322,6 +322,7 @@ def test_a_lab_is_taken_over_as_it_stands(own: Definition, nothing_left: None) -
     assert lab.run() is lab.judged
 
 
+@pytest.mark.slow
 def test_what_is_done_by_hand_meanwhile_is_seen_with_the_next_button(own: Definition, nothing_left: None) -> None:
     with Lab(own, {}) as lab:
         lab.step()
@@ -394,6 +395,7 @@ def test_in_a_kernel_the_model_changes_in_the_loops_thread_and_the_loop_stays_fr
     assert threads == {threading.get_ident()}
 
 
+@pytest.mark.slow
 def test_what_ranks_print_is_in_the_log_and_a_view_that_fails_stops_nothing(
     made: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

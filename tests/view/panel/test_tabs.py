@@ -74,6 +74,7 @@ def drawn(monkeypatch):
     return calls
 
 
+@pytest.mark.slow
 def test_plots_are_offered_as_the_run_tells_the_quick_ones_first(offload):
     tab = PlotsTab(offload)
     tab.visible = True

@@ -22,7 +22,7 @@ from kit.labs.offload.ranks.watch import Watch, any_rank, departs, differing
 from kit.labs.outcome import digest
 from kit.measure.observers import names
 from kit.measure.observers.births import Births
-from kit.measure.observers.tensors import State, children, live_bytes
+from kit.measure.observers.tensors import KINDS, Resident, State, children, live_bytes
 from kit.megatron import groups, observe, ownership, standin, tensors
 from kit.target import load
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Log = list[dict[str, float]]
 PATCHABLE = ("torch.distributed", "megatron.core")  # whose functions must be themselves again at the end
 SHOWN = 5  # of what differs, by name
+SCALAR_BYTES = 8  # a step count, say: optimizers keep it on the host, and nobody moves it
 
 
 class Offload:
@@ -127,12 +128,12 @@ class Offload:
         """Before a release: every tensor, group, holder and generator as it is."""
         self.watch.before(self._state(), hashed=self.config.hashes, **self._roots())
         self.ctx.record("groups_watched", len(self.watch.old))
-        sizes, wanted = self._resident(), arithmetic(self.job, self.ctx.world_size)
-        for kind, size in sizes.items():
-            self.ctx.record("state_bytes", size, "B", kind=kind)
+        there, wanted = self._resident(), arithmetic(self.job, self.ctx.world_size)
+        for kind in KINDS:
+            self.ctx.record("state_bytes", total(each for each in there if each.kind == kind), "B", kind=kind)
             if kind in wanted:
                 self.ctx.record("state_arithmetic", wanted[kind], "B", kind=kind)
-        self.ctx.record("resident_bytes", self._wanted(sizes), "B")
+        self.ctx.record("resident_bytes", total(filter(self._to_go, there)), "B")
         self._communicators()
 
     def release(self, cycle: int) -> None:  # noqa: ARG002 - as above
@@ -142,7 +143,10 @@ class Offload:
     def idle(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Nothing is held. What is measured of this phase is what a release is worth."""
         gc.collect()  # here and not in release: what the lab does to see clearly is no part of what it times
-        self.ctx.record("left_bytes", self._wanted(self._resident()), "B")
+        left = sorted(filter(self._to_go, self._resident()), key=lambda each: -each.size)
+        self.ctx.record("left_bytes", total(left), "B")
+        kept = [each for each in left if each.kind in self.config.kinds and each.size > SCALAR_BYTES]
+        self.ctx.record("left_tensors", len(kept), text=shown(kept))
         if self.config.groups:
             alive = self.watch.alive()
             self.ctx.record("old_groups_alive", len(alive), text=shown(alive))
@@ -232,7 +236,7 @@ class Offload:
     # -- how ----------------------------------------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        self.found = ownership.describe()
+        self.found = self.found or ownership.describe()  # before the first control, so that what one leaves shows too
         self.scope = contextlib.ExitStack()
         self.scope.enter_context(ownership.as_found(timeout_s=self.config.meet_timeout_s))
         groups.install()  # handles first, so that what a person patches lies around them and not below
@@ -278,14 +282,18 @@ class Offload:
         found = self._state().prints()
         return {f"{one.kind}/{name}": one.digest for name, one in found.items() if one.kind != "other"}
 
-    def _wanted(self, sizes: dict[str, int]) -> int:
-        """Bytes of the kinds that are to be given back. Where that is all of them, what is of no kind is to go too."""
+    def _to_go(self, each: Resident) -> bool:
+        """Whether it is of the kinds that are to be given back. Where that is all of them, what is of no kind is to go too."""
         kinds = self.config.kinds
-        return sum(size for kind, size in sizes.items() if kind in kinds or len(kinds) == len(tensors.KINDS))
+        return each.kind in kinds or len(kinds) == len(tensors.KINDS)
 
-    def _resident(self) -> dict[str, int]:
-        """Bytes of the job's tensors that are on the device, by kind."""
-        return self._state().bytes_on(self.ctx.device.type)
+    def _resident(self) -> list[Resident]:
+        """The job's tensors that are on the device."""
+        return self._state().resident(self.ctx.device.type)
+
+
+def total(found: Iterable[Resident]) -> int:
+    return sum(each.size for each in found)
 
 
 def shown(found: Iterable[Any]) -> str:
