@@ -77,7 +77,8 @@ class Seen:
     """Megatron's groups at one moment. References to groups are weak or by identity: this keeps none alive.
 
     `ranks` are those that answered, by name; `options` what each group says of itself, and `others` what groups say that no name leads
-    to; `made` the names in the order in which their groups were made; `holders` the name of the group that each place leads to; `wrong` what did not work, in words.
+    to; `made` the names in the order in which their groups were made; `holders` the name of the group that each place leads to; `wrong`
+    what did not work, in words.
     """
 
     ranks: dict[str, list[int]] = field(default_factory=dict)
