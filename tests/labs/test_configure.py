@@ -75,9 +75,7 @@ def test_a_device_that_is_not_there() -> None:
 
 
 def test_a_memory_snapshot_of_ranks_on_the_cpu() -> None:
-    with pytest.raises(
-        BadInput, match="memory_snapshot=true needs CUDA: PyTorch records no memory history on the CPU"
-    ):
+    with pytest.raises(BadInput, match="memory_snapshot=true needs CUDA: PyTorch records no memory history on the CPU"):
         configure(find("smoke"), {"device": "cpu", "memory_snapshot": True}, None)
     assert configure(find("smoke"), {"memory_snapshot": True}, None).memory_snapshot  # told after the run
 
