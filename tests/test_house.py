@@ -193,6 +193,23 @@ def test_what_ranks_load_of_a_lab_lies_under_ranks() -> None:
     assert {"kit.labs.split.config", "kit.labs.options"} <= modules(labs_on_ranks()).keys()
 
 
+def test_a_rank_file_that_loads_the_notebooks_side_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    smoke, plain = KIT / "labs" / "smoke", imports
+
+    def changed(path: Path, *, typing: bool = False) -> set[str]:
+        more = {"kit.labs.smoke.checks.CHECKS"} if path == smoke / "ranks" / "phases.py" else set()
+        return plain(path, typing=typing) | more
+
+    test_imports(smoke / "checks.py")
+    monkeypatch.setattr(sys.modules[__name__], "imports", changed)
+    labs_on_ranks.cache_clear()
+    try:
+        with pytest.raises(AssertionError):
+            test_imports(smoke / "checks.py")
+    finally:
+        labs_on_ranks.cache_clear()
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     files = modules(FILES)
     found = arrows(files)

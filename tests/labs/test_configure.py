@@ -77,9 +77,7 @@ def test_a_device_that_is_not_there() -> None:
 
 
 def test_a_memory_snapshot_of_ranks_on_the_cpu() -> None:
-    with pytest.raises(
-        BadInput, match="memory_snapshot=true needs CUDA: PyTorch keeps no history of memory on the CPU"
-    ):
+    with pytest.raises(BadInput, match="memory_snapshot=true needs CUDA: PyTorch records no memory history on the CPU"):
         configure(find("smoke"), {"device": "cpu", "memory_snapshot": True}, None)
     assert configure(find("smoke"), {"memory_snapshot": True}, None).memory_snapshot  # told after the run
 
@@ -131,7 +129,7 @@ def test_a_fault_where_its_check_could_not_tell(lab: str, fault: str, given: dic
         ("offload", "double-copy", {"weights": False, "grads": False, "optimizer": False}, "no tensor is released"),
         ("offload", "leaked-file", {"cycles": 2}, "nothing_piles_up is not measured (needs at least 3 cycles)"),
         ("offload", "slow-at-last", {"cycles": 2}, "time_steady is not measured"),
-        ("split", "per-chunk-finalize", {"chunks": [1]}, "chunk_invariance is not measured (the step is cut in one way"),
+        ("split", "per-chunk-finalize", {"chunks": [1]}, "chunk_invariance is not measured (only one number of chunks was run"),
         ("split", "mask-not-shifted", {"ep": 2, "experts": 4, "reduce": "mean"}, "oracle is not measured (the float64"),
     ],
 )  # fmt: skip

@@ -67,7 +67,7 @@ def test_broken_packages_are_told_and_harm_nobody(own: Definition, tmp_path: Pat
     assert labs["smoke"].phases.startswith("kit.labs.smoke")
     assert "ModuleNotFoundError" in broken["gone"]
     assert "is not a" in broken["odd"]
-    assert "takes the name 'smoke'" in broken["copy"]
+    assert "has the name 'smoke'" in broken["copy"]
     with pytest.raises(BadInput, match="lab 'gone': no_such_module:LAB cannot be loaded"):
         find("gone")
 

@@ -305,11 +305,11 @@ def test_worlds_that_do_not_fit_are_refused_before_a_folder_is_made(
 ) -> None:
     with World(3, device="cpu") as world:
         with pytest.raises(
-            BadInput, match=r"^this config needs Worlds of 1 and 2 ranks, and world= gives 3; give such"
+            BadInput, match=r"^this config needs Worlds of 1 and 2 ranks, but world= has 3; pass Worlds of these sizes"
         ):
             Lab(two, {}, world=world)
         with Worlds((1, 2), device="cpu") as several:
-            with pytest.raises(BadInput, match="this config needs a World of 3 ranks, and world= gives 1 and 2"):
+            with pytest.raises(BadInput, match="this config needs a World of 3 ranks, but world= has 1 and 2"):
                 Lab(own, {}, world=several)
             with pytest.raises(BadInput, match="Worlds made with isolate=True"):
                 Lab(dataclasses.replace(two, isolate=True), {}, world=several)

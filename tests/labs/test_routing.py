@@ -43,7 +43,7 @@ def test_a_routed_lab_comes_to_the_same(standin: None, runs: Path, nothing_left:
     off, on = (kit.run("smoke", routing=way, **SMALL) for way in ("torch", "torchcomms"))
     assert on.verdict().passed
     (row,) = [row for row in on.verdict() if row.check == "routing_effective"]
-    assert (row.passed, row.measured, row.why) == (True, 1.0, "rank 0: 5 of 5 groups go through torchcomms")
+    assert (row.passed, row.measured, row.why) == (True, 1.0, "5 of 5 groups on rank 0 go through torchcomms")
     assert rows(on)["routing_effective"] == {0: 1.0, 1: 1.0}
     assert rows(on)["routing_groups"] == {0: 5.0, 1: 5.0}
     assert on.provenance["routing"]["effective"] is True
@@ -179,5 +179,5 @@ def test_a_group_that_went_past_it_fails_the_check() -> None:
     found = routed_part(told, {"routing": "torchcomms"})
     assert (found.value, found.why) == (
         0.75,
-        "rank 1: 3 of 4 groups go through torchcomms; 2 options were dropped, see run.json",
+        "3 of 4 groups on rank 1 go through torchcomms; 2 options were dropped, see run.json",
     )

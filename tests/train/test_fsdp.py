@@ -154,7 +154,7 @@ def test_gradients_that_are_not_finite_update_nothing(world: World) -> None:
 
 def test_a_rank_that_refuses_its_rows_leaves_nobody_waiting(world: World) -> None:
     first, second = ask(world, "refused")
-    assert first == ["Misuse: microbatch: another rank refused its rows, so no rank ran any", "True"]
+    assert first == ["Misuse: microbatch: another rank refused its rows, so no rank ran its rows", "True"]
     assert second[0].startswith("BadInput: token_budget=8 is less than the longest sequence")
     assert second[1] == "True"
 
@@ -177,7 +177,7 @@ def test_hashing_leaves_tensors_resizable(world: World) -> None:
 
 
 def test_batches_by_tokens_need_a_budget(world: World) -> None:
-    assert all("token_budget=0 with batching='packed'" in said for said in ask(world, "build_needs_a_budget"))
+    assert all("token_budget=0 is not allowed with batching='packed'" in said for said in ask(world, "build_needs_a_budget"))
 
 
 @pytest.mark.parametrize("warmup", [0, 7])
