@@ -14,7 +14,7 @@ from kit.labs import fits
 from kit.labs.lab import sizes
 from kit.labs.sync.config import SyncConfig, plan, roles
 from kit.labs.sync.fits import fits as sync_fits
-from kit.labs.sync.trainer import Trainer
+from kit.labs.sync.ranks.trainer import Trainer
 from kit.sync.transports import Place, choose
 
 GIB = 2**30
@@ -123,7 +123,7 @@ def test_only_who_shares_a_device_wakes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("card", "devices", "chosen"),
+    ("gpu", "devices", "chosen"),
     [
         ("GPU-1", ("cuda:0", "cuda:0"), "ipc"),
         ("GPU-1", ("cuda:0", "cuda:1"), "shm"),
@@ -131,7 +131,7 @@ def test_only_who_shares_a_device_wakes() -> None:
         ("", ("cpu", "cpu"), "shm"),
     ],
 )
-def test_the_trainer_knows_which_replicas_are_on_its_own_gpu(card: str, devices: tuple[str, str], chosen: str) -> None:
+def test_the_trainer_knows_which_replicas_are_on_its_own_gpu(gpu: str, devices: tuple[str, str], chosen: str) -> None:
     ctx = SimpleNamespace(world_sizes=(2,), meeting="here", devices=devices, device=torch.device(devices[0]))
-    trainer: Any = SimpleNamespace(ctx=ctx, where=Place("box", "here 0", card))
+    trainer: Any = SimpleNamespace(ctx=ctx, where=Place("box", "here 0", gpu))
     assert choose(trainer.where, Trainer.place_of(trainer, 1)) == chosen
