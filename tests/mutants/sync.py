@@ -95,7 +95,7 @@ MUTANTS = (
         "Replica.sleep",
         old="            storage.resize_(0)\n",
         new="            pass\n",
-        check="memory_growth",
+        check="sleepers_release",
         bug="a replica that sleeps keeps its memory",
         origin="docs",
     ),
@@ -105,7 +105,7 @@ MUTANTS = (
         "Replica.sleep",
         old="        self._away = [*found.values()]\n",
         new="        self._away = [*found.values()][1:]\n",
-        check="memory_growth",
+        check="sleepers_release",
         bug="a replica that sleeps keeps its first weight",
     ),
     # -- layout, buckets, cache ------------------------------------------------------------------------------------------------

@@ -177,7 +177,9 @@ def test_hashing_leaves_tensors_resizable(world: World) -> None:
 
 
 def test_batches_by_tokens_need_a_budget(world: World) -> None:
-    assert all("token_budget=0 is not allowed with batching='packed'" in said for said in ask(world, "build_needs_a_budget"))
+    assert all(
+        "token_budget=0 is not allowed with batching='packed'" in said for said in ask(world, "build_needs_a_budget")
+    )
 
 
 @pytest.mark.parametrize("warmup", [0, 7])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kit.labs.memory import growth, on_cuda, one_cycle, others_untouched
 from kit.labs.sync.config import SyncConfig, roles
 from kit.labs.sync.counts import attempts, ended, out_of_order
-from kit.results import Check, Measured, Missing, incomplete, select
+from kit.results import Check, Measured, Missing, NotMeasured, incomplete, select
 from kit.results.units import counted
 
 if TYPE_CHECKING:
@@ -217,6 +217,21 @@ def failure_is_clean(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
     return Measured(float(rows["value"].sum()), found or f"{right} ({scenes})")
 
 
+def asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+    """Weights that stay on the device while their replica sleeps, on the worst rank, by name."""
+    if not shares(frame):
+        raise NotMeasured("no replica sleeps: the trainer has devices of its own")
+    rows = frame[frame["metric"] == "asleep_tensors"]
+    if rows.empty:
+        raise Missing("no sleeping replica was looked at")
+    row = rows.iloc[int(rows["value"].to_numpy().argmax())]
+    if not row["value"]:
+        return Measured(0, f"no weight has memory on the device ({rows['rank'].nunique()} sleeping ranks)")
+    return Measured(
+        float(row["value"]), f"{row['value']:g} weights keep their memory (rank {row['rank']}): {row['text']}"
+    )
+
+
 def sweep_arrived(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
     rows = select(frame, phase="sweep", metric="sweep_missing")
     wrong = rows[rows["value"] > 0]
@@ -296,6 +311,7 @@ CHECKS = (
         cannot=one_cycle,
     ),
     zero("cache_bounded", "Does the sender keep at most two copies of the model?", cache_bounded, "copies", 2),
+    zero("sleepers_release", "Does a sleeping replica release its weights?", asleep, "asleep_tensors"),
     zero(
         "failure_is_clean",
         "Does a failed sync leave everything unchanged and name the cause?",

@@ -16,6 +16,7 @@ from kit.labs.sync.config import replica_model
 from kit.labs.sync.ranks import broken
 from kit.labs.sync.ranks.side import Side, fill, name_of, raised
 from kit.labs.sync.ranks.watch import Forwards, SeenWeights, Watch, judge, sha256
+from kit.measure.observers.tensors import State
 from kit.megatron import model, serve, shards, standin
 from kit.sync.hashes import digest
 from kit.sync.link import call
@@ -187,6 +188,9 @@ class Inference(Side):
         """Lose the route and sleep, which makes room for the trainer."""
         self.receiver.routed = False
         self.replica.sleep()
+        there = State(chunks=self.replica.chunks).resident(self.ctx.device.type)
+        kept = [each for each in there if each.kind == "weights"]
+        self.ctx.record("asleep_tensors", len(kept), text="; ".join(map(str, kept[:3])))
 
     def take(self) -> None:
         """Join a sync that must succeed while forwards run; afterwards this replica serves the new version."""
