@@ -103,12 +103,26 @@ class OnPurposeError(Exception):
 def not_as_found(ctx: Context, before_build: dict[str, Any]) -> list[str]:
     """What is not as it was found: after the lab's own job, and after rehearsed bodies that end well or with an error."""
     wrong = differs(before_build)
-    wrong += borrowed(ctx, own_group)
-    wrong += borrowed(ctx, failing)
+    theirs = dist.new_group(backend="gloo", group_desc="of the caller")
+    for body in (own_group, failing):
+        wrong += borrowed(ctx, body)
+        wrong += silent(theirs)
+    with contextlib.suppress(ValueError):  # it is gone already, which was counted
+        dist.destroy_process_group(theirs)
     for body in (default_group, failing_default_group):
         with without_default_group():
             wrong += borrowed(ctx, body)
     return wrong
+
+
+def silent(group: Any) -> list[str]:
+    """What is wrong with a group of the caller's: an all-reduce that raises, or a wrong sum."""
+    total = torch.ones(1)
+    try:
+        dist.all_reduce(total, group=group)
+    except Exception as error:  # noqa: BLE001 - a group that was destroyed may raise anything
+        return [f"a group of the caller's no longer works: {type(error).__name__}: {error}"]
+    return [] if total.item() == dist.get_world_size() else [f"a group of the caller's sums {total.item():g} ranks"]
 
 
 def borrowed(ctx: Context, body: Callable[[], None]) -> list[str]:
