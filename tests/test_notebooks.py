@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
 import json
 import os
 import re
@@ -15,6 +18,31 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def missing_names(source: str) -> list[str]:
+    """What a cell imports of the kit and the kit does not have."""
+    plain = re.sub(r"(?m)^([ \t]*)[%!].*$", r"\1pass", source)
+    found = []
+    for node in ast.walk(ast.parse(plain)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "kit":
+            module = importlib.import_module(str(node.module))
+            found += [
+                f"{node.module}.{name.name}"
+                for name in node.names
+                if not hasattr(module, name.name) and importlib.util.find_spec(f"{node.module}.{name.name}") is None
+            ]
+    return found
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_a_notebook_imports_is_there(path: Path) -> None:
+    cells = [cell["source"] for cell in nbformat.read(path, as_version=4)["cells"] if cell["cell_type"] == "code"]
+    assert [name for cell in cells for name in missing_names(cell)] == []
+
+
+def test_a_missing_import_is_seen() -> None:
+    assert missing_names("%load_ext kit\nfrom kit.results import Run, riddles") == ["kit.results.riddles"]
 
 
 def execute(path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> nbformat.NotebookNode:
