@@ -256,6 +256,7 @@ def test_comparing_runs_of_different_labs_says_so(cli: Cli, tmp_path: Path) -> N
     assert "digests" not in out
 
 
+@pytest.mark.slow
 def test_a_run_that_breaks(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SLOW)
     said = cli.json("run", "smoke", "--set", "implementation=mine:Raises", status=3)

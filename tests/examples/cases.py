@@ -58,7 +58,7 @@ CASES = (
     Case("offload", "reloadable:ReloadableThatLeavesItsPatch", "names_restored"),
     Case("offload", "repointed:Repointed"),
     Case("offload", "repointed:RepointedThatForgetsToDestroy", "old_groups_dead"),
-    Case("offload", "repointed:RepointedThatMissesTheOptimizer", "handles_alive", quick=True),
+    Case("offload", "repointed:RepointedThatMissesTheOptimizer", "handles_alive"),
     Case("offload", "repointed:RepointedWithDefaultTimeouts", "options_unchanged"),
     # the offload lab, tensors
     Case("offload", "host_copies:HostCopies", given=TENSORS),
@@ -82,7 +82,7 @@ CASES = (
     # the split lab, trainers
     Case("split", "step_trainer:Adapter"),
     Case("split", "step_trainer:AdapterOfPerMicrobatchNormalizers", "grad_parity"),
-    Case("split", "step_trainer:AdapterThatReducesTwice", "one_reduction", quick=True),
+    Case("split", "step_trainer:AdapterThatReducesTwice", "one_reduction"),
     Case("split", "step_trainer:AdapterThatLosesHooks", "hooks_restored"),
     Case("split", "step_trainer:AdapterWithAnUnshiftedMask", "replicas_counted_once"),
     Case("split", "step_trainer:AdapterThatAlwaysUpdates", "nonfinite_skipped"),
@@ -107,7 +107,7 @@ CASES = (
     Case("sync", "shared_transport:SharedWithOneSegment", "bit_exact", UNVERIFIED),
     Case("sync", "socket_transport:Sockets"),
     Case("sync", "socket_transport:SocketsReadOnce", "bit_exact", {**UNVERIFIED, "bucket_mib": 0.2}),
-    Case("sync", "socket_transport:SocketsThatDropTheLastBucket", "bit_exact", UNVERIFIED, quick=True),
+    Case("sync", "socket_transport:SocketsThatDropTheLastBucket", "bit_exact", UNVERIFIED),
     Case("sync", "socket_transport:SocketsInHalfPrecision", "bit_exact", UNVERIFIED),
     Case("sync", "socket_transport:SocketsThatStayOpen", "nothing_piles_up", PILES),
 )

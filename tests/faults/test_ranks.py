@@ -80,6 +80,7 @@ def test_sigkill_of_torchrun(world: World) -> None:
     assert "torchrun" in str(info.value)
 
 
+@pytest.mark.slow
 def test_sigstop_of_a_rank(world: World) -> None:
     os.kill(world.pids[1], signal.SIGSTOP)
     with pytest.raises(RankTimeout) as info:

@@ -149,6 +149,7 @@ def test_a_rank_that_dies_leaves_what_was_measured(made: Make) -> None:
     assert row.passed in {None, True}  # as far as the records go: rank 0 may have finished its phase
 
 
+@pytest.mark.slow
 def test_a_deadline_names_the_culprit(made: Make) -> None:
     lab = made(do="hang", timeout_s=2.0)
     with pytest.raises(RankTimeout) as caught:
@@ -168,6 +169,7 @@ def test_closed_before_its_end(made: Make) -> None:
         lab.step()
 
 
+@pytest.mark.slow
 def test_the_context_manager_ends_the_ranks(made: Make) -> None:
     with made() as lab:
         lab.run()
@@ -283,6 +285,7 @@ def test_a_lab_in_one_world_sees_it_so_and_every_run_has_a_meeting_of_its_own(ow
     assert values(made[0], "meeting") != values(made[1], "meeting")
 
 
+@pytest.mark.slow
 def test_a_phase_that_raises_in_the_second_world_is_recorded_on_all_ranks(two: Definition) -> None:
     with Lab(two, {"ranks": 3}, fault="breaks") as lab, pytest.raises(RankError, match="told to raise") as caught:
         lab.run()
@@ -292,6 +295,7 @@ def test_a_phase_that_raises_in_the_second_world_is_recorded_on_all_ranks(two: D
     assert set(second.query("metric == 'failed'")["rank"]) == {1}
 
 
+@pytest.mark.slow
 def test_a_rank_of_the_second_world_that_dies(two: Definition) -> None:
     with Lab(two, {"ranks": 3, "do": "kill"}) as lab, pytest.raises(RankDied) as caught:
         lab.run()
@@ -331,6 +335,7 @@ def test_roles_that_cannot_be(own: Definition, runs: Path, roles: list[Role], se
     assert not runs.exists()
 
 
+@pytest.mark.slow
 def test_a_lab_takes_several_worlds_and_leaves_them_alive(two: Definition) -> None:
     with Worlds((1, 2), device="cpu") as several:
         pids = several.pids

@@ -60,6 +60,7 @@ def test_a_routed_lab_comes_to_the_same(standin: None, runs: Path, nothing_left:
     assert values[0].equals(values[1].reindex(values[0].index))  # a digest is text, and its value NaN
 
 
+@pytest.mark.slow
 def test_the_placeholder_fails_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Path, capsys: Any
 ) -> None:

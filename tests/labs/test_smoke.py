@@ -87,6 +87,7 @@ def test_a_leaked_group(runs: Path, nothing_left: None) -> None:
     assert run.verdict(groups_more=4, fds_more=1000, threads_more=1000, piled_up=1000).passed
 
 
+@pytest.mark.slow
 def test_a_wrong_sum(runs: Path, nothing_left: None) -> None:
     run = kit.run("smoke", fault="wrong-sum", cycles=2)
     assert outcome(run) == {**dict.fromkeys(CHECKS, True), **TOO_SHORT, "every_group_communicates": False}
@@ -125,6 +126,7 @@ def test_what_no_table_of_torch_shows(
     assert {check for check, passed in outcome(run).items() if passed is False} == fails
 
 
+@pytest.mark.slow
 def test_one_rank_and_one_cycle(runs: Path, nothing_left: None) -> None:
     run = kit.run("smoke", ranks=1, cycles=1, groups=1, size=1)
     assert outcome(run) == {**dict.fromkeys(CHECKS, True), **TOO_SHORT, "memory_drift": None}

@@ -18,6 +18,7 @@ torch.cuda.memory._dump_snapshot = lambda path: open(path, "wb").close()
 """
 
 
+@pytest.mark.slow
 def test_every_rank_writes_one_at_the_end_and_when_a_phase_raises(
     own: Definition, runs: Path, nothing_left: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def test_a_place_is_packed_again_when_all_are_done_with_it(sender: Sender, monke
     assert early == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["look", "verify", "finalize"])
 def test_after_a_failure_the_next_version_arrives(sender: Sender, step: str) -> None:
     def fails(self: Call, *_: Any) -> None:

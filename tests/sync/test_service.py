@@ -171,6 +171,7 @@ def test_the_base_is_published_where_it_is_equal(scene: Scene) -> None:
     assert (error.peer, error.tensors) == ("r1", ("half",))
 
 
+@pytest.mark.slow
 def test_memory_is_kept_from_version_to_version(scene: Scene) -> None:
     seen = set()
     for version in range(1, 7):
@@ -287,6 +288,7 @@ def test_a_failure_after_the_publication_keeps_the_version_where_it_arrived(
     scene.works(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["serving", "paused", "asleep"])
 @pytest.mark.parametrize(("step", "after"), [("activate", False), ("publish", True)])
 def test_a_replica_runs_one_version_whichever_of_its_ranks_fails(
@@ -583,6 +585,7 @@ def test_a_receiver_that_is_late_hears_why_the_sender_has_left(scene: Scene) -> 
     assert (scene.receivers["r1"].version, scene.hosts["r1"].has(1)) == (1, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shm", "serialize"])
 def test_what_was_on_its_way_when_the_sender_left_does_not_hide_why(scene: Scene, kind: str) -> None:
     """The one that fails does so at once; the other one reads on when all is over, with buckets still before it."""
@@ -787,6 +790,7 @@ def killed(folder: Path, transport: str, dies: str) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "dies"),
     [

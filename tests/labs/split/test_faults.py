@@ -49,7 +49,7 @@ ALSO = {
     "moe-aux-summed": {"metric_parity", "later_steps"},
     "schedule-by-steps": {"later_steps", "result_parity", "update"},
 }
-QUICK = ("double-reduce", "one-scalar-metrics", "abort-keeps-grads")
+QUICK = ("double-reduce",)
 SMALLER = {"layers": 1, "microbatches": 5}
 
 

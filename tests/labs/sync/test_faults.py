@@ -48,6 +48,7 @@ def test_a_fault_fails_its_check_and_hardly_another(sync: Sync, name: str) -> No
     assert {HERE[name].check} <= broken <= {HERE[name].check} | ALSO.get(name, set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", [pytest.param("overlap", marks=pytest.mark.slow), "apart"])
 def test_a_mapping_that_is_kept_shows_where_replicas_pause(sync: Sync, placement: str) -> None:
     """Apart, versions come through a ring; overlapping, from the cache."""

@@ -65,6 +65,7 @@ def test_nobody_serves_and_an_attempt_waits() -> None:
     assert Scene().forwards.attempt() == WAITS
 
 
+@pytest.mark.slow
 def test_a_forward_that_raises_is_not_inside_any_more(scene: Scene) -> None:
     def broken() -> torch.Tensor:
         raise ValueError("no such token")

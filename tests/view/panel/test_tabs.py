@@ -83,6 +83,7 @@ def test_plots_are_offered_as_the_run_tells_the_quick_ones_first(offload):
     assert "<svg" in page(tab)
 
 
+@pytest.mark.slow
 def test_nothing_is_drawn_while_nobody_looks(offload, drawn):
     tab = PlotsTab(offload)
     offload.grown()
