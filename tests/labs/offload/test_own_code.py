@@ -30,6 +30,7 @@ def test_a_plain_function_pair_is_found_out(offload: Offload) -> None:
     verdict = offload(implementation="own_pair:OwnPair").verdict()
     assert failed(verdict) == {
         "options_unchanged",
+        "membership_unchanged",
         "groups_return_to_baseline",
         "handles_alive",
         "stale_handle_raises",
@@ -51,6 +52,7 @@ def test_code_that_does_nothing(offload: Offload) -> None:
         "stale_handle_raises",
         "old_groups_dead",
         "tensors_released",
+        "no_tensor_left",
         "destroy_failure_raises",
     }
     # It trains on bit for bit all the same: that alone proves nothing.
