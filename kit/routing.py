@@ -44,7 +44,7 @@ state = State()
 
 
 def requested() -> bool:
-    """Whether this process's torch was told to route, which it is by any word but 0."""
+    """Whether this process's torch is set to route: any value but 0 does it."""
     return os.environ.get(FLAG, "") not in {"", "0"}
 
 

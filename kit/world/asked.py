@@ -1,4 +1,4 @@
-"""What a World is asked for, checked before any rank is started or told: each wrong thing is one sentence."""
+"""Checks of what a World is asked to do, before any rank starts or is called. Each problem is one sentence."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ VICTIM = ("gloo/transport", "NCCL error", "ncclRemoteError", "Connection closed 
 
 
 def answer(names: dict[str, Any], request: Message) -> Message:
-    """The value, or what was raised; `sys.exit` is told here and done by the caller."""
+    """The value, or what was raised; `sys.exit` is reported here and carried out by the caller."""
     try:
         if request["do"] == "run":
             return {"value": run(names, request["code"], request["cell"])}

@@ -134,7 +134,7 @@ class Ranks(abc.ABC):
 
 
 class World(Ranks):
-    """`ranks` processes under torchrun, joined in one process group, doing what they are told until closed."""
+    """`ranks` processes under torchrun, joined in one process group. They run what they are asked until the World is closed."""
 
     def __init__(
         self,

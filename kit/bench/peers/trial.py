@@ -217,7 +217,7 @@ class NBDistributed(Peer):
 
 
 class Torchrun(Peer):
-    """torchrun alone, as a notebook starts a script with it: no steps; a death is told by its exit."""
+    """torchrun alone, as a notebook starts a script with it: it has no steps, and its exit reports a death."""
 
     steps = False
     SCRIPT = """

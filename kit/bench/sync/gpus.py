@@ -37,7 +37,7 @@ def rows(session: Session, name: str, *, model: str, cycles: int) -> list[Row]:
 
 
 def by_transport(session: Session, name: str, *, model: str, cycles: int) -> list[Row]:
-    """Ceilings, then as many versions, in the same ranks; the first version brings pages and connections, and is not told."""
+    """Ceilings, then as many versions, in the same ranks; the first version allocates pages and connections, and is not reported."""
     env = {VISIBLE: os.environ.get(VISIBLE, "0").partition(",")[0]} if name == "ipc" else None  # both ends on one GPU
     logs = session.logs / "gpus" / name
     logs.mkdir(parents=True, exist_ok=True)

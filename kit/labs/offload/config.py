@@ -1,4 +1,4 @@
-"""What the offload lab can be told, and its phases in order."""
+"""The settings of the offload lab, and its phases in order."""
 
 from __future__ import annotations
 

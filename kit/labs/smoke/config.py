@@ -1,4 +1,4 @@
-"""What the smoke lab can be told, and its phases in order."""
+"""The settings of the smoke lab, and its phases in order."""
 
 from __future__ import annotations
 
