@@ -14,7 +14,7 @@ from kit.errors import BadInput, KitError
 from kit.sync.link import Listener, PeerFailed, PeerGone, PeerSilent
 from kit.sync.memory import Kept, Segment
 from kit.sync.transports import NAMES, Place, base, by_name, choose, shm
-from kit.sync.transports.base import DEPTH, Transport
+from kit.sync.transports.base import DEPTH, GRACE_S, Transport
 from kit.sync.transports.ipc import Ipc
 from tests.holdings import memory_files
 from tests.sync.ranks.transports import SIZES, Act, as_receiver, as_sender, bucket, context, receive, send
@@ -272,3 +272,19 @@ def test_names() -> None:
 def test_no_handles_without_a_gpu() -> None:
     with pytest.raises(BadInput, match="ipc shares GPU memory, but sender is on cpu: use shm"):
         Ipc(context("sender", {}, 1.0))
+
+
+def test_a_peer_that_breaks_the_group_and_leaves_later_is_named() -> None:
+    """On a busy machine its link ends long after the group's connection."""
+
+    def leaves(transport: Transport) -> None:
+        group, transport.group = transport.group, None
+        group.shutdown()
+        del group
+        gc.collect()
+        threading.Event().wait(2 * GRACE_S)
+        raise KitError("out of memory")
+
+    _, receiver = between("rendezvous", leaves, receive)
+    assert isinstance(receiver, PeerGone)
+    assert receiver.peer == "the sender"
