@@ -82,7 +82,8 @@ def test_the_placeholder_fails_the_check(
 
 
 FUNCTIONS = "[getattr(dist.distributed_c10d, name).__module__ for name in ('_new_process_group_helper', 'new_group')]"
-NAMES = "sorted(__import__('os').environ)"
+# But one that torch sets where it is imported: ranks inherit it, if this process has imported torch by then.
+NAMES = "sorted({*__import__('os').environ} - {'TORCHINDUCTOR_CACHE_DIR'})"
 
 
 @pytest.mark.slow
