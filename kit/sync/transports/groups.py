@@ -162,7 +162,9 @@ class Grouped(Transport):
         """The error that names the culprit, as far as the links show it. A peer that only waited for a silent one is not blamed."""
         ctx, late = self.ctx, "time" in words.lower()  # "Timed out", "timeout"
         reported = self.trouble(awaited)
-        if reported is None and not late:  # a group breaks when a peer leaves, and a busy machine may show that later on the link
+        if (
+            reported is None and not late
+        ):  # a group breaks when a peer leaves, and a busy machine may show that later on the link
             reported = self.trouble(awaited, min(ctx.timeout_s, LEAVING_S))
         absent = self.absent(index) if ctx.role == "sender" else []
         if late and absent and getattr(reported, "peer", None) not in absent:
