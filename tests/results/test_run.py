@@ -51,6 +51,22 @@ def test_a_finished_run_says_what_it_is(folder):
     assert "finished" in repr(run)
 
 
+def test_the_kits_own_code_has_its_name_of_today_in_a_run_of_before(folder):
+    """Else a run from before the move would be judged as somebody's own code."""
+    info = json.loads((folder / "run.json").read_text())
+    info["config"] = {
+        "implementation": "kit.labs.offload.releaser:KitReleaser",
+        "model": "kit.labs.offload.ranks.job:build",
+        "transport": "mine.labs:shm",
+    }
+    (folder / "run.json").write_text(json.dumps(info))
+    assert load(folder).config == {
+        "implementation": "kit.labs.offload.ranks.releaser:KitReleaser",
+        "model": "kit.labs.offload.ranks.job:build",
+        "transport": "mine.labs:shm",
+    }
+
+
 def test_the_frame_follows_the_file_and_is_the_callers_own(folder, record):
     run = load(folder)
     mine = run.frame()
