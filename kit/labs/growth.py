@@ -20,15 +20,15 @@ PILED = ("groups", *COUNTS)
 WEIGHED = ("anon_rss", "file_rss", "shm_rss", "tensor_bytes", "pinned_bytes")
 WARM_UP = 1  # first cycles that a slope leaves out
 SLOPE_CYCLES = 4
-RISING = 6  # cycles that must each take longer than the one before to be more than chance
+RISING = 6  # cycles from which on one of them alone cannot tilt the line through all
 SETTLED = 2  # cycles after which everything that is allocated once exists
 TOO_FEW = f"needs at least {SETTLED + 1} cycles"
 STATE_SHARE = 0.01  # of the job's state may be added in a cycle before it is called growth
 
 
 def few_cycles(config: Mapping[str, Any]) -> str:
-    """Why a config cannot have a slope."""
-    return "" if config["cycles"] >= SLOPE_CYCLES else f"a slope needs at least {SLOPE_CYCLES} cycles"
+    """Why a config shows no growth from cycle to cycle."""
+    return "" if config["cycles"] >= SLOPE_CYCLES else f"needs at least {SLOPE_CYCLES} cycles"
 
 
 def series(frame: pd.DataFrame, metric: str, phase: str, then: str = "") -> pd.DataFrame:
@@ -173,8 +173,11 @@ def _more(before: pd.Series, now: pd.Series, then: str, at_last: str) -> Measure
 
 
 def steady(phases: Sequence[str], least_s: float = 0.1) -> Measure:
-    """How many times as long as in the median of the cycles between each phase took in the last, on the worst rank; where it took
-    longer in every cycle, as in the second. The first cycle warms up, and less than `least_s` more is no more."""
+    """How many times as long each phase took in both of the last two cycles as in any before, on the worst rank; from `RISING` cycles
+    on also how many times as long the last takes as the second, on the line through all of them. Less than `least_s` more is no more.
+
+    One slow cycle is not enough: on a busy machine, or where the system has to find memory, a cycle took five times as long as others.
+    """
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         found = [_steady(frame, config, phase, least_s) for phase in phases]
@@ -185,22 +188,32 @@ def steady(phases: Sequence[str], least_s: float = 0.1) -> Measure:
 
 
 def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, least_s: float) -> Measured:
+    import numpy as np
+    import pandas as pd
+
     table = select(frame, phase=phase, metric="seconds").pivot_table(index="cycle", columns="rank", values="value")
     if len(table) < config["cycles"]:
         raise Missing(f"{phase} was timed in {len(table)} of {config['cycles']} cycles")
-    last, usual, second = table.iloc[-1], table.iloc[1:-1].median(), table.iloc[1]
-    rising = (table.iloc[1:].diff().iloc[1:] > 0).all() & (len(table) >= RISING)
-    base = usual.where(~rising, second)
-    ratio = (last / base).where(last - base >= least_s, (last / base).clip(upper=1.0))
-    rank: Any = ratio.idxmax()
-    named = "rising in every cycle, in the second" if rising[rank] else "median of the cycles before"
-    times = f"{last[rank] * 1e3:.0f} ms in the last cycle, {named}: {base[rank] * 1e3:.0f} ms"
-    return Measured(float(ratio[rank]), f"{phase}: {times} (rank {rank})")
-
-
-def too_short(config: Mapping[str, Any]) -> str:
-    """Why a config cannot compare its last cycle with those between."""
-    return "" if config["cycles"] >= 3 else "needs at least 3 cycles"
+    pairs = {"in both of the last two cycles, at most {} before": (table.iloc[:-2].max(), table.iloc[-2:].min())}
+    if len(table) >= RISING:
+        slope, rows = theil_sen(table), table.iloc[WARM_UP:]
+        since = rows.index.to_numpy() - rows.index[0]
+        at_first = (rows - np.outer(since, slope)).median()
+        at_first = at_first.clip(lower=rows.min())
+        pairs["in the last cycle, {} in the second, by the slope of all cycles"] = (
+            at_first,
+            at_first + slope * since[-1],
+        )
+    ratios = pd.DataFrame(
+        {
+            words: (now / base).where(now - base >= least_s, (now / base).clip(upper=1.0))
+            for words, (base, now) in pairs.items()
+        }
+    )
+    rank, words = ratios.stack().idxmax()
+    base, now = pairs[words]
+    times = f"{now[rank] * 1e3:.0f} ms {words.format(f'{base[rank] * 1e3:.0f} ms')}"
+    return Measured(float(ratios.loc[rank, words]), f"{phase}: {times} (rank {rank})")
 
 
 EVERY_LAB = (

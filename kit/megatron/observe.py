@@ -77,7 +77,7 @@ class Seen:
     """Megatron's groups at one moment. References to groups are weak or by identity: this keeps none alive.
 
     `ranks` are those that answered, by name; `options` what each group says of itself, and `others` what groups say that no name leads
-    to; `made` the names in the order in which their groups were made; `holders` the name of the group that each place leads to; `wrong`
+    to; `holders` the name of the group that each place leads to; `wrong`
     what did not work, in words.
     """
 
@@ -85,7 +85,6 @@ class Seen:
     options: dict[str, Any] = field(default_factory=dict)
     plain: dict[str, str] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
-    made: list[str] = field(default_factory=list)
     holders: dict[str, str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
@@ -105,7 +104,6 @@ def look(made: list[Any], **roots: Any) -> Seen:
             keep.append(real)
             reached.setdefault(id(real), name)
             seen.options[name] = births.facts(real)
-        seen.made = [reached[id(group)] for group in made if id(group) in reached]
         seen.others = sorted(str(births.facts(group)) for group in made if id(group) not in reached)
         for path, group in holders(**roots):
             seen.holders[path] = _leads_to(group, reached, keep)
@@ -205,9 +203,6 @@ def moved(before: Seen, after: Seen) -> list[str]:
         for name in names
         if before.ranks.get(name) != after.ranks.get(name)
     ]
-    if sorted(before.made) == sorted(after.made):  # every rank must make them in one order, or two wait for each other
-        pairs = zip(before.made, after.made, strict=True)
-        found += [f"{new} was made where {old} was made before" for old, new in pairs if old != new][:1]
     values = dict.fromkeys([*before.plain, *after.plain])
     return found + [
         f"{name}: {before.plain.get(name)} became {after.plain.get(name)}"

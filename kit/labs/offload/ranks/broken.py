@@ -88,7 +88,7 @@ class Broken(KitReleaser):
             torch.manual_seed(self.ctx.config.seed)
         elif fault == "leaked-file":
             self.leave_a_file()
-        elif fault == "slow-at-last" and self.reloads == self.ctx.config.cycles:
+        elif fault == "slow-at-last" and self.reloads in (self.ctx.config.cycles - 1, self.ctx.config.cycles):
             time.sleep(SLOW_S)
         elif fault == "double-copy":
             copies = [item.storage.clone() for item in self.ctx.mover.items()]

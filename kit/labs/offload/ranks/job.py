@@ -44,11 +44,8 @@ class JobContext:
 
 
 def build(ctx: Context) -> Trainable:
-    """The kit's own job: megatron-core's GPTModel, DDP, optimizer and scheduler. Its tensor-parallel size is set once more, to the same
-    number, as tools do that convert checkpoints, so that losing what was set shows."""
-    job = model.build(model_config(ctx.config))
-    observe.parallel_state().set_tensor_model_parallel_world_size(ctx.config.tp)
-    return job
+    """The kit's own job: megatron-core's GPTModel, DDP, optimizer and scheduler."""
+    return model.build(model_config(ctx.config))
 
 
 def arithmetic(job: Trainable, ranks: int) -> dict[str, int]:
