@@ -84,7 +84,7 @@ def start(notebook: nbformat.NotebookNode, runs: Path) -> None:
     assert "RankTimeout" in error
     assert "time.sleep(600)" in error
     assert "kit/world" not in error
-    assert "0 failed" in text(notebook, "run")
+    assert "0 failed" in (shown := text(notebook, "run")), shown
     assert "image/png" in outputs(notebook, "plot")[-1]["data"]
     assert "FAIL  groups_return_to_baseline" in text(notebook, "fault")
     assert len(list(runs.glob("*/run.json"))) == 2
@@ -97,7 +97,7 @@ def offload_reload(notebook: nbformat.NotebookNode, runs: Path) -> None:
     assert "train, cycle 1" in text(notebook, "build")
     assert "21 → 1" in text(notebook, "release")
     assert "1 → 21" in text(notebook, "reload")
-    assert "0 failed" in text(notebook, "run")
+    assert "0 failed" in (shown := text(notebook, "run")), shown
     assert "Is every tensor bit-identical after a reload (SHA-256)?" in text(notebook, "checks")
     assert "passed=False" in text(notebook, "tolerance")
     fault = text(notebook, "fault")
@@ -112,7 +112,7 @@ def offload_reload(notebook: nbformat.NotebookNode, runs: Path) -> None:
 def weight_sync(notebook: nbformat.NotebookNode, runs: Path) -> None:
     panel(notebook, "sync")
     recorded(notebook)
-    assert "0 failed" in text(notebook, "verdict")
+    assert "0 failed" in (shown := text(notebook, "verdict")), shown
     stages = outputs(notebook, "stages")[-1]["data"]["text/html"]
     assert {"gather", "apply", "wall", "refresh", "expand"} <= set(re.findall(r"\w+", stages))
     rates = outputs(notebook, "transports")[-1]["data"]["text/html"]
@@ -137,7 +137,7 @@ def weight_sync(notebook: nbformat.NotebookNode, runs: Path) -> None:
 def split_training(notebook: nbformat.NotebookNode, runs: Path) -> None:
     panel(notebook, "split")
     recorded(notebook)
-    assert "0 failed" in text(notebook, "verdict")
+    assert "0 failed" in (shown := text(notebook, "verdict")), shown
     table = outputs(notebook, "metrics")[-1]["data"]["text/html"]
     assert {"probs_ratio", "num_valid_samples", "one_scalar_error"} <= set(re.findall(r"\w+", table))
     right, wrong = (float(number) for number in re.findall(r": (\d+\.\d+)", text(notebook, "scalar")))

@@ -31,16 +31,11 @@ def few_cycles(config: Mapping[str, Any]) -> str:
     return "" if config["cycles"] >= SLOPE_CYCLES else f"needs at least {SLOPE_CYCLES} cycles"
 
 
-def series(frame: pd.DataFrame, metric: str, phase: str, then: str = "") -> pd.DataFrame:
-    """A metric after each cycle's phase, a column for each owner; `then` is a phase after the last cycle, counted as one more."""
+def series(frame: pd.DataFrame, metric: str, phase: str) -> pd.DataFrame:
+    """A metric after each cycle's phase, a column for each owner."""
     told = source(frame)
     seen = told if metric == told.metric else told._replace(metric=metric, gpu_of={})
-    table = by_owner(frame, seen, phase).unstack(seen.whose)
-    more = frame[(frame["phase"] == then) & (frame["metric"] == metric)]
-    if len(more):
-        last = by_owner(frame, seen, then).groupby(seen.whose).max()
-        table.loc[int(table.index.max()) + 1] = last
-    return table
+    return by_owner(frame, seen, phase).unstack(seen.whose)
 
 
 def theil_sen(table: pd.DataFrame) -> pd.Series:
@@ -56,9 +51,9 @@ def theil_sen(table: pd.DataFrame) -> pd.Series:
     return pd.Series(np.median(slopes, axis=0), index=rows.columns)
 
 
-def slopes(phase: str, then: str = "", control: str = "") -> Measure:
+def slopes(phase: str, control: str = "") -> Measure:
     """Growth in each cycle of the kind of memory that grows most, on the rank or GPU where it is most, above the slope of the same
-    kind in a control without treatment."""
+    kind in a control without treatment. All levels are of one phase: another moment is another level."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
         told = source(frame)
@@ -66,7 +61,7 @@ def slopes(phase: str, then: str = "", control: str = "") -> Measure:
         here = [kind for kind in kinds if ((frame["metric"] == kind) & (frame["phase"] == phase)).any()]
         if not here:
             raise Missing(f"no memory was recorded in phase {phase}")
-        found = [_slope(frame, kind, phase, then, control) for kind in here]
+        found = [_slope(frame, kind, phase, control) for kind in here]
         worst = max(found, key=lambda one: one.value or 0.0)
         others = ", ".join(f"{one.of} {one.value:+.3f}" for one in found if one is not worst)
         return Measured(worst.value, f"{worst.why}; others: {others}" if others else worst.why)
@@ -74,8 +69,8 @@ def slopes(phase: str, then: str = "", control: str = "") -> Measure:
     return measure
 
 
-def _slope(frame: pd.DataFrame, metric: str, phase: str, then: str, control: str) -> Measured:
-    table = series(frame, metric, phase, then)
+def _slope(frame: pd.DataFrame, metric: str, phase: str, control: str) -> Measured:
+    table = series(frame, metric, phase)
     if len(table) <= WARM_UP + 1:
         raise Missing(f"{metric} was recorded in {len(table)} cycles, too few for a slope")
     mine = theil_sen(table) / MIB

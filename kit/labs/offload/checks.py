@@ -174,7 +174,7 @@ CHECKS = (
         limit=slope_limit(state_bytes),
         unit="MiB/cycle",
         better="<=",
-        measure=slopes("verify", then="compare", control="control"),
+        measure=slopes("idle", control="control"),
         cannot=few_cycles,
     ),
     Check(

@@ -143,6 +143,7 @@ class Offload:
     def idle(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Nothing is held. What is measured of this phase is what a release is worth."""
         gc.collect()  # here and not in release: what the lab does to see clearly is no part of what it times
+        self.ctx.record("tensor_bytes", live_bytes(), "B")
         left = sorted(filter(self._to_go, self._resident()), key=lambda each: -each.size)
         self.ctx.record("left_bytes", total(left), "B")
         kept = [each for each in left if each.kind in self.config.kinds and each.size > SCALAR_BYTES]
@@ -192,13 +193,9 @@ class Offload:
         self.broken = self.broken or any_rank(bool(after.stale or self.watch.mute))
         self.ctx.record("broken", int(self.broken))
         self._ask_bystander()
-        gc.collect()
-        self.ctx.record("tensor_bytes", live_bytes(), "B")
 
     def compare(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Against the control: every loss, gradient norm, weight and optimizer state."""
-        gc.collect()
-        self.ctx.record("tensor_bytes", live_bytes(), "B")
         if self.broken:
             return
         log, hashes = self.controls[0]
