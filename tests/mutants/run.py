@@ -43,8 +43,8 @@ RESULTS = ROOT / "build" / "mutants.jsonl"
 CONTROLS = 3  # runs of the unmutated kit in each setup, before its mutants
 HUNG_S = 150.0  # beyond every deadline of the labs
 WITHOUT_VALUE = {"s", "B", "B/s"}  # units of what differs from run to run
-# Counts that depend on what ran in a World before, or on how fast this machine is.
-LEVELS = {"fds", "threads", "sockets", "served"}
+# Counts that depend on what ran before, on how fast this machine is, or on where memory happens to lie.
+LEVELS = {"fds", "threads", "sockets", "served", "addresses_changed"}
 RANKSIDE = "tests.mutants.onranks"
 
 Key = tuple[Any, ...]

@@ -35,7 +35,7 @@ COPIES = (
 # Copies of less than some 190 MB go through the processor's cache otherwise, which fetches what is only to be overwritten.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x8000"}
 NOT_HERE = "not installed"
-PEERS = {"file:own": "kit", "file:safetensors": "safetensors", "file:dcp": "torch", "ray": "ray"}  # and their packages
+PEERS = {"file:safetensors": "safetensors", "file:dcp": "torch", "ray": "ray"}  # and their packages
 OVER_MEMCPY = ("shm", "shm+whole", "shm+whole+fresh", "shm+cache")
 GROUPS = ("broadcast", "per-tensor", "rendezvous")
 

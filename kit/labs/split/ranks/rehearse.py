@@ -332,7 +332,7 @@ def many_calls(scene: Scene, batch: Batch) -> list[Finding]:
 
 
 def nothing_valid(scene: Scene, batch: Batch) -> list[Finding]:
-    """A step in which no token of any rank counts must be refused with an error that means it, or its loss and gradient norm must be finite, as 0 is."""
+    """A step in which no token of any rank counts must be refused with an error that means it, or give a finite loss and gradient norm."""
     scene.begin()
     scene.feed({**batch, "token_mask": torch.zeros_like(batch["token_mask"])})
     call = "step without any valid token"
