@@ -54,12 +54,15 @@ class Crew:
         self._key = secrets.token_bytes(32)
         self.folder = leftovers.base() / leftovers.mark(self.id)
         self.folder.mkdir(mode=0o700)
+        self.logs = plan.logs or self.folder / "logs"  # those that nobody asked for end with the World
+        self.logs.mkdir(exist_ok=True)
         self._process: subprocess.Popen[bytes] | None = None
         self._listener: Listener | None = None
         self._unnamed: list[Link] = []  # proved the key, but have not said who they are
         self._joined: dict[int, dict[str, tuple[Link, Message]]] = {}
-        mine = weakref.ref(self)  # hooks of fork are never taken back; this one must not keep the World
-        os.register_at_fork(after_in_child=lambda: forget(mine()))
+        self.owner = os.getpid()
+        self.inherited = False  # True in a process forked from the notebook: the World is its parent's
+        CREWS.add(self)
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
@@ -104,7 +107,7 @@ class Crew:
 
     def _agent_log(self) -> Path:
         first = self.plan.part.first  # Worlds that are parts of one whole share a folder
-        return self.plan.logs / (f"torchrun{first}.log" if first else "torchrun.log")
+        return self.logs / (f"torchrun{first}.log" if first else "torchrun.log")
 
     def _environment(self) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
@@ -140,9 +143,12 @@ class Crew:
         for agent in self.agents.values():
             ranks = {m.rank: [m.pid, m.started] for m in self.members if m.node == agent.node}
             agent.link.send({"do": "watch", "with": {"ranks": ranks}})
-        assert self._listener is not None
-        self._listener.close()  # nobody else is expected
-        self._listener = None
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def ready_to_launch(self, seconds: float = 5.0) -> bool:
         """Has every torchrun finished with the ranks before? Another machine must not join an old rendezvous.
@@ -177,7 +183,7 @@ class Crew:
             "device": self.plan.device,
             "devices": list(self.plan.devices),
             "preload": list(self.plan.preload),
-            "logs": str(self.plan.logs),
+            "logs": str(self.logs),
             "group_timeout_s": self.plan.group_timeout_s,
         }
 
@@ -226,6 +232,13 @@ class Crew:
             raise KitError(
                 f"torchrun ended (exit status {self._process.returncode}) before the {what} joined; {self._last_words()}"
             )
+        for agent in self.agents.values():
+            if agent.ended == self.generation and agent.error:
+                text = f"the ranks ended before they joined: {agent.error}; {self._last_words()}"
+                if not agent.statuses:
+                    raise KitError(text)
+                rank, status = next(iter(agent.statuses.items()))
+                raise RankDied(text, rank=rank, phase="start", **ending(status))
 
     def _missing(self, what: str) -> str:
         if what == "agents":
@@ -324,16 +337,10 @@ class Crew:
         elif "id" in message:
             agent.answers[message["id"]] = message["answer"]
         else:
-            agent.ended = message["ended"]
-            statuses = {int(rank): status for rank, status in message["statuses"].items()}
+            agent.ended, agent.error = message["ended"], message["error"]
+            agent.statuses = {int(rank): status for rank, status in message["statuses"].items()}
             for one in self.exits:
-                one.status = statuses.get(one.rank) if one.status is None else one.status
-            if agent.ended == self.generation and not self.members and message["error"]:
-                text = f"the ranks ended before they joined: {message['error']}; {self._last_words()}"
-                if not statuses:
-                    raise KitError(text)
-                rank, status = next(iter(statuses.items()))
-                raise RankDied(text, rank=rank, phase="start", **ending(status))
+                one.status = agent.statuses.get(one.rank) if one.status is None else one.status
 
     def ask(self, node: int, do: str, **arguments: Any) -> Any:
         """One question to a node's agent, answered within two seconds; None if not."""
@@ -381,12 +388,12 @@ class Crew:
 
     def read_log(self, member: Member, offset: int, limit: int) -> bytes:
         if member.node == 0:
-            return read_log(self.plan.logs, member.rank, offset, limit)
+            return read_log(self.logs, member.rank, offset, limit)
         answer = self.ask(member.node, "log", rank=member.rank, offset=offset, limit=limit)
         return answer.encode("latin-1") if answer else b""
 
     def _log_size(self, member: Member) -> int:
-        path = self.plan.logs / f"rank{member.rank}.log"
+        path = self.logs / f"rank{member.rank}.log"
         return path.stat().st_size if member.node == 0 and path.exists() else 0
 
     def describe(self, member: Member) -> str:
@@ -399,6 +406,8 @@ class Crew:
 
     def kill(self) -> None:
         """SIGKILL all ranks of this generation with what they started; torchrun stays, ready to launch the next one."""
+        if self.inherited:
+            return
         for member in self.members:
             if member.node == 0:
                 processes.kill(member.pid, member.started, group=True)
@@ -407,15 +416,16 @@ class Crew:
         for link in [*self._unnamed, *(link for links in self._joined.values() for link, _ in links.values())]:
             link.close()
         self._unnamed.clear()
+        self._stop_listening()  # a rank that was still starting must not join the next generation
         for agent in self.agents.values():
             with contextlib.suppress(ChannelClosed):
                 agent.link.send({"do": "kill"})
 
     def close(self) -> None:
         """End everything and wait until it is gone."""
+        if self.inherited:
+            return
         self.kill()
-        if self._listener is not None:
-            self._listener.close()
         for agent in self.agents.values():
             agent.link.close()  # the agent takes the end of its channel as the end of the World
         self.agents.clear()
@@ -434,8 +444,15 @@ class Crew:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def forget(crew: Crew | None) -> None:
-    """In a process forked from the notebook: close our ends, or they would outlive the notebook."""
-    if crew is not None:
+CREWS: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+def forget() -> None:
+    """In a process forked from the notebook: close its copies of the channels, or they would outlive the notebook."""
+    for crew in CREWS:
+        crew.inherited = True
         for link in [*(a.link for a in crew.agents.values()), *(x for m in crew.members for x in (m.work, m.watch))]:
             link.close()
+
+
+os.register_at_fork(after_in_child=forget)

@@ -31,7 +31,7 @@ class Plan:
     python: Interpreter
     env: Mapping[str, str]
     preload: Sequence[str]
-    logs: Path
+    logs: Path | None
     start_timeout_s: float
     group_timeout_s: float
     part: Part
@@ -108,6 +108,8 @@ class AgentEnd:
     link: Link
     pid: int
     ended: int = -1  # the last generation whose ranks torchrun has seen the end of
+    error: str = ""  # what torchrun said of it
+    statuses: dict[int, int] = field(default_factory=dict)
     answers: dict[int, Any] = field(default_factory=dict)
 
 
