@@ -64,6 +64,8 @@ class Call:
 
     def hear(self, member: Member, message: Message) -> None:
         """Take in an answer; one that comes late still frees its rank."""
+        if "error" not in message:
+            message["value"], message["log"], message["lost"]  # a KeyError refuses what is no answer
         member.call, member.phase = None, "idle"
         if self.settled:
             return

@@ -18,7 +18,20 @@ from kit.errors import KitError, RankDied, RankError
 from kit.world import leftovers, processes
 from kit.world.agentside import read_log
 from kit.world.channel import ChannelClosed, Link, Listener, Message, readable
-from kit.world.members import AgentEnd, Exit, InFlight, Member, Plan, ending, signal_name
+from kit.world.members import (
+    HELLO,
+    MALFORMED,
+    AgentEnd,
+    Exit,
+    InFlight,
+    Member,
+    Plan,
+    check_node,
+    check_rank,
+    ending,
+    malformed,
+    signal_name,
+)
 from kit.world.silence import take_news
 
 AGENT = Path(__file__).with_name("agent.py")
@@ -99,6 +112,7 @@ class Crew:
                 env=self._environment(),
                 start_new_session=True,
             )
+        (self.folder / leftovers.SESSION).write_text(str(self._process.pid))
         for node in range(1, self.plan.nodes):
             self._say(
                 f"on machine {node} of {self.plan.nodes - 1} others, where the kit is installed, run:\n"
@@ -134,8 +148,7 @@ class Crew:
         self._assemble(lambda: sum(len(links) == 2 for links in joined.values()) == self.plan.ranks, "ranks")
         for rank in sorted(joined):
             (watch, _), (work, hello) = joined[rank]["watch"], joined[rank]["work"]
-            names = ("rank", "node", "pid", "started", "device", "why", "host", "seat")
-            member = Member(**{name: hello[name] for name in names}, work=work, watch=watch)
+            member = Member(**{name: hello[name] for name in HELLO}, work=work, watch=watch)
             member.log = self._log_size(member)
             for link in (work, watch):
                 link.limit_sending(SENDING_S)  # sending to a stopped rank must not stop us
@@ -196,7 +209,7 @@ class Crew:
             unnamed = [link.fileno() for link in self._unnamed]
             ready = readable([*self._listener.filenos(), *self._agent_fds(), *unnamed], 0.05)
             for link in [link for link in self._unnamed if link.fileno() in ready]:
-                self._greet(link)
+                self._greet(link)  # without waiting: a caller that stops within its first frame keeps nobody
             self._unnamed += self._listener.welcome()
             self.hear_agents()
             self._check_start(what)
@@ -208,18 +221,22 @@ class Crew:
                 self._say(self._missing(what))
 
     def _greet(self, link: Link) -> None:
-        self._unnamed.remove(link)
+        hello: Message = {}
         try:
-            hello = link.recv()
+            if not (messages := link.arrived()):
+                return
+            (hello,) = messages
+            if hello["role"] == "agent":
+                self.agents[check_node(hello, self.plan)] = AgentEnd(hello["node"], link, hello["pid"])
+            else:
+                self._joined.setdefault(check_rank(hello, self.plan), {})[hello["role"]] = (link, hello)
         except ChannelClosed:
-            return  # it ended; its agent tells how
-        if hello["role"] == "agent":
-            self.agents[hello["node"]] = AgentEnd(hello["node"], link, hello["pid"])
-        elif "failed" in hello:
-            link.close()
+            pass  # it ended; its agent tells how
+        except MALFORMED as error:
+            raise malformed(f"rank {hello['rank']}" if "rank" in hello else "a process of this World", error) from error
+        self._unnamed.remove(link)
+        if "failed" in hello:
             self._start_failed(hello)
-        else:
-            self._joined.setdefault(hello["rank"], {})[hello["role"]] = (link, hello)
 
     def _start_failed(self, hello: Message) -> None:
         failed = hello["failed"]
@@ -278,19 +295,26 @@ class Crew:
     def hear(self, member: Member) -> bool:
         """Take in what a rank answered; False once it is gone."""
         try:
-            messages = member.work.arrived()
+            for message in member.work.arrived():
+                call = member.call
+                if call is not None and message["id"] == call.request["id"]:
+                    while member.asked and readable([member.watch.fileno()], 0):
+                        self._hear_watch(member)  # what it reported before it answered
+                    member.news += message.get("news", ())
+                    call.hear(member, message)
         except ChannelClosed:
             if member.call is not None:
                 member.call.lost(member.rank)
             return False
-        for message in messages:
-            call = member.call
-            if call is not None and message["id"] == call.request["id"]:
-                while member.asked and readable([member.watch.fileno()], 0):
-                    self._hear_watch(member)  # what it reported before it answered
-                member.news += message.get("news", ())
-                call.hear(member, message)
+        except MALFORMED as error:
+            self.refuse(member, error)
         return True
+
+    def refuse(self, member: Member, error: Exception) -> None:
+        """End the World of a rank that sent what no rank of the kit sends."""
+        for call in self.calls():
+            why = malformed(f"rank {member.rank}", error)
+            call.die(str(why), why)
 
     def _hear_watch(self, member: Member) -> None:
         try:
@@ -299,6 +323,8 @@ class Crew:
                     take_news(member, message)
         except ChannelClosed:
             member.asked = False  # its end is heard of on the other link
+        except MALFORMED as error:
+            self.refuse(member, error)
 
     def _report_ends(self) -> None:
         """Tell the calls in flight which ranks have ended, those of other calls too: torchrun ends all of them."""
@@ -325,7 +351,7 @@ class Crew:
                 while readable([agent.link.fileno()], 0):
                     for message in agent.link.arrived():
                         self._note(agent, message)
-            except ChannelClosed:
+            except (ChannelClosed, *MALFORMED):
                 agent.link.close()
                 del self.agents[agent.node]
 
@@ -411,15 +437,26 @@ class Crew:
         for member in self.members:
             if member.node == 0:
                 processes.kill(member.pid, member.started, group=True)
-            member.work.close()
-            member.watch.close()
-        for link in [*self._unnamed, *(link for links in self._joined.values() for link, _ in links.values())]:
+        for link in self._rank_links():
             link.close()
         self._unnamed.clear()
         self._stop_listening()  # a rank that was still starting must not join the next generation
         for agent in self.agents.values():
             with contextlib.suppress(ChannelClosed):
                 agent.link.send({"do": "kill"})
+
+    def _rank_links(self) -> list[Link]:
+        """Those of ranks, and of callers on their way to be one."""
+        joined = [link for links in self._joined.values() for link, _ in links.values()]
+        return [*self._unnamed, *joined, *(link for m in self.members for link in (m.work, m.watch))]
+
+    def forget(self) -> None:
+        """In a process forked from the notebook: close its copies of the channels, or they would outlive the notebook."""
+        self.inherited = True
+        for link in [*(agent.link for agent in self.agents.values()), *self._rank_links()]:
+            link.close()
+        if self._listener is not None:
+            self._listener.close(forked=True)
 
     def close(self) -> None:
         """End everything and wait until it is gone."""
@@ -447,12 +484,4 @@ class Crew:
 CREWS: weakref.WeakSet[Crew] = weakref.WeakSet()
 
 
-def forget() -> None:
-    """In a process forked from the notebook: close its copies of the channels, or they would outlive the notebook."""
-    for crew in CREWS:
-        crew.inherited = True
-        for link in [*(a.link for a in crew.agents.values()), *(x for m in crew.members for x in (m.work, m.watch))]:
-            link.close()
-
-
-os.register_at_fork(after_in_child=forget)
+os.register_at_fork(after_in_child=lambda: [crew.forget() for crew in CREWS])

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from kit.errors import BadInput, KitError
 from kit.gpu import has_driver
-from kit.world import interpreter, leftovers
+from kit.world import interpreter
 from kit.world.asked import (
     check_call,
     check_chosen,
@@ -238,7 +238,6 @@ class World(Ranks):
             self.dead = "restart() was interrupted"
             try:
                 self._crew.kill()
-                leftovers.end_marked(leftovers.mark(self._crew.id), spare=self._crew.torchrun_pid)
                 if self._crew.ready_to_launch():
                     self._crew.launch()
                 else:
