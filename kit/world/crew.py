@@ -231,7 +231,7 @@ class Crew:
             else:
                 self._joined.setdefault(check_rank(hello, self.plan), {})[hello["role"]] = (link, hello)
         except ChannelClosed:
-            pass  # it ended; its agent tells how
+            link.close()  # it ended; its agent tells how
         except MALFORMED as error:
             raise malformed(f"rank {hello['rank']}" if "rank" in hello else "a process of this World", error) from error
         self._unnamed.remove(link)
@@ -484,4 +484,9 @@ class Crew:
 CREWS: weakref.WeakSet[Crew] = weakref.WeakSet()
 
 
-os.register_at_fork(after_in_child=lambda: [crew.forget() for crew in CREWS])
+def forget_all() -> None:
+    for crew in CREWS:
+        crew.forget()
+
+
+os.register_at_fork(after_in_child=forget_all)
