@@ -111,7 +111,9 @@ def parser() -> argparse.ArgumentParser:
     known.add_argument("lab", metavar="LAB", nargs="?", help="of one lab alone")
     known.add_argument("--json", action="store_true")
     measuring(add)
-    add("clean", clean, "end leftovers of earlier runs: only processes the kit itself started")
+    cleaning = add("clean", clean, "list and end leftovers of earlier runs: only processes the kit itself started")
+    cleaning.add_argument("--yes", action="store_true", help="end them without a question")
+    cleaning.add_argument("--dry-run", action="store_true", help="only list them")
     return top
 
 
@@ -360,18 +362,10 @@ def benches() -> list[str]:
     return [name for name, path in found if "\ndef parts(" in path.read_text()]
 
 
-def clean(_: argparse.Namespace) -> int:
-    from kit.doctor import since
-    from kit.world import leftovers
+def clean(options: argparse.Namespace) -> int:
+    from kit.doctor import clean
 
-    ended, removed = leftovers.clean()
-    for one in ended:
-        print(f"ended pid {one.pid}, started {since(one.started)}: {one.command}")
-    for folder in removed:
-        print(f"removed {folder}")
-    if not ended and not removed:
-        print("nothing was left behind")
-    return 0
+    return clean(dry_run=options.dry_run, yes=options.yes)
 
 
 def print_columns(rows: list[list[str]]) -> None:

@@ -221,13 +221,44 @@ def rows(found: Found) -> list[tuple[str, str]]:
         )
     )
     left = [
-        f"pid {one['pid']}, started {one['since']}: {one['command']}  (`kit clean` ends it)"
+        f"pid {one['pid']}, started {one['since']}: {one['command']}  ({ENDED if one['sure'] else NOT_ENDED})"
         for one in found["leftovers"]
     ]
     table += [("leftovers", text) for text in left or ["none"]]
     state = {True: "with changes", False: "clean", None: "unknown state"}[git["dirty"]]
     table.append(("git", f"{git['commit'][:12]}, {state}" if git["commit"] else f"none: {git['why']}"))
     return table
+
+
+ENDED = "`kit clean` ends it"
+NOT_ENDED = "may only have inherited KIT_WORLD: `kit clean` leaves it; `kill` it if it is yours"
+
+
+def clean(*, dry_run: bool, yes: bool) -> int:
+    """List what earlier Worlds left behind and, if asked to, end and remove it."""
+    found = leftovers.find()
+    sure = [one for one in found if one.sure]
+    folders = leftovers.dead_folders(one for one in found if not one.sure)
+    for one in found:
+        print(f"pid {one.pid}, started {since(one.started)}: {one.command}  ({ENDED if one.sure else NOT_ENDED})")
+    for folder in folders:
+        print(f"folder {folder}")
+    if not sure and not folders:
+        print("nothing to end or remove")
+    elif dry_run or not (yes or agrees(f"End {len(sure)} processes and remove {len(folders)} folders?")):
+        print("nothing was ended or removed")
+    else:
+        print(f"ended {len(sure)} processes, removed {len(leftovers.end(sure))} folders")
+    return 0
+
+
+def agrees(question: str) -> bool:
+    """Whether the person at the terminal answers yes."""
+    if not sys.stdin.isatty():
+        raise BadInput(
+            "kit clean asks before it ends anything, which needs a terminal; use --yes, or --dry-run for the list"
+        )
+    return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
 
 
 def gpus(gpu: Found) -> list[str]:

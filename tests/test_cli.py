@@ -15,6 +15,7 @@ import pytest
 import kit
 from kit import machine
 from kit.labs.discover import discover
+from kit.world import leftovers
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOW = '''
@@ -338,12 +339,17 @@ def test_clean_ends_what_a_dead_notebook_left(cli: Cli) -> None:
     """Only what carries the mark of a notebook that is gone; a process of somebody else stays."""
     gone = subprocess.Popen(["true"])
     gone.wait()
-    env = {**os.environ, "KIT_WORLD": f"abc123:{gone.pid}:1"}
-    left = subprocess.Popen(["sleep", "300"], env=env)
+    mark = f"abc123@{machine.namespace()}:{gone.pid}:1"
+    left = subprocess.Popen(["sleep", "300"], env={**os.environ, machine.MARK: mark}, start_new_session=True)
     other = subprocess.Popen(["sleep", "300"])
+    (leftovers.base() / mark).mkdir()
+    (leftovers.base() / mark / leftovers.SESSION).write_text(str(left.pid))
     try:
         assert f"pid {left.pid}, started 20" in cli("doctor")[0]
-        assert f"ended pid {left.pid}, started 20" in cli("clean")[0]
+        assert "use --yes" in cli("clean", status=2)[1]
+        cleaned = cli("clean", "--yes")[0]
+        assert f"pid {left.pid}, started 20" in cleaned
+        assert "ended 1 processes, removed 1 folders" in cleaned
         assert left.wait(timeout=10) == -signal.SIGKILL
         assert other.poll() is None
     finally:
