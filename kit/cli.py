@@ -220,8 +220,13 @@ def check(args: argparse.Namespace) -> int:
     print(found)
     for note in found.notes:
         print(f"note: {note}")
-    verdict = found.verdict()
+    verdict, stored = found.verdict(), found.stored_verdict()
     print(f"\n{verdict}")
+    if stored is not None and not args.lab:
+        told = verdict.changes(stored)
+        print(
+            "\n".join(["", "differs from the stored verdict:", *told] if told else ["", "same as the stored verdict"])
+        )
     return 3 if found.status == "failed" else results.exit_code(verdict)
 
 
@@ -236,8 +241,7 @@ def show(args: argparse.Namespace) -> int:
         print(f"note: {note}")
     if snapshots := memory_snapshots(found):
         print(f"memory snapshots: {snapshots}")
-    stored = found.dir / "verdict.json"
-    print(f"\n{results.read_verdict(stored) if stored.exists() else found.verdict()}\n")
+    print(f"\n{found.stored_verdict() or found.verdict()}\n")
     frame = found.frame()
     times = frame[frame["metric"] == "seconds"].groupby("phase", sort=False)["value"]
     if len(times):
