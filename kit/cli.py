@@ -231,6 +231,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def show(args: argparse.Namespace) -> int:
+    from kit.results.frames import summary_of
     from kit.results.run import memory_snapshots
 
     found = kit.load(args.dir)
@@ -251,6 +252,13 @@ def show(args: argparse.Namespace) -> int:
             [str(phase), f"{n:.0f}", *(f"{1e3 * seconds:.3f}" for seconds in spread)] for phase, (n, *spread) in numbers
         ]
         print_columns([["phase", "n", "median ms", "min ms", "max ms"], *rows])
+    own = summary_of(frame) if found.own else frame.head(0)
+    if len(own):
+        table = [
+            [f"{one:.6g}" if isinstance(one, float) else str(one) for one in row] for row in own.to_numpy().tolist()
+        ]
+        print("\nown numbers, over all ranks:")
+        print_columns([list(own.columns), *table])
     return 0
 
 

@@ -121,6 +121,11 @@ class Run:
         return self.info().get("error")
 
     @property
+    def own(self) -> bool:
+        """Somebody's own job wrote it, with a Recorder."""
+        return self.lab == "own" or "launch" in self.info()
+
+    @property
     def older(self) -> bool:
         """An older kit wrote it and coded texts and ids in the names of metrics."""
         return "schema" not in self.info()
@@ -146,9 +151,9 @@ class Run:
         A run that broke is judged as far as its records go: what they do not reach is not measured.
         """
         checks = self._checks(self.lab) if self._checks else ()
-        if checks:
+        asked = [check for check in checks if check.asked(self.config)]
+        if asked:
             moved = checked_tolerances(tolerances, allowed=[check.tolerance for check in checks])
-            asked = [check for check in checks if check.asked(self.config)]
             verdict = hold(self._measured(asked), self.config, moved)
             return self._with_stored(verdict, asked) if self.older else verdict
         if tolerances:
