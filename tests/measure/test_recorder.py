@@ -441,3 +441,31 @@ def test_own_numbers_are_shown_told_and_drawn(tmp_path, capsys):
     assert (tokens.get_title("left"), tokens.get_xlabel()) == ("tokens", "record")
     assert len(tokens.lines[0].get_ydata()) == 8
     assert [row[1][0] for row in chapter_tables(run)[1]["rows"]] == ["loss", "tokens"]
+
+
+ACTOR = "import sys; from docs.examples.ray_actors import Trainer; t = Trainer(sys.argv[1], int(sys.argv[2]), 2); t.train(6); t.close()"
+
+
+def recorded_by_actors(folder):
+    run = kit.load(folder)
+    assert (run.status, run.config) == ("finished", {"ranks": 2, "observed": True})
+    losses = run.frame().query("metric == 'loss'")
+    assert sorted(zip(losses["rank"], losses["cycle"], strict=True)) == [(r, c) for r in range(2) for c in range(6)]
+    assert "nothing_piles_up/train" in {row.check for row in run.verdict()}
+
+
+def test_the_actors_of_the_documented_example_make_one_run(tmp_path):
+    """Each in a process of its own without RANK, as Ray has them, and one after the other has begun."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", ACTOR, str(tmp_path / "r")]
+    actors = [subprocess.Popen([*command, str(rank)], env=env, cwd=ROOT) for rank in range(2)]
+    assert [actor.wait() for actor in actors] == [0, 0]
+    recorded_by_actors(tmp_path / "r")
+
+
+@pytest.mark.slow
+def test_the_documented_example_under_ray(tmp_path):
+    pytest.importorskip("ray")
+    command = [sys.executable, str(ROOT / "docs/examples/ray_actors.py"), str(tmp_path / "r")]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    recorded_by_actors(tmp_path / "r")
