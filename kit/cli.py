@@ -101,7 +101,8 @@ def parser() -> argparse.ArgumentParser:
     page.add_argument("dirs", metavar="DIR", nargs="+")
     page.add_argument("--to", metavar="FILE.html", type=Path, required=True)
     headless = add("notebook", notebook, "run a notebook without a browser and keep it with its outputs")
-    headless.add_argument("name", metavar="NAME", help="01, 01_offload_reload, or a path")
+    headless.add_argument("name", metavar="NAME", nargs="?", help="01, 01_offload_reload, or a path")
+    headless.add_argument("--copy", metavar="DIR", type=Path, help="copy all notebooks and docs there, and run none")
     headless.add_argument(
         "-p", metavar=("KEY", "VALUE"), nargs=2, action="append", default=[], dest="given",
         help="a parameter of the notebook; may be repeated",
@@ -301,8 +302,13 @@ def report(args: argparse.Namespace) -> int:
 
 
 def notebook(args: argparse.Namespace) -> int:
-    from kit.view.notebooks import on_terminal, run_notebook
+    from kit.view.notebooks import copy_all, on_terminal, run_notebook
 
+    if (args.name is None) == (args.copy is None):
+        raise BadInput("name a notebook to run, such as 01, or a folder for copies with --copy DIR")
+    if args.copy is not None:
+        print(copy_all(args.copy))
+        return 0
     tell = on_terminal if sys.stderr.isatty() else None
     print(run_notebook(args.name, dict(args.given), args.to, tell=tell))
     return 0
