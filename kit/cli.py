@@ -255,11 +255,9 @@ def show(args: argparse.Namespace) -> int:
         print_columns([["phase", "n", "median ms", "min ms", "max ms"], *rows])
     own = summary_of(frame) if found.own else frame.head(0)
     if len(own):
-        table = [
-            [f"{one:.6g}" if isinstance(one, float) else str(one) for one in row] for row in own.to_numpy().tolist()
-        ]
+        lines = [[f"{x:.6g}" if isinstance(x, float) else str(x) for x in row] for row in own.to_numpy().tolist()]
         print("\nown numbers, over all ranks:")
-        print_columns([list(own.columns), *table])
+        print_columns([list(own.columns), *lines])
     return 0
 
 

@@ -318,7 +318,8 @@ def _rows(joined: str, count: int) -> list[Any]:
         raise ValueError("some lines are not one object each")
     if "\\" in text and ("\\ud" in text or "\\uD" in text):  # half a character, which no table takes
         rows = json.loads(json.dumps(rows, ensure_ascii=False).encode(errors="replace"))
-    return without_escapes(rows, text)
+    plain: list[Any] = without_escapes(rows, text)
+    return plain
 
 
 def without_escapes(value: Any, text: str) -> Any:
