@@ -37,13 +37,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 OUTSIDE = "run"  # the phase of a number recorded outside any
-LAUNCH = (
-    "TORCHELASTIC_RUN_ID",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "SLURM_JOB_ID",
-    "RAY_JOB_ID",
-)  # the same on all ranks of one
+# The same on all ranks of a launch.
+LAUNCH = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "RAY_JOB_ID")
 CLOCK_S = 2.0  # by how much the start of a process, as the kernel tells it, may be off
 
 
@@ -247,12 +242,9 @@ class Recorder:
         found = read_json(self.dir / "run.json")
         if found.get("launch") != _launch():
             return True
-        torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        began, moment = (
-            machine.start_time(os.getppid() if torchrun else os.getpid()),
-            found["started" if torchrun else "finished"],
-        )
-        return moment is not None and began is not None and _seconds(moment) < machine.started_at(began) - CLOCK_S
+        pid, when = (os.getppid(), "started") if "TORCHELASTIC_RUN_ID" in os.environ else (os.getpid(), "finished")
+        began = machine.start_time(pid)
+        return began is not None and _seconds(found.get(when)) < machine.started_at(began) - CLOCK_S
 
     def _describe(self, config: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -305,7 +297,8 @@ class Recorder:
             if not self.lost:
                 self._warn(f"{error}; training goes on, lost records are counted")
             self.lost += error.lost
-        self._pass_on({f"{phase}/{row['metric']}": row["value"] for row in rows if row["value"] is not None}, cycle)
+        if self._sinks:
+            self._pass_on({f"{phase}/{row['metric']}": row["value"] for row in rows if row["value"] is not None}, cycle)
 
     def _pass_on(self, values: Mapping[str, float], cycle: int) -> None:
         """To the sinks; one that raises is not asked again, and training goes on."""
@@ -339,8 +332,9 @@ def _launch() -> str:
     return " ".join(os.environ[name] for name in LAUNCH if name in os.environ)
 
 
-def _seconds(moment: str) -> float:
-    with suppress(ValueError):
+def _seconds(moment: Any) -> float:
+    """A time of run.json in Unix seconds; infinite where there is none."""
+    with suppress(ValueError, TypeError):
         return datetime.fromisoformat(moment).timestamp()
     return math.inf
 
