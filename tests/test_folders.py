@@ -113,7 +113,8 @@ def test_200_folders_are_read_without_a_traceback(tmp_path: Path, capfd: pytest.
 def test_200_folders_make_reports(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kit.view.report.DPI", 20)
+    """Figures are made, and not rendered, which would take most of the time; the test below renders some."""
+    monkeypatch.setattr("kit.view.report.data_uri", lambda picture: "data:,")
     for folder in folders(tmp_path / "runs"):
         asked(capfd, "report", folder, "--to", tmp_path / "page.html")
 
