@@ -101,7 +101,8 @@ def parser() -> argparse.ArgumentParser:
     page.add_argument("dirs", metavar="DIR", nargs="+")
     page.add_argument("--to", metavar="FILE.html", type=Path, required=True)
     headless = add("notebook", notebook, "run a notebook without a browser and keep it with its outputs")
-    headless.add_argument("name", metavar="NAME", help="01, 01_offload_reload, or a path")
+    headless.add_argument("name", metavar="NAME", nargs="?", help="01, 01_offload_reload, or a path")
+    headless.add_argument("--copy", metavar="DIR", type=Path, help="copy all notebooks and docs there, and run none")
     headless.add_argument(
         "-p", metavar=("KEY", "VALUE"), nargs=2, action="append", default=[], dest="given",
         help="a parameter of the notebook; may be repeated",
@@ -222,12 +223,18 @@ def check(args: argparse.Namespace) -> int:
     print(found)
     for note in found.notes:
         print(f"note: {note}")
-    verdict = found.verdict()
+    verdict, stored = found.verdict(), found.stored_verdict()
     print(f"\n{verdict}")
+    if stored is not None and not args.lab:
+        told = verdict.changes(stored)
+        print(
+            "\n".join(["", "differs from the stored verdict:", *told] if told else ["", "same as the stored verdict"])
+        )
     return 3 if found.status == "failed" else results.exit_code(verdict)
 
 
 def show(args: argparse.Namespace) -> int:
+    from kit.results.frames import summary_of
     from kit.results.run import memory_snapshots
 
     found = kit.load(args.dir)
@@ -238,8 +245,7 @@ def show(args: argparse.Namespace) -> int:
         print(f"note: {note}")
     if snapshots := memory_snapshots(found):
         print(f"memory snapshots: {snapshots}")
-    stored = found.dir / "verdict.json"
-    print(f"\n{results.read_verdict(stored) if stored.exists() else found.verdict()}\n")
+    print(f"\n{found.stored_verdict() or found.verdict()}\n")
     frame = found.frame()
     times = frame[frame["metric"] == "seconds"].groupby("phase", sort=False)["value"]
     if len(times):
@@ -249,6 +255,11 @@ def show(args: argparse.Namespace) -> int:
             [str(phase), f"{n:.0f}", *(f"{1e3 * seconds:.3f}" for seconds in spread)] for phase, (n, *spread) in numbers
         ]
         print_columns([["phase", "n", "median ms", "min ms", "max ms"], *rows])
+    own = summary_of(frame) if found.own else frame.head(0)
+    if len(own):
+        lines = [[f"{x:.6g}" if isinstance(x, float) else str(x) for x in row] for row in own.to_numpy().tolist()]
+        print("\nown numbers, over all ranks:")
+        print_columns([list(own.columns), *lines])
     return 0
 
 
@@ -291,8 +302,13 @@ def report(args: argparse.Namespace) -> int:
 
 
 def notebook(args: argparse.Namespace) -> int:
-    from kit.view.notebooks import on_terminal, run_notebook
+    from kit.view.notebooks import copy_all, on_terminal, run_notebook
 
+    if (args.name is None) == (args.copy is None):
+        raise BadInput("name a notebook to run, such as 01, or a folder for copies with --copy DIR")
+    if args.copy is not None:
+        print(copy_all(args.copy))
+        return 0
     tell = on_terminal if sys.stderr.isatty() else None
     print(run_notebook(args.name, dict(args.given), args.to, tell=tell))
     return 0

@@ -116,6 +116,7 @@ def ask_interpreters(problems: list[str]) -> tuple[list[Found], Found | None]:
             "path": one.path,
             "where": one.where,
             "verdict": one.verdict(),
+            "fit": one.torch and one.megatron,
             "chosen": chosen is not None and one.path == chosen.path,
         }
         for one in interpreter.search()
@@ -193,7 +194,8 @@ def rows(found: Found) -> list[tuple[str, str]]:
     table = [("python", f"{found['python']['version']}  {found['python']['path']}")]
     for one in found["interpreters"]:
         mark = "->" if one["chosen"] else "  "
-        table.append(("ranks use", f"{mark} {one['path']} ({one['where']}): {one['verdict']}"))
+        use = f"; to use it: export KIT_PYTHON={one['path']}" if one["fit"] and not one["chosen"] else ""
+        table.append(("ranks use", f"{mark} {one['path']} ({one['where']}): {one['verdict']}{use}"))
     if ranks is not None and "python" in ranks:
         table.append(("versions", f"Python {ranks['python']}, torch {ranks['torch']}, numpy {ranks['numpy']}"))
         table.append(

@@ -99,6 +99,18 @@ class Verdict(tuple[VerdictRow, ...]):
         rows = [[_marked(row), *map(html.escape, _amounts(row))] for row in worst_first(self)]
         return table_html(("", "check", "measured", "limit", "why"), rows, right=(2, 3), caption=self.summary())
 
+    def changes(self, before: Verdict) -> list[str]:
+        """What differs from an earlier verdict of the same records, a sentence for each check."""
+        rows = {row.check: row for row in before}
+        found = []
+        for row in self:
+            old = rows.pop(row.check, None)
+            if old is None:
+                found.append(f"{row.check}: {_in_short(row)}; the stored verdict does not have this check")
+            elif _in_short(old) != _in_short(row):
+                found.append(f"{row.check}: {_in_short(row)}; stored: {_in_short(old)}")
+        return [*found, *(f"{name}: not asked now; stored: {_in_short(old)}" for name, old in rows.items())]
+
     def summary(self) -> str:
         """How many failed, passed and were not measured."""
         return tally(self)
@@ -121,6 +133,11 @@ def _marked(row: VerdictRow) -> str:
 def _amounts(row: VerdictRow) -> tuple[str, ...]:
     measured = "" if row.measured is None else amount(row.measured, row.unit)
     return row.check, measured, amount(row.limit, row.unit), row.why
+
+
+def _in_short(row: VerdictRow) -> str:
+    measured = "" if row.measured is None else f" at {row.measured!r}"
+    return f"{MARKS[row.passed].word}{measured}, limit {row.limit!r} {row.unit}".rstrip()
 
 
 def number(value: float) -> str:

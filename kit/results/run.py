@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput, KitError
 from kit.results.exports import export
-from kit.results.files import read_json, write_json
+from kit.results.files import read_json, rewrite_json
 from kit.results.frames import Reader
 from kit.results.marks import Verdict, VerdictRow, read_verdict
 from kit.results.records import PATTERN, SCHEMA, Record, RecordWriter, utc
@@ -121,6 +121,11 @@ class Run:
         return self.info().get("error")
 
     @property
+    def own(self) -> bool:
+        """Somebody's own job wrote it, with a Recorder."""
+        return self.lab == "own" or "launch" in self.info()
+
+    @property
     def older(self) -> bool:
         """An older kit wrote it and coded texts and ids in the names of metrics."""
         return "schema" not in self.info()
@@ -146,22 +151,25 @@ class Run:
         A run that broke is judged as far as its records go: what they do not reach is not measured.
         """
         checks = self._checks(self.lab) if self._checks else ()
-        if checks:
+        asked = [check for check in checks if check.asked(self.config)]
+        if asked:
             moved = checked_tolerances(tolerances, allowed=[check.tolerance for check in checks])
-            asked = [check for check in checks if check.asked(self.config)]
             verdict = hold(self._measured(asked), self.config, moved)
             return self._with_stored(verdict, asked) if self.older else verdict
         if tolerances:
             raise BadInput(
                 f"lab {self.lab!r} has no checks here, so it takes no tolerances (got {', '.join(tolerances)})"
             )
+        return self.stored_verdict() or Verdict([])
+
+    def stored_verdict(self) -> Verdict | None:
+        """The verdict that the run wrote at its end, if it did."""
         path = self.dir / "verdict.json"
-        return read_verdict(path) if path.exists() else Verdict([])
+        return read_verdict(path) if path.exists() else None
 
     def _with_stored(self, verdict: Verdict, checks: Sequence[Check]) -> Verdict:
         """The verdict of an older kit's run: checks that find nothing under today's names answer as they did at its end."""
-        path = self.dir / "verdict.json"
-        stored = read_verdict(path) if path.exists() else Verdict([])
+        stored = self.stored_verdict() or Verdict([])
         rows: list[VerdictRow] = []
         for check in checks:
             now, before = (
@@ -277,6 +285,9 @@ def _checked_info(path: Path, info: object) -> dict[str, Any]:
     for key in ("config", "provenance"):
         if not isinstance(info.get(key), dict | None):
             raise BadInput(f"{path} is damaged: {key} must be a JSON object")
+    for key in ("started", "finished", "fault", "error"):
+        if not isinstance(info.get(key), str | None):
+            raise BadInput(f"{path} is damaged: {key} must be text or null")
     return info
 
 
@@ -292,7 +303,7 @@ class RunWriter:
         self.lab = str(info["lab"])
         self._info = info
         (folder / "logs").mkdir(exist_ok=True)
-        write_json(folder / "run.json", info)
+        rewrite_json(folder / "run.json", info)
         self._records = RecordWriter(folder / "records.jsonl")
 
     def append(self, records: Sequence[Record]) -> None:
@@ -317,7 +328,7 @@ class RunWriter:
 
     def _update(self, **fields: Any) -> None:
         self._info |= fields
-        write_json(self.dir / "run.json", self._info)
+        rewrite_json(self.dir / "run.json", self._info)
 
 
 def create_run(
@@ -329,7 +340,7 @@ def create_run(
     out: str | Path | None = None,
     fault: str | None = None,
 ) -> RunWriter:
-    """Make a run folder, `out` or a new one in `runs_dir`. A folder that cannot be written is a `BadInput`."""
+    """Make a run folder, `out` or a new one in `runs_dir`, for its owner only. A folder that cannot be written is a `BadInput`."""
     stamp = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     folder = None
     while folder is None:
@@ -374,7 +385,7 @@ def _make_folder(folder: Path, *, exist_ok: bool) -> Path | None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if exist_ok and folder.is_dir():
             return folder
-        folder.mkdir()
+        folder.mkdir(mode=0o700)  # records name hosts and settings; a folder that is there keeps its mode
     except FileExistsError as error:
         if folder.is_dir():
             return None

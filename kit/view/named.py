@@ -27,7 +27,8 @@ def album(run: Run) -> Album:
 def tables(run: Run) -> dict[str, Table]:
     """The tables of a run by name: those that every run has, then its lab's."""
     own = pictures_of(run.lab)
-    return {**GENERAL.tables, **(own.tables if own else {})}
+    general = {name: table for name, table in GENERAL.tables.items() if run.own or name != "numbers"}
+    return {**general, **(own.tables if own else {})}
 
 
 def names(run: Run) -> list[str]:

@@ -315,6 +315,11 @@ class World(Ranks):
         return self._crew.plan.python.path
 
     @property
+    def env(self) -> Mapping[str, str]:
+        """What was given as env=."""
+        return self._crew.plan.env
+
+    @property
     def state(self) -> str:
         """idle, busy (a rank has not answered an earlier call), dead or closed."""
         if self._closed or self._crew.inherited:

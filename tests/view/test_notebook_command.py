@@ -196,6 +196,6 @@ def test_places_that_cannot_be(tiny, tmp_path, monkeypatch):
 
 
 def test_an_installation_without_notebooks_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(notebooks.kit, "__file__", str(tmp_path / "site-packages" / "kit" / "__init__.py"))
-    with pytest.raises(BadInput, match="not installed from a checkout"):
+    monkeypatch.setattr(notebooks, "shipped", lambda name: tmp_path / name)
+    with pytest.raises(BadInput, match="there is no one notebook '01'; allowed are: none, or a path"):
         notebooks.find("01")
