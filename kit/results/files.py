@@ -35,10 +35,12 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     return json.dumps(spelled(value), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
-def need_folder(target: Path) -> None:
-    """Refuse a path whose folder does not exist."""
-    if not target.parent.is_dir():
-        raise BadInput(f"cannot write {target}: there is no folder {target.parent}")
+def make_parent(target: Path) -> None:
+    """Make the folder that a file goes to: the one rule for missing folders, wherever a person names a file or a folder."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"cannot make the folder {target.parent}: {error.strerror}") from error
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ import kit
 from kit.errors import BadInput, KitError
 from kit.labs.discover import hint
 from kit.results import runs_dir
-from kit.results.files import need_folder, write_text
+from kit.results.files import make_parent, write_text
 
 SUFFIXES = (".ipynb", ".html")
 KINDS = {kind.__name__: kind for kind in (int, float, bool, str, list, dict)}
@@ -111,7 +111,7 @@ def place(path: Path, to: Path | None) -> Path:
     target = to.expanduser().absolute()
     if target.suffix not in SUFFIXES:
         raise BadInput(f"a notebook is written as {' or '.join(SUFFIXES)}, not {target.name!r}")
-    need_folder(target)
+    make_parent(target)
     if target.is_dir():
         raise BadInput(f"cannot write {target}: it is a folder")
     if target == path.resolve():

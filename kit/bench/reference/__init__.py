@@ -25,7 +25,7 @@ from kit.bench.reference.running import KIT, is_settled, perform, settled
 from kit.bench.reference.running import pack as pack_into
 from kit.bench.rows import seated
 from kit.errors import BadInput
-from kit.results.files import need_folder, read_json, write_json, write_text
+from kit.results.files import make_parent, read_json, write_json, write_text
 from kit.results.recorded import machine
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def make(
     began = time.monotonic()
     folder(out)
     if pack is not None:
-        need_folder(pack)
+        make_parent(pack)
     missing: dict[str, str] = {}
     if parts is None:
         device, parts, missing = sizes_here(out, device)
