@@ -137,11 +137,8 @@ def test_with_json_bad_input_is_json_too(cli: Cli) -> None:
     ("line", "found"),
     [
         ("kit comp", {"compare "}),
-        ("kit run sm", {"smoke "}),
         ("kit run smoke --set cy", {"cycles="}),
-        ("kit run smoke --fault w", {"wrong-sum "}),
         ("kit show mine", {"mine "}),
-        ("kit run smoke --re", {"--repeat "}),
     ],
 )
 def test_a_shell_completes(cli: Cli, line: str, found: set[str]) -> None:
