@@ -109,7 +109,7 @@ def test_every_command_has_json_examples_that_parse_and_help_for_all(name: str) 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("dance", "there is no command 'dance'; allowed are: bench, check,"),
+        ("zzz", "there is no command 'zzz'; allowed are: bench, check,"),
         ("rum smoke", "there is no command 'rum'; did you mean 'run'?"),
         ("run smoke --cycles 5", "`kit run` does not take --cycles; did you mean --set cycles=5?"),
         ("run smoke --timeout-s=5", "`kit run` does not take --timeout-s=5; did you mean --set timeout_s=5?"),
