@@ -538,7 +538,8 @@ def compare(args: argparse.Namespace) -> Answer:
     warnings = [] if alike else [f"these are runs of different labs: {', '.join(map(str, apart['lab']))}"]
     if alike and (names := sizes(apart)):
         warnings.append(f"these runs differ in size ({', '.join(names)}): their times and memory cannot be compared")
-    warnings += [f"{one.id} has no records" for one in found if not len(one.frame())]
+    warnings += [f"{one.id}: {note}" for one in found for note in one.notes]
+    warnings += [f"{one.id}: there are no records" for one in found if one.frame().empty]
     lines += [f"warning: {text}" for text in warnings]
     lines += [f"{name}: {' / '.join(map(spelled, values))}" for name, values in apart.items() if alike]
     data: dict[str, Any] = {"base": base.id, "settings": apart, "warnings": warnings, "runs": []}

@@ -18,6 +18,7 @@ import kit
 from kit import machine
 from kit.cli import main, parse, parser
 from kit.labs.discover import discover
+from kit.results import Record, Verdict, VerdictRow, create_run
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOW = '''
@@ -354,6 +355,35 @@ def test_a_fault_of_the_kit_itself_is_no_failed_check(cli: Cli, tmp_path: Path) 
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=cli.env, capture_output=True, text=True)
     assert done.returncode == 3
     assert "KeyError: 'gone'" in done.stderr
+
+
+def test_a_comparison_leads_with_verdicts_and_reads_runs_without_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make(name: str, passed: bool, seconds: float) -> Path:
+        writer = create_run(tmp_path, "mine", {"ranks": 2}, {}, out=tmp_path / name)
+        where = {"run": writer.id, "lab": "mine", "phase": "train", "rank": 0, "time": 1.0, "unit": "s"}
+        ids = {"ids": {"tensor": "decoder.layers.0.self_attention.linear_qkv.weight" * 3}}
+        names = ("seconds", "seconds_before", "overhead_seconds")
+        rows = [Record(**where, cycle=cycle, metric=name, value=seconds) for name in names for cycle in (1, 2)]
+        writer.append([*rows, *(Record(**where, cycle=cycle, metric="norm", value=seconds, **ids) for cycle in (1, 2))])
+        writer.write_verdict(Verdict([VerdictRow("memory_comes_back", 1, 1, "B", passed, "because " * 30)]))
+        writer.finish()
+        return writer.dir
+
+    one, two, bare = make("one", True, 1.0), make("two", False, 3.0), make("bare", True, 1.0)
+    (bare / "records.jsonl").unlink()
+    assert main(["compare", str(one), str(two), str(bare)]) == 0
+    out, _ = capsys.readouterr()
+    lines = out.splitlines()
+    verdict = lines.index(next(line for line in lines if line.startswith("pass -> FAIL  memory_comes_back  because")))
+    numbers = lines.index("2 numbers changed by more than the spread, the most first")
+    assert verdict < numbers
+    assert re.match(r"train +seconds +0 +1 s +3 s +3 +2$", lines[numbers + 3])
+    assert not re.search("_before|overhead", out)
+    assert max(map(len, lines)) <= 100
+    assert "there are no records" in out
+    assert "no check changed\n0 numbers changed by more than the spread" in out
 
 
 @pytest.mark.slow

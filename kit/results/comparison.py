@@ -103,13 +103,13 @@ def compact(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def changed(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a comparison that changed by more than both runs' spreads, each metric at the rank where it changed most."""
+    """The rows of a comparison that changed by more than the spread, each metric at the rank where it changed most."""
     table = told(table)
     share = [
         0 if unit not in MEASURED else EVEN if min(counts) > 1 else EVEN_SINGLE
         for unit, *counts in zip(table["unit"], table["base_n"], table["n"], strict=True)
     ]
-    noise = table[["base_spread", "spread"]].max(axis=1)
+    noise = (table["base_spread"] + table["spread"]) / 2  # about where both ranges of readings begin to overlap
     beyond = table["difference"].abs() > noise.clip(lower=table["base"].abs() * share)
     return table[beyond & (table["found_in"] == "both")].drop_duplicates(["run", "phase", "metric", "ids"])
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
-from kit.results.files import make_parent, replacing, to_json, write_json, write_text
+from kit.results.files import make_folder, replacing, to_json, write_json, write_text
 from kit.results.frames import without_empty
 from kit.results.units import ROW, amount
 
@@ -35,6 +35,7 @@ PROGRAMS = (".csv", ".parquet", ".json")
 SUFFIXES = (*PROGRAMS, ".md", ".tex", ".html")
 METADATA = b"lifecycle-kit.provenance"
 SCREEN = 40  # rows of a table in Markdown; a table in LaTeX that is longer breaks over pages
+WORDS = 50  # characters of a cell in LaTeX; a column with longer ones breaks its lines
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 PASSED = {True: "pass", False: "FAIL"}
 
@@ -55,7 +56,7 @@ def export(
     kind = target.suffix.lower()
     if kind not in SUFFIXES:
         raise BadInput(f"{target.name!r} has no known ending; allowed are {', '.join(SUFFIXES)}")
-    make_parent(target)
+    make_folder(target.parent)
     if kind == ".parquet":
         _write_parquet(frame, provenance, target)
     elif kind in {".csv", ".json"}:
@@ -92,6 +93,7 @@ def _cell(name: str, item: Any, unit: str) -> str:
     if _missing(item):
         return "-" if name == "passed" or unit else ""
     if isinstance(item, float):
+        item = item if item.is_integer() or abs(item) >= 1e6 else float(f"{item:.4g}")
         return amount(item, unit) if unit or abs(item) < 1e6 else f"{item:.3f}"
     return PASSED[item] if name == "passed" else str(item)
 
@@ -121,6 +123,10 @@ def _write_parquet(frame: pd.DataFrame, provenance: Mapping[str, Any], target: P
         pq.write_table(table, temporary)
 
 
+def _tex_column(right: bool, widest: int) -> str:
+    return "r" if right else "l" if widest <= WORDS else r"p{0.4\linewidth}"
+
+
 def _for_people(kind: str, texts: pd.DataFrame, provenance: Mapping[str, Any], title: str, stem: str) -> str:
     """Markdown, LaTeX (to be \\input; it needs booktabs, and longtable for a long table) or an HTML page; all escaped."""
     import pandas as pd
@@ -135,11 +141,12 @@ def _for_people(kind: str, texts: pd.DataFrame, provenance: Mapping[str, Any], t
         )
     right, texts = texts.attrs["right"], texts.replace("[\r\n]", " ", regex=True)
     if kind == ".tex":
+        widths = [max(map(len, texts[name]), default=0) for name in texts]
         table = texts.to_latex(
             index=False,
             escape=True,
             longtable=len(texts) > SCREEN,
-            column_format="".join("r" if one else "l" for one in right),
+            column_format="".join(map(_tex_column, right, widths)),
             caption=re.sub(r"([_&%#$])", r"\\\1", title),
             label=f"tab:{re.sub(r'[^a-zA-Z0-9:.-]+', '-', stem)}",
         )

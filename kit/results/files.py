@@ -35,12 +35,12 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     return json.dumps(spelled(value), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
-def make_parent(target: Path) -> None:
-    """Make the folder that a file goes to: the one rule for missing folders, wherever a person names a file or a folder."""
+def make_folder(folder: Path) -> None:
+    """The one rule for missing folders, wherever a person names a file or a folder: they are made."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInput(f"cannot make the folder {target.parent}: {error.strerror}") from error
+        raise BadInput(f"cannot make the folder {folder}: {error.strerror}") from error
 
 
 @contextlib.contextmanager

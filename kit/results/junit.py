@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
-from kit.results.files import make_parent, write_text
+from kit.results.files import make_folder, write_text
 from kit.results.marks import tally
 
 if TYPE_CHECKING:
@@ -42,6 +42,6 @@ def write_junit(runs: Sequence[tuple[Run, Verdict]], path: Path) -> Path:
         ET.SubElement(suite, "system-out").text = f"{tally(rows)}; {run.dir}"
     ET.indent(top)
     path = path.expanduser()
-    make_parent(path)
+    make_folder(path.parent)
     write_text(path, ET.tostring(top, encoding="unicode", xml_declaration=True) + "\n")
     return path

@@ -25,7 +25,7 @@ from kit.labs.discover import checks_of
 from kit.labs.stepped import HIDDEN
 from kit.results import NotMeasured, compare
 from kit.results.comparison import settings
-from kit.results.files import make_parent, to_json, write_text
+from kit.results.files import make_folder, to_json, write_text
 from kit.results.frames import labels
 from kit.results.marks import MARKS, SIGNS, tally, without_parts, worst_first
 from kit.results.run import memory_snapshots
@@ -52,7 +52,7 @@ def write_report(runs: Sequence[Run], to: str | Path) -> Path:
     target = Path(to).expanduser()
     if target.suffix.lower() not in SUFFIXES:
         raise BadInput(f"a report is written as {' or '.join(SUFFIXES)}, not {target.name!r}")
-    make_parent(target)
+    make_folder(target.parent)
     write_text(target, page(runs))
     return target
 

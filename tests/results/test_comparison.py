@@ -101,12 +101,28 @@ def test_only_what_changed_by_more_than_the_spread_is_told(make_run, record):
         return load(make_run(rows, name))
 
     steady = {"groups_before": [1.0], "overhead_seconds": [1.0, 1.0]}
-    one = run("one", seconds=[1.0, 1.1], wide=[1.0, 3.0], even=[1.0, 1.0], groups=[2.0], single=[1.0], **steady)
-    other = {"seconds": [2.0, 2.1], "wide": [2.0, 5.0], "even": [1.01, 1.01], "groups": [3.0], "single": [1.2]}
+    one = run(
+        "one",
+        leak=[1.0, 1.0, 1.0],
+        seconds=[1.0, 1.1],
+        wide=[1.0, 3.0],
+        even=[1.0, 1.0],
+        groups=[2.0],
+        single=[1.0],
+        **steady,
+    )
+    other = {
+        "leak": [2.0, 3.0, 4.0],
+        "seconds": [2.0, 2.1],
+        "wide": [2.0, 5.0],
+        "even": [1.01, 1.01],
+        "groups": [3.0],
+        "single": [1.2],
+    }
     two = run("two", **other, groups_before=[2.0], overhead_seconds=[9.0, 9.0])
     found = changed(compare([one, two]))
-    assert found["metric"].tolist() == ["seconds", "groups"]  # once each, not once for each rank
-    assert compact(found)["ratio"].tolist() == [1.952, 1.5]
+    assert found["metric"].tolist() == ["leak", "seconds", "groups"]  # once each, not once for each rank
+    assert compact(found)["ratio"].tolist() == [3.0, 1.952, 1.5]
     assert changed(compare([one, one])).empty
     assert changed(compare([load(make_run([], "a")), one])).empty
 

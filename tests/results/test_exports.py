@@ -121,10 +121,11 @@ def test_markdown_cells_cannot_break_the_table(tmp_path, record):
 
 def test_tables_for_people_are_rounded_and_have_units_beside_the_numbers(tmp_path, record):
     rows = [record(value=0.0123456, unit="s"), record(value=2.0**21, unit="B"), record(value=3.0, unit="1")]
+    rows.append(record(value=0.0429688, unit="MiB"))
     text = export(to_frame(rows), {}, tmp_path / "t.md", units={"value": ROW}).read_text()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[:5]]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[:6]]
     assert "unit" not in cells[0]
-    assert [line[cells[0].index("value")] for line in cells[2:]] == ["12.3 ms", "2.0 MiB", "3"]
+    assert [line[cells[0].index("value")] for line in cells[2:]] == ["12.3 ms", "2.0 MiB", "3", "0.04297 MiB"]
 
 
 def test_markdown_is_one_screen_and_says_what_is_left_out(tmp_path, record):
