@@ -630,7 +630,8 @@ def doctor(args: argparse.Namespace) -> Answer:
     began = time.monotonic()
     found = room.examine()
     status = 1 if found["problems"] else 0
-    print(room.told(found), flush=True)
+    if not args.json:
+        print(room.told(found), flush=True)
     if args.deep and status:
         print("kit: the probes need ranks, and ranks cannot run here", file=sys.stderr)
     elif args.deep:
