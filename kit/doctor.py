@@ -236,7 +236,7 @@ ENDED = "`kit clean` ends it"
 NOT_ENDED = "may only have inherited KIT_WORLD: `kit clean` leaves it; `kill` it if it is yours"
 
 
-def clean(*, dry_run: bool, yes: bool) -> int:
+def clean(*, dry_run: bool, yes: bool) -> Found:
     """List what earlier Worlds left behind and, if asked to, end and remove it."""
     found = leftovers.find()
     sure = [one for one in found if one.sure]
@@ -245,13 +245,16 @@ def clean(*, dry_run: bool, yes: bool) -> int:
         print(f"pid {one.pid}, started {since(one.started)}: {one.command}  ({ENDED if one.sure else NOT_ENDED})")
     for folder in folders:
         print(f"folder {folder}")
+    listed = {"found": [one.to_json() for one in found], "folders": [str(folder) for folder in folders]}
+    asked = f"End {len(sure)} processes and remove {len(folders)} folders?"
+    ends = bool(sure or folders) and not dry_run and (yes or agrees(asked))
     if not sure and not folders:
         print("nothing to end or remove")
-    elif dry_run or not (yes or agrees(f"End {len(sure)} processes and remove {len(folders)} folders?")):
-        print("nothing was ended or removed")
-    else:
+    elif ends:
         print(f"ended {len(sure)} processes, removed {len(leftovers.end(sure))} folders")
-    return 0
+    else:
+        print("nothing was ended or removed")
+    return {**listed, "ended": [one.pid for one in sure] if ends else []}
 
 
 def agrees(question: str) -> bool:

@@ -27,12 +27,12 @@ from kit.draw.axes import (
     step_axis,
     widen,
 )
-from kit.draw.plots import ALL, ROW, Pictures, Plot, Table
+from kit.draw.plots import ALL, Pictures, Plot, Table
 from kit.draw.style import LINES, MARKERS, Theme
 from kit.results.frames import own_numbers, summary_of, without_empty
 from kit.results.marks import MARKS, without_parts, worst_first
 from kit.results.records import rank_name
-from kit.results.units import amount, samples, size_unit, time_unit
+from kit.results.units import ROW, amount, samples, size_unit, time_unit
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -409,7 +409,7 @@ GENERAL = Pictures(
     tables={
         "times": Table("Time per phase and rank", times_table, "median", dict.fromkeys(("median", "min", "max"), "s")),
         "numbers": Table("Own numbers", numbers_table, units=dict.fromkeys(("first", "last", "min", "max"), ROW)),
-        "levels": Table("Memory and counts per phase", levels_table, units=SPREAD),
+        "memory": Table("Memory and counts per phase", levels_table, units=SPREAD),
         "records": Table("Every record", records_table),
     },
 )

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import subprocess
+import typing
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -195,9 +196,14 @@ def _adapter(config: Any) -> Any:
 
 
 def from_text(lab: Definition, pairs: Mapping[str, str]) -> dict[str, Any]:
-    """Values from the command line: text where the field is text, else JSON, else the text itself for the check to refuse."""
+    """Values from the command line: text where the field is text, else JSON, else the text itself for the check to refuse.
+
+    A list may be written without its brackets."""
     kinds = {field.name: field.kind for field in fields(lab.config)}
-    return {name: text if kinds.get(name) is str else _json_or_text(text) for name, text in pairs.items()}
+    lists = {name for name, kind in kinds.items() if typing.get_origin(kind) is tuple}
+    bare = {name for name, text in pairs.items() if name in lists and not text.startswith("[")}
+    texts = {name: f"[{text}]" if name in bare else text for name, text in pairs.items()}
+    return {name: text if kinds.get(name) is str else _json_or_text(text) for name, text in texts.items()}
 
 
 def check_needed(fault: Fault, config: LabConfig, name: str) -> None:

@@ -38,10 +38,12 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     return json.dumps(spelled(value), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
-def need_folder(target: Path) -> None:
-    """Refuse a path whose folder does not exist."""
-    if not target.parent.is_dir():
-        raise BadInput(f"cannot write {target}: there is no folder {target.parent}")
+def make_folder(folder: Path) -> None:
+    """The one rule for missing folders, wherever a person names a file or a folder: they are made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"cannot make the folder {folder}: {error.strerror}") from error
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import itertools
 import os
 import re
 import secrets
@@ -22,6 +23,7 @@ from kit.results.files import read_json, rewrite_json
 from kit.results.frames import Reader
 from kit.results.marks import Verdict, VerdictRow, read_verdict
 from kit.results.records import PATTERN, SCHEMA, Record, RecordWriter, utc
+from kit.results.units import ROW
 from kit.results.verdict import Answer, Check, again, checked_tolerances, hold, measure, suspect_in
 from kit.version import kit_version
 
@@ -32,6 +34,7 @@ Checks = Callable[[str], Sequence[Check]]
 Plotter = Callable[..., object]  # of a run, a drawing's name, and how it is to look
 Stamp = tuple[tuple[str, int, int], ...]
 
+INDEX = "index.json"  # of a folder that holds the runs of one sweep
 SNAPSHOTS = "memory"  # the folder in a run's folder
 VIEWER = "drop one on https://pytorch.org/memory_viz, which opens it in the browser and uploads nothing"
 NAMED = re.compile(r"(?P<lab>.+)-\d{8}-\d{6}-[0-9a-f]{4}")  # as create_run names them
@@ -71,7 +74,10 @@ class Run:
             raise BadInput(f"there is no run folder {self.dir}")
         try:
             if not path.is_file():
-                raise BadInput(f"{self.dir} is not a run: it has no run.json")
+                sweep = (
+                    "; it holds the runs of a sweep: `kit runs DIR` lists them" if (self.dir / INDEX).is_file() else ""
+                )
+                raise BadInput(f"{self.dir} is not a run: it has no run.json{sweep}")
             stamp = _stamp([path])
         except PermissionError:
             raise BadInput(f"cannot read {path}: Permission denied") from None
@@ -165,7 +171,7 @@ class Run:
     def stored_verdict(self) -> Verdict | None:
         """The verdict that the run wrote at its end, if it did."""
         path = self.dir / "verdict.json"
-        return read_verdict(path) if path.exists() else None
+        return read_verdict(path) if path.is_file() else None
 
     def _with_stored(self, verdict: Verdict, checks: Sequence[Check]) -> Verdict:
         """The verdict of an older kit's run: checks that find nothing under today's names answer as they did at its end."""
@@ -196,18 +202,18 @@ class Run:
         own = self.status == "finished" and self.info().get("kit") == kit_version()
         return (self._complete or own) and not self.older
 
+    def shown_verdict(self) -> Verdict:
+        """The verdict as it was given at the run's end; without one, what the checks say of its records now."""
+        return self.stored_verdict() or self.verdict()
+
+    def about(self) -> dict[str, Any]:
+        """What a table of this run comes with: its provenance and its config."""
+        names = ("id", "lab", "config", "fault", "status", "partial", "notes")
+        return {**self.provenance, "run": {name: getattr(self, name) for name in names}}
+
     def save(self, path: str | Path) -> Path:
-        """Export the table to .csv, .parquet, .md, .tex, .html or .json, with its provenance."""
-        about = {
-            "id": self.id,
-            "lab": self.lab,
-            "config": self.config,
-            "fault": self.fault,
-            "status": self.status,
-            "partial": self.partial,
-            "notes": self.notes,
-        }
-        return export(self.frame(), {**self.provenance, "run": about}, path)
+        """Export the records to .csv, .parquet, .md, .tex, .html or .json, with their provenance."""
+        return export(self.frame(), self.about(), path, units={"value": ROW}, title=f"Records of {self.id}")
 
     def plot(self, name: str = "overview", **options: Any) -> object:
         """A picture of the run: all of it, or the drawing of that name. `theme` is light or dark, `tolerances` move its limits."""
@@ -253,9 +259,31 @@ def load(path: str | Path, *, checks: Checks | None = None, plotter: Plotter | N
 
 
 def list_runs(folder: str | Path) -> list[Path]:
-    """The run folders directly inside `folder`, the one whose run.json changed last first."""
-    found = [(path.stat().st_mtime_ns, path.parent) for path in Path(folder).expanduser().glob("*/run.json")]
+    """The run folders inside `folder`, and inside its sweeps, the one whose run.json changed last first."""
+    root = Path(folder).expanduser()
+    files = itertools.chain(
+        root.glob("*/run.json"), *(path.parent.glob("*/run.json") for path in root.glob(f"*/{INDEX}"))
+    )
+    found = [(path.stat().st_mtime_ns, path.parent) for path in files]
     return [parent for _, parent in sorted(found, reverse=True)]
+
+
+def find_run(word: str | Path = "") -> Path:
+    """The folder that a person means: a path, the id of a run among the runs, or, without a word, the newest run."""
+    path, root = Path(word).expanduser(), runs_dir()
+    if word and path.exists():
+        return path
+    runs = list_runs(root)
+    if not word and not runs:
+        raise BadInput(f"there is no run in {root}; name a folder")
+    return next((run for run in runs if not word or str(word) in (run.name, _identity(run))), path)
+
+
+def _identity(folder: Path) -> str:
+    """The id of a run, whatever the name of its folder."""
+    with contextlib.suppress(BadInput):
+        return str(read_json(folder / "run.json").get("run"))
+    return ""
 
 
 def newest_run(folder: str | Path, lab: str) -> Path | None:

@@ -18,7 +18,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from kit.errors import BadInput, KitError
-from kit.results.files import read_json, write_json
+from kit.results.files import make_folder, read_json, write_json
 from kit.results.marks import Verdict, VerdictRow, number
 from kit.results.records import WORDS
 
@@ -308,4 +308,5 @@ def load_tolerances(path: Path) -> dict[str, float]:
 
 def save_tolerances(path: Path, tolerances: Mapping[str, float]) -> None:
     """The file that `load_tolerances` and `kit run --tolerances` take."""
+    make_folder(path.parent)
     write_json(path, checked_tolerances(tolerances))

@@ -28,7 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 from kit.errors import BadInput, KitError
 from kit.labs.discover import hint
 from kit.results import runs_dir
-from kit.results.files import need_folder, write_text
+from kit.results.files import make_folder, write_text
 from kit.version import shipped
 
 SUFFIXES = (".ipynb", ".html")
@@ -118,15 +118,12 @@ def place(path: Path, to: Path | None) -> Path:
     """Where the notebook goes with its outputs; a name of its own beside the runs, if none was given."""
     if to is None:
         folder = runs_dir() / "notebooks"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BadInput(f"cannot make the folder {folder}: {error.strerror}") from error
+        make_folder(folder)
         return folder / f"{path.stem}-{datetime.now().astimezone():%Y%m%d-%H%M%S}.ipynb"
     target = to.expanduser().absolute()
     if target.suffix not in SUFFIXES:
         raise BadInput(f"a notebook is written as {' or '.join(SUFFIXES)}, not {target.name!r}")
-    need_folder(target)
+    make_folder(target.parent)
     if target.is_dir():
         raise BadInput(f"cannot write {target}: it is a folder")
     if target == path.resolve():

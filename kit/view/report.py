@@ -19,19 +19,18 @@ from PIL import Image
 
 import kit
 from kit.draw.against import plot_against
-from kit.draw.plots import ROW
 from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.labs.discover import checks_of
 from kit.labs.stepped import HIDDEN
 from kit.results import NotMeasured, compare
 from kit.results.comparison import settings
-from kit.results.files import need_folder, to_json, write_text
+from kit.results.files import make_folder, to_json, write_text
 from kit.results.frames import labels
 from kit.results.marks import MARKS, SIGNS, tally, without_parts, worst_first
 from kit.results.records import ESCAPES, PATTERN
 from kit.results.run import memory_snapshots
-from kit.results.units import amount
+from kit.results.units import ROW, amount
 from kit.view.named import album, tables
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def write_report(runs: Sequence[Run], to: str | Path) -> Path:
     target = Path(to).expanduser()
     if target.suffix.lower() not in SUFFIXES:
         raise BadInput(f"a report is written as {' or '.join(SUFFIXES)}, not {target.name!r}")
-    need_folder(target)
+    make_folder(target.parent)
     write_text(target, page(runs))
     return target
 
@@ -94,7 +93,7 @@ def comparison(runs: Sequence[Run]) -> dict[str, Any]:
 def chapter(run: Run, number: int) -> dict[str, Any]:
     """What the page shows of one run."""
     refuse_links(run)
-    verdict = run.stored_verdict() or run.verdict()
+    verdict = run.shown_verdict()
     words, kind, weight = outcome(run, verdict)
     limits, drawn = moved(run, verdict), album(run)
     return {

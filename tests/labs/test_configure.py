@@ -334,3 +334,8 @@ def test_nccl2_is_refused_where_the_ranks_torch_has_none(monkeypatch: pytest.Mon
     )
     monkeypatch.setattr(module, "ASK_NCCL2", "print('2.14.0', True)")
     assert configure(find("smoke"), {"routing": "nccl2"}, None).routing == "nccl2"
+
+
+@pytest.mark.parametrize("text", ["1,2", "[1,2]", "1, 2"])
+def test_a_list_needs_no_brackets_on_the_command_line(text: str) -> None:
+    assert from_text(find("split"), {"chunks": text}) == {"chunks": [1, 2]}

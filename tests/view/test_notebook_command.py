@@ -181,7 +181,7 @@ def test_every_parameter_of_the_kits_notebooks_is_understood():
 def test_places_that_cannot_be(tiny, tmp_path, monkeypatch):
     for to, sentence in (
         (tmp_path / "out.pdf", "written as .ipynb or .html, not 'out.pdf'"),
-        (tmp_path / "nowhere" / "out.html", "there is no folder"),
+        (Path("/dev/null/nowhere/out.html"), "cannot make the folder /dev/null/nowhere"),
         (tiny, "it is the notebook itself"),
     ):
         with pytest.raises(BadInput, match=sentence):
