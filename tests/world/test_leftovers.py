@@ -56,7 +56,7 @@ def test_what_runs_in_the_session_of_a_dead_world_is_ended_and_what_inherited_it
             left.pid: True,
             shell.pid: False,
         }
-        assert doctor.clean(dry_run=True, yes=False) == 0
+        assert doctor.clean(dry_run=True, yes=False)["ended"] == []
         shown = capsys.readouterr().out
         assert f"pid {left.pid}, started 20" in shown
         assert f"{shell.pid}" in shown
@@ -65,7 +65,7 @@ def test_what_runs_in_the_session_of_a_dead_world_is_ended_and_what_inherited_it
         assert left.poll() is None
         with pytest.raises(BadInput, match="use --yes, or --dry-run for the list"):
             doctor.clean(dry_run=False, yes=False)  # tests have no terminal
-        assert doctor.clean(dry_run=False, yes=True) == 0
+        assert doctor.clean(dry_run=False, yes=True)["ended"] == [left.pid]
         assert left.wait(5) == -signal.SIGKILL
         assert [process.poll() for process in (shell, alive, plain)] == [None] * 3
         assert (leftovers.base() / dead).exists()  # a process with its mark is there
