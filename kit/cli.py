@@ -526,7 +526,7 @@ def show(args: argparse.Namespace) -> Answer:
     found = load(args.dir)
     data, text = heading(found)
     verdict, frame = found.shown_verdict(), found.frame()
-    seconds = frame[frame["metric"] == "seconds"].groupby("phase", sort=False)["value"]
+    seconds = frame[frame["metric"] == "seconds"].dropna(subset=["value"]).groupby("phase", sort=False)["value"]
     times = plain_rows(seconds.agg(["count", *SPREAD]).reset_index())
     fault = {"fault": found.fault} if found.fault else {}
     text = "\n".join([text, named_values({**found.config, **fault}), "", repr(verdict)])
