@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from kit import machine
-from kit.bench.cost import Cost, crowd
 from kit.bench.onranks import REDUCED
 from kit.bench.rows import Row, first_line, progress, ratios, row, seconds_of, unmeasured
-from kit.bench.session import Part
+from kit.bench.session import Cost, Part, crowd
 from kit.errors import KitError, RankDied
 from kit.world import World, interpreter, leftovers
 from kit.world.pending import Pending, wait

@@ -12,6 +12,11 @@ import types
 import typing
 from typing import Annotated, Any, Literal
 
+from kit.errors import BadInput
+from kit.gpu import free_bytes
+from kit.machine import free_memory
+from kit.world.capacity import RANK_BYTES
+
 
 @dataclasses.dataclass(frozen=True)
 class Option:
@@ -127,3 +132,33 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
     if not options:
         raise TypeError(f"config field {field.name!r} has no Option: say what it is for")
     return Field(field.name, kind, field.default, options[0])
+
+
+# -- whether a job fits this machine ------------------------------------------------------------------------------------
+
+
+GIB = 2**30
+JOB = "weights, gradients and optimizer"
+
+
+def check_fits(size: str, ranks: int, device: str, *, job: int, host: int, kept: str) -> None:
+    """Refuse a job that does not fit. `job`: bytes of a rank on its device; `host`: other bytes in host memory, which `kept` describes."""
+    gpus = [] if device == "cpu" else free_bytes()
+    if gpus:
+        sharing = -(-ranks // len(gpus))  # ranks on the fullest GPU
+        least = min(gpus[:ranks])
+        if sharing * job > least:
+            many = f" on each of {sharing} ranks that share a GPU" if sharing > 1 else " for each rank"
+            raise BadInput(
+                f"size={size} does not fit: {job / GIB:.2f} GiB of {JOB}{many}, "
+                f"but {least / GIB:.1f} GiB are free on a GPU; use a smaller size, fewer layers, or more tp or pp"
+            )
+    here = 0 if gpus else job
+    needed = (here + host + RANK_BYTES) * ranks
+    free = free_memory()
+    if needed > free:
+        raise BadInput(
+            f"size={size} does not fit: {ranks} ranks x ({here / GIB:.2f} GiB of {JOB} + {host / GIB:.2f} GiB {kept} "
+            f"+ {RANK_BYTES / GIB:.2f} GiB per process) = "
+            f"{needed / GIB:.1f} GiB, but {free / GIB:.1f} GiB are free; use a smaller size, fewer layers, or fewer ranks"
+        )

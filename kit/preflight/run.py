@@ -62,7 +62,7 @@ PROBES = (
     probe("8", "driver memory", "memory:driver_memory"),
     probe("9a", "ipc", "memory:ipc"),
     probe("9b", "ipc, expandable segments", "memory:ipc", expandable=True),
-    probe("10", "jobs", "jobs:jobs", 40),
+    probe("10", "jobs", "collectives:jobs", 40),
 )
 
 
@@ -154,7 +154,7 @@ def run(probe: Probe, device: str, limit_s: float, *, megatron: bool) -> tuple[O
     """One probe in a fresh process, which is gone with all that it made when this returns; and the times that it measured."""
     before, began = shm_names(), time.monotonic()
     settings = json.dumps({"env": dict(probe.env), "megatron": megatron})
-    command = [sys.executable, "-m", "kit.preflight.child", probe.target, device, settings]
+    command = [sys.executable, "-m", "kit.preflight.report", probe.target, device, settings]
     findings = Findings()
     with tempfile.TemporaryFile("w+", errors="replace") as complaints:
         process = subprocess.Popen(

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from kit.bench import pace as room
-from kit.bench.cost import LEAST_S, SLACK, Cost, total
 from kit.bench.pace import ASSUMED, FILE, Pace, find, from_doctor, read
 from kit.bench.reference import differences, plan_text
-from kit.bench.reference.parts import ASSUMED_BOX, GPU_MINUTES, able, bench, lab, offload, on_cpu, on_gpus
+from kit.bench.reference.running import ASSUMED_BOX, GPU_MINUTES, able, bench, lab, offload, on_cpu, on_gpus
+from kit.bench.session import LEAST_S, SLACK, Cost, total
 from kit.cli import benches
 from kit.preflight import times
 from kit.results.files import read_json, write_json

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from kit.bench.cost import Cost, crowd
 from kit.bench.rows import KIT, Row, progress, ratios, row
-from kit.bench.session import Part, Session
+from kit.bench.session import Cost, Part, Session, crowd
 from kit.bench.sync import gpus, others
 from kit.errors import BadInput
 from kit.machine import free_memory

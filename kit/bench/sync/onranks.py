@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from kit.bench import ceilings
 from kit.bench.rows import seconds_of, turn_by_turn
-from kit.bench.sync import others
+from kit.bench.sync import gpus, others
 from kit.errors import KitError
 from kit.megatron.config import GEOMETRIES
 from kit.sync.buckets import Bound, live, views
@@ -175,7 +174,7 @@ class Bench:
     def copy(self) -> None:
         if self._copied is None:
             self._copied = torch.zeros(self.total, dtype=torch.uint8)
-        ceilings.copy(self._copied, self.memory(self.total).tensor[: self.total])
+        gpus.copy(self._copied, self.memory(self.total).tensor[: self.total])
 
     def memory(self, size: int) -> Segment:
         if self.segment is None or self.segment.size < size:

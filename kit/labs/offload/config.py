@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kit.errors import BadInput
+from kit.gpu import free_bytes
 from kit.labs.definition import Step
-from kit.labs.options import LabConfig, Option
-from kit.megatron.config import ModelConfig, check, dtype_on
+from kit.labs.options import LabConfig, Option, check_fits
+from kit.megatron.config import ModelConfig, check, dtype_on, model_bytes
 
 EXACT = ("exact", "abort")  # modes after which every holder's group lives again
 CYCLE = ("train", "fingerprint", "release", "idle", "reload", "talk", "verify")
@@ -158,3 +159,18 @@ def plan(config: OffloadConfig) -> list[Step]:
         Step(0, "end"),
         Step(0, "ownership"),
     ]
+
+
+def fits(config: OffloadConfig) -> None:
+    if config.mode == "suspend" and not free_bytes():
+        raise BadInput(
+            "mode=suspend needs CUDA: only NCCL can suspend communicators, and this machine has no GPU driver"
+        )
+    if config.model != KIT_MODEL:
+        return  # its size is its owner's to know
+    stages = [model_bytes(model_config(config), ranks=config.ranks, stage=stage) for stage in range(config.pp)]
+    each = max(stages, key=lambda stage: stage["total"])
+    arena = sum(each[{"weights": "params"}.get(kind, kind)] for kind in config.kinds)
+    check_fits(
+        config.size, config.ranks, config.device, job=each["total"], host=arena, kept="to keep them while released"
+    )

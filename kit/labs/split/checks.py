@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kit.labs.split import parity, truths, words
+from kit.labs.split import parity, truths
 from kit.labs.split.config import KIT_MODEL, cases_of
 from kit.labs.split.truths import promised
 from kit.results import Check, Measured, NotMeasured, incomplete, select, with_ids
@@ -41,8 +41,8 @@ def loss(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     table = parity.paired(frame, config)
     row = parity.worst(table[(table["metric"] == "global_loss") & (table["step"] == 1)], "error")
     if not row["error"]:
-        return Measured(0, f"identical bit for bit in step 1 ({words.scope(config)})")
-    why = f"worst: {words.against(row)}, step 1, {words.where(config, row['cycle'])}"
+        return Measured(0, f"identical bit for bit in step 1 ({parity.scope(config)})")
+    why = f"worst: {parity.against(row)}, step 1, {parity.where(config, row['cycle'])}"
     return Measured(row["error"], why + beside(row["error"]))
 
 
@@ -52,9 +52,7 @@ def later(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     row = parity.worst(table[(table["step"] > 1) & ~table["metric"].isin(["lr", "wd", "updated"])], "error")
     steps = pd_steps(frame, config, "gradient_error")
     gradients = parity.worst(steps[steps["step"] > 1], "value")
-    why = (
-        f"worst number: {row['metric']}, {words.against(row)}, step {row['step']}, {words.where(config, row['cycle'])}"
-    )
+    why = f"worst number: {row['metric']}, {parity.against(row)}, step {row['step']}, {parity.where(config, row['cycle'])}"
     return Measured(
         max(row["error"], gradients["value"]),
         f"{why}; worst gradients: ||dg||/||g|| {gradients['value']:.2g} in step {gradients['step']}",
@@ -75,8 +73,8 @@ def fields(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     beyond = error.where(table["metric"] != "grad_norm", (error - rounding).clip(lower=0))
     row = parity.worst(table.assign(error=error, beyond=beyond).sort_values("error", ascending=False), "beyond")
     if not row["error"]:
-        return Measured(0, f"{', '.join(FIELDS)}: identical bit for bit ({words.scope(config)})")
-    why = f"worst: {row['metric']}, {words.against(row)}, step {row['step']}, {words.where(config, row['cycle'])}"
+        return Measured(0, f"{', '.join(FIELDS)}: identical bit for bit ({parity.scope(config)})")
+    why = f"worst: {row['metric']}, {parity.against(row)}, step {row['step']}, {parity.where(config, row['cycle'])}"
     rounded = row["error"] > row["beyond"]
     excused = f"rounding of a float32 norm is excluded, up to {rounding:.2g}"
     return Measured(row["beyond"], why, if_passed=excused if rounded else "")
@@ -102,7 +100,7 @@ def ranks(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     values = ", ".join(f"{value:.9g}" for value in differing.iloc[0])
     return Measured(
         len(differing),
-        f"{name} differs between ranks in step {step}: {values} on ranks 0, 1, ...; {words.where(config, cycle)}",
+        f"{name} differs between ranks in step {step}: {values} on ranks 0, 1, ...; {parity.where(config, cycle)}",
     )
 
 
@@ -114,10 +112,10 @@ def every_metric(frame: pd.DataFrame, config: Mapping[str, Any]) -> list[Measure
     for name, rows in table.groupby("metric", sort=False):
         row = parity.worst(rows, "error")
         scalar = rows["one_scalar_error"].max()
-        per = "not divided" if row["normalizer"] == "none" else f"per {words.singular(row['normalizer'])}"
-        why = f"{name} ({per}), {words.against(row)}"
+        per = "not divided" if row["normalizer"] == "none" else f"per {parity.singular(row['normalizer'])}"
+        why = f"{name} ({per}), {parity.against(row)}"
         why += (
-            f", loss per {words.singular(row['level'])}, {words.chunks_of(row['chunks'])}"
+            f", loss per {parity.singular(row['level'])}, {parity.chunks_of(row['chunks'])}"
             if row["error"]
             else ", bit for bit"
         )
@@ -132,7 +130,7 @@ def coverage(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     names = sorted(set(wrong["metric"]))
     if names:
         return Measured(len(names), f"only one of the two steps reports {', '.join(names)}")
-    return Measured(0, f"both steps report the same {table['metric'].nunique()} numbers ({words.scope(config)})")
+    return Measured(0, f"both steps report the same {table['metric'].nunique()} numbers ({parity.scope(config)})")
 
 
 def gradient(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
@@ -141,7 +139,7 @@ def gradient(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     row = parity.worst(table, "value")
     tensors = parity.tensors(frame, config)
     worst = parity.worst(tensors, "gradient_error")
-    why = f"||dg||/||g|| over the model in step 1, worst: {words.where(config, row['cycle'])}"
+    why = f"||dg||/||g|| over the model in step 1, worst: {parity.where(config, row['cycle'])}"
     why += f"; worst tensor: {worst['tensor']}, {worst['gradient_error']:.3g}, element {worst['gradient_index']:.0f}"
     return Measured(row["value"], why + beside(row["value"]))
 
@@ -164,7 +162,7 @@ def parameters(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     share /= select(frame, phase="compare", metric="elements")["value"].max()
     return Measured(
         row["value"],
-        f"||dp||/||p|| after {counted(config['steps'], 'step')}, worst: {words.where(config, row['cycle'])}; "
+        f"||dp||/||p|| after {counted(config['steps'], 'step')}, worst: {parity.where(config, row['cycle'])}; "
         f"worst tensor: {worst['tensor']}, {worst['parameter_error']:.3g}; "
         f"excluded: {share:.1%} of the elements, whose gradient is below rounding (largest difference {uncertain:.2g})",
     )
@@ -174,9 +172,9 @@ def chunks(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     rows = of_every_case(frame, config, "compare", "chunk_error")
     row = parity.worst(rows, "value")
     if not row["value"]:
-        return Measured(0, f"gradients are identical bit for bit for {words.every_chunks(config)}")
-    first = words.chunks_of(config["chunks"][0])
-    return Measured(row["value"], f"||dg||/||g|| against {first}, worst: {words.where(config, row['cycle'])}")
+        return Measured(0, f"gradients are identical bit for bit for {parity.every_chunks(config)}")
+    first = parity.chunks_of(config["chunks"][0])
+    return Measured(row["value"], f"||dg||/||g|| against {first}, worst: {parity.where(config, row['cycle'])}")
 
 
 def reductions(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
@@ -184,7 +182,7 @@ def reductions(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     least = of_every_case(frame, config, "split", "reductions_least")["value"].min()
     off = max(abs(most - 1), abs(least - 1))
     times = "exactly once" if not off else f"{least:g} to {most:g} times instead of once"
-    return Measured(off, f"each gradient bucket was reduced {times} per step ({words.scope(config)})")
+    return Measured(off, f"each gradient bucket was reduced {times} per step ({parity.scope(config)})")
 
 
 def rate(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
@@ -397,3 +395,34 @@ CHECKS = (
         cannot=one_backend,
     ),
 )
+
+
+"""Sets of tolerances for the split lab. A tolerance that a set does not name keeps the lab's default.
+
+Both sets are for float32. For bfloat16, which has 8 bits of precision, start from the defaults.
+"""
+
+PRESETS = {
+    "strict": {
+        "loss_rel": 1e-12,  # losses are summed in float64; only the order of the sum differs
+        "metric_rel": 1e-12,
+        "chunk_rel": 0.0,  # the same sum for any number of chunks
+        "grad_rel": 5e-7,  # four roundings of float32
+        "result_rel": 5e-7,  # the norm of the gradients is float32
+        "params_rel": 1e-6,
+        "later_rel": 1e-5,
+        "oracle_rel": 1e-6,
+        "backends_rel": 1e-6,
+    },
+    "common practice": {
+        "loss_rel": 1e-3,  # usual in tests of training stacks for losses and gradient norms
+        "result_rel": 1e-3,
+        "metric_rel": 1e-3,
+        "grad_rel": 1e-5,  # float32 gradients, per tensor
+        "chunk_rel": 1e-5,
+        "params_rel": 1e-4,  # after some steps
+        "later_rel": 1e-2,
+        "oracle_rel": 1e-3,
+        "backends_rel": 1e-3,
+    },
+}

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from kit.errors import BadInput
 from kit.labs.definition import Step
-from kit.labs.options import LabConfig, Option
-from kit.labs.split.recipes import RECIPES, Recipe
-from kit.megatron.config import ModelConfig, check, dtype_on
+from kit.labs.options import LabConfig, Option, check_fits
+from kit.megatron.config import ModelConfig, check, dtype_on, model_bytes
 from kit.train.options import ClippedOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kit.train.options import Level
+
+Recipe = Literal[
+    "grpo", "dapo", "gspo", "cispo", "tis", "icepop", "seq-mask-tis", "on-policy", "reinforce", "vapo", "nll"
+]
+
+# Options of kit.train.losses.ClippedPolicyGradient; nll is the negative log-likelihood, which has none.
+RECIPES: dict[Recipe, dict[str, Any]] = {
+    "grpo": {"kl": 0.05},
+    "dapo": {"clip_high": 0.28, "dual_clip": 3.0},
+    "gspo": {"ratio": "sequences", "clip_low": 0.03, "clip_high": 0.04},
+    "cispo": {"cispo": True, "clip_high": 0.28},
+    "tis": {"importance": "tokens", "truncation": "tis", "band_high": 2.0},
+    "icepop": {"importance": "tokens", "truncation": "icepop", "band_low": 0.5, "band_high": 2.0},
+    "seq-mask-tis": {"importance": "tokens", "truncation": "seq-mask-tis", "band_low": 0.9, "band_high": 1.1},
+    "on-policy": {"on_policy": True, "importance": "sequences", "kl": 0.05, "kl_kind": "k2"},
+    "reinforce": {"ratio": "none", "kl": 0.05, "kl_kind": "k2"},
+    "vapo": {"clip_high": 0.28, "positive_nll": 0.1},
+    "nll": {},
+}
+
 
 KIT_SPLIT = "kit.labs.split.ranks.backends:split_step"
 KIT_LOSS = "kit.labs.split.ranks.losses:of_recipe"
@@ -282,3 +302,23 @@ def plan(config: SplitConfig) -> list[Step]:
                 steps.append(Step(case.cycle, "other_backend"))
         steps += [Step(case.cycle, "split"), Step(case.cycle, "compare")]
     return [*steps, Step(0, "rehearse"), Step(0, "end")]
+
+
+STEPS = 2  # the gradients of the plain and the split step are kept
+
+
+def fits(config: SplitConfig) -> None:
+    if config.model != KIT_MODEL:
+        return  # the kit does not know the size of your own model
+    job = model_config(config)
+    stages = [model_bytes(job, ranks=config.ranks, stage=stage)["total"] for stage in range(config.pp)]
+    whole = model_bytes(dataclasses.replace(job, tp=1, pp=1, ep=1, dtype="float32"), ranks=1)["params"]
+    kept = whole * (STEPS * (config.steps + 2) + 2)  # on rank 0; and the float64 model
+    check_fits(
+        config.size,
+        config.ranks,
+        config.device,
+        job=max(stages),
+        host=kept // config.ranks,
+        kept=f"for the gradients of {config.steps} steps, kept for comparison",
+    )

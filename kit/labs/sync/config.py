@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from kit.errors import BadInput
 from kit.labs.definition import Role, Step
-from kit.labs.options import LabConfig, Option
-from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on
+from kit.labs.options import LabConfig, Option, check_fits
+from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on, model_bytes
 
 TRANSPORTS = ("auto", "shm", "broadcast", "rendezvous", "serialize", "ipc", "per-tensor")
 ONE_WORLD = ("broadcast", "per-tensor")  # they create a group inside one World
@@ -227,3 +227,24 @@ def plan(config: SyncConfig) -> list[Step]:
         Step(0, "rehearse"),
         Step(0, "end"),
     ]
+
+
+GATHERED, CACHED = 1, 2  # models on the sender's host
+STAGED = 2  # of a serving replica's shards: the old weights for an undo, and the received buckets
+
+
+def fits(config: SyncConfig) -> None:
+    trainer = trainer_model(config)
+    jobs = [model_bytes(trainer, ranks=config.trainer_ranks, stage=stage)["total"] for stage in range(config.pp)]
+    jobs = [job for job in jobs for _ in range(config.trainer_ranks // config.pp)]
+    whole = model_bytes(replica_model(config), ranks=config.infer_tp)["params"] * config.infer_tp
+    replicas = whole * config.replicas
+    copies = whole * (GATHERED + CACHED + STAGED * config.awake)
+    check_fits(
+        config.size,
+        config.ranks,
+        config.device,
+        job=(sum(jobs) + replicas) // config.ranks,
+        host=copies // config.ranks,
+        kept="for copies on the way to the replicas",
+    )
