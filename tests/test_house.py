@@ -56,8 +56,9 @@ RANK_FILES = {
         for name in ("execute", "news", "processes", "rankside", "routing", "stacks", "stream")
     ),
 }
-# xxhash is used by ranks that happen to have it; test_hashes holds that all else works without it.
-RANK_PACKAGES = {"torch", "numpy", "megatron", "kit", "xxhash"} | set(sys.stdlib_module_names)
+# Ranks may lack these two: test_hashes and test_checkpoint hold what happens then.
+AT_HAND = {"xxhash", "safetensors"}
+RANK_PACKAGES = {"torch", "numpy", "megatron", "kit"} | AT_HAND | set(sys.stdlib_module_names)
 HEAVY = {"torch", "numpy", "pandas", "pydantic", "matplotlib", "IPython", "ipywidgets", "megatron", "pyarrow", "jinja2"}
 LABS = {path.parent.name for path in (KIT / "labs").glob("*/__init__.py")}
 FILES = sorted(KIT.rglob("*.py"))

@@ -278,7 +278,6 @@ def steady(phases: Sequence[str], least_s: float = 0.1) -> Measure:
 
 def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, least_s: float) -> Measured:
     import numpy as np
-    import pandas as pd
 
     table = select(frame, phase=phase, metric="seconds").pivot_table(index="cycle", columns="rank", values="value")
     if len(table) < config["cycles"]:
@@ -293,16 +292,13 @@ def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, least_s:
             at_first,
             at_first + slope * since[-1],
         )
-    ratios = pd.DataFrame(
-        {
-            words: (now / base).where(now - base >= least_s, (now / base).clip(upper=1.0))
-            for words, (base, now) in pairs.items()
-        }
-    )
-    rank, words = ratios.stack().idxmax()
-    base, now = pairs[words]
-    times = f"{now[rank] * 1e3:.0f} ms {words.format(f'{base[rank] * 1e3:.0f} ms')}"
-    return Measured(float(ratios.loc[rank, words]), f"{phase}: {times} (rank {rank})")
+    found = []
+    for words, (base, now) in pairs.items():
+        ratio = (now / base).where(now - base >= least_s, (now / base).clip(upper=1.0))
+        rank: Any = ratio.idxmax()
+        times = f"{now[rank] * 1e3:.0f} ms {words.format(f'{base[rank] * 1e3:.0f} ms')}"
+        found.append(Measured(float(ratio[rank]), f"{phase}: {times} (rank {rank})"))
+    return max(found, key=lambda one: one.value or 0.0)
 
 
 EVERY_LAB = (

@@ -2,17 +2,20 @@
 
 `load` and `export` are collective over the job. A rank that loads reads the bytes of its own shards; an export passes one
 parameter at a time to rank 0, which writes. An export straight after a load gives the folder's files byte for byte;
-docs/checkpoint.md says when not. Limits: dense Qwen2 with a tied head; every rank must reach the folder that it loads, or
-that an export is to be like; a rank 0 that is killed while it exports leaves a hidden `.NAME.PID.partial` beside the target.
+docs/checkpoint.md says when not. The package safetensors reads and checks the files. Limits: dense Qwen2 with a tied head; every rank
+must reach the folder that it loads, or that an export is to be like; a rank 0 that is killed while it exports leaves a hidden
+`.NAME.PID.partial` beside the target.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,14 +23,116 @@ import torch.distributed as dist
 from kit.errors import BadInput, KitError
 from kit.megatron import shards
 from kit.megatron.geometry import read_geometry
-from kit.train.safetensors import DTYPES, Folder, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
 
 Made = TypeVar("Made")
-WEIGHTS = ("F32", "BF16", "F16")
+WEIGHTS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LENGTH_BYTES = 8  # of the header, at the beginning of a file
 BESIDE = (".json", ".txt", ".jinja", ".model")  # config, tokenizer and index; no weights of other formats
+
+
+class Folder(Mapping[str, torch.Tensor]):
+    """The tensors of a checkpoint folder: of model.safetensors, or of the files that model.safetensors.index.json lists. Only the bytes of
+    tensors that are asked for are read."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder)
+        single, index = self.path / SINGLE, self.path / INDEX
+        if single.exists() == index.exists():
+            have = "both" if single.exists() else "neither"
+            raise BadInput(f"{self.path} has {have} of {SINGLE} and {INDEX}: a checkpoint folder has one of them")
+        listed = {} if single.exists() else _read_index(index)
+        self.files = {name: _opened(self.path / name) for name in sorted(set(listed.values()) or {SINGLE})}
+        self._home = {tensor: name for name, file in self.files.items() for tensor in file.keys()}  # noqa: SIM118
+        if listed and (unlike := sorted(name for name, _ in listed.items() ^ self._home.items())):
+            raise BadInput(f"{index} is damaged: it and the files beside it do not agree about {unlike[0]}")
+
+    def kind(self, name: str) -> str:
+        """The format's name of a tensor's dtype."""
+        return str(self.files[self._home[name]].get_slice(name).get_dtype())
+
+    def home(self, name: str) -> str:
+        """The file that a tensor is in."""
+        return self._home[name]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self.files[self._home[name]].get_tensor(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._home)
+
+    def __len__(self) -> int:
+        return len(self._home)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    listed = None
+    with contextlib.suppress(ValueError, RecursionError, AttributeError):
+        listed = json.loads(path.read_text(encoding="utf-8")).get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
+        raise BadInput(f"{path} is damaged: it has no weight_map of tensors to files")
+    for name in sorted(set(listed.values())):
+        if Path(name).name != name:
+            raise BadInput(f"{path} is damaged: {json.dumps(name)} is not the name of a file beside it")
+        if not (path.parent / name).is_file():
+            raise BadInput(f"{path.parent} is not complete: {INDEX} lists {name}, which is missing")
+    return listed
+
+
+def _opened(path: Path) -> Any:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise BadInput(
+            f"{path} cannot be read: the ranks' Python lacks the package safetensors. Install it there: pip install safetensors"
+        ) from None
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise BadInput(f"{path} is damaged: {error}") from None
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+class Writer:
+    """A copy of a file's header, and room for its tensors, which come in any order; leaving the context without an error asks that none
+    was left out."""
+
+    def __init__(self, path: Path, like: Path) -> None:
+        self.path = path
+        with like.open("rb") as file:
+            first = file.read(LENGTH_BYTES)
+            raw = first + file.read(int.from_bytes(first, "little"))
+        places = json.loads(raw[LENGTH_BYTES:])
+        places.pop("__metadata__", None)
+        self.left = {name: len(raw) + entry["data_offsets"][0] for name, entry in places.items()}
+        self._file = path.open("xb")
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, like.stat().st_size)  # a full disk says so now
+            self._file.write(raw)
+        except OSError as error:
+            self._file.close()
+            raise KitError(f"{path} cannot be written: {error.strerror}") from None
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        self._file.seek(self.left.pop(name))
+        if tensor.numel():
+            self._file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if kind is None and self.left:
+            raise KitError(f"{self.path} is not complete: {min(self.left)} was never written")
 
 
 def load(chunks: Sequence[Any], folder: str | Path) -> None:
@@ -89,10 +194,8 @@ def _fitting(chunks: Sequence[Any], folder: str | Path) -> Folder:
         raise BadInput(f"{folder} has {', '.join(unlike)}: build the job with its geometry")
     source = Folder(folder)
     for name in source:
-        if source.entry(name).dtype not in [DTYPES[each] for each in WEIGHTS]:
-            raise BadInput(
-                f"{folder} has {name} in {source.entry(name).dtype}: weights are one of {', '.join(WEIGHTS)}"
-            )
+        if source.kind(name) not in WEIGHTS:
+            raise BadInput(f"{folder} has {name} in {source.kind(name)}: weights are one of {', '.join(WEIGHTS)}")
     return source
 
 
@@ -104,10 +207,8 @@ def _prepared(files: contextlib.ExitStack, source: Folder, target: Path, partial
     for path in source.path.iterdir():
         if path.suffix in BESIDE and path.is_file():
             shutil.copyfile(path, partial / path.name)
-    writers: dict[str, Writer] = {}
-    for file in source.files:
-        writers |= dict.fromkeys(file, files.enter_context(Writer(partial / file.path.name, file.header)))
-    return writers
+    writers = {name: files.enter_context(Writer(partial / name, source.path / name)) for name in source.files}
+    return {name: writers[source.home(name)] for name in source}
 
 
 def _receive(arriving: Iterator[tuple[str, torch.Tensor]], source: Folder, writers: Mapping[str, Writer]) -> None:
@@ -117,7 +218,7 @@ def _receive(arriving: Iterator[tuple[str, torch.Tensor]], source: Folder, write
         try:
             if failed is None:
                 # A copy: the writer's numpy() would mark a live storage as never to be resized again.
-                writers[name].put(name, value.to(source.entry(name).dtype, copy=True))
+                writers[name].put(name, value.to(WEIGHTS[source.kind(name)], copy=True))
         except (OSError, KitError) as error:
             failed = error
     if failed is not None:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kit.errors import BadInput, KitError
 from kit.sync.cache import BASE
+from kit.sync.hashes import AUTO, algorithms
 from kit.sync.link import PeerFailed
 from kit.sync.log import Log
 from kit.sync.sending import BUILDS, Sending
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from kit.sync.sending import Gathered
     from kit.sync.transports import Place
 
-AUTO = "auto"
 STEPS = ("apply", "teardown", "finalize", "publish", "activate")
 
 
@@ -109,7 +109,7 @@ class Sender:
         rank: int,
         device: torch.device,
         transport: str = AUTO,
-        verify: str = "mix128",
+        verify: str = AUTO,
         share: float = 1.0,
         timeout_s: float = 60.0,
         config: dict[str, Any] | None = None,
@@ -120,7 +120,7 @@ class Sender:
         self.rank = rank
         self.device = device
         self.transport = transport
-        self.verify = verify
+        self.verify = algorithms()[0] if verify == AUTO else verify
         self.share = share
         self.timeout_s = timeout_s
         self.config = config or {}

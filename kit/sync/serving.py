@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from kit.errors import BadInput, KitError
 from kit.sync.gate import Gate, GateTimeout
-from kit.sync.hashes import digest
+from kit.sync.hashes import algorithms, digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-ALGORITHM = "mix128"
+ALGORITHM = algorithms()[0]
 
 
 class Serving:

@@ -61,7 +61,7 @@ def test_a_small_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
         assert best["note"].endswith("; automatic buckets are of 1 MiB")
         for way in ("serialize", "per-tensor", "rendezvous", "broadcast, buckets of 0.0625 MiB"):
             assert named(f"{here}: {way}")["note"].endswith(" GB/s")
-        assert named(f"{here}: shm, verified by mix128, time over unverified")["n"] == 2
+        assert named(f"{here}: shm, verified by xxh3, time over unverified")["n"] == 2
         assert named(f"{shape}, 2 receivers: serialize, time over")["limit"] is None
         assert named(f"{here}, files: dcp over shm")["note"] == "in /dev/shm"
     assert named("digests of 1 GB in tensors of 32 KiB: sha256")["unit"] == "s"

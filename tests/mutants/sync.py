@@ -677,16 +677,6 @@ MUTANTS = (
         check="bit_exact",
         bug="only the first half of each tensor is hashed",
     ),
-    Mutant(
-        "sync",
-        HASHES,
-        "_mix128",
-        old='hashed.update(np.einsum("rw,w->r", words, _KEYS[0]).tobytes())',
-        new='hashed.update(words.sum(axis=1, dtype="<u8").tobytes())',
-        check="failure_is_clean",
-        bug="half of mix128 is a sum, which sees no permutation",
-        origin="docs",
-    ),
     # -- memory, links, transports ---------------------------------------------------------------------------------------------
     Mutant(
         "sync",

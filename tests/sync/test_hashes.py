@@ -1,12 +1,11 @@
 """Digests tell tensors apart by bytes, order, dtype and shape, with and without xxhash, and leave live tensors as they were."""
 
-import hashlib
 import runpy
 import sys
 
-import numpy as np
 import pytest
 import torch
+import xxhash
 
 from kit.errors import BadInput
 from kit.sync import hashes
@@ -14,38 +13,11 @@ from kit.sync import hashes
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.int64, torch.bool]
 DTYPES += [torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]
 ALGORITHMS = hashes.algorithms()
-SIZES = [1, 7, 8, 4096, 8191, 8192, 8193, 3 * 8192, hashes._BLOCK_BYTES, hashes._BLOCK_BYTES + 9]
+BLOCK = 512 * 1024
 
 
 def filled(size, seed=0):
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-def by_hand(header, data):
-    """mix128 in plain integers, as its docstring tells it."""
-    hashed = hashlib.blake2b(header, digest_size=16)
-    data += bytes(-len(data) % 8192)
-    rows = [data[start : start + 8192] for start in range(0, len(data), 8192)]
-    for start in range(0, len(rows), hashes._BLOCK):
-        for order, keys in (("little", hashes._KEYS[0]), ("big", hashes._KEYS[1])):
-            for row in rows[start : start + hashes._BLOCK]:
-                words = [int.from_bytes(row[at : at + 8], order) for at in range(0, 8192, 8)]
-                total = sum(word * int(key) for word, key in zip(words, keys, strict=True))
-                hashed.update((total % 2**64).to_bytes(8, "little"))
-    return hashed.hexdigest()
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_mix128_is_what_it_says(size):
-    tensor = filled(size)
-    expected = by_hand(f"{size} torch.uint8 ({size},)\n".encode(), bytes(tensor.tolist()))
-    assert hashes.digest(tensor, "mix128") == expected
-    assert len(expected) == 32
-
-
-def test_mix128_stays_what_it_was():
-    """The keys and the order are a format: ranks of different versions compare digests."""
-    assert hashes.digest(torch.arange(5000), "mix128") == "4462632f21f2ae4df52cf23bb5613499"
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -73,7 +45,7 @@ def test_where_bytes_lie_does_not_matter(algorithm):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_rows_words_and_blocks_in_another_order(algorithm):
-    tensor = filled(3 * hashes._BLOCK_BYTES).view(torch.bfloat16).view(-1, 128)
+    tensor = filled(3 * BLOCK).view(torch.bfloat16).view(-1, 128)
     rows = len(tensor)
     orders = [list(range(rows)) for _ in range(4)]
     orders[1][0], orders[1][1] = 1, 0  # neighbours
@@ -95,20 +67,6 @@ def test_one_bit_anywhere(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_signs_of_two_elements_in_the_highest_bits(algorithm):
-    """A sum of products alone is blind to these: what two of the highest bits change cancels."""
-    tensor = torch.randn(4096, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    digests = {hashes.digest(tensor, algorithm)}
-    for second in (7, 11, 403):
-        changed = tensor.clone()
-        changed[[3, second]] *= -1
-        words = changed.view(torch.int64) - tensor.view(torch.int64)
-        assert (words * torch.from_numpy(hashes._KEYS[0].view(np.int64))).sum() == 0
-        digests.add(hashes.digest(changed, algorithm))
-    assert len(digests) == 4
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_dtype_shape_and_emptiness_count(algorithm):
     zeros = torch.zeros(16, dtype=torch.uint8)
     alike = [zeros, zeros.view(4, 4), zeros.view(torch.bfloat16), zeros.view(torch.float16), zeros[:15]]
@@ -118,8 +76,8 @@ def test_dtype_shape_and_emptiness_count(algorithm):
 
 def test_what_is_lazily_conjugated_is_another_tensor():
     tensor = torch.randn(8, dtype=torch.complex64)
-    assert hashes.digest(tensor.conj(), "mix128") == hashes.digest(tensor.conj().clone(), "mix128")
-    assert hashes.digest(tensor.conj(), "mix128") != hashes.digest(tensor, "mix128")
+    assert hashes.digest(tensor.conj(), "xxh3") == hashes.digest(tensor.conj().clone(), "xxh3")
+    assert hashes.digest(tensor.conj(), "xxh3") != hashes.digest(tensor, "xxh3")
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -139,15 +97,14 @@ def test_a_tensor_without_bytes():
 def test_what_is_there_without_xxhash(monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
     bare = runpy.run_path(hashes.__file__)
-    assert bare["algorithms"]() == ("mix128", "sha256")
-    with pytest.raises(BadInput, match="use mix128, sha256; xxhash is not installed"):
+    assert bare["algorithms"]() == ("sha256",)
+    with pytest.raises(BadInput, match="use sha256; xxhash is not installed"):
         bare["digest"](torch.ones(1), "xxh3")
     with pytest.raises(BadInput, match="digest 'md5' is not available on this rank"):
         bare["digest"](torch.ones(1), "md5")
 
 
 def test_xxh3_is_xxhash_of_header_and_bytes():
-    xxhash = pytest.importorskip("xxhash", reason="needs the package xxhash")
     tensor = torch.arange(3, dtype=torch.uint8)
     assert hashes.digest(tensor, "xxh3") == xxhash.xxh3_128_hexdigest(b"3 torch.uint8 (3,)\n\x00\x01\x02")
     assert ALGORITHMS[0] == "xxh3"

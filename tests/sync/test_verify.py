@@ -21,13 +21,13 @@ def packed(layout: Layout, source: Tensors) -> list[torch.Tensor]:
     return made
 
 
-def ends(version: int, share: float, algorithm: str = "mix128") -> tuple[Digests, Digests]:
+def ends(version: int, share: float, algorithm: str = "xxh3") -> tuple[Digests, Digests]:
     return Digests(LAYOUT, version, algorithm=algorithm, share=share), Digests(
         LAYOUT, version, algorithm=algorithm, share=share
     )
 
 
-@pytest.mark.parametrize("algorithm", ["mix128", "sha256"])
+@pytest.mark.parametrize("algorithm", ["xxh3", "sha256"])
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.01])
 def test_live_tensors_and_what_arrived_have_the_same_digests(share: float, algorithm: str) -> None:
     """bf16, fp8 and split tensors among them; what a table says is what goes over a link."""
@@ -97,7 +97,7 @@ def test_its_thread_ends_with_it_also_where_hashing_raises() -> None:
 
 
 def test_what_cannot_be_had_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"verify=md5 is not available on this rank: use none, .*mix128, sha256"):
+    with pytest.raises(BadInput, match=r"verify=md5 is not available on this rank: use none, xxh3, sha256"):
         Digests(LAYOUT, 1, algorithm="md5")
     gone = {key: tensor for key, tensor in tensors(1).items() if key[0] != "small"}
     with pytest.raises(Mismatch, match=r"bucket 0: small \(shard 0\) is missing"):

@@ -34,7 +34,7 @@ COPIES = (
 # Copies of less than some 190 MB go through the processor's cache otherwise, which fetches what is only to be overwritten.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x8000"}
 NOT_HERE = "not installed"
-PEERS = {"file:own": "kit", "file:safetensors": "safetensors", "file:dcp": "torch", "ray": "ray"}  # and their packages
+PEERS = {"file:safetensors": "safetensors", "file:dcp": "torch", "ray": "ray"}  # and their packages
 OVER_MEMCPY = ("shm", "shm+whole", "shm+whole+fresh", "shm+cache")
 GROUPS = ("broadcast", "per-tensor", "rendezvous")
 
@@ -76,7 +76,7 @@ class Sizes:
     slow_rounds: int = 2  # of what goes through files
     buckets_mib: tuple[float, ...] = (1, 4, 8, 16, 64)
     hash_mib: int = 256
-    verify: tuple[str, ...] = ("mix128", "xxh3", "sha256")
+    verify: tuple[str, ...] = ("xxh3", "sha256")
     growth_mb: tuple[int, ...] = (10, 100, 1000, 2000)
     receivers: tuple[int, ...] = (1, 2, 4)
     receivers_mb: int = 100
@@ -89,7 +89,7 @@ QUICK = Sizes(
     slow_rounds=1,
     buckets_mib=(4, 16, 64),
     hash_mib=64,
-    verify=("mix128", "xxh3"),
+    verify=("xxh3",),
     growth_mb=(10, 100),
     receivers=(1, 2),
 )

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kit.errors import KitError
-from kit.train import safetensors as own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -33,15 +32,6 @@ HERE = "127.0.0.1"
 AUTH_MODE = "RAY_AUTH_MODE"
 ROOM = 2.5  # objects that are let go are freed a moment later
 LEAST = 256 * 2**20
-
-
-def write_own(folder: Path, tensors: Named) -> None:
-    own.write(folder / "model.safetensors", tensors)
-
-
-def read_own(folder: Path, into: Named) -> None:
-    file = own.File(folder / "model.safetensors")
-    torch._foreach_copy_(list(into.values()), [file[name] for name in into])
 
 
 def write_library(folder: Path, tensors: Named) -> None:
@@ -70,7 +60,6 @@ def library(name: str) -> Any:
 
 
 WAYS: dict[str, tuple[Callable[[Path, Named], None], Callable[[Path, Named], None]]] = {
-    "own": (write_own, read_own),
     "safetensors": (write_library, read_library),
     "dcp": (write_dcp, read_dcp),
 }

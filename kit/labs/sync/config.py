@@ -63,9 +63,11 @@ class SyncConfig(LabConfig):
         "split"
     )
     verify: Annotated[
-        Literal["none", "mix128", "xxh3", "sha256"],
-        Option("digest that receivers compare before weights change; none: no comparison"),
-    ] = "mix128"
+        Literal["auto", "none", "xxh3", "sha256"],
+        Option(
+            "digest that receivers compare before weights change; auto: xxh3 where the ranks have xxhash, else sha256"
+        ),
+    ] = "auto"
     verify_share: Annotated[
         float,
         Option("share of the tensors that receivers compare; other tensors with every version", low=0.001, high=1),

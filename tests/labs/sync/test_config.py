@@ -65,7 +65,7 @@ GIB = 2**30
             r"is less than the largest tensor \(0.0625 MiB\) and oversize=refuse",
         ),
         ({"verify_share": 0}, "verify_share must be a number from 0.001 to 1, not 0"),
-        ({"verify": "crc"}, "verify must be one of none, mix128, xxh3, sha256"),
+        ({"verify": "crc"}, "verify must be one of auto, none, xxh3, sha256"),
         ({"cycles": 0}, "cycles must be a whole number from 1"),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,

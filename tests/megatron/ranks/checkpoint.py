@@ -11,7 +11,6 @@ import torch.distributed as dist
 from kit.megatron import checkpoint, model, ownership, shards
 from kit.megatron.config import ModelConfig
 from kit.megatron.geometry import read_geometry
-from kit.train.safetensors import Folder
 from tests.megatron.ranks.common import attempt
 from tests.megatron.ranks.shards import _logits, unequal
 
@@ -29,7 +28,7 @@ def there_and_back(folder: str, to: str, **settings: Any) -> list[str]:
         dtype = model.DTYPES[made.config.dtype]
         return unequal(
             {name: value.view(torch.uint8) for name, value in shards.merge(made.chunks).items()},
-            {name: value.to(dtype).view(torch.uint8) for name, value in Folder(folder).items()},
+            {name: value.to(dtype).view(torch.uint8) for name, value in checkpoint.Folder(folder).items()},
         )
 
 

@@ -47,11 +47,14 @@ def rollouts(config: SplitConfig, device: torch.device) -> tuple[Tensors, Batch]
 
 
 def edges(batch: Batch) -> Batch:
-    """Mark the first and last column as trained on in one row of four. Nothing predicts the first one, so it must not count."""
+    """Mark the first and last column as trained on in one row of four. Nothing predicts the first one, so it must not count. In the
+    next row the first token of the answer has an advantage of exactly 0, which is neither positive nor negative."""
     made = {name: value.clone() for name, value in batch.items()}
     some = slice(0, None, 4)
     made["token_mask"][some, [0, -1]] = 1.0
     made["advantages"][some, -1] = made["advantages"][some].sum(1) / made["token_mask"][some, 1:-1].sum(1).clamp(min=1)
+    others = made["token_mask"][1::4]
+    made["advantages"][1::4].scatter_(1, others[:, 1:].argmax(1, keepdim=True) + 1, 0.0)
     ended = made["input_lengths"][some] < made["token_mask"].shape[1]
     for place, name in enumerate(("prev_logprobs", "generation_logprobs", "reference_logprobs")):
         made[name][some, -1] = torch.where(ended, -5.0 - 0.1 * place, made[name][some, -1])

@@ -137,7 +137,7 @@ class Poisoned(DrawingLoss):
 def rehearse_all(made: Scene) -> list[Finding]:
     """Every rehearsal, each on its own job. An unexpected error ends only its rehearsal and is recorded."""
     found = []
-    for rehearsal in (misuse, remainder, many_calls, aborted, raised, not_finite, groups_of_steps):
+    for rehearsal in (misuse, remainder, many_calls, nothing_valid, aborted, raised, not_finite, groups_of_steps):
         scene = made.fresh()
         before = scene.backend.state(scene.job)
         scene.whole(scene.batches[0])  # from here on the optimizer has state
@@ -329,6 +329,22 @@ def many_calls(scene: Scene, batch: Batch) -> list[Finding]:
     for _ in range(calls):
         scene.feed(batch)
     return [lost_rows(miscounted(scene.step.finish(), calls * mine), call=f"step of {calls} calls")]
+
+
+def nothing_valid(scene: Scene, batch: Batch) -> list[Finding]:
+    """A step in which no token of any rank counts must be refused with an error that means it, or give a finite loss and gradient norm."""
+    scene.begin()
+    scene.feed({**batch, "token_mask": torch.zeros_like(batch["token_mask"])})
+    call = "step without any valid token"
+    try:
+        result = scene.step.finish()
+    except Exception as error:  # noqa: BLE001 - your own step may raise anything
+        scene.step.abort()
+        told = f"refused with {type(error).__name__}: {str(error)[:120]}"
+        return [lost_rows(told if isinstance(error, ArithmeticError) else "", told, call=call)]  # 0 / 0 refuses nothing
+    numbers = {name: float(value) for name, value in result.items() if name in ("global_loss", "grad_norm")}
+    wrong = ", ".join(f"{name} is {value:g}" for name, value in numbers.items() if not math.isfinite(value))
+    return [lost_rows(wrong, call=call)]
 
 
 def miscounted(result: StepResult, mine: torch.Tensor) -> str:
