@@ -120,6 +120,21 @@ TOO_FEW = f"needs at least {SETTLED + 1} cycles"
 STATE_SHARE = 0.01  # of the job's state may be added in a cycle before it is called growth
 
 
+def at_most(
+    name: str,
+    question: str,
+    tolerance: str,
+    measure: Callable[[pd.DataFrame, Mapping[str, Any]], Measured | Sequence[Measured]],
+    *,
+    limit: float | Callable[[Mapping[str, Any]], float] = 0,
+    unit: str = "1",
+    cannot: Callable[[Mapping[str, Any]], str] | None = None,
+    when: Callable[[Mapping[str, Any]], bool] | None = None,
+) -> Check:
+    """A check that passes at its limit or below it; without a limit, of a count that must be 0."""
+    return Check(name, question, tolerance, limit, unit, "<=", measure, when, cannot)
+
+
 def few_cycles(config: Mapping[str, Any]) -> str:
     """Why a config shows no growth from cycle to cycle."""
     return "" if config["cycles"] >= SLOPE_CYCLES else f"needs at least {SLOPE_CYCLES} cycles"
@@ -302,14 +317,11 @@ def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, least_s:
 
 
 EVERY_LAB = (
-    Check(
-        name="nothing_piles_up",
-        question="Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
-        tolerance="piled_up",
-        limit=0,
-        unit="1",
-        better="<=",
-        measure=piled_up,
+    at_most(
+        "nothing_piles_up",
+        "Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
+        "piled_up",
+        piled_up,
         cannot=unsettled,
     ),
 )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from kit.labs.growth import at_most
 from kit.labs.split import parity, truths
 from kit.labs.split.config import KIT_MODEL, cases_of
 from kit.labs.split.truths import promised
@@ -226,10 +227,6 @@ def one_backend(config: Mapping[str, Any]) -> str:
     )
 
 
-def zero(name: str, question: str, measure: Measure, tolerance: str) -> Check:
-    return Check(name=name, question=question, tolerance=tolerance, limit=0, unit="1", better="<=", measure=measure)
-
-
 def ratio(
     name: str,
     question: str,
@@ -240,16 +237,7 @@ def ratio(
     coarse: float = COARSE,
     cannot: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> Check:
-    return Check(
-        name=name,
-        question=question,
-        tolerance=tolerance,
-        limit=fine(exact, coarse),
-        unit="ratio",
-        better="<=",
-        measure=measure,
-        cannot=cannot,
-    )
+    return at_most(name, question, tolerance, measure, limit=fine(exact, coarse), unit="ratio", cannot=cannot)
 
 
 CHECKS = (
@@ -259,8 +247,8 @@ CHECKS = (
     ratio("later_steps", "Do later steps match too?", later, "later_rel", exact=1e-4, coarse=0.1, cannot=one_step),
     ratio("metric_parity", "Does every metric match the plain step's?", every_metric, "metric_rel", exact=1e-6),
     ratio("result_parity", "Do norm, learning rate, decay and counts match?", fields, "result_rel", exact=1e-6),
-    zero("ranks_agree", "Do all ranks report the same result?", ranks, "numbers_apart"),
-    zero("metric_coverage", "Do both steps report the same metrics?", coverage, "metrics_missing"),
+    at_most("ranks_agree", "Do all ranks report the same result?", "numbers_apart", ranks),
+    at_most("metric_coverage", "Do both steps report the same metrics?", "metrics_missing", coverage),
     ratio(
         "chunk_invariance",
         "Are gradients independent of the number of chunks?",
@@ -269,21 +257,22 @@ CHECKS = (
         exact=1e-6,
         cannot=one_cut,
     ),
-    zero("one_reduction", "Is each gradient reduced exactly once per step?", reductions, "reductions_off"),
-    zero(
+    at_most("one_reduction", "Is each gradient reduced exactly once per step?", "reductions_off", reductions),
+    at_most(
         "hooks_restored",
         "Are the job's hooks restored after finish, abort and errors?",
+        "hooks_lost",
         promised(
             "hooks_lost",
             phases=("sync", "split", "rehearse"),
             right="all hooks are restored after finish, abort and errors",
         ),
-        "hooks_lost",
     ),
-    zero("lr_of_this_step", "Is the reported learning rate the one that the update used?", rate, "rate_off"),
-    zero(
+    at_most("lr_of_this_step", "Is the reported learning rate the one that the update used?", "rate_off", rate),
+    at_most(
         "abort_is_clean",
         "Does abort restore the state before begin, bit for bit?",
+        "abort_changed",
         promised(
             "abort_changed",
             "abort_gradients",
@@ -294,11 +283,11 @@ CHECKS = (
             right="abort restores weights, optimizer, schedule and random state bit for bit and leaves no gradient; "
             "the next step equals one without the abort",
         ),
-        "abort_changed",
     ),
-    zero(
+    at_most(
         "version_ticks",
         "Does the version grow by one with finish, and only then?",
+        "versions_wrong",
         promised(
             "wrong_versions",
             "abort_ticked",
@@ -306,11 +295,11 @@ CHECKS = (
             phases=("split", "rehearse"),
             right="version grew by 1 with each finish and never otherwise",
         ),
-        "versions_wrong",
     ),
-    zero(
+    at_most(
         "misuse_raises",
         "Does a call in the wrong state raise an error that names the state?",
+        "misuse_silent",
         promised(
             "misuse_silent",
             "misuse_other_words",
@@ -320,17 +309,17 @@ CHECKS = (
             "abort on a closed step does nothing; no row is dropped",
             uncounted=["misuse_other_type"],
         ),
-        "misuse_silent",
     ),
-    zero(
+    at_most(
         "groups_return_to_baseline",
         "Does a step leave no process group behind?",
-        promised("groups_kept", right="no new group remains after two rounds of one finished and one aborted step"),
         "groups_more",
+        promised("groups_kept", right="no new group remains after two rounds of one finished and one aborted step"),
     ),
-    zero(
+    at_most(
         "nonfinite_skipped",
         "Is the update skipped if a loss or gradient is not finite?",
+        "nonfinite_changed",
         promised(
             "nonfinite_updated",
             "nonfinite_changed",
@@ -338,9 +327,8 @@ CHECKS = (
             "nonfinite_next_differs",
             right="no update; weights, optimizer and schedule are unchanged bit for bit; the next step equals one without it",
         ),
-        "nonfinite_changed",
     ),
-    zero("replicas_counted_once", "Is each row counted exactly once?", truths.replicas, "replicas_off"),
+    at_most("replicas_counted_once", "Is each row counted exactly once?", "replicas_off", truths.replicas),
     ratio(
         "oracle",
         "Does the plain step match a float64 computation?",
@@ -350,14 +338,13 @@ CHECKS = (
         coarse=0.05,
         cannot=no_oracle,
     ),
-    Check(
-        name="experts_balance",
-        question="Does the load-balancing loss match a float64 computation?",
-        tolerance="balance_rel",
+    at_most(
+        "experts_balance",
+        "Does the load-balancing loss match a float64 computation?",
+        "balance_rel",
+        truths.balance,
         limit=fine(1e-5, 0.05),
         unit="ratio",
-        better="<=",
-        measure=truths.balance,
         when=balanced,
     ),
     ratio(
@@ -376,15 +363,15 @@ CHECKS = (
         exact=1e-5,
         coarse=1e-5,
     ),
-    zero(
+    at_most(
         "masked_places",
         "Are NaN and infinities in masked places ignored?",
+        "masked_reach",
         promised(
             "masked_reach",
-            phases=("oracle",),
+            phases=("oracle"),
             right="loss, metrics and gradient are unchanged bit for bit by NaN and infinities in masked places",
         ),
-        "masked_reach",
     ),
     ratio(
         "backends_agree",
