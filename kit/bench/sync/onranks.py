@@ -94,7 +94,6 @@ class Bench:
         self._laid: dict[int, Laid] = {}
         self._room = torch.empty(0, dtype=torch.uint8)
         self._copied: torch.Tensor | None = None
-        self._objects = others.ObjectStore(self.tensors, self.links, sends=self.rank == 0)
 
     def meet(self, meeting: str) -> dict[str, Link]:
         names = [f"receiver {rank}" for rank in self.part[1:]]
@@ -136,9 +135,9 @@ class Bench:
     # -- ways --------------------------------------------------------------------------------------------------------------
 
     def way(self, name: str) -> Callable[[], None]:
-        """`memcpy`, `copies`, `ray`, `file:NAME`, or `TRANSPORT[+cache][+whole][+fresh][+ALGORITHM][@MIB]`. `shm` goes through a
+        """`memcpy`, `copies`, `file:NAME`, or `TRANSPORT[+cache][+whole][+fresh][+ALGORITHM][@MIB]`. `shm` goes through a
         ring, as for receivers that pause, but for `cache`, and `whole`, which is one segment with room for all."""
-        plain = {"memcpy": self.memcpy, "copies": self.copies, "ray": self._objects.bring}
+        plain = {"memcpy": self.memcpy, "copies": self.copies}
         if name in plain:
             return plain[name]
         if name.startswith("file:"):
@@ -279,7 +278,6 @@ class Bench:
 
     def close(self) -> None:
         self.close_opened()
-        self._objects.close()
         self.kept.close()
         for holder in (self.segment, self.cache, *self.links.values()):
             if holder is not None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from kit import machine
 from kit.errors import KitError
-from kit.preflight.cleaning import shm_names
 from kit.preflight.probes import GIB, MIB, Line, Seen, Settings, mib, on_ranks, started
+from kit.preflight.run import shm_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
