@@ -28,6 +28,7 @@ from kit.bench.session import Cost, Part, crowd
 from kit.errors import KitError, RankDied
 from kit.world import World, interpreter, leftovers
 from kit.world.pending import Pending, wait
+from kit.world.world import Printer
 
 STARTED = "two ranks to the first all-reduce done, cold"
 STEPPED = "one empty step on both ranks"
@@ -100,20 +101,14 @@ def parts(sizes: Sizes, _: str) -> dict[str, Part]:
     }
 
 
-class Listener:
+class Listener(Printer):
     """A World's observer that only hears that something was said."""
 
     def __init__(self) -> None:
         self.heard = threading.Event()
 
-    def started(self, phase: str, ranks: Sequence[int]) -> None: ...
-
     def output(self, rank: int, text: str) -> None:  # noqa: ARG002 - the protocol's names
         self.heard.set()
-
-    def tick(self, answered: Sequence[int]) -> None: ...
-
-    def ended(self) -> None: ...
 
 
 LISTENER = Listener()

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from kit.errors import BadInput
 from kit.gpu import free_bytes
 from kit.machine import free_memory
+from kit.megatron.config import ModelConfig, dtype_on
 from kit.world.capacity import RANK_BYTES
 
 
@@ -77,6 +78,12 @@ class LabConfig:
     memory_snapshot: Annotated[
         bool, Option("record PyTorch's memory history and write it for each rank (CUDA only; phases take longer)")
     ] = False
+
+
+def model_of(config: Any, **more: Any) -> ModelConfig:
+    """The Megatron job that a lab's config describes, by the settings that have the same names; `more` are set by the lab."""
+    same = {one.name: getattr(config, one.name) for one in dataclasses.fields(ModelConfig) if hasattr(config, one.name)}
+    return ModelConfig(**{**same, "dtype": dtype_on(config.dtype), **more})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from kit.errors import BadInput
 from kit.gpu import free_bytes
 from kit.labs.definition import Step
-from kit.labs.options import LabConfig, Option, check_fits
-from kit.megatron.config import ModelConfig, check, dtype_on, model_bytes
+from kit.labs.options import LabConfig, Option, check_fits, model_of
+from kit.megatron.config import ModelConfig, check, model_bytes
 
 EXACT = ("exact", "abort")  # modes after which every holder's group lives again
 CYCLE = ("train", "fingerprint", "release", "idle", "reload", "talk", "verify")
@@ -113,30 +113,8 @@ class OffloadConfig(LabConfig):
 
 def model_config(config: OffloadConfig) -> ModelConfig:
     """The part of the config that makes the job."""
-    return ModelConfig(
-        size=config.size,
-        tp=config.tp,
-        pp=config.pp,
-        vpp=config.vpp,
-        cp=config.cp,
-        ep=config.ep,
-        etp=config.etp,
-        experts=config.experts,
-        order=config.order,
-        gloo_groups=config.gloo_groups,
-        distributed_optimizer=config.distributed_optimizer,
-        overlap_grad_reduce=config.overlap_grad_reduce,
-        layers=config.layers,
-        seq=config.seq,
-        micro_batch=config.micro_batch,
-        microbatches=config.microbatches,
-        seed=config.seed,
-        dtype=dtype_on(config.dtype),
-        # Values that are nobody's default, so that a fall back to a default shows; and dropout, so that random numbers matter.
-        dropout=0.1,
-        timeout_minutes=23,
-        odd_options=True,
-    )
+    # Values that are nobody's default, so that a fall back to a default shows; and dropout, so that random numbers matter.
+    return model_of(config, dropout=0.1, timeout_minutes=23, odd_options=True)
 
 
 def plan(config: OffloadConfig) -> list[Step]:

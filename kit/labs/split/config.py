@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from kit.errors import BadInput
 from kit.labs.definition import Step
-from kit.labs.options import LabConfig, Option, check_fits
-from kit.megatron.config import ModelConfig, check, dtype_on, model_bytes
+from kit.labs.options import LabConfig, Option, check_fits, model_of
+from kit.megatron.config import ModelConfig, check, model_bytes
 from kit.train.options import ClippedOptions
 
 if TYPE_CHECKING:
@@ -258,23 +258,8 @@ def check_loss(config: SplitConfig) -> None:
 
 def model_config(config: SplitConfig) -> ModelConfig:
     """The part of the config that describes the Megatron job."""
-    return ModelConfig(
-        size=config.size,
-        tp=config.tp,
-        pp=config.pp,
-        ep=config.ep,
-        experts=config.experts,
-        aux_loss=config.aux_loss if config.experts else 0.0,
-        distributed_optimizer=config.distributed_optimizer,
-        overlap_grad_reduce=config.overlap_grad_reduce,
-        sum_gradients=config.reduce == "sum",
-        layers=config.layers,
-        seq=config.length,
-        micro_batch=config.micro_batch,
-        microbatches=config.microbatches,
-        seed=config.seed,
-        dtype=dtype_on(config.dtype),
-    )
+    aux_loss = config.aux_loss if config.experts else 0.0
+    return model_of(config, aux_loss=aux_loss, sum_gradients=config.reduce == "sum", seq=config.length)
 
 
 def cases(config: SplitConfig) -> list[Case]:

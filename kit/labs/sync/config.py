@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from kit.errors import BadInput
 from kit.labs.definition import Role, Step
-from kit.labs.options import LabConfig, Option, check_fits
+from kit.labs.options import LabConfig, Option, check_fits, model_of
 from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on, model_bytes
 
 TRANSPORTS = ("auto", "shm", "broadcast", "rendezvous", "serialize", "ipc", "per-tensor")
@@ -180,22 +180,11 @@ class SyncConfig(LabConfig):
 
 
 def trainer_model(config: SyncConfig) -> ModelConfig:
-    return ModelConfig(
-        size=config.size,
-        layers=config.layers,
-        tp=config.tp,
-        pp=config.pp,
-        dtype=dtype_on(config.dtype),
-        seed=config.seed,
-        micro_batch=1,
-        microbatches=max(1, config.pp),
-    )
+    return model_of(config, microbatches=max(1, config.pp))
 
 
 def replica_model(config: SyncConfig) -> ModelConfig:
-    return ModelConfig(
-        size=config.size, layers=config.layers, tp=config.infer_tp, dtype=dtype_on(config.dtype), seed=config.seed
-    )
+    return model_of(config, tp=config.infer_tp, pp=1)
 
 
 def roles(config: SyncConfig) -> tuple[Role, ...]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kit.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from kit.preflight.report import Report
 
@@ -22,19 +22,6 @@ START_S = 3600.0  # the probe's own limit ends a start that takes too long
 Settings = dict[str, Any]
 Seen = Mapping[str, Any]  # what a rank measured
 Line = tuple[str, bool | None, float | None, str, str]  # a row: what, passed, number, unit, why
-
-
-class Quiet:
-    """What ranks print goes to the probe's stderr, where it is read when the probe crashes."""
-
-    def started(self, phase: str, ranks: Sequence[int]) -> None: ...
-
-    def output(self, rank: int, text: str) -> None:
-        print(f"[{rank}] {text}")
-
-    def tick(self, answered: Sequence[int]) -> None: ...
-
-    def ended(self) -> None: ...
 
 
 @contextlib.contextmanager
@@ -46,7 +33,7 @@ def started(
     report.at(f"the start of {ranks} rank{'s' * (ranks > 1)}")
     began = time.monotonic()
     asked: Settings = {"env": settings["env"], "preload": preload, "start_timeout_s": START_S}
-    with World(ranks, device=device, observer=Quiet(), **asked) as world:
+    with World(ranks, device=device, **asked) as world:
         seconds = time.monotonic() - began
         report.pids(world.pids)
         report.row("start", passed=True, value=seconds, unit="s")
