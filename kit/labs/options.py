@@ -80,7 +80,20 @@ class LabConfig:
     ] = False
 
 
-def model_of(config: Any, **more: Any) -> ModelConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobConfig(LabConfig):
+    """What the configs of labs with a Megatron job have."""
+
+    size: Annotated[Literal["tiny", "125m", "qwen2.5-0.5b"], Option("model size")] = "tiny"
+    layers: Annotated[int | None, Option("number of layers; null: that of the size", low=1, high=200)] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Option("dtype of the weights; auto: bfloat16 on CUDA, float32 on the CPU"),
+    ] = "auto"
+    seed: Annotated[int, Option("seed for weights and data", low=0, high=2**31)] = 1234
+
+
+def model_of(config: JobConfig, **more: Any) -> ModelConfig:
     """The Megatron job that a lab's config describes, by the settings that have the same names; `more` are set by the lab."""
     same = {one.name: getattr(config, one.name) for one in dataclasses.fields(ModelConfig) if hasattr(config, one.name)}
     return ModelConfig(**{**same, "dtype": dtype_on(config.dtype), **more})
@@ -148,16 +161,17 @@ GIB = 2**30
 JOB = "weights, gradients and optimizer"
 
 
-def check_fits(size: str, ranks: int, device: str, *, job: int, host: int, kept: str) -> None:
+def check_fits(config: JobConfig, *, job: int, host: int, kept: str) -> None:
     """Refuse a job that does not fit. `job`: bytes of a rank on its device; `host`: other bytes in host memory, which `kept` describes."""
-    gpus = [] if device == "cpu" else free_bytes()
+    ranks = config.ranks
+    gpus = [] if config.device == "cpu" else free_bytes()
     if gpus:
         sharing = -(-ranks // len(gpus))  # ranks on the fullest GPU
         least = min(gpus[:ranks])
         if sharing * job > least:
             many = f" on each of {sharing} ranks that share a GPU" if sharing > 1 else " for each rank"
             raise BadInput(
-                f"size={size} does not fit: {job / GIB:.2f} GiB of {JOB}{many}, "
+                f"size={config.size} does not fit: {job / GIB:.2f} GiB of {JOB}{many}, "
                 f"but {least / GIB:.1f} GiB are free on a GPU; use a smaller size, fewer layers, or more tp or pp"
             )
     here = 0 if gpus else job
@@ -165,7 +179,7 @@ def check_fits(size: str, ranks: int, device: str, *, job: int, host: int, kept:
     free = free_memory()
     if needed > free:
         raise BadInput(
-            f"size={size} does not fit: {ranks} ranks x ({here / GIB:.2f} GiB of {JOB} + {host / GIB:.2f} GiB {kept} "
+            f"size={config.size} does not fit: {ranks} ranks x ({here / GIB:.2f} GiB of {JOB} + {host / GIB:.2f} GiB {kept} "
             f"+ {RANK_BYTES / GIB:.2f} GiB per process) = "
             f"{needed / GIB:.1f} GiB, but {free / GIB:.1f} GiB are free; use a smaller size, fewer layers, or fewer ranks"
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from kit.errors import BadInput
 from kit.labs.definition import Step
-from kit.labs.options import LabConfig, Option, check_fits, model_of
+from kit.labs.options import JobConfig, Option, check_fits, model_of
 from kit.megatron.config import ModelConfig, check, model_bytes
 from kit.train.options import ClippedOptions
 
@@ -58,13 +58,12 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SplitConfig(LabConfig):
+class SplitConfig(JobConfig):
     """A training job, a loss, and the numbers of chunks of a step."""
 
     backend: Annotated[
         Literal["megatron", "fsdp2"], Option("training backend: Megatron, or FSDP2 on a plain torch model")
     ] = "megatron"
-    size: Annotated[Literal["tiny", "125m", "qwen2.5-0.5b"], Option("model size")] = "tiny"
     tp: Annotated[int, Option("tensor parallel size", low=1, high=64)] = 1
     pp: Annotated[int, Option("pipeline parallel size", low=1, high=64)] = 1
     ep: Annotated[int, Option("expert parallel size", low=1, high=64)] = 1
@@ -76,12 +75,6 @@ class SplitConfig(LabConfig):
         Literal["sum", "mean"],
         Option("how Megatron's DDP combines the gradients of data-parallel ranks; experts need mean"),
     ] = "sum"
-    layers: Annotated[int | None, Option("number of layers; null: that of the size", low=1, high=200)] = None
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        Option("dtype of the weights; auto: bfloat16 on CUDA, float32 on the CPU"),
-    ] = "auto"
-    seed: Annotated[int, Option("seed for weights and data", low=0, high=2**31)] = 1234
     steps: Annotated[int, Option("optimizer steps for each number of chunks", low=1, high=1000)] = 5
     micro_batch: Annotated[int, Option("sequences per microbatch", low=1, high=1024)] = 2
     microbatches: Annotated[int, Option("microbatches per step on each data-parallel rank", low=1, high=1024)] = 10
@@ -299,11 +292,5 @@ def fits(config: SplitConfig) -> None:
     stages = [model_bytes(job, ranks=config.ranks, stage=stage)["total"] for stage in range(config.pp)]
     whole = model_bytes(dataclasses.replace(job, tp=1, pp=1, ep=1, dtype="float32"), ranks=1)["params"]
     kept = whole * (STEPS * (config.steps + 2) + 2)  # on rank 0; and the float64 model
-    check_fits(
-        config.size,
-        config.ranks,
-        config.device,
-        job=max(stages),
-        host=kept // config.ranks,
-        kept=f"for the gradients of {config.steps} steps, kept for comparison",
-    )
+    what = f"for the gradients of {config.steps} steps, kept for comparison"
+    check_fits(config, job=max(stages), host=kept // config.ranks, kept=what)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from kit.errors import BadInput
 from kit.labs.definition import Role, Step
-from kit.labs.options import LabConfig, Option, check_fits, model_of
+from kit.labs.options import JobConfig, Option, check_fits, model_of
 from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on, model_bytes
 
 TRANSPORTS = ("auto", "shm", "broadcast", "rendezvous", "serialize", "ipc", "per-tensor")
@@ -15,17 +15,10 @@ ONE_WORLD = ("broadcast", "per-tensor")  # they create a group inside one World
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SyncConfig(LabConfig):
+class SyncConfig(JobConfig):
     """A trainer, inference replicas, and how weights get from the trainer to the replicas. Trainer ranks come first."""
 
     ranks: Annotated[int, Option("trainer and inference ranks together", low=2, high=4096)] = 5
-    size: Annotated[Literal["tiny", "125m", "qwen2.5-0.5b"], Option("model size")] = "tiny"
-    layers: Annotated[int | None, Option("number of layers; null: that of the size", low=1, high=200)] = None
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        Option("dtype of the weights; auto: bfloat16 on CUDA, float32 on the CPU"),
-    ] = "auto"
-    seed: Annotated[int, Option("seed for weights and data", low=0, high=2**31)] = 1234
     tp: Annotated[int, Option("tensor parallel size of the trainer", low=1, high=64)] = 2
     pp: Annotated[int, Option("pipeline parallel size of the trainer", low=1, high=64)] = 1
     infer_tp: Annotated[int, Option("tensor parallel size of each inference replica", low=1, high=64)] = 1
@@ -231,11 +224,5 @@ def fits(config: SyncConfig) -> None:
     whole = model_bytes(replica_model(config), ranks=config.infer_tp)["params"] * config.infer_tp
     replicas = whole * config.replicas
     copies = whole * (GATHERED + CACHED + STAGED * config.awake)
-    check_fits(
-        config.size,
-        config.ranks,
-        config.device,
-        job=(sum(jobs) + replicas) // config.ranks,
-        host=copies // config.ranks,
-        kept="for copies on the way to the replicas",
-    )
+    job, host = (sum(jobs) + replicas) // config.ranks, copies // config.ranks
+    check_fits(config, job=job, host=host, kept="for copies on the way to the replicas")
