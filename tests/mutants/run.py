@@ -5,7 +5,8 @@
 How it is counted:
 - **caught**: a check that the unmutated kit passes fails; or the run breaks and the kit says where: a rank's own error (not that of a
   rank that waited for another), a rank that died, or a deadline with the culprits' names. The table tells these apart.
-- **survived**: the run ends with 0, whatever its records say; or it breaks and the kit names nobody, or only who waited.
+- **broke**: the run ends with 3, and the kit names nobody, or only who waited. Nobody takes such a run for a right one.
+- **survived**: the run ends with 0, whatever its records say; or the kit does not come back.
 - **equivalent**: survived, and in every setup of its lab all records (without times and memory), digests included, are those of the
   unmutated kit. Where two runs of the unmutated kit differ, that record is no evidence.
 
@@ -46,6 +47,7 @@ WITHOUT_VALUE = {"s", "B", "B/s"}  # units of what differs from run to run
 # Counts that depend on what ran before, on how fast this machine is, or on where memory happens to lie.
 LEVELS = {"fds", "threads", "sockets", "served", "addresses_changed"}
 RANKSIDE = "tests.mutants.onranks"
+SEEN = ("caught", "broke")
 
 Key = tuple[Any, ...]
 Records = dict[Key, tuple[Any, str]]
@@ -65,6 +67,12 @@ class Seen:
     null: list[str]
     error: str = ""  # its type, and whom it names
     named: bool = True
+
+    def state(self, by: list[str]) -> str:
+        """What became of a mutant by which these checks failed."""
+        if by or (self.error and self.named):
+            return "caught"
+        return "broke" if self.error and not self.error.startswith(Hung.__name__) else "survived"
 
 
 @dataclass(slots=True)
@@ -206,7 +214,7 @@ class Runner:
         judged = {*seen.passed, *seen.failed}
         return Result(
             id=mutant.id,
-            state="caught" if by or (seen.error and seen.named) else "survived",
+            state=seen.state(by),
             setup=setup.name,
             by=by,
             null=[] if seen.error else sorted(control.passed - judged),
@@ -318,7 +326,7 @@ def todo(chosen: Sequence[Mutant], rows: list[dict[str, Any]]) -> Iterator[tuple
                 if (mutant.config == setup.name) is not own or (not own and setup.name not in others(mutant.config)):
                     continue
                 mine = [row for row in rows if row["id"] == mutant.id]
-                if not any(row["state"] == "caught" or row["setup"] == setup.name for row in mine):
+                if not any(row["state"] in SEEN or row["setup"] == setup.name for row in mine):
                     yield mutant, setup
 
 

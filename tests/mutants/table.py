@@ -27,8 +27,9 @@ python -m tests.mutants.run --only sync        # those of one lab, module or id
 {score}
 
 - **caught**: a check fails that passes without the mutant, or the run ends with 3 and names the rank that raised or died, or the ranks that
-  others waited for. An error of a rank that only waited for another does not count.
-- **survived**: the run ends with 0, or it breaks without a name.
+  others waited for.
+- **broke**: the run ends with 3 and names nobody, or only a rank that waited for another. It counts as seen: such a run does not pass.
+- **survived**: the run ends with 0.
 - **equivalent**: survived, and all records (without times and memory), digests included, are the same as without the mutant in all short
   setups of its lab. Records in which three runs without a mutant differ are left out. Equivalent mutants are not in the score.
 - **drawn** mutants were chosen by a hash of a fixed seed, the module and the function's name (`tests/mutants/draw.py`), the others were
@@ -77,7 +78,7 @@ def combined(results: Sequence[dict[str, Any]]) -> Rows:
         mine = [row for row in results if row["id"] == mutant.id]
         if not mine:
             continue
-        told = next((row for row in mine if row["state"] == "caught"), None)
+        told = next((row for state in ("caught", "broke") for row in mine if row["state"] == state), None)
         if told is None:
             told = dict(next((row for row in mine if row["differs"] or row["error"]), mine[0]))
             wanted = {mutant.config, *others(mutant.config)}
@@ -116,13 +117,11 @@ def score(rows: Rows) -> str:
         states = Counter(result["state"] for _, result in those)
         broke = sum(1 for _, result in those if result["state"] == "caught" and not result["by"])
         judged = len(those) - states["equivalent"]
-        share = f"{states['caught'] / judged:.1%}" if judged else "-"
-        lines.append(
-            [name, len(those), states["caught"] - broke, broke, states["survived"], states["equivalent"], share]
-        )
-    return markdown(
-        ["", "mutants", "caught by a check", "caught as the run broke", "survived", "equivalent", "score"], lines
-    )
+        share = f"{(states['caught'] + states['broke']) / judged:.1%}" if judged else "-"
+        caught = [states["caught"] - broke, broke, states["broke"]]
+        lines.append([name, len(those), *caught, states["survived"], states["equivalent"], share])
+    columns = ["caught by a check", "caught as the run broke", "broke", "survived", "equivalent", "score"]
+    return markdown(["", "mutants", *columns], lines)
 
 
 def checks(rows: Rows) -> str:
