@@ -236,8 +236,7 @@ CHECKS = (
 )
 
 
-"""Sets of tolerances for the offload lab, as a person may want them instead of the lab's own. What a set leaves out stays the lab's."""
-
+# Sets of tolerances for the offload lab, as a person may want them instead of the lab's own. What a set leaves out stays the lab's.
 PRESETS = {
     "strict": {
         "released_share": 0.99,  # all but an allocator's rounding

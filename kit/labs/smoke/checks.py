@@ -1,4 +1,4 @@
-"""What the smoke lab asks of its records."""
+"""What the smoke lab asks of its records, and named sets of limits."""
 
 from __future__ import annotations
 
@@ -140,8 +140,7 @@ CHECKS = (
 )
 
 
-"""Sets of tolerances for the smoke lab, as a person may want them instead of the lab's own. What a set leaves out stays the lab's."""
-
+# Sets of tolerances for the smoke lab, as a person may want them instead of the lab's own. What a set leaves out stays the lab's.
 PRESETS = {
     "strict": {
         "drift_mib": 2.0,  # an interpreter that does the same again moves by some hundred KiB

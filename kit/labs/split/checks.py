@@ -384,11 +384,8 @@ CHECKS = (
 )
 
 
-"""Sets of tolerances for the split lab. A tolerance that a set does not name keeps the lab's default.
-
-Both sets are for float32. For bfloat16, which has 8 bits of precision, start from the defaults.
-"""
-
+# Sets of tolerances for the split lab. A tolerance that a set does not name keeps the lab's default. Both sets are for float32. For
+# bfloat16, which has 8 bits of precision, start from the defaults.
 PRESETS = {
     "strict": {
         "loss_rel": 1e-12,  # losses are summed in float64; only the order of the sum differs

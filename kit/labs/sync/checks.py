@@ -327,8 +327,7 @@ CHECKS = (
 )
 
 
-"""Sets of tolerances for the sync lab. A tolerance that a set does not name keeps the lab's default."""
-
+# Sets of tolerances for the sync lab. A tolerance that a set does not name keeps the lab's default.
 PRESETS = {
     "strict": {
         "logits_rel": 0.0,  # bit for bit, which only equal layouts can give
