@@ -369,7 +369,7 @@ CHECKS = (
         "masked_reach",
         promised(
             "masked_reach",
-            phases=("oracle"),
+            phases=("oracle",),
             right="loss, metrics and gradient are unchanged bit for bit by NaN and infinities in masked places",
         ),
     ),
