@@ -1,4 +1,4 @@
-"""`kit bench world`: how fast a World starts, steps, restarts and reports a death; the same of plain torchrun in the same run.
+"""`kit bench world`: how fast a World starts, steps, restarts, and tells of a death; other tools in the same run where installed.
 
 Every start is of fresh processes, on warm files: after the first sample the libraries are in the page cache. Two ranks on the CPU
 over gloo, also where there is a GPU. A sample counts only if the thing was right: the sum, the name of the dead, the fresh pids.
@@ -6,9 +6,7 @@ over gloo, also where there is a GPU. A sample counts only if the thing was righ
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -21,8 +19,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kit import machine
 from kit.bench.onranks import REDUCED
+from kit.bench.peers import (
+    PEERS,
+    STARTED,
+    STEPPED,
+    TOLD,
+    VANISHED,
+    end,
+    environment,
+    installed,
+    marked,
+    peers,
+    seconds_until_gone,
+)
 from kit.bench.rows import Row, first_line, progress, ratios, row, seconds_of, unmeasured
 from kit.bench.session import Cost, Part, crowd
 from kit.errors import KitError, RankDied
@@ -30,11 +40,6 @@ from kit.world import World, interpreter, leftovers
 from kit.world.pending import Pending, wait
 from kit.world.world import Printer
 
-STARTED = "two ranks to the first all-reduce done, cold"
-STEPPED = "one empty step on both ranks"
-TOLD = "SIGKILL of a rank to the exception"
-VANISHED = "SIGKILL of the notebook's process to nothing left"
-ROOT = Path(__file__).resolve().parents[2]
 MS = 1e3
 PHASE_S = 0.1
 SETTLE_S = 0.1  # from "waiting" to the kill: by then rank 0 is inside the collective
@@ -46,16 +51,6 @@ HOLDER = (
     "import sys\nfrom kit.world import World\nworld = World(2, device='cpu', logs=sys.argv[1])\n"
     "world.call('kit.bench.onranks:first_all_reduce')\nprint('ready', flush=True)\nsys.stdin.read()"
 )
-PLAIN = """
-import os, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-value = torch.ones(1) * (dist.get_rank() + 1)
-dist.all_reduce(value)
-os.write(1, f"{dist.get_rank()} {os.getpid()} {value.item()}\\n".encode())
-if dist.get_rank() == 1:
-    time.sleep(600)
-dist.barrier()
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,16 +66,17 @@ class Sizes:
     restarts: int = 7
     phases: int = 20
     flights: int = 5
-    torchruns: int = 3
+    peer_trials: int = 3
 
 
 QUICK = Sizes(
-    starts=3, megatron=2, steps=50, deaths=3, kernels=2, helps=3, restarts=3, phases=5, flights=2, torchruns=1
+    starts=3, megatron=2, steps=50, deaths=3, kernels=2, helps=3, restarts=3, phases=5, flights=2, peer_trials=0
 )
 
 
 def parts(sizes: Sizes, _: str) -> dict[str, Part]:
-    """All on the CPU, as its ranks are. Those of one World share it, which is counted with the first."""
+    """All on the CPU, as its ranks are. Those of one World share it, which is counted with the first. torchrun, a peer, is always there."""
+    others = sum(installed(library) is not None for name, library in PEERS.items() if name != "torchrun")
 
     def of_two(part: Callable[[World, Sizes], list[Row]], cost: Cost) -> Part:
         return Part(lambda session: part(session.shared(2, device="cpu", observer=LISTENER), sizes), cost)
@@ -97,7 +93,10 @@ def parts(sizes: Sizes, _: str) -> dict[str, Part]:
         "calls": alone(in_flight, Cost(world=0.6 * crowd(WIDE) + 0.2 * sizes.flights)),
         "notebook": alone(kernel_death, Cost(world=1.4 * sizes.kernels)),
         "help": alone(help_, Cost(process=0.05 * sizes.helps)),
-        "torchrun": alone(torchrun, Cost(world=1, idle=0.5 + SETTLE_S) * sizes.torchruns),
+        "peers": Part(
+            lambda _: peers(trials=sizes.peer_trials, steps=sizes.steps),
+            Cost(world=4, idle=2) * sizes.peer_trials + Cost(world=10, idle=5) * (sizes.peer_trials * others),
+        ),
     }
 
 
@@ -279,33 +278,15 @@ def kernel_death_once(logs: Path) -> float:
         holder.kill()
         if said != b"ready\n" or len(known) < 3:
             raise KitError(f"a World in another process did not start; it has the processes {known}")
-        # The processes known before are looked at closely; all of /proc only when none of them is left.
-        while any(machine.marked(pid) is not None for pid in known) or marked(fits):
-            if time.perf_counter() - began > GONE_S:
-                end(fits)
-                raise KitError(f"{GONE_S:.0f} s after the SIGKILL of its notebook a World still had processes")
-            time.sleep(0.001)
-        took = time.perf_counter() - began
+        took = seconds_until_gone(fits, known, began, GONE_S)
+        if took is None:
+            end(fits)
+            raise KitError(f"{GONE_S:.0f} s after the SIGKILL of its notebook a World still had processes")
         while any(folder.name.split(":")[1:2] == [owner] for folder in leftovers.base().iterdir()):
             took = time.perf_counter() - began
             if took > GONE_S:
                 raise KitError(f"{GONE_S:.0f} s after the SIGKILL of its notebook a World still had its folder")
     return took
-
-
-def marked(fits: Callable[[str], bool]) -> list[int]:
-    """Processes whose mark fits; one that has ended and waits to be reaped carries none."""
-    return [pid for pid in machine.pids() if (value := machine.marked(pid)) is not None and fits(value)]
-
-
-def end(fits: Callable[[str], bool]) -> None:
-    """Kill what has the mark until nothing is left: what dies may be replaced by a process that watched it."""
-    deadline = time.monotonic() + GONE_S
-    while (found := marked(fits)) and time.monotonic() < deadline:
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
 
 
 def kernel_death(logs: Path, sizes: Sizes) -> list[Row]:
@@ -317,44 +298,6 @@ def help_(_: Path, sizes: Sizes) -> list[Row]:
         return seconds_of(partial(run_once, [sys.executable, "-m", "kit", "--help"], environment()))
 
     return [row("kit --help", samples(sizes.helps, once, "kit --help"), limit=0.3)]
-
-
-def torchrun(logs: Path, sizes: Sizes) -> list[Row]:
-    """A script on two ranks, whose exit is all that reports a death."""
-    script = logs / "plain.py"
-    script.write_text(PLAIN)
-    progress(f"torchrun, {sizes.torchruns} times")
-    starts, deaths = zip(*(torchrun_once(script) for _ in range(sizes.torchruns)), strict=True)
-    note = "SubprocessError: torchrun ends with a status that is not 0"
-    return [row(STARTED, starts, who="torchrun"), row(TOLD, deaths, who="torchrun", note=note)]
-
-
-def torchrun_once(script: Path) -> tuple[float, float]:
-    """Seconds to the sum on both ranks, and from the SIGKILL of rank 1 to torchrun's exit."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    env = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
-    began = time.perf_counter()
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, env=env, start_new_session=True) as process:
-        try:
-            assert process.stdout is not None
-            said = sorted(process.stdout.readline().split() for _ in range(2))
-            started = time.perf_counter() - began
-            if [float(line[-1]) for line in said if line] != [REDUCED] * 2:
-                raise KitError(f"torchrun's ranks said {said}")
-            time.sleep(SETTLE_S)
-            began = time.perf_counter()
-            os.kill(int(said[1][1]), signal.SIGKILL)
-            if not process.wait():
-                raise KitError("torchrun ended with status 0 although a rank was killed")
-            return started, time.perf_counter() - began
-        finally:
-            leftovers.end_group(process.pid)
-
-
-def environment() -> dict[str, str]:
-    """Ours, with the kit to be found wherever this process found it."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def run_once(command: Sequence[str], env: dict[str, str] | None = None) -> None:

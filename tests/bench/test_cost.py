@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from kit.bench import limits, world
 from kit.bench import pace as room
 from kit.bench.pace import ASSUMED, FILE, Pace, find, from_doctor, read
 from kit.bench.reference import differences, plan_text
-from kit.bench.reference.running import ASSUMED_BOX, GPU_MINUTES, able, bench, lab, offload, on_cpu, on_gpus
-from kit.bench.session import LEAST_S, SLACK, Cost, total
+from kit.bench.reference.running import ASSUMED_BOX, GPU_MINUTES, Part, able, bench, lab, offload, on_cpu, on_gpus
+from kit.bench.session import LEAST_S, SLACK, Book, Cost, Session, total
 from kit.cli import benches
 from kit.preflight import times
 from kit.results.files import read_json, write_json
@@ -77,7 +78,7 @@ def test_a_reference_counts_the_parts_that_it_names() -> None:
     assert some.command[5:] == ("--part", "steps.megatron", "--part", "memory")
 
 
-@pytest.mark.parametrize("name", [name for name in benches() if name != "view"])
+@pytest.mark.parametrize("name", [name for name in benches() if name not in {"view", "limits"}])
 def test_a_quick_bench_takes_a_minute_or_two_by_arithmetic(name: str) -> None:
     assert bench(name, quick=True).cost.seconds(TWO_CORES) <= 120
 
@@ -101,16 +102,16 @@ def test_what_claims_a_gpu_asks_for_it() -> None:
         assert asked == "cuda" or part.command[1] == "world", part  # that bench is of ranks on the CPU
 
 
-def test_the_prediction_for_two_cores_is_near_what_was_recorded() -> None:
-    """It was recorded bench by bench, on an idle machine: the predictions for a bench's parts are added up."""
+def test_the_prediction_for_two_cores_is_near_what_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was recorded bench by bench, on an idle machine: the predictions for a bench's parts are added up. Peers are those of then."""
+    measured_by = " ".join(row["who"] for row in read_json(RECORDED / "bench-world.json")["rows"] if row["n"])
+    monkeypatch.setattr(world, "installed", lambda library: library.needs.removeprefix("torch") in measured_by or None)
     by_bench: dict[str, float] = {}
     for part in on_cpu():
         name = part.name.partition(".")[0]
         by_bench[name] = by_bench.get(name, 0.0) + part.cost.seconds(TWO_CORES)
     told = {}
     for name, predicted in by_bench.items():
-        if name == "bench-world":
-            continue  # recorded with other tools, which are not measured any more
         measured = read_json(RECORDED / f"{name}.json")["seconds"]
         if measured > 3:
             told[name] = measured / predicted
@@ -135,6 +136,31 @@ def test_a_plan_has_a_line_for_each_part_and_their_sum() -> None:
     assert lines[2].split(maxsplit=1) == ["lab-smoke", "5.0 s, limit    20 s = 1 process + 1 world"]
     whole = 5 + 2 + 5 + 3 + 6 * 0.5 + 25 * 0.01
     assert lines[-1].split()[:4] == ["in", "all", f"{whole:.1f}", "s,"]
+
+
+def test_what_parts_took_is_held_against_what_was_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts and their times are made up: each is predicted to take 10 s."""
+    ended = {"long": 20.0, "short": 5.0, "late": 99.0}
+
+    def takes(_: Path, part: Part, limit_s: float, predicted_s: float) -> dict[str, Any]:
+        assert (limit_s, predicted_s) == (SLACK * 10, 10)
+        late = part.name == "late"
+        return {
+            "seconds": ended[part.name],
+            "timed_out": late,
+            "exit": 0,
+            "state": "timed out",
+            "complaint": "too late",
+        }
+
+    monkeypatch.setattr(limits, "perform", takes)
+    monkeypatch.setattr(room, "measure", lambda _: PACE)
+    sizes = limits.Sizes(parts=tuple(Part(name=name, command=("bench", name), cost=Cost(job=10)) for name in ended))
+    session = Session("cpu", tmp_path, Book("limits"))
+    long, short, late = (one for part in limits.parts(sizes, "cpu").values() for one in part.work(session))
+    assert (long.median, short.median, late.median) == (2.0, 2.0, None)
+    assert (long.limit, long.met, long.ids["seconds"]) == (1.5, False, 20.0)
+    assert late.note == "not measured: timed out: too late"
 
 
 # -- where a pace comes from ---------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def on_cpu() -> tuple[Part, ...]:
         lab("sync", cost=Cost(process=1, megatron=2, job=2, step=20), cycles=3),
         bench("world", "start", "megatron", called="start"),
         bench("world", "step", "death", "restart", "calls", "notebook", "help", called="steps"),
-        bench("world", "torchrun"),
+        bench("world", "peers"),
         bench("offload", "tensors.125m", called="125m"),
         bench("offload", "tensors.qwen2.5-0.5b", "saver", called="qwen2.5-0.5b"),
         bench("offload", "leaks"),
