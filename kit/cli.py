@@ -1,140 +1,651 @@
+# PYTHON_ARGCOMPLETE_OK
 """`kit ...`. Only what a command needs is imported, and only when it runs: `kit --help` loads no torch and no pandas.
 
 Exit status: 0 no check failed; 1 a check failed; 2 bad input; 3 the run broke (a rank raised, died or timed out);
-130 interrupted, the ranks are ended. `check` ends with 3 for a run that broke, else as its verdict does. `show`,
-`compare`, `export`, `trace`, `report` and `notebook` end with 0 when they could do their work; a notebook whose cell
-fails ends with 3.
+130 interrupted, the ranks are ended. `check` ends with 3 for a run that broke, else as its verdict does. `runs`,
+`show`, `compare`, `export`, `trace`, `report` and `notebook` end with 0 when they could do their work; a notebook
+whose cell fails ends with 3.
+
+DIR is the folder of a run, or the id of a run among the runs (`kit runs`). Where one DIR is taken it may be left out:
+the newest run. Where several are taken, the folder of a sweep stands for its runs.
+
+Completion of commands, options, labs, settings, faults and runs in bash and zsh: eval "$(register-python-argcomplete kit)"
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
 import pkgutil
+import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import kit
 from kit import results
 from kit.errors import BadInput, KitError
 
-COMPARED_ROWS = 40  # of a comparison on a terminal; `kit export` has the runs themselves
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kit.labs.definition import Definition
+    from kit.results import Run
+
+COMPARED_ROWS = 40  # of a comparison on a terminal; `kit export --table compare` has all of them
+WIDTH = 100
+
+
+class Answer(NamedTuple):
+    """What a command found: for --json, for people, and how the command ends. Progress is printed as it happens."""
+
+    data: Any
+    text: str = ""
+    status: int = 0
+
+
+Command = Callable[[argparse.Namespace], Answer]
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    command: Callable[[argparse.Namespace], int] = args.command
+    from kit.results.files import to_json
+
+    words = sys.argv[1:] if argv is None else argv
+    as_json = "--json" in words
     try:
-        status = command(args)
-        sys.stdout.flush()
+        args = parse(words)
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            answer: Answer = args.command(args)
     except KitError as error:
         print(f"kit: {error}", file=sys.stderr)
-        return 2 if isinstance(error, BadInput) else 3
+        answer = Answer({"error": str(error)}, status=2 if isinstance(error, BadInput) else 3)
     except KeyboardInterrupt:
         print("kit: interrupted", file=sys.stderr)
-        return 130
+        answer = Answer({"error": "interrupted"}, status=130)
+    except Exception as error:  # noqa: BLE001 - a fault of the kit itself: Python's own exit status 1 would say that a check failed
+        traceback.print_exc()
+        answer = Answer({"error": repr(error)}, status=3)
+    try:
+        if as_json or answer.text:
+            print(to_json(answer.data) if as_json else answer.text)
+        sys.stdout.flush()
     except BrokenPipeError:  # `kit show ... | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception:  # noqa: BLE001 - a fault of the kit itself: Python's own exit status 1 would say that a check failed
-        traceback.print_exc()
-        return 3
-    return status
+    return answer.status
 
 
-def parser() -> argparse.ArgumentParser:
-    words = (__doc__ or "").split("\n\n")[1]
-    usage = "kit [-h] COMMAND ..."
-    top = argparse.ArgumentParser(
-        prog="kit", description="Lifecycle Kit", epilog=words, allow_abbrev=False, usage=usage
+# -- the words of a command line -----------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """Every wrong word is bad input, with a hint."""
+
+    def error(self, message: str) -> NoReturn:
+        from kit.labs.discover import hint
+
+        if wrong := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
+            allowed = re.findall(r"[\w-]+", wrong[2])
+            message = f"there is no {message.split()[1].strip(':').lower()} {wrong[1]!r}; {hint(wrong[1], allowed)}"
+        raise BadInput(f"{message} (see `{self.prog} --help`)")
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    top = parser()
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(top, always_complete_options=False)
+    args, unknown = top.parse_known_args(words)
+    if unknown:
+        raise BadInput(f"`{args.parser.prog}` does not take {unknown[0]}; {meant(args, unknown)}")
+    return args
+
+
+def meant(args: argparse.Namespace, unknown: Sequence[str]) -> str:
+    """What a person may have meant by words that a command does not take: a setting of the lab, or another option."""
+    from kit.labs.discover import discover, hint
+
+    name, equals, value = unknown[0].partition("=")
+    key = name.lstrip("-").replace("-", "_")
+    if args.command is run and args.lab in discover().labs and key in settings_of(discover().labs[args.lab]):
+        given = value if equals else next(iter(unknown[1:]), "VALUE")
+        return f"did you mean --set {key}={given}?"
+    return hint(name, re.findall(r"(?<!\w)--[\w-]+", args.parser.format_usage()))
+
+
+def parser() -> Parser:
+    usage, *more = (__doc__ or "").split("\n\n")[1:]
+    shape = argparse.RawDescriptionHelpFormatter
+    top = Parser(
+        prog="kit",
+        description="Lifecycle Kit",
+        epilog="\n\n".join([usage, *more]),
+        allow_abbrev=False,
+        usage="kit [-h] COMMAND ...",
+        formatter_class=shape,
     )
     top.add_argument("--version", action="version", version=f"kit {kit.__version__}")
     commands = top.add_subparsers(metavar="COMMAND ...", required=True, prog="kit")
 
-    def add(
-        name: str, command: Callable[[argparse.Namespace], int], text: str, **options: Any
-    ) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text, allow_abbrev=False, **options)
-        made.set_defaults(command=command)
+    def add(name: str, command: Command, text: str, *examples: str) -> Parser:
+        shown = "\n".join(["examples:", *(f"  kit {name} {example}".rstrip() for example in examples)])
+        made = commands.add_parser(
+            name, help=text, description=text, allow_abbrev=False, epilog=shown, formatter_class=shape
+        )
+        made.set_defaults(command=command, parser=made)
+        made.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else")
         return made
 
-    asked = add("doctor", doctor, "what this box can do, and why not")
-    asked.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    asked.add_argument(
+    made = add("doctor", doctor, "what this box can do, and why not", "", "--deep")
+    made.add_argument(
         "--deep", action="store_true", help="also run ten probes on live ranks, in 130 s at most with a GPU"
     )
-    add("labs", labs, "the labs with one line each")
-    one = add("run", run, "run a lab from its first phase to its verdict")
-    one.add_argument("lab", metavar="LAB")
-    one.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], help="a setting of the lab; may be repeated"
+    made = add("labs", labs, "the labs with one line each; a lab's settings", "", "split")
+    named(made, "lab", "list the settings of this lab", lab_names, metavar="LAB", nargs="?")
+    add_run(add)
+    made = add("runs", runs, "the runs, newest first", "", "runs/smoke-sweep-20260101-120000-0a1b")
+    made.add_argument("dir", metavar="DIR", nargs="?", type=Path, help="a folder with runs, such as that of a sweep")
+    made = add("check", check, "judge a run again from its records", "", "runs/mine --lab offload --junit checks.xml")
+    one_run(made)
+    named(made, "--lab", "judge by this lab's checks, whatever wrote the records", lab_names, metavar="LAB")
+    made.add_argument("--junit", metavar="FILE", type=Path, help="also write the stored verdict as JUnit XML")
+    one_run(add("show", show, "a run: its state, its verdict, its times", "", "smoke-20260101-120000-0a1b"))
+    several_runs(
+        add("compare", compare, "runs against the first: changed verdicts, then what changed most", "runs/a runs/b")
     )
-    one.add_argument(
-        "--fault",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="switch a known bug on (`kit faults` lists them), one at a time",
+    made = add(
+        "export",
+        export,
+        "a table of runs as csv, parquet, md, tex, html or json",
+        "--to records.parquet",
+        "runs/a --table verdict --to verdict.tex",
+        "runs/a runs/b --table compare --to compare.md",
     )
-    one.add_argument(
-        "--tolerances", metavar="FILE", type=Path, help="limits of the checks: a JSON object {name: number}"
+    several_runs(made, nargs="*")
+    tables = "records (without this option), verdict, times, memory, compare, or another table of the lab"
+    made.add_argument("--table", metavar="NAME", default="records", help=tables)
+    made.add_argument("--to", metavar="FILE", type=Path, required=True, help="its ending says how it is written")
+    made = add("trace", trace, "a run as a timeline for Perfetto or chrome://tracing", "--to trace.json")
+    one_run(made)
+    made.add_argument("--to", metavar="FILE", type=Path, required=True, help="the trace, a JSON file")
+    made = add(
+        "report", report, "runs as one page: verdicts, pictures, tables, provenance", "runs/a runs/b --to page.html"
     )
-    one.add_argument("--out", metavar="DIR", type=Path, help="the run's folder; without it a new one among the runs")
-    one.add_argument("--json", action="store_true", help="print one JSON object last")
-    again = add("check", check, "judge a run again from its records")
-    again.add_argument("dir", metavar="DIR", nargs="?", type=Path, help="without it the newest run")
-    again.add_argument("--lab", metavar="LAB", help="judge by this lab's checks, whatever wrote the records")
-    add("show", show, "a run: its state, its verdict, its times").add_argument("dir", metavar="DIR")
-    add("compare", compare, "runs against the first: what changed most").add_argument("dirs", metavar="DIR", nargs="+")
-    table = add("export", export, "a run's table as csv, parquet, md, tex, html or json")
-    timeline = add("trace", trace, "a run as a timeline for Perfetto or chrome://tracing")
-    for made in (table, timeline):
-        made.add_argument("dir", metavar="DIR")
-        made.add_argument("--to", metavar="FILE", type=Path, required=True)
-    page = add("report", report, "runs as one page to send to somebody: verdicts, pictures, tables, provenance")
-    page.add_argument("dirs", metavar="DIR", nargs="+")
-    page.add_argument("--to", metavar="FILE.html", type=Path, required=True)
-    headless = add("notebook", notebook, "run a notebook without a browser and keep it with its outputs")
-    headless.add_argument("name", metavar="NAME", help="01, 01_offload_reload, or a path")
-    headless.add_argument(
+    several_runs(made, nargs="*")
+    made.add_argument("--to", metavar="FILE.html", type=Path, required=True, help="the page, which needs no network")
+    made = add("notebook", notebook, "run a notebook without a browser and keep it with its outputs", "01 -p cycles 5")
+    made.add_argument("name", metavar="NAME", nargs="?", help="01, 01_offload_reload, or a path")
+    made.add_argument("--copy", metavar="DIR", type=Path, help="copy all notebooks and docs there, and run none")
+    made.add_argument(
         "-p", metavar=("KEY", "VALUE"), nargs=2, action="append", default=[], dest="given",
         help="a parameter of the notebook; may be repeated",
     )  # fmt: skip
-    headless.add_argument("--to", metavar="FILE", type=Path, help=".ipynb or .html; without it one beside the runs")
-    known = add("faults", faults, "the known bugs that can be switched on")
-    known.add_argument("lab", metavar="LAB", nargs="?", help="of one lab alone")
-    known.add_argument("--json", action="store_true")
+    made.add_argument("--to", metavar="FILE", type=Path, help=".ipynb or .html; without it one beside the runs")
+    made = add("faults", faults, "the known bugs that can be switched on", "", "smoke --json")
+    named(made, "lab", "of one lab alone", lab_names, metavar="LAB", nargs="?")
     measuring(add)
-    add("clean", clean, "end leftovers of earlier runs: only processes the kit itself started")
+    made = add(
+        "clean", clean, "list and end leftovers of earlier runs: only processes the kit itself started", "--dry-run"
+    )
+    made.add_argument("--yes", action="store_true", help="end them without a question")
+    made.add_argument("--dry-run", action="store_true", help="only list them")
     return top
 
 
-def measuring(add: Callable[..., argparse.ArgumentParser]) -> None:
+def add_run(add: Callable[..., Parser]) -> None:
+    made = add(
+        "run",
+        run,
+        "run a lab from its first phase to its verdict",
+        "smoke --set cycles=5 --fault leaked-group",
+        "split --config run.yaml --set chunks=1,2",
+        "offload --sweep tp=1,2 --sweep mode=exact,abort --repeat 3 --out runs/sweep",
+        "sync --like sync-20260101-120000-0a1b --junit sync.xml",
+    )
+    named(made, "lab", "one of `kit labs`", lab_names, metavar="LAB")
+    pairs = {"metavar": "KEY=VALUE", "action": "append", "default": []}
+    named(made, "--set", "a setting of the lab (`kit labs LAB`); may be repeated", setting_names, **pairs)
+    named(made, "--sweep", "a run for each of a setting's values, with commas between; may be repeated", setting_names,
+          **{**pairs, "metavar": "KEY=V1,V2"})  # fmt: skip
+    made.add_argument("--repeat", metavar="N", type=int, default=1, help="run everything N times and report the spread")
+    made.add_argument(
+        "--config", metavar="FILE", type=Path, help="settings from a JSON or YAML file; --set goes before"
+    )
+    named(made, "--like", "the settings of this run; --config and --set go before", run_names, metavar="DIR")
+    named(made, "--fault", "switch a known bug on (`kit faults` lists them), one at a time", fault_names,
+          metavar="NAME", action="append", default=[])  # fmt: skip
+    limits = "limits of the checks: a JSON object {name: number}"
+    made.add_argument("--tolerances", metavar="FILE", type=Path, help=limits)
+    made.add_argument(
+        "--out", metavar="DIR", type=Path, help="the folder of the run or sweep; else a new one among the runs"
+    )
+    made.add_argument("--junit", metavar="FILE", type=Path, help="also write the verdict as JUnit XML, for CI")
+
+
+def measuring(add: Callable[..., Parser]) -> None:
     """The commands that measure this machine."""
     devices = ("auto", "cpu", "cuda")
-    measured = add("bench", bench, "side-by-side measurements")
-    measured.add_argument("name", metavar="NAME", help=f"one of {', '.join(benches())}")
-    measured.add_argument("--json", action="store_true", help="print one JSON object last")
-    measured.add_argument("--quick", action="store_true", help="less of each, in a minute or two")
-    measured.add_argument("--part", metavar="PART", action="append", default=[], help="one part, or X for every X.Y")
-    measured.add_argument("--device", choices=devices, default="auto", help="auto: the GPU wherever there is a driver")
-    measured.add_argument("--out", metavar="FILE", type=Path, help="where each row is written; else among the runs")
-    recorded = add("reference", reference, "every lab and bench at this box's sizes, resumable")
-    recorded.add_argument("--out", metavar="DIR", type=Path, help="the folder for the results")
-    recorded.add_argument("--plan", action="store_true", help="print what each part is predicted to take, and run none")
-    recorded.add_argument("--device", choices=devices, default="auto", help="auto: what the ranks would use")
-    recorded.add_argument("--assumed", action="store_true", help="predict from assumed times, not from measured ones")
-    recorded.add_argument("--minutes", metavar="M", type=float, help="start no part that would end later; on a GPU 8")
-    recorded.add_argument("--pack", metavar="FILE.tgz", type=Path, help="also one file of at most 16 MiB to take home")
+    made = add("bench", bench, "side-by-side measurements", "split --quick", "sync --part gpus")
+    named(made, "name", f"one of {', '.join(benches())}", benches, metavar="NAME")
+    made.add_argument("--quick", action="store_true", help="less of each, in a minute or two")
+    made.add_argument("--part", metavar="PART", action="append", default=[], help="one part, or X for every X.Y")
+    made.add_argument("--device", choices=devices, default="auto", help="auto: the GPU wherever there is a driver")
+    made.add_argument("--out", metavar="FILE", type=Path, help="where each row is written; else among the runs")
+    made = add("reference", reference, "every lab and bench at this box's sizes, resumable", "--out DIR", "--plan")
+    made.add_argument("--out", metavar="DIR", type=Path, help="the folder for the results")
+    made.add_argument("--plan", action="store_true", help="print what each part is predicted to take, and run none")
+    made.add_argument("--device", choices=devices, default="auto", help="auto: what the ranks would use")
+    made.add_argument("--assumed", action="store_true", help="predict from assumed times, not from measured ones")
+    made.add_argument("--minutes", metavar="M", type=float, help="start no part that would end later; on a GPU 8")
+    made.add_argument("--pack", metavar="FILE.tgz", type=Path, help="also one file of at most 16 MiB to take home")
 
 
-def doctor(args: argparse.Namespace) -> int:
+def named(made: Parser, name: str, text: str, names: Callable[..., Iterable[str]], **options: Any) -> None:
+    """An argument whose values a shell can complete."""
+    made.add_argument(name, help=text, **options).completer = names  # type: ignore[attr-defined]
+
+
+def one_run(made: Parser) -> None:
+    named(
+        made, "dir", "a run's folder or id; without it the newest run", run_names, metavar="DIR", nargs="?", default=""
+    )
+
+
+def several_runs(made: Parser, nargs: str = "+") -> None:
+    newest = "" if nargs == "+" else "; without it the newest run"
+    named(made, "dirs", f"runs' folders or ids, or a sweep's folder{newest}", run_names, metavar="DIR", nargs=nargs)
+
+
+def lab_names(**_: Any) -> list[str]:
+    from kit.labs.discover import discover
+
+    return list(discover().labs)
+
+
+def setting_names(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    from kit.labs.discover import find
+
+    return [f"{name}=" for name in settings_of(find(parsed_args.lab))]
+
+
+def fault_names(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    from kit.labs.discover import find
+
+    return [fault.name for fault in find(parsed_args.lab).faults]
+
+
+def run_names(prefix: str, **_: Any) -> list[str]:
+    from argcomplete.completers import FilesCompleter
+
+    return [*(path.name for path in results.list_runs(results.runs_dir())), *FilesCompleter()(prefix)]
+
+
+def benches(**_: Any) -> list[str]:
+    """The modules in kit/bench that have `parts`, without importing any."""
+    home = Path(__file__).with_name("bench")
+    found = [
+        (info.name, home / (f"{info.name}/__init__.py" if info.ispkg else f"{info.name}.py"))
+        for info in pkgutil.iter_modules([str(home)])
+    ]
+    return [name for name, path in found if "\ndef parts(" in path.read_text()]
+
+
+# -- labs and their runs -------------------------------------------------------------------------------------------------
+
+
+def labs(args: argparse.Namespace) -> Answer:
+    from kit.labs.discover import discover, find
+
+    if args.lab is None:
+        found, broken = discover()
+        lines = {name: lab.summary for name, lab in found.items()} | broken
+        return Answer([{"lab": name, "summary": text} for name, text in lines.items()], columns(lines.items()))
+    rows = [
+        {
+            "name": field.name,
+            "default": field.default,
+            "allowed": field.allowed(),
+            "low": field.option.low,
+            "high": field.option.high,
+            "unit": field.option.unit,
+            "choices": list(field.choices),
+            "help": field.option.help,
+        }
+        for field in settings_of(find(args.lab)).values()
+    ]
+    cells = [[row["name"], spelled(row["default"]), f"{row['allowed']} {row['unit']}", row["help"]] for row in rows]
+    head = ["setting", "default", "allowed", "what it is"]
+    return Answer({"lab": args.lab, "settings": rows}, columns([head, *cells]))
+
+
+def settings_of(lab: Definition) -> dict[str, Any]:
+    from kit.labs.options import fields
+
+    return {field.name: field for field in fields(lab.config)}
+
+
+def run(args: argparse.Namespace) -> Answer:
+    from kit import sweeps
+    from kit.labs.configure import from_text
+    from kit.labs.discover import find
+    from kit.results.junit import write_junit
+
+    lab, swept = find(args.lab), pairs("--sweep", args.sweep)
+    texts = pairs("--set", args.set)
+    if both := set(texts) & set(swept):
+        raise BadInput(f"--set and --sweep both give {min(both)}: take one")
+    if len(args.fault) > 1:
+        raise BadInput(f"one fault at a time, not {' and '.join(args.fault)}: two would hide each other")
+    if args.repeat < 1:
+        raise BadInput(f"--repeat must be at least 1, not {args.repeat}")
+    given = settings_like(args.like, args.lab) if args.like else {}
+    given |= sweeps.read_settings(args.config) if args.config else {}
+    given |= from_text(lab, texts)
+    tolerances = results.load_tolerances(args.tolerances) if args.tolerances else None
+    fault = next(iter(args.fault), None)
+
+    def once(config: Mapping[str, Any], out: Path | None) -> Answer:
+        return run_once(args.lab, {**given, **config}, out, fault=fault, tolerances=tolerances)
+
+    if not swept and args.repeat == 1:
+        answer = once({}, args.out)
+        folders = [Path(answer.data["run"])]
+    else:
+        points = sweeps.points(lab, swept, args.repeat)
+        sweeps.check(lab, given, points, fault)
+        status, folder = sweeps.sweep(args.lab, points, args.out, lambda config, out: reported(once(config, out)))
+        answer = Answer(*index(folder, args.repeat), status)
+        folders = sweeps.runs_of(folder)
+    if args.junit:
+        made = [(one, one.shown_verdict()) for one in map(kit.load, folders)]
+        print(f"JUnit: {write_junit(made, args.junit)}", file=sys.stderr)
+    return answer
+
+
+def pairs(option: str, words: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not (key and equals):
+            raise BadInput(f"{option} takes KEY=VALUE, not {word!r}")
+        if key in found:
+            raise BadInput(f"{option} {key} is given twice, {found[key]!r} and {value!r}: take one")
+        found[key] = value
+    return found
+
+
+def settings_like(word: str, lab: str) -> dict[str, Any]:
+    like = load(word)
+    if like.lab != lab:
+        raise BadInput(f"--like {word}: that is a run of lab {like.lab!r}, not {lab!r}")
+    return like.config
+
+
+def run_once(lab_name: str, config: Mapping[str, Any], out: Path | None, **options: Any) -> Answer:
+    from kit.public import prepare
+    from kit.results.run import memory_snapshots
+
+    with prepare(lab_name, config, out=out, **options) as lab:
+        error, status = None, 3
+        try:
+            lab.run()
+            status = results.exit_code(results.read_verdict(lab.dir / "verdict.json"))
+        except BadInput:  # only the ranks could tell: nothing was measured
+            raise
+        except KitError as broke:
+            error = str(broke)
+            print(f"kit: the run broke: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            status, error = 130, "interrupted"
+            print("kit: interrupted; the ranks are ended", file=sys.stderr)
+    stored = lab.dir / "verdict.json"
+    verdict = results.read_verdict(stored) if stored.exists() else None  # of a run that broke as far as its records go
+    lines = [repr(verdict)] if verdict is not None else []
+    lines.append(f"the run is in {lab.dir}")
+    if snapshots := memory_snapshots(kit.load(lab.dir)):
+        lines.append(f"memory snapshots: {snapshots}")
+    rows = verdict.to_json() if verdict is not None else None
+    state = "failed" if error else "finished"
+    data = {"run": str(lab.dir), "status": state, "error": error, "verdict": rows, "exit": status}
+    return Answer(data, "\n".join(lines), status)
+
+
+def reported(answer: Answer) -> tuple[int, dict[str, Any]]:
+    """A run of a sweep: its outcome in a line, and what the index keeps of it."""
+    print(answer.text.partition("\n")[0], flush=True)
+    return answer.status, {name: answer.data[name] for name in ("status", "error", "exit")}
+
+
+def index(folder: Path, repeat: int) -> tuple[dict[str, Any], str]:
+    """A sweep as JSON and for people."""
+    from kit.results.files import read_json
+    from kit.results.run import INDEX
+    from kit.results.units import amount
+
+    data = read_json(folder / INDEX)
+    lines = [run_list([folder / row["dir"] for row in data["runs"]])[1]]
+    if repeat > 1:
+        cells = [
+            [
+                named_values(row["set"]),
+                row["what"],
+                *(amount(float(row[name]), row["unit"]) for name in SPREAD),
+                str(row["count"]),
+            ]
+            for row in data["spread"]
+        ]
+        lines.append(columns([["settings", "over the repeats", *SPREAD, "n"], *cells], width=WIDTH))
+    lines.append(f"the sweep is in {folder}")
+    return {"sweep": str(folder), **data}, "\n\n".join(lines)
+
+
+SPREAD = ("median", "min", "max")
+
+
+def runs(args: argparse.Namespace) -> Answer:
+    folder = args.dir or results.runs_dir()
+    if args.dir and not args.dir.is_dir():
+        raise BadInput(f"there is no folder {args.dir}")
+    return Answer(*run_list(results.list_runs(folder), f"there is no run in {folder}"))
+
+
+def run_list(folders: Sequence[Path], nothing: str = "") -> tuple[list[dict[str, Any]], str]:
+    """Runs as JSON and as a table."""
+    rows = [described(path) for path in folders]
+    head = ["run", "lab", "differs", "fault", "status", "verdict"]
+    cells = [[Path(row["run"]).name, row["lab"], named_values(row["set"]), row["fault"] or "", row["status"], row["verdict"]]
+             for row in rows]  # fmt: skip
+    return rows, columns([head, *cells], width=WIDTH) if rows else nothing
+
+
+def described(path: Path) -> dict[str, Any]:
+    """A run in a line: what sets it apart, and how it ended."""
+    from kit.results.marks import tally, without_parts
+
+    try:
+        found = kit.load(path)
+        stored = found.dir / "verdict.json"
+        answer = tally(without_parts(results.read_verdict(stored))) if stored.is_file() else "not judged"
+    except BadInput as error:
+        return {"run": str(path), "lab": "", "set": {}, "fault": None, "status": "damaged", "verdict": str(error)}
+    about = {"run": str(path), "id": found.id, "started": found.info().get("started"), "lab": found.lab}
+    return {**about, "set": own_settings(found), "fault": found.fault, "status": found.status, "verdict": answer}
+
+
+def own_settings(found: Run) -> dict[str, Any]:
+    """The settings that are not their lab's defaults; all of them where the lab is not known here."""
+    from kit.labs.configure import settled
+    from kit.labs.discover import discover
+
+    lab = discover().labs.get(found.lab)
+    defaults = {name: field.default for name, field in settings_of(lab).items()} if lab else {}
+    same = {name: list(value) if isinstance(value, tuple) else value for name, value in settled(defaults).items()}
+    return {name: value for name, value in found.config.items() if name not in same or value != same[name]}
+
+
+def check(args: argparse.Namespace) -> Answer:
+    from kit.labs.discover import find
+    from kit.results.junit import write_junit
+    from kit.results.run import find_run
+
+    folder = find_run(args.dir)
+    found = results.load(folder, checks=lambda _: find(args.lab).all_checks()) if args.lab else kit.load(folder)
+    verdict, stored = found.verdict(), found.stored_verdict()
+    moved = verdict.changes(stored) if stored is not None and not args.lab else None
+    status = 3 if found.status == "failed" else results.exit_code(verdict)
+    if args.junit:
+        print(f"JUnit: {write_junit([(found, verdict)], args.junit)}", file=sys.stderr)
+    data, text = heading(found)
+    text += f"\n\n{verdict}"
+    if moved is not None:
+        text += "\n\n" + "\n".join(
+            ["differs from the stored verdict:", *moved] if moved else ["same as the stored verdict"]
+        )
+    return Answer({**data, "verdict": verdict.to_json(), "changes": moved, "exit": status}, text, status)
+
+
+def heading(found: Run) -> tuple[dict[str, Any], str]:
+    """What a run is, as JSON and for people."""
+    from kit.results.run import memory_snapshots
+
+    data = {"run": str(found.dir), "id": found.id, "lab": found.lab, "status": found.status, "fault": found.fault}
+    lines = [repr(found), *(f"note: {note}" for note in found.notes)]
+    if snapshots := memory_snapshots(found):
+        lines.append(f"memory snapshots: {snapshots}")
+    return {**data, "config": found.config, "notes": found.notes}, "\n".join(lines)
+
+
+def show(args: argparse.Namespace) -> Answer:
+    from kit.results.frames import summary_of
+
+    found = load(args.dir)
+    data, text = heading(found)
+    verdict, frame = found.shown_verdict(), found.frame()
+    seconds = frame[frame["metric"] == "seconds"].groupby("phase", sort=False)["value"]
+    times = plain_rows(seconds.agg(["count", *SPREAD]).reset_index())
+    fault = {"fault": found.fault} if found.fault else {}
+    text = "\n".join([text, named_values({**found.config, **fault}), "", repr(verdict)])
+    if times:
+        cells = [[row["phase"], str(row["count"]), *(f"{1e3 * row[name]:.3f}" for name in SPREAD)] for row in times]
+        text += "\n\n" + columns([["phase", "n", *(f"{name} ms" for name in SPREAD)], *cells])
+    own = summary_of(frame) if found.own else frame.head(0)
+    if len(own):
+        cells = [[f"{x:.6g}" if isinstance(x, float) else str(x) for x in row] for row in own.to_numpy().tolist()]
+        text += "\n\nown numbers, over all ranks:\n" + columns([list(own.columns), *cells])
+    return Answer({**data, "verdict": verdict.to_json(), "times": times, "own": plain_rows(own)}, text)
+
+
+def compare(args: argparse.Namespace) -> Answer:
+    from kit.results.comparison import UNITS, answers_changed, changed, compact, settings, sizes
+    from kit.results.exports import readable
+    from kit.results.marks import MARKS
+
+    found = load_all(args.dirs)
+    base, *others = found
+    table = results.compare(found)
+    apart = settings(found)
+    alike = "lab" not in apart
+    lines = [f"against {base.id}"]
+    warnings = [] if alike else [f"these are runs of different labs: {', '.join(map(str, apart['lab']))}"]
+    if alike and (names := sizes(apart)):
+        warnings.append(f"these runs differ in size ({', '.join(names)}): their times and memory cannot be compared")
+    warnings += [f"{one.id}: {note}" for one in found for note in one.notes]
+    warnings += [f"{one.id}: there are no records" for one in found if one.frame().empty]
+    lines += [f"warning: {text}" for text in warnings]
+    lines += [f"{name}: {' / '.join(map(spelled, values))}" for name, values in apart.items() if alike]
+    data: dict[str, Any] = {"base": base.id, "settings": apart, "warnings": warnings, "runs": []}
+    moved = changed(table)
+    for other in others:
+        answers = answers_changed(base, other)
+        words = [[MARKS[row.passed].word if row else "not asked" for row in rows] for _, *rows in answers]
+        verdicts = [{"check": name, "base": was, "run": now, "why": rows[1].why if rows[1] else ""}
+                    for (name, *rows), (was, now) in zip(answers, words, strict=True)]  # fmt: skip
+        rows = moved[moved["run"] == other.id]
+        count, differ = results.outcomes(base, other) if alike else (0, 0)
+        data["runs"].append(
+            {"run": other.id, "verdicts": verdicts, "outcomes": count, "differ": differ, "changed": plain_rows(rows)}
+        )
+        lines.append(f"\n{other.id}\n{len(verdicts)} checks changed" if verdicts else f"\n{other.id}\nno check changed")
+        if verdicts:
+            lines.append(
+                columns([[f"{row['base']} -> {row['run']}", row["check"], row["why"]] for row in verdicts], width=WIDTH)
+            )
+        if count:
+            lines.append(f"{count} losses, gradient norms and digests, {differ} of them not exactly the same")
+        lines.append(f"{len(rows)} numbers changed by more than the spread" + (", the most first" if len(rows) else ""))
+        if len(rows):
+            cells = readable(compact(rows.head(COMPARED_ROWS)), {name: UNITS[name] for name in ("base", "value")})
+            lines.append(columns([cells.columns.tolist(), *cells.to_numpy().tolist()], width=WIDTH))
+        if len(rows) > COMPARED_ROWS:
+            lines.append(f"... and {len(rows) - COMPARED_ROWS} that changed less: kit export DIR DIR --table compare")
+    return Answer(data, "\n".join(lines))
+
+
+def load(word: str) -> Run:
+    """The run that a word means, or the newest."""
+    from kit.results.run import find_run
+
+    return kit.load(find_run(word))
+
+
+def load_all(words: Sequence[str]) -> list[Run]:
+    """Runs by their folders or ids; the newest where there is no word; all runs of a sweep."""
+    from kit.results.run import find_run
+    from kit.sweeps import runs_of
+
+    return [kit.load(path) for word in words or [""] for path in runs_of(find_run(word))]
+
+
+# -- files -----------------------------------------------------------------------------------------------------------------
+
+
+def export(args: argparse.Namespace) -> Answer:
+    from kit.view.named import save_table
+
+    return written(lambda: save_table(load_all(args.dirs), args.table, args.to))
+
+
+def trace(args: argparse.Namespace) -> Answer:
+    return written(lambda: results.write_trace(load(args.dir), args.to))
+
+
+def report(args: argparse.Namespace) -> Answer:
+    from kit.view.report import write_report
+
+    return written(lambda: write_report(load_all(args.dirs), args.to))
+
+
+def notebook(args: argparse.Namespace) -> Answer:
+    from kit.view.notebooks import copy_all, on_terminal, run_notebook
+
+    if (args.name is None) == (args.copy is None):
+        raise BadInput("name a notebook to run, such as 01, or a folder for copies with --copy DIR")
+    if args.copy is not None:
+        copied = copy_all(args.copy)
+        return Answer({"folder": str(copied)}, str(copied))
+    tell = on_terminal if sys.stderr.isatty() else None
+    path = run_notebook(args.name, dict(args.given), args.to, tell=tell)
+    return Answer({"file": str(path)}, str(path))
+
+
+def written(write: Callable[[], Path]) -> Answer:
+    """Write and say where. A place that cannot be written is bad input: no run broke."""
+    try:
+        path = write()
+    except KitError as error:
+        raise BadInput(str(error)) from error
+    return Answer({"file": str(path)}, str(path))
+
+
+# -- the machine -----------------------------------------------------------------------------------------------------------
+
+
+def doctor(args: argparse.Namespace) -> Answer:
     from kit import doctor as room
 
     began = time.monotonic()
@@ -147,165 +658,11 @@ def doctor(args: argparse.Namespace) -> int:
     elif args.deep:
         from kit.preflight.run import deep
 
-        to = sys.stderr if args.json else sys.stdout
-        found["deep"], status = deep(found, lambda line: print(line, file=to, flush=True), began)
-    if args.json:
-        print(json.dumps(found, indent=1))
-    return status
+        found["deep"], status = deep(found, lambda line: print(line, flush=True), began)
+    return Answer(found, status=status)
 
 
-def labs(_: argparse.Namespace) -> int:
-    from kit.labs.discover import discover
-
-    found, broken = discover()
-    lines = {name: lab.summary for name, lab in found.items()} | broken
-    print_columns([[name, text] for name, text in lines.items()])
-    return 0
-
-
-def run(args: argparse.Namespace) -> int:
-    from kit.labs.configure import from_text
-    from kit.labs.discover import find
-    from kit.public import prepare
-    from kit.results.run import memory_snapshots
-
-    given: dict[str, str] = {}
-    for pair in args.set:
-        key, equals, value = pair.partition("=")
-        if not (key and equals):
-            raise BadInput(f"--set takes KEY=VALUE, not {pair!r}")
-        if key in given:
-            raise BadInput(f"--set {key} is given twice, {given[key]!r} and {value!r}: take one")
-        given[key] = value
-    tolerances = results.load_tolerances(args.tolerances) if args.tolerances else None
-    if len(args.fault) > 1:
-        raise BadInput(f"one fault at a time, not {' and '.join(args.fault)}: two would hide each other")
-    config = from_text(find(args.lab), given)
-    with prepare(args.lab, config, fault=next(iter(args.fault), None), out=args.out, tolerances=tolerances) as lab:
-        verdict, error, status = None, None, 3
-        try:
-            lab.run()
-            verdict = results.read_verdict(lab.dir / "verdict.json")
-            status = results.exit_code(verdict)
-        except BadInput:  # only the ranks could tell: nothing was measured
-            raise
-        except KitError as broke:
-            error = str(broke)
-            print(f"kit: the run broke: {error}", file=sys.stderr)
-        except KeyboardInterrupt:
-            status, error = 130, "interrupted"
-            print("kit: interrupted; the ranks are ended", file=sys.stderr)
-    if verdict is None and (lab.dir / "verdict.json").exists():  # as far as the records go
-        verdict = results.read_verdict(lab.dir / "verdict.json")
-    if verdict is not None:
-        print(verdict)
-    to = sys.stderr if args.json else sys.stdout
-    print(f"the run is in {lab.dir}", file=to)
-    if snapshots := memory_snapshots(kit.load(lab.dir)):
-        print(f"memory snapshots: {snapshots}", file=to)
-    if args.json:
-        rows = verdict.to_json() if verdict is not None else None
-        state = "failed" if error else "finished"
-        print(json.dumps({"run": str(lab.dir), "status": state, "error": error, "verdict": rows, "exit": status}))
-    return status
-
-
-def check(args: argparse.Namespace) -> int:
-    from kit.labs.discover import find
-
-    folder = args.dir or next(iter(results.list_runs(results.runs_dir())), None)
-    if folder is None:
-        raise BadInput(f"there is no run in {results.runs_dir()}; name a folder")
-    found = results.load(folder, checks=lambda _: find(args.lab).all_checks()) if args.lab else kit.load(folder)
-    print(found)
-    for note in found.notes:
-        print(f"note: {note}")
-    verdict = found.verdict()
-    print(f"\n{verdict}")
-    return 3 if found.status == "failed" else results.exit_code(verdict)
-
-
-def show(args: argparse.Namespace) -> int:
-    from kit.results.run import memory_snapshots
-
-    found = kit.load(args.dir)
-    print(found)
-    fault = {"fault": found.fault} if found.fault else {}
-    print(" ".join(f"{name}={value}" for name, value in {**found.config, **fault}.items()))
-    for note in found.notes:
-        print(f"note: {note}")
-    if snapshots := memory_snapshots(found):
-        print(f"memory snapshots: {snapshots}")
-    stored = found.dir / "verdict.json"
-    print(f"\n{results.read_verdict(stored) if stored.exists() else found.verdict()}\n")
-    frame = found.frame()
-    times = frame[frame["metric"] == "seconds"].groupby("phase", sort=False)["value"]
-    if len(times):
-        table = times.agg(["count", "median", "min", "max"])
-        numbers = zip(table.index, table.to_numpy().tolist(), strict=True)
-        rows = [
-            [str(phase), f"{n:.0f}", *(f"{1e3 * seconds:.3f}" for seconds in spread)] for phase, (n, *spread) in numbers
-        ]
-        print_columns([["phase", "n", "median ms", "min ms", "max ms"], *rows])
-    return 0
-
-
-def compare(args: argparse.Namespace) -> int:
-    from kit.results.comparison import settings
-    from kit.results.frames import without_empty
-
-    runs = [kit.load(path) for path in args.dirs]
-    labs = list(dict.fromkeys(run.lab for run in runs))
-    if len(labs) > 1:
-        print(f"note: these are runs of different labs: {', '.join(labs)}")
-    elif apart := settings(runs):
-        print("; ".join(f"{name}: {' / '.join(map(str, values))}" for name, values in apart.items()))
-    table = results.compare(runs)
-    same = ["base_run", "run"] if len(runs) == 2 else ["base_run"]
-    print(", ".join(f"{name} {table[name].iloc[0]}" for name in same if len(table)))
-    for other in runs[1:]:
-        count, differ = results.outcomes(runs[0], other)
-        if count and other.lab == runs[0].lab:
-            print(f"{other.id}: {count} losses, gradient norms and digests, {differ} of them not exactly the same")
-    print(without_empty(table.drop(columns=same)).head(COMPARED_ROWS).to_string(index=False))
-    if len(table) > COMPARED_ROWS:
-        print(f"... and {len(table) - COMPARED_ROWS} rows that changed less")
-    return 0
-
-
-def export(args: argparse.Namespace) -> int:
-    return save(lambda: kit.load(args.dir).save(args.to))
-
-
-def trace(args: argparse.Namespace) -> int:
-    return save(lambda: results.write_trace(kit.load(args.dir), args.to))
-
-
-def report(args: argparse.Namespace) -> int:
-    from kit.view.report import write_report
-
-    runs = [kit.load(path) for path in args.dirs]
-    return save(lambda: write_report(runs, args.to))
-
-
-def notebook(args: argparse.Namespace) -> int:
-    from kit.view.notebooks import on_terminal, run_notebook
-
-    tell = on_terminal if sys.stderr.isatty() else None
-    print(run_notebook(args.name, dict(args.given), args.to, tell=tell))
-    return 0
-
-
-def save(write: Callable[[], Path]) -> int:
-    """Write and tell where. A place that cannot be written was a bad one to name: no run broke."""
-    try:
-        print(write())
-    except KitError as error:
-        raise BadInput(str(error)) from error
-    return 0
-
-
-def faults(args: argparse.Namespace) -> int:
+def faults(args: argparse.Namespace) -> Answer:
     from kit.labs.discover import discover, find
 
     rows = [
@@ -321,60 +678,66 @@ def faults(args: argparse.Namespace) -> int:
         for lab in ([find(args.lab)] if args.lab else discover().labs.values())
         for fault in lab.faults
     ]
-    if args.json:
-        print(json.dumps(rows, indent=1))
-    else:
-        cells = [[str(row[key]) for key in ("lab", "name", "check", "exit", "breaks")] for row in rows]
-        print_columns([["lab", "fault", "caught by", "exit", "what breaks"], *cells])
-    return 0
+    cells = [[str(row[key]) for key in ("lab", "name", "check", "exit", "breaks")] for row in rows]
+    return Answer(rows, columns([["lab", "fault", "caught by", "exit", "what breaks"], *cells]))
 
 
-def bench(args: argparse.Namespace) -> int:
+def bench(args: argparse.Namespace) -> Answer:
+    from kit.labs.discover import hint
+
     names = benches()
     if args.name not in names:
-        raise BadInput(f"there is no bench {args.name!r}; allowed are: {', '.join(names) or 'none'}")
+        raise BadInput(f"there is no bench {args.name!r}; {hint(args.name, names)}")
     room = import_module("kit.bench.session")
     out = args.out or room.new_file(args.name, results.runs_dir())
-    given = {"quick": args.quick, "as_json": args.json, "only": args.part, "device": args.device}
-    status: int = room.conduct(args.name, out=out, **given)
+    status = room.conduct(args.name, out=out, quick=args.quick, only=args.part, device=args.device)
     print(f"the rows are in {out}", file=sys.stderr)
-    return status
+    return Answer(room.read_rows(out), status=status)
 
 
-def reference(args: argparse.Namespace) -> int:
+def reference(args: argparse.Namespace) -> Answer:
     if args.out is None and not args.plan:
         raise BadInput("name a folder for the reference: --out DIR")
     room = import_module("kit.bench.reference")
     asked = {"device": args.device, "assumed": args.assumed, "minutes": args.minutes}
-    status: int = room.plan(args.out, **asked) if args.plan else room.make(args.out, pack=args.pack, **asked)
-    return status
+    status = room.plan(args.out, **asked) if args.plan else room.make(args.out, pack=args.pack, **asked)
+    return Answer({"out": str(args.out) if args.out else None, "exit": status}, status=status)
 
 
-def benches() -> list[str]:
-    """The modules in kit/bench that have `parts`, without importing any."""
-    home = Path(__file__).with_name("bench")
-    found = [
-        (info.name, home / (f"{info.name}/__init__.py" if info.ispkg else f"{info.name}.py"))
-        for info in pkgutil.iter_modules([str(home)])
-    ]
-    return [name for name, path in found if "\ndef parts(" in path.read_text()]
+def clean(args: argparse.Namespace) -> Answer:
+    from kit.doctor import clean
+
+    return Answer(clean(dry_run=args.dry_run, yes=args.yes))
 
 
-def clean(_: argparse.Namespace) -> int:
-    from kit.doctor import since
-    from kit.world import leftovers
-
-    ended, removed = leftovers.clean()
-    for one in ended:
-        print(f"ended pid {one.pid}, started {since(one.started)}: {one.command}")
-    for folder in removed:
-        print(f"removed {folder}")
-    if not ended and not removed:
-        print("nothing was left behind")
-    return 0
+# -- tables on a terminal --------------------------------------------------------------------------------------------------
 
 
-def print_columns(rows: list[list[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+def columns(rows: Iterable[Iterable[str]], width: int = 0) -> str:
+    """Cells under each other; the widest columns but the first are cut until a line fits `width`."""
+    table = [[" ".join(cell.split()) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    while width and sum(widths) + 2 * (len(widths) - 1) > width:
+        widths[widths.index(max(widths[1:]), 1)] -= 1
+    cut = (
+        [cell if len(cell) <= most else f"{cell[: most - 1]}…" for cell, most in zip(row, widths, strict=True)]
+        for row in table
+    )
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cut)
+
+
+def named_values(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={spelled(value)}" for name, value in values.items())
+
+
+def spelled(value: object) -> str:
+    """As --set takes it."""
+    from kit.results.files import to_json
+
+    return value if isinstance(value, str) else to_json(value)
+
+
+def plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    from kit.results.exports import plain
+
+    return plain(frame)

@@ -116,6 +116,7 @@ def ask_interpreters(problems: list[str]) -> tuple[list[Found], Found | None]:
             "path": one.path,
             "where": one.where,
             "verdict": one.verdict(),
+            "fit": one.torch and one.megatron,
             "chosen": chosen is not None and one.path == chosen.path,
         }
         for one in interpreter.search()
@@ -193,7 +194,8 @@ def rows(found: Found) -> list[tuple[str, str]]:
     table = [("python", f"{found['python']['version']}  {found['python']['path']}")]
     for one in found["interpreters"]:
         mark = "->" if one["chosen"] else "  "
-        table.append(("ranks use", f"{mark} {one['path']} ({one['where']}): {one['verdict']}"))
+        use = f"; to use it: export KIT_PYTHON={one['path']}" if one["fit"] and not one["chosen"] else ""
+        table.append(("ranks use", f"{mark} {one['path']} ({one['where']}): {one['verdict']}{use}"))
     if ranks is not None and "python" in ranks:
         table.append(("versions", f"Python {ranks['python']}, torch {ranks['torch']}, numpy {ranks['numpy']}"))
         table.append(
@@ -221,13 +223,47 @@ def rows(found: Found) -> list[tuple[str, str]]:
         )
     )
     left = [
-        f"pid {one['pid']}, started {one['since']}: {one['command']}  (`kit clean` ends it)"
+        f"pid {one['pid']}, started {one['since']}: {one['command']}  ({ENDED if one['sure'] else NOT_ENDED})"
         for one in found["leftovers"]
     ]
     table += [("leftovers", text) for text in left or ["none"]]
     state = {True: "with changes", False: "clean", None: "unknown state"}[git["dirty"]]
     table.append(("git", f"{git['commit'][:12]}, {state}" if git["commit"] else f"none: {git['why']}"))
     return table
+
+
+ENDED = "`kit clean` ends it"
+NOT_ENDED = "may only have inherited KIT_WORLD: `kit clean` leaves it; `kill` it if it is yours"
+
+
+def clean(*, dry_run: bool, yes: bool) -> Found:
+    """List what earlier Worlds left behind and, if asked to, end and remove it."""
+    found = leftovers.find()
+    sure = [one for one in found if one.sure]
+    folders = leftovers.dead_folders(one for one in found if not one.sure)
+    for one in found:
+        print(f"pid {one.pid}, started {since(one.started)}: {one.command}  ({ENDED if one.sure else NOT_ENDED})")
+    for folder in folders:
+        print(f"folder {folder}")
+    listed = {"found": [one.to_json() for one in found], "folders": [str(folder) for folder in folders]}
+    asked = f"End {len(sure)} processes and remove {len(folders)} folders?"
+    ends = bool(sure or folders) and not dry_run and (yes or agrees(asked))
+    if not sure and not folders:
+        print("nothing to end or remove")
+    elif ends:
+        print(f"ended {len(sure)} processes, removed {len(leftovers.end(sure))} folders")
+    else:
+        print("nothing was ended or removed")
+    return {**listed, "ended": [one.pid for one in sure] if ends else []}
+
+
+def agrees(question: str) -> bool:
+    """Whether the person at the terminal answers yes."""
+    if not sys.stdin.isatty():
+        raise BadInput(
+            "kit clean asks before it ends anything, which needs a terminal; use --yes, or --dry-run for the list"
+        )
+    return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
 
 
 def gpus(gpu: Found) -> list[str]:

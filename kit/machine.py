@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import stat
 import subprocess
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MARK = "KIT_WORLD"  # in the environment of every process of a World: its id, the notebook's pid and start time
+MARK = "KIT_WORLD"  # in the environment of every process of a World: see kit.world.leftovers
 
 # -- processes -----------------------------------------------------------------------------------------------------------
 
@@ -69,7 +71,7 @@ def command(pid: int) -> str:
 
 
 def marked(pid: int | str) -> str | None:
-    """The `MARK` that a process carries: `id:pid:start time`. None without one, or where its environment cannot be read."""
+    """The `MARK` that a process carries: `id@namespace:pid:start time`. None without one, or where its environment cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             name, _, value = entry.partition(b"=")
@@ -100,6 +102,12 @@ def files_of(pid: int) -> str:
     folder = f"/proc/{pid}/fd"
     links = [os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)]  # noqa: PTH115, PTH208 - as above
     return "\n".join([Path(f"/proc/{pid}/maps").read_text(errors="replace"), *links, ""])
+
+
+def namespace() -> str:
+    """A name of this boot of this machine and of the pid namespace: only within it does a pid mean the same process."""
+    space = Path("/proc/self/ns/pid")
+    return f"{zlib.crc32(f'{boot_id()}{space.readlink() if space.is_symlink() else None}'.encode()):08x}"
 
 
 def boot_id() -> str:
@@ -240,6 +248,19 @@ def cgroup_limit(controller: str, proc: Path = Path("/proc/self")) -> Limit:
         return Limit(None, None, version)
     _, maximum, used = min(levels, key=lambda level: level[1] - level[2])
     return Limit(maximum, used, version)
+
+
+def user_limit() -> Limit:
+    """The limit on this user's processes and threads (`ulimit -u`), which does not bind root, and how many there are."""
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if most == resource.RLIM_INFINITY or os.geteuid() == 0:
+        return Limit(None, None, None)
+    used = 0
+    for pid in pids():
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{pid}").st_uid == os.getuid():  # noqa: PTH116 - as above
+                used += len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 - as above
+    return Limit(most, used, None)
 
 
 def cgroup_limits(proc: Path = Path("/proc/self")) -> dict[str, int | None]:

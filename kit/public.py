@@ -15,6 +15,7 @@ from kit.labs.discover import checks_of, find
 from kit.labs.lab import Lab
 from kit.results import Run, runs_dir
 from kit.results import load as load_run
+from kit.results.run import find_run
 from kit.view.progress import Progress
 from kit.world.pending import Pending, wait
 
@@ -143,8 +144,8 @@ def panel_of(lab: Lab) -> Panel:
 
 
 def load(path: str | os.PathLike[str]) -> Run:
-    """A run from disk, complete or partial."""
-    return load_run(Path(path), checks=checks_of, plotter=plot)
+    """A run from disk, complete or partial: its folder, or its id where it is among the runs."""
+    return load_run(find_run(Path(path)), checks=checks_of, plotter=plot)
 
 
 def plot(run: Run, name: str = "overview", **options: Any) -> object:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +16,10 @@ import pytest
 
 import kit
 from kit import machine
+from kit.cli import main, parse, parser
 from kit.labs.discover import discover
+from kit.results import Record, Verdict, VerdictRow, create_run
+from kit.world import leftovers
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOW = '''
@@ -66,8 +71,9 @@ class Cli:
         return err
 
     def json(self, *words: object, status: int = 0) -> Any:
+        """stdout is one JSON value and nothing else."""
         out, _ = self(*words, "--json", status=status)
-        return json.loads(out.splitlines()[-1])
+        return json.loads(out)
 
 
 @pytest.fixture
@@ -77,26 +83,87 @@ def cli(tmp_path: Path) -> Cli:
 
 def test_help(cli: Cli) -> None:
     out, _ = cli("--help")
-    commands = (
-        "doctor",
-        "labs",
-        "run",
-        "show",
-        "compare",
-        "export",
-        "trace",
-        "report",
-        "notebook",
-        "faults",
-        "bench",
-        "reference",
-        "clean",
-    )
-    for command in commands:
+    for command in COMMANDS:
         assert f"\n    {command} " in out
     assert "3 the run broke" in out
     cli(status=2)
-    cli("dance", status=2)
+
+
+def commands() -> dict[str, Any]:
+    (found,) = [action for action in parser()._actions if isinstance(action.choices, dict)]
+    return found.choices
+
+
+COMMANDS = commands()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_json_examples_that_parse_and_help_for_all(name: str) -> None:
+    made = COMMANDS[name]
+    assert all(action.help for action in made._actions)
+    assert "--json" in made.format_usage()
+    examples = re.findall(r"^  kit (.*)$", made.epilog, re.MULTILINE)
+    assert examples
+    for example in examples:
+        assert parse(shlex.split(example)).parser.prog == f"kit {name}"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("zzz", "there is no command 'zzz'; allowed are: bench, check,"),
+        ("rum smoke", "there is no command 'rum'; did you mean 'run'?"),
+        ("run smoke --cycles 5", "`kit run` does not take --cycles; did you mean --set cycles=5?"),
+        ("run smoke --timeout-s=5", "`kit run` does not take --timeout-s=5; did you mean --set timeout_s=5?"),
+        ("run smoke --falt x", "did you mean '--fault'?"),
+        ("show --jsn", "`kit show` does not take --jsn; did you mean '--json'?"),
+        ("show a b", "`kit show` does not take b;"),
+        ("export", "the following arguments are required: --to (see `kit export --help`)"),
+        ("run smoke --repeat x", "argument --repeat: invalid int value: 'x' (see `kit run --help`)"),
+        ("bench wordl", "there is no bench 'wordl'; did you mean 'world'?"),
+        ("bench world --device gpu", "there is no --device 'gpu'; did you mean 'cpu'? allowed are: auto, cpu, cuda"),
+    ],
+)
+def test_typos_get_a_hint(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(words)) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert sentence in err
+
+
+def test_with_json_bad_input_is_json_too(cli: Cli) -> None:
+    assert cli.json("show", "nowhere", status=2).keys() == {"error"}
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("kit comp", {"compare "}),
+        ("kit run smoke --set cy", {"cycles="}),
+        ("kit show mine", {"mine "}),
+    ],
+)
+def test_a_shell_completes(cli: Cli, line: str, found: set[str]) -> None:
+    (cli.runs / "mine").mkdir(parents=True)
+    (cli.runs / "mine" / "run.json").touch()
+    to = cli.folder / "completions"
+    cli.env |= {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    cli.env |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(to)}
+    subprocess.run([sys.executable, "-m", "kit"], cwd=cli.folder, env=cli.env, check=False, timeout=60)
+    assert set(to.read_text().split("\n")) == found
+
+
+def test_the_settings_of_a_lab(cli: Cli) -> None:
+    told = cli.json("labs", "split")
+    rows = {row["name"]: row for row in told["settings"]}
+    assert rows["chunks"]["default"] == [1, 2, 5]
+    assert (rows["ranks"]["low"], rows["ranks"]["high"]) == (1, 4096)
+    assert rows["level"]["choices"] == ["tokens", "sequences", "both"]
+    assert all(row["help"] for row in rows.values())
+    lines = cli("labs", "split")[0].splitlines()
+    assert re.match(r"timeout_s +120.0 +a number from 0.1 to 86400 s +time limit of a phase", lines[3])
+    assert "did you mean 'split'" in cli.sentence("labs", "splt")
+    assert [row["lab"] for row in cli.json("labs")] == list(discover().labs)
 
 
 def test_labs_and_faults(cli: Cli) -> None:
@@ -118,10 +185,15 @@ def test_a_run_and_what_is_made_of_it(cli: Cli, tmp_path: Path) -> None:
     assert (said["run"], said["status"], said["exit"], said["error"]) == (str(tmp_path / "one"), "finished", 0, None)
     assert said["verdict"] == json.loads((tmp_path / "one" / "verdict.json").read_text())
     more = ("--set", "groups=1", "--set", "memory_snapshot=true")
-    out, err = cli("run", "smoke", "--set", "cycles=2", *more, "--out", tmp_path / "two")
+    more = (*more, "--junit", tmp_path / "junit" / "two.xml")
+    out, err = cli("run", "smoke", "--like", tmp_path / "one", *more, "--out", tmp_path / "two")
     assert "0 failed" in out
     assert "\nmemory snapshots: " in out  # or why there are none
-    assert err == ""  # nobody watches: no progress
+    assert err == f"JUnit: {tmp_path}/junit/two.xml\n"  # nobody watches: no progress
+    assert 'failures="0"' in (tmp_path / "junit" / "two.xml").read_text()
+    assert json.loads((tmp_path / "two" / "run.json").read_text())["config"]["cycles"] == 2
+    shown = cli.json("show", tmp_path / "two")
+    assert (shown["id"], shown["config"]["groups"], shown["times"][0]["phase"]) == (shown["id"], 1, "baseline")
     out, _ = cli("show", tmp_path / "one")
     assert "cycles=2" in out
     assert "pass  groups_return_to_baseline" in out
@@ -129,7 +201,25 @@ def test_a_run_and_what_is_made_of_it(cli: Cli, tmp_path: Path) -> None:
     assert "pass  groups_return_to_baseline" in cli("check", tmp_path / "one")[0]
     assert "pass  groups_return_to_baseline" in cli("check", tmp_path / "one", "--lab", "smoke")[0]
     assert "not measured" in cli("check", tmp_path / "one", "--lab", "split")[0]
-    assert "ratio" in cli("compare", tmp_path / "one", tmp_path / "two")[0]
+    out, _ = cli("compare", tmp_path / "one", tmp_path / "two")
+    assert "warning: these runs differ in size (groups)" in out
+    assert "_before" not in out
+    assert max(map(len, out.splitlines())) <= 100
+    assert cli.json("compare", tmp_path / "one", tmp_path / "two")["runs"][0]["changed"][0]["found_in"] == "both"
+    for table, name in (
+        ("verdict", "v.tex"),
+        ("times", "t.md"),
+        ("memory", "m.csv"),
+        ("compare", "c.json"),
+        ("compare", "c.md"),
+    ):
+        cli("export", tmp_path / "one", tmp_path / "two", "--table", table, "--to", tmp_path / "tables" / name)
+    ids = [json.loads((tmp_path / name / "run.json").read_text())["run"] for name in ("one", "two")]
+    assert all(one in (tmp_path / "tables" / "v.tex").read_text() for one in ids)
+    assert "| phase" in (tmp_path / "tables" / "c.md").read_text()
+    assert {row["metric"] for row in json.loads((tmp_path / "tables" / "c.json").read_text())} >= {"seconds", "groups"}
+    assert "did you mean 'verdict'" in cli.sentence("export", tmp_path / "one", "--table", "verdikt", "--to", "x.md")
+    assert "two runs or more, not 1" in cli.sentence("export", tmp_path / "one", "--table", "compare", "--to", "x.md")
     out, _ = cli("export", tmp_path / "one", "--to", tmp_path / "table.csv")
     assert Path(out.strip()).read_text().startswith("run,lab,cycle,phase,rank,metric,value,unit,time,text,ids,start\n")
     assert "no known ending" in cli.sentence("export", tmp_path / "one", "--to", tmp_path / "table.xls")
@@ -140,6 +230,29 @@ def test_a_run_and_what_is_made_of_it(cli: Cli, tmp_path: Path) -> None:
     assert all(json.loads((tmp_path / name / "run.json").read_text())["run"] in page for name in ("one", "two"))
     assert "written as .html" in cli.sentence("report", tmp_path / "one", "--to", tmp_path / "report.pdf")
     assert "there is no run folder" in cli.sentence("report", tmp_path / "three", "--to", tmp_path / "report.html")
+
+
+@pytest.mark.slow
+def test_a_sweep_with_repeats_is_one_folder(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SLOW)
+    (tmp_path / "run.yaml").write_text("cycles: 9\nranks: 1\n")
+    words = ("--config", "run.yaml", "--set", "cycles=1", "--sweep", "groups=1,2", "--repeat", 2, "--junit", "all.xml")
+    said = cli.json("run", "smoke", *words)
+    folder = Path(said["sweep"])
+    assert folder.parent == cli.runs
+    assert [(row["set"], row["repeat"]) for row in said["runs"]] == [
+        ({"groups": 1}, 1), ({"groups": 2}, 1), ({"groups": 1}, 2), ({"groups": 2}, 2),
+    ]  # fmt: skip
+    assert {row["count"] for row in said["spread"]} == {2}
+    assert (tmp_path / "all.xml").read_text().count("<testsuite ") == 4
+    listed = cli.json("runs")
+    assert [Path(row["run"]).name for row in listed] == ["04", "03", "02", "01"]  # newest first
+    assert listed[1]["set"] == {"ranks": 1, "cycles": 1, "groups": 1}
+    assert "cycles=1 groups=1" in cli("runs", folder)[0]
+    assert cli.json("show")["id"] == listed[0]["id"]
+    assert cli.json("show", listed[2]["id"])["run"] == str(folder / "02")
+    assert len(cli.json("compare", folder)["runs"]) == 3
+    assert "holds the runs of a sweep" in cli.sentence("show", folder)
 
 
 @pytest.mark.slow
@@ -205,10 +318,17 @@ def test_bad_input_is_one_sentence(cli: Cli, tmp_path: Path) -> None:
     assert "one fault at a time, not leaked-group and wrong-sum" in cli.sentence(
         "run", "smoke", "--fault", "leaked-group", "--fault", "wrong-sum"
     )
+    assert "--set and --sweep both give ranks" in cli.sentence(
+        "run", "smoke", "--set", "ranks=2", "--sweep", "ranks=1,2"
+    )
+    assert "ranks=0 #1: ranks must be" in cli.sentence("run", "smoke", "--sweep", "ranks=1,0")
+    assert "--repeat must be at least 1" in cli.sentence("run", "smoke", "--repeat", "0")
     assert "no fault 'x'" in cli.sentence("run", "smoke", "--fault", "x")
     assert "there is no run folder" in cli.sentence("show", tmp_path / "nowhere")
     assert "there is no run in" in cli.sentence("check")
     assert "there is no run folder" in cli.sentence("check", tmp_path / "nowhere")
+    assert "there is no run in" in cli.sentence("show")
+    assert cli("runs")[0] == f"there is no run in {cli.runs}\n"
     assert "there is no bench 'x'" in cli.sentence("bench", "x")
     assert "there is no file" in cli.sentence("run", "smoke", "--tolerances", tmp_path / "no.json")
     (tmp_path / "file").touch()
@@ -220,11 +340,9 @@ def test_bad_input_is_one_sentence(cli: Cli, tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_bad_input(cli: Cli, tmp_path: Path) -> None:
     cli("run", "smoke", "--set", "cycles=1", "--out", tmp_path / "run")
     (tmp_path / "table.csv").mkdir()
-    for word, file in (("export", "table.csv"), ("trace", "table.csv"), ("trace", "nowhere/trace.json")):
+    for word, file in (("export", "table.csv"), ("trace", "table.csv")):
         assert f"cannot write {tmp_path / file}" in cli.sentence(word, tmp_path / "run", "--to", tmp_path / file)
-    assert f"there is no folder {tmp_path / 'nowhere'}" in cli.sentence(
-        "trace", tmp_path / "run", "--to", tmp_path / "nowhere/trace.json"
-    )
+    cli("trace", tmp_path / "run", "--to", tmp_path / "made" / "here" / "trace.json")
 
 
 def test_the_version_is_the_packages(cli: Cli) -> None:
@@ -240,19 +358,48 @@ def test_a_fault_of_the_kit_itself_is_no_failed_check(cli: Cli, tmp_path: Path) 
     assert "KeyError: 'gone'" in done.stderr
 
 
+def test_a_comparison_leads_with_verdicts_and_reads_runs_without_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make(name: str, passed: bool, seconds: float) -> Path:
+        writer = create_run(tmp_path, "mine", {"ranks": 2}, {}, out=tmp_path / name)
+        where = {"run": writer.id, "lab": "mine", "phase": "train", "rank": 0, "time": 1.0, "unit": "s"}
+        ids = {"ids": {"tensor": "decoder.layers.0.self_attention.linear_qkv.weight" * 3}}
+        names = ("seconds", "seconds_before", "overhead_seconds")
+        rows = [Record(**where, cycle=cycle, metric=name, value=seconds) for name in names for cycle in (1, 2)]
+        writer.append([*rows, *(Record(**where, cycle=cycle, metric="norm", value=seconds, **ids) for cycle in (1, 2))])
+        writer.write_verdict(Verdict([VerdictRow("memory_comes_back", 1, 1, "B", passed, "because " * 30)]))
+        writer.finish()
+        return writer.dir
+
+    one, two, bare = make("one", True, 1.0), make("two", False, 3.0), make("bare", True, 1.0)
+    (bare / "records.jsonl").unlink()
+    assert main(["compare", str(one), str(two), str(bare)]) == 0
+    out, _ = capsys.readouterr()
+    lines = out.splitlines()
+    verdict = lines.index(next(line for line in lines if line.startswith("pass -> FAIL  memory_comes_back  because")))
+    numbers = lines.index("2 numbers changed by more than the spread, the most first")
+    assert verdict < numbers
+    assert re.match(r"train +seconds +0 +1 s +3 s +3 +2$", lines[numbers + 3])
+    assert not re.search("_before|overhead", out)
+    assert max(map(len, lines)) <= 100
+    assert "there are no records" in out
+    assert "no check changed\n0 numbers changed by more than the spread" in out
+
+
 @pytest.mark.slow
 def test_comparing_runs_of_different_labs_says_so(cli: Cli, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "two")]
     for number, folder in enumerate(folders, start=1):
         cli("run", "smoke", "--set", f"cycles={number}", "--out", folder)
     out, _ = cli("compare", *folders)
-    assert out.splitlines()[0] == "cycles: 1 / 2"
-    assert "note:" not in out
+    assert out.splitlines()[1] == "cycles: 1 / 2"
+    assert "warning:" not in out
     assert "digests" in out
     info = json.loads((folders[1] / "run.json").read_text())
     (folders[1] / "run.json").write_text(json.dumps({**info, "lab": "mine"}))
     out, _ = cli("compare", *folders)
-    assert "note: these are runs of different labs: smoke, mine" in out
+    assert "warning: these are runs of different labs: smoke, mine" in out
     assert "digests" not in out
 
 
@@ -338,12 +485,17 @@ def test_clean_ends_what_a_dead_notebook_left(cli: Cli) -> None:
     """Only what carries the mark of a notebook that is gone; a process of somebody else stays."""
     gone = subprocess.Popen(["true"])
     gone.wait()
-    env = {**os.environ, "KIT_WORLD": f"abc123:{gone.pid}:1"}
-    left = subprocess.Popen(["sleep", "300"], env=env)
+    mark = f"abc123@{machine.namespace()}:{gone.pid}:1"
+    left = subprocess.Popen(["sleep", "300"], env={**os.environ, machine.MARK: mark}, start_new_session=True)
     other = subprocess.Popen(["sleep", "300"])
+    (leftovers.base() / mark).mkdir()
+    (leftovers.base() / mark / leftovers.SESSION).write_text(str(left.pid))
     try:
         assert f"pid {left.pid}, started 20" in cli("doctor")[0]
-        assert f"ended pid {left.pid}, started 20" in cli("clean")[0]
+        assert "use --yes" in cli("clean", status=2)[1]
+        cleaned = cli("clean", "--yes")[0]
+        assert f"pid {left.pid}, started 20" in cleaned
+        assert "ended 1 processes, removed 1 folders" in cleaned
         assert left.wait(timeout=10) == -signal.SIGKILL
         assert other.poll() is None
     finally:

@@ -77,6 +77,17 @@ def test_routing_says_whether_it_was_asked_for_and_what_came_of_it(requested, ef
     assert lines()["torchcomms"] == "not requested; not importable: torchcomms is not installed"
 
 
+def test_other_environments_with_megatron_are_listed_with_the_line_to_use(monkeypatch):
+    both = {"path": "/opt/x/bin/python", "where": "found under /opt", "verdict": "has both", "fit": True}
+    monkeypatch.setattr(
+        doctor, "ask_interpreters", lambda _: ([{**both, "chosen": is_it} for is_it in (True, False)], None)
+    )
+    lines = doctor.told(doctor.examine()).splitlines()
+    said = "/opt/x/bin/python (found under /opt): has both"
+    assert f"ranks use   -> {said}" in lines
+    assert f"ranks use      {said}; to use it: export KIT_PYTHON=/opt/x/bin/python" in lines
+
+
 def test_a_gpu_in_a_line():
     gpu = {"name": "H200", "memory_mib": 143771, "memory_free_mib": 140000, "pcie_gen_max": 5, "pcie_width": 16}
     said = doctor.gpus({"driver": "580.95", "gpus": [gpu]})

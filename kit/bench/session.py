@@ -239,7 +239,6 @@ def conduct(
     sizes: Any = None,
     *,
     quick: bool = False,
-    as_json: bool = False,
     only: Sequence[str] = (),
     device: str = "auto",
     out: Path | None = None,
@@ -265,25 +264,19 @@ def conduct(
         finally:
             session.drop_shared()
             book.end(how)
-    tell(book, as_json=as_json, shown=getattr(module, "table", table))
+    print(told(book, getattr(module, "table", table)))
     if how == "interrupted":
         print(f"interrupted: {len(book.parts)} of {len(parts)} parts were finished", file=sys.stderr)
         return INTERRUPTED
     return 0
 
 
-def tell(book: Book, *, as_json: bool, shown: Callable[[Sequence[Row]], str] = table) -> None:
-    """A table for people, the machine in a line, and with --json one JSON object as the last line."""
-    rows = list(book.rows.values())
-    print(shown(rows))
-    print()
+def told(book: Book, shown: Callable[[Sequence[Row]], str]) -> str:
+    """A table for people, the machine in a line, and where the ranks sat."""
+    lines = [shown(list(book.rows.values())), ""]
     if book.provenance is not None:
-        print(machine(book.provenance))
-    for seat in book.seats:
-        print(f"seats: {seated(seat)}")
-    if as_json:
-        said = {"bench": book.bench, "rows": [one.to_json() for one in rows], "provenance": book.provenance}
-        print(json.dumps({**said, "seats": book.seats, "parts": book.parts}))
+        lines.append(machine(book.provenance))
+    return "\n".join([*lines, *(f"seats: {seated(seat)}" for seat in book.seats)])
 
 
 def perform(session: Session, part: str, work: Callable[[Session], Iterable[Row]]) -> None:

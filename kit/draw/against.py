@@ -14,6 +14,7 @@ from kit.draw.picture import Picture, message
 from kit.draw.style import MARKERS, theme
 from kit.errors import BadInput
 from kit.results import compare
+from kit.results.comparison import NOISE
 from kit.results.frames import labels
 from kit.results.units import amount, counted, samples
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 ROWS = 14
 EVEN = 1.02  # a ratio below it counts as no change
-NOISE = ("_before", "overhead_seconds")  # what the phase before left, and the meter's own time
 
 
 def plot_against(runs: Sequence[Run], *, theme_name: str = "light", table: pd.DataFrame | None = None) -> Picture:

@@ -27,12 +27,12 @@ from kit.draw.axes import (
     step_axis,
     widen,
 )
-from kit.draw.plots import ALL, ROW, Pictures, Plot, Table
+from kit.draw.plots import ALL, Pictures, Plot, Table
 from kit.draw.style import LINES, MARKERS, Theme
-from kit.results.frames import without_empty
+from kit.results.frames import own_numbers, summary_of, without_empty
 from kit.results.marks import MARKS, without_parts, worst_first
 from kit.results.records import rank_name
-from kit.results.units import amount, samples, size_unit, time_unit
+from kit.results.units import ROW, amount, samples, size_unit, time_unit
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -164,6 +164,30 @@ def draw_ranks(ax: Axes, table: pd.DataFrame, theme: Theme, each: str) -> None:
     ax.fill_between(table.index, table.min(axis=1), table.max(axis=1), color=theme.series[0], alpha=0.25, linewidth=0)
     many = f"median and range of {len(table.columns)} {each}s"
     ax.plot(table.index, table.median(axis=1), marker="o", label=many, **style)
+
+
+# -- a job's own numbers ----------------------------------------------------------------------------------------------
+
+
+def own_names(data: RunData) -> list[str]:
+    """The numbers that somebody's own job recorded, those with most values first."""
+    found = own_numbers(data.records)["metric"].value_counts() if data.run.own else None
+    return [] if found is None else [str(name) for name in found.index[:MOST_NUMBERS]]
+
+
+def numbers(scene: Scene) -> None:
+    """Own numbers, such as a loss: over the cycles where each rank has one in each, else in the order of recording."""
+    rows, names = own_numbers(scene.data.records), own_names(scene.data)
+    for ax, name in zip(scene.figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        mine = rows[rows["metric"] == name]
+        once = not mine.duplicated(["rank", "cycle"]).any()
+        table = mine.assign(at=mine["cycle"] if once else mine.groupby("rank").cumcount())
+        draw_ranks(ax, table.pivot_table(index="at", columns="rank", values="value"), scene.theme, each="rank")
+        unit = mine["unit"].iloc[0]
+        ax.set_title(f"{name} [{unit}]" if unit not in ("", "1") else name)
+        ax.set_xlabel("cycle" if once else "record")
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+        ax.legend(loc="best", handletextpad=0.4)
 
 
 # -- time and counts ---------------------------------------------------------------------------------------------------
@@ -339,6 +363,11 @@ def times_table(run: Run) -> pd.DataFrame:
     return found.assign(rank=[rank_name(int(rank), run.roles) for rank in found["rank"]]).rename(columns={"count": "n"})
 
 
+def numbers_table(run: Run) -> pd.DataFrame:
+    """The numbers that somebody's own job recorded."""
+    return summary_of(run.frame())
+
+
 def levels_table(run: Run) -> pd.DataFrame:
     """Memory and counts at the end of each phase, over all ranks and cycles."""
     frame = run.frame()
@@ -347,6 +376,7 @@ def levels_table(run: Run) -> pd.DataFrame:
     return grouped.agg(["median", "min", "max"]).reset_index()
 
 
+MOST_NUMBERS = 4  # side by side in a plot
 SPREAD = {"median": ROW, "min": ROW, "max": ROW}
 GENERAL = Pictures(
     plots={
@@ -357,6 +387,7 @@ GENERAL = Pictures(
             memory,
         ),
         "drift": drift(),
+        "numbers": Plot("Own numbers", lambda data: bool(own_names(data)), lambda *_: 3.0, numbers),
         "times": Plot("Time per phase and rank", measured, lambda *_: 3.4, times),
         "census": Plot(
             "Groups, files, threads",
@@ -374,10 +405,11 @@ GENERAL = Pictures(
             (ALL,),
         ),
     },
-    overview=(("times", "memory"), ("census",), ("timeline",), ("verdict",)),
+    overview=(("numbers",), ("times", "memory"), ("census",), ("timeline",), ("verdict",)),
     tables={
         "times": Table("Time per phase and rank", times_table, "median", dict.fromkeys(("median", "min", "max"), "s")),
-        "levels": Table("Memory and counts per phase", levels_table, units=SPREAD),
+        "numbers": Table("Own numbers", numbers_table, units=dict.fromkeys(("first", "last", "min", "max"), ROW)),
+        "memory": Table("Memory and counts per phase", levels_table, units=SPREAD),
         "records": Table("Every record", records_table),
     },
 )

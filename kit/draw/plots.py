@@ -158,9 +158,6 @@ class Table:
     units: Mapping[str, str] = field(default_factory=dict)
 
 
-ROW = "*"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pictures:
     """What a lab shows of its runs: plots and tables by name, the rows of plots in its overview, and words for the heading.

@@ -12,7 +12,13 @@ from typing import Any
 from kit.errors import BadInput
 from kit.results.marks import BAD, GOOD, MARKS
 
-FONT = {"font.family": "DejaVu Sans", "font.size": 9.0, "svg.fonttype": "path", "svg.hashsalt": "kit"}
+FONT = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.0,
+    "text.parse_math": False,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "kit",
+}
 MARKERS = ("o", "s", "^", "D", "v", "P")
 LINES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 HATCHES = ("", "//", "..", "xx")

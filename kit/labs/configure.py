@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import subprocess
+import typing
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -23,6 +25,7 @@ from kit.world.capacity import check_ranks
 if TYPE_CHECKING:
     from kit.labs.definition import Definition, Fault
     from kit.labs.options import LabConfig
+    from kit.world import World
 
 PROBE = """
 import importlib.util, runpy, sys
@@ -33,18 +36,25 @@ runpy.run_path(sys.argv[2])["load_callable"](sys.argv[3])
 ASK_NCCL2 = "import torch, torch.distributed as dist; print(torch.__version__, hasattr(dist, 'ProcessGroupNCCL2'))"
 
 
-def configure(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -> LabConfig:
-    """The lab's defaults, under what the fault needs, under what was given; checked against this machine too."""
+def configure(
+    lab: Definition, given: Mapping[str, Any], fault: Fault | None, *, world: World | None = None
+) -> LabConfig:
+    """The lab's defaults, under what the fault needs, under what was given; checked against this machine too.
+
+    Code that is named is looked for as the ranks would: those of `world` with its Python and its environment.
+    """
     config = validate(lab, {**(fault.set if fault else {}), **given})
     for _, rule in machine_rules(lab, config, fault):
         rule()
-    ranks_python = interpreter.find(config.python or None).path
+    ranks_python = world.python if world else interpreter.find(config.python or None).path
+    if "megatron.core" in lab.preload:
+        check_megatron(lab.name, ranks_python)
     if config.routing == nccl2.NAME:
         check_nccl2(ranks_python)
     for field in fields(lab.config):
         target = getattr(config, field.name)
         if field.option.target and target != field.default and target not in field.option.names:
-            check_target(field.name, target, ranks_python)
+            check_target(field.name, target, ranks_python, world.env if world else {})
     return config
 
 
@@ -97,6 +107,13 @@ def check_nccl2(python: str) -> None:
         raise BadInput(
             f"routing=nccl2 needs a torch with the backend nccl2, and the ranks' torch {version} has none; use torch or torchcomms"
         )
+
+
+def check_megatron(lab: str, python: str) -> None:
+    if not interpreter.probe(python, "").megatron:
+        others = [one.path for one in interpreter.search() if one.torch and one.megatron]
+        instead = f"use one that has it: export KIT_PYTHON={others[0]}" if others else "install megatron-core there"
+        raise BadInput(f"lab {lab!r} needs megatron.core, which the ranks' Python {python} does not have; {instead}")
 
 
 def check_float32(config: LabConfig, *, driver: bool) -> None:
@@ -179,9 +196,14 @@ def _adapter(config: Any) -> Any:
 
 
 def from_text(lab: Definition, pairs: Mapping[str, str]) -> dict[str, Any]:
-    """Values from the command line: text where the field is text, else JSON, else the text itself for the check to refuse."""
+    """Values from the command line: text where the field is text, else JSON, else the text itself for the check to refuse.
+
+    A list may be written without its brackets."""
     kinds = {field.name: field.kind for field in fields(lab.config)}
-    return {name: text if kinds.get(name) is str else _json_or_text(text) for name, text in pairs.items()}
+    lists = {name for name, kind in kinds.items() if typing.get_origin(kind) is tuple}
+    bare = {name for name, text in pairs.items() if name in lists and not text.startswith("[")}
+    texts = {name: f"[{text}]" if name in bare else text for name, text in pairs.items()}
+    return {name: text if kinds.get(name) is str else _json_or_text(text) for name, text in texts.items()}
 
 
 def check_needed(fault: Fault, config: LabConfig, name: str) -> None:
@@ -217,8 +239,8 @@ def find_fault(lab: Definition, name: str | None) -> Fault | None:
     return faults[name]
 
 
-def check_target(name: str, target: str, python: str) -> None:
-    """Ask the ranks' own interpreter, which may be the only one that has the module."""
+def check_target(name: str, target: str, python: str, env: Mapping[str, str]) -> None:
+    """Ask the ranks' own interpreter, in their environment: it may be the only one that has the module."""
     if not targets.is_target(target):
         raise BadInput(f"{name} must be 'module:attr', not {target!r}")
     agent = Path(interpreter.__file__).with_name("agent.py")
@@ -229,6 +251,7 @@ def check_target(name: str, target: str, python: str) -> None:
             text=True,
             timeout=120,
             check=False,
+            env={**os.environ, **env},
         )
     except subprocess.TimeoutExpired:
         raise BadInput(f"{name}={target}: importing it took {python} more than 120 s") from None

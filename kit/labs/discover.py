@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kit.errors import BadInput
 from kit.labs.definition import Definition
+from kit.target import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,9 +61,10 @@ def find(name: str) -> Definition:
 
 
 def checks_of(name: str) -> Sequence[Check]:
-    """The checks of a lab; none for an unknown lab, such as a run recorded by your own script."""
+    """The checks of a lab; for an unknown lab, such as a run recorded by your own script, those of the observers."""
     lab = discover().labs.get(name)
-    return lab.all_checks() if lab else ()
+    unknown: Sequence[Check] = load("kit.labs.growth:OBSERVED")
+    return lab.all_checks() if lab else unknown
 
 
 def pictures_of(name: str) -> Pictures | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kit.nccl import SHARED_GPU
@@ -316,6 +317,51 @@ def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, least_s:
     return max(found, key=lambda one: one.value or 0.0)
 
 
+def each_observed(
+    ask: Callable[[str], Measure],
+) -> Callable[[pd.DataFrame, Mapping[str, Any]], list[Measured]]:
+    """The same question about each phase that the observers watched: an answer for each."""
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> list[Measured]:
+        found = []
+        for phase in frame[frame["metric"] == "observers_seconds"]["phase"].unique():
+            try:
+                found.append(replace(ask(phase)(frame[frame["phase"] == phase], config), of=phase))
+            except NotMeasured as missing:
+                found.append(Measured(None, str(missing), of=phase))
+        return found
+
+    return measure
+
+
+def observed(config: Mapping[str, Any]) -> bool:
+    """Whether somebody's own job was watched: `rec.phase(..., observe=True)`."""
+    return bool(config.get("observed"))
+
+
+# What can be asked of any job, without a lab.
+OBSERVED = (
+    Check(
+        name="nothing_piles_up",
+        question="Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
+        tolerance="piled_up",
+        limit=0,
+        unit="1",
+        better="<=",
+        measure=each_observed(lambda _: piled_up),
+        when=observed,
+    ),
+    Check(
+        name="memory_slope",
+        question="Does memory stay constant from cycle to cycle?",
+        tolerance="slope_mib",
+        limit=1,
+        unit="MiB/cycle",
+        better="<=",
+        measure=each_observed(slopes),
+        when=observed,
+    ),
+)
 EVERY_LAB = (
     at_most(
         "nothing_piles_up",

@@ -82,7 +82,8 @@ class Lab:
         if world is not None:
             config = {"ranks": world.ranks, **config}
         self.given = dict(config)
-        self.config = configure(definition, config, find_fault(definition, fault))
+        one = world.worlds[0] if isinstance(world, Worlds) else world
+        self.config = configure(definition, config, find_fault(definition, fault), world=one)
         self.roles = definition.roles_of(self.config)
         self._sizes = sizes(self.roles)
         if world is not None:

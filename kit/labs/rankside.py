@@ -21,7 +21,8 @@ from kit import nccl2, routing
 from kit.errors import BadInput
 from kit.measure import Metric, PhaseMeter, provenance, pss
 from kit.measure.memory import History
-from kit.measure.observers.holdings import BYTES, holdings, watch
+from kit.measure.observers.holdings import watch
+from kit.measure.phase import between_phases
 from kit.megatron.config import forced_tf32
 from kit.results.records import Recording, new_row
 from kit.target import load
@@ -182,14 +183,6 @@ def close_step() -> None:
 def publish_all(metrics: Sequence[Metric], when: float) -> None:
     for metric in metrics:
         publish(metric.metric, metric.value, metric.unit, when)
-
-
-def between_phases(device: str) -> list[Metric]:
-    """What this process holds after a phase, and how long it took to look: no part of the phase's own time."""
-    start = time.perf_counter()
-    held = holdings(device)
-    rows = [Metric(name, float(value), "B" if name in BYTES else "1") for name, value in held.items()]
-    return [*rows, Metric("observers_seconds", time.perf_counter() - start, "s")]
 
 
 def snapshot() -> None:

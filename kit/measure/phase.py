@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kit import machine
 from kit.measure.memory import device_memory, host_memory, reset_peaks
 from kit.measure.observers.births import registered
+from kit.measure.observers.holdings import BYTES, holdings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -115,6 +116,14 @@ class PhaseMeter:
         before = {f"{name}_before": value for name, value in self._before.items() if name not in _PEAKS}
         rows = [Metric(name, value, _unit(name)) for name, value in (levels | before).items()]
         return [Metric("seconds", seconds, "s"), *rows]
+
+
+def between_phases(device: str) -> list[Metric]:
+    """What this process holds beside tensors, and how long it took to look: taken outside a phase, of whose time it is no part."""
+    start = time.perf_counter()
+    held = holdings(device)
+    rows = [Metric(name, float(value), "B" if name in BYTES else "1") for name, value in held.items()]
+    return [*rows, Metric("observers_seconds", time.perf_counter() - start, "s")]
 
 
 class Counts(NamedTuple):

@@ -1,7 +1,7 @@
 """The recorder: three lines in anybody's own training script write a Run that every view, check and export understands.
 
-Rank and world size come from the environment (RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK or NODE_RANK: torchrun
-and Ray Train set them), else this is rank 0 of 1. Ranks of one machine append to one records.jsonl, a single write()
+Rank and world size are arguments, or come from the environment (RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK or NODE_RANK:
+torchrun and Ray Train set them), else this is rank 0 of 1. Ranks of one machine append to one records.jsonl, a single write()
 a phase; with several machines each has its own records.node<N>.jsonl. Rank 0 also keeps run.json.
 
 Recording never stops a training: when the disk is full, the recorder warns once, counts the lost records, and reports the
@@ -18,14 +18,17 @@ import os
 import sys
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
+from kit import machine
 from kit.errors import BadInput, KitError
-from kit.measure.phase import Metric, PhaseMeter
+from kit.measure.observers.holdings import watch
+from kit.measure.phase import Metric, PhaseMeter, between_phases, current_device
 from kit.measure.provenance import provenance
-from kit.results.files import loads, write_json
+from kit.results.files import loads, read_json, rewrite_json
 from kit.results.records import SCHEMA, Record, RecordsLost, RecordWriter, checked_ids, utc
 from kit.version import kit_version
 
@@ -34,13 +37,18 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 OUTSIDE = "run"  # the phase of a number recorded outside any
+# The same on all ranks of a launch.
+LAUNCH = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "RAY_JOB_ID")
+CLOCK_S = 2.0  # by how much the start of a process, as the kernel tells it, may be off
 
 
 class Recorder:
     """`rec = Recorder("runs/mine")`, then `with rec.phase("offload", cycle=i): ...` and `rec.record("loss", loss)`.
 
     `rec.event("completed", group=17)` appends an event, `with rec.span("generate", group=17): ...` one that lasted.
-    `config` (JSON-able) is stored in run.json; `device` is as for `PhaseMeter`. Use it from one thread.
+    `config` (JSON-able) is stored in run.json; `device` is as for `PhaseMeter`. Give `rank` and `world_size` where the environment has
+    none, as in a Ray actor. `sinks` also receive each number: objects with W&B's `log(dict, step=cycle)` or TensorBoard's
+    `add_scalar(name, value, cycle)`. Use it from one thread.
     """
 
     def __init__(
@@ -50,15 +58,24 @@ class Recorder:
         lab: str = "own",
         config: Mapping[str, Any] | None = None,
         device: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        sinks: Sequence[Any] = (),
     ) -> None:
         self.dir = Path(dir).resolve()
-        self.rank = _from_environment("RANK", 0)
-        self.world_size = _from_environment("WORLD_SIZE", 1)
+        self.rank = _from_environment("RANK", 0) if rank is None else _whole("rank", rank)
+        self.world_size = _from_environment("WORLD_SIZE", 1) if world_size is None else _whole("world_size", world_size)
+        if not 0 <= self.rank < self.world_size:
+            raise BadInput(f"rank is {self.rank} and world_size {self.world_size}; a rank is from 0 to world_size - 1")
+        if wrong := [sink for sink in sinks if not hasattr(sink, "log") and not hasattr(sink, "add_scalar")]:
+            raise BadInput(f"the sink {wrong[0]!r} has neither log(dict, step=) nor add_scalar(name, value, step)")
+        self._sinks = list(sinks)
         self.lab = lab
         self.lost = 0
         self._device = device
         self._inside: list[tuple[str, int]] = []
         self._closed = False
+        self._watching = False
         self._pid = os.getpid()
         self._last_error = getattr(sys, "last_value", None)
         self._head: dict[str, Any] = {"run": self.dir.name, "lab": lab}
@@ -78,10 +95,18 @@ class Recorder:
         atexit.register(self._at_exit)
 
     @contextmanager
-    def phase(self, name: str, *, cycle: int = 0) -> Iterator[PhaseMeter]:
-        """Measure the block and append its records at once. A block that raises is recorded too, with `failed` 1."""
+    def phase(self, name: str, *, cycle: int = 0, observe: bool = False) -> Iterator[PhaseMeter]:
+        """Measure the block and append its records at once. A block that raises is recorded too, with `failed` 1.
+
+        With `observe` the labs' observers also look, before and after: shared memory, memfds, files, child processes, memory by kind.
+        `kit check DIR` judges whether what an observed phase holds grows from cycle to cycle.
+        """
         self._must_be_open()
         here = str(name), _whole("cycle", cycle)
+        seen: list[Metric] = []
+        if observe:
+            self._watch()
+            seen = [one._replace(metric=f"{one.metric}_before") for one in self._observe()]
         meter = PhaseMeter(self._device)
         failed = [Metric("failed", 1, "1")]
         self._inside.append(here)
@@ -91,7 +116,8 @@ class Recorder:
             failed = []
         finally:
             self._inside.pop()
-            measured = [{**metric._asdict(), "time": meter.ended} for metric in (*meter.metrics, *failed)]
+            seen += self._observe() if observe else []
+            measured = [{**metric._asdict(), "time": meter.ended} for metric in (*meter.metrics, *seen, *failed)]
             self._append(measured, *here)
 
     def record(
@@ -189,12 +215,36 @@ class Recorder:
         if self._closed:
             raise BadInput(f"the recorder of {self.dir} is closed; make a new one with a new folder")
 
+    def _watch(self) -> None:
+        """From the first observed phase on: what came before it is not this job's."""
+        if self._watching:
+            return
+        self._watching = True
+        watch()
+        if self._run is not None:
+            self._run["config"]["observed"] = True  # so that `kit check` asks the observers' checks
+            with suppress(KitError):
+                self._write_run()
+
+    def _observe(self) -> list[Metric]:
+        return between_phases(self._device or current_device())
+
     def _open(self) -> RecordWriter:
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        if self.rank == 0 and (self.dir / "run.json").exists() and not restarted:
+        if (self.dir / "run.json").exists() and not restarted and (self.rank == 0 or self._of_another_launch()):
             raise BadInput(f"{self.dir} already holds a run; give a new folder, or delete that one first")
-        self.dir.mkdir(parents=True, exist_ok=True)
+        self.dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         return RecordWriter(self.dir / _records_name(self.rank, self.world_size))
+
+    def _of_another_launch(self) -> bool:
+        """Whether run.json is of a launch before this one. Under torchrun each has a parent that starts before all of its ranks;
+        elsewhere a run that was over before this process began is another's."""
+        found = read_json(self.dir / "run.json")
+        if found.get("launch") != _launch():
+            return True
+        pid, when = (os.getppid(), "started") if "TORCHELASTIC_RUN_ID" in os.environ else (os.getpid(), "finished")
+        began = machine.start_time(pid)
+        return began is not None and _seconds(found.get(when)) < machine.started_at(began) - CLOCK_S
 
     def _describe(self, config: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -208,10 +258,11 @@ class Recorder:
             "provenance": provenance(),
             "kit": kit_version(),
             "schema": SCHEMA,
+            "launch": _launch(),
         }
 
     def _write_run(self) -> None:
-        write_json(self.dir / "run.json", self._run)
+        rewrite_json(self.dir / "run.json", self._run)
 
     def _one(
         self,
@@ -246,6 +297,23 @@ class Recorder:
             if not self.lost:
                 self._warn(f"{error}; training goes on, lost records are counted")
             self.lost += error.lost
+        if self._sinks:
+            self._pass_on({f"{phase}/{row['metric']}": row["value"] for row in rows if row["value"] is not None}, cycle)
+
+    def _pass_on(self, values: Mapping[str, float], cycle: int) -> None:
+        """To the sinks; one that raises is not asked again, and training goes on."""
+        for sink in [*self._sinks] if values else ():
+            try:
+                if hasattr(sink, "log"):
+                    sink.log(dict(values), step=cycle)
+                else:
+                    for name, value in values.items():
+                        sink.add_scalar(name, value, cycle)
+            except Exception as error:  # noqa: BLE001 - a stranger's logger may raise anything
+                self._sinks.remove(sink)
+                self._warn(
+                    f"the sink {type(sink).__name__} raised {error!r} and gets no more numbers; training goes on"
+                )
 
     def _warn(self, sentence: str) -> None:
         warnings.warn(sentence, RuntimeWarning, stacklevel=2)
@@ -257,6 +325,18 @@ def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"config must be JSON values only: {error}") from error
     return dict(config)
+
+
+def _launch() -> str:
+    """What tells this launch from others, the same on all of its ranks; empty where the environment says nothing."""
+    return " ".join(os.environ[name] for name in LAUNCH if name in os.environ)
+
+
+def _seconds(moment: Any) -> float:
+    """A time of run.json in Unix seconds; infinite where there is none."""
+    with suppress(ValueError, TypeError):
+        return datetime.fromisoformat(moment).timestamp()
+    return math.inf
 
 
 def _whole(what: str, value: SupportsIndex) -> int:

@@ -1,4 +1,4 @@
-"""Runs side by side: each run's medians against the first run's, aligned by phase, rank, metric and ids."""
+"""Runs side by side: each run's verdict, and its medians aligned by phase, rank, metric and ids, against the first run's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
-from kit.results.frames import with_ids
+from kit.results.frames import labels, with_ids
+from kit.results.marks import VerdictRow, without_parts
+from kit.results.units import ROW
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
 
 # The outcome of a job, as the name of a metric or as the id `name`: identical to the last bit in two runs that did the same.
 OUTCOMES = ("loss", "global_loss", "grad_norm", "digest")
+# Ends of the names of metrics that say nothing about a run: what the phase before left, and the meter's own time.
+NOISE = ("_before", "overhead_seconds", "observers_seconds")
+# By how much of itself a measured amount may differ between two runs that did the same: with several readings, and with one.
+EVEN, EVEN_SINGLE = 0.02, 0.25
+MEASURED = ("s", "B", "B/s")  # units of such amounts; all else is counted, and differs or does not
 KEYS = ["phase", "rank", "metric", "ids", "unit"]
 COLUMNS = [
     *KEYS,
@@ -32,6 +39,7 @@ COLUMNS = [
     "spread",
     "found_in",
 ]
+UNITS = dict.fromkeys(("base", "value", "difference", "base_spread", "spread"), ROW)
 
 
 def compare(runs: Sequence[Run]) -> pd.DataFrame:
@@ -61,6 +69,49 @@ def settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
     names = list(dict.fromkeys(name for config in configs for name in config))
     found = {name: [config.get(name) for config in configs] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+
+
+def sizes(apart: Mapping[str, Sequence[Any]]) -> list[str]:
+    """The settings among those that differ which make runs different in size: whole numbers, and those that name a size."""
+    whole = [name for name, values in apart.items() if any(type(value) is int for value in values)]
+    return [
+        name
+        for name in apart
+        if (name in whole and name not in {"cycles", "seed"}) or name in {"size", "dtype", "device"}
+    ]
+
+
+def answers_changed(base: Run, run: Run) -> list[tuple[str, VerdictRow | None, VerdictRow | None]]:
+    """The checks with another answer in `run`: their name and both rows, failures first; None where a run does not ask one."""
+    one, other = ({row.check: row for row in without_parts(each.shown_verdict())} for each in (base, run))
+    found = [(name, one.get(name), other.get(name)) for name in {**one, **other}]
+    found = [(name, was, now) for name, was, now in found if not (was and now and was.passed is now.passed)]
+    return sorted(found, key=lambda row: row[2] is None or row[2].passed is not False)
+
+
+def told(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a comparison that say something about the runs."""
+    return table[~table["metric"].str.endswith(NOISE)]
+
+
+def compact(table: pd.DataFrame) -> pd.DataFrame:
+    """The columns of a comparison that fit a screen, with the ids in the metric's name."""
+    several = ["run"] if table["run"].nunique() > 1 else []
+    return table.assign(metric=labels(table), ratio=table["ratio"].round(3))[
+        [*several, "phase", "metric", "rank", "base", "value", "ratio", "n", "unit"]
+    ]
+
+
+def changed(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a comparison that changed by more than the spread, each metric at the rank where it changed most."""
+    table = told(table)
+    share = [
+        0 if unit not in MEASURED else EVEN if min(counts) > 1 else EVEN_SINGLE
+        for unit, *counts in zip(table["unit"], table["base_n"], table["n"], strict=True)
+    ]
+    noise = (table["base_spread"] + table["spread"]) / 2  # about where both ranges of readings begin to overlap
+    beyond = table["difference"].abs() > noise.clip(lower=table["base"].abs() * share)
+    return table[beyond & (table["found_in"] == "both")].drop_duplicates(["run", "phase", "metric", "ids"])
 
 
 def outcomes(base: Run, run: Run) -> tuple[int, int]:

@@ -13,11 +13,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput, KitError
-from kit.results.records import finite, spell
+from kit.results.records import finite, spell, without_escapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+
+ROOM = f"{' ' * 512}\n"
 
 
 def spelled(value: Any) -> Any:
@@ -35,10 +38,12 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     return json.dumps(spelled(value), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
-def need_folder(target: Path) -> None:
-    """Refuse a path whose folder does not exist."""
-    if not target.parent.is_dir():
-        raise BadInput(f"cannot write {target}: there is no folder {target.parent}")
+def make_folder(folder: Path) -> None:
+    """The one rule for missing folders, wherever a person names a file or a folder: they are made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"cannot make the folder {folder}: {error.strerror}") from error
 
 
 @contextlib.contextmanager
@@ -67,6 +72,18 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, to_json(value, indent=1) + "\n")
 
 
+def rewrite_json(path: Path, value: Any) -> None:
+    """Replace a file, and leave some room in it: on a full disk or in a read-only folder the new text is written over the old."""
+    try:
+        write_text(path, to_json(value, indent=1) + ROOM)
+    except KitError:
+        data = to_json(value).encode(errors="backslashreplace")
+        if not path.is_file() or len(data) > path.stat().st_size:
+            raise
+        with path.open("r+b", buffering=0) as file:
+            file.write(data.ljust(path.stat().st_size))
+
+
 def read_json(path: Path) -> Any:
     """The file's JSON; a file that is missing or damaged is a `BadInput` that names it."""
     try:
@@ -82,8 +99,8 @@ def read_json(path: Path) -> Any:
 
 
 def loads(text: str) -> Any:
-    """JSON in which every number fits into a float."""
-    return json.loads(text, parse_float=finite, parse_int=_whole)
+    """JSON in which every number fits into a float; its texts come without what a terminal would obey."""
+    return without_escapes(json.loads(text, parse_float=finite, parse_int=_whole), text)
 
 
 def _whole(digits: str) -> int:

@@ -59,6 +59,46 @@ def without_empty(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.drop(columns=empty)
 
 
+# What phases measure by themselves; the rest of a job's numbers are its own.
+OF_PHASES = {
+    *(
+        "seconds",
+        "overhead_seconds",
+        "observers_seconds",
+        "failed",
+        "lost_records",
+        "groups",
+        "fds",
+        "sockets",
+        "threads",
+    ),
+    *("rss", "anon_rss", "shared_rss", "peak_rss", "file_rss", "shm_rss", "allocated", "reserved", "peak_allocated"),
+    *(
+        "driver_used",
+        "process_used",
+        "pinned_bytes",
+        "memfds",
+        "shared_maps",
+        "shared_bytes",
+        "shm_files",
+        "temp_files",
+    ),
+    "children",
+}
+
+
+def own_numbers(frame: pd.DataFrame) -> pd.DataFrame:
+    """The numbers that a job recorded itself, such as losses."""
+    own = ~frame["metric"].str.removesuffix("_before").isin(OF_PHASES) & (frame["value"].abs() < math.inf)
+    return frame[own & (frame["rank"] >= 0)]
+
+
+def summary_of(frame: pd.DataFrame) -> pd.DataFrame:
+    """A row for each own number over all ranks: how many there are, the first, the last and the ends."""
+    groups = own_numbers(frame).groupby(["phase", "metric", "unit"], sort=False)["value"]
+    return groups.agg(["count", "first", "last", "min", "max"]).reset_index().rename(columns={"count": "n"})
+
+
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.errors import BadInput
 from kit.results.files import read_json, spelled, write_json
-from kit.results.units import amount
+from kit.results.units import ROW, amount, unit_word
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pandas as pd
 
 GOOD, BAD, FAINT = "#00704f", "#b33a00", "#57606a"  # on a light page
 
@@ -83,6 +85,19 @@ class Verdict(tuple[VerdictRow, ...]):
     def write(self, path: Path) -> None:
         write_json(path, self.to_json())
 
+    def frame(self) -> pd.DataFrame:
+        """The rows as a table, worst first."""
+        import pandas as pd
+
+        rows = [asdict(row) for row in worst_first(self)]
+        return pd.DataFrame(rows, columns=[field.name for field in fields(VerdictRow)]).astype({"measured": "float64"})
+
+    def save(self, path: str | Path) -> Path:
+        """Write the rows to .csv, .parquet, .md, .tex, .html or .json."""
+        from kit.results.exports import export
+
+        return export(self.frame(), {}, path, units=UNITS, title=self.summary())
+
     def __repr__(self) -> str:
         table = [_HEAD, *map(_cells, worst_first(self))]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -99,18 +114,31 @@ class Verdict(tuple[VerdictRow, ...]):
         rows = [[_marked(row), *map(html.escape, _amounts(row))] for row in worst_first(self)]
         return table_html(("", "check", "measured", "limit", "why"), rows, right=(2, 3), caption=self.summary())
 
+    def changes(self, before: Verdict) -> list[str]:
+        """What differs from an earlier verdict of the same records, a sentence for each check."""
+        rows = {row.check: row for row in before}
+        found = []
+        for row in self:
+            old = rows.pop(row.check, None)
+            if old is None:
+                found.append(f"{row.check}: {_in_short(row)}; the stored verdict does not have this check")
+            elif _in_short(old) != _in_short(row):
+                found.append(f"{row.check}: {_in_short(row)}; stored: {_in_short(old)}")
+        return [*found, *(f"{name}: not asked now; stored: {_in_short(old)}" for name, old in rows.items())]
+
     def summary(self) -> str:
         """How many failed, passed and were not measured."""
         return tally(self)
 
 
+UNITS = {"measured": ROW, "limit": ROW}  # of the columns of a verdict's table
 _HEAD = ("", "check", "measured", "limit", "unit", "why")
 
 
 def _cells(row: VerdictRow) -> tuple[str, ...]:
     mark = "-" if row.passed is None else MARKS[row.passed].word
     measured = "-" if row.measured is None else number(row.measured)
-    return mark, row.check, measured, number(row.limit), row.unit, row.why.replace("\n", " ")
+    return mark, row.check, measured, number(row.limit), unit_word(row.unit), row.why.replace("\n", " ")
 
 
 def _marked(row: VerdictRow) -> str:
@@ -121,6 +149,11 @@ def _marked(row: VerdictRow) -> str:
 def _amounts(row: VerdictRow) -> tuple[str, ...]:
     measured = "" if row.measured is None else amount(row.measured, row.unit)
     return row.check, measured, amount(row.limit, row.unit), row.why
+
+
+def _in_short(row: VerdictRow) -> str:
+    measured = "" if row.measured is None else f" at {row.measured!r}"
+    return f"{MARKS[row.passed].word}{measured}, limit {row.limit!r} {row.unit}".rstrip()
 
 
 def number(value: float) -> str:

@@ -14,9 +14,10 @@ from kit.errors import BadInput
 from kit.results.files import read_json
 from kit.results.marks import MARKS, table_html
 from kit.results.units import amount, unit_word
+from kit.version import shipped
 
 MET = {None: "", True: "met", False: "not met"}
-FOLDER = Path(__file__).resolve().parents[2] / "data" / "reference"
+FOLDER = shipped("data/reference")
 
 
 @dataclass(frozen=True, slots=True)

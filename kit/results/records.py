@@ -13,6 +13,7 @@ import json
 import math
 import operator
 import os
+import re
 import time
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -48,6 +49,9 @@ PATTERN = "records*.jsonl"
 MISSING = "records.jsonl is missing: the records of this run are lost"
 WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # how files spell what JSON has no number for
 WHOLE = range(-(2**63), 2**63)  # the whole numbers that a table can hold
+
+# What a terminal would obey: sequences of ANSI (colours, titles), then single control characters but tab and end of line.
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 UNREADABLE = (
     ValueError,
@@ -314,7 +318,21 @@ def _rows(joined: str, count: int) -> list[Any]:
         raise ValueError("some lines are not one object each")
     if "\\" in text and ("\\ud" in text or "\\uD" in text):  # half a character, which no table takes
         rows = json.loads(json.dumps(rows, ensure_ascii=False).encode(errors="replace"))
-    return rows
+    plain: list[Any] = without_escapes(rows, text)
+    return plain
+
+
+def without_escapes(value: Any, text: str) -> Any:
+    """The value of a JSON text without what a terminal would obey; most texts have nothing of the kind."""
+    if "\\u00" not in text and text.isascii() and "\x7f" not in text:
+        return value
+    if isinstance(value, str):
+        return ESCAPES.sub("", value)
+    if isinstance(value, list):
+        return [without_escapes(item, text) for item in value]
+    if isinstance(value, dict):
+        return {ESCAPES.sub("", name): without_escapes(item, text) for name, item in value.items()}
+    return value
 
 
 def _columns(rows: list[Any], *, exact: bool) -> Columns:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import itertools
 import os
 import re
 import secrets
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput, KitError
 from kit.results.exports import export
-from kit.results.files import read_json, write_json
+from kit.results.files import read_json, rewrite_json
 from kit.results.frames import Reader
 from kit.results.marks import Verdict, VerdictRow, read_verdict
 from kit.results.records import PATTERN, SCHEMA, Record, RecordWriter, utc
+from kit.results.units import ROW
 from kit.results.verdict import Answer, Check, again, checked_tolerances, hold, measure, suspect_in
 from kit.version import kit_version
 
@@ -32,6 +34,7 @@ Checks = Callable[[str], Sequence[Check]]
 Plotter = Callable[..., object]  # of a run, a drawing's name, and how it is to look
 Stamp = tuple[tuple[str, int, int], ...]
 
+INDEX = "index.json"  # of a folder that holds the runs of one sweep
 SNAPSHOTS = "memory"  # the folder in a run's folder
 VIEWER = "drop one on https://pytorch.org/memory_viz, which opens it in the browser and uploads nothing"
 NAMED = re.compile(r"(?P<lab>.+)-\d{8}-\d{6}-[0-9a-f]{4}")  # as create_run names them
@@ -71,7 +74,10 @@ class Run:
             raise BadInput(f"there is no run folder {self.dir}")
         try:
             if not path.is_file():
-                raise BadInput(f"{self.dir} is not a run: it has no run.json")
+                sweep = (
+                    "; it holds the runs of a sweep: `kit runs DIR` lists them" if (self.dir / INDEX).is_file() else ""
+                )
+                raise BadInput(f"{self.dir} is not a run: it has no run.json{sweep}")
             stamp = _stamp([path])
         except PermissionError:
             raise BadInput(f"cannot read {path}: Permission denied") from None
@@ -121,6 +127,11 @@ class Run:
         return self.info().get("error")
 
     @property
+    def own(self) -> bool:
+        """Somebody's own job wrote it, with a Recorder."""
+        return self.lab == "own" or "launch" in self.info()
+
+    @property
     def older(self) -> bool:
         """An older kit wrote it and coded texts and ids in the names of metrics."""
         return "schema" not in self.info()
@@ -146,22 +157,25 @@ class Run:
         A run that broke is judged as far as its records go: what they do not reach is not measured.
         """
         checks = self._checks(self.lab) if self._checks else ()
-        if checks:
+        asked = [check for check in checks if check.asked(self.config)]
+        if asked:
             moved = checked_tolerances(tolerances, allowed=[check.tolerance for check in checks])
-            asked = [check for check in checks if check.asked(self.config)]
             verdict = hold(self._measured(asked), self.config, moved)
             return self._with_stored(verdict, asked) if self.older else verdict
         if tolerances:
             raise BadInput(
                 f"lab {self.lab!r} has no checks here, so it takes no tolerances (got {', '.join(tolerances)})"
             )
+        return self.stored_verdict() or Verdict([])
+
+    def stored_verdict(self) -> Verdict | None:
+        """The verdict that the run wrote at its end, if it did."""
         path = self.dir / "verdict.json"
-        return read_verdict(path) if path.exists() else Verdict([])
+        return read_verdict(path) if path.is_file() else None
 
     def _with_stored(self, verdict: Verdict, checks: Sequence[Check]) -> Verdict:
         """The verdict of an older kit's run: checks that find nothing under today's names answer as they did at its end."""
-        path = self.dir / "verdict.json"
-        stored = read_verdict(path) if path.exists() else Verdict([])
+        stored = self.stored_verdict() or Verdict([])
         rows: list[VerdictRow] = []
         for check in checks:
             now, before = (
@@ -188,18 +202,18 @@ class Run:
         own = self.status == "finished" and self.info().get("kit") == kit_version()
         return (self._complete or own) and not self.older
 
+    def shown_verdict(self) -> Verdict:
+        """The verdict as it was given at the run's end; without one, what the checks say of its records now."""
+        return self.stored_verdict() or self.verdict()
+
+    def about(self) -> dict[str, Any]:
+        """What a table of this run comes with: its provenance and its config."""
+        names = ("id", "lab", "config", "fault", "status", "partial", "notes")
+        return {**self.provenance, "run": {name: getattr(self, name) for name in names}}
+
     def save(self, path: str | Path) -> Path:
-        """Export the table to .csv, .parquet, .md, .tex, .html or .json, with its provenance."""
-        about = {
-            "id": self.id,
-            "lab": self.lab,
-            "config": self.config,
-            "fault": self.fault,
-            "status": self.status,
-            "partial": self.partial,
-            "notes": self.notes,
-        }
-        return export(self.frame(), {**self.provenance, "run": about}, path)
+        """Export the records to .csv, .parquet, .md, .tex, .html or .json, with their provenance."""
+        return export(self.frame(), self.about(), path, units={"value": ROW}, title=f"Records of {self.id}")
 
     def plot(self, name: str = "overview", **options: Any) -> object:
         """A picture of the run: all of it, or the drawing of that name. `theme` is light or dark, `tolerances` move its limits."""
@@ -245,9 +259,31 @@ def load(path: str | Path, *, checks: Checks | None = None, plotter: Plotter | N
 
 
 def list_runs(folder: str | Path) -> list[Path]:
-    """The run folders directly inside `folder`, the one whose run.json changed last first."""
-    found = [(path.stat().st_mtime_ns, path.parent) for path in Path(folder).expanduser().glob("*/run.json")]
+    """The run folders inside `folder`, and inside its sweeps, the one whose run.json changed last first."""
+    root = Path(folder).expanduser()
+    files = itertools.chain(
+        root.glob("*/run.json"), *(path.parent.glob("*/run.json") for path in root.glob(f"*/{INDEX}"))
+    )
+    found = [(path.stat().st_mtime_ns, path.parent) for path in files]
     return [parent for _, parent in sorted(found, reverse=True)]
+
+
+def find_run(word: str | Path = "") -> Path:
+    """The folder that a person means: a path, the id of a run among the runs, or, without a word, the newest run."""
+    path, root = Path(word).expanduser(), runs_dir()
+    if word and path.exists():
+        return path
+    runs = list_runs(root)
+    if not word and not runs:
+        raise BadInput(f"there is no run in {root}; name a folder")
+    return next((run for run in runs if not word or str(word) in (run.name, _identity(run))), path)
+
+
+def _identity(folder: Path) -> str:
+    """The id of a run, whatever the name of its folder."""
+    with contextlib.suppress(BadInput):
+        return str(read_json(folder / "run.json").get("run"))
+    return ""
 
 
 def newest_run(folder: str | Path, lab: str) -> Path | None:
@@ -277,6 +313,9 @@ def _checked_info(path: Path, info: object) -> dict[str, Any]:
     for key in ("config", "provenance"):
         if not isinstance(info.get(key), dict | None):
             raise BadInput(f"{path} is damaged: {key} must be a JSON object")
+    for key in ("started", "finished", "fault", "error"):
+        if not isinstance(info.get(key), str | None):
+            raise BadInput(f"{path} is damaged: {key} must be text or null")
     return info
 
 
@@ -292,7 +331,7 @@ class RunWriter:
         self.lab = str(info["lab"])
         self._info = info
         (folder / "logs").mkdir(exist_ok=True)
-        write_json(folder / "run.json", info)
+        rewrite_json(folder / "run.json", info)
         self._records = RecordWriter(folder / "records.jsonl")
 
     def append(self, records: Sequence[Record]) -> None:
@@ -317,7 +356,7 @@ class RunWriter:
 
     def _update(self, **fields: Any) -> None:
         self._info |= fields
-        write_json(self.dir / "run.json", self._info)
+        rewrite_json(self.dir / "run.json", self._info)
 
 
 def create_run(
@@ -329,7 +368,7 @@ def create_run(
     out: str | Path | None = None,
     fault: str | None = None,
 ) -> RunWriter:
-    """Make a run folder, `out` or a new one in `runs_dir`. A folder that cannot be written is a `BadInput`."""
+    """Make a run folder, `out` or a new one in `runs_dir`, for its owner only. A folder that cannot be written is a `BadInput`."""
     stamp = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     folder = None
     while folder is None:
@@ -374,7 +413,7 @@ def _make_folder(folder: Path, *, exist_ok: bool) -> Path | None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if exist_ok and folder.is_dir():
             return folder
-        folder.mkdir()
+        folder.mkdir(mode=0o700)  # records name hosts and settings; a folder that is there keeps its mode
     except FileExistsError as error:
         if folder.is_dir():
             return None

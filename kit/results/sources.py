@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,7 +32,7 @@ class Source(NamedTuple):
 
 def gpu_numbers(frame: pd.DataFrame) -> dict[int, int]:
     """The GPU that each rank works on, where the run recorded it."""
-    rows = frame[frame["metric"] == GPU]
+    rows = frame[(frame["metric"] == GPU) & (frame["value"].abs() < math.inf)]
     return dict(zip(rows["rank"].astype(int), rows["value"].astype(int), strict=True))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
-from kit.results.files import need_folder, to_json, write_text
+from kit.results.files import make_folder, to_json, write_text
 from kit.results.records import rank_name
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def trace(run: Run) -> dict[str, Any]:
 
 def write_trace(run: Run, path: str | Path) -> Path:
     target = Path(path).expanduser()
-    need_folder(target)
+    make_folder(target.parent)
     write_text(target, to_json(trace(run)) + "\n")
     return target
 

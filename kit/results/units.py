@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Set as AbstractSet
 
+ROW = "*"  # of a table's column: the unit that each row's own column `unit` names
+
 
 def amount(value: float | None, unit: str = "") -> str:
     """12.3 ms, 2.0 MiB, 9.5 GB/s, 3; "1" is the unit of a count and is left out. A missing number is "-"."""
@@ -14,7 +16,8 @@ def amount(value: float | None, unit: str = "") -> str:
         return str(value)
     if unit == "s":
         # Compared with 0.99, since what rounds up to a second would read 1e+03 ms.
-        scale, unit = (1.0, "s") if value > 0.99 else (1e3, "ms") if value > 0.99e-3 or value <= 0 else (1e6, "µs")
+        size = abs(value)
+        scale, unit = (1.0, "s") if size > 0.99 else (1e3, "ms") if size > 0.99e-3 or not size else (1e6, "µs")
         return f"{value * scale:.3g} {unit}"
     if unit == "B":
         return f"{value / 2**20:.1f} MiB"

@@ -18,7 +18,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from kit.errors import BadInput, KitError
-from kit.results.files import read_json, write_json
+from kit.results.files import make_folder, read_json, write_json
 from kit.results.marks import Verdict, VerdictRow, number
 from kit.results.records import WORDS
 
@@ -86,7 +86,7 @@ class Check:
             return False
 
     def limit_for(self, config: Mapping[str, Any]) -> float:
-        return float(self.limit(config) if callable(self.limit) else self.limit)
+        return float(self.limit(_Config(config)) if callable(self.limit) else self.limit)
 
     def holds(self, measured: float, limit: float) -> bool:
         if self.better == "<=":
@@ -223,7 +223,7 @@ def _held(answer: Answer, config: Mapping[str, Any], moved: Mapping[str, float])
     limit = moved.get(check.tolerance)
     if limit is None:
         try:
-            limit = check.limit_for(_Config(config))
+            limit = check.limit_for(config)
         except NotMeasured as missing:  # a config of an older kit: neither the limit nor the answer is to be had
             limit, measured = math.nan, Measured(None, str(missing))
     if isinstance(measured, Measured):
@@ -308,4 +308,5 @@ def load_tolerances(path: Path) -> dict[str, float]:
 
 def save_tolerances(path: Path, tolerances: Mapping[str, float]) -> None:
     """The file that `load_tolerances` and `kit run --tolerances` take."""
+    make_folder(path.parent)
     write_json(path, checked_tolerances(tolerances))

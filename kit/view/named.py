@@ -1,16 +1,25 @@
-"""The plots of a run by name: those that every run has, and those of its lab, found through the lab's Definition.
+"""The plots and tables of a run by name: those that every run has, and those of its lab, found through the lab's Definition.
 
 `run.plot("drift")` draws one, `names(run)` lists them, the whole picture first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from kit.draw.general import GENERAL
 from kit.draw.plots import OVERVIEW, Album, read
-from kit.labs.discover import pictures_of
+from kit.errors import BadInput
+from kit.labs.discover import hint, pictures_of
+from kit.results import compare
+from kit.results.comparison import UNITS, compact, told
+from kit.results.exports import PROGRAMS, export
+from kit.results.marks import UNITS as VERDICT_UNITS
+from kit.results.units import ROW
 
 if TYPE_CHECKING:
     from kit.draw.picture import Picture
@@ -27,7 +36,8 @@ def album(run: Run) -> Album:
 def tables(run: Run) -> dict[str, Table]:
     """The tables of a run by name: those that every run has, then its lab's."""
     own = pictures_of(run.lab)
-    return {**GENERAL.tables, **(own.tables if own else {})}
+    general = {name: table for name, table in GENERAL.tables.items() if run.own or name != "numbers"}
+    return {**general, **(own.tables if own else {})}
 
 
 def names(run: Run) -> list[str]:
@@ -40,3 +50,29 @@ def plot(
 ) -> Picture:
     """One plot of a run. `theme` is light or dark; `tolerances` move the limits that are drawn."""
     return album(run).draw(name, theme_name=theme, tolerances=tolerances)
+
+
+def save_table(runs: Sequence[Run], name: str, path: str | Path) -> Path:
+    """Export a table of runs: `verdict`, `compare` (two runs or more), or one of `tables`; of several runs with a column `run`."""
+    known = {**tables(runs[0]), "verdict": None, "compare": None}
+    if name not in known:
+        raise BadInput(f"there is no table {name!r}; {hint(name, list(known))}")
+    about = runs[0].about() if len(runs) == 1 else {"runs": [run.about() for run in runs]}
+    title = f"{name.capitalize()} of {', '.join(run.id for run in runs)}"
+    if name == "compare":
+        table = told(compare(runs))
+        shown = table if Path(path).suffix.lower() in PROGRAMS else compact(table)
+        return export(shown, about, path, units=UNITS, title=title)
+    if name == "records":
+        frames, units = [run.frame() for run in runs], {"value": ROW}
+    elif name == "verdict":
+        frames, units = [run.shown_verdict().frame() for run in runs], VERDICT_UNITS
+    else:
+        made = tables(runs[0])[name]
+        frames, units = [made.make(run) for run in runs], dict(made.units)
+    if len(runs) > 1:
+        frames = [
+            frame.assign(run=run.id)[["run", *frame.columns.drop("run", errors="ignore")]]
+            for frame, run in zip(frames, runs, strict=True)
+        ]
+    return export(pd.concat(frames, ignore_index=True), about, path, units=units, title=title)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -24,11 +25,11 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbformat.v4 import new_code_cell
 from pydantic import TypeAdapter, ValidationError
 
-import kit
 from kit.errors import BadInput, KitError
 from kit.labs.discover import hint
 from kit.results import runs_dir
-from kit.results.files import need_folder, write_text
+from kit.results.files import make_folder, write_text
+from kit.version import shipped
 
 SUFFIXES = (".ipynb", ".html")
 KINDS = {kind.__name__: kind for kind in (int, float, bool, str, list, dict)}
@@ -81,14 +82,28 @@ def find(name: str) -> Path:
         if not path.is_file():
             raise BadInput(f"there is no notebook {path}")
         return path
-    folder = Path(kit.__file__).resolve().parents[1] / "notebooks"
-    named = {one.stem: one for one in sorted(folder.glob("*.ipynb"))}
-    if not named:
-        raise BadInput(f"the kit is not installed from a checkout, so it has no notebook {name!r}; give a path")
+    named = {one.stem: one for one in sorted(shipped("notebooks").glob("*.ipynb"))}
     fitting = [name] if name in named else [stem for stem in named if name and stem.startswith(name)]
     if len(fitting) != 1:
         raise BadInput(f"there is no one notebook {name!r}; {hint(name, list(named))}, or a path")
     return named[fitting[0]]
+
+
+def copy_all(to: Path) -> Path:
+    """The notebooks, and the pages and examples that they point at, in a folder of one's own."""
+    target = to.expanduser().absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise BadInput(f"cannot copy the notebooks to {target}: it is not an empty folder")
+    try:
+        for name in ("notebooks", "docs"):
+            shutil.copytree(
+                shipped(name), target / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+            )
+        for name in ("README.md", "CONTRIBUTING.md"):
+            shutil.copy(shipped(name), target)
+    except OSError as error:
+        raise BadInput(f"cannot copy the notebooks to {target}: {error}") from error
+    return target
 
 
 def read(path: Path) -> nbformat.NotebookNode:
@@ -103,15 +118,12 @@ def place(path: Path, to: Path | None) -> Path:
     """Where the notebook goes with its outputs; a name of its own beside the runs, if none was given."""
     if to is None:
         folder = runs_dir() / "notebooks"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BadInput(f"cannot make the folder {folder}: {error.strerror}") from error
+        make_folder(folder)
         return folder / f"{path.stem}-{datetime.now().astimezone():%Y%m%d-%H%M%S}.ipynb"
     target = to.expanduser().absolute()
     if target.suffix not in SUFFIXES:
         raise BadInput(f"a notebook is written as {' or '.join(SUFFIXES)}, not {target.name!r}")
-    need_folder(target)
+    make_folder(target.parent)
     if target.is_dir():
         raise BadInput(f"cannot write {target}: it is a folder")
     if target == path.resolve():

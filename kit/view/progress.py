@@ -8,6 +8,7 @@ Everything happens in the thread of the call: there is no timer, so a bar moves 
 from __future__ import annotations
 
 import html
+import os
 import shutil
 import sys
 import time
@@ -41,9 +42,11 @@ class Line:
 
 
 class Terminal(Line):
-    """The last line of a terminal, on stderr: stdout may be a pipe."""
+    """The last line of a terminal, on stderr: stdout, to which the ranks' lines go, may be a pipe without colours."""
 
-    coloured = True
+    @property
+    def coloured(self) -> bool:  # type: ignore[override]
+        return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
     def __init__(self) -> None:
         self._drawn = False

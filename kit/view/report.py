@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-import re
+import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,31 +19,30 @@ from PIL import Image
 
 import kit
 from kit.draw.against import plot_against
-from kit.draw.plots import ROW
 from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.labs.discover import checks_of
 from kit.labs.stepped import HIDDEN
-from kit.results import NotMeasured, compare, read_verdict
+from kit.results import NotMeasured, compare
 from kit.results.comparison import settings
-from kit.results.files import need_folder, to_json, write_text
+from kit.results.files import make_folder, to_json, write_text
 from kit.results.frames import labels
 from kit.results.marks import MARKS, SIGNS, tally, without_parts, worst_first
+from kit.results.records import ESCAPES, PATTERN
 from kit.results.run import memory_snapshots
-from kit.results.units import amount
+from kit.results.units import ROW, amount
 from kit.view.named import album, tables
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from kit.draw.picture import Picture
-    from kit.results import Run, Verdict, VerdictRow
+    from kit.results import Check, Run, Verdict, VerdictRow
 
 SUFFIXES = (".html", ".htm")
 TAIL = 60  # lines of a rank's log
 WIDE = 2000  # characters of a line of it
 DPI = 120
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 MOST = 200  # rows of a table on the page
 CHANGES = 60  # of a comparison
 
@@ -53,7 +52,7 @@ def write_report(runs: Sequence[Run], to: str | Path) -> Path:
     target = Path(to).expanduser()
     if target.suffix.lower() not in SUFFIXES:
         raise BadInput(f"a report is written as {' or '.join(SUFFIXES)}, not {target.name!r}")
-    need_folder(target)
+    make_folder(target.parent)
     write_text(target, page(runs))
     return target
 
@@ -93,8 +92,8 @@ def comparison(runs: Sequence[Run]) -> dict[str, Any]:
 
 def chapter(run: Run, number: int) -> dict[str, Any]:
     """What the page shows of one run."""
-    stored = run.dir / "verdict.json"
-    verdict = read_verdict(stored) if stored.is_file() else run.verdict()
+    refuse_links(run)
+    verdict = run.shown_verdict()
     words, kind, weight = outcome(run, verdict)
     limits, drawn = moved(run, verdict), album(run)
     return {
@@ -114,6 +113,15 @@ def chapter(run: Run, number: int) -> dict[str, Any]:
         "config": {name: to_json(value) for name, value in run.config.items()},
         "provenance": to_json(run.provenance, indent=1),
     }
+
+
+def refuse_links(run: Run) -> None:
+    """A page is sent to others: a file that is a link to somewhere else would send what lies there."""
+    home = run.dir.resolve()
+    for name in ("run.json", "verdict.json", PATTERN, "logs/*", "memory/*"):
+        for path in run.dir.glob(name):
+            if not Path(os.path.realpath(path)).is_relative_to(home):
+                raise BadInput(f"{path} links to a file outside the run; put a copy in its place to report this run")
 
 
 def outcome(run: Run, verdict: Verdict) -> tuple[str, str, int]:
@@ -156,13 +164,12 @@ def facts(run: Run) -> dict[str, str]:
 
 
 def when(started: str | None, finished: str | None) -> str:
-    if not started:
-        return ""
-    begin = datetime.fromisoformat(started)
-    text = f"{begin.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
-    if not finished:
-        return text
-    return f"{text}, took {amount((datetime.fromisoformat(finished) - begin).total_seconds(), 's')}"
+    try:
+        begin, end = (datetime.fromisoformat(one) if one else None for one in (started, finished))
+        took = f", took {amount((end - begin).total_seconds(), 's')}" if begin and end else ""
+    except (ValueError, TypeError):  # no dates, or one with a time zone and one without
+        return f"{started} to {finished}"
+    return f"{begin.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC{took}" if begin else ""
 
 
 def moved(run: Run, verdict: Verdict) -> dict[str, float]:
@@ -170,8 +177,18 @@ def moved(run: Run, verdict: Verdict) -> dict[str, float]:
     limits = {row.check: row.limit for row in verdict}
     checks = [check for check in checks_of(run.lab) if check.name in limits]
     return {
-        check.tolerance: limits[check.name] for check in checks if limits[check.name] != check.limit_for(run.config)
+        check.tolerance: limits[check.name]
+        for check in checks
+        if limits[check.name] != own_limit(check, run, limits[check.name])
     }
+
+
+def own_limit(check: Check, run: Run, shown: float) -> float:
+    """The lab's limit for this run; the one that is shown where the run's config lacks what the limit depends on."""
+    try:
+        return check.limit_for(run.config)
+    except NotMeasured:
+        return shown
 
 
 def answers(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
@@ -181,7 +198,7 @@ def answers(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
     for row in worst_first(without_parts(verdict)):
         check = asked.get(row.check)
         parts = [part for part in verdict if part.check.startswith(f"{row.check}/")]
-        own = check.limit_for(run.config) if check else row.limit
+        own = own_limit(check, run, row.limit) if check else row.limit
         made.append(
             {
                 **cells_of(row),

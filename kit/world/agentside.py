@@ -64,8 +64,6 @@ class Node:
 
     def end(self) -> None:
         self.on_kill()
-        if value := os.environ.get(machine.MARK):
-            leftovers.end_marked(value, spare=os.getpid())
         self.forget_ranks()
         shutil.rmtree(self.folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
@@ -77,6 +75,8 @@ class Node:
 
     def on_launch(self, **order: Any) -> None:
         self.forget_ranks()
+        for scratch in self.folder.glob("torchelastic_*"):
+            shutil.rmtree(scratch, ignore_errors=True)
         self.order = order
         self.launched.set()
 
@@ -99,12 +99,11 @@ class Node:
             self.link.send({"exit": rank, "pid": pid, "status": status, "at": time.monotonic()})
 
     def on_kill(self) -> None:
-        """SIGKILL this node's ranks and what they started: known ones by group, those still starting as our children."""
+        """SIGKILL this node's ranks and all that they started."""
         for pid, started in self.ranks.values():
             processes.kill(pid, started, group=True)
-        for child in machine.children() or ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+        if not processes.end_children() and (value := os.environ.get(machine.MARK)):
+            leftovers.end_marked(value, spare=os.getpid())
 
     def on_log(self, rank: int, offset: int, limit: int) -> str:
         return read_log(Path(self.order["logs"]), rank, offset, limit).decode("latin-1")
@@ -154,6 +153,13 @@ def preload(names: list[str]) -> None:
             importlib.import_module(name)
 
 
+def reap() -> None:
+    """Once a second: a zombie counts against the limit on processes."""
+    while True:
+        time.sleep(1.0)
+        processes.reap_orphans()
+
+
 def plain_logging() -> None:
     """Torch's log formatter imports its compiler when the first line is written: a second in the way of every restart."""
     for name in list(logging.root.manager.loggerDict):
@@ -176,6 +182,7 @@ def main() -> None:
     options = parser.parse_args()
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)  # so that the end takes only what was started here
+    processes.adopt_orphans()
     folder = options.folder
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="kit-node-"))
@@ -188,6 +195,7 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         sys.exit(f"no notebook answers at {options.connect}: {error}")
     threading.Thread(target=NODE.listen, daemon=True).start()
+    threading.Thread(target=reap, daemon=True).start()
     importlib.import_module("torch.distributed.run")
     importlib.import_module("kit.world.rankside")  # what ranks need, once, before they are forked
     gpus = importlib.import_module("kit.world.gpus")

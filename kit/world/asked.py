@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,10 +104,8 @@ def check_env(env: Mapping[str, str]) -> dict[str, str]:
     return dict(env)
 
 
-def writable_folder(logs: str | os.PathLike[str] | None) -> Path:
-    """The logs' folder, made and tried; when none is given a temporary one that ends with the World."""
-    if logs is None:
-        return Path(tempfile.mkdtemp(prefix="kit-logs-"))
+def writable_folder(logs: str | os.PathLike[str]) -> Path:
+    """The logs' folder, made and tried."""
     path = Path(logs).resolve()
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -64,6 +64,8 @@ class Call:
 
     def hear(self, member: Member, message: Message) -> None:
         """Take in an answer; one that comes late still frees its rank."""
+        if "error" not in message:
+            message["value"], message["log"], message["lost"]  # a KeyError refuses what is no answer
         member.call, member.phase = None, "idle"
         if self.settled:
             return
@@ -144,9 +146,9 @@ class Call:
         if last and answer is not None and answer["log"] > member.log:
             left = (answer["log"] - member.log) / 2**20
             member.log = answer["log"]
-            output(rank, f"... {left:.1f} MiB more in {self.crew.plan.logs / f'rank{rank}.log'}")
+            output(rank, f"... {left:.1f} MiB more in {self.crew.logs / f'rank{rank}.log'}")
         if last and answer is not None and answer["lost"]:
-            output(rank, f"... {answer['lost']} bytes of output were lost: no space left for {self.crew.plan.logs}")
+            output(rank, f"... {answer['lost']} bytes of output were lost: no space left in {self.crew.logs}")
 
     # -- failures ---------------------------------------------------------------------------------------------------
 

@@ -37,11 +37,21 @@ HEADER = struct.Struct("!I")
 # One frame. A bigger result does not belong on a control channel; the sender gets a sentence, not a broken World.
 LIMIT = 64 * 2**20
 HANDSHAKE_S = 5.0
-PENDING = 64
+PENDING = 64  # callers that have not proved the key yet
+PATIENCE_S = 0.25  # how long such a caller is safe from being dropped for a newer one
+ATTEMPTS = 3
 
 
 class ChannelClosed(KitError):  # noqa: N818 - it is a state, reported as such
     """The other end is gone, or is not who it should be."""
+
+
+class Malformed(KitError):  # noqa: N818 - reported with the rank that sent it
+    """A message of an end that holds the key, but does not speak the language."""
+
+
+class Dropped(ChannelClosed):
+    """The listener ended the handshake."""
 
 
 def proof(key: bytes, who: bytes, first: bytes, second: bytes) -> bytes:
@@ -125,7 +135,12 @@ class Link:
         if not hmac.compare_digest(mac, hmac.digest(self._in, self._received.to_bytes(8, "big") + payload, "sha256")):
             raise ChannelClosed("a frame with a wrong signature")
         self._received += 1
-        message: Message = json.loads(payload)
+        try:
+            message: Message = json.loads(payload)
+        except ValueError as error:
+            raise Malformed(f"it is not JSON: {error}") from None
+        if type(message) is not dict:
+            raise Malformed(f"it is not an object: {payload[:80]!r}")
         return message
 
     def limit_sending(self, seconds: int) -> None:
@@ -142,13 +157,20 @@ def read_exactly(sock: socket.socket, size: int) -> bytes:
     while len(data) < size:
         chunk = sock.recv(size - len(data))
         if not chunk:
-            raise ChannelClosed("the other end closed the channel during the handshake")
+            raise Dropped("the other end closed the channel during the handshake")
         data += chunk
     return data
 
 
 def connect(address: str, key: bytes) -> Link:
-    """Call a listener: a path of a Unix socket, or host:port."""
+    """Call a listener: a path of a Unix socket, or host:port. Call again if it drops us, as it may while strangers flood it."""
+    for _ in range(ATTEMPTS - 1):
+        with contextlib.suppress(Dropped, BrokenPipeError, ConnectionResetError):
+            return call_once(address, key)
+    return call_once(address, key)
+
+
+def call_once(address: str, key: bytes) -> Link:
     if "/" in address:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.connect(address)
@@ -225,11 +247,15 @@ class Listener:
         return links
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
+        """Take in a bounded number of callers: a flood must neither keep us here nor push out a caller that is about to answer."""
+        with contextlib.suppress(OSError):  # nobody calls, the caller is gone again, or no descriptor is left
+            for _ in range(PENDING):
+                if len(self._strangers) >= PENDING:
+                    oldest = next(iter(self._strangers))
+                    if time.monotonic() - self._strangers[oldest].since < PATIENCE_S:
+                        return
+                    self._strangers.pop(oldest).sock.close()
                 sock, _ = self._sock.accept()
-                if len(self._strangers) >= PENDING:  # a flood pushes out its own oldest, not us
-                    self._strangers.pop(next(iter(self._strangers))).sock.close()
                 sock.setblocking(False)
                 if sock.family != socket.AF_UNIX:
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -261,10 +287,11 @@ class Listener:
         stranger.sock.sendall(proof(self._key, b"listener", mine, theirs))
         return Link(stranger.sock, proof(self._key, b"session", mine, theirs), caller=False)
 
-    def close(self) -> None:
+    def close(self, *, forked: bool = False) -> None:
+        """`forked`: only this process's copy; the other one listens on."""
         for stranger in self._strangers.values():
             stranger.sock.close()
         self._strangers.clear()
         self._sock.close()
-        if "/" in self.address:
+        if "/" in self.address and not forked:
             Path(self.address).unlink(missing_ok=True)

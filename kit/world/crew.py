@@ -18,7 +18,20 @@ from kit.errors import KitError, RankDied, RankError
 from kit.world import leftovers, processes
 from kit.world.agentside import read_log
 from kit.world.channel import ChannelClosed, Link, Listener, Message, readable
-from kit.world.members import AgentEnd, Exit, InFlight, Member, Plan, ending, signal_name
+from kit.world.members import (
+    HELLO,
+    MALFORMED,
+    AgentEnd,
+    Exit,
+    InFlight,
+    Member,
+    Plan,
+    check_node,
+    check_rank,
+    ending,
+    malformed,
+    signal_name,
+)
 from kit.world.silence import take_news
 
 AGENT = Path(__file__).with_name("agent.py")
@@ -54,12 +67,15 @@ class Crew:
         self._key = secrets.token_bytes(32)
         self.folder = leftovers.base() / leftovers.mark(self.id)
         self.folder.mkdir(mode=0o700)
+        self.logs = plan.logs or self.folder / "logs"  # those that nobody asked for end with the World
+        self.logs.mkdir(exist_ok=True)
         self._process: subprocess.Popen[bytes] | None = None
         self._listener: Listener | None = None
         self._unnamed: list[Link] = []  # proved the key, but have not said who they are
         self._joined: dict[int, dict[str, tuple[Link, Message]]] = {}
-        mine = weakref.ref(self)  # hooks of fork are never taken back; this one must not keep the World
-        os.register_at_fork(after_in_child=lambda: forget(mine()))
+        self.owner = os.getpid()
+        self.inherited = False  # True in a process forked from the notebook: the World is its parent's
+        CREWS.add(self)
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
@@ -96,6 +112,7 @@ class Crew:
                 env=self._environment(),
                 start_new_session=True,
             )
+        (self.folder / leftovers.SESSION).write_text(str(self._process.pid))
         for node in range(1, self.plan.nodes):
             self._say(
                 f"on machine {node} of {self.plan.nodes - 1} others, where the kit is installed, run:\n"
@@ -104,7 +121,7 @@ class Crew:
 
     def _agent_log(self) -> Path:
         first = self.plan.part.first  # Worlds that are parts of one whole share a folder
-        return self.plan.logs / (f"torchrun{first}.log" if first else "torchrun.log")
+        return self.logs / (f"torchrun{first}.log" if first else "torchrun.log")
 
     def _environment(self) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
@@ -131,8 +148,7 @@ class Crew:
         self._assemble(lambda: sum(len(links) == 2 for links in joined.values()) == self.plan.ranks, "ranks")
         for rank in sorted(joined):
             (watch, _), (work, hello) = joined[rank]["watch"], joined[rank]["work"]
-            names = ("rank", "node", "pid", "started", "device", "why", "host", "seat")
-            member = Member(**{name: hello[name] for name in names}, work=work, watch=watch)
+            member = Member(**{name: hello[name] for name in HELLO}, work=work, watch=watch)
             member.log = self._log_size(member)
             for link in (work, watch):
                 link.limit_sending(SENDING_S)  # sending to a stopped rank must not stop us
@@ -140,9 +156,12 @@ class Crew:
         for agent in self.agents.values():
             ranks = {m.rank: [m.pid, m.started] for m in self.members if m.node == agent.node}
             agent.link.send({"do": "watch", "with": {"ranks": ranks}})
-        assert self._listener is not None
-        self._listener.close()  # nobody else is expected
-        self._listener = None
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def ready_to_launch(self, seconds: float = 5.0) -> bool:
         """Has every torchrun finished with the ranks before? Another machine must not join an old rendezvous.
@@ -177,7 +196,7 @@ class Crew:
             "device": self.plan.device,
             "devices": list(self.plan.devices),
             "preload": list(self.plan.preload),
-            "logs": str(self.plan.logs),
+            "logs": str(self.logs),
             "group_timeout_s": self.plan.group_timeout_s,
         }
 
@@ -190,7 +209,7 @@ class Crew:
             unnamed = [link.fileno() for link in self._unnamed]
             ready = readable([*self._listener.filenos(), *self._agent_fds(), *unnamed], 0.05)
             for link in [link for link in self._unnamed if link.fileno() in ready]:
-                self._greet(link)
+                self._greet(link)  # without waiting: a caller that stops within its first frame keeps nobody
             self._unnamed += self._listener.welcome()
             self.hear_agents()
             self._check_start(what)
@@ -202,18 +221,22 @@ class Crew:
                 self._say(self._missing(what))
 
     def _greet(self, link: Link) -> None:
-        self._unnamed.remove(link)
+        hello: Message = {}
         try:
-            hello = link.recv()
+            if not (messages := link.arrived()):
+                return
+            (hello,) = messages
+            if hello["role"] == "agent":
+                self.agents[check_node(hello, self.plan)] = AgentEnd(hello["node"], link, hello["pid"])
+            else:
+                self._joined.setdefault(check_rank(hello, self.plan), {})[hello["role"]] = (link, hello)
         except ChannelClosed:
-            return  # it ended; its agent tells how
-        if hello["role"] == "agent":
-            self.agents[hello["node"]] = AgentEnd(hello["node"], link, hello["pid"])
-        elif "failed" in hello:
-            link.close()
+            link.close()  # it ended; its agent tells how
+        except MALFORMED as error:
+            raise malformed(f"rank {hello['rank']}" if "rank" in hello else "a process of this World", error) from error
+        self._unnamed.remove(link)
+        if "failed" in hello:
             self._start_failed(hello)
-        else:
-            self._joined.setdefault(hello["rank"], {})[hello["role"]] = (link, hello)
 
     def _start_failed(self, hello: Message) -> None:
         failed = hello["failed"]
@@ -226,6 +249,13 @@ class Crew:
             raise KitError(
                 f"torchrun ended (exit status {self._process.returncode}) before the {what} joined; {self._last_words()}"
             )
+        for agent in self.agents.values():
+            if agent.ended == self.generation and agent.error:
+                text = f"the ranks ended before they joined: {agent.error}; {self._last_words()}"
+                if not agent.statuses:
+                    raise KitError(text)
+                rank, status = next(iter(agent.statuses.items()))
+                raise RankDied(text, rank=rank, phase="start", **ending(status))
 
     def _missing(self, what: str) -> str:
         if what == "agents":
@@ -265,19 +295,26 @@ class Crew:
     def hear(self, member: Member) -> bool:
         """Take in what a rank answered; False once it is gone."""
         try:
-            messages = member.work.arrived()
+            for message in member.work.arrived():
+                call = member.call
+                if call is not None and message["id"] == call.request["id"]:
+                    while member.asked and readable([member.watch.fileno()], 0):
+                        self._hear_watch(member)  # what it reported before it answered
+                    member.news += message.get("news", ())
+                    call.hear(member, message)
         except ChannelClosed:
             if member.call is not None:
                 member.call.lost(member.rank)
             return False
-        for message in messages:
-            call = member.call
-            if call is not None and message["id"] == call.request["id"]:
-                while member.asked and readable([member.watch.fileno()], 0):
-                    self._hear_watch(member)  # what it reported before it answered
-                member.news += message.get("news", ())
-                call.hear(member, message)
+        except MALFORMED as error:
+            self.refuse(member, error)
         return True
+
+    def refuse(self, member: Member, error: Exception) -> None:
+        """End the World of a rank that sent what no rank of the kit sends."""
+        for call in self.calls():
+            why = malformed(f"rank {member.rank}", error)
+            call.die(str(why), why)
 
     def _hear_watch(self, member: Member) -> None:
         try:
@@ -286,6 +323,8 @@ class Crew:
                     take_news(member, message)
         except ChannelClosed:
             member.asked = False  # its end is heard of on the other link
+        except MALFORMED as error:
+            self.refuse(member, error)
 
     def _report_ends(self) -> None:
         """Tell the calls in flight which ranks have ended, those of other calls too: torchrun ends all of them."""
@@ -312,7 +351,7 @@ class Crew:
                 while readable([agent.link.fileno()], 0):
                     for message in agent.link.arrived():
                         self._note(agent, message)
-            except ChannelClosed:
+            except (ChannelClosed, *MALFORMED):
                 agent.link.close()
                 del self.agents[agent.node]
 
@@ -324,16 +363,10 @@ class Crew:
         elif "id" in message:
             agent.answers[message["id"]] = message["answer"]
         else:
-            agent.ended = message["ended"]
-            statuses = {int(rank): status for rank, status in message["statuses"].items()}
+            agent.ended, agent.error = message["ended"], message["error"]
+            agent.statuses = {int(rank): status for rank, status in message["statuses"].items()}
             for one in self.exits:
-                one.status = statuses.get(one.rank) if one.status is None else one.status
-            if agent.ended == self.generation and not self.members and message["error"]:
-                text = f"the ranks ended before they joined: {message['error']}; {self._last_words()}"
-                if not statuses:
-                    raise KitError(text)
-                rank, status = next(iter(statuses.items()))
-                raise RankDied(text, rank=rank, phase="start", **ending(status))
+                one.status = agent.statuses.get(one.rank) if one.status is None else one.status
 
     def ask(self, node: int, do: str, **arguments: Any) -> Any:
         """One question to a node's agent, answered within two seconds; None if not."""
@@ -381,12 +414,12 @@ class Crew:
 
     def read_log(self, member: Member, offset: int, limit: int) -> bytes:
         if member.node == 0:
-            return read_log(self.plan.logs, member.rank, offset, limit)
+            return read_log(self.logs, member.rank, offset, limit)
         answer = self.ask(member.node, "log", rank=member.rank, offset=offset, limit=limit)
         return answer.encode("latin-1") if answer else b""
 
     def _log_size(self, member: Member) -> int:
-        path = self.plan.logs / f"rank{member.rank}.log"
+        path = self.logs / f"rank{member.rank}.log"
         return path.stat().st_size if member.node == 0 and path.exists() else 0
 
     def describe(self, member: Member) -> str:
@@ -399,23 +432,37 @@ class Crew:
 
     def kill(self) -> None:
         """SIGKILL all ranks of this generation with what they started; torchrun stays, ready to launch the next one."""
+        if self.inherited:
+            return
         for member in self.members:
             if member.node == 0:
                 processes.kill(member.pid, member.started, group=True)
-            member.work.close()
-            member.watch.close()
-        for link in [*self._unnamed, *(link for links in self._joined.values() for link, _ in links.values())]:
+        for link in self._rank_links():
             link.close()
         self._unnamed.clear()
+        self._stop_listening()  # a rank that was still starting must not join the next generation
         for agent in self.agents.values():
             with contextlib.suppress(ChannelClosed):
                 agent.link.send({"do": "kill"})
 
+    def _rank_links(self) -> list[Link]:
+        """Those of ranks, and of callers on their way to be one."""
+        joined = [link for links in self._joined.values() for link, _ in links.values()]
+        return [*self._unnamed, *joined, *(link for m in self.members for link in (m.work, m.watch))]
+
+    def forget(self) -> None:
+        """In a process forked from the notebook: close its copies of the channels, or they would outlive the notebook."""
+        self.inherited = True
+        for link in [*(agent.link for agent in self.agents.values()), *self._rank_links()]:
+            link.close()
+        if self._listener is not None:
+            self._listener.close(forked=True)
+
     def close(self) -> None:
         """End everything and wait until it is gone."""
+        if self.inherited:
+            return
         self.kill()
-        if self._listener is not None:
-            self._listener.close()
         for agent in self.agents.values():
             agent.link.close()  # the agent takes the end of its channel as the end of the World
         self.agents.clear()
@@ -434,8 +481,12 @@ class Crew:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def forget(crew: Crew | None) -> None:
-    """In a process forked from the notebook: close our ends, or they would outlive the notebook."""
-    if crew is not None:
-        for link in [*(a.link for a in crew.agents.values()), *(x for m in crew.members for x in (m.work, m.watch))]:
-            link.close()
+CREWS: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+def forget_all() -> None:
+    for crew in CREWS:
+        crew.forget()
+
+
+os.register_at_fork(after_in_child=forget_all)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from kit.world.channel import Message
 
+KEPT = 2_000  # cells whose source tracebacks can show
 SHOWN = 10_000  # characters of a shown value: a notebook cell, not a dump
 VICTIM = ("gloo/transport", "NCCL error", "ncclRemoteError", "Connection closed by peer", "Connection reset by peer")
 
@@ -56,6 +57,7 @@ def run(names: dict[str, Any], code: str, cell: int) -> str | None:
 def compiled(code: str, mode: str, cell: int) -> tuple[CodeType | None, CodeType | None]:
     """What to execute, and the last line where that is an expression. Tracebacks show the source and the cell's number."""
     name = f"<ranks {cell}>"
+    linecache.cache.pop(f"<ranks {cell - KEPT}>", None)
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     if mode == "eval":
         return None, compile(code, name, "eval")

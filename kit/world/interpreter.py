@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kit.errors import BadInput
 
+HOMES = ("/opt", "/venv", "/workspace", "~")  # where images and people put environments
 PROBE = """
 import importlib.util as u, json, sys
 def has(name):
@@ -49,11 +50,10 @@ def candidates() -> list[tuple[str, str]]:
     roots = [(name, os.environ.get(name)) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]
     found += [(f"{root}/bin/python", name) for name, root in roots if root]
     found += [(path, f"{name} on PATH") for name in ("python3", "python") if (path := shutil.which(name))]
-    for pattern in ("*/bin/python", "*/.venv/bin/python", "*/venv/bin/python"):
-        found += [(str(path), "found under /opt") for path in sorted(Path("/opt").glob(pattern))]
-    found += [
-        (path, "usual place on rented boxes") for path in ("/venv/main/bin/python", "/workspace/.venv/bin/python")
-    ]
+    for home in HOMES:
+        for inside in ("", ".venv", "venv", "*", "*/.venv", "*/venv", "*/envs/*"):
+            places = sorted(Path(home).expanduser().glob(f"{inside}/bin/python".removeprefix("/")))
+            found += [(str(path), f"found under {home}") for path in places]
     unique: dict[str, tuple[str, str]] = {}
     for path, where in found:
         if Path(path).exists():

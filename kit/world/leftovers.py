@@ -1,7 +1,12 @@
 """Processes and folders that earlier Worlds left behind, in spite of everything.
 
-Every process that a World starts carries KIT_WORLD=<id>:<notebook's pid>:<its start time> in its environment, and so do the processes
-that it starts. A process is a leftover when that notebook (pid *and* start time) is gone. Nothing else is ever touched.
+Every process that a World starts carries KIT_WORLD=<id>@<pid namespace>:<notebook's pid>:<its start time> in its environment, and so
+do the processes that it starts. The World's folder has the same name and holds the session in which its agent and ranks run.
+
+- The mark of another namespace, machine or boot is passed over: its notebook may be alive where this process cannot see it.
+- The World is gone when its notebook (pid *and* start time) is.
+- A process with the mark of a World that is gone is a leftover. `end` ends it only if it runs in that World's session: any other
+  may have inherited the variable from a shell, so it is only listed.
 """
 
 from __future__ import annotations
@@ -13,60 +18,78 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kit.errors import BadInput
-from kit.machine import alive, command, marked, pids, start_time
+from kit.machine import alive, command, marked, namespace, pids, start_time, stat_fields
 from kit.world import processes
+
+SESSION = "session"  # the file in a World's folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leftover:
-    """A process of a World whose notebook is gone."""
+    """A process with the mark of a World whose notebook is gone. `sure`: it runs in that World's session."""
 
     world: str
     pid: int
     started: int
     command: str
+    sure: bool
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
 
 
 def mark(world: str) -> str:
-    """The value of KIT_WORLD for a World of this process."""
+    """The value of KIT_WORLD for a World of this process, and the name of its folder."""
     pid = os.getpid()
-    return f"{world}:{pid}:{start_time(pid)}"
+    return f"{world}@{namespace()}:{pid}:{start_time(pid)}"
 
 
-def owner_alive(value: str) -> bool:
-    _, pid, started = value.rsplit(":", 2)
-    return alive(int(pid), int(started))
+def is_dead(value: str) -> bool:
+    """Whether the notebook that this mark names is known to be gone."""
+    world, _, owner = value.partition(":")
+    pid, _, started = owner.partition(":")
+    known = world.endswith(f"@{namespace()}") and "/" not in world and pid.isdecimal() and started.isdecimal()
+    return known and not alive(int(pid), int(started))
 
 
 def find() -> list[Leftover]:
     """Leftover processes on this machine, oldest first."""
     found = []
     for pid in pids():
-        started, value = start_time(pid), marked(pid)
-        if pid == os.getpid() or value is None or started is None or owner_alive(value) or not alive(pid, started):
-            continue
-        with contextlib.suppress(OSError):
-            found.append(Leftover(world=value.rsplit(":", 2)[0], pid=pid, started=started, command=command(pid)[:120]))
+        with contextlib.suppress(OSError):  # it ended, or is somebody else's
+            value, fields = marked(pid), stat_fields(pid)
+            if pid == os.getpid() or value is None or fields is None or fields[0] in "ZX" or not is_dead(value):
+                continue
+            file = place() / value / SESSION
+            sure = file.is_file() and file.read_text() == fields[3]
+            started = int(fields[19])
+            found.append(Leftover(world=value, pid=pid, started=started, command=command(pid)[:120], sure=sure))
     return sorted(found, key=lambda one: one.started)
 
 
-def clean() -> tuple[list[Leftover], list[Path]]:
-    """End leftover processes and remove dead Worlds' folders; what was ended and removed."""
-    ended = find()
+def dead_folders(found: Iterable[Leftover]) -> list[Path]:
+    """Folders of Worlds whose notebook is gone and that none of these leftovers belongs to."""
+    used = {one.world for one in found}
+    return [path for path in base().iterdir() if is_dead(path.name) and path.name not in used]
+
+
+def end(found: Sequence[Leftover]) -> list[Path]:
+    """End leftover processes, those that surely are, and remove dead Worlds' folders; what was removed."""
+    ended = [one for one in found if one.sure]
     for one in ended:
         processes.kill(one.pid, one.started)
     deadline = time.monotonic() + 5
     while any(alive(one.pid, one.started) for one in ended) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return ended, sweep()
+    removed = dead_folders(find())
+    for folder in removed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return removed
 
 
 def end_marked(value: str, spare: int | None = None) -> None:
@@ -90,32 +113,24 @@ def forget_shared(pids: Iterable[int]) -> None:
                 file.unlink()
 
 
-def base() -> Path:
-    """The owner-only folder under which Worlds keep their sockets."""
+def place() -> Path:
     root = Path(tempfile.gettempdir())
-    if len(str(root)) > 60:  # a Unix socket's path ends at 107 bytes
+    if len(str(root)) > 50:  # a Unix socket's path ends at 107 bytes
         root = Path("/tmp")  # noqa: S108 - owner and mode of our folder in it are checked
-    folder = root / f"kit-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    return root / f"kit-{os.getuid()}"
+
+
+def base() -> Path:
+    """The owner-only folder under which Worlds keep their folders."""
+    folder = place()
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     found = folder.lstat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077 or not stat.S_ISDIR(found.st_mode):
         raise BadInput(
             f"{folder} must be a folder of yours that only you can enter; remove it, or set TMPDIR to another place"
         )
     return folder
-
-
-def dead_folders() -> list[Path]:
-    return [folder for folder in base().iterdir() if not owner_alive(folder.name)]
-
-
-def sweep() -> list[Path]:
-    """Remove the folders of Worlds whose notebook is gone and that no process uses any more."""
-    in_use = {one.world for one in find()}
-    removed = [folder for folder in dead_folders() if folder.name.rsplit(":", 2)[0] not in in_use]
-    for folder in removed:
-        shutil.rmtree(folder, ignore_errors=True)
-    return removed
 
 
 def end_group(pid: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from kit.world.channel import Link, Message
+from kit.errors import KitError
+from kit.world.channel import Link, Malformed, Message
 from kit.world.interpreter import Interpreter
 
 
@@ -31,7 +32,7 @@ class Plan:
     python: Interpreter
     env: Mapping[str, str]
     preload: Sequence[str]
-    logs: Path
+    logs: Path | None
     start_timeout_s: float
     group_timeout_s: float
     part: Part
@@ -48,6 +49,33 @@ class Plan:
         return self.part.total // self.nodes
 
 
+HELLO = ("rank", "node", "pid", "started", "device", "why", "host", "seat")  # what a rank says of itself
+MALFORMED = (Malformed, KeyError, TypeError, ValueError)  # what a message of an unknown kind leads to
+
+
+def check_node(hello: Message, plan: Plan) -> int:
+    """The number of the machine that an agent reports for."""
+    node = hello["node"]
+    if type(node) is not int or not 0 <= node < plan.nodes or type(hello["pid"]) is not int:
+        raise Malformed(f"node {node!r}, pid {hello['pid']!r}")
+    return node
+
+
+def check_rank(hello: Message, plan: Plan) -> int:
+    """The number of a rank that reports."""
+    known = {name: hello[name] for name in HELLO}
+    numbers = all(type(known[name]) is int for name in HELLO[:4])
+    if not numbers or known["rank"] not in plan.numbers or hello["role"] not in {"work", "watch"}:
+        raise Malformed(f"role {hello['role']!r}, {known}")
+    return int(known["rank"])
+
+
+def malformed(who: str, error: Exception) -> KitError:
+    return KitError(
+        f"{who} sent a malformed message ({type(error).__name__}: {error}); is it the same version of the kit?"
+    )
+
+
 class InFlight(Protocol):
     """A call that ranks have not answered yet, as far as those who receive answers need to know it (`kit.world.calls.Call`)."""
 
@@ -58,6 +86,8 @@ class InFlight(Protocol):
     def lost(self, rank: int) -> None: ...
     def advance(self) -> None: ...
     def give_up(self, error: BaseException) -> None: ...
+    @property
+    def die(self) -> Callable[[str, KitError], None]: ...
 
 
 @dataclass(slots=True)
@@ -108,6 +138,8 @@ class AgentEnd:
     link: Link
     pid: int
     ended: int = -1  # the last generation whose ranks torchrun has seen the end of
+    error: str = ""  # what torchrun said of it
+    statuses: dict[int, int] = field(default_factory=dict)
     answers: dict[int, Any] = field(default_factory=dict)
 
 

@@ -138,7 +138,12 @@ class Pending:
             for member in call.members:
                 rows, member.news = member.news, []
                 if rows and self._on_news is not None:
-                    self._on_news(member.rank, [json.loads(row) for row in rows])
+                    try:
+                        values = [json.loads(row) for row in rows]
+                    except (TypeError, ValueError) as error:
+                        call.crew.refuse(member, error)
+                    else:
+                        self._on_news(member.rank, values)
 
 
 class GivenUp(KitError):  # noqa: N818 - nobody outside sees it

@@ -12,12 +12,12 @@ import signal
 import time
 from pathlib import Path
 
-from kit.machine import start_time, stat_fields, waiting_place
+from kit.machine import children, start_time, stat_fields, waiting_place
 from kit.world.stacks import users_part
 
 # The signal on which a rank's interpreter writes its Python stacks, even inside a C call that holds the interpreter's lock.
 STACK_SIGNAL = signal.SIGRTMAX - 3
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STATES = {
     "R": "running",
     "S": "sleeping",
@@ -44,6 +44,37 @@ def kill(pid: int, started: int, *, group: bool = False) -> bool:
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when the thread that forked it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Ask the kernel to make this process the parent of every descendant that loses its own."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap_orphans() -> None:
+    """Collect adopted children that have ended. What this process forked itself is left to whoever waits for it."""
+    group, session = os.getpgid(0), os.getsid(0)
+    for pid in children() or ():
+        fields = stat_fields(pid)
+        if fields and fields[0] == "Z" and (int(fields[2]) not in {pid, group} or int(fields[3]) != session):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def end_children(wait_s: float = 5.0) -> bool:
+    """SIGKILL the children of this process, then those that they leave to it, until none is alive. False where the kernel lists none."""
+    deadline = time.monotonic() + wait_s
+    while (found := children()) and time.monotonic() < deadline:
+        # A zombie with threads left has not given up its children yet.
+        living = [p for p in found if (fields := stat_fields(p)) and (fields[0] not in "ZX" or int(fields[17]) > 1)]
+        if not living:
+            break
+        for pid in living:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
+    reap_orphans()
+    return found is not None
 
 
 def describe(pid: int, started: int, stack_file: Path, wait_s: float = 0.5) -> str:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kit.world.channel import ChannelClosed, Message, readable
+from kit.world.channel import ChannelClosed, Malformed, Message, readable
 from kit.world.members import Member
 
 LOOK_S = 1.0
@@ -40,7 +40,7 @@ def looks(members: Sequence[Member]) -> dict[int, Look]:
             member = asked[fd]
             try:
                 messages = member.watch.arrived()
-            except ChannelClosed:
+            except (ChannelClosed, Malformed):
                 del asked[fd]
                 continue
             for message in messages:

@@ -6,7 +6,6 @@ import abc
 import atexit
 import html
 import os
-import shutil
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Any, Self
 
 from kit.errors import BadInput, KitError
 from kit.gpu import has_driver
-from kit.world import interpreter, leftovers
+from kit.world import interpreter
 from kit.world.asked import (
     check_call,
     check_chosen,
@@ -171,7 +170,6 @@ class World(Ranks):
         self.dead = ""  # why, once it is
         self._closed = False
         self._next = 0
-        self._own_logs = logs is None
         if start_timeout_s is None:
             start_timeout_s = START_TIMEOUT_S if nodes == 1 else 3600.0
         self._crew = Crew(
@@ -183,7 +181,7 @@ class World(Ranks):
                 python=interpreter.find(python),
                 env=check_env(env or {}),
                 preload=check_preload(preload),
-                logs=writable_folder(logs),
+                logs=None if logs is None else writable_folder(logs),
                 start_timeout_s=start_timeout_s,
                 # Ranks give up on a collective after the notebook did, so that the notebook's diagnosis comes first.
                 group_timeout_s=max(1800.0, 2 * timeout_s),
@@ -237,26 +235,30 @@ class World(Ranks):
         with self._turn, self._lock:
             self._check_open()
             self._give_up(KitError("this World was restarted while the call was in flight"))
-            self._crew.kill()
-            leftovers.end_marked(leftovers.mark(self._crew.id), spare=self._crew.torchrun_pid)
-            if self._crew.ready_to_launch():
-                self._crew.launch()
-            else:
-                self._crew.close()
-                self._crew = Crew(self._crew.plan, say=print, tick=self._tick)
-                self._crew.start()
+            self.dead = "restart() was interrupted"
+            try:
+                self._crew.kill()
+                if self._crew.ready_to_launch():
+                    self._crew.launch()
+                else:
+                    self._crew.close()
+                    self._crew = Crew(self._crew.plan, say=print, tick=self._tick)
+                    self._crew.start()
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    self.dead = f"restart() failed: {str(error).partition(chr(10))[0]}"
+                self._crew.kill()
+                raise
             self.dead = ""
 
     def close(self) -> None:
         """End all ranks and torchrun and wait until they are gone. May be called again."""
-        if self._closed:
+        if self._crew.inherited or (self._closed and not self._crew.folder.exists()):
             return
         self._closed = True
-        atexit.unregister(self.close)
         self._give_up(KitError("this World was closed while the call was in flight"))
         self._crew.close()
-        if self._own_logs:
-            shutil.rmtree(self.logs, ignore_errors=True)
+        atexit.unregister(self.close)
 
     def stacks(self) -> dict[int, str]:
         """What each rank is doing right now: its Python stack, or its state and why there is none."""
@@ -306,16 +308,21 @@ class World(Ranks):
 
     @property
     def logs(self) -> Path:
-        return self._crew.plan.logs
+        return self._crew.logs
 
     @property
     def python(self) -> str:
         return self._crew.plan.python.path
 
     @property
+    def env(self) -> Mapping[str, str]:
+        """What was given as env=."""
+        return self._crew.plan.env
+
+    @property
     def state(self) -> str:
         """idle, busy (a rank has not answered an earlier call), dead or closed."""
-        if self._closed:
+        if self._closed or self._crew.inherited:
             return "closed"
         if self.dead:
             return "dead"
@@ -344,6 +351,10 @@ class World(Ranks):
         return members
 
     def _check_open(self) -> None:
+        if self._crew.inherited:
+            raise KitError(
+                f"this World belongs to process {self._crew.owner}, which started it; a process forked from it cannot use it"
+            )
         if self._closed:
             raise KitError("this World is closed; make a new one")
 

@@ -1,7 +1,6 @@
 """`kit bench split`: a small run of every part on real ranks, a part of the grid config by config, and how rows are made of samples."""
 
 import itertools
-import json
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kit.bench import split
-from kit.bench.session import Book, Session, conduct
+from kit.bench.session import Book, Session, conduct, read_rows
 from kit.bench.split import QUICK, Job, Sizes, onranks
 from kit.errors import KitError
 from kit.labs.configure import configure
@@ -45,7 +44,7 @@ PART = covering()  # `kit bench split` runs all
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_small_run_has_every_row(capsys):
+def test_a_small_run_has_every_row(tmp_path):
     few = Sizes(
         job=TINY,
         pipeline=replace(TINY, layers=2),
@@ -56,8 +55,8 @@ def test_a_small_run_has_every_row(capsys):
         loss_rounds=2,
         grid=ONE,
     )
-    assert conduct("split", few, as_json=True, device="cpu") == 0
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert conduct("split", few, out=tmp_path / "rows.jsonl", device="cpu") == 0
+    said = read_rows(tmp_path / "rows.jsonl")
     assert said["bench"] == "split"
     rows = said["rows"]
     assert not [row for row in rows if row["median"] is None]

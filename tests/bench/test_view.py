@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
 
-from kit.bench.session import conduct
+from kit.bench.session import conduct, read_rows
 from kit.bench.view import RANKS, Sizes, made_up
 from kit.public import load
 from kit.view import named
@@ -24,12 +23,12 @@ def test_the_made_up_run_is_judged_and_drawn_as_the_labs_own(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_small_run_has_every_row(capsys):
+def test_a_small_run_has_every_row(tmp_path):
     before = os.environ.get("KIT_RUNS")
     few = Sizes(records=3500, many=5000, moves=2, opens=2, panels=1)
-    assert conduct("view", few, as_json=True) == 0
+    assert conduct("view", few, out=tmp_path / "rows.jsonl") == 0
     assert os.environ.get("KIT_RUNS") == before
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    said = read_rows(tmp_path / "rows.jsonl")
     assert said["bench"] == "view"
     rows = said["rows"]
     assert all(row["n"] > 0 and row["low"] <= row["median"] <= row["high"] for row in rows)

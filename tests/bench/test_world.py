@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from kit import cli
 from kit.bench import world as bench
-from kit.bench.session import conduct
+from kit.bench.session import conduct, read_rows
 from kit.bench.world import Sizes
 from kit.errors import KitError
 from kit.world import interpreter
@@ -25,9 +24,9 @@ def test_the_command_line_finds_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
-def test_every_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert conduct("world", TINY, as_json=True) == 0
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_every_row(tmp_path: Path) -> None:
+    assert conduct("world", TINY, out=tmp_path / "rows.jsonl") == 0
+    said = read_rows(tmp_path / "rows.jsonl")
     rows = {one["what"]: one for one in said["rows"] if one["who"] == "kit"}
     limits = [2.5, 4.5, 1.3, 0.25, None, 1.0, 0.5, 1.0, 2.0, 2.0, 0.3]
     assert [one["limit"] for one in rows.values()] == limits

@@ -129,6 +129,7 @@ def test_a_disk_that_fills_while_recording(kit: Kit, tmp_path: Path, next_world:
     assert ended.status == 3
     assert "records.jsonl: No space left on device; what was measured before is kept there" in ended.err
     assert len(kept(copy)) > 50
+    assert json.loads((copy / "run.json").read_text())["status"] == "failed"
     assert "(partial)" in kit("show", copy).out
     assert kit("export", copy, "--to", tmp_path / "kept.csv").status == 0
 
@@ -154,7 +155,7 @@ def test_a_run_folder_that_becomes_read_only(kit: Kit, tmp_path: Path, next_worl
     assert f"cannot write {folder / 'verdict.json'}: Permission denied" in ended.err
     assert {row["cycle"] for row in kept(folder)} == {0, 1, 2}
     shown = kit("show", folder)
-    assert "running (partial)" in shown.out
+    assert "failed (partial)" in shown.out
     assert "pass  every_group_communicates" in shown.out
     folder.chmod(0o755)
 

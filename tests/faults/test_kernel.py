@@ -6,14 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from jupyter_client import BlockingKernelClient, KernelManager
 
-from kit import machine
 from kit.world import leftovers
 from tests.holdings import holdings, wait_for
 
@@ -97,7 +95,7 @@ def test_sigkill_of_kernel_and_torchrun_at_once(kernel: Kernel) -> None:
     os.kill(torchrun, signal.SIGKILL)
     os.kill(kernel.pid, signal.SIGKILL)
     assert wait_for(lambda: holdings(kernel.pid)["processes"] == [])
-    leftovers.clean()  # nobody was left to remove the folder
+    leftovers.end(leftovers.find())  # nobody was left to remove the folder
     assert holdings(kernel.pid)["folders"] == []
 
 
@@ -155,28 +153,3 @@ def test_a_child_forked_from_the_notebook_does_not_keep_the_ranks(tmp_path: Path
     finally:
         os.kill(child, signal.SIGKILL)
         process.stdout.close()
-
-
-def test_clean_ends_leftovers_and_touches_nothing_else(tmp_path: Path) -> None:
-    """Leftovers are made by hand: a process that carries the mark of a notebook that is gone, beside two that must live."""
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    mine = leftovers.mark("abc")
-    left = subprocess.Popen(["sleep", "60"], env={**os.environ, machine.MARK: f"dead:{gone.pid}:12345"})
-    owned = subprocess.Popen(["sleep", "60"], env={**os.environ, machine.MARK: mine})
-    stranger = subprocess.Popen(["sleep", "60"])
-    folder = leftovers.base() / f"dead:{gone.pid}:12345"
-    folder.mkdir()
-    try:
-        assert wait_for(lambda: left.pid in [one.pid for one in leftovers.find()])
-        ended, removed = leftovers.clean()
-        assert [one.pid for one in ended if one.world == "dead"] == [left.pid]
-        assert folder in removed
-        assert left.wait(5) == -signal.SIGKILL
-        time.sleep(0.05)
-        assert owned.poll() is None
-        assert stranger.poll() is None
-    finally:
-        for process in (left, owned, stranger):
-            process.kill()
-            process.wait()

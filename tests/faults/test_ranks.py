@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -288,6 +289,63 @@ def test_what_a_rank_started_in_a_session_of_its_own_ends_too(tmp_path: Path, en
         assert Path(f"/proc/{child}").exists()
         getattr(one, end)()
         assert wait_for(lambda: not alive(child), 1.0)
+
+
+ESCAPES = """
+import os
+reads, writes = os.pipe()
+if not os.fork():
+    os.setsid()
+    os.dup2(writes, 1)
+    os.execve("/bin/sh", ["sh", "-c", "sleep 600 & echo $!; %s"], {})
+os.close(writes)
+child = int(os.read(reads, 20))
+"""
+
+
+@pytest.mark.parametrize("way", ["restart", "close", "death"])
+@pytest.mark.parametrize("ends", ["wait", "exit"])
+def test_what_a_rank_started_without_a_trace_ends_too(tmp_path: Path, way: str, ends: str) -> None:
+    """A session of its own and an empty environment; its parent waits for it, or is gone."""
+    with World(2, device="cpu", logs=tmp_path) as two:
+        two.run(ESCAPES % ends)
+        children = two.eval("child")
+        assert all(alive(child) and machine.marked(child) is None for child in children)
+        if way == "death":
+            os.kill(two.pids[1], signal.SIGKILL)
+            with pytest.raises(RankDied):
+                two.run(BARRIER)
+        else:
+            getattr(two, way)()
+        assert wait_for(lambda: not any(map(alive, children)), 5.0)
+
+
+def test_orphans_that_end_are_collected(world: World) -> None:
+    """Each would stay a zombie of the agent, and count against the limit on processes."""
+    world.run("import os\nfor _ in range(20): os.system('sleep 0 &')")
+    assert wait_for(lambda: not zombies(world.torchrun_pid or 0))
+
+
+def zombies(parent: int) -> list[int]:
+    found = []
+    for pid in machine.pids():
+        fields = machine.stat_fields(pid)
+        if fields and fields[0] == "Z" and int(fields[1]) == parent:
+            found.append(pid)
+    return found
+
+
+def test_scratch_files_do_not_add_up_over_restarts(tmp_path: Path) -> None:
+    def files() -> int:
+        return sum(1 for _ in world._crew.folder.rglob("*"))
+
+    with World(2, device="cpu", logs=tmp_path) as world:
+        world.restart()
+        before, temporary = files(), len(list(Path(tempfile.gettempdir()).iterdir()))
+        for _ in range(4):
+            world.restart()
+        assert files() == before
+        assert len(list(Path(tempfile.gettempdir()).iterdir())) <= temporary
 
 
 def alive(pid: int) -> bool:

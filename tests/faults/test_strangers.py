@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import select
 import socket
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kit.errors import KitError, RankDied
+from kit.world import World
 from kit.world.channel import HEADER, LIMIT, MAC, NONCE, PENDING, ChannelClosed, Link, Listener, connect
+from kit.world.crew import CREWS, Crew
+from kit.world.world import Printer
 
 pytestmark = pytest.mark.timeout(20)
 KEY = b"k" * 32
@@ -148,3 +156,152 @@ def test_forged_replayed_and_reflected_frames_end_the_channel() -> None:
             (sender if tamper == "reflected" else receiver).recv()
         sender.close()
         receiver.close()
+
+
+FLOOD = """
+import socket, sys, threading
+def flood():
+    kept = []
+    while True:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.connect(sys.argv[1])
+        except OSError:
+            continue
+        kept.append(sock)
+        if len(kept) > 200:
+            kept.pop(0).close()
+for _ in range(4):
+    threading.Thread(target=flood).start()
+"""
+
+
+class AtStart(Printer):
+    """Acts once, as soon as a World that starts listens."""
+
+    def __init__(self, act: Callable[[Crew], None]) -> None:
+        self.act: Callable[[Crew], None] | None = act
+
+    def tick(self, answered: object) -> None:
+        for crew in CREWS:
+            if self.act is not None and crew._listener is not None:
+                act, self.act = self.act, None
+                act(crew)
+
+
+def test_a_flood_of_the_start_socket_does_not_end_the_start(tmp_path: Path) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def flood(crew: Crew) -> None:
+        assert crew._listener is not None
+        started.append(subprocess.Popen([sys.executable, "-c", FLOOD, crew._listener.address]))
+
+    try:
+        with World(2, device="cpu", logs=tmp_path, observer=AtStart(flood)) as world:
+            assert world.eval("rank") == [0, 1]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert started
+
+
+def speak(frame: Callable[[Link], object], held: list[Link]) -> Callable[[Crew], None]:
+    """As a process that holds the key of the World that starts."""
+
+    def act(crew: Crew) -> None:
+        assert crew._listener is not None
+        address, key = crew._listener.address, crew._key
+
+        def call() -> None:
+            held.append(connect(address, key))
+            frame(held[0])
+
+        threading.Thread(target=call).start()
+
+    return act
+
+
+def half(link: Link) -> None:
+    link._sock.sendall(HEADER.pack(100) + b"\0" * MAC + b"{")
+
+
+def test_half_a_frame_and_then_silence_meets_the_deadline(tmp_path: Path, nothing_left: None) -> None:
+    held: list[Link] = []
+    with pytest.raises(KitError, match=r"have joined; missing: 0 after 3 s"):
+        World(
+            1,
+            device="cpu",
+            logs=tmp_path,
+            start_timeout_s=3,
+            preload=["this_hangs"],
+            env=hangs(tmp_path),
+            observer=AtStart(speak(half, held)),
+        )
+    held[0].close()
+
+
+def hangs(folder: Path) -> dict[str, str]:
+    (folder / "this_hangs.py").write_text(
+        "import os, time\nif 'RANK' not in os.environ: raise ImportError\ntime.sleep(60)"
+    )
+    return {"PYTHONPATH": str(folder)}
+
+
+HELLO = {
+    "role": "work",
+    "rank": 1,
+    "node": 0,
+    "pid": 1,
+    "started": 1,
+    "device": "cpu",
+    "why": "",
+    "host": "",
+    "seat": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("message", "who"),
+    [
+        ({"role": "work", "rank": 1}, "rank 1"),
+        ({**HELLO, "rank": 7}, "rank 7"),
+        ({**HELLO, "role": "king"}, "rank 1"),
+        ({**HELLO, "pid": "1"}, "rank 1"),
+        ({"role": "agent", "node": 3, "pid": 1}, "a process of this World"),
+        ({}, "a process of this World"),
+        ([1], "a process of this World"),
+    ],
+)
+def test_a_malformed_greeting_is_refused_with_its_rank(
+    tmp_path: Path, nothing_left: None, message: Any, who: str
+) -> None:
+    held: list[Link] = []
+    with pytest.raises(KitError, match=rf"^{who} sent a malformed message"):
+        World(2, device="cpu", logs=tmp_path, observer=AtStart(speak(lambda link: link.send(message), held)))
+    held[0].close()
+
+
+LIES = {
+    "no id": "work.send({})",
+    "no value": "work.send({'id': rank_side.RANK.call})",
+    "no object": "work.send([1])",
+    "news": "work.send({'id': rank_side.RANK.call, 'value': 1, 'log': 0, 'lost': 0, 'news': 5})",
+    "no JSON": "import json; work._out, dumps, json.dumps = work._out, json.dumps, lambda *_, **__: '{'; work.send({})",
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_malformed_answer_is_refused_with_its_rank(tmp_path: Path, nothing_left: None, lie: str) -> None:
+    find = (
+        "import gc, sys, time\nfrom kit.world.channel import Link\nrank_side = sys.modules['kit.world.rankside']\n"
+        "work = sys._getframe()\nwhile 'work' not in work.f_locals or work.f_code.co_name != 'serve': work = work.f_back\n"
+        "work = work.f_locals['work']\n"
+    )
+    with World(2, device="cpu", logs=tmp_path) as world:
+        with pytest.raises(KitError, match=r"^rank 1 sent a malformed message") as refused:
+            world.run(f"{find}if rank == 1: {LIES[lie]}\ntime.sleep(5)")
+        assert not isinstance(refused.value, RankDied)
+        assert world.state == "dead"
+        world.restart()
+        assert world.eval("rank") == [0, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import pytest
@@ -181,7 +182,7 @@ def test_code_that_the_ranks_cannot_load(own: Definition, target: str, why: str)
     import sys
 
     with pytest.raises(BadInput, match=why):
-        check_target("implementation", target, sys.executable)
+        check_target("implementation", target, sys.executable, {})
 
 
 def test_code_that_the_ranks_can_load(own: Definition, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +190,40 @@ def test_code_that_the_ranks_can_load(own: Definition, monkeypatch: pytest.Monke
     import sys
 
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    check_target("implementation", "own_lab:Phases", sys.executable)
+    check_target("implementation", "own_lab:Phases", sys.executable, {})
+
+
+def test_code_is_looked_for_with_the_worlds_own_environment(own: Definition, tmp_path: Path) -> None:
+    """`env={"PYTHONPATH": ...}` of a World that is given is how its ranks will find the code."""
+    import sys
+
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "elsewhere.py").write_text("def own(ctx): ...\n")
+    world = SimpleNamespace(python=sys.executable, env={"PYTHONPATH": str(tmp_path / "deep")})
+    with pytest.raises(BadInput, match="No module named 'elsewhere'"):
+        configure(dataclasses.replace(own, config=Ways), {"way": "elsewhere:own"}, None)
+    config = configure(dataclasses.replace(own, config=Ways), {"way": "elsewhere:own"}, None, world=world)  # type: ignore[arg-type]
+    assert config.way == "elsewhere:own"  # type: ignore[attr-defined]
+
+
+def test_a_lab_on_megatron_needs_a_python_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence before any rank starts, with the line to use where another Python of the box has it."""
+    import sys
+
+    bare = tmp_path / "python"
+    bare.write_text("#!/bin/sh\necho '[true, false, [3, 12]]'\n")
+    bare.chmod(0o755)
+    monkeypatch.setenv("KIT_PYTHON", str(bare))
+    sentence = (
+        f"^lab .offload. needs megatron\\.core, which the ranks' Python {bare} does not have; "
+        f"use one that has it: export KIT_PYTHON={sys.executable}$"
+    )
+    with pytest.raises(BadInput, match=sentence):
+        configure(find("offload"), {"device": "cpu"}, None)
+    assert configure(find("smoke"), {"device": "cpu"}, None).ranks == 2  # needs no Megatron
+    monkeypatch.setattr("kit.world.interpreter.candidates", list)
+    with pytest.raises(BadInput, match=r"does not have; install megatron-core there$"):
+        configure(find("offload"), {"device": "cpu"}, None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +233,7 @@ class Ways(LabConfig):
 
 def test_only_what_is_no_name_is_asked_of_the_ranks_python(own: Definition, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("kit.labs.configure.check_target", lambda name, target, python: asked.append(target))  # a fake
+    monkeypatch.setattr("kit.labs.configure.check_target", lambda name, target, *_: asked.append(target))  # a fake
     lab = dataclasses.replace(own, config=Ways)
     for way in ("auto", "shm", "own_lab:Phases"):
         assert configure(lab, {"way": way}, None).way == way  # type: ignore[attr-defined]
@@ -300,3 +334,8 @@ def test_nccl2_is_refused_where_the_ranks_torch_has_none(monkeypatch: pytest.Mon
     )
     monkeypatch.setattr(module, "ASK_NCCL2", "print('2.14.0', True)")
     assert configure(find("smoke"), {"routing": "nccl2"}, None).routing == "nccl2"
+
+
+@pytest.mark.parametrize("text", ["1,2", "[1,2]", "1, 2"])
+def test_a_list_needs_no_brackets_on_the_command_line(text: str) -> None:
+    assert from_text(find("split"), {"chunks": text}) == {"chunks": [1, 2]}

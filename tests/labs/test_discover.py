@@ -48,7 +48,9 @@ def test_an_unknown_lab() -> None:
         find("smok")
     with pytest.raises(BadInput, match="unknown lab 3; allowed are"):
         find(3)  # type: ignore[arg-type]
-    assert tuple(checks_of("somebody's own script")) == ()
+    observers = checks_of("somebody's own script")
+    assert [check.name for check in observers] == ["nothing_piles_up", "memory_slope"]
+    assert not any(check.asked({}) for check in observers)  # only where a phase was observed
 
 
 def test_another_packages_lab(own: Definition, tmp_path: Path, fresh: None) -> None:

@@ -228,6 +228,17 @@ def test_a_phases_object_that_cannot_be_made(own: Definition, runs: Path, nothin
     assert info(lab)["status"] == "failed"
 
 
+def test_ranks_that_cannot_start_leave_a_failed_run(own: Definition, runs: Path, nothing_left: None) -> None:
+    lab = Lab(dataclasses.replace(own, preload=("no_such_module",)), {"memory_snapshot": True})
+    with pytest.raises(KitError, match="no_such_module") as caught, lab:
+        lab.run()
+    assert not isinstance(caught.value.__context__, AttributeError)
+    assert not lab.started
+    assert (info(lab)["status"], info(lab)["error"]) == ("failed", lab.error)
+    assert "no_such_module" in lab.error
+    assert "failed" in repr(lab)
+
+
 def test_what_only_a_rank_can_refuse_is_bad_input_too(own: Definition, runs: Path, nothing_left: None) -> None:
     lab = Lab(dataclasses.replace(own, phases="own_lab:Choosy"), {})
     with pytest.raises(BadInput, match=r"^low=1 is nothing for the library that this rank has$"):

@@ -12,18 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 
+import kit
+from kit import cli
 from kit.errors import BadInput
 from kit.measure import Recorder
 from kit.results import load
+from kit.view.report import chapter_tables
 
 ROOT = Path(__file__).parents[2]
 KEYS = ["run", "lab", "cycle", "phase", "rank", "metric", "value", "unit", "time"]
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "TORCHELASTIC_RESTART_COUNT")
+LAUNCH = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "RAY_JOB_ID")
 
 
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch):
-    for name in RANKS:
+    for name in (*RANKS, *LAUNCH):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -66,7 +70,8 @@ def test_a_run_from_start_to_end(tmp_path):
     assert len({r["time"] for r in phase}) == 1
     described = run_json(folder)
     assert list(described) == [
-        *("run", "lab", "config", "status", "started", "finished", "fault", "error", "provenance", "kit", "schema")
+        *("run", "lab", "config", "status", "started", "finished", "fault", "error", "provenance", "kit", "schema"),
+        "launch",
     ]
     assert described["config"] == {"ranks": 1, "tp": 2}
     assert (described["status"], described["error"]) == ("finished", None)
@@ -242,7 +247,7 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("env", "name"),
     [
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "records.jsonl"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "records.jsonl"),
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}, "records.node1.jsonl"),
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}, "records.node1.jsonl"),
         ({"WORLD_SIZE": "4"}, "records.node3.jsonl"),
@@ -283,3 +288,184 @@ def test_the_documented_script_under_torchrun(tmp_path):
     assert {r["value"] for r in written if r["metric"] == "groups"} == {1}
     assert run_json(tmp_path / "own")["status"] == "finished"
     assert run_json(tmp_path / "own")["config"] == {"ranks": 2, "cycles": 3}
+
+
+def test_every_rank_refuses_a_folder_of_another_launch(tmp_path, monkeypatch):
+    """Rank 1 would otherwise append to a run that is over, while rank 0 refuses."""
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    Recorder(tmp_path, rank=0, world_size=2).close()
+    Recorder(tmp_path, rank=1, world_size=2).close()  # of the same launch, and late
+    before = (tmp_path / "run.json").read_bytes()
+    monkeypatch.setenv("MASTER_PORT", "4321")
+    for rank in range(2):
+        with pytest.raises(BadInput, match="already holds a run"):
+            Recorder(tmp_path, rank=rank, world_size=2)
+    monkeypatch.setenv("MASTER_PORT", "1234")  # torchrun's default, whatever the launch
+    old = json.loads(before) | {"started": "2020-01-01T00:00:00+00:00", "finished": "2020-01-01T01:00:00+00:00"}
+    (tmp_path / "run.json").write_text(json.dumps(old))
+    with pytest.raises(BadInput, match="already holds a run"):
+        Recorder(tmp_path, rank=1, world_size=2)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    (tmp_path / "run.json").write_text(json.dumps(old | {"launch": "none 1234", "finished": None}))  # it was killed
+    with pytest.raises(BadInput, match="already holds a run"):
+        Recorder(tmp_path, rank=1, world_size=2)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    Recorder(tmp_path, rank=1, world_size=2).close()
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_accept_their_own_folder_and_refuse_it_the_next_time(tmp_path):
+    (tmp_path / "job.py").write_text(
+        "import os, time\nfrom kit.measure import Recorder\n"
+        "time.sleep(float(os.environ['RANK']))  # rank 0 may be done before another begins\n"
+        "try:\n    Recorder('run').close()\n    print('recorded')\nexcept ValueError as error:\n    print(error)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "job.py"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for words in ("recorded", "already holds a run"):
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.stdout.count(words) == 2, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("given", [{"rank": 2, "world_size": 2}, {"rank": -1}, {"rank": "1", "world_size": 2}])
+def test_a_rank_that_cannot_be_is_refused(tmp_path, given):
+    with pytest.raises(BadInput, match="rank is"):
+        Recorder(tmp_path / "r", **given)
+
+
+class Wandb:
+    """The part of a W&B run that a sink needs."""
+
+    def __init__(self):
+        self.seen = []
+
+    def log(self, values, step):
+        self.seen.append((step, values))
+
+
+class Board:
+    """The part of TensorBoard's SummaryWriter that a sink needs."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def add_scalar(self, name, value, step):
+        self.seen[name, step] = value
+
+
+def test_sinks_get_every_number_with_its_cycle(tmp_path):
+    wandb, board = Wandb(), Board()
+    with Recorder(tmp_path / "r", sinks=[wandb, board]) as rec:
+        with rec.phase("train", cycle=3):
+            rec.record("loss", torch.tensor(0.5), "nat")
+        rec.event("saved", cycle=4)
+    assert wandb.seen[0] == (3, {"train/loss": 0.5})
+    assert {"train/seconds", "train/rss"} < set(wandb.seen[1][1])
+    assert len(wandb.seen) == 2  # an event has no number
+    assert board.seen["train/loss", 3] == 0.5
+    assert board.seen["train/fds", 3] > 0
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_sink_that_raises_does_not_end_the_training(tmp_path):
+    class Broken(Wandb):
+        def log(self, values, step):
+            raise ConnectionError("no network")
+
+    wandb = Wandb()
+    rec = Recorder(tmp_path / "r", sinks=[Broken(), wandb])
+    with pytest.warns(RuntimeWarning, match="Broken raised .*no network.* gets no more numbers; training goes on"):
+        rec.record("loss", 1)
+    rec.record("loss", 2)  # a second warning would be an error here
+    rec.close()
+    assert [values for _, values in wandb.seen] == [{"run/loss": 1.0}, {"run/loss": 2.0}]
+    with pytest.raises(BadInput, match=r"has neither log\(dict, step=\) nor add_scalar"):
+        Recorder(tmp_path / "other", sinks=[object()])
+
+
+LEAKS = """
+import os, tempfile, threading
+kept = []
+with Recorder(folder, lab="mine") as rec:
+    for cycle in range(6):
+        with rec.phase("clean", cycle=cycle, observe=True):
+            threading.Thread(target=int).start()
+        with rec.phase("leaky", cycle=cycle, observe=True):
+            kept.append(os.memfd_create("x"))
+            kept.append(bytearray(os.urandom(4 * 2**20)))
+        with rec.phase("unseen", cycle=cycle):
+            kept.append(open("/dev/null"))
+"""
+
+
+def test_an_observed_phase_is_judged_without_a_lab(tmp_path):
+    script(tmp_path / "r", LEAKS)
+    run = kit.load(tmp_path / "r")
+    assert run.config["observed"] is True
+    metrics = set(run.frame().query("phase == 'leaky'")["metric"])
+    assert {"memfds", "memfds_before", "shared_maps", "children", "shm_rss", "observers_seconds"} < metrics
+    rows = {row.check: row for row in run.verdict()}
+    assert set(rows) == {
+        *("nothing_piles_up", "nothing_piles_up/clean", "nothing_piles_up/leaky"),
+        *("memory_slope", "memory_slope/clean", "memory_slope/leaky"),
+    }
+    assert rows["nothing_piles_up/leaky"].passed is False
+    assert "memfds: 3 after cycle 2, 5 in each of the last two (rank 0)" in rows["nothing_piles_up/leaky"].why
+    assert rows["memory_slope/leaky"].measured == pytest.approx(4, abs=0.5)
+
+
+def test_an_observed_phase_that_keeps_nothing_passes(tmp_path):
+    body = "rec = Recorder(folder)\nfor i in range(6):\n    with rec.phase('p', cycle=i, observe=True): open('/dev/null').close()"
+    script(tmp_path / "r", body)
+    assert [row.passed for row in kit.load(tmp_path / "r").verdict()] == [True] * 4
+    script(tmp_path / "plain", body.replace(", observe=True", ""))
+    assert kit.load(tmp_path / "plain").verdict() == ()  # not asked for
+
+
+def test_own_numbers_are_shown_told_and_drawn(tmp_path, capsys):
+    with Recorder(tmp_path / "r", rank=0, world_size=1) as rec:
+        for cycle in range(4):
+            with rec.phase("train", cycle=cycle, observe=True):
+                rec.record("loss", 4.0 - cycle, "nat")
+                rec.record("tokens", 100)
+                rec.record("tokens", 50)
+    assert cli.main(["show", str(tmp_path / "r")]) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["phase", "metric", "unit", "n", "first", "last", "min", "max"] in shown
+    assert ["train", "loss", "nat", "4", "4", "1", "1", "4"] in shown
+    assert [line[1] for line in shown if line[:1] == ["train"]][1:] == ["loss", "tokens"]  # nothing of the phases' own
+    run = kit.load(tmp_path / "r")
+    tokens, loss = run.plot("numbers").axes
+    assert (loss.get_title("left"), loss.get_xlabel()) == ("loss [nat]", "cycle")
+    assert loss.lines[0].get_ydata().tolist() == [4, 3, 2, 1]
+    assert (tokens.get_title("left"), tokens.get_xlabel()) == ("tokens", "record")
+    assert len(tokens.lines[0].get_ydata()) == 8
+    assert [row[1][0] for row in chapter_tables(run)[1]["rows"]] == ["loss", "tokens"]
+
+
+ACTOR = "import sys; from docs.examples.ray_actors import Trainer; t = Trainer(sys.argv[1], int(sys.argv[2]), 2); t.train(6); t.close()"
+
+
+def recorded_by_actors(folder):
+    run = kit.load(folder)
+    assert (run.status, run.config) == ("finished", {"ranks": 2, "observed": True})
+    losses = run.frame().query("metric == 'loss'")
+    assert sorted(zip(losses["rank"], losses["cycle"], strict=True)) == [(r, c) for r in range(2) for c in range(6)]
+    assert "nothing_piles_up/train" in {row.check for row in run.verdict()}
+
+
+def test_the_actors_of_the_documented_example_make_one_run(tmp_path):
+    """Each in a process of its own without RANK, as Ray has them, and one after the other has begun."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", ACTOR, str(tmp_path / "r")]
+    actors = [subprocess.Popen([*command, str(rank)], env=env, cwd=ROOT) for rank in range(2)]
+    assert [actor.wait() for actor in actors] == [0, 0]
+    recorded_by_actors(tmp_path / "r")
+
+
+@pytest.mark.slow
+def test_the_documented_example_under_ray(tmp_path):
+    pytest.importorskip("ray")
+    command = [sys.executable, str(ROOT / "docs/examples/ray_actors.py"), str(tmp_path / "r")]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    recorded_by_actors(tmp_path / "r")

@@ -700,16 +700,6 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        LINK,
-        "Link.close",
-        old="        self._sock.close()\n",
-        new="        pass\n",
-        check="segments_return_to_baseline",
-        bug="links are not closed",
-        origin="docs",
-    ),
-    Mutant(
-        "sync",
         RECEIVER,
         "Call.__init__",
         old="        self.link = link\n",

@@ -5,7 +5,9 @@ import math
 import pytest
 
 from kit.errors import BadInput
-from kit.results import compare, load, outcomes
+from kit.results import VerdictRow, compare, load, outcomes
+from kit.results.comparison import answers_changed, changed, compact, sizes
+from kit.results.marks import Verdict
 
 
 def row(table, metric):
@@ -86,3 +88,59 @@ def test_outcomes_are_held_against_each_other_to_the_last_bit(make_run, record):
     assert outcomes(base, run("no longer", 1.0, grad_norm=3.0)) == (4, 1)
     assert outcomes(base, run("nan", 1.0, math.nan, grad_norm=3.0)) == (4, 1)
     assert outcomes(load(make_run([record()], "none")), load(make_run([record()], "nor here"))) == (0, 0)
+
+
+def test_only_what_changed_by_more_than_the_spread_is_told(make_run, record):
+    def run(name, **values):
+        rows = [
+            record(cycle=cycle, metric=metric, value=value, unit="1" if metric == "groups" else "s", rank=rank)
+            for metric, readings in values.items()
+            for cycle, value in enumerate(readings)
+            for rank in (0, 1)
+        ]
+        return load(make_run(rows, name))
+
+    steady = {"groups_before": [1.0], "overhead_seconds": [1.0, 1.0]}
+    one = run(
+        "one",
+        leak=[1.0, 1.0, 1.0],
+        seconds=[1.0, 1.1],
+        wide=[1.0, 3.0],
+        even=[1.0, 1.0],
+        groups=[2.0],
+        single=[1.0],
+        **steady,
+    )
+    other = {
+        "leak": [2.0, 3.0, 4.0],
+        "seconds": [2.0, 2.1],
+        "wide": [2.0, 5.0],
+        "even": [1.01, 1.01],
+        "groups": [3.0],
+        "single": [1.2],
+    }
+    two = run("two", **other, groups_before=[2.0], overhead_seconds=[9.0, 9.0])
+    found = changed(compare([one, two]))
+    assert found["metric"].tolist() == ["leak", "seconds", "groups"]  # once each, not once for each rank
+    assert compact(found)["ratio"].tolist() == [3.0, 1.952, 1.5]
+    assert changed(compare([one, one])).empty
+    assert changed(compare([load(make_run([], "a")), one])).empty
+
+
+def test_changed_answers_come_with_the_failures_first(make_run):
+    def run(name, **answers):
+        found = load(make_run([], name))
+        Verdict(VerdictRow(check, None, 0, "1", passed, check) for check, passed in answers.items()).write(
+            found.dir / "verdict.json"
+        )
+        return found
+
+    one = run("one", same=True, better=False, worse=True, gone=True)
+    two = run("two", same=True, better=True, worse=False, new=None)
+    told = [(name, was and was.passed, now and now.passed) for name, was, now in answers_changed(one, two)]
+    assert told == [("worse", True, False), ("better", False, True), ("gone", True, None), ("new", None, None)]
+
+
+def test_settings_that_make_runs_different_in_size():
+    apart = {"ranks": [2, 4], "layers": [None, 2], "cycles": [1, 2], "hashes": [True, False], "size": ["a", "b"]}
+    assert sizes({**apart, "timeout_s": [1.0, 2.0], "mode": ["a", "b"]}) == ["ranks", "layers", "size"]

@@ -9,7 +9,9 @@ import pandas as pd
 import pytest
 
 from kit.errors import BadInput, KitError
-from kit.results import compare, export, load, to_frame
+from kit.results import VerdictRow, compare, export, load, to_frame
+from kit.results.marks import Verdict
+from kit.results.units import ROW
 from tests.results.conftest import read_back
 
 PROVENANCE = {"torch": "2.13", "note": 'a "quote", ```, <b>, %, ü', "nested": {"cores": 2, "none": None}}
@@ -87,21 +89,64 @@ def test_csv_is_a_pure_table_with_its_provenance_beside(tmp_path, frame):
     assert json.loads((tmp_path / "t.csv.provenance.json").read_text()) == PROVENANCE
 
 
-def test_json_is_strict_and_holds_provenance_and_records(tmp_path, frame):
-    data = json.loads(export(frame, PROVENANCE, tmp_path / "t.json").read_text(), parse_constant=pytest.fail)
-    assert set(data) == {"provenance", "records"}
-    assert [row["value"] for row in data["records"][7:11]] == [None, "Infinity", "-Infinity", None]
+def test_json_is_strict_and_pandas_reads_it(tmp_path, frame):
+    path = export(frame, PROVENANCE, tmp_path / "t.json")
+    data = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert [row["value"] for row in data[7:11]] == [None, "Infinity", "-Infinity", None]
+    read = pd.read_json(path)
+    assert list(read.columns) == list(frame.columns)
+    assert read["rank"].tolist() == frame["rank"].tolist()
+    assert read["value"][:3].tolist() == pytest.approx(VALUES[:3])
+
+
+def test_a_csv_runs_no_formula_and_keeps_units_that_are_empty(tmp_path, record):
+    texts = ["=1+1", "+1", "-1", "@sum", "\tx", "plain"]
+    rows = [record(text=text, unit=unit) for text, unit in zip(texts, ["1", "", "s", "B", "1", ""], strict=True)]
+    read = pd.read_csv(export(to_frame(rows), {}, tmp_path / "t.csv"))
+    assert read["text"].tolist() == ["'=1+1", "'+1", "'-1", "'@sum", "'\tx", "plain"]
+    assert read["unit"].tolist() == ["none", "none", "s", "B", "none", "none"]
 
 
 def test_markdown_cells_cannot_break_the_table(tmp_path, record):
     nasty = "a|b\n<script>`*_[x](y)\\"
-    text = export(to_frame([record(phase=nasty, value=None)]), PROVENANCE, tmp_path / "t.md").read_text()
+    about = {**PROVENANCE, "text": "--> <!-- --!>"}
+    text = export(to_frame([record(phase=nasty, value=None)]), about, tmp_path / "t.md").read_text()
     rows = text.splitlines()[:3]
     assert [row.replace("\\\\", "").replace("\\|", "").count("|") for row in rows] == [10, 10, 10]
     assert r"a\|b \<script\>\`\*\_\[x\](y)\\" in rows[2]
-    footer = text.split("Provenance:\n\n")[1]
-    assert all(line.startswith("    ") for line in footer.splitlines())
-    assert json.loads(footer) == PROVENANCE
+    comment = text.split("<!-- Provenance:\n")[1].removesuffix("\n-->\n")
+    assert "--" not in comment
+    assert json.loads(comment) == about
+
+
+def test_tables_for_people_are_rounded_and_have_units_beside_the_numbers(tmp_path, record):
+    rows = [record(value=0.0123456, unit="s"), record(value=2.0**21, unit="B"), record(value=3.0, unit="1")]
+    rows.append(record(value=0.0429688, unit="MiB"))
+    text = export(to_frame(rows), {}, tmp_path / "t.md", units={"value": ROW}).read_text()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[:6]]
+    assert "unit" not in cells[0]
+    assert [line[cells[0].index("value")] for line in cells[2:]] == ["12.3 ms", "2.0 MiB", "3", "0.04297 MiB"]
+
+
+def test_markdown_is_one_screen_and_says_what_is_left_out(tmp_path, record):
+    text = export(to_frame([record(rank=rank) for rank in range(100)]), {}, tmp_path / "t.md").read_text()
+    assert text.count("| smoke ") == 40
+    assert "\n60 more rows; csv, html and tex have all of them.\n" in text
+
+
+def test_a_verdict_is_saved_by_itself(tmp_path):
+    rows = [VerdictRow("fine_%", 0.5, 1.0, "s", True, "fast"), VerdictRow("leak", 3.0, 0.0, "1", False, "=3 groups")]
+    verdict = Verdict([*rows, VerdictRow("gpu", None, 1.0, "B", None, "no GPU")])
+    read = pd.read_csv(verdict.save(tmp_path / "made" / "v.csv"))
+    assert read["check"].tolist() == ["leak", "gpu", "fine_%"]
+    assert read["measured"].tolist()[::2] == [3.0, 0.5]
+    assert read["unit"].tolist() == ["none", "B", "s"]
+    text = verdict.save(tmp_path / "v_1.tex").read_text()
+    assert all(word in text for word in (r"\toprule", r"\begin{table}", r"\label{tab:v-1}"))
+    assert r"\caption{1 failed, 1 passed, 1 not measured}" in text
+    assert r"fine\_\% & 500 ms & 1 s & pass & fast" in text
+    assert "leak & 3 & 0 & FAIL & =3 groups" in text
+    assert "gpu & - & " in text
 
 
 def test_html_is_escaped_and_carries_its_provenance(tmp_path, record):
@@ -128,7 +173,7 @@ def test_html_is_escaped_and_carries_its_provenance(tmp_path, record):
 def test_tex_is_escaped_and_carries_its_provenance(tmp_path, record):
     text = export(to_frame([record(phase="a_b & 5% $x^2~{\\}#\n")]), PROVENANCE, tmp_path / "t.tex").read_text()
     assert r"a\_b \& 5\% \$x\textasciicircum 2\textasciitilde \{\textbackslash \}\# " in text
-    assert r"\begin{longtable}{llrlrlrlr}" in text
+    assert r"\begin{tabular}{llrlrlrlr}" in text
     comments = text.split("% Provenance:\n")[1].splitlines()
     assert json.loads("\n".join(line.removeprefix("% ") for line in comments)) == PROVENANCE
 
@@ -138,7 +183,7 @@ def test_tables_for_people_leave_out_what_no_record_has(tmp_path, record, suffix
     def exported(*records):
         return export(to_frame(records), {}, tmp_path / f"t.{suffix}").read_text().replace("text-align", "")
 
-    assert not {name for name in ("text", "ids", "start") if name in exported(record(), record(value=None))}
+    assert not {name for name in ("text", "ids", "start") if f" {name} " in exported(record(), record(value=None))}
     page = exported(record(), record(ids={"tensor": "embedding"}))
     assert "embedding" in page
     assert "start" not in page
@@ -155,21 +200,22 @@ def test_a_file_is_whole_or_not_there(tmp_path, frame):
 
 def test_an_old_file_is_replaced(tmp_path, frame):
     (tmp_path / "T.JSON").write_text("old")
-    assert len(json.loads(export(frame, {}, tmp_path / "T.JSON").read_text())["records"]) == len(frame)
+    assert len(json.loads(export(frame, {}, tmp_path / "T.JSON").read_text())) == len(frame)
 
 
 @pytest.mark.parametrize("name", ["t.xlsx", "t", "csv"])
 def test_an_unknown_ending_is_bad_input_that_lists_the_known(tmp_path, frame, name):
-    with pytest.raises(BadInput, match=r"allowed are \.csv, \.parquet, \.md, \.tex, \.html, \.json"):
+    with pytest.raises(BadInput, match=r"allowed are \.csv, \.parquet, \.json, \.md, \.tex, \.html"):
         export(frame, {}, tmp_path / name)
 
 
-def test_no_folder_is_bad_input(tmp_path, frame):
-    with pytest.raises(BadInput, match="there is no folder"):
-        export(frame, {}, tmp_path / "gone" / "t.csv")
+def test_a_folder_that_cannot_be_made_is_bad_input(tmp_path, frame):
+    assert export(frame, {}, tmp_path / "new" / "folder" / "t.csv").exists()  # a missing folder is made
+    with pytest.raises(BadInput, match=r"cannot make the folder .*/t.csv/below: Not a directory"):
+        export(frame, {}, tmp_path / "new" / "folder" / "t.csv" / "below" / "t.csv")
 
 
-@pytest.mark.parametrize("suffix", ["md", "tex", "html"])
+@pytest.mark.parametrize("suffix", ["tex", "html"])
 def test_long_texts_and_many_rows_are_written_whole(tmp_path, record, suffix):
     rows = [record(text=f"{index} " + "word " * 100 + "end", rank=index) for index in range(200)]
     text = export(to_frame(rows), {}, tmp_path / f"t.{suffix}").read_text()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -23,6 +24,7 @@ from kit.results import (
     with_ids,
 )
 from kit.results.records import read_bytes
+from kit.results.run import INDEX, find_run
 
 
 def drift(frame, config):
@@ -88,7 +90,8 @@ def test_a_killed_run_loads_is_partial_and_exports(folder, tmp_path):
         "the run has not finished, or was killed",
         "records.jsonl: 1 unreadable line was dropped (line 2)",
     ]
-    about = json.loads(run.save(tmp_path / "t.json").read_text())["provenance"]
+    run.save(tmp_path / "t.json")
+    about = json.loads((tmp_path / "t.json.provenance.json").read_text())
     assert about["torch"] == "2.13"
     assert about["run"]["partial"] is True
 
@@ -351,3 +354,20 @@ def test_the_newest_run_of_a_lab(make_run, tmp_path):
     assert newest_run(tmp_path, "offload") == tmp_path / "offload-20260101-000000-abcd"
     assert newest_run(tmp_path, "other") is None
     assert newest_run(tmp_path / "nowhere", "mine") is None
+
+
+def test_a_run_is_found_by_path_id_and_age_also_in_a_sweep(make_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path))
+    with pytest.raises(BadInput, match="there is no run in"):
+        find_run()
+    old, new = make_run([], "sweep/01"), make_run([], "new")
+    assert list_runs(tmp_path) == [new]
+    (tmp_path / "sweep" / INDEX).touch()
+    os.utime(old / "run.json", (1, 1))
+    assert list_runs(tmp_path) == [new, old]
+    assert find_run() == new
+    assert find_run("new") == find_run(new) == find_run(load(new).id) == new
+    assert find_run(load(old).id) == old
+    assert find_run("nowhere") == Path("nowhere")  # load says that it is not there
+    with pytest.raises(BadInput, match="it holds the runs of a sweep: `kit runs DIR` lists them"):
+        load(tmp_path / "sweep")

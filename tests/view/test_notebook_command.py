@@ -181,7 +181,7 @@ def test_every_parameter_of_the_kits_notebooks_is_understood():
 def test_places_that_cannot_be(tiny, tmp_path, monkeypatch):
     for to, sentence in (
         (tmp_path / "out.pdf", "written as .ipynb or .html, not 'out.pdf'"),
-        (tmp_path / "nowhere" / "out.html", "there is no folder"),
+        (Path("/dev/null/nowhere/out.html"), "cannot make the folder /dev/null/nowhere"),
         (tiny, "it is the notebook itself"),
     ):
         with pytest.raises(BadInput, match=sentence):
@@ -196,6 +196,6 @@ def test_places_that_cannot_be(tiny, tmp_path, monkeypatch):
 
 
 def test_an_installation_without_notebooks_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(notebooks.kit, "__file__", str(tmp_path / "site-packages" / "kit" / "__init__.py"))
-    with pytest.raises(BadInput, match="not installed from a checkout"):
+    monkeypatch.setattr(notebooks, "shipped", lambda name: tmp_path / name)
+    with pytest.raises(BadInput, match="there is no one notebook '01'; allowed are: none, or a path"):
         notebooks.find("01")

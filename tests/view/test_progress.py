@@ -121,6 +121,23 @@ def test_a_terminal_has_its_line_back_at_the_end():
     assert b"hello" in done.stdout
 
 
+@pytest.mark.parametrize(("terminals", "no_color", "coloured"), [
+    ({"stdout"}, "", False), ({"stderr"}, "", False), ({"stdout", "stderr"}, "", True), ({"stdout", "stderr"}, "1", False),
+])  # fmt: skip
+def test_ranks_lines_are_coloured_where_they_go_to_a_terminal(terminals, no_color, coloured):
+    """The lines go to stdout: a bar on stderr's terminal does not make them coloured."""
+    master, slave = pty.openpty()
+    streams = {name: slave if name in terminals else subprocess.PIPE for name in ("stdout", "stderr")}
+    script = SCRIPT.replace("assert isinstance", "isinstance")
+    env = {**os.environ, "NO_COLOR": no_color}
+    done = subprocess.run([sys.executable, "-c", script], env=env, timeout=60, **streams)
+    os.close(slave)
+    shown = os.read(master, 10_000) + (done.stdout or b"")
+    os.close(master)
+    assert b"hello" in shown
+    assert (b"\x1b[36m[0]" in shown) is coloured
+
+
 def test_a_real_world_is_watched(world, capsys):
     notes = Notes()
     before, world.observer = world.observer, Progress(line=notes, after_s=0)

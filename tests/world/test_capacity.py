@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from kit import machine
 from kit.errors import BadInput
-from kit.world import capacity
+from kit.world import World, capacity
 
 GIB = 2**30
 
@@ -49,3 +51,23 @@ def test_limits_of_the_own_group_count_and_its_page_cache_does_not(
         capacity.check_ranks(3)
     with pytest.raises(BadInput, match=r"11 ranks need about 3\.2 GiB .* 3\.1 GiB are free; at most 10 fit"):
         capacity.check_ranks(11)
+
+
+def test_the_users_own_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of all Worlds, and whatever else the user runs, are in use."""
+    monkeypatch.setattr(os, "geteuid", os.getpid)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (30, 30))
+    with pytest.raises(
+        BadInput, match=r"ranks need about .* this user \(ulimit -u\) may start -?\d+ more \(\d+ of \d+ are in use\)"
+    ):
+        capacity.check_ranks(2)
+
+
+def test_ranks_of_other_worlds_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "MOST_PER_CORE", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with World(1, device="cpu", logs=tmp_path):
+        capacity.check_ranks(1)
+        with pytest.raises(BadInput, match=r"2 ranks beside 1 in other Worlds on this machine's 2 cores: at most 2"):
+            capacity.check_ranks(2)
+    capacity.check_ranks(2)

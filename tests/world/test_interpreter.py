@@ -77,6 +77,16 @@ def test_the_first_with_both_is_taken_before_an_earlier_one_with_torch_only(
     assert [one.path for one in interpreter.search()][:2] == [sys.executable, str(both)]
 
 
+def test_environments_of_the_box_are_found_where_people_put_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interpreter, "HOMES", (str(tmp_path),))
+    monkeypatch.setenv("PATH", "/nowhere")
+    places = (".venv", "main", "train/.venv", "miniconda3/envs/megatron")
+    both = [str(script(tmp_path / place / "bin/python", "echo '[true, true, [3, 12]]'")) for place in places]
+    assert [one.path for one in interpreter.search() if one.megatron] == [sys.executable, *both]
+
+
 def test_nothing_found_lists_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "candidates", lambda: [(sys.executable, "this interpreter")])
     monkeypatch.setattr(interpreter, "has", lambda name: False)

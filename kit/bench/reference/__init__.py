@@ -34,7 +34,7 @@ from kit.bench.reference.running import pack as pack_into
 from kit.bench.rows import seated
 from kit.bench.session import LEAST_S, SLACK
 from kit.errors import BadInput
-from kit.results.files import need_folder, read_json, write_json, write_text
+from kit.results.files import make_folder, read_json, write_json, write_text
 from kit.results.recorded import machine
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ def make(
     """Run what is not there yet, as far as it fits into `minutes`. Ends with the worst of what parts ended with: 0, 1 or 3; what this
     box refuses is no failure, and neither is what there was no time for."""
     began = time.monotonic()
-    folder(out)
+    make_folder(out)
     if pack is not None:
-        need_folder(pack)
+        make_folder(pack.parent)
     missing: dict[str, str] = {}
     if parts is None:
         device, parts, missing = sizes_here(out, device)
@@ -114,20 +114,11 @@ def plan(out: Path | None, *, device: str = "auto", assumed: bool = False, minut
         parts: Sequence[Part] = able(on_gpus(), ASSUMED_BOX)[0]
     else:
         if out is not None:
-            folder(out)
+            make_folder(out)
         device, parts, _ = sizes_here(out, device)
     pace = ASSUMED if assumed else paces.find(out, device)
     print(plan_text(parts, pace, minutes or (GPU_MINUTES if device == "cuda" else None)))
     return 0
-
-
-def folder(out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise BadInput(f"{out} is a file: name a folder for the reference")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"cannot make a folder at {out}: {error.strerror}") from error
 
 
 def sizes_here(out: Path | None, device: str) -> tuple[str, Sequence[Part], dict[str, str]]:

@@ -158,7 +158,7 @@ def perform(out: Path, part: Part, limit_s: float, predicted_s: float) -> dict[s
     place = ("--out", str(run if part.lab else rows))
     stopped: KeyboardInterrupt | None = None
     try:
-        status, printed, complaint, late = finish([*KIT, *part.command, *pairs, *place, "--json"], limit_s)
+        status, printed, complaint, late = finish([*KIT, *part.command, *pairs, *place], limit_s)
     except KeyboardInterrupt as error:  # what was measured so far is kept; the part is run again next time
         stopped, (status, printed, complaint, late) = error, (INTERRUPTED, "", "", False)
     told: dict[str, Any] = {
@@ -177,8 +177,7 @@ def perform(out: Path, part: Part, limit_s: float, predicted_s: float) -> dict[s
         told |= of_run(out, part, run)
     elif found := read_rows(rows):  # also of one that was ended: what it had measured
         told |= found
-        table = printed.strip().rpartition("\n")[0].rstrip()
-        if table:
+        if table := printed.strip():
             write_text(out / f"{part.name}.txt", table + "\n")
     told["state"] = state(told)
     write_json(out / f"{part.name}.json", told)

@@ -309,7 +309,7 @@ def test_tables_of_a_lab_that_the_run_has_nothing_for_say_so(folder):
     model.show(kit.load(copy))
     tab = RecordsTab(model)
     tab.visible = True
-    assert set(tab.choice.options) == {"records", "times", "levels", "syncs", "stages", "transports", "digests"}
+    assert set(tab.choice.options) == {"records", "times", "memory", "syncs", "stages", "transports", "digests"}
     tab.choice.value = "digests"
     assert said(tab) == "no tensor was hashed on a receiver"
     assert tab.grid.words.disabled
@@ -391,7 +391,7 @@ def test_every_kind_is_written_with_its_origin_and_can_be_taken_from_the_page(sm
     [
         ("a/b.csv", None, "must be one name without a folder, not 'a/b.csv'"),
         ("", None, "must be one name"),
-        ("a.csv", "/no/such/folder", "there is no folder /no/such/folder"),
+        ("a.csv", "/dev/null/folder", "cannot make the folder /dev/null/folder: Not a directory"),
     ],
 )
 def test_what_cannot_be_written_is_one_sentence(smoke, tmp_path, name, folder_, sentence):

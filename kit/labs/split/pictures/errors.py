@@ -31,6 +31,7 @@ ZERO, BEYOND = 1.2, 0.8  # decades from the last tick to the place of 0, and to 
 APART = 0.14  # levels, in columns
 WRONG = "////"  # beside its colour
 ROWS = 0.19  # inches for a metric
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class Decades:
     def ticks(self) -> dict[float, str]:
         every = math.ceil((self.high - self.low) / 7)
         powers = range(self.high, self.low - 1, -every)
-        named = {float(power): f"$10^{{{power}}}$" for power in powers if power - self.place(0) > every / 2}
+        shown = [power for power in powers if power - self.place(0) > every / 2]
+        named = {float(power): f"10{str(power).translate(RAISED)}" for power in shown}
         return {**named, self.place(0): "0", **({self.place(math.inf): "∞"} if self.infinite else {})}
 
     def ends(self) -> tuple[float, float]:

@@ -1,0 +1,36 @@
+"""What the parts of the kill matrix share."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kit import machine
+
+TIMES = 5
+
+
+def each(kinds: dict[str, object]) -> pytest.MarkDecorator:
+    """Every kind five times; one of the five is drawn where --every is not given."""
+    drawn = {kind: pytest.mark.drawn(1, of=kind) for kind in kinds}
+    cases = [pytest.param(kind, n, marks=drawn[kind], id=f"{kind} {n}") for kind in kinds for n in range(TIMES)]
+    return pytest.mark.parametrize(("kind", "n"), cases)
+
+
+def moment(kind: str, n: int, most_s: float) -> float:
+    """A random moment, the same in each run of a case."""
+    return random.Random(f"{kind} {n}").uniform(0.0, most_s)
+
+
+def descendants(parent: int) -> list[int]:
+    """Zombies too."""
+    below: dict[int, list[int]] = {}
+    for pid in machine.pids():
+        if fields := machine.stat_fields(pid):
+            below.setdefault(int(fields[1]), []).append(pid)
+    found, todo = [], [parent]
+    while todo:
+        found += (mine := below.get(todo.pop(), []))
+        todo += mine
+    return found
