@@ -341,24 +341,20 @@ def observed(config: Mapping[str, Any]) -> bool:
 
 # What can be asked of any job, without a lab.
 OBSERVED = (
-    Check(
-        name="nothing_piles_up",
-        question="Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
-        tolerance="piled_up",
-        limit=0,
-        unit="1",
-        better="<=",
-        measure=each_observed(lambda _: piled_up),
+    at_most(
+        "nothing_piles_up",
+        "Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
+        "piled_up",
+        each_observed(lambda _: piled_up),
         when=observed,
     ),
-    Check(
-        name="memory_slope",
-        question="Does memory stay constant from cycle to cycle?",
-        tolerance="slope_mib",
+    at_most(
+        "memory_slope",
+        "Does memory stay constant from cycle to cycle?",
+        "slope_mib",
+        each_observed(slopes),
         limit=1,
         unit="MiB/cycle",
-        better="<=",
-        measure=each_observed(slopes),
         when=observed,
     ),
 )
