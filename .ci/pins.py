@@ -1,4 +1,4 @@
-"""Writes constraints.txt: the versions that pip resolves for `.[dev,peers,hf]`, from each Python named on the command line.
+"""Writes constraints.txt: the versions that pip resolves for `.[dev,hf]`, from each Python named on the command line.
 
 One file serves all of them: a version that every Python gets, and a package that only some need, stand without a marker;
 where versions differ each line carries the Python it is for, the newest one's line also for what is newer still. Nothing
@@ -27,7 +27,7 @@ def resolve(python: str) -> tuple[tuple[int, int], dict[str, str]]:
         pip = [Path(folder) / "venv/bin/python", "-m", "pip"]  # of its own: a dry run leaves out what is installed
         subprocess.run([python, "-m", "venv", Path(folder) / "venv"], check=True)
         dry = [*pip, "install", "--dry-run", "--quiet", "--report", report]
-        subprocess.run([*dry, ".[dev,peers,hf]", *HELD], cwd=HERE, check=True)
+        subprocess.run([*dry, ".[dev,hf]", *HELD], cwd=HERE, check=True)
         found = json.loads(report.read_text())
     major, minor = found["environment"]["python_version"].split(".")
     pins = {}

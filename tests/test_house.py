@@ -286,7 +286,7 @@ def test_a_panels_model_and_controller_need_no_widgets() -> None:
 def test_ranks_load_only_what_ranks_have() -> None:
     seen = loaded_by(
         "import kit.labs.rankside, kit.labs.smoke.ranks.phases, kit.world.agentside, kit.world.rankside\n"
-        "from kit.preflight.onranks import absent, jobs, memory, rebuilding, sharing, talk"
+        "from kit.preflight.onranks import jobs, memory, rebuilding"
     )
     assert not seen & {"pandas", "pydantic", "matplotlib", "IPython", "ipywidgets"}
     assert not {name for name in seen if name.startswith(("kit.view", "kit.labs.lab", "kit.world.world"))}

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kit.bench.cost import Cost
 from kit.bench.rows import Row, progress, row, unmeasured
-from kit.bench.session import Part, Session
+from kit.bench.session import Cost, Part, Session
 from kit.routing import FLAG
 
 if TYPE_CHECKING:

@@ -11,17 +11,17 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import secrets
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kit.bench.cost import Cost
 from kit.bench.rows import Row, progress, seated, table, unmeasured
 from kit.errors import BadInput, KitError
 from kit.gpu import has_driver
@@ -32,7 +32,59 @@ from kit.world import World
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from kit.bench.pace import Pace
     from kit.results import Run
+
+SLACK = 2.5  # a part's limit, in predicted times
+LEAST_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """How often each primitive of a Pace comes. `step` is of the tiny job: a larger one counts for several. `idle` is seconds that no
+    machine changes."""
+
+    process: float = 0
+    world: float = 0
+    megatron: float = 0
+    job: float = 0
+    step: float = 0
+    group: float = 0
+    copy: float = 0
+    idle: float = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        mine, others = asdict(self), asdict(other)
+        return Cost(**{name: mine[name] + others[name] for name in mine})
+
+    def __mul__(self, times: float) -> Cost:
+        return Cost(**{name: times * count for name, count in asdict(self).items()})
+
+    def terms(self, pace: Pace) -> dict[str, float]:
+        """Seconds by primitive."""
+        counts = asdict(self)
+        return {name: count * (1.0 if name == "idle" else getattr(pace, f"{name}_s")) for name, count in counts.items()}
+
+    def seconds(self, pace: Pace) -> float:
+        return sum(self.terms(pace).values())
+
+    def limit(self, pace: Pace) -> float:
+        return max(LEAST_S, SLACK * self.seconds(pace))
+
+    def told(self, pace: Pace) -> str:
+        """The arithmetic in words, such as "1 process + 1 megatron + 40 step"; what takes less than 0.1 s is left out."""
+        counts = asdict(self)
+        return " + ".join(f"{counts[name]:.3g} {name}" for name, taken in self.terms(pace).items() if taken >= 0.1)
+
+
+def total(costs: list[Cost]) -> Cost:
+    return sum(costs, start=Cost())
+
+
+def crowd(ranks: int) -> float:
+    """How much longer ranks take to start where they are more than the cores."""
+    return max(1.0, ranks / len(os.sched_getaffinity(0)))
+
 
 INTERRUPTED = 130
 Seat = dict[str, Any]

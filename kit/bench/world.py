@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kit.bench.cost import Cost, crowd
 from kit.bench.onranks import REDUCED
 from kit.bench.peers import (
     PEERS,
@@ -35,10 +34,11 @@ from kit.bench.peers import (
     seconds_until_gone,
 )
 from kit.bench.rows import Row, first_line, progress, ratios, row, seconds_of, unmeasured
-from kit.bench.session import Part
+from kit.bench.session import Cost, Part, crowd
 from kit.errors import KitError, RankDied
 from kit.world import World, interpreter, leftovers
 from kit.world.pending import Pending, wait
+from kit.world.world import Printer
 
 MS = 1e3
 PHASE_S = 0.1
@@ -100,20 +100,14 @@ def parts(sizes: Sizes, _: str) -> dict[str, Part]:
     }
 
 
-class Listener:
+class Listener(Printer):
     """A World's observer that only hears that something was said."""
 
     def __init__(self) -> None:
         self.heard = threading.Event()
 
-    def started(self, phase: str, ranks: Sequence[int]) -> None: ...
-
     def output(self, rank: int, text: str) -> None:  # noqa: ARG002 - the protocol's names
         self.heard.set()
-
-    def tick(self, answered: Sequence[int]) -> None: ...
-
-    def ended(self) -> None: ...
 
 
 LISTENER = Listener()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kit.errors import BadInput, KitError
 from kit.results.records import NOTEBOOK, Recording
 from kit.world.pending import Pending, wait
+from kit.world.world import Printer
 
 if TYPE_CHECKING:
     from kit.labs.definition import Role
@@ -19,21 +20,17 @@ RANKSIDE = "kit.labs.rankside"
 Write = Callable[[int, list[dict[str, Any]]], None]
 
 
-class Quiet:
+class Quiet(Printer):
     """An observer of one call of a driven step: it shows output and may stop the step, and leaves the step's progress alone."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
-
-    def started(self, phase: str, ranks: Sequence[int]) -> None: ...
 
     def output(self, rank: int, text: str) -> None:
         self._observer.output(rank, text)
 
     def tick(self, answered: Sequence[int]) -> None:  # noqa: ARG002 - the answers of one call say nothing about the step
         self._observer.tick(())
-
-    def ended(self) -> None: ...
 
 
 class Drive(Recording):

@@ -1,20 +1,114 @@
-"""Checks that every lab can use: growth per cycle, counts that must return to a baseline, leftovers at the end, steady times."""
+"""Checks that every lab can use: memory, growth per cycle, counts that must return to a baseline, leftovers at the end, steady times."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.memory import MIB, by_owner, label
+from kit.nccl import SHARED_GPU
 from kit.results import Check, Measured, Missing, NotMeasured, incomplete, select
-from kit.results.sources import source
+from kit.results.sources import sharing, source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import pandas as pd
 
+    from kit.results.sources import Source
+
     Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
+
+MIB = 2**20
+
+
+def gpus(ranks: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    """The GPU of each rank, numbered over the run, from the status of its World; empty on the CPU."""
+    seats = {row["rank"]: (row["host"], row["device"]) for row in ranks if row["device"].startswith("cuda")}
+    numbers = {seat: number for number, seat in enumerate(dict.fromkeys(seats.values()))}
+    return {rank: numbers[seat] for rank, seat in seats.items()}
+
+
+def label(frame: pd.DataFrame) -> str:
+    """A note for times of communication: empty unless ranks share a GPU."""
+    return f"; {SHARED_GPU}" if sharing(frame) > 1 else ""
+
+
+def by_owner(
+    frame: pd.DataFrame, source: Source, phase: str, metric: str | None = None, *, add: bool = False
+) -> pd.Series[float]:
+    """A metric (default: that of the source) after each cycle's phase, per rank, or per GPU if ranks share one.
+
+    Numbers of a whole GPU, which each of its ranks reports, count once; with `add`, numbers of single ranks are summed.
+    """
+    rows = select(frame, phase=phase, metric=metric or source.metric)
+    owner = rows["rank"].map(lambda rank: source.gpu_of.get(rank, rank)).rename(source.whose)
+    groups = rows.groupby([owner, "cycle"])["value"]
+    return groups.sum() if add else groups.max()
+
+
+def levels(frame: pd.DataFrame, phase: str) -> tuple[pd.DataFrame, Source]:
+    """Memory after each cycle's phase: driver memory on CUDA, anonymous memory on the CPU; a column per rank or shared GPU."""
+    origin = source(frame)
+    return by_owner(frame, origin, phase).unstack(origin.whose), origin
+
+
+def one_cycle(config: Mapping[str, Any]) -> str:
+    """Why a config cannot have a drift."""
+    return "" if config["cycles"] > 1 else "a drift needs at least 2 cycles"
+
+
+def growth(phase: str, when: str) -> Measure:
+    """The growth of memory from the first to the last cycle's phase, where it is largest; `when` describes the phase."""
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
+        table, origin = levels(frame, phase)
+        if len(table) < 2:
+            raise Missing(f"memory was recorded in {len(table)} cycle; a drift needs 2")
+        grown = (table.iloc[-1] - table.iloc[0]) / MIB
+        return Measured(
+            float(grown.max()),
+            f"{origin.told} {when}, cycle {table.index[-1]} vs cycle {table.index[0]} ({origin.whose} {grown.idxmax()})",
+        )
+
+    return measure
+
+
+def others_untouched(first: str) -> Measure:
+    """The largest change in the memory of a process beside the job, against the first phase in which it was measured."""
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+        rows = frame[frame["metric"] == "bystander_driver"]
+        source = "the driver"
+        if not rows["value"].all():
+            rows, source = (
+                frame[frame["metric"] == "bystander_bytes"],
+                "its own allocator (the driver does not list it)",
+            )
+        if rows.empty:
+            raise NotMeasured("no bystander process ran on the GPU")
+        start = rows[rows["phase"] == first].set_index("rank")["value"]
+        moved = (rows["value"] - rows["rank"].map(start)).abs()
+        damaged = select(frame, metric="bystander_damaged")["value"].max()
+        if damaged:
+            return Measured(
+                float(start.max()) / MIB, f"{damaged:g} bytes of a bystander process's memory were overwritten"
+            )
+        return Measured(float(moved.max()) / MIB, f"{len(rows)} readings over all ranks, from {source}")
+
+    return measure
+
+
+def on_cuda(ask: Measure) -> Measure:
+    """A check that is measured only with a GPU driver."""
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+        if not (frame["metric"] == "driver_used").any():
+            raise NotMeasured("the ranks had no CUDA device")
+        return ask(frame, config)
+
+    return measure
+
 
 COUNTS = ("fds", "sockets", "threads", "children", "memfds", "shared_maps", "shm_files", "temp_files")
 PILED = ("groups", *COUNTS)
@@ -25,6 +119,21 @@ RISING = 6  # cycles from which on one of them alone cannot tilt the line throug
 SETTLED = 2  # cycles after which everything that is allocated once exists
 TOO_FEW = f"needs at least {SETTLED + 1} cycles"
 STATE_SHARE = 0.01  # of the job's state may be added in a cycle before it is called growth
+
+
+def at_most(
+    name: str,
+    question: str,
+    tolerance: str,
+    measure: Callable[[pd.DataFrame, Mapping[str, Any]], Measured | Sequence[Measured]],
+    *,
+    limit: float | Callable[[Mapping[str, Any]], float] = 0,
+    unit: str = "1",
+    cannot: Callable[[Mapping[str, Any]], str] | None = None,
+    when: Callable[[Mapping[str, Any]], bool] | None = None,
+) -> Check:
+    """A check that passes at its limit or below it; without a limit, of a count that must be 0."""
+    return Check(name, question, tolerance, limit, unit, "<=", measure, when, cannot)
 
 
 def few_cycles(config: Mapping[str, Any]) -> str:
@@ -232,36 +341,29 @@ def observed(config: Mapping[str, Any]) -> bool:
 
 # What can be asked of any job, without a lab.
 OBSERVED = (
-    Check(
-        name="nothing_piles_up",
-        question="Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
-        tolerance="piled_up",
-        limit=0,
-        unit="1",
-        better="<=",
-        measure=each_observed(lambda _: piled_up),
+    at_most(
+        "nothing_piles_up",
+        "Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
+        "piled_up",
+        each_observed(lambda _: piled_up),
         when=observed,
     ),
-    Check(
-        name="memory_slope",
-        question="Does memory stay constant from cycle to cycle?",
-        tolerance="slope_mib",
+    at_most(
+        "memory_slope",
+        "Does memory stay constant from cycle to cycle?",
+        "slope_mib",
+        each_observed(slopes),
         limit=1,
         unit="MiB/cycle",
-        better="<=",
-        measure=each_observed(slopes),
         when=observed,
     ),
 )
 EVERY_LAB = (
-    Check(
-        name="nothing_piles_up",
-        question="Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
-        tolerance="piled_up",
-        limit=0,
-        unit="1",
-        better="<=",
-        measure=piled_up,
+    at_most(
+        "nothing_piles_up",
+        "Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
+        "piled_up",
+        piled_up,
         cannot=unsettled,
     ),
 )

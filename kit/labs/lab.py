@@ -20,7 +20,7 @@ from kit.labs import routed
 from kit.labs.configure import as_json, configure, find_fault, refuse_device
 from kit.labs.definition import role_names, working
 from kit.labs.drive import RANKSIDE, Drive, Quiet, Write
-from kit.labs.memory import gpus
+from kit.labs.growth import gpus
 from kit.labs.stepped import Stepped
 from kit.measure.provenance import provenance
 from kit.results import Record, Run, create_run, runs_dir

@@ -12,6 +12,12 @@ import types
 import typing
 from typing import Annotated, Any, Literal
 
+from kit.errors import BadInput
+from kit.gpu import free_bytes
+from kit.machine import free_memory
+from kit.megatron.config import ModelConfig, dtype_on
+from kit.world.capacity import RANK_BYTES
+
 
 @dataclasses.dataclass(frozen=True)
 class Option:
@@ -74,6 +80,25 @@ class LabConfig:
     ] = False
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobConfig(LabConfig):
+    """What the configs of labs with a Megatron job have."""
+
+    size: Annotated[Literal["tiny", "125m", "qwen2.5-0.5b"], Option("model size")] = "tiny"
+    layers: Annotated[int | None, Option("number of layers; null: that of the size", low=1, high=200)] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Option("dtype of the weights; auto: bfloat16 on CUDA, float32 on the CPU"),
+    ] = "auto"
+    seed: Annotated[int, Option("seed for weights and data", low=0, high=2**31)] = 1234
+
+
+def model_of(config: JobConfig, **more: Any) -> ModelConfig:
+    """The Megatron job that a lab's config describes, by the settings that have the same names; `more` are set by the lab."""
+    same = {one.name: getattr(config, one.name) for one in dataclasses.fields(ModelConfig) if hasattr(config, one.name)}
+    return ModelConfig(**{**same, "dtype": dtype_on(config.dtype), **more})
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
     """One field of a config, as a person or a widget wants to see it."""
@@ -127,3 +152,34 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
     if not options:
         raise TypeError(f"config field {field.name!r} has no Option: say what it is for")
     return Field(field.name, kind, field.default, options[0])
+
+
+# -- whether a job fits this machine ------------------------------------------------------------------------------------
+
+
+GIB = 2**30
+JOB = "weights, gradients and optimizer"
+
+
+def check_fits(config: JobConfig, *, job: int, host: int, kept: str) -> None:
+    """Refuse a job that does not fit. `job`: bytes of a rank on its device; `host`: other bytes in host memory, which `kept` describes."""
+    ranks = config.ranks
+    gpus = [] if config.device == "cpu" else free_bytes()
+    if gpus:
+        sharing = -(-ranks // len(gpus))  # ranks on the fullest GPU
+        least = min(gpus[:ranks])
+        if sharing * job > least:
+            many = f" on each of {sharing} ranks that share a GPU" if sharing > 1 else " for each rank"
+            raise BadInput(
+                f"size={config.size} does not fit: {job / GIB:.2f} GiB of {JOB}{many}, "
+                f"but {least / GIB:.1f} GiB are free on a GPU; use a smaller size, fewer layers, or more tp or pp"
+            )
+    here = 0 if gpus else job
+    needed = (here + host + RANK_BYTES) * ranks
+    free = free_memory()
+    if needed > free:
+        raise BadInput(
+            f"size={config.size} does not fit: {ranks} ranks x ({here / GIB:.2f} GiB of {JOB} + {host / GIB:.2f} GiB {kept} "
+            f"+ {RANK_BYTES / GIB:.2f} GiB per process) = "
+            f"{needed / GIB:.1f} GiB, but {free / GIB:.1f} GiB are free; use a smaller size, fewer layers, or fewer ranks"
+        )

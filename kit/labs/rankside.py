@@ -6,13 +6,14 @@ measured is published (`kit.world.news`) and reaches the run's folder while a ph
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +28,9 @@ from kit.results.records import Recording, new_row
 from kit.target import load
 from kit.train.numerics import Numerics, full_float32
 from kit.world import news
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(kw_only=True, slots=True)
@@ -212,3 +216,9 @@ def _running() -> Session:
     if _session is None:
         raise RuntimeError("no lab was begun on this rank")
     return _session
+
+
+def digest(hashes: Mapping[str, str]) -> str:
+    """The SHA-256 of all of a rank's tensors: of their names and hashes."""
+    text = "\n".join(f"{name} {value}" for name, value in sorted(hashes.items()))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import os
+import sys
+import traceback
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+from kit.world import processes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,3 +100,25 @@ class Report:
 def shown(value: float) -> str:
     """Three digits that count; whole numbers as they are."""
     return f"{value:.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.3g}"
+
+
+def main(target: str, device: str, settings: str) -> int:
+    processes.die_with_parent()
+    report = Report(os.fdopen(os.dup(1), "w"))
+    os.dup2(2, 1)
+    module, _, name = target.partition(":")
+    try:
+        getattr(importlib.import_module(module), name)(report, device, json.loads(settings))
+    except Exception as error:  # noqa: BLE001 - whatever it raises is what the probe found
+        lines = str(error).strip().splitlines() or [""]
+        first, last = lines[0].strip(), lines[-1].strip()
+        words = first if first == last else f"{first} {last}"
+        report.say("failed", f"{type(error).__name__}: {words}"[:600])
+        traceback.print_exc()
+        return 1
+    report.say("done", value=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -5,24 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kit.bench import ceilings
+from kit.bench.sync import gpus
 
 MIB = 2**20
 CPU = torch.device("cpu")
 
 
 def test_the_host_has_one_ceiling():
-    seen = ceilings.measured(size=MIB, rounds=3, device="cpu")
+    seen = gpus.measured(size=MIB, rounds=3, device="cpu")
     assert {name: len(taken) for name, taken in seen.items()} == {"memcpy": 3}
     assert all(taken > 0 for taken in seen["memcpy"])
 
 
 def test_a_copy_is_a_copy(monkeypatch):
     copied = []
-    monkeypatch.setattr(
-        ceilings.host.libc, "memcpy", lambda target, source, size: copied.append((target, source, size))
-    )
-    ceilings.memcpy(MIB)()
+    monkeypatch.setattr(gpus.host.libc, "memcpy", lambda target, source, size: copied.append((target, source, size)))
+    gpus.memcpy(MIB)()
     ((target, source, size),) = copied
     assert target != source
     assert size == MIB
@@ -31,7 +29,7 @@ def test_a_copy_is_a_copy(monkeypatch):
 def test_works_take_turns_and_the_first_is_not_counted():
     order = []
     works = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
-    seen = ceilings.seconds(works, 2, CPU)
+    seen = gpus.seconds(works, 2, CPU)
     assert order == ["a", "b"] * 3
     assert [len(taken) for taken in seen.values()] == [2, 2]
 
@@ -39,7 +37,7 @@ def test_works_take_turns_and_the_first_is_not_counted():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_copies_within_itself_and_to_pinned_memory():
-    works = ceilings.on_gpu(torch.device("cuda", 0), MIB)
-    assert {ceilings.WITHIN, ceilings.OUT, ceilings.BACK} <= set(works)
-    seen = ceilings.measured(size=256 * MIB, rounds=3, device="cuda:0")
-    assert min(seen[ceilings.OUT]) > min(seen[ceilings.WITHIN])
+    works = gpus.on_gpu(torch.device("cuda", 0), MIB)
+    assert {gpus.WITHIN, gpus.OUT, gpus.BACK} <= set(works)
+    seen = gpus.measured(size=256 * MIB, rounds=3, device="cuda:0")
+    assert min(seen[gpus.OUT]) > min(seen[gpus.WITHIN])

@@ -11,11 +11,10 @@ import pytest
 
 from kit.bench import limits, world
 from kit.bench import pace as room
-from kit.bench.cost import LEAST_S, SLACK, Cost, total
 from kit.bench.pace import ASSUMED, FILE, Pace, find, from_doctor, read
 from kit.bench.reference import differences, plan_text
-from kit.bench.reference.parts import ASSUMED_BOX, GPU_MINUTES, Part, able, bench, lab, offload, on_cpu, on_gpus
-from kit.bench.session import Book, Session
+from kit.bench.reference.running import ASSUMED_BOX, GPU_MINUTES, Part, able, bench, lab, offload, on_cpu, on_gpus
+from kit.bench.session import LEAST_S, SLACK, Book, Cost, Session, total
 from kit.cli import benches
 from kit.preflight import times
 from kit.results.files import read_json, write_json

@@ -16,14 +16,12 @@ from typing import Any
 import pytest
 
 from kit.bench import reference
-from kit.bench.cost import Cost
 from kit.bench.pace import ASSUMED
 from kit.bench.reference import make, plan, short_of, sizes_here, write_page
 from kit.bench.reference import running as work
-from kit.bench.reference.parts import Part, bench, lab, on_cpu, on_gpus
-from kit.bench.reference.running import LEFT_OUT, is_settled, pack, perform, settled
+from kit.bench.reference.running import LEFT_OUT, Part, bench, is_settled, lab, on_cpu, on_gpus, pack, perform, settled
 from kit.bench.rows import row
-from kit.bench.session import Book
+from kit.bench.session import Book, Cost
 from kit.cli import benches
 from kit.errors import BadInput
 from kit.labs.configure import validate

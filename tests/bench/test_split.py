@@ -13,7 +13,7 @@ from kit.bench.split import QUICK, Job, Sizes, onranks
 from kit.errors import KitError
 from kit.labs.configure import configure
 from kit.labs.split import LAB
-from kit.labs.split.recipes import RECIPES
+from kit.labs.split.config import RECIPES
 from kit.train.batch import counts, cuts
 from kit.world import World
 

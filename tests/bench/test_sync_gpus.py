@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kit.bench import ceilings
 from kit.bench.session import Book, Session
 from kit.bench.sync import gpus
 from kit.results import Record, create_run, load
 
-GPU = {ceilings.HOST: [0.05], ceilings.WITHIN: [0.001], ceilings.OUT: [0.005], ceilings.BACK: [0.004]}
-PEER = f"{ceilings.PEER} 1"
+GPU = {gpus.HOST: [0.05], gpus.WITHIN: [0.001], gpus.OUT: [0.005], gpus.BACK: [0.004]}
+PEER = f"{gpus.PEER} 1"
 
 
 @pytest.mark.slow
@@ -48,17 +47,17 @@ def test_the_first_version_is_not_told_and_the_slower_copy_is_the_ceiling(run):
     sync, *plain = gpus.told(run, "shm", GPU, same=True)
     assert (sync.n, sync.median) == (1, 0.5)
     assert sync.ceiling == pytest.approx(2 * 0.005)
-    assert sync.note.endswith(f"0.02 of {ceilings.OUT} at 53.69 GB/s")
+    assert sync.note.endswith(f"0.02 of {gpus.OUT} at 53.69 GB/s")
     assert [row.what.rpartition(", ")[2] for row in plain] == list(GPU)
 
 
 @pytest.mark.parametrize(
     ("name", "same", "copies"),
     [
-        ("ipc", True, [ceilings.WITHIN]),
-        ("broadcast", True, [ceilings.WITHIN]),
+        ("ipc", True, [gpus.WITHIN]),
+        ("broadcast", True, [gpus.WITHIN]),
         ("broadcast", False, [PEER]),
-        ("shm", False, [ceilings.OUT, ceilings.BACK]),
+        ("shm", False, [gpus.OUT, gpus.BACK]),
     ],
 )
 def test_each_transport_has_the_ceiling_of_its_way(name, same, copies):
@@ -66,7 +65,7 @@ def test_each_transport_has_the_ceiling_of_its_way(name, same, copies):
 
 
 def test_gpus_that_do_not_reach_each_other_go_through_the_host():
-    assert gpus.ceiling_of("broadcast", GPU, same=False) == [ceilings.OUT, ceilings.BACK]
+    assert gpus.ceiling_of("broadcast", GPU, same=False) == [gpus.OUT, gpus.BACK]
 
 
 def test_without_a_gpu_a_row_gives_the_reason(tmp_path):

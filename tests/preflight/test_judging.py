@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from kit.errors import KitError, RankDied, RankTimeout
-from kit.preflight.probes import collectives, common, jobs, memory
+from kit.preflight import probes
+from kit.preflight.probes import collectives, memory
 from kit.preflight.report import Findings, Report
 
 MIB = 2**20
@@ -149,14 +150,14 @@ def box(monkeypatch):
     def probe(name: str, settings: dict[str, Any] | None = None, **answers: list[Any]) -> Findings:
         Box.answers = ANSWERS | answers
         out = io.StringIO()
-        module = next(one for one in (collectives, memory, jobs) if hasattr(one, name))
+        module = next(one for one in (collectives, memory) if hasattr(one, name))
         getattr(module, name)(Report(out), "cuda", {"env": {}, "megatron": True, **(settings or {})})
         findings = Findings()
         for line in out.getvalue().splitlines():
             findings.hear(line)
         return findings
 
-    monkeypatch.setattr(common, "World", made)
+    monkeypatch.setattr(probes, "World", made)
     monkeypatch.setattr(memory.os, "kill", kill)
     monkeypatch.setattr(
         collectives, "compute_mode", lambda shared: ("compute mode", True, None, "", f"shared: {shared}")
@@ -370,11 +371,11 @@ def test_jobs_that_differ_name_the_tensor_and_the_rank(box):
 
 def test_suspend_is_refused_with_its_reason_or_fails_with_nccls():
     """`assumed`: suspend, resume and memory_stats are the backend's (torch 2.12 and later, ProcessGroupNCCL.hpp; NCCL 2.29.7, nccl.h)."""
-    (row,) = jobs.suspend_rows([{"refused": "NCCL 2.28.9 cannot suspend communicators"}] * 2)
+    (row,) = collectives.suspend_rows([{"refused": "NCCL 2.28.9 cannot suspend communicators"}] * 2)
     assert row == ("suspend", None, None, "", "NCCL 2.28.9 cannot suspend communicators")
-    (row,) = jobs.suspend_rows([{"stats": [STATS], "error": "ncclInvalidUsage"}, SUSPENDED])
+    (row,) = collectives.suspend_rows([{"stats": [STATS], "error": "ncclInvalidUsage"}, SUSPENDED])
     assert row[1:] == (False, None, "", "ncclInvalidUsage")
-    freed, _, resumed = jobs.suspend_rows([{**SUSPENDED, "freed": 0}, {**SUSPENDED, "right": False, "freed": 0}])
+    freed, _, resumed = collectives.suspend_rows([{**SUSPENDED, "freed": 0}, {**SUSPENDED, "right": False, "freed": 0}])
     assert (freed[1], resumed[1]) == (False, False)
 
 

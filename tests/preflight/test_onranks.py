@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from kit import nccl
 from kit.measure.memory import DeviceMemory
-from kit.preflight.onranks import jobs, memory, rebuilding, sharing, talk
+from kit.preflight import onranks
+from kit.preflight.onranks import jobs, memory, rebuilding
 from tests.preflight.test_judging import COPIES, SUSPENDED, VIEW
 
 GPU = types.SimpleNamespace(type="cuda", index=0)
@@ -106,17 +107,17 @@ def shared(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
     yield given
-    sharing.close()
+    memory.close()
 
 
 def test_shared_memory_is_read_whole_and_written_back(shared):
-    offered = sharing.offer(size=4096)
-    assert not sharing.written()
-    assert sharing.take(handle=offered["handle"], size=4096, keep=False) == {"same": True}
-    assert sharing.written()
+    offered = memory.offer(size=4096)
+    assert not memory.written()
+    assert memory.take(handle=offered["handle"], size=4096, keep=False) == {"same": True}
+    assert memory.written()
     shared[0][3] = 0
-    assert sharing.take(handle=offered["handle"], size=4096, keep=False) == {"same": False}
-    assert sharing.close() == 0
+    assert memory.take(handle=offered["handle"], size=4096, keep=False) == {"same": False}
+    assert memory.close() == 0
 
 
 def test_memory_that_cannot_be_shared_is_refused_in_one_line(shared, monkeypatch):
@@ -125,12 +126,12 @@ def test_memory_that_cannot_be_shared_is_refused_in_one_line(shared, monkeypatch
     def refuses(*_: Any) -> None:
         raise RuntimeError("pidfd_getfd: Operation not permitted\nsecond line")
 
-    offered = sharing.offer(size=64)
+    offered = memory.offer(size=64)
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", refuses)
     refused = {"error": "RuntimeError: pidfd_getfd: Operation not permitted"}
-    assert sharing.take(handle=offered["handle"], size=64, keep=True) == refused
+    assert memory.take(handle=offered["handle"], size=64, keep=True) == refused
     monkeypatch.setattr(reductions, "reduce_tensor", refuses)
-    assert sharing.offer(size=64) == refused
+    assert memory.offer(size=64) == refused
 
 
 class Backend:
@@ -202,7 +203,7 @@ def test_options_are_compared_field_by_field():
 def test_whether_world_is_ready_is_asked_of_its_backend(monkeypatch):
     backends = [types.SimpleNamespace(_is_initialized=lambda: False), types.SimpleNamespace()]
     world = types.SimpleNamespace(_get_backend=lambda where: backends.pop(0))
-    assert talk.ready_at_once() is None
-    monkeypatch.setattr(talk, "device", lambda: GPU)
+    assert onranks.ready_at_once() is None
+    monkeypatch.setattr(onranks, "device", lambda: GPU)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: world)
-    assert [talk.ready_at_once(), talk.ready_at_once()] == [False, None]
+    assert [onranks.ready_at_once(), onranks.ready_at_once()] == [False, None]

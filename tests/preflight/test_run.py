@@ -14,9 +14,8 @@ import pytest
 
 from kit import cli, doctor
 from kit.preflight import run, times
-from kit.preflight.cleaning import SHM, shm_names
 from kit.preflight.report import Findings, Report, Row
-from kit.preflight.run import PROBES, TOTAL_S, Outcome, Probe
+from kit.preflight.run import PROBES, SHM, TOTAL_S, Outcome, Probe, shm_names
 from kit.world import leftovers, processes
 from tests.holdings import wait_for
 

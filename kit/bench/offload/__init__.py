@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kit.bench.cost import Cost, crowd
 from kit.bench.rows import Row, first_line, progress, ratios, row, unmeasured
-from kit.bench.session import Part, Session
+from kit.bench.session import Cost, Part, Session, crowd
 from kit.errors import BadInput, KitError
 from kit.megatron.config import ModelConfig, model_bytes
 

@@ -18,12 +18,21 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kit.bench import pace as paces
-from kit.bench.cost import LEAST_S, SLACK
 from kit.bench.pace import ASSUMED
-from kit.bench.reference.parts import ASSUMED_BOX, GPU_MINUTES, able, on_cpu, on_gpus
-from kit.bench.reference.running import KIT, is_settled, perform, settled
+from kit.bench.reference.running import (
+    ASSUMED_BOX,
+    GPU_MINUTES,
+    KIT,
+    able,
+    is_settled,
+    on_cpu,
+    on_gpus,
+    perform,
+    settled,
+)
 from kit.bench.reference.running import pack as pack_into
 from kit.bench.rows import seated
+from kit.bench.session import LEAST_S, SLACK
 from kit.errors import BadInput
 from kit.results.files import make_folder, read_json, write_json, write_text
 from kit.results.recorded import machine
@@ -33,7 +42,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kit.bench.pace import Pace
-    from kit.bench.reference.parts import Part
+    from kit.bench.reference.running import Part
 
 DOCTOR = "doctor.json"
 SUMMARY = "README.md"

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from kit.bench.cost import Cost, crowd
 from kit.bench.rows import Row, columns, number, progress, row, unmeasured
-from kit.bench.session import Part, Session
+from kit.bench.session import Cost, Part, Session, crowd
 from kit.errors import KitError
 
 

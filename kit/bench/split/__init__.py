@@ -15,9 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kit.bench.cost import Cost, crowd
 from kit.bench.rows import Row, first_line, progress, ratios, row
-from kit.bench.session import Part, Session
+from kit.bench.session import Cost, Part, Session, crowd
 from kit.errors import KitError
 from kit.labs.split.config import SplitConfig, model_config
 from kit.world import World

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from kit.errors import KitError
-from kit.labs.split.config import SplitConfig, model_config
+from kit.labs.split.config import RECIPES, SplitConfig, model_config
 from kit.labs.split.ranks.backends import chunks_of
-from kit.labs.split.recipes import RECIPES
 from kit.measure.memory import device_memory, host_memory, reset_peaks
 from kit.measure.phase import now
 from kit.megatron import groups, model, split
@@ -25,7 +24,7 @@ from kit.train.plain import initial_weights
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kit.labs.split.recipes import Recipe
+    from kit.labs.split.config import Recipe
     from kit.train.batch import Batch
     from kit.train.protocol import StepResult
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from kit.bench.cost import Cost, crowd
 from kit.bench.rows import KIT, Row, progress, ratios, row
-from kit.bench.session import Part, Session
+from kit.bench.session import Cost, Part, Session, crowd
 from kit.bench.sync import gpus, others
 from kit.errors import BadInput
 from kit.machine import free_memory
@@ -35,7 +34,7 @@ COPIES = (
 # Copies of less than some 190 MB go through the processor's cache otherwise, which fetches what is only to be overwritten.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x8000"}
 NOT_HERE = "not installed"
-PEERS = {"file:safetensors": "safetensors", "file:dcp": "torch", "ray": "ray"}  # and their packages
+PEERS = {"file:safetensors": "safetensors", "file:dcp": "torch"}  # and their packages
 OVER_MEMCPY = ("shm", "shm+whole", "shm+whole+fresh", "shm+cache")
 GROUPS = ("broadcast", "per-tensor", "rendezvous")
 
@@ -245,7 +244,7 @@ def verified(world: World, shape: Shape, algorithms: Sequence[str], *, rounds: i
 
 
 def through_files(world: World, shape: Shape, *, rounds: int) -> list[Row]:
-    """Against what others do: files in memory, and an object store."""
+    """Against what others do: files in memory."""
     peers = {name: others.missing(package) for name, package in PEERS.items()}
     ways = ["shm", *(name for name, why in peers.items() if not why)]
     told = rates(world, shape, ways, receivers=1, rounds=rounds)
@@ -256,8 +255,7 @@ def through_files(world: World, shape: Shape, *, rounds: int) -> list[Row]:
     for name in ways[1:]:
         over = ratios(told["seconds"][name], told["seconds"]["shm"])
         made += times(what, told, [name])
-        note = "the object store's own memory" if name == "ray" else place
-        made.append(row(f"{what}: {called(name)} over shm, time", over, who=who(name), unit="x", note=note))
+        made.append(row(f"{what}: {called(name)} over shm, time", over, who=who(name), unit="x", note=place))
     return [
         *made,
         *(Row(what=f"{what}: {called(name)}", who=who(name), note=why) for name, why in peers.items() if why),

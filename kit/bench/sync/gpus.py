@@ -1,5 +1,6 @@
-"""The lab's syncs on CUDA, by each transport, beside what GPUs and the links between them do at best.
+"""The lab's syncs on CUDA, by each transport, beside plain copies, which are the best that GPUs and the links between them can do.
 
+A rate counts a byte that is copied once, although it is read and written.
 A time is the sender's, from when all are ready until the receivers have applied everything, as in the lab's own comparison of transports.
 Ceilings are measured in the same ranks just before. Where two ranks share a GPU, NCCL may refuse: then the row says so. Has not run on a
 GPU yet; on the CPU the same code runs over shared memory and gloo, in the tests.
@@ -9,18 +10,83 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kit.bench import ceilings
+import torch
+
 from kit.bench.rows import Row, row, unmeasured
+from kit.measure import host
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kit.bench.session import Session
     from kit.results import Run
 
     Seconds = Mapping[str, list[float]]
+    Work = Callable[[], object]
+
+HOST, WITHIN, OUT, BACK, PEER = "memcpy", "within the GPU", "GPU to pinned memory", "pinned memory to GPU", "to GPU"
+
+
+def memcpy(size: int) -> Work:
+    """One copy between two places of host memory that are both there: of zeros the kernel would keep one page for all."""
+    source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
+    return lambda: copy(target, source)
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """The one copy by which the host is measured: all bytes at once, by the C library."""
+    host.libc.memcpy(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+
+def on_gpu(device: torch.device, size: int) -> dict[str, Work]:
+    """By name, each to be awaited by synchronising the device; `size` bytes a block, of which there are two and one a peer."""
+    here, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    works: dict[str, Work] = {
+        WITHIN: partial(other.copy_, here, non_blocking=True),
+        OUT: partial(pinned.copy_, here, non_blocking=True),
+        BACK: partial(here.copy_, pinned, non_blocking=True),
+    }
+    for number in range(torch.cuda.device_count()):
+        if number != device.index and torch.cuda.can_device_access_peer(device, number):
+            there = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", number))
+            works[f"{PEER} {number}"] = partial(there.copy_, here, non_blocking=True)
+            break  # one stands for the others: weights go to one receiver at a time
+    return works
+
+
+def seconds(works: Mapping[str, Work], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Turn by turn; the first turn, in which pages are supplied and the driver connects GPUs, is not counted."""
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(-1, rounds):
+        for name, work in works.items():
+            wait(device)
+            start = time.perf_counter()
+            work()
+            wait(device)
+            if turn >= 0:
+                taken[name].append(time.perf_counter() - start)
+    return taken
+
+
+def wait(device: torch.device) -> None:
+    """Until the GPU is done; a copy to another one is this one's work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measured(*, size: int, rounds: int, device: str) -> dict[str, list[float]]:
+    """Seconds for `size` bytes of everything there is here."""
+    where = torch.device(device)
+    works = {HOST: memcpy(size)}
+    if where.type == "cuda":
+        works |= on_gpu(where, size)
+    return seconds(works, rounds, where)
+
 
 RANKS = {"ipc": 2, "shm": 2, "broadcast": 3}  # a group is a proper part of the World: one looks on
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -44,7 +110,7 @@ def by_transport(session: Session, name: str, *, model: str, cycles: int) -> lis
     with session.world(RANKS[name], logs=logs / "ranks", env=env, preload=("megatron.core",), timeout_s=600) as world:
         seats = [seat["device"] for seat in world.status()]
         plain = world.call(
-            "kit.bench.ceilings:measured", ranks=[0], size=BLOCK, rounds=ROUNDS, device=seats[0], timeout_s=600
+            "kit.bench.sync.gpus:measured", ranks=[0], size=BLOCK, rounds=ROUNDS, device=seats[0], timeout_s=600
         )[0]
         settings: dict[str, Any] = {"tp": 1, "replicas": 1, "infer_tp": 1, "placement": "apart", "refresh": "paused"}
         settings |= {"transport": name, "verify": "none", "sweep": False, "ranks": RANKS[name], "size": model}
@@ -86,9 +152,9 @@ def told(run: Run, name: str, plain: Seconds, *, same: bool) -> list[Row]:
 
 def ceiling_of(name: str, plain: Seconds, *, same: bool) -> list[str]:
     """Which plain copies bound a transport: shared memory goes through the host, NCCL from GPU to GPU."""
-    if ceilings.WITHIN not in plain:
-        return [ceilings.HOST]
-    peers = [what for what in plain if what.startswith(ceilings.PEER)]
+    if WITHIN not in plain:
+        return [HOST]
+    peers = [what for what in plain if what.startswith(PEER)]
     if name == "shm" or not (same or peers):
-        return [ceilings.OUT, ceilings.BACK]
-    return [ceilings.WITHIN] if same else peers
+        return [OUT, BACK]
+    return [WITHIN] if same else peers

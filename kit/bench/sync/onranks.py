@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from kit.bench import ceilings
 from kit.bench.rows import seconds_of, turn_by_turn
-from kit.bench.sync import others
+from kit.bench.sync import gpus, others
 from kit.errors import KitError
 from kit.megatron.config import GEOMETRIES
 from kit.sync.buckets import Bound, live, views
@@ -95,7 +94,6 @@ class Bench:
         self._laid: dict[int, Laid] = {}
         self._room = torch.empty(0, dtype=torch.uint8)
         self._copied: torch.Tensor | None = None
-        self._objects = others.ObjectStore(self.tensors, self.links, sends=self.rank == 0)
 
     def meet(self, meeting: str) -> dict[str, Link]:
         names = [f"receiver {rank}" for rank in self.part[1:]]
@@ -137,9 +135,9 @@ class Bench:
     # -- ways --------------------------------------------------------------------------------------------------------------
 
     def way(self, name: str) -> Callable[[], None]:
-        """`memcpy`, `copies`, `ray`, `file:NAME`, or `TRANSPORT[+cache][+whole][+fresh][+ALGORITHM][@MIB]`. `shm` goes through a
+        """`memcpy`, `copies`, `file:NAME`, or `TRANSPORT[+cache][+whole][+fresh][+ALGORITHM][@MIB]`. `shm` goes through a
         ring, as for receivers that pause, but for `cache`, and `whole`, which is one segment with room for all."""
-        plain = {"memcpy": self.memcpy, "copies": self.copies, "ray": self._objects.bring}
+        plain = {"memcpy": self.memcpy, "copies": self.copies}
         if name in plain:
             return plain[name]
         if name.startswith("file:"):
@@ -175,7 +173,7 @@ class Bench:
     def copy(self) -> None:
         if self._copied is None:
             self._copied = torch.zeros(self.total, dtype=torch.uint8)
-        ceilings.copy(self._copied, self.memory(self.total).tensor[: self.total])
+        gpus.copy(self._copied, self.memory(self.total).tensor[: self.total])
 
     def memory(self, size: int) -> Segment:
         if self.segment is None or self.segment.size < size:
@@ -280,7 +278,6 @@ class Bench:
 
     def close(self) -> None:
         self.close_opened()
-        self._objects.close()
         self.kept.close()
         for holder in (self.segment, self.cache, *self.links.values()):
             if holder is not None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kit.errors import BadInput
+from kit.gpu import free_bytes
 from kit.labs.definition import Step
-from kit.labs.options import LabConfig, Option
-from kit.megatron.config import ModelConfig, check, dtype_on
+from kit.labs.options import JobConfig, Option, check_fits, model_of
+from kit.megatron.config import ModelConfig, check, model_bytes
 
 EXACT = ("exact", "abort")  # modes after which every holder's group lives again
 CYCLE = ("train", "fingerprint", "release", "idle", "reload", "talk", "verify")
@@ -17,10 +18,9 @@ KIT_RELEASER = "kit.labs.offload.ranks.releaser:KitReleaser"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OffloadConfig(LabConfig):
+class OffloadConfig(JobConfig):
     """A training job, how it is spread over ranks, what it gives back and how often."""
 
-    size: Annotated[Literal["tiny", "125m", "qwen2.5-0.5b"], Option("geometry of the model")] = "tiny"
     tp: Annotated[int, Option("tensor parallel size", low=1, high=64)] = 2
     pp: Annotated[int, Option("pipeline parallel size", low=1, high=64)] = 1
     vpp: Annotated[int | None, Option("virtual pipeline stages of each pipeline rank; null: none", low=2, high=64)] = (
@@ -40,15 +40,9 @@ class OffloadConfig(LabConfig):
         False
     )
     overlap_grad_reduce: Annotated[bool, Option("whether gradients are reduced while the backward pass runs")] = False
-    layers: Annotated[int | None, Option("layers; null: the size's own", low=1, high=200)] = None
     seq: Annotated[int | None, Option("sequence length; null: the size's own", low=2, high=32768)] = None
     micro_batch: Annotated[int, Option("sequences in a microbatch", low=1, high=1024)] = 1
     microbatches: Annotated[int, Option("microbatches in a step", low=1, high=1024)] = 2
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        Option("type of the weights; auto: bfloat16 on CUDA, float32 on the CPU"),
-    ] = "auto"
-    seed: Annotated[int, Option("seed of weights and data", low=0, high=2**31)] = 1234
     steps: Annotated[int, Option("training steps between two releases", low=1, high=1000)] = 2
     cycles: Annotated[int, Option("how often everything is given back", low=1, high=1000)] = 4
     mode: Annotated[
@@ -112,30 +106,8 @@ class OffloadConfig(LabConfig):
 
 def model_config(config: OffloadConfig) -> ModelConfig:
     """The part of the config that makes the job."""
-    return ModelConfig(
-        size=config.size,
-        tp=config.tp,
-        pp=config.pp,
-        vpp=config.vpp,
-        cp=config.cp,
-        ep=config.ep,
-        etp=config.etp,
-        experts=config.experts,
-        order=config.order,
-        gloo_groups=config.gloo_groups,
-        distributed_optimizer=config.distributed_optimizer,
-        overlap_grad_reduce=config.overlap_grad_reduce,
-        layers=config.layers,
-        seq=config.seq,
-        micro_batch=config.micro_batch,
-        microbatches=config.microbatches,
-        seed=config.seed,
-        dtype=dtype_on(config.dtype),
-        # Values that are nobody's default, so that a fall back to a default shows; and dropout, so that random numbers matter.
-        dropout=0.1,
-        timeout_minutes=23,
-        odd_options=True,
-    )
+    # Values that are nobody's default, so that a fall back to a default shows; and dropout, so that random numbers matter.
+    return model_of(config, dropout=0.1, timeout_minutes=23, odd_options=True)
 
 
 def plan(config: OffloadConfig) -> list[Step]:
@@ -158,3 +130,16 @@ def plan(config: OffloadConfig) -> list[Step]:
         Step(0, "end"),
         Step(0, "ownership"),
     ]
+
+
+def fits(config: OffloadConfig) -> None:
+    if config.mode == "suspend" and not free_bytes():
+        raise BadInput(
+            "mode=suspend needs CUDA: only NCCL can suspend communicators, and this machine has no GPU driver"
+        )
+    if config.model != KIT_MODEL:
+        return  # its size is its owner's to know
+    stages = [model_bytes(model_config(config), ranks=config.ranks, stage=stage) for stage in range(config.pp)]
+    each = max(stages, key=lambda stage: stage["total"])
+    arena = sum(each[{"weights": "params"}.get(kind, kind)] for kind in config.kinds)
+    check_fits(config, job=each["total"], host=arena, kept="to keep them while released")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.memory import MIB, by_owner
+from kit.labs.growth import MIB, by_owner
 from kit.labs.offload.config import KIT_MODEL
 from kit.labs.offload.counts import need_whole_state
 from kit.megatron.config import ModelConfig, dtype_on, model_bytes

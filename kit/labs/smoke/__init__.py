@@ -1,8 +1,21 @@
 """Smoke: the smallest lab. Groups are made, talked over, destroyed, and what is left of them is counted."""
 
-from kit.labs.definition import Definition
+from kit.labs.definition import Definition, Fault
 from kit.labs.smoke.config import SmokeConfig, plan
-from kit.labs.smoke.faults import FAULTS
+
+FAULTS = (
+    Fault(
+        name="leaked-group",
+        breaks="one group of every cycle is forgotten when groups are destroyed",
+        check="groups_return_to_baseline",
+    ),
+    Fault(
+        name="wrong-sum",
+        breaks="one rank puts a wrong number into one message of the last cycle",
+        check="every_group_communicates",
+    ),
+)
+
 
 LAB = Definition(
     name="smoke",
@@ -11,7 +24,7 @@ LAB = Definition(
     plan=plan,
     phases="kit.labs.smoke.ranks.phases:Smoke",
     checks="kit.labs.smoke.checks:CHECKS",
-    presets="kit.labs.smoke.presets:PRESETS",
+    presets="kit.labs.smoke.checks:PRESETS",
     first=("size", "ranks", "cycles", "groups", "implementation"),
     faults=FAULTS,
 )

@@ -1,9 +1,8 @@
 """Split: a training step that is fed in chunks gives the numbers of the plain step, for any number of chunks."""
 
 from kit.labs.definition import Definition
-from kit.labs.split.config import SplitConfig, plan
+from kit.labs.split.config import SplitConfig, fits, plan
 from kit.labs.split.faults import FAULTS
-from kit.labs.split.fits import fits
 
 LAB = Definition(
     name="split",
@@ -13,7 +12,7 @@ LAB = Definition(
     fits=fits,
     phases="kit.labs.split.ranks.phases:Split",
     checks="kit.labs.split.checks:CHECKS",
-    presets="kit.labs.split.presets:PRESETS",
+    presets="kit.labs.split.checks:PRESETS",
     pictures="kit.labs.split.pictures:PICTURES",
     first=("backend", "size", "ranks", "tp", "pp", "ep", "steps", "chunks", "recipe", "level", "implementation"),
     faults=FAULTS,

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kit.labs.split import parity, truths, words
+from kit.labs.growth import at_most
+from kit.labs.split import parity, truths
 from kit.labs.split.config import KIT_MODEL, cases_of
 from kit.labs.split.truths import promised
 from kit.results import Check, Measured, NotMeasured, incomplete, select, with_ids
@@ -41,8 +42,8 @@ def loss(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     table = parity.paired(frame, config)
     row = parity.worst(table[(table["metric"] == "global_loss") & (table["step"] == 1)], "error")
     if not row["error"]:
-        return Measured(0, f"identical bit for bit in step 1 ({words.scope(config)})")
-    why = f"worst: {words.against(row)}, step 1, {words.where(config, row['cycle'])}"
+        return Measured(0, f"identical bit for bit in step 1 ({parity.scope(config)})")
+    why = f"worst: {parity.against(row)}, step 1, {parity.where(config, row['cycle'])}"
     return Measured(row["error"], why + beside(row["error"]))
 
 
@@ -52,9 +53,7 @@ def later(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     row = parity.worst(table[(table["step"] > 1) & ~table["metric"].isin(["lr", "wd", "updated"])], "error")
     steps = pd_steps(frame, config, "gradient_error")
     gradients = parity.worst(steps[steps["step"] > 1], "value")
-    why = (
-        f"worst number: {row['metric']}, {words.against(row)}, step {row['step']}, {words.where(config, row['cycle'])}"
-    )
+    why = f"worst number: {row['metric']}, {parity.against(row)}, step {row['step']}, {parity.where(config, row['cycle'])}"
     return Measured(
         max(row["error"], gradients["value"]),
         f"{why}; worst gradients: ||dg||/||g|| {gradients['value']:.2g} in step {gradients['step']}",
@@ -75,8 +74,8 @@ def fields(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     beyond = error.where(table["metric"] != "grad_norm", (error - rounding).clip(lower=0))
     row = parity.worst(table.assign(error=error, beyond=beyond).sort_values("error", ascending=False), "beyond")
     if not row["error"]:
-        return Measured(0, f"{', '.join(FIELDS)}: identical bit for bit ({words.scope(config)})")
-    why = f"worst: {row['metric']}, {words.against(row)}, step {row['step']}, {words.where(config, row['cycle'])}"
+        return Measured(0, f"{', '.join(FIELDS)}: identical bit for bit ({parity.scope(config)})")
+    why = f"worst: {row['metric']}, {parity.against(row)}, step {row['step']}, {parity.where(config, row['cycle'])}"
     rounded = row["error"] > row["beyond"]
     excused = f"rounding of a float32 norm is excluded, up to {rounding:.2g}"
     return Measured(row["beyond"], why, if_passed=excused if rounded else "")
@@ -102,7 +101,7 @@ def ranks(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     values = ", ".join(f"{value:.9g}" for value in differing.iloc[0])
     return Measured(
         len(differing),
-        f"{name} differs between ranks in step {step}: {values} on ranks 0, 1, ...; {words.where(config, cycle)}",
+        f"{name} differs between ranks in step {step}: {values} on ranks 0, 1, ...; {parity.where(config, cycle)}",
     )
 
 
@@ -114,10 +113,10 @@ def every_metric(frame: pd.DataFrame, config: Mapping[str, Any]) -> list[Measure
     for name, rows in table.groupby("metric", sort=False):
         row = parity.worst(rows, "error")
         scalar = rows["one_scalar_error"].max()
-        per = "not divided" if row["normalizer"] == "none" else f"per {words.singular(row['normalizer'])}"
-        why = f"{name} ({per}), {words.against(row)}"
+        per = "not divided" if row["normalizer"] == "none" else f"per {parity.singular(row['normalizer'])}"
+        why = f"{name} ({per}), {parity.against(row)}"
         why += (
-            f", loss per {words.singular(row['level'])}, {words.chunks_of(row['chunks'])}"
+            f", loss per {parity.singular(row['level'])}, {parity.chunks_of(row['chunks'])}"
             if row["error"]
             else ", bit for bit"
         )
@@ -132,7 +131,7 @@ def coverage(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     names = sorted(set(wrong["metric"]))
     if names:
         return Measured(len(names), f"only one of the two steps reports {', '.join(names)}")
-    return Measured(0, f"both steps report the same {table['metric'].nunique()} numbers ({words.scope(config)})")
+    return Measured(0, f"both steps report the same {table['metric'].nunique()} numbers ({parity.scope(config)})")
 
 
 def gradient(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
@@ -141,7 +140,7 @@ def gradient(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     row = parity.worst(table, "value")
     tensors = parity.tensors(frame, config)
     worst = parity.worst(tensors, "gradient_error")
-    why = f"||dg||/||g|| over the model in step 1, worst: {words.where(config, row['cycle'])}"
+    why = f"||dg||/||g|| over the model in step 1, worst: {parity.where(config, row['cycle'])}"
     why += f"; worst tensor: {worst['tensor']}, {worst['gradient_error']:.3g}, element {worst['gradient_index']:.0f}"
     return Measured(row["value"], why + beside(row["value"]))
 
@@ -164,7 +163,7 @@ def parameters(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     share /= select(frame, phase="compare", metric="elements")["value"].max()
     return Measured(
         row["value"],
-        f"||dp||/||p|| after {counted(config['steps'], 'step')}, worst: {words.where(config, row['cycle'])}; "
+        f"||dp||/||p|| after {counted(config['steps'], 'step')}, worst: {parity.where(config, row['cycle'])}; "
         f"worst tensor: {worst['tensor']}, {worst['parameter_error']:.3g}; "
         f"excluded: {share:.1%} of the elements, whose gradient is below rounding (largest difference {uncertain:.2g})",
     )
@@ -174,9 +173,9 @@ def chunks(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     rows = of_every_case(frame, config, "compare", "chunk_error")
     row = parity.worst(rows, "value")
     if not row["value"]:
-        return Measured(0, f"gradients are identical bit for bit for {words.every_chunks(config)}")
-    first = words.chunks_of(config["chunks"][0])
-    return Measured(row["value"], f"||dg||/||g|| against {first}, worst: {words.where(config, row['cycle'])}")
+        return Measured(0, f"gradients are identical bit for bit for {parity.every_chunks(config)}")
+    first = parity.chunks_of(config["chunks"][0])
+    return Measured(row["value"], f"||dg||/||g|| against {first}, worst: {parity.where(config, row['cycle'])}")
 
 
 def reductions(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
@@ -184,7 +183,7 @@ def reductions(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     least = of_every_case(frame, config, "split", "reductions_least")["value"].min()
     off = max(abs(most - 1), abs(least - 1))
     times = "exactly once" if not off else f"{least:g} to {most:g} times instead of once"
-    return Measured(off, f"each gradient bucket was reduced {times} per step ({words.scope(config)})")
+    return Measured(off, f"each gradient bucket was reduced {times} per step ({parity.scope(config)})")
 
 
 def rate(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
@@ -228,10 +227,6 @@ def one_backend(config: Mapping[str, Any]) -> str:
     )
 
 
-def zero(name: str, question: str, measure: Measure, tolerance: str) -> Check:
-    return Check(name=name, question=question, tolerance=tolerance, limit=0, unit="1", better="<=", measure=measure)
-
-
 def ratio(
     name: str,
     question: str,
@@ -242,16 +237,7 @@ def ratio(
     coarse: float = COARSE,
     cannot: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> Check:
-    return Check(
-        name=name,
-        question=question,
-        tolerance=tolerance,
-        limit=fine(exact, coarse),
-        unit="ratio",
-        better="<=",
-        measure=measure,
-        cannot=cannot,
-    )
+    return at_most(name, question, tolerance, measure, limit=fine(exact, coarse), unit="ratio", cannot=cannot)
 
 
 CHECKS = (
@@ -261,8 +247,8 @@ CHECKS = (
     ratio("later_steps", "Do later steps match too?", later, "later_rel", exact=1e-4, coarse=0.1, cannot=one_step),
     ratio("metric_parity", "Does every metric match the plain step's?", every_metric, "metric_rel", exact=1e-6),
     ratio("result_parity", "Do norm, learning rate, decay and counts match?", fields, "result_rel", exact=1e-6),
-    zero("ranks_agree", "Do all ranks report the same result?", ranks, "numbers_apart"),
-    zero("metric_coverage", "Do both steps report the same metrics?", coverage, "metrics_missing"),
+    at_most("ranks_agree", "Do all ranks report the same result?", "numbers_apart", ranks),
+    at_most("metric_coverage", "Do both steps report the same metrics?", "metrics_missing", coverage),
     ratio(
         "chunk_invariance",
         "Are gradients independent of the number of chunks?",
@@ -271,21 +257,22 @@ CHECKS = (
         exact=1e-6,
         cannot=one_cut,
     ),
-    zero("one_reduction", "Is each gradient reduced exactly once per step?", reductions, "reductions_off"),
-    zero(
+    at_most("one_reduction", "Is each gradient reduced exactly once per step?", "reductions_off", reductions),
+    at_most(
         "hooks_restored",
         "Are the job's hooks restored after finish, abort and errors?",
+        "hooks_lost",
         promised(
             "hooks_lost",
             phases=("sync", "split", "rehearse"),
             right="all hooks are restored after finish, abort and errors",
         ),
-        "hooks_lost",
     ),
-    zero("lr_of_this_step", "Is the reported learning rate the one that the update used?", rate, "rate_off"),
-    zero(
+    at_most("lr_of_this_step", "Is the reported learning rate the one that the update used?", "rate_off", rate),
+    at_most(
         "abort_is_clean",
         "Does abort restore the state before begin, bit for bit?",
+        "abort_changed",
         promised(
             "abort_changed",
             "abort_gradients",
@@ -296,11 +283,11 @@ CHECKS = (
             right="abort restores weights, optimizer, schedule and random state bit for bit and leaves no gradient; "
             "the next step equals one without the abort",
         ),
-        "abort_changed",
     ),
-    zero(
+    at_most(
         "version_ticks",
         "Does the version grow by one with finish, and only then?",
+        "versions_wrong",
         promised(
             "wrong_versions",
             "abort_ticked",
@@ -308,11 +295,11 @@ CHECKS = (
             phases=("split", "rehearse"),
             right="version grew by 1 with each finish and never otherwise",
         ),
-        "versions_wrong",
     ),
-    zero(
+    at_most(
         "misuse_raises",
         "Does a call in the wrong state raise an error that names the state?",
+        "misuse_silent",
         promised(
             "misuse_silent",
             "misuse_other_words",
@@ -322,17 +309,17 @@ CHECKS = (
             "abort on a closed step does nothing; no row is dropped",
             uncounted=["misuse_other_type"],
         ),
-        "misuse_silent",
     ),
-    zero(
+    at_most(
         "groups_return_to_baseline",
         "Does a step leave no process group behind?",
-        promised("groups_kept", right="no new group remains after two rounds of one finished and one aborted step"),
         "groups_more",
+        promised("groups_kept", right="no new group remains after two rounds of one finished and one aborted step"),
     ),
-    zero(
+    at_most(
         "nonfinite_skipped",
         "Is the update skipped if a loss or gradient is not finite?",
+        "nonfinite_changed",
         promised(
             "nonfinite_updated",
             "nonfinite_changed",
@@ -340,9 +327,8 @@ CHECKS = (
             "nonfinite_next_differs",
             right="no update; weights, optimizer and schedule are unchanged bit for bit; the next step equals one without it",
         ),
-        "nonfinite_changed",
     ),
-    zero("replicas_counted_once", "Is each row counted exactly once?", truths.replicas, "replicas_off"),
+    at_most("replicas_counted_once", "Is each row counted exactly once?", "replicas_off", truths.replicas),
     ratio(
         "oracle",
         "Does the plain step match a float64 computation?",
@@ -352,14 +338,13 @@ CHECKS = (
         coarse=0.05,
         cannot=no_oracle,
     ),
-    Check(
-        name="experts_balance",
-        question="Does the load-balancing loss match a float64 computation?",
-        tolerance="balance_rel",
+    at_most(
+        "experts_balance",
+        "Does the load-balancing loss match a float64 computation?",
+        "balance_rel",
+        truths.balance,
         limit=fine(1e-5, 0.05),
         unit="ratio",
-        better="<=",
-        measure=truths.balance,
         when=balanced,
     ),
     ratio(
@@ -378,15 +363,15 @@ CHECKS = (
         exact=1e-5,
         coarse=1e-5,
     ),
-    zero(
+    at_most(
         "masked_places",
         "Are NaN and infinities in masked places ignored?",
+        "masked_reach",
         promised(
             "masked_reach",
             phases=("oracle",),
             right="loss, metrics and gradient are unchanged bit for bit by NaN and infinities in masked places",
         ),
-        "masked_reach",
     ),
     ratio(
         "backends_agree",
@@ -397,3 +382,31 @@ CHECKS = (
         cannot=one_backend,
     ),
 )
+
+
+# Sets of tolerances for the split lab. A tolerance that a set does not name keeps the lab's default. Both sets are for float32. For
+# bfloat16, which has 8 bits of precision, start from the defaults.
+PRESETS = {
+    "strict": {
+        "loss_rel": 1e-12,  # losses are summed in float64; only the order of the sum differs
+        "metric_rel": 1e-12,
+        "chunk_rel": 0.0,  # the same sum for any number of chunks
+        "grad_rel": 5e-7,  # four roundings of float32
+        "result_rel": 5e-7,  # the norm of the gradients is float32
+        "params_rel": 1e-6,
+        "later_rel": 1e-5,
+        "oracle_rel": 1e-6,
+        "backends_rel": 1e-6,
+    },
+    "common practice": {
+        "loss_rel": 1e-3,  # usual in tests of training stacks for losses and gradient norms
+        "result_rel": 1e-3,
+        "metric_rel": 1e-3,
+        "grad_rel": 1e-5,  # float32 gradients, per tensor
+        "chunk_rel": 1e-5,
+        "params_rel": 1e-4,  # after some steps
+        "later_rel": 1e-2,
+        "oracle_rel": 1e-3,
+        "backends_rel": 1e-3,
+    },
+}

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from kit.errors import BadInput
 from kit.labs.definition import Step
-from kit.labs.options import LabConfig, Option
-from kit.labs.split.recipes import RECIPES, Recipe
-from kit.megatron.config import ModelConfig, check, dtype_on
+from kit.labs.options import JobConfig, Option, check_fits, model_of
+from kit.megatron.config import ModelConfig, check, model_bytes
 from kit.train.options import ClippedOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kit.train.options import Level
+
+Recipe = Literal[
+    "grpo", "dapo", "gspo", "cispo", "tis", "icepop", "seq-mask-tis", "on-policy", "reinforce", "vapo", "nll"
+]
+
+# Options of kit.train.losses.ClippedPolicyGradient; nll is the negative log-likelihood, which has none.
+RECIPES: dict[Recipe, dict[str, Any]] = {
+    "grpo": {"kl": 0.05},
+    "dapo": {"clip_high": 0.28, "dual_clip": 3.0},
+    "gspo": {"ratio": "sequences", "clip_low": 0.03, "clip_high": 0.04},
+    "cispo": {"cispo": True, "clip_high": 0.28},
+    "tis": {"importance": "tokens", "truncation": "tis", "band_high": 2.0},
+    "icepop": {"importance": "tokens", "truncation": "icepop", "band_low": 0.5, "band_high": 2.0},
+    "seq-mask-tis": {"importance": "tokens", "truncation": "seq-mask-tis", "band_low": 0.9, "band_high": 1.1},
+    "on-policy": {"on_policy": True, "importance": "sequences", "kl": 0.05, "kl_kind": "k2"},
+    "reinforce": {"ratio": "none", "kl": 0.05, "kl_kind": "k2"},
+    "vapo": {"clip_high": 0.28, "positive_nll": 0.1},
+    "nll": {},
+}
+
 
 KIT_SPLIT = "kit.labs.split.ranks.backends:split_step"
 KIT_LOSS = "kit.labs.split.ranks.losses:of_recipe"
@@ -38,13 +58,12 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SplitConfig(LabConfig):
+class SplitConfig(JobConfig):
     """A training job, a loss, and the numbers of chunks of a step."""
 
     backend: Annotated[
         Literal["megatron", "fsdp2"], Option("training backend: Megatron, or FSDP2 on a plain torch model")
     ] = "megatron"
-    size: Annotated[Literal["tiny", "125m", "qwen2.5-0.5b"], Option("model size")] = "tiny"
     tp: Annotated[int, Option("tensor parallel size", low=1, high=64)] = 1
     pp: Annotated[int, Option("pipeline parallel size", low=1, high=64)] = 1
     ep: Annotated[int, Option("expert parallel size", low=1, high=64)] = 1
@@ -56,12 +75,6 @@ class SplitConfig(LabConfig):
         Literal["sum", "mean"],
         Option("how Megatron's DDP combines the gradients of data-parallel ranks; experts need mean"),
     ] = "sum"
-    layers: Annotated[int | None, Option("number of layers; null: that of the size", low=1, high=200)] = None
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        Option("dtype of the weights; auto: bfloat16 on CUDA, float32 on the CPU"),
-    ] = "auto"
-    seed: Annotated[int, Option("seed for weights and data", low=0, high=2**31)] = 1234
     steps: Annotated[int, Option("optimizer steps for each number of chunks", low=1, high=1000)] = 5
     micro_batch: Annotated[int, Option("sequences per microbatch", low=1, high=1024)] = 2
     microbatches: Annotated[int, Option("microbatches per step on each data-parallel rank", low=1, high=1024)] = 10
@@ -238,23 +251,8 @@ def check_loss(config: SplitConfig) -> None:
 
 def model_config(config: SplitConfig) -> ModelConfig:
     """The part of the config that describes the Megatron job."""
-    return ModelConfig(
-        size=config.size,
-        tp=config.tp,
-        pp=config.pp,
-        ep=config.ep,
-        experts=config.experts,
-        aux_loss=config.aux_loss if config.experts else 0.0,
-        distributed_optimizer=config.distributed_optimizer,
-        overlap_grad_reduce=config.overlap_grad_reduce,
-        sum_gradients=config.reduce == "sum",
-        layers=config.layers,
-        seq=config.length,
-        micro_batch=config.micro_batch,
-        microbatches=config.microbatches,
-        seed=config.seed,
-        dtype=dtype_on(config.dtype),
-    )
+    aux_loss = config.aux_loss if config.experts else 0.0
+    return model_of(config, aux_loss=aux_loss, sum_gradients=config.reduce == "sum", seq=config.length)
 
 
 def cases(config: SplitConfig) -> list[Case]:
@@ -282,3 +280,17 @@ def plan(config: SplitConfig) -> list[Step]:
                 steps.append(Step(case.cycle, "other_backend"))
         steps += [Step(case.cycle, "split"), Step(case.cycle, "compare")]
     return [*steps, Step(0, "rehearse"), Step(0, "end")]
+
+
+STEPS = 2  # the gradients of the plain and the split step are kept
+
+
+def fits(config: SplitConfig) -> None:
+    if config.model != KIT_MODEL:
+        return  # the kit does not know the size of your own model
+    job = model_config(config)
+    stages = [model_bytes(job, ranks=config.ranks, stage=stage)["total"] for stage in range(config.pp)]
+    whole = model_bytes(dataclasses.replace(job, tp=1, pp=1, ep=1, dtype="float32"), ranks=1)["params"]
+    kept = whole * (STEPS * (config.steps + 2) + 2)  # on rank 0; and the float64 model
+    what = f"for the gradients of {config.steps} steps, kept for comparison"
+    check_fits(config, job=max(stages), host=kept // config.ranks, kept=what)

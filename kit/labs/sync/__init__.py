@@ -1,9 +1,8 @@
 """Sync: weights from trainer shards to inference replicas with another layout; complete, exact, in order, with nothing left behind."""
 
 from kit.labs.definition import Definition
-from kit.labs.sync.config import SyncConfig, plan, roles
+from kit.labs.sync.config import SyncConfig, fits, plan, roles
 from kit.labs.sync.faults import FAULTS
-from kit.labs.sync.fits import fits
 
 LAB = Definition(
     name="sync",
@@ -14,7 +13,7 @@ LAB = Definition(
     fits=fits,
     phases="kit.labs.sync.ranks.phases:side",
     checks="kit.labs.sync.checks:CHECKS",
-    presets="kit.labs.sync.presets:PRESETS",
+    presets="kit.labs.sync.checks:PRESETS",
     pictures="kit.labs.sync.pictures:PICTURES",
     first=("size", "ranks", "tp", "pp", "replicas", "placement", "transport", "cycles", "steps"),
     faults=FAULTS,

@@ -6,10 +6,10 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.memory import growth, on_cuda, one_cycle, others_untouched
+from kit.labs.growth import at_most, growth, on_cuda, one_cycle, others_untouched
 from kit.labs.sync.config import SyncConfig, roles
 from kit.labs.sync.counts import attempts, ended, out_of_order
-from kit.results import Check, Measured, Missing, NotMeasured, incomplete, select
+from kit.results import Measured, Missing, NotMeasured, incomplete, select
 from kit.results.units import counted
 
 if TYPE_CHECKING:
@@ -253,85 +253,91 @@ def shares(frame: pd.DataFrame) -> bool:
     return bool((frame["phase"] == "shrink").any())
 
 
-def zero(
-    name: str, question: str, measure: Measure, tolerance: str, limit: float = 0, *, cannot: Cannot | None = None
-) -> Check:
-    return Check(name, question, tolerance, limit, "1", "<=", measure, cannot=cannot)
-
-
 def no_sweep(config: Mapping[str, Any]) -> str:
     return "" if config["sweep"] else "sweep=false: transports were not compared"
 
 
 CHECKS = (
-    zero("bit_exact", "Does every replica have the trainer's tensors, bit for bit?", bit_exact, "tensors_differ"),
-    Check(
-        name="logits_equal",
-        question="Do replicas give the trainer's logits?",
-        tolerance="logits_rel",
+    at_most("bit_exact", "Does every replica have the trainer's tensors, bit for bit?", "tensors_differ", bit_exact),
+    at_most(
+        "logits_equal",
+        "Do replicas give the trainer's logits?",
+        "logits_rel",
+        logits_equal,
         limit=logits_limit,
         unit="ratio",
-        better="<=",
-        measure=logits_equal,
     ),
-    Check(
-        name="names_right",
-        question="Does a plain model, loaded by tensor names, give the trainer's logits?",
-        tolerance="names_rel",
+    at_most(
+        "names_right",
+        "Does a plain model, loaded by tensor names, give the trainer's logits?",
+        "names_rel",
+        names_right,
         limit=plain_limit,
         unit="ratio",
-        better="<=",
-        measure=names_right,
     ),
-    zero("no_torn_reads", "Did every forward run on a single weight version?", no_torn_reads, "torn_reads"),
-    zero("version_order", "Did every sync run in the required order?", version_order, "out_of_order"),
-    zero("no_double_bump", "Does the version equal the number of trained versions?", no_double_bump, "versions_off"),
-    zero("receivers_answer", "Does every receiver serve the new version after a sync?", answers, "unanswered"),
-    zero("base_equal", "Were all base weights equal when the base was published?", base_equal, "base_differ"),
-    zero(
+    at_most("no_torn_reads", "Did every forward run on a single weight version?", "torn_reads", no_torn_reads),
+    at_most("version_order", "Did every sync run in the required order?", "out_of_order", version_order),
+    at_most("no_double_bump", "Does the version equal the number of trained versions?", "versions_off", no_double_bump),
+    at_most("receivers_answer", "Does every receiver serve the new version after a sync?", "unanswered", answers),
+    at_most("base_equal", "Were all base weights equal when the base was published?", "base_differ", base_equal),
+    at_most(
         "groups_return_to_baseline",
         "Do process groups return to the baseline?",
-        returns_to_baseline("groups", "groups"),
         "groups_more",
+        returns_to_baseline("groups", "groups"),
     ),
-    zero(
+    at_most(
         "segments_return_to_baseline",
         "Does shared memory return to the baseline?",
-        returns_to_baseline("segments", "segments"),
         "segments_more",
+        returns_to_baseline("segments", "segments"),
     ),
-    Check(
-        name="memory_growth",
-        question="Does memory stay at its level after the first version?",
-        tolerance="growth_mib",
+    at_most(
+        "memory_growth",
+        "Does memory stay at its level after the first version?",
+        "growth_mib",
+        growth("verify", "after all replicas have a version"),
         limit=200,
         unit="MiB",
-        better="<=",
-        measure=growth("verify", "after all replicas have a version"),
         cannot=one_cycle,
     ),
-    zero("cache_bounded", "Does the sender keep at most two copies of the model?", cache_bounded, "copies", 2),
-    zero("sleepers_release", "Does a sleeping replica release its weights?", asleep, "asleep_tensors"),
-    zero(
+    at_most("cache_bounded", "Does the sender keep at most two copies of the model?", "copies", cache_bounded, limit=2),
+    at_most("sleepers_release", "Does a sleeping replica release its weights?", "asleep_tensors", asleep),
+    at_most(
         "failure_is_clean",
         "Does a failed sync leave everything unchanged and name the cause?",
-        failure_is_clean,
         "failures_unclean",
+        failure_is_clean,
     ),
-    Check(
-        name="others_untouched",
-        question="Does a process beside the job keep its GPU memory?",
-        tolerance="others_mib",
+    at_most(
+        "others_untouched",
+        "Does a process beside the job keep its GPU memory?",
+        "others_mib",
+        on_cuda(others_untouched("prepare")),
         limit=10,
         unit="MiB",
-        better="<=",
-        measure=on_cuda(others_untouched("prepare")),
     ),
-    zero(
+    at_most(
         "sweep_arrived",
         "Did every tensor of the transport comparison arrive?",
-        sweep_arrived,
         "sweep_missing",
+        sweep_arrived,
         cannot=no_sweep,
     ),
 )
+
+
+# Sets of tolerances for the sync lab. A tolerance that a set does not name keeps the lab's default.
+PRESETS = {
+    "strict": {
+        "logits_rel": 0.0,  # bit for bit, which only equal layouts can give
+        "growth_mib": 10.0,  # the host allocator varies by some MiB between versions
+        "others_mib": 0.0,  # memory of other processes may not change
+    },
+    "common practice": {
+        "logits_rel": 3e-2,  # usual between a trainer and an inference engine: a few percent
+        "growth_mib": 500.0,  # below the noise of an engine's resident set
+        "copies": 3.0,  # one copy at the sender, one in transit, one being assembled
+        "others_mib": 50.0,
+    },
+}

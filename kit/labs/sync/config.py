@@ -7,25 +7,18 @@ from typing import Annotated, Literal
 
 from kit.errors import BadInput
 from kit.labs.definition import Role, Step
-from kit.labs.options import LabConfig, Option
-from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on
+from kit.labs.options import JobConfig, Option, check_fits, model_of
+from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on, model_bytes
 
 TRANSPORTS = ("auto", "shm", "broadcast", "rendezvous", "serialize", "ipc", "per-tensor")
 ONE_WORLD = ("broadcast", "per-tensor")  # they create a group inside one World
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SyncConfig(LabConfig):
+class SyncConfig(JobConfig):
     """A trainer, inference replicas, and how weights get from the trainer to the replicas. Trainer ranks come first."""
 
     ranks: Annotated[int, Option("trainer and inference ranks together", low=2, high=4096)] = 5
-    size: Annotated[Literal["tiny", "125m", "qwen2.5-0.5b"], Option("model size")] = "tiny"
-    layers: Annotated[int | None, Option("number of layers; null: that of the size", low=1, high=200)] = None
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        Option("dtype of the weights; auto: bfloat16 on CUDA, float32 on the CPU"),
-    ] = "auto"
-    seed: Annotated[int, Option("seed for weights and data", low=0, high=2**31)] = 1234
     tp: Annotated[int, Option("tensor parallel size of the trainer", low=1, high=64)] = 2
     pp: Annotated[int, Option("pipeline parallel size of the trainer", low=1, high=64)] = 1
     infer_tp: Annotated[int, Option("tensor parallel size of each inference replica", low=1, high=64)] = 1
@@ -180,22 +173,11 @@ class SyncConfig(LabConfig):
 
 
 def trainer_model(config: SyncConfig) -> ModelConfig:
-    return ModelConfig(
-        size=config.size,
-        layers=config.layers,
-        tp=config.tp,
-        pp=config.pp,
-        dtype=dtype_on(config.dtype),
-        seed=config.seed,
-        micro_batch=1,
-        microbatches=max(1, config.pp),
-    )
+    return model_of(config, microbatches=max(1, config.pp))
 
 
 def replica_model(config: SyncConfig) -> ModelConfig:
-    return ModelConfig(
-        size=config.size, layers=config.layers, tp=config.infer_tp, dtype=dtype_on(config.dtype), seed=config.seed
-    )
+    return model_of(config, tp=config.infer_tp, pp=1)
 
 
 def roles(config: SyncConfig) -> tuple[Role, ...]:
@@ -229,3 +211,18 @@ def plan(config: SyncConfig) -> list[Step]:
         Step(0, "rehearse"),
         Step(0, "end"),
     ]
+
+
+GATHERED, CACHED = 1, 2  # models on the sender's host
+STAGED = 2  # of a serving replica's shards: the old weights for an undo, and the received buckets
+
+
+def fits(config: SyncConfig) -> None:
+    trainer = trainer_model(config)
+    jobs = [model_bytes(trainer, ranks=config.trainer_ranks, stage=stage)["total"] for stage in range(config.pp)]
+    jobs = [job for job in jobs for _ in range(config.trainer_ranks // config.pp)]
+    whole = model_bytes(replica_model(config), ranks=config.infer_tp)["params"] * config.infer_tp
+    replicas = whole * config.replicas
+    copies = whole * (GATHERED + CACHED + STAGED * config.awake)
+    job, host = (sum(jobs) + replicas) // config.ranks, copies // config.ranks
+    check_fits(config, job=job, host=host, kept="for copies on the way to the replicas")

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from kit import nccl
-from kit.preflight.onranks.memory import held
-from kit.preflight.onranks.sharing import first_line
-from kit.preflight.onranks.talk import device, finish, meet, sums, timed
+from kit.preflight.onranks import device, finish, meet, sums, timed
+from kit.preflight.onranks.memory import first_line, held
 
 
 def twice(*, layout: dict[str, Any], dtypes: list[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Probes 1 to 5: ranks and their seats, collectives, groups, exact destroy and reload, a peer that is absent."""
+"""Probes 1 to 5 and 10: seats, collectives, groups, exact destroy and reload, an absent peer; tiny training jobs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from kit import gpu
 from kit.errors import KitError, RankTimeout
-from kit.preflight.probes.common import MIB, Line, Seen, Settings, mib, on_ranks, started
+from kit.preflight.probes import MIB, Line, Seen, Settings, mib, on_ranks, started
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kit.preflight.report import Report
     from kit.world import World
+
 
 DEADLINE_S = 3.0
 NVIDIA_SMI_S = 3.0
@@ -24,7 +25,7 @@ def seats(report: Report, device: str, settings: Settings) -> None:
     """1: two ranks with Megatron loaded before the fork find a working device."""
     with started(report, device, settings, megatron=settings["megatron"]) as world:
         report.at("a kernel on every rank")
-        places = on_ranks(world, "talk:place")
+        places = on_ranks(world, ":place")
         status = world.status()
         first = places[0]
         names = ", ".join(f"rank {number}: {one['device']}" for number, one in enumerate(places))
@@ -72,7 +73,7 @@ def all_reduces(report: Report, device: str, settings: Settings) -> None:
     """2: WORLD has its communicator at once, and sums are right and how fast."""
     with started(report, device, settings) as world:
         report.at("WORLD's communicator")
-        eager = on_ranks(world, "talk:ready_at_once")
+        eager = on_ranks(world, ":ready_at_once")
         if None in eager:
             report.row(
                 "WORLD ready before its first collective", None, why="only NCCL tells, and only where torch shows it"
@@ -80,7 +81,7 @@ def all_reduces(report: Report, device: str, settings: Settings) -> None:
         else:
             report.row("WORLD ready before its first collective", passed=all(eager))
         report.at("100 small all-reduces on the device and on the host")
-        measured = on_ranks(world, "talk:all_reduces", n=100)
+        measured = on_ranks(world, ":all_reduces", n=100)
         where = {"device": f"all-reduce on {device}", "host": "all-reduce on the host"}
         for name, what in where.items():
             worst = max(one[name]["seconds"] for one in measured)
@@ -106,7 +107,7 @@ def groups(report: Report, device: str, settings: Settings) -> None:
                 report.needs_gpu("NCCL groups")
                 continue
             report.at(f"ten {backend} groups: made, used once, destroyed")
-            measured = on_ranks(world, "talk:make_groups", backend=backend, n=10)
+            measured = on_ranks(world, ":make_groups", backend=backend, n=10)
             worst = {part: max(one[part] for one in measured) for part in ("make", "use", "destroy")}
             right = all(one["right"] for one in measured)
             whole = worst["make"] + worst["use"]
@@ -131,10 +132,10 @@ def rebuild(report: Report, device: str, settings: Settings) -> None:
         return
     with started(report, device, settings, megatron=True) as world:
         report.at("ten groups made and used")
-        first = on_ranks(world, "rebuilding:begin", n=10)
+        first = on_ranks(world, ".rebuilding:begin", n=10)
         for number in (1, 2):
             report.at(f"ten groups destroyed and made anew, cycle {number}")
-            seen = on_ranks(world, "rebuilding:cycle")
+            seen = on_ranks(world, ".rebuilding:cycle")
             for row in rebuilt(first, seen):
                 report.row(f"{row[0]}, cycle {number}", *row[1:])
             seconds = {part: max(one["seconds"][part] for one in seen) for part in ("destroy", "reload", "use")}
@@ -188,23 +189,23 @@ def absent_peer(report: Report, device: str, settings: Settings) -> None:
         report.at("rank 1 comes late to an all-reduce")
         try:
             late: dict[str, Any] = {"rank": 1, "seconds": 1.5}
-            world.call("kit.preflight.onranks.absent:come_late", args=late, timeout_s=0.5)
+            world.call("kit.preflight.onranks.rebuilding:come_late", args=late, timeout_s=0.5)
             report.row("the late rank is named", passed=False, why="the call returned before its late rank came")
         except RankTimeout as error:
             named = ", ".join(map(str, error.culprits)) or "none"
             report.row("the late rank is named", passed=error.culprits == (1,), why=f"named: {named}; late: 1")
         idle_again(world, 6.0)
         report.at("a group of both ranks")
-        ready = on_ranks(world, "absent:prepare", deadline_s=DEADLINE_S)
+        ready = on_ranks(world, ".rebuilding:prepare", deadline_s=DEADLINE_S)
         report.row("a group with a deadline", passed=all(ready))
         report.at(f"both ranks wait {DEADLINE_S:g} s for a peer that does not come")
-        ended = on_ranks(world, "absent:wait_in_vain", deadline_s=DEADLINE_S)
+        ended = on_ranks(world, ".rebuilding:wait_in_vain", deadline_s=DEADLINE_S)
         for one in ended:
             in_time = bool(one["error"]) and DEADLINE_S / 2 <= one["seconds"] <= DEADLINE_S + 2
             why = f"deadline {DEADLINE_S:g} s; {one['error'] or 'no error was raised'}"
             report.row(f"{one['way']} without its peer", passed=in_time, value=one["seconds"], unit="s", why=why)
         report.at("WORLD after the failure")
-        after = on_ranks(world, "absent:survive")
+        after = on_ranks(world, ".rebuilding:survive")
         alive = world.pids == before and all(one["host"] and one["device"] for one in after)
         report.row("survivors use WORLD again", passed=alive, why=f"on the host and on {device}, by value")
         report.row("the failed group is given up", passed=True, value=max(one["give_up"] for one in after), unit="s")
@@ -224,3 +225,64 @@ def idle_again(world: World, seconds: float) -> None:
             time.sleep(0.05)
         else:
             return
+
+
+# -- probe 10: tiny training jobs, and a communicator that is suspended and resumed -------------------------------------
+
+
+def jobs(report: Report, device: str, settings: Settings) -> None:
+    """10: tiny jobs give the same bits twice; experts; suspend and resume."""
+    if not settings["megatron"]:
+        report.row("tiny jobs", None, why="the ranks' Python has no megatron.core")
+        return
+    with started(report, device, settings, megatron=True) as world:
+        for layout in ({"tp": 2}, {"pp": 2}):
+            name = "".join(f"{key}{value}" for key, value in layout.items())
+            report.at(f"tiny jobs with {name}: two steps, twice, in float32 and bfloat16")
+            measured = on_ranks(world, ".jobs:twice", layout=layout, dtypes=["float32", "bfloat16"])
+            for dtype in ("float32", "bfloat16"):
+                report.row(*bitwise(f"{name} {dtype}", [one[dtype] for one in measured]))
+            if "tp" in layout:
+                plain = [one["float32"] for one in measured]
+                report.time(step=max(one["step"] for one in plain), job=max(one["job"] for one in plain))
+                report.time(layout=max(one["layout"] for one in measured))
+        report.at("one step with four experts")
+        seen = on_ranks(world, ".jobs:experts")
+        report.row("experts, one step", passed=all(one["finite"] for one in seen), why=f"loss {seen[0]['loss']:.4f}")
+        report.at("a communicator suspended and resumed")
+        for row in suspend_rows(on_ranks(world, ".jobs:suspended")):
+            report.row(*row)
+
+
+def bitwise(name: str, ranks: Sequence[Seen]) -> tuple[str, bool, float, str, str]:
+    """Losses, gradient norms and every tensor after two steps, of two jobs."""
+    apart = {number: one["apart"] for number, one in enumerate(ranks) if one["apart"]}
+    fine = not apart and all(one["finite"] for one in ranks)
+    why = f"{ranks[0]['tensors']} values compared a rank, loss {ranks[0]['loss']:.4f}"
+    if apart:
+        why = "; ".join(f"rank {number} differs in {', '.join(names)}" for number, names in apart.items())
+    elif not fine:
+        why = "a loss or a gradient norm is not finite"
+    return f"{name}, step", fine, 1e3 * max(one["step"] for one in ranks), "ms", why
+
+
+def suspend_rows(ranks: Sequence[Seen]) -> list[Line]:
+    first = ranks[0]
+    if "refused" in first:
+        return [("suspend", None, None, "", first["refused"])]
+    if errors := [one["error"] for one in ranks if "error" in one]:
+        return [("suspend", False, None, "", errors[0])]
+    stats = f"NCCL's statistics of rank 0: {first['stats'][0]} before, {first['stats'][1]} while suspended"
+    freed = mib(max(one["freed"] for one in ranks))
+    right = all(one["right"] for one in ranks)
+    return [
+        ("suspend frees", freed > 0, freed, "MiB", stats),
+        ("suspend", True, max(one["suspend"] for one in ranks), "s", ""),
+        (
+            "resume",
+            right,
+            max(one["resume"] for one in ranks),
+            "s",
+            "the sum is right again" if right else "the sum is wrong",
+        ),
+    ]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from kit import machine
 from kit.errors import KitError
-from kit.preflight.cleaning import shm_names
-from kit.preflight.probes.common import GIB, MIB, Line, Seen, Settings, mib, on_ranks, started
+from kit.preflight.probes import GIB, MIB, Line, Seen, Settings, mib, on_ranks, started
+from kit.preflight.run import shm_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ def host_memory(report: Report, device: str, settings: Settings) -> None:
     size = GIB if device == "cuda" else GIB // 16
     with started(report, device, settings, ranks=1) as world:
         report.at(f"a memfd of {size // MIB} MiB: pages, registration, copies")
-        (seen,) = on_ranks(world, "memory:registered", size=size)
+        (seen,) = on_ranks(world, ".memory:registered", size=size)
     limit = "without limit" if seen["memlock"] is None else f"{seen['memlock'] // 1024} KiB"
     report.row("memlock", passed=True, why=f"{limit} may be locked")
     report.row("pages supplied", passed=True, value=gb_s(size, seen["populate"]), unit="GB/s")
@@ -66,7 +66,7 @@ def resize(report: Report, device: str, settings: Settings) -> None:
     size = 2 * GIB if device == "cuda" else GIB // 16
     with started(report, device, settings, ranks=1) as world:
         report.at(f"a buffer of {size // MIB} MiB with views: resized to nothing and back")
-        (seen,) = on_ranks(world, "memory:resized", size=size)
+        (seen,) = on_ranks(world, ".memory:resized", size=size)
     source = "the driver's memory in use" if device == "cuda" else "resident anonymous memory"
     for way, what in (("left", "given back"), ("came", "taken again")):
         share = seen[way] / size
@@ -83,7 +83,7 @@ def driver_memory(report: Report, device: str, settings: Settings) -> None:
         return
     with started(report, device, settings) as world:
         report.at("what the driver tells of each rank")
-        seen = on_ranks(world, "memory:driver_view")
+        seen = on_ranks(world, ".memory:driver_view")
     for rows in driver_rows(seen):
         report.row(*rows)
 
@@ -122,14 +122,14 @@ def ipc(report: Report, device: str, settings: Settings) -> None:
         if not handed_over(report, world, size, keep=False, expandable=expandable):
             return
         report.at("both let go")
-        world.call("kit.preflight.onranks.sharing:close", ranks=[1])
-        (left,) = world.call("kit.preflight.onranks.sharing:close", ranks=[0])
+        world.call("kit.preflight.onranks.memory:close", ranks=[1])
+        (left,) = world.call("kit.preflight.onranks.memory:close", ranks=[0])
         report.row("memory given back by its owner", passed=left == 0, value=mib(left), unit="MiB still allocated")
         report.at("a second handle, and SIGKILL for the rank that holds it")
         if handed_over(report, world, size, keep=True, expandable=expandable):
             os.kill(world.pids[1], signal.SIGKILL)
             try:
-                world.call("kit.preflight.onranks.sharing:close", timeout_s=10.0)
+                world.call("kit.preflight.onranks.memory:close", timeout_s=10.0)
                 report.row("the killed rank is noticed", passed=False, why="a call to it returned")
             except KitError as error:
                 report.row("the killed rank is noticed", passed=True, why=type(error).__name__)
@@ -147,11 +147,11 @@ def ipc(report: Report, device: str, settings: Settings) -> None:
 def handed_over(report: Report, world: World, size: int, *, keep: bool, expandable: bool) -> bool:
     """Whether rank 1 reads what rank 0 wrote, and rank 0 what rank 1 wrote."""
     what = "a second handle" if keep else "memory of rank 0 in rank 1"
-    (offered,) = world.call("kit.preflight.onranks.sharing:offer", ranks=[0], size=size)
+    (offered,) = world.call("kit.preflight.onranks.memory:offer", ranks=[0], size=size)
     seen: dict[str, Any] = offered
     if "error" not in offered:
         (seen,) = world.call(
-            "kit.preflight.onranks.sharing:take", ranks=[1], handle=offered["handle"], size=size, keep=keep
+            "kit.preflight.onranks.memory:take", ranks=[1], handle=offered["handle"], size=size, keep=keep
         )
     if "error" in seen:
         # Segments that expand are shared by a descriptor of the other process, which needs a permission (ptrace) that containers withhold.
@@ -159,6 +159,6 @@ def handed_over(report: Report, world: World, size: int, *, keep: bool, expandab
         scope = machine.ptrace_scope()
         report.row(what, passed, why=f"{seen['error']}; {'no Yama' if scope is None else f'ptrace_scope {scope}'}")
         return False
-    (written,) = world.call("kit.preflight.onranks.sharing:written", ranks=[0])
+    (written,) = world.call("kit.preflight.onranks.memory:written", ranks=[0])
     report.row(what, passed=seen["same"] and written, value=size // MIB, unit="MiB", why="every word, both ways")
     return True

@@ -9,7 +9,7 @@ import pytest
 
 from kit.labs.configure import as_json
 from kit.labs.discover import find
-from kit.labs.memory import gpus
+from kit.labs.growth import gpus
 from kit.labs.offload.config import OffloadConfig
 from kit.results import Record, VerdictRow, judge, to_frame
 

@@ -8,9 +8,9 @@ import pytest
 
 import kit
 from kit.errors import BadInput
-from kit.labs import fits
+from kit.labs import options
 from kit.labs.offload.config import EXACT, OffloadConfig
-from kit.labs.offload.fits import fits as offload_fits
+from kit.labs.offload.config import fits as offload_fits
 from kit.megatron import groups
 
 GIB = 2**30
@@ -48,8 +48,8 @@ def test_one_sentence(config: dict[str, object], sentence: str) -> None:
 
 
 def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fits, "free_memory", lambda: 10 * GIB)
-    monkeypatch.setattr(fits, "free_bytes", list)
+    monkeypatch.setattr(options, "free_memory", lambda: 10 * GIB)
+    monkeypatch.setattr(options, "free_bytes", list)
     offload_fits(OffloadConfig(size="125m"))
     with pytest.raises(
         BadInput, match=r"size=qwen2.5-0.5b does not fit: 2 ranks x \(.* GiB, but 10.0 GiB are free"
@@ -63,8 +63,8 @@ def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fits, "free_memory", lambda: 1000 * GIB)
-    monkeypatch.setattr(fits, "free_bytes", lambda: [80 * GIB, 2 * GIB])
+    monkeypatch.setattr(options, "free_memory", lambda: 1000 * GIB)
+    monkeypatch.setattr(options, "free_bytes", lambda: [80 * GIB, 2 * GIB])
     offload_fits(OffloadConfig(size="125m"))
     with pytest.raises(
         BadInput, match=r"of weights, gradients and optimizer for each rank, but 2\.0 GiB are free on a GPU"
@@ -74,8 +74,8 @@ def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_that_is_too_small_for_those_who_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fits, "free_memory", lambda: 1000 * GIB)
-    monkeypatch.setattr(fits, "free_bytes", lambda: [12 * GIB])
+    monkeypatch.setattr(options, "free_memory", lambda: 1000 * GIB)
+    monkeypatch.setattr(options, "free_bytes", lambda: [12 * GIB])
     offload_fits(OffloadConfig(size="qwen2.5-0.5b", tp=1, ranks=1))
     with pytest.raises(BadInput, match=r"on each of 2 ranks that share a GPU, but 12\.0 GiB are free on a GPU"):
         offload_fits(OffloadConfig(size="qwen2.5-0.5b", tp=1, ranks=2))
@@ -90,8 +90,8 @@ def test_the_modes_are_those_of_the_room_that_releases() -> None:
 def test_suspending_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match=r"mode=suspend needs CUDA: .* and device=cpu has none"):
         kit.lab("offload", mode="suspend", device="cpu")
-    monkeypatch.setattr("kit.labs.offload.fits.free_bytes", list)
+    monkeypatch.setattr("kit.labs.offload.config.free_bytes", list)
     with pytest.raises(BadInput, match=r"mode=suspend needs CUDA: .* and this machine has no GPU driver"):
         kit.lab("offload", mode="suspend")
-    monkeypatch.setattr("kit.labs.offload.fits.free_bytes", lambda: [80 * GIB])
+    monkeypatch.setattr("kit.labs.offload.config.free_bytes", lambda: [80 * GIB])
     offload_fits(OffloadConfig(mode="suspend"))

@@ -10,10 +10,10 @@ import torch
 
 import kit
 from kit.errors import BadInput
-from kit.labs import fits
+from kit.labs import options
 from kit.labs.lab import sizes
 from kit.labs.sync.config import SyncConfig, plan, roles
-from kit.labs.sync.fits import fits as sync_fits
+from kit.labs.sync.config import fits as sync_fits
 from kit.labs.sync.ranks.trainer import Trainer
 from kit.sync.transports import Place, choose
 
@@ -83,8 +83,8 @@ def test_a_world_of_ones_own_cannot_be_two(tmp_path, monkeypatch) -> None:
 
 
 def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fits, "free_memory", lambda: 16 * GIB)
-    monkeypatch.setattr(fits, "free_bytes", list)
+    monkeypatch.setattr(options, "free_memory", lambda: 16 * GIB)
+    monkeypatch.setattr(options, "free_bytes", list)
     sync_fits(SyncConfig(size="125m", layers=2))
     with pytest.raises(BadInput, match="for copies on the way to the replicas"):
         sync_fits(SyncConfig(size="qwen2.5-0.5b"))

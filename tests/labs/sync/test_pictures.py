@@ -17,7 +17,7 @@ import kit
 from kit.draw.style import THEMES, theme
 from kit.labs.sync import tables
 from kit.labs.sync.config import SyncConfig
-from kit.labs.sync.pictures import rates, stages
+from kit.labs.sync.pictures import curves, stages
 from kit.results import NotMeasured, Record, create_run, with_ids
 from kit.view import named
 from kit.view.named import plot
@@ -298,7 +298,7 @@ def test_rates_have_their_spread_where_it_was_recorded(make_sync):
     more = pd.concat(more)[list(frame.columns)]
     look = theme("light")
     axes = mpl.figure.Figure().subplots()
-    rates.curves(axes, pd.concat([frame, more], ignore_index=True), look)
+    curves(axes, pd.concat([frame, more], ignore_index=True), look)
     (spans,) = axes.collections
     assert [segment[:, 1].tolist() for segment in spans.get_segments()] == [[5, 7], [8, 9.5]]
     assert axes.get_xlabel() == "bucket size [MiB] (n = 3, median and range)"

@@ -17,8 +17,7 @@ from kit.draw.picture import Picture
 from kit.draw.plots import RunData, read
 from kit.draw.style import MARKERS, Theme, theme
 from kit.errors import BadInput
-from kit.labs.offload.pictures import OURS
-from kit.labs.offload.pictures.cycles import rows_of
+from kit.labs.offload.pictures import OURS, rows_of
 from kit.results.marks import MARKS
 from kit.results.units import counted
 

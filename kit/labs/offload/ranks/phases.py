@@ -19,7 +19,7 @@ from kit.labs.offload.ranks.broken import double_patched
 from kit.labs.offload.ranks.job import JobContext, arithmetic, context_for
 from kit.labs.offload.ranks.releaser import around, make_releaser, told
 from kit.labs.offload.ranks.watch import Watch, any_rank, departs, differing
-from kit.labs.outcome import digest
+from kit.labs.rankside import digest
 from kit.measure.observers import names
 from kit.measure.observers.births import Births
 from kit.measure.observers.tensors import KINDS, Resident, State, children, live_bytes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from kit.labs.outcome import digest
+from kit.labs.rankside import digest
 from kit.measure.observers import births, names
 from kit.measure.observers.births import Births
 

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 
 from kit.draw.axes import grid_across, legend_of, limit_of
 from kit.draw.style import LINES, MARKERS
-from kit.labs.split import parity, words
+from kit.labs.split import parity
 from kit.labs.split.checks import COMMON
 from kit.labs.split.config import cases_of
 from kit.results import with_ids
@@ -214,7 +214,7 @@ def metrics(ax: Axes, table: pd.DataFrame, level: str, verdict: Verdict, theme: 
     ax.set_xticks(list(decades.ticks()), list(decades.ticks().values()))
     ax.set_xlim(*decades.ends())
     by = [
-        "" if rows.loc[name, "normalizer"] == "none" else f"per {words.singular(rows.loc[name, 'normalizer'])}"
+        "" if rows.loc[name, "normalizer"] == "none" else f"per {parity.singular(rows.loc[name, 'normalizer'])}"
         for name in names
     ]
     first = level == table["level"].iloc[0]
@@ -224,4 +224,4 @@ def metrics(ax: Axes, table: pd.DataFrame, level: str, verdict: Verdict, theme: 
     ax.set_ylim(len(names) - 0.4, -1.2)
     grid_across(ax)
     ax.set_xlabel("relative error in step 1, worst of all numbers of chunks")
-    ax.set_title(f"Metrics, loss per {words.singular(level)}")
+    ax.set_title(f"Metrics, loss per {parity.singular(level)}")

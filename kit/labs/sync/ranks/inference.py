@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import KitError
-from kit.labs import outcome
+from kit.labs import rankside
 from kit.labs.sync.config import replica_model
 from kit.labs.sync.ranks import broken
 from kit.labs.sync.ranks.side import Side, fill, name_of, raised
@@ -132,7 +132,7 @@ class Inference(Side):
         for name in differing[:5]:
             print(f"tensor differs from the trainer's: {name}")
         self.ctx.record("tensors_hashed", len(own), scene=scene)
-        self.ctx.record("digest", None, text=outcome.digest(own), scene=scene)
+        self.ctx.record("digest", None, text=rankside.digest(own), scene=scene)
         self.ctx.record("tensors_differ", len(differing), scene=scene)
         return sum(own.get(name) != before.get(name) for name in {*own, *before})
 
