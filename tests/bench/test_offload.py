@@ -1,22 +1,20 @@
 """`kit bench offload`, small: every part really runs, on real ranks; what is judged is judged by the right thing."""
 
-import json
-
 import pytest
 import torch
 
 from kit.bench import offload
 from kit.bench.offload import Samples, Sizes, onranks
-from kit.bench.session import Book, Session, conduct
+from kit.bench.session import Book, Session, conduct, read_rows
 from kit.errors import KitError
 from kit.megatron.tensors import Item
 
 
 @pytest.mark.slow
-def test_a_small_run_has_every_row(capsys):
+def test_a_small_run_has_every_row(tmp_path):
     few = Sizes(models=("tiny",), trials=1, cycles=2, leak_cycles=1, grid=("dp2",))
-    assert conduct("offload", few, as_json=True, device="cpu") == 0
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert conduct("offload", few, out=tmp_path / "rows.jsonl", device="cpu") == 0
+    said = read_rows(tmp_path / "rows.jsonl")
     assert said["bench"] == "offload"
     assert said["provenance"]["versions"]["torch"]
     rows = said["rows"]

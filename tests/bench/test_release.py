@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from kit.bench.release import LIKE_EXACT, Sizes, Way, of, side_by_side, table
 from kit.bench.release.onranks import GLOO, SPLIT, STORE
 from kit.bench.rows import Row
-from kit.bench.session import conduct
+from kit.bench.session import conduct, read_rows
 from kit.errors import KitError
 
 MIB = 2**20
@@ -167,10 +166,10 @@ def test_on_a_gpu_manual_is_measured_by_the_same_mechanism_too():
 
 
 @pytest.mark.slow
-def test_a_small_run_tells_the_ways_apart(capsys):
+def test_a_small_run_tells_the_ways_apart(tmp_path):
     few = Sizes(groups=(0, 30), more_ranks=(), trials=1, cycles=2)
-    assert conduct("release", few, as_json=True, device="cpu") == 0
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert conduct("release", few, out=tmp_path / "rows.jsonl", device="cpu") == 0
+    said = read_rows(tmp_path / "rows.jsonl")
     assert said["bench"] == "release"
     assert {row["ids"]["mechanism"] for row in said["rows"] if row["median"] is not None} == {GLOO}
     rows = {

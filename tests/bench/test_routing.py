@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import types
 from pathlib import Path
@@ -13,21 +12,21 @@ import pytest
 from kit import results
 from kit.bench import routing
 from kit.bench.routing import NUMBERS, PHASES
-from kit.bench.session import Book, Session, conduct
+from kit.bench.session import Book, Session, conduct, read_rows
 from tests.test_routing import STANDINS
 
 
-def told(capsys: Any) -> dict[str, Any]:
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+def measured(folder: Path) -> dict[str, Any]:
+    assert conduct("routing", quick=True, out=folder / "rows.jsonl", device="cpu") == 0
+    said = read_rows(folder / "rows.jsonl")
     assert said["bench"] == "routing"
     return {row["what"]: row for row in said["rows"]}
 
 
 @pytest.mark.slow
-def test_numbers_are_the_same_and_times_are_told(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_numbers_are_the_same_and_times_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", str(STANDINS), prepend=os.pathsep)
-    assert conduct("routing", quick=True, as_json=True, device="cpu") == 0
-    rows = told(capsys)
+    rows = measured(tmp_path)
     assert (rows[NUMBERS]["median"], rows[NUMBERS]["met"]) == (0.0, True)
     assert rows[NUMBERS]["note"] == "10 numbers in each turn; turns: 1"
     assert all(rows[f"{phase}, time on over off"]["median"] > 0 for phase in PHASES)
@@ -64,9 +63,8 @@ def test_one_turn_that_differs_is_enough(
     assert (rows[NUMBERS].median, rows[NUMBERS].met, rows[NUMBERS].note) == told
 
 
-def test_where_it_is_not_in_effect_the_rows_say_why(capsys: Any) -> None:
-    assert conduct("routing", quick=True, as_json=True, device="cpu") == 0
-    rows = told(capsys)
+def test_where_it_is_not_in_effect_the_rows_say_why(tmp_path: Path) -> None:
+    rows = measured(tmp_path)
     if rows[NUMBERS]["median"] is not None:
         pytest.skip("torchcomms is installed here")
     assert {row["note"] for row in rows.values()} == {"not measured: torchcomms is not installed"}

@@ -1,13 +1,11 @@
-"""Rows and how they are told: numbers, limits, notes, and one JSON object as the last line."""
+"""Rows and how they are told: numbers, limits, notes, and the file that holds them."""
 
 from __future__ import annotations
 
-import json
-
-import pytest
+from pathlib import Path
 
 from kit.bench.rows import Row, row, table
-from kit.bench.session import Book, tell
+from kit.bench.session import Book, read_rows, told
 from kit.measure import provenance
 
 
@@ -33,23 +31,20 @@ def test_a_limit_that_is_not_met_is_told_as_it_is() -> None:
     assert len(lines) == 3
 
 
-@pytest.mark.parametrize("as_json", [True, False])
-def test_the_last_line_is_one_json_object(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+def test_rows_are_told_and_read_back(tmp_path: Path) -> None:
     rows = [row("it", [1.0, 2.0], limit=1.2, ceiling=0.5), Row(what="other", note="why")]
-    book = Book("some")
+    book = Book("some", tmp_path / "rows.jsonl")
+    book.begin()
     book.describe(provenance())
     for one in rows:
         book.keep("a part", one)
-    tell(book, as_json=as_json)
-    *people, last = capsys.readouterr().out.splitlines()
-    assert people[0].split()[:3] == ["what", "who", "median"]
-    if not as_json:
-        assert " cores; " in last
-        return
-    said = json.loads(last)
+    first, *_, last = told(book, table).splitlines()
+    assert first.split()[:3] == ["what", "who", "median"]
+    assert " cores; " in last
+    said = read_rows(tmp_path / "rows.jsonl")
     assert said["bench"] == "some"
-    first = said["rows"][0]
-    assert list(first.values()) == ["it", "kit", "s", 1.5, 1.0, 2.0, 2, 1.2, None, 0.5, "", {}, False]
-    assert list(first)[-6:] == ["limit", "aim", "ceiling", "note", "ids", "met"]
+    first_row = said["rows"][0]
+    assert list(first_row.values()) == ["it", "kit", "s", 1.5, 1.0, 2.0, 2, 1.2, None, 0.5, "", {}, False]
+    assert list(first_row)[-6:] == ["limit", "aim", "ceiling", "note", "ids", "met"]
     assert [one["note"] for one in said["rows"]] == ["", "why"]
     assert said["provenance"]["python"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from kit.bench import sync
-from kit.bench.session import conduct
+from kit.bench.session import conduct, read_rows
 from kit.bench.sync import Shape, Sizes, onranks, others
 from kit.errors import BadInput
 
@@ -32,9 +31,9 @@ TINY = Sizes(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_small_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert conduct("sync", TINY, as_json=True, device="cpu") == 0
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_a_small_run_has_every_row(tmp_path: Path) -> None:
+    assert conduct("sync", TINY, out=tmp_path / "rows.jsonl", device="cpu") == 0
+    said = read_rows(tmp_path / "rows.jsonl")
     assert said["bench"] == "sync"
     rows = said["rows"]
     silent = {(row["what"], row["who"]): row["note"] for row in rows if row["median"] is None}
