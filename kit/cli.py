@@ -390,7 +390,7 @@ def run_once(lab_name: str, config: Mapping[str, Any], out: Path | None, **optio
     from kit.public import prepare
     from kit.results.run import memory_snapshots
 
-    with prepare(lab_name, config, out=out, **options) as lab:
+    with contextlib.closing(prepare(lab_name, config, out=out, **options)) as lab:
         error, status = None, 3
         try:
             lab.run()

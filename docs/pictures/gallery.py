@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
-from kit.draw.picture import Picture
+from kit.draw.plots import Picture
 from kit.draw.style import THEMES
 from kit.labs.offload.pictures.modes import plot_modes
 from kit.view.named import plot

@@ -14,7 +14,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.ticker import StrMethodFormatter
 
-from kit.draw.picture import Picture
+from kit.draw.plots import Picture
 from kit.draw.style import LINES, MARKERS, THEMES, theme
 from kit.errors import BadInput
 

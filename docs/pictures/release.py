@@ -14,7 +14,7 @@ import pandas as pd
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from docs.pictures.growth import draw
-from kit.draw.picture import Picture
+from kit.draw.plots import Picture
 from kit.draw.style import LINES, MARKERS, theme
 from kit.errors import BadInput
 from kit.labs.offload.pictures.modes import WAYS

@@ -10,7 +10,7 @@ import matplotlib as mpl
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kit.draw.axes import grid_across
-from kit.draw.picture import Picture, message
+from kit.draw.plots import Picture, message
 from kit.draw.style import MARKERS, theme
 from kit.errors import BadInput
 from kit.results import compare

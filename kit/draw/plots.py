@@ -1,17 +1,27 @@
-"""A run as plots need it, what a plot and a table of it are, what a lab adds, and how one plot or all of them become a picture."""
+"""A run as plots need it, what a plot and a table of it are, what a lab adds, and how one plot or all of them become a picture.
+
+A notebook shows a picture and a file keeps it; in a page whose theme may change it is SVG.
+"""
 
 from __future__ import annotations
 
+import html
+import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
+import numpy as np
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from kit.draw.picture import Picture, message
-from kit.draw.style import Theme, theme
+from kit.draw.style import DARK, LIGHT, Theme, theme
 from kit.errors import BadInput
-from kit.results.sources import Source, gpu_numbers, source
+from kit.results.frames import Source, gpu_numbers, source
 from kit.results.units import counted
 
 if TYPE_CHECKING:
@@ -21,6 +31,10 @@ if TYPE_CHECKING:
 
 ALL = "*"  # every check's limit is in the plot
 OVERVIEW = "overview"  # all of a run's main plots in one picture
+FORMATS = (".png", ".svg", ".pdf")
+WIDTH = 11.0  # inches
+FOLLOW = 'body[data-jp-theme-light="false"] .kit-picture.kit-auto, body.vscode-dark .kit-picture.kit-auto'
+COLOURED = re.compile(r"#[0-9a-f]{6}\b")
 BASELINE = "baseline"  # the phase after which a lab wants its levels to be the same again
 
 
@@ -120,6 +134,63 @@ def read(run: Run) -> RunData:
     )
 
 
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+class Picture(Figure):
+    """A figure that a notebook shows by itself, whatever its matplotlib settings."""
+
+    def __init__(self, height: float = 1.2, *, width: float = WIDTH) -> None:
+        super().__init__(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=110)
+        return buffer.getvalue()
+
+    def save(self, path: str | Path) -> Path:
+        """Write a .png, .svg or .pdf."""
+        path = Path(path)
+        if path.suffix not in FORMATS:
+            raise BadInput(f"a picture is saved as {', '.join(FORMATS)}, not {path.name!r}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stamp = {"Date": None} if path.suffix == ".svg" else None  # the same run makes the same file
+        with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": "kit"}):
+            self._settle()
+            self.savefig(path, dpi=110, metadata=stamp)
+        return path
+
+    def _settle(self) -> None:
+        """Lay out once and round: the solver's last digits differ from time to time, and names in the file with them."""
+        self.draw_without_rendering()
+        self.set_layout_engine("none")
+        parts = list(self.subfigs)
+        while parts:
+            part = parts.pop()
+            place = part.bbox_relative
+            place.p0, place.p1 = np.round(place.p0, 5), np.round(place.p1, 5)
+            parts += part.subfigs
+        for axes in self.axes:
+            x, y, width, height = axes.get_position(original=True).bounds
+            axes.set_position((round(x, 5), round(y, 5), round(width, 5), round(height, 5)))
+
+    def lay_out_as(self, like: Picture) -> None:
+        """Put the axes where the other picture has them, if it has the same size and parts."""
+        pairs = list(zip(self.axes, like.axes, strict=False))
+        if len(self.axes) != len(like.axes) or tuple(self.get_size_inches()) != tuple(like.get_size_inches()):
+            return
+        self.set_layout_engine("none")
+        for axes, other in pairs:
+            axes.set_position(other.get_position(original=True))
+
+
+def message(words: str, theme: Theme) -> Picture:
+    """A sentence where there is nothing to draw."""
+    picture = Picture(width=8)
+    picture.text(0.5, 0.5, words, ha="center", va="center", color=theme.faint)
+    return picture
+
+
 # -- plots ------------------------------------------------------------------------------------------------------------
 
 
@@ -175,9 +246,9 @@ class Pictures:
 class Album:
     """The plots that one run has something for, by name."""
 
-    def __init__(self, data: RunData, *sources: Pictures) -> None:
-        """The first of `sources` that is ready leads; the last has what every run has."""
-        self.data = data
+    def __init__(self, run: Run, *sources: Pictures) -> None:
+        """Read the records, once. The first of `sources` that is ready leads; the last has what every run has."""
+        self.data = data = read(run)
         self.lead = next(one for one in sources if one.ready(data))
         every = {**sources[-1].plots, **self.lead.plots}
         order = dict.fromkeys([*self.lead.plots, *every])
@@ -251,3 +322,45 @@ def split(figure: Any, heights: Sequence[float]) -> list[Any]:
 def across(figure: Any, count: int) -> list[Any]:
     """Parts side by side."""
     return [figure] if count == 1 else list(figure.subfigures(1, count))
+
+
+# -- in a page ---------------------------------------------------------------------------------------------------------
+
+
+def colours(look: Theme) -> list[str]:
+    return [look.paper, look.ink, look.faint, look.grid, look.shade, look.good, look.bad, *look.series]
+
+
+PLACES = {colour: f"--kit-{index}" for index, colour in enumerate(colours(LIGHT))}
+
+
+def declared(look: Theme) -> str:
+    return "".join(f"{name}:{colour};" for name, colour in zip(PLACES.values(), colours(look), strict=True))
+
+
+SHEET = (
+    f".kit-picture {{{declared(LIGHT)}}}\n{FOLLOW}, .kit-picture.kit-dark {{{declared(DARK)}}}\n"
+    ".kit-picture svg { display:block; width:100%; height:auto; stroke-linejoin:round; stroke-linecap:butt; }"
+)
+
+
+def inline(picture: Picture, label: str, *, theme_name: str = "auto", salt: str = "kit") -> str:
+    """A picture that was drawn in the light theme, as SVG for a page that has `SHEET`.
+
+    `theme_name` is auto, light or dark. A screen reader reads the `label`. `salt` keeps the names in two pictures of one page apart.
+    """
+    buffer = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": salt}):
+        canvas: Any = FigureCanvasSVG(picture)
+        canvas.print_svg(buffer, metadata=nothing)  # `savefig` would draw a second time
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    # matplotlib's own sheet would style every drawing of the page.
+    text = re.sub(r"<style.*?</style>", "", text, count=1, flags=re.DOTALL)
+    text = COLOURED.sub(lambda found: f"var({PLACES[found[0]]})" if found[0] in PLACES else found[0], text)
+    head, rest = text.split(">", 1)
+    head = re.sub(r' (?:width|height)="[^"]*pt"', "", head)
+    named = f'{head} role="img" aria-label="{html.escape(label, quote=True)}">'
+    width = round(picture.get_size_inches()[0] * 96)
+    return f'<div class="kit-picture kit-{theme_name}" style="max-width:{width}px">{named}{rest}</div>'

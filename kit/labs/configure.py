@@ -219,7 +219,7 @@ def check_answerable(lab: Definition, fault: Fault, config: LabConfig) -> None:
     if any(getattr(config, name) not in values for name, values in fault.needs.items()):
         return  # refused by the setting's own name
     named = next((check for check in lab.all_checks() if check.name == fault.check), None)
-    if named is not None and (reason := named.unanswerable(as_json(config))):
+    if named is not None and (reason := named.unanswerable(dataclasses.asdict(config))):
         raise BadInput(
             f"fault {fault.name!r} cannot be detected with these settings: {named.name} is not measured ({reason})"
         )
@@ -289,7 +289,3 @@ def _is_json(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def as_json(config: LabConfig) -> dict[str, Any]:
-    return dataclasses.asdict(config)

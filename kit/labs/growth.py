@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from kit.nccl import SHARED_GPU
 from kit.results import Check, Measured, Missing, NotMeasured, incomplete, select
-from kit.results.sources import sharing, source
+from kit.results.frames import sharing, source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import pandas as pd
 
-    from kit.results.sources import Source
+    from kit.results.frames import Source
 
     Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
 

@@ -9,6 +9,7 @@ judges. The first failure ends the run: its folder says so, and the error is rai
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import secrets
 import time
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_check
 
 from kit.errors import BadInput, KitError, RankDied, RankError
 from kit.labs import routed
-from kit.labs.configure import as_json, configure, find_fault, refuse_device
+from kit.labs.configure import configure, find_fault, refuse_device
 from kit.labs.definition import role_names, working
 from kit.labs.drive import RANKSIDE, Drive, Quiet, Write
 from kit.labs.growth import gpus
@@ -25,9 +26,9 @@ from kit.labs.stepped import Stepped
 from kit.measure.provenance import provenance
 from kit.results import Record, Run, create_run, runs_dir
 from kit.results.files import write_text
+from kit.results.frames import GPU
 from kit.results.run import SNAPSHOTS
-from kit.results.sources import GPU
-from kit.results.verdict import checked_tolerances
+from kit.results.verdict import asked, checked_tolerances
 from kit.target import load_callable
 from kit.world import World
 from kit.world.several import Worlds
@@ -91,7 +92,8 @@ class Lab:
         if world is not None and routed.wanted(self.config):
             routed.refuse_unrouted(world, self.config.routing)
         self._given = world
-        self._checks = [check for check in definition.all_checks() if check.asked(as_json(self.config))]
+        self._settings = dataclasses.asdict(self.config)
+        self._checks = asked(definition.all_checks(), self._settings)
         self.tolerances = checked_tolerances(tolerances or {}, [check.tolerance for check in self._checks])
         self._plan: Sequence[Step] = definition.plan(self.config)
         check_roles(self._plan, self.roles)
@@ -101,7 +103,7 @@ class Lab:
         self.observe = observe
         self._observer: Observer | None = None
         self._about = provenance()
-        self._writer = create_run(runs_dir(), self.name, as_json(self.config), self._about, out=out, fault=fault)
+        self._writer = create_run(runs_dir(), self.name, self._settings, self._about, out=out, fault=fault)
         self.dir = self._writer.dir
         self.world: World | Worlds
 
@@ -306,7 +308,7 @@ class Lab:
                 for role in self.roles
             ],
             config_type=f"{config.__module__}:{config.__qualname__}",
-            config=as_json(self.config),
+            config=self._settings,
             fault=self.fault,
             devices=[row["device"] for row in self.world.status()],
             world_sizes=self._sizes,

@@ -1,7 +1,7 @@
 """A lab on a rank: its phases object stays here between calls; every phase is measured, including one that raises.
 
 The notebook calls `begin` once, `step` for each phase (of a driven step `open_step`, `act` often, `close_step`), and `end`. What is
-measured is published (`kit.world.news`) and reaches the run's folder while a phase lasts.
+measured is published (`kit.world.channel.publish`) and reaches the run's folder while a phase lasts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kit.megatron.config import forced_tf32
 from kit.results.records import Recording, new_row
 from kit.target import load
 from kit.train.numerics import Numerics, full_float32
-from kit.world import news
+from kit.world import channel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,7 +54,7 @@ class Context(Recording):
     devices: tuple[str, ...] = ()  # of all ranks
 
     def _send(self, row: dict[str, Any]) -> None:
-        news.publish(row)
+        channel.publish(row)
 
     def implementation(self, target: str) -> Any:
         """The code under test: `module:attr`, called once with this context."""
@@ -63,7 +63,7 @@ class Context(Recording):
 
 def publish(metric: str, value: float, unit: str, when: float, **about: Any) -> None:
     """Send a record to the notebook."""
-    news.publish(new_row(metric, value, unit, when, **about))
+    channel.publish(new_row(metric, value, unit, when, **about))
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from kit.results.comparison import compare as compare
     from kit.results.comparison import outcomes as outcomes
     from kit.results.exports import export as export
-    from kit.results.frames import to_frame as to_frame
     from kit.results.frames import with_ids as with_ids
     from kit.results.marks import Verdict as Verdict
     from kit.results.marks import VerdictRow as VerdictRow
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from kit.results.run import load as load
     from kit.results.run import newest_run as newest_run
     from kit.results.run import runs_dir as runs_dir
+    from kit.results.run import to_frame as to_frame
     from kit.results.timeline import trace as trace
     from kit.results.timeline import write_trace as write_trace
     from kit.results.verdict import Check as Check
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 _MODULES = {
     "comparison": ("compare", "outcomes"),
     "exports": ("export",),
-    "frames": ("to_frame", "with_ids"),
+    "frames": ("with_ids",),
     "marks": ("Verdict", "VerdictRow", "exit_code", "read_verdict"),
     "records": ("COLUMNS", "Record", "RecordWriter"),
-    "run": ("Run", "create_run", "list_runs", "load", "newest_run", "runs_dir"),
+    "run": ("Run", "create_run", "list_runs", "load", "newest_run", "runs_dir", "to_frame"),
     "timeline": ("trace", "write_trace"),
     "verdict": (
         *("Check", "Measured", "Missing", "NotMeasured", "Unjudged"),

@@ -1,40 +1,17 @@
-"""Records as a pandas table, in which a null value is NaN and ids are JSON text; and reading the records of a run while it grows."""
+"""What is asked of a table of records: rows by their ids, a job's own numbers, and how much memory there is."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
-from kit.results.records import COLUMNS, MISSING, OPTIONAL, PATTERN, TYPES, label, note, parse, read_bytes
+from kit.results.records import OPTIONAL, label
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
-
     import pandas as pd
-
-    from kit.results.records import Columns, Record
-
-
-def to_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Records as a table with a column for each key."""
-    rows = list(records)
-    return frame_of({name: [getattr(row, name) for row in rows] for name in COLUMNS})
-
-
-def frame_of(columns: Columns) -> pd.DataFrame:
-    import pandas as pd
-
-    table: dict[str, Any] = dict(columns)
-    index = range(len(columns["run"]))
-    for name, empty in (("text", ""), ("ids", ""), ("start", math.nan)):  # in most runs no record has any
-        if not any(value or value == 0 for value in columns[name]):
-            table[name] = empty
-        elif name == "ids":
-            table[name] = [_spelled(ids) for ids in columns[name]]
-    return pd.DataFrame({name: pd.Series(table[name], dtype=TYPES[name], index=index) for name in COLUMNS})
 
 
 def with_ids(frame: pd.DataFrame, *names: str) -> pd.DataFrame:
@@ -99,74 +76,47 @@ def summary_of(frame: pd.DataFrame) -> pd.DataFrame:
     return groups.agg(["count", "first", "last", "min", "max"]).reset_index().rename(columns={"count": "n"})
 
 
-_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
+# -- which records say how much memory there is: the driver's on CUDA, the kernel's on the CPU --------------------------------------
+
+GPU = "gpu"  # recorded once a run: the number of the GPU that a rank works on
 
 
-def _spelled(ids: Mapping[str, str | int]) -> str:
-    """JSON with sorted keys, empty where there are none: the same ids are the same text."""
-    return _encode(ids) if ids else ""
+class Source(NamedTuple):
+    """A metric, its name in words, and for ranks that share a GPU the GPU that a rank's number is about."""
+
+    metric: str
+    told: str
+    gpu_of: Mapping[int, int]
+
+    @property
+    def whose(self) -> str:
+        return "GPU" if self.gpu_of else "rank"
+
+    @property
+    def sharers(self) -> Mapping[int, int]:
+        """How many ranks share each GPU, where the number is of the GPU."""
+        return Counter(self.gpu_of.values())
 
 
-KNOWN_BY = 256  # bytes before the last position, by which a file is recognised as the one that was read
+def gpu_numbers(frame: pd.DataFrame) -> dict[int, int]:
+    """The GPU that each rank works on, where the run recorded it."""
+    rows = frame[(frame["metric"] == GPU) & (frame["value"].abs() < math.inf)]
+    return dict(zip(rows["rank"].astype(int), rows["value"].astype(int), strict=True))
 
 
-@dataclass
-class Place:
-    """How far a file was read: its size, its last bytes, its lines, and which lines were dropped."""
-
-    size: int = 0
-    last: bytes = b""
-    lines: int = 0
-    dropped: list[int] = field(default_factory=list)
+def sharing(frame: pd.DataFrame) -> int:
+    """The most ranks that share a GPU; 1 where each has its own, or none."""
+    return max(Counter(gpu_numbers(frame).values()).values(), default=1)
 
 
-class Reader:
-    """A run folder's records as a table, and a sentence for each loss."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._places: dict[str, Place] = {}
-        self._frame: pd.DataFrame | None = None
-
-    def read(self) -> tuple[pd.DataFrame, list[str]]:
-        """All records, in the order of their files. A table returned earlier is never changed."""
-        files = sorted(self._folder.glob(PATTERN))
-        if self._frame is None or [path.name for path in files] != list(self._places) or len(files) != 1:
-            self._start(files)
-        else:
-            self._follow(files[0])
-        assert self._frame is not None
-        notes = [note(name, place.dropped) for name, place in self._places.items() if place.dropped]
-        return self._frame, notes if files else [MISSING]
-
-    def _start(self, files: list[Path]) -> None:
-        import pandas as pd
-
-        self._places = {path.name: Place() for path in files}
-        frames = [self._more(path, read_bytes(path)) for path in files]
-        self._frame = pd.concat(frames, ignore_index=True) if len(frames) > 1 else (frames or [self._nothing()])[0]
-
-    def _follow(self, path: Path) -> None:
-        import pandas as pd
-
-        place = self._places[path.name]
-        data = read_bytes(path, place.size - len(place.last))
-        if not place.last.endswith(b"\n") or not data.startswith(place.last):
-            self._start([path])  # it ended within a line, or was written anew
-            return
-        more = self._more(path, data[len(place.last) :])
-        assert self._frame is not None
-        if len(more):
-            self._frame = pd.concat([self._frame, more], ignore_index=True) if len(self._frame) else more
-
-    def _more(self, path: Path, data: bytes) -> pd.DataFrame:
-        place = self._places[path.name]
-        columns, dropped = parse(data)
-        place.dropped += [place.lines + index + 1 for index in dropped]
-        place.lines += data.count(b"\n")
-        place.size += len(data)
-        place.last = (place.last + data)[-KNOWN_BY:]
-        return frame_of(columns)
-
-    def _nothing(self) -> pd.DataFrame:
-        return frame_of(parse(b"")[0])
+def source(frame: pd.DataFrame) -> Source:
+    """The driver on CUDA, the kernel on the CPU. For a shared GPU the driver's number per process, if it always gave one."""
+    used = (frame["metric"] == "driver_used").sum()
+    if not used:
+        return Source("anon_rss", "anon_rss", {})
+    gpu_of, sharers = gpu_numbers(frame), sharing(frame)
+    if sharers == 1:
+        return Source("driver_used", "driver_used", {})
+    if (frame["metric"] == "process_used").sum() == used:
+        return Source("process_used", "process_used", {})
+    return Source("driver_used", f"driver_used of the GPU, shared by {sharers} ranks", gpu_of)

@@ -1,6 +1,7 @@
 """A run: a folder with `run.json`, `records*.jsonl`, `verdict.json` and `logs/rankN.log`.
 
-`create_run` makes one. `Run` reads one, whole or cut off by a kill, and follows it while it grows. The checks of its lab and the
+`create_run` makes one. `Run` reads one, whole or cut off by a kill, and follows it while it grows. Its records are a pandas table, in which
+a null value is NaN and ids are JSON text. The checks of its lab and the
 plotter come from the caller, since this room knows neither labs nor views.
 """
 
@@ -9,10 +10,13 @@ from __future__ import annotations
 import contextlib
 import html
 import itertools
+import json
+import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,15 +24,28 @@ from typing import TYPE_CHECKING, Any
 from kit.errors import BadInput, KitError
 from kit.results.exports import export
 from kit.results.files import read_json, rewrite_json
-from kit.results.frames import Reader
 from kit.results.marks import Verdict, VerdictRow, read_verdict
-from kit.results.records import PATTERN, SCHEMA, Record, RecordWriter, utc
+from kit.results.records import (
+    COLUMNS,
+    MISSING,
+    PATTERN,
+    SCHEMA,
+    TYPES,
+    Record,
+    RecordWriter,
+    note,
+    parse,
+    read_bytes,
+    utc,
+)
 from kit.results.units import ROW
-from kit.results.verdict import Answer, Check, again, checked_tolerances, hold, measure, suspect_in
+from kit.results.verdict import Answer, Check, again, asked, checked_tolerances, hold, measure, suspect_in
 from kit.version import kit_version
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from kit.results.records import Columns
 
 Checks = Callable[[str], Sequence[Check]]
 Plotter = Callable[..., object]  # of a run, a drawing's name, and how it is to look
@@ -157,11 +174,10 @@ class Run:
         A run that broke is judged as far as its records go: what they do not reach is not measured.
         """
         checks = self._checks(self.lab) if self._checks else ()
-        asked = [check for check in checks if check.asked(self.config)]
-        if asked:
+        if questions := asked(checks, self.config):
             moved = checked_tolerances(tolerances, allowed=[check.tolerance for check in checks])
-            verdict = hold(self._measured(asked), self.config, moved)
-            return self._with_stored(verdict, asked) if self.older else verdict
+            verdict = hold(self._measured(questions), self.config, moved)
+            return self._with_stored(verdict, questions) if self.older else verdict
         if tolerances:
             raise BadInput(
                 f"lab {self.lab!r} has no checks here, so it takes no tolerances (got {', '.join(tolerances)})"
@@ -317,6 +333,101 @@ def _checked_info(path: Path, info: object) -> dict[str, Any]:
         if not isinstance(info.get(key), str | None):
             raise BadInput(f"{path} is damaged: {key} must be text or null")
     return info
+
+
+# -- the records as a table ------------------------------------------------------------------------------------------------
+
+
+def to_frame(records: Iterable[Record]) -> pd.DataFrame:
+    """Records as a table with a column for each key."""
+    rows = list(records)
+    return frame_of({name: [getattr(row, name) for row in rows] for name in COLUMNS})
+
+
+def frame_of(columns: Columns) -> pd.DataFrame:
+    import pandas as pd
+
+    table: dict[str, Any] = dict(columns)
+    index = range(len(columns["run"]))
+    for name, empty in (("text", ""), ("ids", ""), ("start", math.nan)):  # in most runs no record has any
+        if not any(value or value == 0 for value in columns[name]):
+            table[name] = empty
+        elif name == "ids":
+            table[name] = [_spelled(ids) for ids in columns[name]]
+    return pd.DataFrame({name: pd.Series(table[name], dtype=TYPES[name], index=index) for name in COLUMNS})
+
+
+_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
+
+
+def _spelled(ids: Mapping[str, str | int]) -> str:
+    """JSON with sorted keys, empty where there are none: the same ids are the same text."""
+    return _encode(ids) if ids else ""
+
+
+KNOWN_BY = 256  # bytes before the last position, by which a file is recognised as the one that was read
+
+
+@dataclass
+class Place:
+    """How far a file was read: its size, its last bytes, its lines, and which lines were dropped."""
+
+    size: int = 0
+    last: bytes = b""
+    lines: int = 0
+    dropped: list[int] = field(default_factory=list)
+
+
+class Reader:
+    """A run folder's records as a table, and a sentence for each loss."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._places: dict[str, Place] = {}
+        self._frame: pd.DataFrame | None = None
+
+    def read(self) -> tuple[pd.DataFrame, list[str]]:
+        """All records, in the order of their files. A table returned earlier is never changed."""
+        files = sorted(self._folder.glob(PATTERN))
+        if self._frame is None or [path.name for path in files] != list(self._places) or len(files) != 1:
+            self._start(files)
+        else:
+            self._follow(files[0])
+        assert self._frame is not None
+        notes = [note(name, place.dropped) for name, place in self._places.items() if place.dropped]
+        return self._frame, notes if files else [MISSING]
+
+    def _start(self, files: list[Path]) -> None:
+        import pandas as pd
+
+        self._places = {path.name: Place() for path in files}
+        frames = [self._more(path, read_bytes(path)) for path in files]
+        self._frame = pd.concat(frames, ignore_index=True) if len(frames) > 1 else (frames or [self._nothing()])[0]
+
+    def _follow(self, path: Path) -> None:
+        import pandas as pd
+
+        place = self._places[path.name]
+        data = read_bytes(path, place.size - len(place.last))
+        if not place.last.endswith(b"\n") or not data.startswith(place.last):
+            self._start([path])  # it ended within a line, or was written anew
+            return
+        more = self._more(path, data[len(place.last) :])
+        assert self._frame is not None
+        if len(more):
+            self._frame = pd.concat([self._frame, more], ignore_index=True) if len(self._frame) else more
+
+    def _more(self, path: Path, data: bytes) -> pd.DataFrame:
+        place = self._places[path.name]
+        columns, dropped = parse(data)
+        place.dropped += [place.lines + index + 1 for index in dropped]
+        place.lines += data.count(b"\n")
+        place.size += len(data)
+        place.last = (place.last + data)[-KNOWN_BY:]
+        return frame_of(columns)
+
+    def _nothing(self) -> pd.DataFrame:
+        return frame_of(parse(b"")[0])
 
 
 # -- making a run ----------------------------------------------------------------------------------------------------------

@@ -128,6 +128,11 @@ def measure(
     return [Answer(check, _ask(check, frame, config, suspect, whole=whole)) for check in checks]
 
 
+def asked(checks: Sequence[Check], config: Mapping[str, Any]) -> list[Check]:
+    """The checks that apply to a run of this config."""
+    return [check for check in checks if check.asked(config)]
+
+
 def suspect_in(config: Mapping[str, Any], fault: str | None) -> str:
     """What in a run could keep records from a check: a fault, or code from outside the kit; empty where there is neither."""
     own = [f"{name}={value}" for name, value in config.items() if isinstance(value, str) and _OWN_CODE.fullmatch(value)]

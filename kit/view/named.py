@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from kit.draw.general import GENERAL
-from kit.draw.plots import OVERVIEW, Album, read
+from kit.draw.plots import OVERVIEW, Album
 from kit.errors import BadInput
 from kit.labs.discover import hint, pictures_of
 from kit.results import compare
@@ -22,15 +22,14 @@ from kit.results.marks import UNITS as VERDICT_UNITS
 from kit.results.units import ROW
 
 if TYPE_CHECKING:
-    from kit.draw.picture import Picture
-    from kit.draw.plots import Table
+    from kit.draw.plots import Picture, Table
     from kit.results import Run
 
 
 def album(run: Run) -> Album:
     """The run's plots, ready to be drawn: reads its records once."""
     own = pictures_of(run.lab)
-    return Album(read(run), *([own] if own else []), GENERAL)
+    return Album(run, *([own] if own else []), GENERAL)
 
 
 def tables(run: Run) -> dict[str, Table]:

@@ -36,7 +36,7 @@ from kit.view.named import album, tables
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kit.draw.picture import Picture
+    from kit.draw.plots import Picture
     from kit.results import Check, Run, Verdict, VerdictRow
 
 SUFFIXES = (".html", ".htm")

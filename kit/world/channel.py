@@ -152,6 +152,29 @@ class Link:
             self._sock.close()
 
 
+# -- what a function on a rank reports while it runs: the notebook asks for it twice a second, and the answer brings the rest ------------
+
+reporting = threading.Lock()  # held while reports are taken and sent, so that an answer never overtakes them
+_reports: list[str] = []
+
+
+def publish(row: Any) -> None:
+    """Report a JSON value. It reaches the caller's `on_news` in order, at the latest with the answer."""
+    text = json.dumps(row)
+    with reporting:
+        _reports.append(text)
+
+
+def take_reports() -> list[str]:
+    """What was reported since the last call. The caller holds the lock."""
+    rows = _reports[:]
+    _reports.clear()
+    return rows
+
+
+# -- the handshake -------------------------------------------------------------------------------------------------------
+
+
 def read_exactly(sock: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:

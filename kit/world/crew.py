@@ -32,7 +32,6 @@ from kit.world.members import (
     malformed,
     signal_name,
 )
-from kit.world.silence import take_news
 
 AGENT = Path(__file__).with_name("agent.py")
 SENDING_S = 10
@@ -320,7 +319,7 @@ class Crew:
         try:
             for message in member.watch.arrived():
                 if "news" in message:
-                    take_news(member, message)
+                    member.asked, member.news = False, [*member.news, *message["news"]]
         except ChannelClosed:
             member.asked = False  # its end is heard of on the other link
         except MALFORMED as error:

@@ -32,8 +32,8 @@ from kit import nccl2
 from kit.errors import KitError
 from kit.machine import start_time
 from kit.routing import requested
-from kit.world import agentside, execute, gpus, news, processes
-from kit.world.channel import ChannelClosed, Link, Message, connect
+from kit.world import agentside, execute, gpus, processes
+from kit.world.channel import ChannelClosed, Link, Message, connect, reporting, take_reports
 from kit.world.device import choose, prepare
 from kit.world.stacks import in_collective, stack_of
 from kit.world.stream import LogStream
@@ -142,8 +142,8 @@ class Rank:
                 answer = execute.failure(error)
             answer["id"] = request["id"]
             answer["log"], answer["lost"] = LOG.flushed()
-            with news.lock:
-                if rows := news.take():
+            with reporting:
+                if rows := take_reports():
                     answer["news"] = rows
             try:
                 work.send(answer)
@@ -164,8 +164,8 @@ class Rank:
                     if self.busy and self.call == self.interrupted:
                         signal.pthread_kill(self.main.ident or 0, signal.SIGINT)
                 elif message["do"] == "news":
-                    with news.lock:  # sent before an answer can be, so that nothing overtakes it
-                        link.send({"id": message["id"], "news": news.take()})
+                    with reporting:  # sent before an answer can be, so that nothing overtakes it
+                        link.send({"id": message["id"], "news": take_reports()})
                 else:
                     link.send({"id": message["id"], **self.look()})
         except ChannelClosed:

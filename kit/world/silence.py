@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kit.world.channel import ChannelClosed, Malformed, Message, readable
+from kit.world.channel import ChannelClosed, Malformed, readable
 from kit.world.members import Member
 
 LOOK_S = 1.0
@@ -45,17 +45,11 @@ def looks(members: Sequence[Member]) -> dict[int, Look]:
                 continue
             for message in messages:
                 if "news" in message:
-                    take_news(member, message)
+                    member.asked, member.news = False, [*member.news, *message["news"]]
                 elif message.pop("id") == number:
                     found[member.rank] = Look(**message)
                     del asked[fd]
     return found
-
-
-def take_news(member: Member, message: Message) -> None:
-    """Keep what a rank reported until its call hands it on."""
-    member.asked = False
-    member.news += message["news"]
 
 
 def blame(silent: Sequence[int], found: dict[int, Look], everyone: Sequence[int]) -> tuple[tuple[int, ...], str]:

@@ -90,7 +90,7 @@ class Ranks(abc.ABC):
     ) -> Pending:
         """Like `call`, and return at once: the Pending has the result later. Ranks take one call at a time.
 
-        `timeout_s` counts from now. `on_news(rank, values)` receives what the function publishes (`kit.world.news`) while it runs.
+        `timeout_s` counts from now. `on_news(rank, values)` receives what the function reports (`kit.world.channel.publish`) while it runs.
         """
         function, arguments = check_call(target, args, {})
         request = {"do": "call", "target": target, "with": arguments}

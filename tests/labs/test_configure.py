@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ import torch
 from kit.errors import BadInput
 from kit.gpu import has_driver
 from kit.labs import configure as module
-from kit.labs.configure import as_json, check_target, complaints, configure, find_fault, from_text, validate
+from kit.labs.configure import check_target, complaints, configure, find_fault, from_text, validate
 from kit.labs.definition import Definition
 from kit.labs.discover import discover, find
 from kit.labs.options import LabConfig, Option
@@ -150,7 +151,7 @@ def test_a_fault_names_a_check_that_its_own_settings_can_answer(lab: Definition)
     checks = {check.name: check for check in lab.all_checks()}
     for fault in lab.faults:
         if "cpu" in fault.devices:
-            assert checks[fault.check].unanswerable(as_json(validate(lab, fault.set))) == ""
+            assert checks[fault.check].unanswerable(asdict(validate(lab, fault.set))) == ""
 
 
 @pytest.mark.parametrize("lab", discover().labs.values(), ids=lambda lab: lab.name)
@@ -160,7 +161,7 @@ def test_what_a_fault_sets_is_what_it_needs(lab: Definition) -> None:
             assert complaints(lab, {}, fault) == {}
         for name, values in fault.needs.items():
             for value in values:
-                assert as_json(validate(lab, {**fault.set, name: value}))[name] == value
+                assert asdict(validate(lab, {**fault.set, name: value}))[name] == value
 
 
 def test_an_unknown_fault() -> None:
@@ -269,7 +270,7 @@ def test_the_type_of_weights_is_that_of_the_device(
     monkeypatch.setattr("kit.gpu.DRIVERS", (file,))
 
     def types() -> set[str]:
-        return {as_json(validate(find(lab), given))["dtype"] for lab in ("offload", "split", "sync")}
+        return {asdict(validate(find(lab), given))["dtype"] for lab in ("offload", "split", "sync")}
 
     assert types() == {on_a_box_without_a_driver}
     file.touch()
@@ -282,7 +283,7 @@ def test_faults_of_exact_numbers_are_looked_for_in_float32_also_on_gpus(
     (tmp_path / "version").touch()
     monkeypatch.setattr("kit.gpu.DRIVERS", (tmp_path / "version",))
     split = find("split")
-    assert {as_json(validate(split, fault.set))["dtype"] for fault in split.faults} == {"float32"}
+    assert {asdict(validate(split, fault.set))["dtype"] for fault in split.faults} == {"float32"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import kit
-from kit.draw.picture import Picture
+from kit.draw.plots import Picture
 from kit.errors import BadInput
 from kit.labs.definition import Definition
 from kit.labs.discover import checks_of, discover, find

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import asdict
 
 import pytest
 
-from kit.labs.configure import as_json, configure
+from kit.labs.configure import configure
 from kit.labs.definition import Definition
 from kit.labs.discover import discover
 
@@ -17,7 +18,7 @@ LABS = list(discover().labs.values())
 def test_every_preset_moves_tolerances_of_the_lab_in_the_direction_of_its_name(lab: Definition) -> None:
     presets = lab.load_presets()
     assert list(presets) == ["strict", "common practice"]
-    config = as_json(configure(lab, {}, None))
+    config = asdict(configure(lab, {}, None))
     own = {check.tolerance: (check.better, check.limit_for(config)) for check in lab.load_checks()}
     for name, tolerances in presets.items():
         assert set(tolerances) <= set(own)

@@ -13,7 +13,7 @@ import torch
 from kit.errors import BadInput
 from kit.labs import rankside
 from kit.labs.options import LabConfig
-from kit.world import news
+from kit.world import channel
 
 Calls = list[Any]
 
@@ -121,11 +121,11 @@ def test_without_it_nothing_is_asked_of_torch(calls: Calls, tmp_path: Path) -> N
 
 def test_a_record_says_what_it_is_about(calls: Calls) -> None:
     begin()
-    news.take()
+    channel.take_reports()
     context = rankside._running().context
     context.record("error", 0.5, tensor="w", step=torch.tensor(3))
     context.record("digest", None, text="ab", start=1.0)
-    error, digest = (json.loads(row) for row in news.take())
+    error, digest = (json.loads(row) for row in channel.take_reports())
     assert (error["value"], error["ids"]) == (0.5, {"tensor": "w", "step": 3})
     assert not {"text", "start"} & set(error)
     assert (digest["value"], digest["text"], digest["start"]) == (None, "ab", 1.0)

@@ -11,8 +11,8 @@ import pytest
 
 from kit.results import Record, create_run
 from kit.results.exports import METADATA
-from kit.results.frames import Reader
 from kit.results.records import COLUMNS, PATTERN, parse
+from kit.results.run import Reader
 
 
 class Loaded(NamedTuple):

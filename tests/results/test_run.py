@@ -16,12 +16,14 @@ from kit.results import (
     Verdict,
     VerdictRow,
     create_run,
-    frames,
     list_runs,
     load,
     newest_run,
     select,
     with_ids,
+)
+from kit.results import (
+    run as run_module,
 )
 from kit.results.records import read_bytes
 from kit.results.run import INDEX, find_run
@@ -295,11 +297,11 @@ def test_what_is_appended_is_read_without_the_rest(folder, record, monkeypatch):
     first = run.frame()
     size = (folder / "records.jsonl").stat().st_size
     starts = []
-    monkeypatch.setattr(frames, "read_bytes", lambda path, start=0: starts.append(start) or read_bytes(path, start))
+    monkeypatch.setattr(run_module, "read_bytes", lambda path, start=0: starts.append(start) or read_bytes(path, start))
     with RecordWriter(folder / "records.jsonl") as writer:
         writer.append([record(cycle=7), record(cycle=8)])
     assert list(run.frame()["cycle"]) == [*first["cycle"], 7, 8]
-    assert starts == [size - frames.KNOWN_BY]
+    assert starts == [size - run_module.KNOWN_BY]
     pd.testing.assert_frame_equal(run.frame(), load(folder).frame())
 
 

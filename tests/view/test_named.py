@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 
 import kit
 from kit.bench.view import made_up
-from kit.draw.picture import PLACES, inline
+from kit.draw.plots import PLACES, inline
 from kit.draw.style import DARK, LIGHT, THEMES
 from kit.errors import BadInput
 from kit.view import named

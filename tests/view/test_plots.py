@@ -8,8 +8,7 @@ import matplotlib as mpl
 import pytest
 
 import kit
-from kit.draw.picture import Picture
-from kit.draw.plots import read
+from kit.draw.plots import Picture, read
 from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.measure import Recorder

@@ -10,14 +10,14 @@ from kit.labs.offload.config import KIT_MODEL
 from kit.labs.offload.counts import need_whole_state
 from kit.megatron.config import ModelConfig, dtype_on, model_bytes
 from kit.results import Measured, Missing, NotMeasured, Unjudged, select
-from kit.results.sources import source
+from kit.results.frames import source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import pandas as pd
 
-    from kit.results.sources import Source
+    from kit.results.frames import Source
 
 SEEN_BYTES = 64 * MIB  # below this a job's bytes drown in the interpreter's own memory
 KINDS = ("weights", "grads", "optimizer")

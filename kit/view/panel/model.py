@@ -22,7 +22,7 @@ from kit.labs.definition import role_names, working
 from kit.labs.options import Field, fields
 from kit.results import Run, load_tolerances, newest_run, runs_dir, save_tolerances
 from kit.results.units import counted
-from kit.results.verdict import checked_tolerances
+from kit.results.verdict import asked, checked_tolerances
 from kit.view.panel.watch import Failure, PhaseState, Progress, marks
 
 if TYPE_CHECKING:
@@ -351,7 +351,7 @@ def limits_of(
     """The limits in the order of the checks. What was measured lies within the slider, so that every verdict can be flipped."""
     measured = {row.check.partition("/")[0]: row.measured for row in verdict or ()}
     found: dict[str, Limit] = {}
-    checks = [check for check in checks if check.asked(config)]
+    checks = asked(checks, config)
     for check in checks:
         name = check.tolerance
         if name in found:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 
-from kit.draw.picture import SHEET, inline
-from kit.draw.plots import OVERVIEW
+from kit.draw.plots import OVERVIEW, SHEET, inline
 from kit.errors import KitError
 from kit.view import named
 from kit.view.panel import look
@@ -20,8 +19,7 @@ from kit.view.panel.look import Tab
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kit.draw.picture import Picture
-    from kit.draw.plots import Album
+    from kit.draw.plots import Album, Picture
     from kit.results import Run
     from kit.view.panel.model import PanelModel
 

@@ -14,7 +14,7 @@ import ipywidgets as widgets
 import pandas as pd
 
 from kit.draw.against import plot_against
-from kit.draw.picture import SHEET, inline
+from kit.draw.plots import SHEET, inline
 from kit.errors import KitError
 from kit.labs.discover import checks_of
 from kit.results import Run, compare, list_runs, runs_dir, write_trace

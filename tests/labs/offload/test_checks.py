@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 
 import pandas as pd
 import pytest
 
-from kit.labs.configure import as_json
 from kit.labs.discover import find
 from kit.labs.growth import gpus
 from kit.labs.offload.config import OffloadConfig
 from kit.results import Record, VerdictRow, judge, to_frame
 
 MIB = 2**20
-CONFIG = as_json(OffloadConfig(ranks=1, tp=1, cycles=10, size="125m", dtype="float32"))
+CONFIG = asdict(OffloadConfig(ranks=1, tp=1, cycles=10, size="125m", dtype="float32"))
 Row = tuple[int, str, str, float]
 
 

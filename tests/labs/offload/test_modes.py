@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from kit.labs.configure import as_json
 from kit.labs.discover import find
 from kit.labs.offload.config import OffloadConfig
 from kit.results import Record, VerdictRow, judge, to_frame
@@ -30,7 +30,7 @@ Rows = list[Record]
 
 def config_of(mode: str, **given: Any) -> dict[str, Any]:
     # A CPU is asked for nothing that a GPU has: mode=suspend says by itself that it needs one, before any rank starts.
-    config = as_json(OffloadConfig(ranks=1, tp=1, cycles=CYCLES, size="125m", dtype="float32", **given))
+    config = asdict(OffloadConfig(ranks=1, tp=1, cycles=CYCLES, size="125m", dtype="float32", **given))
     return {**config, "mode": mode}
 
 

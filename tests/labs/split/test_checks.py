@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 
 import pytest
 
-from kit.labs.configure import as_json
 from kit.labs.discover import find
 from kit.labs.split.config import SplitConfig
 from kit.results import Record, VerdictRow, judge, to_frame
 
-CONFIG = as_json(SplitConfig(ranks=2, level="tokens", chunks=(1,), steps=2, dtype="float32"))
+CONFIG = asdict(SplitConfig(ranks=2, level="tokens", chunks=(1,), steps=2, dtype="float32"))
 Row = tuple[int, str, str, float, dict[str, str | int]]
 RESULT = {
     "grad_norm": 1.0,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 import kit
 from kit.errors import BadInput
-from kit.labs.configure import as_json, find_fault
+from kit.labs.configure import find_fault
 from kit.labs.definition import working
 from kit.labs.discover import discover, find
 from kit.results import Record, create_run, load_tolerances
@@ -297,7 +298,7 @@ def test_sliders_reach_beyond_what_was_measured_so_that_every_verdict_can_be_fli
 def test_every_tolerance_has_a_limit_whose_slider_holds_its_default(name: str) -> None:
     lab = find(name)
     limits = PanelModel(lab).limits
-    asked = [check for check in lab.all_checks() if check.asked(as_json(lab.config()))]
+    asked = [check for check in lab.all_checks() if check.asked(asdict(lab.config()))]
     assert {limit.tolerance for limit in limits} == {check.tolerance for check in asked}
     assert sorted(check for limit in limits for check in limit.checks) == sorted(check.name for check in asked)
     for limit in limits:

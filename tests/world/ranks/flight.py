@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kit.world import news
+from kit.world import channel
 
 FOR_EVER = 600.0
 
@@ -55,14 +55,14 @@ def fail() -> None:
 
 def report(*, gate: str, many: int) -> str:
     """Publish, and go on only once the notebook has seen it; then publish the rest."""
-    news.publish("first")
+    channel.publish("first")
     while not Path(gate).exists():
         time.sleep(0.001)
     for index in range(many):
-        news.publish({"index": index})
+        channel.publish({"index": index})
     return "done"
 
 
 def report_and_fail() -> None:
-    news.publish("seen")
+    channel.publish("seen")
     raise ValueError("after it was published")

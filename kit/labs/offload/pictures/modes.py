@@ -13,8 +13,7 @@ import matplotlib as mpl
 
 from kit.draw.axes import cycle_axis, log_scale
 from kit.draw.general import COUNTS
-from kit.draw.picture import Picture
-from kit.draw.plots import RunData, read
+from kit.draw.plots import Picture, RunData, read
 from kit.draw.style import MARKERS, Theme, theme
 from kit.errors import BadInput
 from kit.labs.offload.pictures import OURS, rows_of
