@@ -333,7 +333,7 @@ def run(args: argparse.Namespace) -> Answer:
     from kit import sweeps
     from kit.labs.configure import from_text
     from kit.labs.discover import find
-    from kit.results.junit import write_junit
+    from kit.results.timeline import write_junit
 
     lab, swept = find(args.lab), pairs("--sweep", args.sweep)
     texts = pairs("--set", args.set)
@@ -465,7 +465,7 @@ def run_list(folders: Sequence[Path], nothing: str = "") -> tuple[list[dict[str,
 
 def described(path: Path) -> dict[str, Any]:
     """A run in a line: what sets it apart, and how it ended."""
-    from kit.results.marks import tally, without_parts
+    from kit.results.verdict import tally, without_parts
 
     try:
         found = kit.load(path)
@@ -490,8 +490,8 @@ def own_settings(found: Run) -> dict[str, Any]:
 
 def check(args: argparse.Namespace) -> Answer:
     from kit.labs.discover import find
-    from kit.results.junit import write_junit
     from kit.results.run import find_run
+    from kit.results.timeline import write_junit
 
     folder = find_run(args.dir)
     found = results.load(folder, checks=lambda _: find(args.lab).all_checks()) if args.lab else kit.load(folder)
@@ -543,7 +543,7 @@ def show(args: argparse.Namespace) -> Answer:
 def compare(args: argparse.Namespace) -> Answer:
     from kit.results.comparison import UNITS, answers_changed, changed, compact, settings, sizes
     from kit.results.exports import readable
-    from kit.results.marks import MARKS
+    from kit.results.verdict import MARKS
 
     found = load_all(args.dirs)
     base, *others = found

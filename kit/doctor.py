@@ -55,7 +55,7 @@ with contextlib.redirect_stdout(sys.stderr):
         import torch
         from kit import nccl, nccl2
         from kit.measure.provenance import cuda_state
-        from kit.measure.stack import findings
+        from kit.measure.provenance import findings
         from kit.world.device import choose
         from kit.world.routing import probe
         device, why, _ = choose("auto", 0, 1)

@@ -20,8 +20,8 @@ from kit.errors import BadInput
 from kit.labs.configure import complaints, find_fault, from_text
 from kit.results.exports import plain
 from kit.results.files import read_json, write_json
-from kit.results.marks import without_parts
 from kit.results.run import INDEX, list_runs, runs_dir
+from kit.results.verdict import without_parts
 
 if TYPE_CHECKING:
     from kit.labs.definition import Definition

@@ -30,9 +30,9 @@ from kit.draw.axes import (
 from kit.draw.plots import ALL, Pictures, Plot, Table
 from kit.draw.style import LINES, MARKERS, Theme
 from kit.results.frames import own_numbers, summary_of, without_empty
-from kit.results.marks import MARKS, without_parts, worst_first
 from kit.results.records import rank_name
 from kit.results.units import ROW, amount, samples, size_unit, time_unit
+from kit.results.verdict import MARKS, without_parts, worst_first
 
 if TYPE_CHECKING:
     import pandas as pd

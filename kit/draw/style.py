@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kit.errors import BadInput
-from kit.results.marks import BAD, GOOD, MARKS
+from kit.results.verdict import BAD, GOOD, MARKS
 
 FONT = {
     "font.family": "DejaVu Sans",

@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from kit.results.comparison import outcomes as outcomes
     from kit.results.exports import export as export
     from kit.results.frames import with_ids as with_ids
-    from kit.results.marks import Verdict as Verdict
-    from kit.results.marks import VerdictRow as VerdictRow
-    from kit.results.marks import exit_code as exit_code
-    from kit.results.marks import read_verdict as read_verdict
     from kit.results.records import COLUMNS as COLUMNS
     from kit.results.records import Record as Record
     from kit.results.records import RecordWriter as RecordWriter
@@ -33,9 +29,13 @@ if TYPE_CHECKING:
     from kit.results.verdict import Missing as Missing
     from kit.results.verdict import NotMeasured as NotMeasured
     from kit.results.verdict import Unjudged as Unjudged
+    from kit.results.verdict import Verdict as Verdict
+    from kit.results.verdict import VerdictRow as VerdictRow
+    from kit.results.verdict import exit_code as exit_code
     from kit.results.verdict import incomplete as incomplete
     from kit.results.verdict import judge as judge
     from kit.results.verdict import load_tolerances as load_tolerances
+    from kit.results.verdict import read_verdict as read_verdict
     from kit.results.verdict import save_tolerances as save_tolerances
     from kit.results.verdict import select as select
 
@@ -43,13 +43,12 @@ _MODULES = {
     "comparison": ("compare", "outcomes"),
     "exports": ("export",),
     "frames": ("with_ids",),
-    "marks": ("Verdict", "VerdictRow", "exit_code", "read_verdict"),
     "records": ("COLUMNS", "Record", "RecordWriter"),
     "run": ("Run", "create_run", "list_runs", "load", "newest_run", "runs_dir", "to_frame"),
     "timeline": ("trace", "write_trace"),
     "verdict": (
-        *("Check", "Measured", "Missing", "NotMeasured", "Unjudged"),
-        *("incomplete", "judge", "load_tolerances", "save_tolerances", "select"),
+        *("Check", "Measured", "Missing", "NotMeasured", "Unjudged", "Verdict", "VerdictRow", "exit_code"),
+        *("incomplete", "judge", "load_tolerances", "read_verdict", "save_tolerances", "select"),
     ),
 }
 _HOMES = {name: f"kit.results.{module}" for module, names in _MODULES.items() for name in names}

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
 from kit.results.frames import labels, with_ids
-from kit.results.marks import VerdictRow, without_parts
 from kit.results.units import ROW
+from kit.results.verdict import VerdictRow, without_parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

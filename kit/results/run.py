@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from kit.errors import BadInput, KitError
 from kit.results.exports import export
 from kit.results.files import read_json, rewrite_json
-from kit.results.marks import Verdict, VerdictRow, read_verdict
 from kit.results.records import (
     COLUMNS,
     MISSING,
@@ -39,7 +38,19 @@ from kit.results.records import (
     utc,
 )
 from kit.results.units import ROW
-from kit.results.verdict import Answer, Check, again, asked, checked_tolerances, hold, measure, suspect_in
+from kit.results.verdict import (
+    Answer,
+    Check,
+    Verdict,
+    VerdictRow,
+    again,
+    asked,
+    checked_tolerances,
+    hold,
+    measure,
+    read_verdict,
+    suspect_in,
+)
 from kit.version import kit_version
 
 if TYPE_CHECKING:

@@ -1,4 +1,6 @@
-"""A run as a timeline for Perfetto or chrome://tracing: a lane per rank, an event per phase, counters for memory.
+"""A run for other programs: a timeline for Perfetto or chrome://tracing, and verdicts as JUnit XML for CI.
+
+The timeline has a lane per rank, an event per phase, and counters for memory.
 
 Spans (records with a start) have lanes of their own below the rank's phases, one per metric; those that overlap without
 nesting are drawn on further lanes, since a lane shows nested events only. Events without a duration are marks among the
@@ -9,18 +11,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree as ET
 
 from kit.errors import BadInput
 from kit.results.files import make_folder, to_json, write_text
 from kit.results.records import rank_name
+from kit.results.verdict import tally
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from kit.results.run import Run
+    from kit.results.verdict import Verdict
 
 Row = dict[str, Any]
 
@@ -139,3 +145,36 @@ def _head(kind: str, lane: int, **args: object) -> Row:
 
 def _micros(moment: float, zero: float) -> float:
     return round((moment - zero) * 1e6, 3)
+
+
+# -- JUnit XML: a suite for each run, a case for each check ----------------------------------------------------------------
+
+NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def write_junit(runs: Sequence[tuple[Run, Verdict]], path: Path) -> Path:
+    """A check that failed is a failure, one that was not measured is skipped, and a run that broke has an error."""
+    top = ET.Element("testsuites", name="Lifecycle Kit")
+    for run, rows in runs:
+        suite = ET.SubElement(top, "testsuite", name=f"{run.lab} {run.id}")
+        for row in rows:
+            case = ET.SubElement(suite, "testcase", classname=run.lab, name=row.check)
+            if row.passed is not True:
+                kind = "skipped" if row.passed is None else "failure"
+                ET.SubElement(case, kind, message=NOT_XML.sub("", row.why))
+        if run.status != "finished":
+            case = ET.SubElement(suite, "testcase", classname=run.lab, name="run")
+            ET.SubElement(case, "error", message=NOT_XML.sub("", "; ".join(run.notes)))
+        for count, kind in (
+            ("tests", "testcase"),
+            ("failures", "failure"),
+            ("errors", "error"),
+            ("skipped", "skipped"),
+        ):
+            suite.set(count, str(len(suite.findall(f".//{kind}"))))
+        ET.SubElement(suite, "system-out").text = f"{tally(rows)}; {run.dir}"
+    ET.indent(top)
+    path = path.expanduser()
+    make_folder(path.parent)
+    write_text(path, ET.tostring(top, encoding="unicode", xml_declaration=True) + "\n")
+    return path

@@ -18,8 +18,8 @@ from kit.labs.discover import hint, pictures_of
 from kit.results import compare
 from kit.results.comparison import UNITS, compact, told
 from kit.results.exports import PROGRAMS, export
-from kit.results.marks import UNITS as VERDICT_UNITS
 from kit.results.units import ROW
+from kit.results.verdict import UNITS as VERDICT_UNITS
 
 if TYPE_CHECKING:
     from kit.draw.plots import Picture, Table

@@ -27,10 +27,10 @@ from kit.results import NotMeasured, compare
 from kit.results.comparison import settings
 from kit.results.files import make_folder, to_json, write_text
 from kit.results.frames import labels
-from kit.results.marks import MARKS, SIGNS, tally, without_parts, worst_first
 from kit.results.records import ESCAPES, PATTERN
 from kit.results.run import memory_snapshots
 from kit.results.units import ROW, amount
+from kit.results.verdict import MARKS, SIGNS, tally, without_parts, worst_first
 from kit.view.named import album, tables
 
 if TYPE_CHECKING:

@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from kit.measure import provenance
-from kit.measure.provenance import cuda_state, git_state, gpu_state, settings
+from kit.measure.provenance import (
+    cuda_state,
+    findings,
+    git_state,
+    gpu_state,
+    installed,
+    megatron_fields,
+    option,
+    settings,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -136,3 +145,14 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
         "pcie_width_max": 16,
     }
     assert gpu_state() == {"driver": "580.95.05", "gpus": [gpu], "why": None}
+
+
+def test_megatrons_options_are_read_from_megatron():
+    found = {one.name: one.what for one in findings()}
+    assert found["CPU-offloaded optimizer"] == "Megatron knows optimizer_cpu_offload"
+    assert found["precision-aware optimizer"] == "Megatron knows use_precision_aware_optimizer"
+    assert found["CUDA graphs"] == "Megatron knows cuda_graph_impl"
+    assert megatron_fields("megatron.core.optimizer", "NoSuchConfig") == set()
+    assert option(set(), "anything") is None
+    assert installed("torch", "torch") == __import__("importlib.metadata").metadata.version("torch")
+    assert installed("no-such-package", "no_such_module") is None

@@ -7,7 +7,7 @@ import pytest
 from kit.errors import BadInput
 from kit.results import VerdictRow, compare, load, outcomes
 from kit.results.comparison import answers_changed, changed, compact, sizes
-from kit.results.marks import Verdict
+from kit.results.verdict import Verdict
 
 
 def row(table, metric):

@@ -10,8 +10,8 @@ import pytest
 
 from kit.errors import BadInput, KitError
 from kit.results import VerdictRow, compare, export, load, to_frame
-from kit.results.marks import Verdict
 from kit.results.units import ROW
+from kit.results.verdict import Verdict
 from tests.results.conftest import read_back
 
 PROVENANCE = {"torch": "2.13", "note": 'a "quote", ```, <b>, %, ü', "nested": {"cores": 2, "none": None}}

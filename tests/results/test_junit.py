@@ -5,8 +5,8 @@ from __future__ import annotations
 from xml.etree import ElementTree as ET
 
 from kit.results import VerdictRow, load
-from kit.results.junit import write_junit
-from kit.results.marks import Verdict
+from kit.results.timeline import write_junit
+from kit.results.verdict import Verdict
 
 
 def test_a_case_for_each_check_and_an_error_for_a_run_that_did_not_finish(make_run, tmp_path):

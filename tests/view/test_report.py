@@ -13,8 +13,8 @@ from kit.draw.general import times_table
 from kit.errors import BadInput
 from kit.labs.discover import checks_of
 from kit.results import VerdictRow
-from kit.results.marks import Verdict
 from kit.results.units import ROW
+from kit.results.verdict import Verdict
 from kit.view.report import CHANGES, MOST, changes, page, table_cells, tail, write_report
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as widgets
 
 from kit.errors import KitError
-from kit.results.marks import MARKS, SIGNS, tally, without_parts
 from kit.results.units import amount
+from kit.results.verdict import MARKS, SIGNS, tally, without_parts
 from kit.view.panel import look
 from kit.view.panel.look import Tab
 

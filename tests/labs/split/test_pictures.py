@@ -16,7 +16,7 @@ from kit.labs.split.config import SplitConfig, cases_of
 from kit.labs.split.pictures import ways
 from kit.labs.split.pictures.errors import Decades
 from kit.results import Record, Verdict, VerdictRow, create_run
-from kit.results.marks import without_parts
+from kit.results.verdict import without_parts
 from kit.view import named
 from kit.view.named import plot
 

@@ -17,8 +17,8 @@ from kit.draw.plots import Picture, RunData, read
 from kit.draw.style import MARKERS, Theme, theme
 from kit.errors import BadInput
 from kit.labs.offload.pictures import OURS, rows_of
-from kit.results.marks import MARKS
 from kit.results.units import counted
+from kit.results.verdict import MARKS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
