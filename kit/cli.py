@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import kit
 from kit import results
 from kit.errors import BadInput, KitError
+from kit.results.units import ROW, columns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -423,23 +424,17 @@ def reported(answer: Answer) -> tuple[int, dict[str, Any]]:
 
 def index(folder: Path, repeat: int) -> tuple[dict[str, Any], str]:
     """A sweep as JSON and for people."""
+    import pandas as pd
+
     from kit.results.files import read_json
     from kit.results.run import INDEX
-    from kit.results.units import amount
 
     data = read_json(folder / INDEX)
     lines = [run_list([folder / row["dir"] for row in data["runs"]])[1]]
     if repeat > 1:
-        cells = [
-            [
-                named_values(row["set"]),
-                row["what"],
-                *(amount(float(row[name]), row["unit"]) for name in SPREAD),
-                str(row["count"]),
-            ]
-            for row in data["spread"]
-        ]
-        lines.append(columns([["settings", "over the repeats", *SPREAD, "n"], *cells], width=WIDTH))
+        rows = [{**row, "set": named_values(row["set"])} for row in data["spread"]]
+        heads = {"set": "settings", "what": "over the repeats", "count": "n"}
+        lines.append(table_text(pd.DataFrame(rows).rename(columns=heads), dict.fromkeys(SPREAD, ROW)))
     lines.append(f"the sweep is in {folder}")
     return {"sweep": str(folder), **data}, "\n\n".join(lines)
 
@@ -527,22 +522,21 @@ def show(args: argparse.Namespace) -> Answer:
     data, text = heading(found)
     verdict, frame = found.shown_verdict(), found.frame()
     seconds = frame[frame["metric"] == "seconds"].dropna(subset=["value"]).groupby("phase", sort=False)["value"]
-    times = plain_rows(seconds.agg(["count", *SPREAD]).reset_index())
+    times = seconds.agg(["count", *SPREAD]).reset_index()
     fault = {"fault": found.fault} if found.fault else {}
     text = "\n".join([text, named_values({**found.config, **fault}), "", repr(verdict)])
-    if times:
-        cells = [[row["phase"], str(row["count"]), *(f"{1e3 * row[name]:.3f}" for name in SPREAD)] for row in times]
-        text += "\n\n" + columns([["phase", "n", *(f"{name} ms" for name in SPREAD)], *cells])
+    if len(times):
+        text += "\n\n" + table_text(times.rename(columns={"count": "n"}), dict.fromkeys(SPREAD, "s"))
     own = summary_of(frame) if found.own else frame.head(0)
     if len(own):
-        cells = [[f"{x:.6g}" if isinstance(x, float) else str(x) for x in row] for row in own.to_numpy().tolist()]
-        text += "\n\nown numbers, over all ranks:\n" + columns([list(own.columns), *cells])
-    return Answer({**data, "verdict": verdict.to_json(), "times": times, "own": plain_rows(own)}, text)
+        text += "\n\nown numbers, over all ranks:\n" + table_text(
+            own, dict.fromkeys(("first", "last", "min", "max"), ROW)
+        )
+    return Answer({**data, "verdict": verdict.to_json(), "times": plain_rows(times), "own": plain_rows(own)}, text)
 
 
 def compare(args: argparse.Namespace) -> Answer:
-    from kit.results.comparison import UNITS, answers_changed, changed, compact, settings, sizes
-    from kit.results.exports import readable
+    from kit.results.comparison import answers_changed, changed, compact, settings, sizes
     from kit.results.verdict import MARKS
 
     found = load_all(args.dirs)
@@ -579,8 +573,7 @@ def compare(args: argparse.Namespace) -> Answer:
             lines.append(f"{count} losses, gradient norms and digests, {differ} of them not exactly the same")
         lines.append(f"{len(rows)} numbers changed by more than the spread" + (", the most first" if len(rows) else ""))
         if len(rows):
-            cells = readable(compact(rows.head(COMPARED_ROWS)), {name: UNITS[name] for name in ("base", "value")})
-            lines.append(columns([cells.columns.tolist(), *cells.to_numpy().tolist()], width=WIDTH))
+            lines.append(table_text(compact(rows.head(COMPARED_ROWS)), dict.fromkeys(("base", "value"), ROW)))
         if len(rows) > COMPARED_ROWS:
             lines.append(f"... and {len(rows) - COMPARED_ROWS} that changed less: kit export DIR DIR --table compare")
     return Answer(data, "\n".join(lines))
@@ -713,17 +706,12 @@ def clean(args: argparse.Namespace) -> Answer:
 # -- tables on a terminal --------------------------------------------------------------------------------------------------
 
 
-def columns(rows: Iterable[Iterable[str]], width: int = 0) -> str:
-    """Cells under each other; the widest columns but the first are cut until a line fits `width`."""
-    table = [[" ".join(cell.split()) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    while width and sum(widths) + 2 * (len(widths) - 1) > width:
-        widths[widths.index(max(widths[1:]), 1)] -= 1
-    cut = (
-        [cell if len(cell) <= most else f"{cell[: most - 1]}…" for cell, most in zip(row, widths, strict=True)]
-        for row in table
-    )
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cut)
+def table_text(frame: pd.DataFrame, units: Mapping[str, str]) -> str:
+    """A table as people read it, cut to the terminal's width."""
+    from kit.results.exports import readable
+
+    texts = readable(frame, units)
+    return columns([texts.columns.tolist(), *texts.to_numpy().tolist()], width=WIDTH)
 
 
 def named_values(values: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kit.results import Record
 from kit.results.records import label, rank_name
-from kit.results.units import amount
+from kit.results.units import amount, columns, table_html
 
 # In the records; in the way here.
 HIDDEN = (
@@ -42,18 +42,11 @@ class Stepped:
         return [["", *(rank_name(rank, self.roles) for rank in ranks)], *body]
 
     def __repr__(self) -> str:
-        rows = self.rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-        return "\n".join([self._head(), *lines])
+        return f"{self._head()}\n{columns(self.rows())}"
 
     def _repr_html_(self) -> str:
-        head, *body = self.rows()
-        lines = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in body)
-        return (
-            f"<div><p>{html.escape(self._head())}</p><table>"
-            f"<tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{lines}</table></div>"
-        )
+        head, *body = [[html.escape(cell) for cell in row] for row in self.rows()]
+        return table_html(head, body, caption=html.escape(self._head()))
 
     def _head(self) -> str:
         return f"{self.phase}, cycle {self.cycle} (phase {self.done} of {self.planned})"

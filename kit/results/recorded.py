@@ -12,8 +12,8 @@ from typing import Any
 
 from kit.errors import BadInput
 from kit.results.files import read_json
-from kit.results.units import amount, unit_word
-from kit.results.verdict import MARKS, table_html
+from kit.results.units import amount, table_html, unit_word
+from kit.results.verdict import MARKS
 from kit.version import shipped
 
 MET = {None: "", True: "met", False: "not met"}

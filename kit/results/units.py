@@ -1,8 +1,9 @@
-"""Numbers with their units, as people read them: the one place that formats them."""
+"""Numbers with their units and tables of texts, as people read them: the one place that formats them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 ROW = "*"  # of a table's column: the unit that each row's own column `unit` names
@@ -66,3 +67,34 @@ def counted(number: int, noun: str) -> str:
 def samples(counts: AbstractSet[int]) -> str:
     """How many samples a number is made of: n = 3, or n = 2 to 3."""
     return f"n = {min(counts)}" if len(counts) == 1 else f"n = {min(counts)} to {max(counts)}"
+
+
+def columns(rows: Iterable[Iterable[str]], *, width: int = 0, right: Sequence[int] = ()) -> str:
+    """Cells under each other; `right` numbers the right-aligned columns. The widest columns but the first are cut to fit `width`."""
+    table = [[" ".join(cell.split()) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    while width and sum(widths) + 2 * (len(widths) - 1) > width:
+        widths[widths.index(max(widths[1:]), 1)] -= 1
+
+    def padded(index: int, cell: str) -> str:
+        most = widths[index]
+        cut = cell if len(cell) <= most else f"{cell[: most - 1]}…"
+        return cut.rjust(most) if index in right else cut.ljust(most)
+
+    return "\n".join("  ".join(padded(*cell) for cell in enumerate(row)).rstrip() for row in table)
+
+
+def table_html(
+    head: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), caption: str = ""
+) -> str:
+    """An HTML table. Cells must be escaped already; `right` numbers the right-aligned columns."""
+    sides = ["right" if index in right else "left" for index in range(len(head))]
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "".join(
+            f'<{tag} style="text-align:{side}">{cell}</{tag}>' for side, cell in zip(sides, cells, strict=True)
+        )
+
+    body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
+    above = f'<caption style="text-align:left">{caption}</caption>' if caption else ""
+    return f"<table>{above}<thead><tr>{line('th', head)}</tr></thead><tbody>{body}</tbody></table>"

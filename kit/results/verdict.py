@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 from kit.errors import BadInput, KitError
 from kit.results.files import make_folder, read_json, spelled, write_json
 from kit.results.records import WORDS
-from kit.results.units import ROW, amount, unit_word
+from kit.results.units import ROW, amount, columns, table_html, unit_word
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -367,16 +367,8 @@ class Verdict(tuple[VerdictRow, ...]):
         return export(self.frame(), {}, path, units=UNITS, title=self.summary())
 
     def __repr__(self) -> str:
-        table = [_HEAD, *map(_cells, worst_first(self))]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if 2 <= index <= 3 else cell.ljust(width)
-                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in table
-        ]
-        return "\n".join([self.summary(), *(lines if self else [])])
+        cells = [_HEAD, *map(_cells, worst_first(self))]
+        return "\n".join([self.summary(), *([columns(cells, right=(2, 3))] if self else [])])
 
     def _repr_html_(self) -> str:
         rows = [[_marked(row), *map(html.escape, _amounts(row))] for row in worst_first(self)]
@@ -406,7 +398,7 @@ _HEAD = ("", "check", "measured", "limit", "unit", "why")
 def _cells(row: VerdictRow) -> tuple[str, ...]:
     mark = "-" if row.passed is None else MARKS[row.passed].word
     measured = "-" if row.measured is None else number(row.measured)
-    return mark, row.check, measured, number(row.limit), unit_word(row.unit), row.why.replace("\n", " ")
+    return mark, row.check, measured, number(row.limit), unit_word(row.unit), row.why
 
 
 def _marked(row: VerdictRow) -> str:
@@ -456,22 +448,6 @@ def _text(value: object) -> str:
 def exit_code(verdict: Verdict) -> int:
     """0 where no check failed, 1 where one did."""
     return 0 if verdict.passed else 1
-
-
-def table_html(
-    head: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), caption: str = ""
-) -> str:
-    """An HTML table. Cells must be escaped already; `right` numbers the right-aligned columns."""
-    sides = ["right" if index in right else "left" for index in range(len(head))]
-
-    def line(tag: str, cells: Sequence[str]) -> str:
-        return "".join(
-            f'<{tag} style="text-align:{side}">{cell}</{tag}>' for side, cell in zip(sides, cells, strict=True)
-        )
-
-    body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
-    above = f'<caption style="text-align:left">{caption}</caption>' if caption else ""
-    return f"<table>{above}<thead><tr>{line('th', head)}</tr></thead><tbody>{body}</tbody></table>"
 
 
 # -- tolerances: the limits that a person moves ----------------------------------------------------------------------------

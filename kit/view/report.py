@@ -25,6 +25,7 @@ from kit.labs.discover import checks_of
 from kit.labs.stepped import HIDDEN
 from kit.results import NotMeasured, compare
 from kit.results.comparison import settings
+from kit.results.exports import readable
 from kit.results.files import make_folder, to_json, write_text
 from kit.results.frames import labels
 from kit.results.records import ESCAPES, PATTERN
@@ -241,21 +242,17 @@ def table_cells(
     """Each cell as its text and the number that it is sorted by, if it has one."""
     if worst:
         frame = frame.sort_values(worst, ascending=False, kind="stable")
-    names = [str(name) for name in frame.columns]
-    right = [frame[name].dtype.kind in "iuf" for name in frame.columns]
-    rows = []
-    for row in frame.head(most).astype(object).to_dict("records"):
-        of = {name: row["unit"] if unit == ROW else unit for name, unit in units.items()}
-        rows.append([cell(row[name], number, of.get(name, "")) for name, number in zip(names, right, strict=True)])
+    shown = frame.head(most)
+    texts = readable(shown, units)
+    right, names = texts.attrs["right"], texts.columns.tolist()
+    numbers = shown[names].astype(object).where(shown[names].notna(), None)
+    numbers.loc[:, [not number for number in right]] = None
+    rows = [
+        list(zip(*row, strict=True)) for row in zip(texts.to_numpy().tolist(), numbers.to_numpy().tolist(), strict=True)
+    ]
     left = len(frame) - most
     more = f"{left} more rows are left out; the run's own table has them (kit export)." if left > 0 else ""
     return {"title": title, "head": names, "right": right, "rows": rows, "more": more}
-
-
-def cell(value: Any, number: bool, unit: str) -> tuple[str, float | None]:
-    if value is None or value != value:  # noqa: PLR0124 - NaN differs from itself
-        return "-", None
-    return (amount(float(value), unit), float(value)) if number else (str(value), None)
 
 
 def changes(runs: Sequence[Run]) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def test_runs_are_told_worst_first_and_compared(make_run, tmp_path):
     )  # given twice, told once
     table = changes([good, slow, broken])
     assert [text for text, _ in table["rows"][0]][:4] == [slow.id, "create", "0", "fds"]
-    assert table["rows"][0][7] == ("2", 2.0)
+    assert table["rows"][0][6] == ("2", 2.0)
     assert len(table["rows"]) <= CHANGES
 
 
