@@ -16,7 +16,6 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -379,14 +378,37 @@ def _spelled(ids: Mapping[str, str | int]) -> str:
 KNOWN_BY = 256  # bytes before the last position, by which a file is recognised as the one that was read
 
 
-@dataclass
-class Place:
-    """How far a file was read: its size, its last bytes, its lines, and which lines were dropped."""
+class File:
+    """One file of records, read as it grows: how far, its last bytes, its table, and which lines were dropped."""
 
-    size: int = 0
-    last: bytes = b""
-    lines: int = 0
-    dropped: list[int] = field(default_factory=list)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._start()
+
+    def _start(self) -> None:
+        self.size = self.lines = 0
+        self.last = b""
+        self.dropped: list[int] = []
+        self.frame = frame_of({name: [] for name in COLUMNS})
+
+    def read(self) -> pd.DataFrame:
+        """All of it. A table returned earlier is never changed."""
+        import pandas as pd
+
+        data = read_bytes(self.path, self.size - len(self.last))
+        if self.size and not (self.last.endswith(b"\n") and data.startswith(self.last)):
+            self._start()  # it ended within a line, or was written anew
+            data = read_bytes(self.path)
+        data = data.removeprefix(self.last)
+        columns, dropped = parse(data)
+        self.dropped += [self.lines + index + 1 for index in dropped]
+        self.lines += data.count(b"\n")
+        self.size += len(data)
+        self.last = (self.last + data)[-KNOWN_BY:]
+        more = frame_of(columns)
+        if len(more):
+            self.frame = pd.concat([self.frame, more], ignore_index=True) if len(self.frame) else more
+        return self.frame
 
 
 class Reader:
@@ -394,51 +416,18 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._places: dict[str, Place] = {}
-        self._frame: pd.DataFrame | None = None
+        self._files: dict[str, File] = {}
 
     def read(self) -> tuple[pd.DataFrame, list[str]]:
-        """All records, in the order of their files. A table returned earlier is never changed."""
-        files = sorted(self._folder.glob(PATTERN))
-        if self._frame is None or [path.name for path in files] != list(self._places) or len(files) != 1:
-            self._start(files)
-        else:
-            self._follow(files[0])
-        assert self._frame is not None
-        notes = [note(name, place.dropped) for name, place in self._places.items() if place.dropped]
-        return self._frame, notes if files else [MISSING]
-
-    def _start(self, files: list[Path]) -> None:
+        """All records, in the order of their files."""
         import pandas as pd
 
-        self._places = {path.name: Place() for path in files}
-        frames = [self._more(path, read_bytes(path)) for path in files]
-        self._frame = pd.concat(frames, ignore_index=True) if len(frames) > 1 else (frames or [self._nothing()])[0]
-
-    def _follow(self, path: Path) -> None:
-        import pandas as pd
-
-        place = self._places[path.name]
-        data = read_bytes(path, place.size - len(place.last))
-        if not place.last.endswith(b"\n") or not data.startswith(place.last):
-            self._start([path])  # it ended within a line, or was written anew
-            return
-        more = self._more(path, data[len(place.last) :])
-        assert self._frame is not None
-        if len(more):
-            self._frame = pd.concat([self._frame, more], ignore_index=True) if len(self._frame) else more
-
-    def _more(self, path: Path, data: bytes) -> pd.DataFrame:
-        place = self._places[path.name]
-        columns, dropped = parse(data)
-        place.dropped += [place.lines + index + 1 for index in dropped]
-        place.lines += data.count(b"\n")
-        place.size += len(data)
-        place.last = (place.last + data)[-KNOWN_BY:]
-        return frame_of(columns)
-
-    def _nothing(self) -> pd.DataFrame:
-        return frame_of(parse(b"")[0])
+        paths = sorted(self._folder.glob(PATTERN))
+        self._files = {path.name: self._files.get(path.name) or File(path) for path in paths}
+        frames = [file.read() for file in self._files.values()] or [frame_of({name: [] for name in COLUMNS})]
+        notes = [note(name, file.dropped) for name, file in self._files.items() if file.dropped]
+        whole = frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
+        return whole, notes if paths else [MISSING]
 
 
 # -- making a run ----------------------------------------------------------------------------------------------------------

@@ -299,7 +299,7 @@ class Crew:
                 if call is not None and message["id"] == call.request["id"]:
                     while member.asked and readable([member.watch.fileno()], 0):
                         self._hear_watch(member)  # what it reported before it answered
-                    member.news += message.get("news", ())
+                    member.news += message.pop("news", ())
                     call.hear(member, message)
         except ChannelClosed:
             if member.call is not None:

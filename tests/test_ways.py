@@ -1,0 +1,113 @@
+"""How far a setting and a record travel through the house: the modules that they enter, seen with Python's profiler."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import kit
+from kit.cli import main
+from kit.results import Record
+
+ROOM = f"{Path(kit.__file__).parent}/"
+CYCLES = 977  # a number that nothing else in a run has
+# What the profiler of this process does not see: the ranks, and the messages that the crew takes apart as they arrive.
+UNSEEN = {
+    "measure/phase.py",
+    "labs/rankside.py",
+    "results/records.py",
+    "world/rankside.py",
+    "world/channel.py",
+    "world/crew.py",
+}
+# The verdict is another way than that to a plot, and which memory is drawn is asked beside it.
+BESIDE = {"results/verdict.py", "results/frames.py"}
+
+
+@contextlib.contextmanager
+def entered(carries: Callable[[Any], bool], moment: str = "call", until: str = "") -> Iterator[list[str]]:
+    """Each call into a module from another one with an argument that carries it; at "return" each call that has had it at all.
+
+    The call of `until` is interrupted.
+    """
+    seen: list[str] = []
+
+    def module(frame: FrameType | None) -> str:
+        while frame is not None and not frame.f_code.co_filename.startswith(ROOM):
+            frame = frame.f_back
+        return "" if frame is None else frame.f_code.co_filename.removeprefix(ROOM)
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event != moment or not frame.f_code.co_filename.startswith(ROOM):
+            return
+        here = module(frame)
+        inside = moment == "return"
+        if (inside or here != module(frame.f_back)) and any(map(carries, list(frame.f_locals.values()))):
+            seen.append(here)
+            if f"{here}:{frame.f_code.co_name}" == until:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+
+
+def has_setting(value: Any, deep: int = 0) -> bool:
+    if type(value) is int:
+        return value == CYCLES
+    if isinstance(value, str):
+        return str(CYCLES) in value
+    if deep > 4:
+        return False
+    if isinstance(value, dict | list | tuple):
+        return any(has_setting(one, deep + 1) for one in (value.values() if isinstance(value, dict) else value))
+    if dataclasses.is_dataclass(value):
+        return any(has_setting(getattr(value, field.name, None), deep + 1) for field in dataclasses.fields(value))
+    return type(value).__module__.startswith("kit.labs") and has_setting(vars(value), deep + 1)
+
+
+def has_record(value: Any, deep: int = 0) -> bool:
+    if isinstance(value, Record | pd.DataFrame | pd.Series) or type(value).__name__ in {"RunData", "Scene"}:
+        return True
+    if isinstance(value, dict):
+        return "metric" in value or any(has_record(one, deep + 1) for one in list(value.values())[:9] if deep < 3)
+    if isinstance(value, list | tuple):
+        return any(has_record(one, deep + 1) for one in value[:9] if deep < 3)
+    return (
+        '"metric"' in value if isinstance(value, str) else b'"metric"' in value if isinstance(value, bytes) else False
+    )
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_setting_enters_no_module_three_times_on_its_way_to_a_rank(tmp_path: Path) -> None:
+    words = ["run", "smoke", "--set", f"cycles={CYCLES}", "--out", str(tmp_path / "run")]
+    with entered(has_setting, until="world/channel.py:send") as seen:
+        assert main(words) == 130
+    assert [seen[0], seen[-1]] == ["cli.py", "world/channel.py"]
+    assert max(Counter(seen).values()) < 3, seen
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_record_passes_12_files_at_most_from_its_phase_to_a_plot(tmp_path: Path) -> None:
+    with kit.lab("smoke", cycles=1, out=tmp_path / "run") as lab:
+        with entered(has_record, "return") as measured:
+            lab.step()
+        run = kit.load(lab.dir)
+        with entered(has_record, "return") as drawn:
+            run.plot("times")
+    passed = {*UNSEEN, *measured, *drawn} - BESIDE
+    passed = {name for name in passed if not name.endswith("checks.py")}
+    assert {"world/pending.py", "results/run.py", "draw/general.py"} <= passed
+    assert len(passed) <= 12, sorted(passed)
