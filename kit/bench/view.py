@@ -175,7 +175,7 @@ def moving(folder: Path, sizes: Sizes) -> list[Row]:
     """A limit that moves by another step each time, up to all that is sent to the browser; the first move is not counted."""
     from kit.public import load
     from kit.view.panel.model import PanelModel
-    from kit.view.panel.plots_tab import PlotsTab
+    from kit.view.panel.tabs import PlotsTab
     from kit.view.panel.verdict import VerdictTab
 
     run = load(folder)

@@ -15,9 +15,8 @@ from kit.view.panel import look
 from kit.view.panel.controller import Controller
 from kit.view.panel.model import PanelModel
 from kit.view.panel.parameters import Parameters
-from kit.view.panel.plots_tab import PlotsTab
 from kit.view.panel.strip import LogsTab, Strip
-from kit.view.panel.tabs import CompareTab, ExportTab, RecordsTab
+from kit.view.panel.tabs import CompareTab, ExportTab, PlotsTab, RecordsTab
 from kit.view.panel.verdict import VerdictTab
 
 if TYPE_CHECKING:

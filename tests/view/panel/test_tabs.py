@@ -15,10 +15,9 @@ import pytest
 import kit
 from kit.bench.view import made_up
 from kit.labs.discover import find
-from kit.view.panel import plots_tab
+from kit.view.panel import tabs
 from kit.view.panel.model import PanelModel
-from kit.view.panel.plots_tab import PlotsTab
-from kit.view.panel.tabs import KINDS, CompareTab, ExportTab, Grid, RecordsTab, listed, select
+from kit.view.panel.tabs import KINDS, CompareTab, ExportTab, Grid, PlotsTab, RecordsTab, listed, select
 from tests.results.conftest import read_back
 
 
@@ -62,13 +61,13 @@ def said(tab):
 def drawn(monkeypatch):
     """What was sent to the page, by the label of the picture; the drawing itself is the real one."""
     calls = []
-    real = plots_tab.inline
+    real = tabs.inline
 
     def inline(picture, label, **options):
         calls.append((label.rpartition(" of ")[0], options["theme_name"]))
         return real(picture, label, **options)
 
-    monkeypatch.setattr(plots_tab, "inline", inline)
+    monkeypatch.setattr(tabs, "inline", inline)
     return calls
 
 
