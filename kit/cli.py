@@ -311,11 +311,8 @@ def labs(args: argparse.Namespace) -> Answer:
             "name": field.name,
             "default": field.default,
             "allowed": field.allowed(),
-            "low": field.option.low,
-            "high": field.option.high,
-            "unit": field.option.unit,
-            "choices": list(field.choices),
-            "help": field.option.help,
+            "choices": field.choices,
+            **{name: getattr(field.option, name) for name in ("low", "high", "unit", "help")},
         }
         for field in settings_of(find(args.lab)).values()
     ]
@@ -658,16 +655,9 @@ def doctor(args: argparse.Namespace) -> Answer:
 def faults(args: argparse.Namespace) -> Answer:
     from kit.labs.discover import discover, find
 
+    names = ("name", "breaks", "check", "exit", "set", "devices")
     rows = [
-        {
-            "lab": lab.name,
-            "name": fault.name,
-            "breaks": fault.breaks,
-            "check": fault.check,
-            "exit": fault.exit,
-            "set": dict(fault.set),
-            "devices": list(fault.devices),
-        }
+        {"lab": lab.name, **{name: getattr(fault, name) for name in names}}
         for lab in ([find(args.lab)] if args.lab else discover().labs.values())
         for fault in lab.faults
     ]

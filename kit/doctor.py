@@ -54,8 +54,7 @@ with contextlib.redirect_stdout(sys.stderr):
     if said["torch"]:
         import torch
         from kit import nccl, nccl2
-        from kit.measure.provenance import cuda_state
-        from kit.measure.provenance import findings
+        from kit.measure.provenance import cuda_state, findings
         from kit.world.device import choose
         from kit.world.routing import probe
         device, why, _ = choose("auto", 0, 1)

@@ -14,7 +14,7 @@ from kit.draw.plots import Picture, message
 from kit.draw.style import MARKERS, theme
 from kit.errors import BadInput
 from kit.results import compare
-from kit.results.comparison import NOISE
+from kit.results.comparison import told
 from kit.results.frames import labels
 from kit.results.units import amount, counted, samples
 
@@ -55,8 +55,8 @@ def plot_against(runs: Sequence[Run], *, theme_name: str = "light", table: pd.Da
 
 def most(table: pd.DataFrame, rows: int) -> pd.DataFrame:
     """The phases and metrics that changed most, each at the rank where it did; what has no ratio is in the table only."""
+    table = told(table)
     both = table[(table["found_in"] == "both") & (table["base"] > 0) & (table["value"] > 0)]
-    both = both[~both["metric"].str.endswith(NOISE)]
     apart = both["ratio"].where(both["ratio"] >= 1, 1 / both["ratio"])
     both = both.assign(apart=apart)[apart > EVEN]
     both = both.sort_values("apart", ascending=False, kind="stable")

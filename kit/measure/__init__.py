@@ -5,7 +5,6 @@ Runs on Linux with the standard library alone and imports nothing heavy; torch i
 """
 
 from kit.machine import pss
-from kit.measure.memory import device_memory, host_memory, reset_peaks
 from kit.measure.phase import Metric, PhaseMeter, counts
 from kit.measure.provenance import provenance
 from kit.measure.recorder import Recorder
@@ -15,9 +14,6 @@ __all__ = [
     "PhaseMeter",
     "Recorder",
     "counts",
-    "device_memory",
-    "host_memory",
     "provenance",
     "pss",
-    "reset_peaks",
 ]

@@ -29,7 +29,7 @@ from kit.measure.observers.holdings import watch
 from kit.measure.phase import Metric, PhaseMeter, between_phases, current_device
 from kit.measure.provenance import provenance
 from kit.results.files import loads, read_json, rewrite_json
-from kit.results.records import SCHEMA, Record, RecordsLost, RecordWriter, checked_ids, utc
+from kit.results.records import SCHEMA, Record, RecordsLost, RecordWriter, checked_ids, new_row, utc
 from kit.version import kit_version
 
 if TYPE_CHECKING:
@@ -284,8 +284,7 @@ class Recorder:
             raise BadInput(f"{metric} cannot be recorded: {value!r} is not a number") from error
         if start is not None and not (isinstance(start, float | int) and math.isfinite(start)):
             raise BadInput(f"{metric} cannot start at {start!r}; give Unix seconds, as time.time() does")
-        row: dict[str, Any] = {"metric": str(metric), "value": number, "unit": str(unit), "time": time.time()}
-        row |= {"text": str(text), "ids": checked_ids(ids), "start": start}
+        row = new_row(str(metric), number, str(unit), time.time(), text=str(text), start=start, ids=ids)
         inner = self._inside[-1] if self._inside else (OUTSIDE, 0)
         where = inner[0] if phase is None else str(phase)
         self._append([row], where, inner[1] if cycle is None else _whole("cycle", cycle))

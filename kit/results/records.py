@@ -165,7 +165,7 @@ def new_row(
     *,
     text: str = "",
     start: float | None = None,
-    ids: Mapping[str, str | int] | None = None,
+    ids: Mapping[str, str | SupportsIndex] | None = None,
 ) -> dict[str, Any]:
     """What a record has beside run, lab, cycle, phase and rank; an empty text, id or start takes no room."""
     row: dict[str, Any] = {

@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kit.measure import host_memory, pss, reset_peaks
+from kit.machine import pss
+from kit.measure.memory import host_memory, reset_peaks
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -40,7 +41,8 @@ def test_a_refused_reset_says_why_and_gives_no_peak():
     """A process that may not be dumped does not own its files in /proc: the kernel refuses the reset."""
     script = """
 import ctypes, os
-from kit.measure import PhaseMeter, reset_peaks
+from kit.measure import PhaseMeter
+from kit.measure.memory import reset_peaks
 if os.getuid() == 0:
     os.setuid(65534)
 ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE

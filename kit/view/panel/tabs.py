@@ -21,8 +21,7 @@ from kit.draw.plots import OVERVIEW, SHEET, inline
 from kit.errors import KitError
 from kit.labs.discover import checks_of
 from kit.results import Run, compare, list_runs, runs_dir, write_trace
-from kit.results.comparison import settings
-from kit.results.frames import without_empty
+from kit.results.comparison import compact, settings
 from kit.view import named
 from kit.view.panel import look
 from kit.view.panel.look import Tab
@@ -39,7 +38,6 @@ GRID_SHEET = """
 .kit-grid td, .kit-grid th { padding:1px 10px; white-space:nowrap; max-width:36em; overflow:hidden; text-overflow:ellipsis; }
 """
 MANY = 300  # runs that are listed; a word finds older ones
-LEFT_OUT = ["base_run", "found_in", "base_n", "difference", "base_spread"]
 KINDS = {
     "CSV, provenance beside it": ".csv",
     "Parquet": ".parquet",
@@ -390,8 +388,7 @@ class CompareTab(Tab):
             self._say(str(error), bad=True)
             return None
         self.picture.value = inline(picture, f"What changed most against {runs[0].id}", salt=self._salt)
-        table = without_empty(table)
-        self.grid.show(table.drop(columns=LEFT_OUT if len(runs) > 2 else [*LEFT_OUT, "run"]), name="what changed most")
+        self.grid.show(compact(table), name="what changed most")
         self.grid.widget.layout.display = None
         differ = "; ".join(f"{name}: {' / '.join(map(str, values))}" for name, values in settings(runs).items())
         alone = int((table["found_in"] != "both").sum())
