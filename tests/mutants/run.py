@@ -43,7 +43,7 @@ from tests.mutants.mutant import ROOT, Mutant
 
 RESULTS = ROOT / "build" / "mutants.jsonl"
 CONTROLS = 3  # runs of the unmutated kit in each setup, before its mutants
-PATIENCE_S = 15.0  # of a World with a call that takes a second or two
+PATIENCE_S = 20.0  # of a World with a call that takes a second or two
 HUNG_S = 150.0  # beyond every deadline of the labs
 WITHOUT_VALUE = {"s", "B", "B/s"}  # units of what differs from run to run
 # Counts that depend on what ran before, on how fast this machine is, or on where memory happens to lie.
@@ -247,7 +247,9 @@ class Runner:
         else:
             self.drop()
             logs = self.folder / "logs"
-            self.world = kit.World(setup.ranks, device="cpu", timeout_s=PATIENCE_S, preload=("megatron.core",), logs=logs)
+            self.world = kit.World(
+                setup.ranks, device="cpu", timeout_s=PATIENCE_S, preload=("megatron.core",), logs=logs
+            )
             self.started += 1
         self.runs += 1
         seen, ran = once(self.world, setup, mutant, self.folder)
