@@ -318,7 +318,7 @@ def world(_places: None) -> Iterator[kit.World]:
 
 @pytest.fixture(scope="module")
 def split(world: kit.World) -> Callable[..., kit.Run]:
-    """split(**config) -> the finished run, a small one; asked for again, the same one. One that breaks may leave Megatron's groups."""
+    """split(**config) -> the finished run, a small one; asked for again, the same one. One that breaks may leave groups or a call behind."""
     made: dict[str, kit.Run] = {}
 
     def run(fault: str | None = None, **config: object) -> kit.Run:
@@ -326,8 +326,8 @@ def split(world: kit.World) -> Callable[..., kit.Run]:
         if key not in made:
             try:
                 made[key] = kit.run("split", fault=fault, world=world, **{**SMALL, **config})
-            except kit.RankError:
-                world.run("from kit.megatron import groups\ngroups.destroy()")
+            except BaseException:
+                world.restart()
                 raise
         return made[key]
 
