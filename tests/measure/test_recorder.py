@@ -431,8 +431,8 @@ def test_own_numbers_are_shown_told_and_drawn(tmp_path, capsys):
                 rec.record("tokens", 50)
     assert cli.main(["show", str(tmp_path / "r")]) == 0
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["phase", "metric", "unit", "n", "first", "last", "min", "max"] in shown
-    assert ["train", "loss", "nat", "4", "4", "1", "1", "4"] in shown
+    assert ["phase", "metric", "n", "first", "last", "min", "max"] in shown
+    assert ["train", "loss", "4", "4", "nat", "1", "nat", "1", "nat", "4", "nat"] in shown
     assert [line[1] for line in shown if line[:1] == ["train"]][1:] == ["loss", "tokens"]  # nothing of the phases' own
     run = kit.load(tmp_path / "r")
     tokens, loss = run.plot("numbers").axes

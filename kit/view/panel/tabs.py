@@ -120,7 +120,7 @@ class PlotsTab(Tab):
         for button in (self.png, self.svg, self.choice, self.theme):
             button.disabled = self._album is None
         if self._album is None:
-            self._put([widgets.HTML(f"<p>{look.span('faint', f'{NO_RUN} Press Start, then Step or Run all.')}</p>")])
+            self._put([widgets.HTML(f"<p>{look.span('faint', NOTHING)}</p>")])
             return
         every = [name for _, name in self.choice.options if name != OVERVIEW]
         self._draw(self._album, every if self.choice.value == OVERVIEW and every else [self.choice.value])
