@@ -18,7 +18,7 @@ from kit.errors import BadInput
 from kit.measure.provenance import git_state, gpu_state
 from kit.results import runs_dir
 from kit.results.units import size
-from kit.world import capacity, interpreter, leftovers
+from kit.world import asked, interpreter, leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -84,9 +84,9 @@ def examine() -> Found:
     interpreters, ranks = ask_interpreters(problems)
     runs = ask_runs(problems)
     cores, free = len(os.sched_getaffinity(0)), machine.free_memory()
-    most = max(0, min(capacity.MOST_PER_CORE * cores, free // capacity.RANK_BYTES))
+    most = max(0, min(asked.MOST_PER_CORE * cores, free // asked.RANK_BYTES))
     if most < 2:
-        problems.append(f"{size(free)} of memory are free; two ranks need {size(2 * capacity.RANK_BYTES)}")
+        problems.append(f"{size(free)} of memory are free; two ranks need {size(2 * asked.RANK_BYTES)}")
     return {
         "problems": problems,
         "python": {"version": platform.python_version(), "path": sys.executable},

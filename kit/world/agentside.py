@@ -147,7 +147,7 @@ def torchrun(order: Message) -> None:
 def preload(names: list[str]) -> None:
     """Import what the ranks will want. A module that fails is left to the ranks, where the error gets a rank and a traceback."""
     if importlib.util.find_spec("transformer_engine") is not None:
-        return  # Megatron imports it where it is there, and it asks the GPU what it can: see kit.world.gpus
+        return  # Megatron imports it where it is there, and it asks the GPU what it can: see kit.world.device
     for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
@@ -198,14 +198,14 @@ def main() -> None:
     threading.Thread(target=reap, daemon=True).start()
     importlib.import_module("torch.distributed.run")
     importlib.import_module("kit.world.rankside")  # what ranks need, once, before they are forked
-    gpus = importlib.import_module("kit.world.gpus")
+    device = importlib.import_module("kit.world.device")
     plain_logging()
     tempfile.tempdir = str(folder)  # torchrun's error files and log folders end with the World
     while True:
         NODE.launched.wait()
         NODE.launched.clear()
         order, said, statuses = NODE.order, "", {}
-        gpus.spare(order["device"])
+        device.spare(order["device"])
         preload(order["preload"])
         try:
             torchrun(order)
