@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -284,11 +283,15 @@ def clean(pid: int, started: int, ranks: Iterable[int], before: set[str]) -> lis
     A World's agent ends by itself what its notebook can no longer end, so it is given a moment. What is there after that counts.
     """
     owner = f":{pid}:{started}"
-    left = wait_for_agents(owner)
-    for number, command in left.items():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(number, signal.SIGKILL)
-        left[number] = f"process {number} ({command})"
+
+    def ours(mark: str) -> bool:
+        return mark.endswith(owner)
+
+    deadline = time.monotonic() + AGENT_S
+    while (alive := leftovers.carriers(ours)) and time.monotonic() < deadline:
+        time.sleep(0.03)
+    left = [f"process {number} ({machine.command(number)})" for number in alive]
+    leftovers.end_carriers(ours)
     for folder in [path for path in leftovers.base().iterdir() if path.name.endswith(owner)]:
         shutil.rmtree(folder, ignore_errors=True)
     leftovers.forget_shared(ranks)
@@ -297,24 +300,7 @@ def clean(pid: int, started: int, ranks: Iterable[int], before: set[str]) -> lis
     for name in new:
         with contextlib.suppress(OSError):
             (SHM / name).unlink()
-    return [*left.values(), *(f"{SHM}/{name}" for name in sorted(new))]
-
-
-def wait_for_agents(owner: str) -> dict[int, str]:
-    """Processes of the owner's Worlds that are still alive after a moment, with their commands."""
-    deadline = time.monotonic() + AGENT_S
-    while (alive := marked(owner)) and time.monotonic() < deadline:
-        time.sleep(0.03)
-    return alive
-
-
-def marked(owner: str) -> dict[int, str]:
-    found = {}
-    for pid in machine.pids():
-        fields = machine.stat_fields(pid)
-        if fields and fields[0] not in "ZX" and (machine.marked(pid) or "").endswith(owner):
-            found[pid] = machine.command(pid)
-    return found
+    return [*left, *(f"{SHM}/{name}" for name in sorted(new))]
 
 
 def in_use(names: set[str]) -> set[str]:

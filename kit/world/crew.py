@@ -477,7 +477,7 @@ class Crew:
             any(m.node == 0 and machine.alive(m.pid, m.started) for m in self.members) and time.monotonic() < deadline
         ):
             time.sleep(0.002)
-        leftovers.end_marked(leftovers.mark(self.id))
+        leftovers.end_carriers(leftovers.mark(self.id).__eq__)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -18,7 +18,7 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -92,13 +92,16 @@ def end(found: Sequence[Leftover]) -> list[Path]:
     return removed
 
 
-def end_marked(value: str, spare: int | None = None) -> None:
-    """SIGKILL what carries this mark, but for one, and wait: it may have left its rank's process group."""
+def carriers(fits: Callable[[str], bool]) -> list[int]:
+    """Processes with a mark that fits. A zombie carries none."""
+    return [pid for pid in pids() if (value := marked(pid)) is not None and fits(value)]
+
+
+def end_carriers(fits: Callable[[str], bool], spare: int | None = None) -> None:
+    """SIGKILL processes with a mark that fits, except `spare`, until none is left: one may have left its rank's process group, or
+    be replaced by a process that watched it."""
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        left = [pid for pid in pids() if pid != spare and marked(pid) == value]
-        if not left:
-            return
+    while (left := [pid for pid in carriers(fits) if pid != spare]) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

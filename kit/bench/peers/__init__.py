@@ -11,7 +11,6 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from kit import machine
 from kit.bench.rows import Row, progress, row, unmeasured
 from kit.errors import KitError
 from kit.world import leftovers
+from kit.world.leftovers import carriers, end_carriers
 
 STARTED = "two ranks to the first all-reduce done, cold"
 STEPPED = "one empty step on both ranks"
@@ -36,7 +36,6 @@ ROOT = Path(__file__).resolve().parents[3]
 PREFIX = "kit-bench-peer "
 TRIAL_S = 120.0
 GONE_S = 5.0
-END_S = 10.0
 Seen = dict[str, list[float]]  # samples by question: seconds, of a step milliseconds
 
 
@@ -102,12 +101,12 @@ def ask(name: str, seen: Seen, notes: dict[str, str], *, steps: int) -> None:
 def outlive(name: str, seen: Seen, notes: dict[str, str]) -> None:
     """One trial whose own process is killed: when is everything that it started gone?"""
     with trial(name, seen, steps=0, hold=True) as (process, mark):
-        known = marked(mark.__eq__)
+        known = carriers(mark.__eq__)
         began = time.perf_counter()
         process.kill()
         took = seconds_until_gone(mark.__eq__, known, began, GONE_S)
         if took is None:
-            left = len(marked(mark.__eq__))
+            left = len(carriers(mark.__eq__))
             notes[VANISHED] = f"{left} of {len(known) - 1} processes are still there after {GONE_S:.0f} s"
         else:
             seen[VANISHED].append(took)
@@ -127,7 +126,9 @@ def trial(name: str, seen: Seen, *, steps: int, hold: bool) -> Iterator[tuple[su
             cwd=scratch,
             env=of_trial(mark, scratch),
         )
-        limit = threading.Timer(TRIAL_S, end, [mark.__eq__])  # ends what is waited for: the reader sees its end
+        limit = threading.Timer(
+            TRIAL_S, end_carriers, [mark.__eq__]
+        )  # ends what is waited for: the reader sees its end
         limit.start()
         try:
             said = hear(process)
@@ -138,7 +139,7 @@ def trial(name: str, seen: Seen, *, steps: int, hold: bool) -> Iterator[tuple[su
             raise KitError(f"a trial broke: {last_line(errors)}") from None
         finally:
             limit.cancel()
-            end(mark.__eq__)
+            end_carriers(mark.__eq__)
             process.communicate()
 
 
@@ -175,30 +176,12 @@ def of_trial(mark: str, scratch: str) -> dict[str, str]:
     }
 
 
-# -- what is left of a tree of processes -----------------------------------------------------------------------------------
-
-
-def marked(fits: Callable[[str], bool]) -> list[int]:
-    """Processes whose mark fits; one that has ended and waits to be reaped carries none."""
-    return [pid for pid in machine.pids() if (value := machine.marked(pid)) is not None and fits(value)]
-
-
 def seconds_until_gone(fits: Callable[[str], bool], known: list[int], since: float, at_most: float) -> float | None:
     """Seconds from `since` until no process has the mark; None if that took longer than `at_most`.
 
-    The processes known before are looked at closely; all of /proc only when none of them is left."""
+    Only once none of the `known` processes is left is all of /proc searched."""
     while (now := time.perf_counter()) - since < at_most:
-        if all(machine.marked(pid) is None for pid in known) and not marked(fits):
+        if all(machine.marked(pid) is None for pid in known) and not carriers(fits):
             return now - since
         time.sleep(0.001)
     return None
-
-
-def end(fits: Callable[[str], bool]) -> None:
-    """Kill what has the mark until there is nothing: what dies may be replaced by somebody who watched it."""
-    deadline = time.monotonic() + END_S
-    while (found := marked(fits)) and time.monotonic() < deadline:
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
