@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kit.bench.rows import Row, row, unmeasured
+from kit.bench.rows import Row, row, turn_by_turn, unmeasured
 from kit.measure import host
+from kit.measure.phase import now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -60,23 +60,14 @@ def on_gpu(device: torch.device, size: int) -> dict[str, Work]:
 
 
 def seconds(works: Mapping[str, Work], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Turn by turn; the first turn, in which pages are supplied and the driver connects GPUs, is not counted."""
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(-1, rounds):
-        for name, work in works.items():
-            wait(device)
-            start = time.perf_counter()
-            work()
-            wait(device)
-            if turn >= 0:
-                taken[name].append(time.perf_counter() - start)
-    return taken
+    """Turn by turn, each until the GPU is done; a copy to another GPU is this one's work."""
 
+    def timed(name: str, _: int) -> float:
+        start = now(str(device))
+        works[name]()
+        return now(str(device)) - start
 
-def wait(device: torch.device) -> None:
-    """Until the GPU is done; a copy to another one is this one's work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return turn_by_turn(list(works), rounds, timed)
 
 
 def measured(*, size: int, rounds: int, device: str) -> dict[str, list[float]]:
