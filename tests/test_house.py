@@ -50,7 +50,7 @@ BOTH_SIDES = ("kit.world.asked.", "kit.world.news", "kit.results.records.", "kit
 RANK_FILES = {
     *(KIT / f"{name}.py" for name in EVERYBODYS - {"errors"}),
     *(KIT / "results" / f"{name}.py" for name in ("__init__", "records", "files")),
-    *(KIT / "world" / f"{name}.py" for name in ("__init__", "agent", "agentside", "channel", "device", "entry")),
+    *(KIT / "world" / f"{name}.py" for name in ("__init__", "agent", "agentside", "channel", "device")),
     *(KIT / "world" / f"{name}.py" for name in ("execute", "news", "processes", "rankside", "routing", "stacks")),
 }
 # Ranks may lack these two: test_hashes and test_checkpoint hold what happens then.

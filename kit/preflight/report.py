@@ -79,7 +79,7 @@ class Report:
         """What begins now: the place that is named if it does not end."""
         self.say("at", what)
 
-    def row(self, what: str, passed: bool | None, value: float | None = None, unit: str = "", why: str = "") -> None:
+    def row(self, what: str, passed: bool | None, why: str = "", value: float | None = None, unit: str = "") -> None:
         if value is not None and not math.isfinite(value):
             value, why = None, f"measured {value}; {why}".removesuffix("; ")
         result: Result = "not measurable" if passed is None else "pass" if passed else "fail"

@@ -34,7 +34,7 @@ from kit import machine
 from kit.world import leftovers, processes
 from kit.world.channel import ChannelClosed, Link, Message, connect
 
-ENTRY = Path(__file__).with_name("entry.py")
+ENTRY = Path(__file__).with_name("agent.py")
 
 
 class Node:

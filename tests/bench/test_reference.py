@@ -10,7 +10,6 @@ import time
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,8 +331,8 @@ def test_every_lab_and_bench_has_its_part_with_settings_that_are_there(parts) ->
 )
 def test_sizes_are_those_of_the_box(tmp_path, monkeypatch, here, asked, device) -> None:
     """Doctor's answer is made up: there need be no GPU here."""
-    found = json.dumps({"problems": [], "ranks": {"device": here, "suspend_why": None}})
-    monkeypatch.setattr(reference.subprocess, "run", answering(found))
+    found = {"problems": [], "ranks": {"device": here, "suspend_why": None}}
+    monkeypatch.setattr(reference.doctor, "examine", lambda: found)
     parts = on_cpu() if device == "cpu" else list(on_gpus())
     assert sizes_here(tmp_path, asked) == (device, parts, {})
     assert read_json(tmp_path / "doctor.json")["ranks"]["device"] == here
@@ -341,23 +340,19 @@ def test_sizes_are_those_of_the_box(tmp_path, monkeypatch, here, asked, device) 
 
 def test_a_gpu_that_cannot_be_had_is_refused_with_the_reason(tmp_path, monkeypatch) -> None:
     found = {"problems": [], "ranks": {"device": "cpu", "device_why": "torch is a build without CUDA"}}
-    monkeypatch.setattr(reference.subprocess, "run", answering(json.dumps(found)))
+    monkeypatch.setattr(reference.doctor, "examine", lambda: found)
     with pytest.raises(BadInput, match="device=cuda cannot be had: torch is a build without CUDA"):
         sizes_here(tmp_path, "cuda")
 
 
 def test_a_box_where_labs_cannot_run_is_refused(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(reference.subprocess, "run", answering(json.dumps({"problems": ["no torch"], "ranks": None})))
+    monkeypatch.setattr(reference.doctor, "examine", lambda: {"problems": ["no torch"], "ranks": None})
     with pytest.raises(BadInput, match="labs cannot run here: no torch"):
         sizes_here(tmp_path, "auto")
 
 
-def answering(text: str):
-    return lambda *_, **__: SimpleNamespace(stdout=text, stderr="", returncode=0)
-
-
 def test_a_plan_for_a_gpu_asks_nothing_of_this_box_and_is_the_one_in_the_docs(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(reference.subprocess, "run", answering("no doctor"))
+    monkeypatch.setattr(reference.doctor, "examine", lambda: pytest.fail("this box was asked"))
     assert plan(None, device="cuda", assumed=True) == 0
     said = capsys.readouterr().out
     lines = said.splitlines()

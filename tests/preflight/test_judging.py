@@ -159,9 +159,7 @@ def box(monkeypatch):
 
     monkeypatch.setattr(probes, "World", made)
     monkeypatch.setattr(memory.os, "kill", kill)
-    monkeypatch.setattr(
-        collectives, "compute_mode", lambda shared: ("compute mode", True, None, "", f"shared: {shared}")
-    )
+    monkeypatch.setattr(collectives, "compute_mode", lambda shared: ("compute mode", True, f"shared: {shared}"))
     monkeypatch.setattr(memory, "shm_names", set)
     return probe
 
@@ -241,13 +239,7 @@ def test_ranks_share_a_gpu_only_in_its_default_mode(rows, shared, result, monkey
 
 def test_without_an_answer_the_compute_mode_is_not_measurable(monkeypatch):
     monkeypatch.setattr(collectives.gpu, "query", lambda *_, **__: ([], "nvidia-smi did not answer within 3 s"))
-    assert collectives.compute_mode(shared=True) == (
-        "compute mode",
-        None,
-        None,
-        "",
-        "nvidia-smi did not answer within 3 s",
-    )
+    assert collectives.compute_mode(shared=True) == ("compute mode", None, "nvidia-smi did not answer within 3 s")
 
 
 def test_a_watchdog_that_would_end_the_survivor_is_told(box):
@@ -331,8 +323,8 @@ def test_a_buffer_that_gives_back_too_little_fails(box):
 
 def test_memory_is_by_process_where_the_driver_tells_it():
     rows = memory.driver_rows([VIEW, VIEW])
-    assert [row[2] for row in rows] == [None, 644.0, 644.0]
-    assert rows[1][4].startswith("NVML, this process")
+    assert [row[3:] for row in rows] == [(), (644.0, "MiB"), (644.0, "MiB")]
+    assert rows[1][2].startswith("NVML, this process")
 
 
 def test_else_it_is_the_whole_gpu_divided_by_its_ranks_and_the_fallback_is_named():
@@ -340,9 +332,9 @@ def test_else_it_is_the_whole_gpu_divided_by_its_ranks_and_the_fallback_is_named
     hidden = {**VIEW, "process_used": None}
     rows = memory.driver_rows([hidden, hidden, {**hidden, "device": "cuda:1", "driver_used": 800 * MIB}])
     assert rows[0][1] is None
-    assert "fallback" in rows[0][4]
-    assert [row[2] for row in rows[1:]] == [744.0, 744.0, 544.0]
-    assert rows[1][4].startswith("whole GPU / 2 ranks")
+    assert "fallback" in rows[0][2]
+    assert [row[3] for row in rows[1:]] == [744.0, 744.0, 544.0]
+    assert rows[1][2].startswith("whole GPU / 2 ranks")
 
 
 def test_ipc_that_is_refused_fails_but_for_expandable_segments_which_need_a_permission(box):
@@ -372,9 +364,9 @@ def test_jobs_that_differ_name_the_tensor_and_the_rank(box):
 def test_suspend_is_refused_with_its_reason_or_fails_with_nccls():
     """`assumed`: suspend, resume and memory_stats are the backend's (torch 2.12 and later, ProcessGroupNCCL.hpp; NCCL 2.29.7, nccl.h)."""
     (row,) = collectives.suspend_rows([{"refused": "NCCL 2.28.9 cannot suspend communicators"}] * 2)
-    assert row == ("suspend", None, None, "", "NCCL 2.28.9 cannot suspend communicators")
+    assert row == ("suspend", None, "NCCL 2.28.9 cannot suspend communicators")
     (row,) = collectives.suspend_rows([{"stats": [STATS], "error": "ncclInvalidUsage"}, SUSPENDED])
-    assert row[1:] == (False, None, "", "ncclInvalidUsage")
+    assert row[1:] == (False, "ncclInvalidUsage")
     freed, _, resumed = collectives.suspend_rows([{**SUSPENDED, "freed": 0}, {**SUSPENDED, "right": False, "freed": 0}])
     assert (freed[1], resumed[1]) == (False, False)
 

@@ -12,17 +12,15 @@ records) is settled too. Limits are arithmetic: how often a part does each thing
 
 from __future__ import annotations
 
-import json
-import subprocess
 import time
 from typing import TYPE_CHECKING, Any
 
+from kit import doctor
 from kit.bench import pace as paces
 from kit.bench.pace import ASSUMED
 from kit.bench.reference.running import (
     ASSUMED_BOX,
     GPU_MINUTES,
-    KIT,
     able,
     is_settled,
     on_cpu,
@@ -123,11 +121,7 @@ def plan(out: Path | None, *, device: str = "auto", assumed: bool = False, minut
 
 def sizes_here(out: Path | None, device: str) -> tuple[str, Sequence[Part], dict[str, str]]:
     """The device, its parts, and why some of them cannot run here; asked of doctor, whose answer is kept."""
-    said = subprocess.run([*KIT, "doctor", "--json"], capture_output=True, text=True, check=False, timeout=300)
-    try:
-        found = json.loads(said.stdout)
-    except ValueError:
-        raise BadInput(f"`kit doctor` does not answer here: {said.stderr.strip().splitlines()[-1:]}") from None
+    found = doctor.examine()
     if found["problems"]:
         raise BadInput(f"labs cannot run here: {'; '.join(found['problems'])}")
     if out is not None:

@@ -21,7 +21,9 @@ MIB, GIB = 2**20, 2**30
 START_S = 3600.0  # the probe's own limit ends a start that takes too long
 Settings = dict[str, Any]
 Seen = Mapping[str, Any]  # what a rank measured
-Line = tuple[str, bool | None, float | None, str, str]  # a row: what, passed, number, unit, why
+Line = (
+    tuple[str, bool | None, str] | tuple[str, bool | None, str, float, str]
+)  # what, passed, why; a number and its unit
 
 
 @contextlib.contextmanager

@@ -35,38 +35,35 @@ def seats(report: Report, device: str, settings: Settings) -> None:
         if device == "cpu":
             report.needs_gpu("context after the fork", "compute mode", "architecture", "NCCL settings")
             return
-        report.row(
-            "context after the fork",
-            passed=not any(one["poisoned"] for one in places),
-            why="CUDA was not started before it",
-        )
+        poisoned = any(one["poisoned"] for one in places)
+        report.row("context after the fork", not poisoned, "CUDA was not started before it")
         report.row(*architecture(first))
         report.row(*watchdog(places))
         report.at("nvidia-smi")
         report.row(*compute_mode(len({one["device"] for one in places}) < len(places)))
 
 
-def architecture(place: Seen) -> tuple[str, bool, None, str, str]:
+def architecture(place: Seen) -> Line:
     major, minor = place["capability"]
     fits, built = gpu.runs(place["built_for"], (major, minor)), " ".join(place["built_for"])
-    return "architecture", fits, None, "", f"{place['name']} is sm_{major}{minor}; torch is built for {built}"
+    return "architecture", fits, f"{place['name']} is sm_{major}{minor}; torch is built for {built}"
 
 
-def watchdog(places: Sequence[Seen]) -> tuple[str, bool, None, str, str]:
+def watchdog(places: Sequence[Seen]) -> Line:
     """With torch's own settings a collective that failed ends its rank a minute later."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     values = sorted({one["env"].get(name, "not set") for one in places})
     settings = " ".join(f"{key}={value}" for key, value in sorted(places[0]["env"].items()))
-    return "NCCL settings", values == ["0"], None, "", f"{name} is {', '.join(values)}; rank 0 has {settings or 'none'}"
+    return "NCCL settings", values == ["0"], f"{name} is {', '.join(values)}; rank 0 has {settings or 'none'}"
 
 
-def compute_mode(shared: bool) -> tuple[str, bool | None, None, str, str]:
+def compute_mode(shared: bool) -> Line:
     """More than one process may use the GPU, where ranks share it."""
     rows, why = gpu.query("compute_mode", timeout_s=NVIDIA_SMI_S)
     modes = sorted({mode for (mode,) in rows})
     if not modes:
-        return "compute mode", None, None, "", why or "nvidia-smi lists no GPU"
-    return "compute mode", modes == ["Default"] or not shared, None, "", ", ".join(modes)
+        return "compute mode", None, why or "nvidia-smi lists no GPU"
+    return "compute mode", modes == ["Default"] or not shared, ", ".join(modes)
 
 
 def all_reduces(report: Report, device: str, settings: Settings) -> None:
@@ -74,12 +71,8 @@ def all_reduces(report: Report, device: str, settings: Settings) -> None:
     with started(report, device, settings) as world:
         report.at("WORLD's communicator")
         eager = on_ranks(world, ":ready_at_once")
-        if None in eager:
-            report.row(
-                "WORLD ready before its first collective", None, why="only NCCL tells, and only where torch shows it"
-            )
-        else:
-            report.row("WORLD ready before its first collective", passed=all(eager))
+        unknown = "only NCCL tells, and only where torch shows it" if None in eager else ""
+        report.row("WORLD ready before its first collective", None if unknown else all(eager), unknown)
         report.at("100 small all-reduces on the device and on the host")
         measured = on_ranks(world, ":all_reduces", n=100)
         where = {"device": f"all-reduce on {device}", "host": "all-reduce on the host"}
@@ -90,13 +83,9 @@ def all_reduces(report: Report, device: str, settings: Settings) -> None:
             report.time(**{"all_reduce" if name == "device" else "all_reduce_host": worst})
         seat = world.status()
         shared = seat[0]["device"] == seat[1]["device"] and device == "cuda"
-        if shared:
-            right = all(one["device"]["right"] for one in measured)
-            report.row(
-                "two ranks on one GPU", passed=right, why=f"{seat[0]['why']}; its times are those of a shared GPU"
-            )
-        else:
-            report.row("two ranks on one GPU", None, why="no GPU is shared here")
+        right = all(one["device"]["right"] for one in measured)
+        why = f"{seat[0]['why']}; its times are those of a shared GPU" if shared else "no GPU is shared here"
+        report.row("two ranks on one GPU", right if shared else None, why)
 
 
 def groups(report: Report, device: str, settings: Settings) -> None:
@@ -112,13 +101,7 @@ def groups(report: Report, device: str, settings: Settings) -> None:
             right = all(one["right"] for one in measured)
             whole = worst["make"] + worst["use"]
             parts = ", ".join(f"{part} {1e3 * seconds:.1f} ms" for part, seconds in worst.items())
-            report.row(
-                f"{backend} group",
-                passed=right,
-                value=whole,
-                unit="s",
-                why=parts if right else f"a sum is wrong; {parts}",
-            )
+            report.row(f"{backend} group", right, parts if right else f"a sum is wrong; {parts}", whole, "s")
             if backend == "gloo":
                 report.time(group_host=whole)
             if backend == "nccl" or device == "cpu":
@@ -154,13 +137,13 @@ def rebuilt(first: Sequence[Seen], seen: Sequence[Seen]) -> list[Line]:
     names = ["groups", "fds", "sockets", "threads", *(["driver"] if "driver" in first[0]["with"] else [])]
     return [
         *(off_baseline(name, first, seen) for name in names),
-        ("group objects alive after a destroy", not alive, alive, "", "allowed: 0"),
-        ("options", not changed, None, "", "; ".join(changed) or f"as before; group 1 has {first[0]['options']}"),
-        ("bits", all(one["same_bits"] for one in seen), None, "", "an all-reduce over every group, before and after"),
+        ("group objects alive after a destroy", not alive, "allowed: 0", alive, ""),
+        ("options", not changed, "; ".join(changed) or f"as before; group 1 has {first[0]['options']}"),
+        ("bits", all(one["same_bits"] for one in seen), "an all-reduce over every group, before and after"),
     ]
 
 
-def off_baseline(name: str, first: Sequence[Seen], seen: Sequence[Seen]) -> tuple[str, bool, float, str, str]:
+def off_baseline(name: str, first: Sequence[Seen], seen: Sequence[Seen]) -> Line:
     """Without groups as before there were any, and with them as with the first ones: the rank that is furthest off."""
     off = {
         (rank, state): one[state][name] - before[state][name]
@@ -171,15 +154,10 @@ def off_baseline(name: str, first: Sequence[Seen], seen: Sequence[Seen]) -> tupl
     worst, one, before = off[rank, state], seen[rank], first[rank]
     if name == "driver":
         why = f"rank {rank}, {state} groups: {mib(one[state][name]):g} MiB, before {mib(before[state][name]):g}"
-        return (
-            "driver memory off the baseline",
-            worst <= DRIVER_SLACK,
-            mib(worst),
-            "MiB",
-            f"{why}; allowed: {mib(DRIVER_SLACK):g}",
-        )
+        why = f"{why}; allowed: {mib(DRIVER_SLACK):g}"
+        return "driver memory off the baseline", worst <= DRIVER_SLACK, why, mib(worst), "MiB"
     why = f"rank {rank}, {state} groups: {one[state][name]}, before {before[state][name]}"
-    return f"{name} off the baseline", not worst, worst, "", why
+    return f"{name} off the baseline", not worst, why, worst, ""
 
 
 def absent_peer(report: Report, device: str, settings: Settings) -> None:
@@ -254,7 +232,7 @@ def jobs(report: Report, device: str, settings: Settings) -> None:
             report.row(*row)
 
 
-def bitwise(name: str, ranks: Sequence[Seen]) -> tuple[str, bool, float, str, str]:
+def bitwise(name: str, ranks: Sequence[Seen]) -> Line:
     """Losses, gradient norms and every tensor after two steps, of two jobs."""
     apart = {number: one["apart"] for number, one in enumerate(ranks) if one["apart"]}
     fine = not apart and all(one["finite"] for one in ranks)
@@ -263,26 +241,26 @@ def bitwise(name: str, ranks: Sequence[Seen]) -> tuple[str, bool, float, str, st
         why = "; ".join(f"rank {number} differs in {', '.join(names)}" for number, names in apart.items())
     elif not fine:
         why = "a loss or a gradient norm is not finite"
-    return f"{name}, step", fine, 1e3 * max(one["step"] for one in ranks), "ms", why
+    return f"{name}, step", fine, why, 1e3 * max(one["step"] for one in ranks), "ms"
 
 
 def suspend_rows(ranks: Sequence[Seen]) -> list[Line]:
     first = ranks[0]
     if "refused" in first:
-        return [("suspend", None, None, "", first["refused"])]
+        return [("suspend", None, first["refused"])]
     if errors := [one["error"] for one in ranks if "error" in one]:
-        return [("suspend", False, None, "", errors[0])]
+        return [("suspend", False, errors[0])]
     stats = f"NCCL's statistics of rank 0: {first['stats'][0]} before, {first['stats'][1]} while suspended"
     freed = mib(max(one["freed"] for one in ranks))
     right = all(one["right"] for one in ranks)
     return [
-        ("suspend frees", freed > 0, freed, "MiB", stats),
-        ("suspend", True, max(one["suspend"] for one in ranks), "s", ""),
+        ("suspend frees", freed > 0, stats, freed, "MiB"),
+        ("suspend", True, "", max(one["suspend"] for one in ranks), "s"),
         (
             "resume",
             right,
+            f"the sum is {'right again' if right else 'wrong'}",
             max(one["resume"] for one in ranks),
             "s",
-            "the sum is right again" if right else "the sum is wrong",
         ),
     ]

@@ -45,9 +45,7 @@ def host_memory(report: Report, device: str, settings: Settings) -> None:
             rate = gb_s(size, seen[way])
             enough = rate >= REGISTERED_SHARE * pinned and seen["right"]
             beside += "" if seen["right"] else "; the bytes are wrong"
-            report.row(
-                what, passed=enough, value=rate, unit="GB/s", why=f"{beside}; wanted: {REGISTERED_SHARE:g} of pinned"
-            )
+            report.row(what, enough, f"{beside}; wanted: {REGISTERED_SHARE:g} of pinned", rate, "GB/s")
             report.time(**{{"h2d": "host_to_device", "d2h": "device_to_host"}[way]: seen[way]})
         else:
             report.row(what, None, why=f"the memory is not registered; {beside}")
@@ -91,22 +89,20 @@ def driver_memory(report: Report, device: str, settings: Settings) -> None:
 def driver_rows(seen: Sequence[Seen]) -> list[Line]:
     """By process where NVML lists it, else the whole GPU divided by the ranks that share it."""
     listed = all(one["process_used"] is not None for one in seen)
-    source = (
-        "NVML lists the rank's own process" if listed else "NVML does not list this pid (a container's pid namespace)"
-    )
-    use = "" if listed else "; fallback: the whole GPU's memory in use, divided by the ranks on it"
-    rows: list[Line] = [("NVML lists the rank's process", listed or None, None, "", source + use)]
+    source = "NVML lists the rank's own process"
+    if not listed:
+        source = "NVML does not list this pid (a container's pid namespace); fallback: the GPU's memory in use, divided by its ranks"
+    rows: list[Line] = [("NVML lists the rank's process", listed or None, source)]
     for number, one in enumerate(seen):
         together = [other for other in seen if other["device"] == one["device"]]
         if listed:
             residual = one["process_used"] - one["reserved"]
         else:
-            residual = (
-                max(other["driver_used"] for other in together) - sum(other["reserved"] for other in together)
-            ) / len(together)
+            whole = max(other["driver_used"] for other in together)
+            residual = (whole - sum(other["reserved"] for other in together)) / len(together)
         used = "NVML, this process" if listed else f"whole GPU / {len(together)} ranks"
         why = f"{used}; allocator {mib(one['reserved']):g} MiB, whole GPU {mib(one['driver_used']):g} MiB"
-        rows.append((f"residual of rank {number}", residual > 0, mib(residual), "MiB", why))
+        rows.append((f"residual of rank {number}", residual > 0, why, mib(residual), "MiB"))
     return rows
 
 
@@ -135,13 +131,7 @@ def ipc(report: Report, device: str, settings: Settings) -> None:
                 report.row("the killed rank is noticed", passed=True, why=type(error).__name__)
     report.at("what is left in /dev/shm")
     left_names = sorted(shm_names() - before)
-    report.row(
-        "shared memory afterwards",
-        passed=not left_names,
-        value=len(left_names),
-        unit="names in /dev/shm",
-        why=", ".join(left_names),
-    )
+    report.row("shared memory afterwards", not left_names, ", ".join(left_names), len(left_names), "names in /dev/shm")
 
 
 def handed_over(report: Report, world: World, size: int, *, keep: bool, expandable: bool) -> bool:
@@ -150,9 +140,8 @@ def handed_over(report: Report, world: World, size: int, *, keep: bool, expandab
     (offered,) = world.call("kit.preflight.onranks.memory:offer", ranks=[0], size=size)
     seen: dict[str, Any] = offered
     if "error" not in offered:
-        (seen,) = world.call(
-            "kit.preflight.onranks.memory:take", ranks=[1], handle=offered["handle"], size=size, keep=keep
-        )
+        asked = {"handle": offered["handle"], "size": size, "keep": keep}
+        (seen,) = world.call("kit.preflight.onranks.memory:take", ranks=[1], args=asked)
     if "error" in seen:
         # Segments that expand are shared by a descriptor of the other process, which needs a permission (ptrace) that containers withhold.
         passed = None if expandable else False
