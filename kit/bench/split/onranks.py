@@ -14,7 +14,7 @@ from kit.errors import KitError
 from kit.labs.split.config import RECIPES, SplitConfig, model_config
 from kit.labs.split.ranks.backends import chunks_of
 from kit.measure.memory import device_memory, host_memory, reset_peaks
-from kit.measure.phase import now
+from kit.measure.phase import timed
 from kit.megatron import groups, model, split
 from kit.train import fsdp
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
@@ -108,16 +108,14 @@ def noise(count: int, length: int, vocab: int, seed: int, *, full: bool = False)
     }
 
 
-def turns(works: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+def turns(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each, turn by turn. All ranks begin each work together."""
 
-    def timed(name: str, _: int) -> float:
+    def together(name: str, _: int) -> float:
         dist.barrier()
-        start = now(str(device))
-        works[name]()
-        return now(str(device)) - start
+        return timed(works[name])
 
-    return turn_by_turn(list(works), rounds, timed)
+    return turn_by_turn(list(works), rounds, together)
 
 
 def steps(*, job: dict[str, Any], chunks: list[int], rounds: int) -> dict[str, Any]:
@@ -125,7 +123,7 @@ def steps(*, job: dict[str, Any], chunks: list[int], rounds: int) -> dict[str, A
     bench = Bench(SplitConfig(chunks=tuple(chunks), **job))
     data = bench.data()
     ways: dict[str, int | None] = {PLAIN: None, AGAIN: None} | {str(count): count for count in chunks}
-    seconds = turns({name: bench.way(name, data, count) for name, count in ways.items()}, rounds, bench.device)
+    seconds = turns({name: bench.way(name, data, count) for name, count in ways.items()}, rounds)
     groups.destroy()
     return {"seconds": seconds, "apart": bench.apart(*ways)}
 
@@ -152,7 +150,7 @@ def experts(*, job: dict[str, Any], rounds: int) -> dict[str, Any]:
         before = passes
         work()
         seen[name] = passes - before
-    seconds = turns(works, rounds, bench.device)
+    seconds = turns(works, rounds)
     groups.destroy()
     return {"seconds": seconds, "apart": bench.apart(PLAIN, AGAIN, CORRECTED), "passes": seen}
 
@@ -206,10 +204,10 @@ def losses(*, rows: int, length: int, rounds: int) -> dict[str, dict[str, list[f
     seen = {}
     for recipe in RECIPES:
         works = {name: run(loss_of(recipe, metrics=name == "metrics")) for name in ways}
-        taken = turns(works, rounds, device)
+        taken = turns(works, rounds)
         seen[str(recipe)] = {name: [each / AT_ONCE for each in seconds] for name, seconds in taken.items()}
     works = {name: from_logits(loss_of("grpo", metrics=name == "metrics")) for name in ways}
-    seen[f"grpo from logits of {WORDS} words"] = turns(works, rounds, device)
+    seen[f"grpo from logits of {WORDS} words"] = turns(works, rounds)
     return seen
 
 

@@ -17,7 +17,7 @@ import torch
 
 from kit.bench.rows import Row, row, turn_by_turn, unmeasured
 from kit.measure import host
-from kit.measure.phase import now
+from kit.measure.phase import timed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -59,15 +59,9 @@ def on_gpu(device: torch.device, size: int) -> dict[str, Work]:
     return works
 
 
-def seconds(works: Mapping[str, Work], rounds: int, device: torch.device) -> dict[str, list[float]]:
+def seconds(works: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
     """Turn by turn, each until the GPU is done; a copy to another GPU is this one's work."""
-
-    def timed(name: str, _: int) -> float:
-        start = now(str(device))
-        works[name]()
-        return now(str(device)) - start
-
-    return turn_by_turn(list(works), rounds, timed)
+    return turn_by_turn(list(works), rounds, lambda name, _: timed(works[name]))
 
 
 def measured(*, size: int, rounds: int, device: str) -> dict[str, list[float]]:
@@ -76,7 +70,7 @@ def measured(*, size: int, rounds: int, device: str) -> dict[str, list[float]]:
     works = {HOST: memcpy(size)}
     if where.type == "cuda":
         works |= on_gpu(where, size)
-    return seconds(works, rounds, where)
+    return seconds(works, rounds)
 
 
 RANKS = {"ipc": 2, "shm": 2, "broadcast": 3}  # a group is a proper part of the World: one looks on

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from kit.measure import counts
-from kit.preflight.onranks import device, finish, meet, sums, timed
+from kit.measure.phase import timed
+from kit.preflight.onranks import device, finish, meet, sums
 from kit.preflight.onranks.memory import held
 
 MORE = "_MORE_FOR_THE_PREFLIGHT_GROUPS"  # a global among Megatron's own, so that a destroy finds what it holds
