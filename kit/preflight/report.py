@@ -58,12 +58,8 @@ class Findings:
             self.times |= value
         elif kind == "pids":
             self.pids += value
-        elif kind == "at":
-            self.at = value
-        elif kind == "failed":
-            self.failed = value
-        elif kind == "done":
-            self.done = True
+        elif kind in {"at", "failed", "done"}:
+            setattr(self, kind, value)
 
 
 class Report:

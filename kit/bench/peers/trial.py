@@ -33,7 +33,7 @@ def run(peer: Peer, *, steps: int, hold: bool) -> None:
     started = time.perf_counter() - began
     if values != [REDUCED] * 2:
         raise RuntimeError(f"the all-reduce came to {values}")
-    taken = [seconds_of(peer.step) for _ in range(steps if peer.steps else 0)]
+    taken = [seconds_of(peer.step) for _ in range(steps)] if hasattr(peer, "step") else []
     victim = peer.pids()[1]
     tell({"start": started, "steps": taken})
     if hold:
@@ -83,32 +83,15 @@ def wait_for_rank_1() -> None:
     dist.barrier()
 
 
-class Peer:
-    """Two ranks held by some library, which is loaded when the peer is made."""
-
-    steps = True  # whether it keeps ranks between steps
-
-    def start(self) -> list[float]:
-        """Start the ranks; what an all-reduce of 1 and 2 came to on them."""
-        raise NotImplementedError
-
-    def step(self) -> None:
-        """An empty step on both ranks."""
-        raise NotImplementedError
-
-    def pids(self) -> list[int]:
-        raise NotImplementedError
-
-    def hang(self) -> None:
-        """Rank 1 sleeps, rank 0 waits for it in a collective; returns at once."""
-        raise NotImplementedError
-
-    def answer(self) -> None:
-        """Wait for the answer to `hang`, as a person's cell would; raises what the library raises."""
-        raise NotImplementedError
+# A peer is two ranks held by some library, which is loaded when the peer is made.
+#   start()   starts the ranks; returns what an all-reduce of 1 and 2 came to on them
+#   step()    an empty step on both ranks; a library without it does not keep ranks between steps
+#   pids()    of both ranks
+#   hang()    returns at once; rank 1 sleeps, rank 0 waits for it in a collective
+#   answer()  waits for the answer to `hang`, as a person's cell would; raises what the library raises
 
 
-class IPyParallel(Peer):
+class IPyParallel:
     """A controller and two engines; a step is `execute` on both, as a `%%px` cell is."""
 
     def __init__(self) -> None:
@@ -135,7 +118,7 @@ class IPyParallel(Peer):
         self.waiting.get(60)
 
 
-class Monarch(Peer):
+class Monarch:
     """Two processes with an actor each; a step is an endpoint called on both."""
 
     def __init__(self) -> None:
@@ -178,7 +161,7 @@ class Monarch(Peer):
         self.waiting.get(timeout=60)
 
 
-class NBDistributed(Peer):
+class NBDistributed:
     """The two managers behind its `%dist_init`; a step is what a cell sends to all."""
 
     REDUCE = "value = torch.ones(1) * (rank + 1)\ndist.all_reduce(value)\nvalue.item()"
@@ -216,10 +199,9 @@ class NBDistributed(Peer):
         self.waiting.result()
 
 
-class Torchrun(Peer):
+class Torchrun:
     """torchrun alone, as a notebook starts a script with it: it has no steps, and its exit reports a death."""
 
-    steps = False
     SCRIPT = """
 import os, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -252,7 +234,13 @@ dist.barrier()
         raise subprocess.SubprocessError(f"status {self.process.returncode}: {errors[errors.find('Root Cause') :]}")
 
 
-PEERS = {"ipyparallel": IPyParallel, "monarch": Monarch, "nbdistributed": NBDistributed, "torchrun": Torchrun}
+Peer = IPyParallel | Monarch | NBDistributed | Torchrun
+PEERS: dict[str, type[Peer]] = {
+    "ipyparallel": IPyParallel,
+    "monarch": Monarch,
+    "nbdistributed": NBDistributed,
+    "torchrun": Torchrun,
+}
 
 if __name__ == "__main__":
     run(PEERS[sys.argv[1]](), **json.loads(sys.argv[2]))
