@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -260,21 +261,10 @@ def as_times(found: Mapping[str, Any], device: str, seconds: Mapping[str, float]
 # -- what a probe may leave behind when it is cut -----------------------------------------------------------------------
 
 
-SHM = Path("/dev/shm")  # noqa: S108 - what appeared there is looked for
 # Names that torch, NCCL, CUDA, Python's multiprocessing and the kit use there.
 PREFIXES = ("torch_", "nccl-", "cuda.shm.", "psm_", "sem.mp", "kit")
 AGENT_S = 3.0  # in which a World's agent, whose notebook is gone, ends its ranks and removes what they left
-
-
-def shm_names() -> set[str]:
-    """Names of this user's in /dev/shm that libraries of a job may have made."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(SHM):
-            with contextlib.suppress(OSError):
-                if entry.name.startswith(PREFIXES) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
-                    found.add(entry.name)
-    return found
+shm_names = functools.partial(machine.shm_names, PREFIXES)
 
 
 def clean(pid: int, started: int, ranks: Iterable[int], before: set[str]) -> list[str]:
@@ -296,18 +286,8 @@ def clean(pid: int, started: int, ranks: Iterable[int], before: set[str]) -> lis
         shutil.rmtree(folder, ignore_errors=True)
     leftovers.forget_shared(ranks)
     new = shm_names() - before
-    new -= in_use(new)
+    new -= machine.shm_in_use(new, machine.pids())  # somebody else's, who works beside us
     for name in new:
         with contextlib.suppress(OSError):
-            (SHM / name).unlink()
-    return [*left, *(f"{SHM}/{name}" for name in sorted(new))]
-
-
-def in_use(names: set[str]) -> set[str]:
-    """Those that some process has mapped or open: somebody else's, who works beside us."""
-    used: set[str] = set()
-    for pid in machine.pids() if names else ():
-        with contextlib.suppress(OSError):
-            files = machine.files_of(pid)
-            used |= {name for name in names if f"{SHM}/{name}\n" in files or f"{SHM}/{name} " in files}
-    return used
+            Path(machine.SHM, name).unlink()
+    return [*left, *(f"{machine.SHM}/{name}" for name in sorted(new))]
