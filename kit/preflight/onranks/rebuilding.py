@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from kit.measure import counts
+from kit.measure.observers.births import facts
 from kit.measure.phase import timed
 from kit.preflight.onranks import device, finish, meet, sums
 from kit.preflight.onranks.memory import held
@@ -102,13 +103,8 @@ def bits(group: Any) -> str:
 
 def options(group: Any) -> dict[str, Any]:
     """What the group's own backend says of its options, asked of torch and not of the snapshot."""
-    stored: Any = group._get_backend(device()).options
-    facts: dict[str, Any] = {"timeout_s": stored._timeout.total_seconds(), "description": group.group_desc}
-    if hasattr(stored, "config"):
-        config = {name: getattr(stored.config, name) for name in dir(stored.config) if not name.startswith("_")}
-        facts |= {name: value for name, value in config.items() if not callable(value)}
-        facts["is_high_priority_stream"] = bool(stored.is_high_priority_stream)
-    return facts
+    seen = facts(group)
+    return {**seen["backends"][device().type], "description": seen["description"]}
 
 
 def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[str]:
