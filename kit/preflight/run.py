@@ -50,22 +50,22 @@ class Probe:
 
 def probe(number: str, title: str, target: str, limit_s: float = 6.0, *, expandable: bool = False) -> Probe:
     env = EXPANDABLE if expandable else {}
-    return Probe(number=number, title=title, target=f"kit.preflight.probes.{target}", limit_s=limit_s, env=env)
+    return Probe(number=number, title=title, target=f"kit.preflight.probes:{target}", limit_s=limit_s, env=env)
 
 
 PROBES = (
-    probe("1", "seats", "collectives:seats"),
-    probe("2", "all-reduces", "collectives:all_reduces"),
-    probe("3", "groups", "collectives:groups", 12),
-    probe("4", "rebuild", "collectives:rebuild", 12),
-    probe("5", "absent peer", "collectives:absent_peer", 12),
-    probe("6", "host memory", "memory:host_memory"),
-    probe("7a", "resize", "memory:resize"),
-    probe("7b", "resize, expandable segments", "memory:resize", expandable=True),
-    probe("8", "driver memory", "memory:driver_memory"),
-    probe("9a", "ipc", "memory:ipc"),
-    probe("9b", "ipc, expandable segments", "memory:ipc", expandable=True),
-    probe("10", "jobs", "collectives:jobs", 40),
+    probe("1", "seats", "seats"),
+    probe("2", "all-reduces", "all_reduces"),
+    probe("3", "groups", "groups", 12),
+    probe("4", "rebuild", "rebuild", 12),
+    probe("5", "absent peer", "absent_peer", 12),
+    probe("6", "host memory", "host_memory"),
+    probe("7a", "resize", "resize"),
+    probe("7b", "resize, expandable segments", "resize", expandable=True),
+    probe("8", "driver memory", "driver_memory"),
+    probe("9a", "ipc", "ipc"),
+    probe("9b", "ipc, expandable segments", "ipc", expandable=True),
+    probe("10", "jobs", "jobs", 40),
 )
 
 

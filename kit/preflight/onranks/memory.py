@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kit.measure.host import map_shared, populate, unmap
+from kit.measure.host import map_shared, populate, trim, unmap
 from kit.measure.memory import device_memory, host_memory
 from kit.measure.phase import current_device, timed
 from kit.preflight.onranks import device, finish, meet
@@ -154,7 +154,7 @@ def let_go() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     else:
-        ctypes.CDLL(None).malloc_trim(0)
+        trim()
 
 
 def held() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import gc
-import hashlib
 import os
 import time
 from typing import Any
@@ -15,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from kit.measure import counts
 from kit.measure.observers.births import facts
+from kit.measure.observers.tensors import digest
 from kit.measure.phase import timed
 from kit.preflight.onranks import device, finish, meet, sums
 from kit.preflight.onranks.memory import held
@@ -98,7 +98,7 @@ def bits(group: Any) -> str:
     generator = torch.Generator().manual_seed(dist.get_rank() + 1)
     value = torch.randn(4096, generator=generator).to(device())
     dist.all_reduce(value, group=group)
-    return hashlib.sha256(value.cpu().numpy().tobytes()).hexdigest()
+    return digest(value)
 
 
 def options(group: Any) -> dict[str, Any]:
