@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from kit.errors import BadInput
 from kit.measure.provenance import git_state, gpu_state
 from kit.results import runs_dir
 from kit.results.units import size
-from kit.world import capacity, interpreter, leftovers
+from kit.world import asked, interpreter, leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -83,9 +82,9 @@ def examine() -> Found:
     interpreters, ranks = ask_interpreters(problems)
     runs = ask_runs(problems)
     cores, free = len(os.sched_getaffinity(0)), machine.free_memory()
-    most = max(0, min(capacity.MOST_PER_CORE * cores, free // capacity.RANK_BYTES))
+    most = max(0, min(asked.MOST_PER_CORE * cores, free // asked.RANK_BYTES))
     if most < 2:
-        problems.append(f"{size(free)} of memory are free; two ranks need {size(2 * capacity.RANK_BYTES)}")
+        problems.append(f"{size(free)} of memory are free; two ranks need {size(2 * asked.RANK_BYTES)}")
     return {
         "problems": problems,
         "python": {"version": platform.python_version(), "path": sys.executable},
@@ -98,7 +97,7 @@ def examine() -> Found:
         "most_ranks": most,
         "shm": ask_shm(),
         "runs": runs,
-        "leftovers": [{**one.to_json(), "since": since(one.started)} for one in leftovers.find()],
+        "leftovers": [one.to_json() for one in leftovers.find()],
         "git": git_state(Path(__file__).resolve().parents[1]),
     }
 
@@ -173,11 +172,6 @@ def ask_runs(problems: list[str]) -> Found:
     return {"path": str(folder), "writable": why is None, "free": free, "why": why}
 
 
-def since(ticks: int) -> str:
-    """The time of day of a process's start, from clock ticks since boot."""
-    return f"{datetime.fromtimestamp(machine.started_at(ticks)).astimezone():%Y-%m-%d %H:%M:%S}"
-
-
 def told(found: Found) -> str:
     """The same for people."""
     lines = [f"{name:<12}{text}" for name, text in rows(found)]
@@ -197,12 +191,8 @@ def rows(found: Found) -> list[tuple[str, str]]:
         table.append(("ranks use", f"{mark} {one['path']} ({one['where']}): {one['verdict']}{use}"))
     if ranks is not None and "python" in ranks:
         table.append(("versions", f"Python {ranks['python']}, torch {ranks['torch']}, numpy {ranks['numpy']}"))
-        table.append(
-            (
-                "megatron",
-                ranks["megatron.core"] or f"no megatron.core, so only labs without it: {ranks['megatron.core_why']}",
-            )
-        )
+        without = f"no megatron.core, so only labs without it: {ranks['megatron.core_why']}"
+        table.append(("megatron", ranks["megatron.core"] or without))
     if ranks is not None and "device" in ranks:
         table.append(("device", f"{ranks['device']}: {ranks['device_why']}"))
         table.append(("nccl", ranks["nccl"] or f"none: {ranks['why']}"))
@@ -214,18 +204,9 @@ def rows(found: Found) -> list[tuple[str, str]]:
     table.append(("cgroup", caps if limits["version"] else "none"))
     table.append(("ranks", f"at most {found['most_ranks']}"))
     table.append(("shm", shm["why"] or f"{size(shm['free'])} free of {size(shm['total'])}"))
-    table.append(
-        (
-            "runs",
-            f"{runs['path']}: "
-            + (f"{size(runs['free'])} free" if runs["writable"] else f"not writable: {runs['why']}"),
-        )
-    )
-    left = [
-        f"pid {one['pid']}, started {one['since']}: {one['command']}  ({ENDED if one['sure'] else NOT_ENDED})"
-        for one in found["leftovers"]
-    ]
-    table += [("leftovers", text) for text in left or ["none"]]
+    room = f"{size(runs['free'])} free" if runs["writable"] else f"not writable: {runs['why']}"
+    table.append(("runs", f"{runs['path']}: {room}"))
+    table += [("leftovers", text) for text in map(line_of, found["leftovers"])] or [("leftovers", "none")]
     state = {True: "with changes", False: "clean", None: "unknown state"}[git["dirty"]]
     table.append(("git", f"{git['commit'][:12]}, {state}" if git["commit"] else f"none: {git['why']}"))
     return table
@@ -235,13 +216,17 @@ ENDED = "`kit clean` ends it"
 NOT_ENDED = "may only have inherited KIT_WORLD: `kit clean` leaves it; `kill` it if it is yours"
 
 
+def line_of(one: Mapping[str, Any]) -> str:
+    return f"pid {one['pid']}, started {one['since']}: {one['command']}  ({ENDED if one['sure'] else NOT_ENDED})"
+
+
 def clean(*, dry_run: bool, yes: bool) -> Found:
     """List what earlier Worlds left behind and, if asked to, end and remove it."""
     found = leftovers.find()
     sure = [one for one in found if one.sure]
     folders = leftovers.dead_folders(one for one in found if not one.sure)
     for one in found:
-        print(f"pid {one.pid}, started {since(one.started)}: {one.command}  ({ENDED if one.sure else NOT_ENDED})")
+        print(line_of(one.to_json()))
     for folder in folders:
         print(f"folder {folder}")
     listed = {"found": [one.to_json() for one in found], "folders": [str(folder) for folder in folders]}
@@ -291,9 +276,8 @@ def communication(ranks: Found) -> list[tuple[str, str]]:
         table.append(("sharing", f"more ranks than GPUs share them {ranks['shared_gpus']}"))
     table += [("code", code(one)) for one in ranks["code"]]
     if ranks["no_peer_access"]:
-        table.append(
-            ("peers", "no peer access between GPUs " + ", ".join(f"{a}-{b}" for a, b in ranks["no_peer_access"]))
-        )
+        pairs = ", ".join(f"{a}-{b}" for a, b in ranks["no_peer_access"])
+        table.append(("peers", f"no peer access between GPUs {pairs}"))
     comms = ranks["torchcomms"]
     requested = "requested" if comms["requested"] else "not requested"
     effect = {True: ", in effect", False: ", not in effect", None: ""}[comms["effective"]]

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+SHM = "/dev/shm"  # noqa: S108 - it is listed, and nothing is made there
 MARK = "KIT_WORLD"  # in the environment of every process of a World: see kit.world.leftovers
 
 # -- processes -----------------------------------------------------------------------------------------------------------
@@ -201,6 +202,27 @@ def open_files() -> Iterator[tuple[str, os.stat_result]]:
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - as above
         with contextlib.suppress(OSError):
             yield os.readlink(f"/proc/self/fd/{name}"), os.fstat(int(name))  # noqa: PTH115 - a text, not a path
+
+
+def shm_names(prefixes: tuple[str, ...] = ("",)) -> set[str]:
+    """Files of this user in /dev/shm whose names begin with one of the prefixes."""
+    found = set()
+    with contextlib.suppress(OSError), os.scandir(SHM) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if entry.name.startswith(prefixes) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                    found.add(entry.name)
+    return found
+
+
+def shm_in_use(names: set[str], by: Iterable[int]) -> set[str]:
+    """Those of these files in /dev/shm that one of the processes has open or mapped."""
+    used: set[str] = set()
+    for pid in by if names else ():
+        with contextlib.suppress(OSError):
+            files = files_of(pid)
+            used |= {name for name in names if f"{SHM}/{name}\n" in files or f"{SHM}/{name} " in files}
+    return used
 
 
 class Mapping(NamedTuple):

@@ -46,12 +46,12 @@ LABS_ON_RANKS = {KIT / "labs" / "rankside.py", KIT / "labs" / "bystander.py"}
 RANK_ROOMS = {"measure", "megatron", "train", "sync"}
 # A config's `fits` weighs it against the machine; plain arithmetic of the standard library, harmless where a rank loads it along.
 # The schema and the writer of records are the ranks' too.
-BOTH_SIDES = ("kit.world.capacity.", "kit.world.channel", "kit.results.records.", "kit.results.files.")
+BOTH_SIDES = ("kit.world.asked.", "kit.world.channel", "kit.results.records.", "kit.results.files.")
 RANK_FILES = {
     *(KIT / f"{name}.py" for name in EVERYBODYS - {"errors"}),
     *(KIT / "results" / f"{name}.py" for name in ("__init__", "records", "files")),
-    *(KIT / "world" / f"{name}.py" for name in ("__init__", "agent", "agentside", "channel", "device", "entry")),
-    *(KIT / "world" / f"{name}.py" for name in ("execute", "processes", "rankside", "routing", "stacks", "stream")),
+    *(KIT / "world" / f"{name}.py" for name in ("__init__", "agent", "agentside", "channel", "device")),
+    *(KIT / "world" / f"{name}.py" for name in ("execute", "processes", "rankside", "routing", "stacks")),
 }
 # Ranks may lack these two: test_hashes and test_checkpoint hold what happens then.
 AT_HAND = {"xxhash", "safetensors"}

@@ -11,13 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kit.bench import pace
-from kit.bench.reference.running import bench, is_settled, lab, on_cpu, perform, split
+from kit.bench.reference import bench, is_settled, lab, on_cpu, perform, split
 from kit.bench.rows import Row, row, unmeasured
 from kit.bench.session import Part, Session
 
 if TYPE_CHECKING:
     from kit.bench.pace import Pace
-    from kit.bench.reference.running import Part as Referenced
+    from kit.bench.reference import Part as Referenced
 
 WITHIN = 1.5
 

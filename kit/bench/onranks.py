@@ -93,10 +93,10 @@ def copy(device: str = "cpu") -> float:
 
 def met() -> float:
     """Now, when every rank and the device are through."""
-    import torch
     import torch.distributed as dist
 
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    from kit.measure.phase import current_device, synchronize
+
+    synchronize(current_device())
     dist.barrier()
     return time.perf_counter()

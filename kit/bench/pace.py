@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import subprocess
 import sys
@@ -54,6 +55,16 @@ ASSUMED = Pace(
 )
 
 
+OF_DOCTOR = {  # what `kit doctor --deep` measures of each, to be added up
+    "world_s": ("world", "all_reduce"),
+    "megatron_s": ("world_megatron", "all_reduce"),
+    "job_s": ("layout", "job", "step"),
+    "step_s": ("step",),
+    "group_s": ("group", "group_destroy"),
+    "copy_s": ("host_to_device", "device_to_host"),
+}
+
+
 def find(out: Path | None, device: str) -> Pace:
     """This machine's: as kept in the reference's folder, else from what `kit doctor --deep` measured, else measured now and kept."""
     if out is not None and (kept := read(out / FILE, device)):
@@ -77,34 +88,17 @@ def from_doctor(told: times.Times | None, device: str) -> Pace | None:
     """None where `kit doctor --deep` did not measure everything, or measured another machine or device."""
     if told is None or (told.device, told.host) != (device, platform.node()):
         return None
-    if (
-        told.world is None
-        or told.world_megatron is None
-        or told.all_reduce is None
-        or told.layout is None
-        or told.job is None
-        or told.step is None
-        or told.group is None
-    ):
+    times_ = {**asdict(told), "group_destroy": told.group_destroy or 0}
+    parts = {
+        name: [times_[part] for part in OF_DOCTOR[name]] for name in OF_DOCTOR if device == "cuda" or name != "copy_s"
+    }
+    if None in itertools.chain(*parts.values()):
         return None
+    seconds = {name: sum(some) for name, some in parts.items()}
     if device != "cuda":
-        copied = copy_seconds()
-    elif told.host_to_device is None or told.device_to_host is None:
-        return None
-    else:
-        copied = told.host_to_device + told.device_to_host
-    return Pace(
-        device=device,
-        process_s=process_seconds(),
-        world_s=told.world + told.all_reduce,
-        megatron_s=told.world_megatron + told.all_reduce,
-        job_s=told.layout + told.job + told.step,
-        step_s=told.step,
-        group_s=told.group + (told.group_destroy or 0),
-        copy_s=copied,
-        source="measured by kit doctor --deep",
-        host=told.host,
-    )
+        seconds["copy_s"] = copy_seconds()
+    source = "measured by kit doctor --deep"
+    return Pace(device=device, process_s=process_seconds(), **seconds, source=source, host=told.host)
 
 
 def measure(device: str) -> Pace:

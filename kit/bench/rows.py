@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
@@ -74,16 +75,27 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def turn_by_turn(names: Sequence[str], rounds: int, timed: Callable[[str, int], float]) -> dict[str, list[float]]:
-    """Seconds of each, one after another in every turn, and who begins moves on with each. The first turn, -1, is not counted: pages are
-    supplied in it, and connections made."""
+    """Seconds of each, one after another in every turn, in changing order and without garbage from before. The first turn, -1, is not
+    counted: pages are supplied in it, and connections made."""
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(-1, rounds):
-        shift = turn % len(names)
-        for name in [*names[shift:], *names[:shift]]:
-            taken = timed(name, turn)
-            if turn >= 0:
-                seconds[name].append(taken)
+    gc.collect()
+    gc.freeze()  # what is there already is not searched in every turn
+    try:
+        for turn in range(-1, rounds):
+            for place in order(len(names), turn):
+                gc.collect()
+                taken = timed(names[place], turn)
+                if turn >= 0:
+                    seconds[names[place]].append(taken)
+    finally:
+        gc.unfreeze()
     return seconds
+
+
+def order(count: int, turn: int) -> list[int]:
+    """Who comes when: over `count` turns each stands in every place, and for even counts follows each other as often."""
+    zigzag = [place // 2 + 1 if place % 2 else -(place // 2) for place in range(count)]
+    return [(place + turn) % count for place in zigzag]
 
 
 def progress(text: str) -> None:

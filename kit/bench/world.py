@@ -26,10 +26,8 @@ from kit.bench.peers import (
     STEPPED,
     TOLD,
     VANISHED,
-    end,
     environment,
     installed,
-    marked,
     peers,
     seconds_until_gone,
 )
@@ -37,6 +35,7 @@ from kit.bench.rows import Row, first_line, progress, ratios, row, seconds_of, u
 from kit.bench.session import Cost, Part, crowd
 from kit.errors import KitError, RankDied
 from kit.world import World, interpreter, leftovers
+from kit.world.leftovers import carriers, end_carriers
 from kit.world.pending import Pending, wait
 from kit.world.world import Printer
 
@@ -273,14 +272,14 @@ def kernel_death_once(logs: Path) -> float:
         def fits(mark: str) -> bool:
             return mark.split(":")[1] == owner
 
-        known = marked(fits)
+        known = carriers(fits)
         began = time.perf_counter()
         holder.kill()
         if said != b"ready\n" or len(known) < 3:
             raise KitError(f"a World in another process did not start; it has the processes {known}")
         took = seconds_until_gone(fits, known, began, GONE_S)
         if took is None:
-            end(fits)
+            end_carriers(fits)
             raise KitError(f"{GONE_S:.0f} s after the SIGKILL of its notebook a World still had processes")
         while any(folder.name.split(":")[1:2] == [owner] for folder in leftovers.base().iterdir()):
             took = time.perf_counter() - began

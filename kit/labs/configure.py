@@ -20,7 +20,7 @@ from kit.labs.discover import hint
 from kit.labs.options import Field, fields
 from kit.megatron.config import dtype_on, forced_tf32
 from kit.world import interpreter
-from kit.world.capacity import check_ranks
+from kit.world.asked import check_ranks
 
 if TYPE_CHECKING:
     from kit.labs.definition import Definition, Fault

@@ -16,7 +16,7 @@ from kit.errors import BadInput
 from kit.gpu import free_bytes
 from kit.machine import free_memory
 from kit.megatron.config import ModelConfig, dtype_on
-from kit.world.capacity import RANK_BYTES
+from kit.world.asked import RANK_BYTES
 
 
 @dataclasses.dataclass(frozen=True)

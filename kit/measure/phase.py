@@ -17,7 +17,7 @@ from kit.measure.observers.births import registered
 from kit.measure.observers.holdings import BYTES, holdings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import TracebackType
 
 
@@ -49,6 +49,13 @@ def now(device: str = "cpu") -> float:
     """Seconds of a monotonic clock (for differences), read after the device has finished its work: a kernel launch returns at once."""
     synchronize(device)
     return time.perf_counter()
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of this work, without what the device had to finish before it and with what the work started there."""
+    start = now(current_device())
+    work()
+    return now(current_device()) - start
 
 
 _open: list[PhaseMeter] = []

@@ -58,12 +58,8 @@ class Findings:
             self.times |= value
         elif kind == "pids":
             self.pids += value
-        elif kind == "at":
-            self.at = value
-        elif kind == "failed":
-            self.failed = value
-        elif kind == "done":
-            self.done = True
+        elif kind in {"at", "failed", "done"}:
+            setattr(self, kind, value)
 
 
 class Report:
@@ -79,7 +75,7 @@ class Report:
         """What begins now: the place that is named if it does not end."""
         self.say("at", what)
 
-    def row(self, what: str, passed: bool | None, value: float | None = None, unit: str = "", why: str = "") -> None:
+    def row(self, what: str, passed: bool | None, why: str = "", value: float | None = None, unit: str = "") -> None:
         if value is not None and not math.isfinite(value):
             value, why = None, f"measured {value}; {why}".removesuffix("; ")
         result: Result = "not measurable" if passed is None else "pass" if passed else "fail"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -50,22 +50,22 @@ class Probe:
 
 def probe(number: str, title: str, target: str, limit_s: float = 6.0, *, expandable: bool = False) -> Probe:
     env = EXPANDABLE if expandable else {}
-    return Probe(number=number, title=title, target=f"kit.preflight.probes.{target}", limit_s=limit_s, env=env)
+    return Probe(number=number, title=title, target=f"kit.preflight.probes:{target}", limit_s=limit_s, env=env)
 
 
 PROBES = (
-    probe("1", "seats", "collectives:seats"),
-    probe("2", "all-reduces", "collectives:all_reduces"),
-    probe("3", "groups", "collectives:groups", 12),
-    probe("4", "rebuild", "collectives:rebuild", 12),
-    probe("5", "absent peer", "collectives:absent_peer", 12),
-    probe("6", "host memory", "memory:host_memory"),
-    probe("7a", "resize", "memory:resize"),
-    probe("7b", "resize, expandable segments", "memory:resize", expandable=True),
-    probe("8", "driver memory", "memory:driver_memory"),
-    probe("9a", "ipc", "memory:ipc"),
-    probe("9b", "ipc, expandable segments", "memory:ipc", expandable=True),
-    probe("10", "jobs", "collectives:jobs", 40),
+    probe("1", "seats", "seats"),
+    probe("2", "all-reduces", "all_reduces"),
+    probe("3", "groups", "groups", 12),
+    probe("4", "rebuild", "rebuild", 12),
+    probe("5", "absent peer", "absent_peer", 12),
+    probe("6", "host memory", "host_memory"),
+    probe("7a", "resize", "resize"),
+    probe("7b", "resize, expandable segments", "resize", expandable=True),
+    probe("8", "driver memory", "driver_memory"),
+    probe("9a", "ipc", "ipc"),
+    probe("9b", "ipc, expandable segments", "ipc", expandable=True),
+    probe("10", "jobs", "jobs", 40),
 )
 
 
@@ -261,21 +261,10 @@ def as_times(found: Mapping[str, Any], device: str, seconds: Mapping[str, float]
 # -- what a probe may leave behind when it is cut -----------------------------------------------------------------------
 
 
-SHM = Path("/dev/shm")  # noqa: S108 - what appeared there is looked for
 # Names that torch, NCCL, CUDA, Python's multiprocessing and the kit use there.
 PREFIXES = ("torch_", "nccl-", "cuda.shm.", "psm_", "sem.mp", "kit")
 AGENT_S = 3.0  # in which a World's agent, whose notebook is gone, ends its ranks and removes what they left
-
-
-def shm_names() -> set[str]:
-    """Names of this user's in /dev/shm that libraries of a job may have made."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(SHM):
-            with contextlib.suppress(OSError):
-                if entry.name.startswith(PREFIXES) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
-                    found.add(entry.name)
-    return found
+shm_names = functools.partial(machine.shm_names, PREFIXES)
 
 
 def clean(pid: int, started: int, ranks: Iterable[int], before: set[str]) -> list[str]:
@@ -284,44 +273,21 @@ def clean(pid: int, started: int, ranks: Iterable[int], before: set[str]) -> lis
     A World's agent ends by itself what its notebook can no longer end, so it is given a moment. What is there after that counts.
     """
     owner = f":{pid}:{started}"
-    left = wait_for_agents(owner)
-    for number, command in left.items():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(number, signal.SIGKILL)
-        left[number] = f"process {number} ({command})"
+
+    def ours(mark: str) -> bool:
+        return mark.endswith(owner)
+
+    deadline = time.monotonic() + AGENT_S
+    while (alive := leftovers.carriers(ours)) and time.monotonic() < deadline:
+        time.sleep(0.03)
+    left = [f"process {number} ({machine.command(number)})" for number in alive]
+    leftovers.end_carriers(ours)
     for folder in [path for path in leftovers.base().iterdir() if path.name.endswith(owner)]:
         shutil.rmtree(folder, ignore_errors=True)
     leftovers.forget_shared(ranks)
     new = shm_names() - before
-    new -= in_use(new)
+    new -= machine.shm_in_use(new, machine.pids())  # somebody else's, who works beside us
     for name in new:
         with contextlib.suppress(OSError):
-            (SHM / name).unlink()
-    return [*left.values(), *(f"{SHM}/{name}" for name in sorted(new))]
-
-
-def wait_for_agents(owner: str) -> dict[int, str]:
-    """Processes of the owner's Worlds that are still alive after a moment, with their commands."""
-    deadline = time.monotonic() + AGENT_S
-    while (alive := marked(owner)) and time.monotonic() < deadline:
-        time.sleep(0.03)
-    return alive
-
-
-def marked(owner: str) -> dict[int, str]:
-    found = {}
-    for pid in machine.pids():
-        fields = machine.stat_fields(pid)
-        if fields and fields[0] not in "ZX" and (machine.marked(pid) or "").endswith(owner):
-            found[pid] = machine.command(pid)
-    return found
-
-
-def in_use(names: set[str]) -> set[str]:
-    """Those that some process has mapped or open: somebody else's, who works beside us."""
-    used: set[str] = set()
-    for pid in machine.pids() if names else ():
-        with contextlib.suppress(OSError):
-            files = machine.files_of(pid)
-            used |= {name for name in names if f"{SHM}/{name}\n" in files or f"{SHM}/{name} " in files}
-    return used
+            Path(machine.SHM, name).unlink()
+    return [*left, *(f"{machine.SHM}/{name}" for name in sorted(new))]

@@ -1,5 +1,7 @@
 """Start of the process on each node that runs torchrun: `python -m kit.world.agent`, or by path where the kit is not installed.
 
+torchrun runs this file too, as each rank: a fork of that process, in which torch and the kit are loaded already.
+
 The ranks' environment need not have the kit: run by path, this file makes the package `kit` importable from where it lies and
 nothing else beside it, so that no library of the notebook's environment reaches the ranks.
 """
@@ -23,9 +25,11 @@ def make_kit_importable() -> None:
 
 
 if __name__ == "__main__":
-    if "kit" not in sys.modules:
-        sys.path.pop(0)  # run by path: the folder of this file would shadow modules of the same names
-        make_kit_importable()
-    from kit.world.agentside import main
-
+    if "kit.world.rankside" in sys.modules:
+        from kit.world.rankside import main
+    else:
+        if "kit" not in sys.modules:
+            sys.path.pop(0)  # run by path: the folder of this file would shadow modules of the same names
+            make_kit_importable()
+        from kit.world.agentside import main
     main()

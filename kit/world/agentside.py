@@ -34,7 +34,7 @@ from kit import machine
 from kit.world import leftovers, processes
 from kit.world.channel import ChannelClosed, Link, Message, connect
 
-ENTRY = Path(__file__).with_name("entry.py")
+ENTRY = Path(__file__).with_name("agent.py")
 
 
 class Node:
@@ -103,7 +103,7 @@ class Node:
         for pid, started in self.ranks.values():
             processes.kill(pid, started, group=True)
         if not processes.end_children() and (value := os.environ.get(machine.MARK)):
-            leftovers.end_marked(value, spare=os.getpid())
+            leftovers.end_carriers(value.__eq__, spare=os.getpid())
 
     def on_log(self, rank: int, offset: int, limit: int) -> str:
         return read_log(Path(self.order["logs"]), rank, offset, limit).decode("latin-1")
@@ -147,7 +147,7 @@ def torchrun(order: Message) -> None:
 def preload(names: list[str]) -> None:
     """Import what the ranks will want. A module that fails is left to the ranks, where the error gets a rank and a traceback."""
     if importlib.util.find_spec("transformer_engine") is not None:
-        return  # Megatron imports it where it is there, and it asks the GPU what it can: see kit.world.gpus
+        return  # Megatron imports it where it is there, and it asks the GPU what it can: see kit.world.device
     for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
@@ -198,14 +198,14 @@ def main() -> None:
     threading.Thread(target=reap, daemon=True).start()
     importlib.import_module("torch.distributed.run")
     importlib.import_module("kit.world.rankside")  # what ranks need, once, before they are forked
-    gpus = importlib.import_module("kit.world.gpus")
+    device = importlib.import_module("kit.world.device")
     plain_logging()
     tempfile.tempdir = str(folder)  # torchrun's error files and log folders end with the World
     while True:
         NODE.launched.wait()
         NODE.launched.clear()
         order, said, statuses = NODE.order, "", {}
-        gpus.spare(order["device"])
+        device.spare(order["device"])
         preload(order["preload"])
         try:
             torchrun(order)

@@ -52,10 +52,9 @@ NOT_INHERITED = {
 class Crew:
     """Agents and ranks of one World, through however many generations of ranks."""
 
-    def __init__(self, plan: Plan, say: Callable[[str], None], tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, plan: Plan, tick: Callable[[], None] = lambda: None) -> None:
         """`tick` is called often while they start; what it raises ends the start."""
         self.plan = plan
-        self._say = say
         self._tick = tick
         self.id = secrets.token_hex(3)
         self.members: list[Member] = []
@@ -113,7 +112,7 @@ class Crew:
             )
         (self.folder / leftovers.SESSION).write_text(str(self._process.pid))
         for node in range(1, self.plan.nodes):
-            self._say(
+            print(
                 f"on machine {node} of {self.plan.nodes - 1} others, where the kit is installed, run:\n"
                 f"  KIT_KEY={self._key.hex()} python -m kit.world.agent --connect {self._listener.address} --node {node}"
             )
@@ -217,7 +216,7 @@ class Crew:
                 raise KitError(f"{self._missing(what)} after {self.plan.start_timeout_s:g} s; {self._last_words()}")
             if time.monotonic() - told > 5 and self.plan.nodes > 1:
                 told = time.monotonic()
-                self._say(self._missing(what))
+                print(self._missing(what))
 
     def _greet(self, link: Link) -> None:
         hello: Message = {}
@@ -476,7 +475,7 @@ class Crew:
             any(m.node == 0 and machine.alive(m.pid, m.started) for m in self.members) and time.monotonic() < deadline
         ):
             time.sleep(0.002)
-        leftovers.end_marked(leftovers.mark(self.id))
+        leftovers.end_carriers(leftovers.mark(self.id).__eq__)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

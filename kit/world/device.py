@@ -1,16 +1,21 @@
 """Which device a rank works on, and why, and the environment of ranks that may use a GPU. Runs on the rank, before anything touches CUDA.
 
 The settings are read off the sources named beside them; no GPU has confirmed them yet.
+
+A driver that was started before a fork is dead after it: every rank would be told that there is no GPU. torchrun's own config counts
+GPUs before it forks, and so do modules that are loaded for the ranks. `spare` has a child count, which is gone afterwards. A module
+that asks a GPU for more than its presence starts the driver all the same; `poisoned` tells.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import functools
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from kit import nccl
-from kit.world import gpus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping, Sequence
@@ -96,7 +101,7 @@ def choose(wanted: str, number: int, neighbours: int, devices: Sequence[int] = (
         return Seat(torch.device("cpu"), "asked for", {})
     if torch.version.cuda is None and torch.version.hip is None:
         reason = f"torch {torch.__version__} is a build without CUDA"
-    elif gpus.poisoned():
+    elif poisoned():
         reason = (
             "a module that was loaded for the ranks started CUDA before they were forked, so that it is dead in them"
         )
@@ -132,3 +137,41 @@ def placed(devices: Sequence[int], local: int, number: int, there: int) -> Seat:
         raise RuntimeError(f"devices={list(devices)} puts several ranks on GPU {wanted}, which needs NCCL")
     why = f"{why}, shared {shared.told}; communication times: {nccl.SHARED_GPU}"
     return Seat(torch.device("cuda", wanted), why, shared.env)
+
+
+# -- in the process that forks the ranks -----------------------------------------------------------------------------------
+
+
+_C: Any = torch._C
+COUNT = "_cuda_getDeviceCount"
+_plain = getattr(_C, COUNT, None)  # a build without CUDA has none
+
+
+def spare(device: str) -> None:
+    """From now on, for ranks on this device: cpu, for which there are no GPUs, or another one."""
+    if _plain is not None:
+        setattr(_C, COUNT, (lambda: 0) if device == "cpu" else counted_by_a_child)
+
+
+def restore() -> None:
+    """In a rank, whose driver is its own."""
+    if _plain is not None:
+        setattr(_C, COUNT, _plain)
+
+
+def poisoned() -> bool:
+    """Whether CUDA was started in this process's parent before the fork."""
+    return bool(torch.cuda._is_in_bad_fork())
+
+
+@functools.cache
+def counted_by_a_child() -> int:
+    assert _plain is not None
+    child = os.fork()
+    if not child:
+        count = 0
+        try:
+            count = _plain()
+        finally:
+            os._exit(min(count, 255))
+    return max(0, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

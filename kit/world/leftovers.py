@@ -18,12 +18,13 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
 from kit.errors import BadInput
-from kit.machine import alive, command, marked, namespace, pids, start_time, stat_fields
+from kit.machine import alive, command, marked, namespace, pids, start_time, started_at, stat_fields
 from kit.world import processes
 
 SESSION = "session"  # the file in a World's folder
@@ -40,7 +41,11 @@ class Leftover:
     sure: bool
 
     def to_json(self) -> dict[str, object]:
-        return asdict(self)
+        """`since`: the time of day of its start."""
+        return {
+            **asdict(self),
+            "since": f"{datetime.fromtimestamp(started_at(self.started)).astimezone():%Y-%m-%d %H:%M:%S}",
+        }
 
 
 def mark(world: str) -> str:
@@ -92,17 +97,14 @@ def end(found: Sequence[Leftover]) -> list[Path]:
     return removed
 
 
-def end_marked(value: str, spare: int | None = None) -> None:
-    """SIGKILL what carries this mark, but for one, and wait: it may have left its rank's process group."""
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        left = [pid for pid in pids() if pid != spare and marked(pid) == value]
-        if not left:
-            return
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.002)
+def carriers(fits: Callable[[str], bool]) -> list[int]:
+    """Processes with a mark that fits. A zombie carries none."""
+    return [pid for pid in pids() if (value := marked(pid)) is not None and fits(value)]
+
+
+def end_carriers(fits: Callable[[str], bool], spare: int | None = None) -> None:
+    """End all processes with a mark that fits, except `spare`: one may have left its rank's process group."""
+    processes.end(lambda: [pid for pid in carriers(fits) if pid != spare])
 
 
 def forget_shared(pids: Iterable[int]) -> None:

@@ -55,7 +55,7 @@ class Pending:
         self.deadline = time.monotonic() + timeout_s
         self._on_news = on_news
         self._cancelled = False
-        self._ended = False
+        self.settled = False
         self._ticked = time.monotonic()
         observer.started(self.phase, self.ranks)
         for call in calls:
@@ -92,16 +92,12 @@ class Pending:
         stop([self])
         return True
 
-    @property
-    def settled(self) -> bool:
-        return self._ended
-
     def over(self, now: float) -> bool:
-        return self._ended or now >= self.deadline
+        return self.settled or now >= self.deadline
 
     def advance(self, *, tick: bool) -> None:
         """Hand on what arrived, and see whether the call is over."""
-        if self._ended:
+        if self.settled:
             return
         now = time.monotonic()
         with self.lock:
@@ -126,7 +122,7 @@ class Pending:
             self._end()
 
     def _end(self) -> None:
-        self._ended = True
+        self.settled = True
         try:
             for call in self.calls:
                 call.show(self.observer.output, last=True)

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from kit.machine import children, start_time, stat_fields, waiting_place
@@ -61,20 +62,29 @@ def reap_orphans() -> None:
                 os.waitpid(pid, os.WNOHANG)
 
 
-def end_children(wait_s: float = 5.0) -> bool:
-    """SIGKILL the children of this process, then those that they leave to it, until none is alive. False where the kernel lists none."""
-    deadline = time.monotonic() + wait_s
-    while (found := children()) and time.monotonic() < deadline:
-        # A zombie with threads left has not given up its children yet.
-        living = [p for p in found if (fields := stat_fields(p)) and (fields[0] not in "ZX" or int(fields[17]) > 1)]
-        if not living:
-            break
-        for pid in living:
+def end(living: Callable[[], list[int]]) -> None:
+    """SIGKILL the processes that `living` finds until it finds none: one that dies may leave children or be replaced. At most 5 s."""
+    deadline = time.monotonic() + 5.0
+    while (found := living()) and time.monotonic() < deadline:
+        for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.001)
+
+
+def end_children() -> bool:
+    """End the children of this process and those that they leave to it. False where the kernel lists none."""
+    if children() is None:
+        return False
+
+    def living() -> list[int]:
+        found = ((pid, stat_fields(pid)) for pid in children() or ())
+        # A zombie with threads left has not given up its children yet.
+        return [pid for pid, fields in found if fields and (fields[0] not in "ZX" or int(fields[17]) > 1)]
+
+    end(living)
     reap_orphans()
-    return found is not None
+    return True
 
 
 def describe(pid: int, started: int, stack_file: Path, wait_s: float = 0.5) -> str:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import errno
 import faulthandler
 import importlib
+import io
 import os
 import signal
 import sys
@@ -32,11 +34,10 @@ from kit import nccl2
 from kit.errors import KitError
 from kit.machine import start_time
 from kit.routing import requested
-from kit.world import agentside, execute, gpus, processes
+from kit.world import agentside, execute, processes
 from kit.world.channel import ChannelClosed, Link, Message, connect, reporting, take_reports
-from kit.world.device import choose, prepare
+from kit.world.device import choose, prepare, restore
 from kit.world.stacks import in_collective, stack_of
-from kit.world.stream import LogStream
 
 
 class Rank:
@@ -207,6 +208,53 @@ def end() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+class LogStream(io.RawIOBase):
+    """A rank's output: straight into its log file, at the level of file descriptors, so that C libraries and crashes are in it too.
+
+    A full disk loses output and counts it; it never raises in the code that printed."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.lost = 0
+
+    @classmethod
+    def install(cls, folder: str, rank: int) -> LogStream:
+        """Make the log this process's stdout and stderr."""
+        path = Path(folder) / f"rank{rank}.log"
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        os.close(fd)
+        stream = cls(1)
+        text: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "line_buffering": True}
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(stream, 1 << 16), **text)
+        sys.stderr = io.TextIOWrapper(io.BufferedWriter(stream, 1 << 10), **text)
+        return stream
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        try:
+            return os.write(self._fd, data)
+        except OSError as error:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+                raise
+            self.lost += len(data)
+            return len(data)
+
+    def flushed(self) -> tuple[int, int]:
+        """Flush what was printed; the log's size, and how many bytes were lost since the last call."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # a person's code may have closed it, or put anything in its place
+                stream.flush()
+        lost, self.lost = self.lost, 0
+        return os.fstat(self._fd).st_size, lost
+
+
 RANK: Rank
 LOG: LogStream
 
@@ -223,7 +271,7 @@ def main() -> None:
     for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     tempfile.tempdir = None  # the agent's is the World's own folder
-    gpus.restore()
+    restore()
     LOG = LogStream.install(node.order["logs"], number_of(node.order))
     RANK = Rank(node)
     signal.signal(signal.SIGINT, on_interrupt)

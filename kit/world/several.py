@@ -6,16 +6,14 @@ with `isolate=True` only its own World ends, and the others go on.
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 from kit.errors import BadInput, KitError
-from kit.world.asked import check_chosen, check_devices, check_layout
+from kit.world.asked import check_chosen, check_devices, check_layout, check_ranks
 from kit.world.calls import Call
-from kit.world.capacity import check_ranks
 from kit.world.members import Part
 from kit.world.pending import Observer
 from kit.world.world import TIMEOUT_S, Printer, Ranks, World
@@ -31,16 +29,11 @@ class Worlds(Ranks):
         names: Sequence[str] = (),
         isolate: bool = False,
         devices: Sequence[Sequence[int]] = (),
-        device: str = "auto",
         timeout_s: float = TIMEOUT_S,
-        python: str | None = None,
-        env: Mapping[str, str] | None = None,
-        preload: Sequence[str] = (),
-        logs: str | os.PathLike[str] | None = None,
-        start_timeout_s: float | None = None,
         observer: Observer | None = None,
+        **options: Any,
     ) -> None:
-        """`devices` has a list of GPU numbers for each World."""
+        """`devices` has a list of GPU numbers for each World; `options` are World's."""
         if not sizes:
             raise BadInput("Worlds need at least one size, a number of ranks")
         for size in sizes:
@@ -61,16 +54,11 @@ class Worlds(Ranks):
             for number, (first, size) in enumerate(zip(accumulate(sizes, initial=0), sizes, strict=False)):
                 made = World(
                     size,
-                    device=device,
                     timeout_s=timeout_s,
-                    python=python,
-                    env=env,
-                    preload=preload,
-                    logs=logs,
-                    start_timeout_s=start_timeout_s,
                     observer=self.observer,
                     devices=devices[number] if devices else (),
                     part=Part(first, sum(sizes)),
+                    **options,
                 )
                 made.share_lock(self._lock)
                 if not isolate:

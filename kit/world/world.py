@@ -188,7 +188,6 @@ class World(Ranks):
                 part=part or Part(0, ranks),
                 devices=check_devices(devices, ranks),
             ),
-            say=print,
             tick=self._tick,
         )
         atexit.register(self.close)
@@ -242,7 +241,7 @@ class World(Ranks):
                     self._crew.launch()
                 else:
                     self._crew.close()
-                    self._crew = Crew(self._crew.plan, say=print, tick=self._tick)
+                    self._crew = Crew(self._crew.plan, self._tick)
                     self._crew.start()
             except BaseException as error:
                 if isinstance(error, Exception):

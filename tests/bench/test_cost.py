@@ -12,8 +12,19 @@ import pytest
 from kit.bench import limits, world
 from kit.bench import pace as room
 from kit.bench.pace import ASSUMED, FILE, Pace, find, from_doctor, read
-from kit.bench.reference import differences, plan_text
-from kit.bench.reference.running import ASSUMED_BOX, GPU_MINUTES, Part, able, bench, lab, offload, on_cpu, on_gpus
+from kit.bench.reference import (
+    ASSUMED_BOX,
+    GPU_MINUTES,
+    Part,
+    able,
+    bench,
+    differences,
+    lab,
+    offload,
+    on_cpu,
+    on_gpus,
+    plan_text,
+)
 from kit.bench.session import LEAST_S, SLACK, Book, Cost, Session, total
 from kit.cli import benches
 from kit.preflight import times

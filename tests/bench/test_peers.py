@@ -27,7 +27,7 @@ def installed(name: str) -> bool:
 
 
 def nothing_marked() -> bool:
-    return not remains.marked(lambda mark: mark.startswith("peer-") and mark.split(":")[1] == str(os.getpid()))
+    return not leftovers.carriers(lambda mark: mark.startswith("peer-") and mark.split(":")[1] == str(os.getpid()))
 
 
 def folders() -> list[Path]:
@@ -69,10 +69,10 @@ def test_remains_are_found_by_their_mark_and_ended(tmp_path: Path) -> None:
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=of_trial(mark, str(tmp_path)))
     other = subprocess.Popen(["sleep", "60"])
     try:
-        while remains.marked(mark.__eq__) != [sleeper.pid]:
+        while leftovers.carriers(mark.__eq__) != [sleeper.pid]:
             assert sleeper.poll() is None
         assert remains.seconds_until_gone(mark.__eq__, [sleeper.pid], time.perf_counter(), at_most=0.01) is None
-        remains.end(mark.__eq__)
+        leftovers.end_carriers(mark.__eq__)
         assert remains.seconds_until_gone(mark.__eq__, [sleeper.pid], time.perf_counter(), at_most=5) is not None
         assert sleeper.wait() == -9
         assert other.poll() is None

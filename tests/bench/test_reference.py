@@ -10,16 +10,29 @@ import time
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kit.bench import reference
 from kit.bench.pace import ASSUMED
-from kit.bench.reference import make, plan, short_of, sizes_here, write_page
-from kit.bench.reference import running as work
-from kit.bench.reference.running import LEFT_OUT, Part, bench, is_settled, lab, on_cpu, on_gpus, pack, perform, settled
+from kit.bench.reference import (
+    LEFT_OUT,
+    Part,
+    bench,
+    is_settled,
+    lab,
+    make,
+    on_cpu,
+    on_gpus,
+    pack_into,
+    perform,
+    plan,
+    settled,
+    short_of,
+    sizes_here,
+    write_page,
+)
 from kit.bench.rows import row
 from kit.bench.session import Book, Cost
 from kit.cli import benches
@@ -35,7 +48,7 @@ SMALL = (lab("smoke", cycles=2), lab("smoke", "refused", cycles=0))
 SLOW = """
 import sys, time
 from pathlib import Path
-from kit.bench.reference.running import is_settled, perform, settled
+from kit.bench.reference import is_settled, perform, settled
 from kit.bench.rows import row
 from kit.bench.session import Book
 book = Book("made-up", Path(sys.argv[1]))
@@ -114,7 +127,7 @@ def test_a_part_that_timed_out_with_rows_is_settled(
     """A real process that is ended by its limit. What it is asked to do is made up: it writes rows, and waits."""
     part = bench("sync", "digests")
     file = tmp_path / "rows" / f"{part.name}.jsonl"
-    plain = work.finish
+    plain = reference.finish
 
     def finish(command: list[str], limit_s: float) -> Any:
         assert command[command.index("--out") + 1] == str(file)
@@ -125,7 +138,7 @@ def test_a_part_that_timed_out_with_rows_is_settled(
         process.wait()
         return plain([sys.executable, "-c", "import time; time.sleep(600)"], 0.1)
 
-    monkeypatch.setattr(work, "finish", finish)
+    monkeypatch.setattr(reference, "finish", finish)
     told = perform(tmp_path, part, 0.1, 0.0)
     assert (told["state"], told["timed_out"]) == (state, True)
     assert told["complaint"] == "it took more than 0.1 s and was ended"
@@ -139,9 +152,9 @@ def test_a_part_that_timed_out_with_rows_is_settled(
 
 def test_a_bench_that_measured_nothing_is_seen_on_the_page() -> None:
     rows = [{"median": 1.0}, {"median": None}]
-    assert work.state({"timed_out": False, "exit": 0, "rows": rows}) == "measured 1 of 2 rows"
-    assert work.state({"timed_out": False, "exit": 3, "rows": rows}) == "broke"
-    assert work.state({"timed_out": False, "exit": 0, "verdict": []}) == "no check failed"
+    assert reference.state({"timed_out": False, "exit": 0, "rows": rows}) == "measured 1 of 2 rows"
+    assert reference.state({"timed_out": False, "exit": 3, "rows": rows}) == "broke"
+    assert reference.state({"timed_out": False, "exit": 0, "verdict": []}) == "no check failed"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +220,7 @@ def test_a_lab_past_its_limit_keeps_what_it_measured(tmp_path: Path, monkeypatch
                 time.sleep(0.05)
             raise subprocess.TimeoutExpired(self.args, limit_s)
 
-    monkeypatch.setattr(work.subprocess, "Popen", Process)
+    monkeypatch.setattr(reference.subprocess, "Popen", Process)
     told = perform(tmp_path, part, limit_s, 1.0)
     assert told["state"] == f"timed out with {len(told['medians'])} rows"
     assert told["verdict"]
@@ -227,7 +240,7 @@ def test_rows_that_a_bench_wrote_are_kept_however_it_ended(tmp_path: Path, monke
         book.seat({"ranks": 2, "devices": ["cuda:0", "cuda:0"], "why": "asked for"})
         return 3, "what  who\nslow  kit\n", "died", False
 
-    monkeypatch.setattr(work, "finish", broke)
+    monkeypatch.setattr(reference, "finish", broke)
     perform(tmp_path, bench("sync"), 1.0, 1.0)
     kept = read_json(tmp_path / "bench-sync.json")
     assert ([one["what"] for one in kept["rows"]], kept["exit"], kept["state"]) == (["slow"], 3, "broke")
@@ -246,7 +259,7 @@ def test_an_interrupted_reference_keeps_what_the_part_had_measured(
         Book("sync", Path(command[command.index("--out") + 1])).keep("a", row("one", [2.0]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(work, "finish", interrupted)
+    monkeypatch.setattr(reference, "finish", interrupted)
     part = bench("sync", "digests")
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path, parts=[part], pace=PACE, say=lambda _: None)
@@ -260,7 +273,7 @@ def test_rows_of_an_earlier_try_are_not_taken_for_new_ones(tmp_path: Path, monke
     (tmp_path / "rows").mkdir()
     book = Book("sync", tmp_path / "rows" / "bench-sync.jsonl")
     book.keep("a", row("old", [1.0]))
-    monkeypatch.setattr(work, "finish", lambda *_: (3, "", "died", False))
+    monkeypatch.setattr(reference, "finish", lambda *_: (3, "", "died", False))
     told = perform(tmp_path, bench("sync"), 1.0, 1.0)
     assert "rows" not in told
 
@@ -287,14 +300,14 @@ def test_a_pack_is_one_small_file_with_the_most_telling_first(tmp_path: Path) ->
         (box / name).parent.mkdir(parents=True, exist_ok=True)
         (box / name).write_bytes(noise(index, size))
     to, most = tmp_path / "box.tgz", 150_000
-    assert pack(box, to, most=most) == ["a-dark.png", "runs/a/records.jsonl"]
+    assert pack_into(box, to, most=most) == ["a-dark.png", "runs/a/records.jsonl"]
     assert to.stat().st_size <= most
     with tarfile.open(to) as tar:
         assert tar.getnames() == [f"box/{name}" for name in ("README.md", "a.json", "a.png", LEFT_OUT)]
         listed = tar.extractfile(f"box/{LEFT_OUT}")
         assert listed is not None
         assert listed.read().decode() == "a-dark.png\nruns/a/records.jsonl"
-    assert pack(box, to) == []
+    assert pack_into(box, to) == []
 
 
 def noise(seed: int, size: int) -> bytes:
@@ -332,8 +345,8 @@ def test_every_lab_and_bench_has_its_part_with_settings_that_are_there(parts) ->
 )
 def test_sizes_are_those_of_the_box(tmp_path, monkeypatch, here, asked, device) -> None:
     """Doctor's answer is made up: there need be no GPU here."""
-    found = json.dumps({"problems": [], "ranks": {"device": here, "suspend_why": None}})
-    monkeypatch.setattr(reference.subprocess, "run", answering(found))
+    found = {"problems": [], "ranks": {"device": here, "suspend_why": None}}
+    monkeypatch.setattr(reference.doctor, "examine", lambda: found)
     parts = on_cpu() if device == "cpu" else list(on_gpus())
     assert sizes_here(tmp_path, asked) == (device, parts, {})
     assert read_json(tmp_path / "doctor.json")["ranks"]["device"] == here
@@ -341,23 +354,19 @@ def test_sizes_are_those_of_the_box(tmp_path, monkeypatch, here, asked, device) 
 
 def test_a_gpu_that_cannot_be_had_is_refused_with_the_reason(tmp_path, monkeypatch) -> None:
     found = {"problems": [], "ranks": {"device": "cpu", "device_why": "torch is a build without CUDA"}}
-    monkeypatch.setattr(reference.subprocess, "run", answering(json.dumps(found)))
+    monkeypatch.setattr(reference.doctor, "examine", lambda: found)
     with pytest.raises(BadInput, match="device=cuda cannot be had: torch is a build without CUDA"):
         sizes_here(tmp_path, "cuda")
 
 
 def test_a_box_where_labs_cannot_run_is_refused(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(reference.subprocess, "run", answering(json.dumps({"problems": ["no torch"], "ranks": None})))
+    monkeypatch.setattr(reference.doctor, "examine", lambda: {"problems": ["no torch"], "ranks": None})
     with pytest.raises(BadInput, match="labs cannot run here: no torch"):
         sizes_here(tmp_path, "auto")
 
 
-def answering(text: str):
-    return lambda *_, **__: SimpleNamespace(stdout=text, stderr="", returncode=0)
-
-
 def test_a_plan_for_a_gpu_asks_nothing_of_this_box_and_is_the_one_in_the_docs(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(reference.subprocess, "run", answering("no doctor"))
+    monkeypatch.setattr(reference.doctor, "examine", lambda: pytest.fail("this box was asked"))
     assert plan(None, device="cuda", assumed=True) == 0
     said = capsys.readouterr().out
     lines = said.splitlines()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kit.bench import split
+from kit.bench.rows import order
 from kit.bench.session import Book, Session, conduct, read_rows
 from kit.bench.split import QUICK, Job, Sizes, onranks
 from kit.errors import KitError
@@ -165,7 +166,7 @@ def test_a_quick_bench_has_both_backends_and_a_larger_job_on_a_gpu():
 
 @pytest.mark.parametrize("count", [2, 4, 6])
 def test_turns_are_dealt_evenly(count):
-    orders = [onranks.order(count, turn) for turn in range(count)]
+    orders = [order(count, turn) for turn in range(count)]
     for place in range(count):
         assert sorted(one[place] for one in orders) == list(range(count))
     following = Counter(pair for one in orders for pair in itertools.pairwise(one))

@@ -16,7 +16,6 @@ import pytest
 
 from kit.errors import KitError, RankDied, RankTimeout
 from kit.preflight import probes
-from kit.preflight.probes import collectives, memory
 from kit.preflight.report import Findings, Report
 
 MIB = 2**20
@@ -150,19 +149,16 @@ def box(monkeypatch):
     def probe(name: str, settings: dict[str, Any] | None = None, **answers: list[Any]) -> Findings:
         Box.answers = ANSWERS | answers
         out = io.StringIO()
-        module = next(one for one in (collectives, memory) if hasattr(one, name))
-        getattr(module, name)(Report(out), "cuda", {"env": {}, "megatron": True, **(settings or {})})
+        getattr(probes, name)(Report(out), "cuda", {"env": {}, "megatron": True, **(settings or {})})
         findings = Findings()
         for line in out.getvalue().splitlines():
             findings.hear(line)
         return findings
 
     monkeypatch.setattr(probes, "World", made)
-    monkeypatch.setattr(memory.os, "kill", kill)
-    monkeypatch.setattr(
-        collectives, "compute_mode", lambda shared: ("compute mode", True, None, "", f"shared: {shared}")
-    )
-    monkeypatch.setattr(memory, "shm_names", set)
+    monkeypatch.setattr(probes.os, "kill", kill)
+    monkeypatch.setattr(probes, "compute_mode", lambda shared: ("compute mode", True, f"shared: {shared}"))
+    monkeypatch.setattr(probes, "shm_names", set)
     return probe
 
 
@@ -235,19 +231,13 @@ def test_a_gpu_that_torch_has_no_code_for_is_told(box):
 )
 def test_ranks_share_a_gpu_only_in_its_default_mode(rows, shared, result, monkeypatch):
     """`assumed`: the names of the modes are nvidia-smi's (`nvidia-smi --help-query-gpu`, compute_mode)."""
-    monkeypatch.setattr(collectives.gpu, "query", lambda *_, **__: (rows, None))
-    assert collectives.compute_mode(shared)[1] is result
+    monkeypatch.setattr(probes.gpu, "query", lambda *_, **__: (rows, None))
+    assert probes.compute_mode(shared)[1] is result
 
 
 def test_without_an_answer_the_compute_mode_is_not_measurable(monkeypatch):
-    monkeypatch.setattr(collectives.gpu, "query", lambda *_, **__: ([], "nvidia-smi did not answer within 3 s"))
-    assert collectives.compute_mode(shared=True) == (
-        "compute mode",
-        None,
-        None,
-        "",
-        "nvidia-smi did not answer within 3 s",
-    )
+    monkeypatch.setattr(probes.gpu, "query", lambda *_, **__: ([], "nvidia-smi did not answer within 3 s"))
+    assert probes.compute_mode(shared=True) == ("compute mode", None, "nvidia-smi did not answer within 3 s")
 
 
 def test_a_watchdog_that_would_end_the_survivor_is_told(box):
@@ -330,19 +320,19 @@ def test_a_buffer_that_gives_back_too_little_fails(box):
 
 
 def test_memory_is_by_process_where_the_driver_tells_it():
-    rows = memory.driver_rows([VIEW, VIEW])
-    assert [row[2] for row in rows] == [None, 644.0, 644.0]
-    assert rows[1][4].startswith("NVML, this process")
+    rows = probes.driver_rows([VIEW, VIEW])
+    assert [row[3:] for row in rows] == [(), (644.0, "MiB"), (644.0, "MiB")]
+    assert rows[1][2].startswith("NVML, this process")
 
 
 def test_else_it_is_the_whole_gpu_divided_by_its_ranks_and_the_fallback_is_named():
     """`assumed`: in a container without the host's pids NVML lists other numbers (nvmlDeviceGetComputeRunningProcesses_v3, nvml.h)."""
     hidden = {**VIEW, "process_used": None}
-    rows = memory.driver_rows([hidden, hidden, {**hidden, "device": "cuda:1", "driver_used": 800 * MIB}])
+    rows = probes.driver_rows([hidden, hidden, {**hidden, "device": "cuda:1", "driver_used": 800 * MIB}])
     assert rows[0][1] is None
-    assert "fallback" in rows[0][4]
-    assert [row[2] for row in rows[1:]] == [744.0, 744.0, 544.0]
-    assert rows[1][4].startswith("whole GPU / 2 ranks")
+    assert "fallback" in rows[0][2]
+    assert [row[3] for row in rows[1:]] == [744.0, 744.0, 544.0]
+    assert rows[1][2].startswith("whole GPU / 2 ranks")
 
 
 def test_ipc_that_is_refused_fails_but_for_expandable_segments_which_need_a_permission(box):
@@ -356,7 +346,7 @@ def test_ipc_that_is_refused_fails_but_for_expandable_segments_which_need_a_perm
 
 def test_a_name_that_stays_in_shared_memory_fails(box, monkeypatch):
     seen = iter([set(), {"torch_7_1"}])
-    monkeypatch.setattr(memory, "shm_names", lambda: next(seen))
+    monkeypatch.setattr(probes, "shm_names", lambda: next(seen))
     assert results(box("ipc"))["shared memory afterwards"] == "fail"
 
 
@@ -371,11 +361,11 @@ def test_jobs_that_differ_name_the_tensor_and_the_rank(box):
 
 def test_suspend_is_refused_with_its_reason_or_fails_with_nccls():
     """`assumed`: suspend, resume and memory_stats are the backend's (torch 2.12 and later, ProcessGroupNCCL.hpp; NCCL 2.29.7, nccl.h)."""
-    (row,) = collectives.suspend_rows([{"refused": "NCCL 2.28.9 cannot suspend communicators"}] * 2)
-    assert row == ("suspend", None, None, "", "NCCL 2.28.9 cannot suspend communicators")
-    (row,) = collectives.suspend_rows([{"stats": [STATS], "error": "ncclInvalidUsage"}, SUSPENDED])
-    assert row[1:] == (False, None, "", "ncclInvalidUsage")
-    freed, _, resumed = collectives.suspend_rows([{**SUSPENDED, "freed": 0}, {**SUSPENDED, "right": False, "freed": 0}])
+    (row,) = probes.suspend_rows([{"refused": "NCCL 2.28.9 cannot suspend communicators"}] * 2)
+    assert row == ("suspend", None, "NCCL 2.28.9 cannot suspend communicators")
+    (row,) = probes.suspend_rows([{"stats": [STATS], "error": "ncclInvalidUsage"}, SUSPENDED])
+    assert row[1:] == (False, "ncclInvalidUsage")
+    freed, _, resumed = probes.suspend_rows([{**SUSPENDED, "freed": 0}, {**SUSPENDED, "right": False, "freed": 0}])
     assert (freed[1], resumed[1]) == (False, False)
 
 
@@ -385,4 +375,4 @@ def test_an_answer_that_never_comes_ends_the_probe(box):
             raise KitError("still in phase 'come_late'")
 
     with pytest.raises(KitError, match="still in phase"):
-        collectives.idle_again(Stuck(2), 0.1)
+        probes.idle_again(Stuck(2), 0.1)

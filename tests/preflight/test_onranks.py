@@ -187,9 +187,11 @@ def test_options_are_compared_field_by_field():
     stored = types.SimpleNamespace(
         _timeout=types.SimpleNamespace(total_seconds=lambda: 600.0), config=config, is_high_priority_stream=True
     )
-    group = types.SimpleNamespace(_get_backend=lambda where: types.SimpleNamespace(options=stored), group_desc="ONE")
+    about = {"group_desc": "ONE", "bound_device_id": None, "_device_types": [torch.device("cpu")]}
+    group = types.SimpleNamespace(_get_backend=lambda where: types.SimpleNamespace(options=stored), **about)
     before = [rebuilding.options(group)]
     assert before[0] == {
+        "backend": "SimpleNamespace",
         "timeout_s": 600.0,
         "description": "ONE",
         "max_ctas": 4,

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kit import cli, doctor
+from kit import cli, doctor, machine
 from kit.preflight import run, times
 from kit.preflight.report import Findings, Report, Row
-from kit.preflight.run import PROBES, SHM, TOTAL_S, Outcome, Probe, shm_names
+from kit.preflight.run import PROBES, TOTAL_S, Outcome, Probe, shm_names
 from kit.world import leftovers, processes
 from tests.holdings import wait_for
 
@@ -115,7 +115,7 @@ def test_a_probe_that_hangs_is_cut_names_what_it_did_and_leaves_nothing():
     first, left = outcome.rows
     assert first.what == "before"  # what it measured is kept
     assert left.what == "left behind, now removed"
-    assert f"{SHM}/nccl-" in left.why
+    assert f"{machine.SHM}/nccl-" in left.why
     pid = int(re.search(r"process (\d+) \(sleep 3600\)", left.why)[1])
     assert wait_for(lambda: (processes.stat_fields(pid) or ["X"])[0] in "ZX")
     assert shm_names() == before

@@ -11,18 +11,18 @@ import pytest
 
 from kit import machine
 from kit.errors import BadInput
-from kit.world import World, capacity
+from kit.world import World, asked
 
 GIB = 2**30
 
 
 def test_memory_is_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda: GIB)
-    capacity.check_ranks(3)
+    asked.check_ranks(3)
     with pytest.raises(
         BadInput, match=r"4 ranks need about 1\.2 GiB \(300 MiB each\) and 1\.0 GiB are free; at most 3 fit"
     ):
-        capacity.check_ranks(4)
+        asked.check_ranks(4)
 
 
 def test_limits_of_the_own_group_count_and_its_page_cache_does_not(
@@ -44,13 +44,13 @@ def test_limits_of_the_own_group_count_and_its_page_cache_does_not(
     monkeypatch.setattr(machine, "free_memory", functools.partial(machine.free_memory, proc, meminfo))
     monkeypatch.setattr(machine, "cgroup_limit", functools.partial(machine.cgroup_limit, proc=proc))
     assert machine.free_memory() == pytest.approx(3.1 * GIB, rel=0.01)
-    capacity.check_ranks(2)
+    asked.check_ranks(2)
     with pytest.raises(
         BadInput, match=r"3 ranks need about 72 processes and threads .* 50 more \(50 of 100 are in use\)"
     ):
-        capacity.check_ranks(3)
+        asked.check_ranks(3)
     with pytest.raises(BadInput, match=r"11 ranks need about 3\.2 GiB .* 3\.1 GiB are free; at most 10 fit"):
-        capacity.check_ranks(11)
+        asked.check_ranks(11)
 
 
 def test_the_users_own_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,14 +60,14 @@ def test_the_users_own_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         BadInput, match=r"ranks need about .* this user \(ulimit -u\) may start -?\d+ more \(\d+ of \d+ are in use\)"
     ):
-        capacity.check_ranks(2)
+        asked.check_ranks(2)
 
 
 def test_ranks_of_other_worlds_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "MOST_PER_CORE", 1)
+    monkeypatch.setattr(asked, "MOST_PER_CORE", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     with World(1, device="cpu", logs=tmp_path):
-        capacity.check_ranks(1)
+        asked.check_ranks(1)
         with pytest.raises(BadInput, match=r"2 ranks beside 1 in other Worlds on this machine's 2 cores: at most 2"):
-            capacity.check_ranks(2)
-    capacity.check_ranks(2)
+            asked.check_ranks(2)
+    asked.check_ranks(2)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kit.world import World, gpus
+from kit.world import World, device
 from kit.world.device import choose
 
 
@@ -23,25 +23,25 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         note.write_text(str(os.getpid()))
         return 2
 
-    monkeypatch.setattr(gpus, "_plain", count)
-    monkeypatch.setattr(gpus._C, gpus.COUNT, count, raising=False)
-    gpus.counted_by_a_child.cache_clear()
+    monkeypatch.setattr(device, "_plain", count)
+    monkeypatch.setattr(device._C, device.COUNT, count, raising=False)
+    device.counted_by_a_child.cache_clear()
     yield note
-    gpus.counted_by_a_child.cache_clear()
+    device.counted_by_a_child.cache_clear()
 
 
 def test_gpus_are_counted_by_a_child(asked: Path) -> None:
-    gpus.spare("auto")
-    assert getattr(torch._C, gpus.COUNT)() == 2
+    device.spare("auto")
+    assert getattr(torch._C, device.COUNT)() == 2
     assert int(asked.read_text()) != os.getpid()
-    gpus.restore()
-    assert getattr(torch._C, gpus.COUNT)() == 2
+    device.restore()
+    assert getattr(torch._C, device.COUNT)() == 2
     assert int(asked.read_text()) == os.getpid()
 
 
 def test_for_ranks_on_the_host_nobody_is_asked(asked: Path) -> None:
-    gpus.spare("cpu")
-    assert getattr(torch._C, gpus.COUNT)() == 0
+    device.spare("cpu")
+    assert getattr(torch._C, device.COUNT)() == 0
     assert not asked.exists()
 
 
@@ -56,10 +56,10 @@ def test_a_driver_that_was_started_too_early_is_told(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_ranks_have_a_driver_of_their_own(device: str, nothing_left: None) -> None:
+@pytest.mark.parametrize("wanted", ["auto", "cpu"])
+def test_ranks_have_a_driver_of_their_own(wanted: str, nothing_left: None) -> None:
     """With a torch that knows CUDA; there need not be a GPU."""
-    with World(1, device=device, python=sys.executable, preload=("megatron.core",)) as world:
+    with World(1, device=wanted, python=sys.executable, preload=("megatron.core",)) as world:
         assert world.eval("torch.cuda._is_in_bad_fork()") == [False]
         if world.device == "cpu":
             assert world.eval("torch.cuda.is_available()") == [False]

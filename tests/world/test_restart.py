@@ -76,7 +76,7 @@ def test_a_restart_of_several_worlds_that_is_interrupted(tmp_path: Path) -> None
 def test_an_interrupted_close_can_be_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(1, device="cpu")
     with monkeypatch.context() as patched:
-        patched.setattr("kit.world.leftovers.end_marked", interrupt)
+        patched.setattr("kit.world.leftovers.end_carriers", interrupt)
         with pytest.raises(KeyboardInterrupt):
             world.close()
     assert world.state == "closed"

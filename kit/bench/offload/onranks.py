@@ -15,13 +15,13 @@ import torch
 from kit.errors import BadInput, KitError
 from kit.measure import host
 from kit.measure.memory import device_memory, host_memory
-from kit.measure.phase import current_device, now
+from kit.measure.phase import timed
 from kit.megatron import groups, model
 from kit.megatron.config import ModelConfig
 from kit.megatron.tensors import native
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from kit.megatron.tensors import Item, Mover
 
@@ -29,13 +29,6 @@ if TYPE_CHECKING:
 _PROT, _MAP = 3, 0x22
 _BLOCK = 2**30
 SAVER, TAG = "torch_memory_saver", "kit-bench"
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Seconds, with what was begun on a GPU before and in it done."""
-    start = now(current_device())
-    work()
-    return now(current_device()) - start
 
 
 def tensors(*, size: str, cycles: int) -> dict[str, Any]:

@@ -131,11 +131,7 @@ def of(ranks: int, seen: dict[Way, list[list[Seen]]], *, aim: bool = True) -> It
             if not any(source in rank["left"] for trial in told for rank in trial):
                 continue
             scale = MIB if unit == "MiB" else 1
-            freed = [
-                min(rank["cycles"][turn]["freed"].get(source, 0) for rank in trial) / scale
-                for trial in told
-                for turn in range(len(trial[0]["cycles"]))
-            ]
+            freed = [min(cycle["freed"].get(source, 0) for cycle in turn) / scale for turn in turns(told)]
             left = [max(rank["left"].get(source, 0) for rank in trial) / scale for trial in told]
             for kind, values in (("freed", freed), ("left", left)):
                 name = f"{kind} {word}"
@@ -158,11 +154,12 @@ def judged(way: Way, seen: dict[Way, list[list[Seen]]], ids: Seen, *, aim: bool)
 def seconds(told: Sequence[Sequence[Seen]], part: str) -> list[float]:
     """Milliseconds, a sample a cycle: the ranks meet after each part, so that each counts with its slowest."""
     parts = TIMES if part == ROUND else (part,)
-    return [
-        MS * sum(max(rank["cycles"][turn]["seconds"][each] for rank in trial) for each in parts)
-        for trial in told
-        for turn in range(len(trial[0]["cycles"]))
-    ]
+    return [MS * sum(max(cycle["seconds"][each] for cycle in turn) for each in parts) for turn in turns(told)]
+
+
+def turns(told: Sequence[Sequence[Seen]]) -> list[tuple[Seen, ...]]:
+    """Of each cycle of each trial what every rank said."""
+    return [turn for trial in told for turn in zip(*(rank["cycles"] for rank in trial), strict=True)]
 
 
 def table(made: Sequence[Row]) -> str:

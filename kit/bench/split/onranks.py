@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from kit.bench.rows import turn_by_turn
 from kit.errors import KitError
 from kit.labs.split.config import RECIPES, SplitConfig, model_config
 from kit.labs.split.ranks.backends import chunks_of
 from kit.measure.memory import device_memory, host_memory, reset_peaks
-from kit.measure.phase import now
+from kit.measure.phase import timed
 from kit.megatron import groups, model, split
 from kit.train import fsdp
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 PLAIN, AGAIN = "plain", "plain again"
 UNCORRECTED, CORRECTED = "uncorrected", "corrected"
-WARM = 1  # turn before the first that is timed: optimizer state, buffers, threads
 WORDS = 1000  # a model has 50 to 150 times as many
 AT_ONCE = 10  # passes of a loss in one sample: a single one takes about a millisecond
 # So small a rate that every step meets the same loss: the ways can be seen to do the same work.
@@ -109,29 +108,14 @@ def noise(count: int, length: int, vocab: int, seed: int, *, full: bool = False)
     }
 
 
-def order(count: int, turn: int) -> list[int]:
-    """Who comes when: over `count` turns each stands in every place, and for even counts follows each other as often."""
-    zigzag = [place // 2 + 1 if place % 2 else -(place // 2) for place in range(count)]
-    return [(place + turn) % count for place in zigzag]
+def turns(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each, turn by turn. All ranks begin each work together."""
 
+    def together(name: str, _: int) -> float:
+        dist.barrier()
+        return timed(works[name])
 
-def turns(works: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each, turn by turn. All ranks begin each work together, and none has rubbish to collect."""
-    names, where = list(works), str(device)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    gc.collect()
-    gc.freeze()  # what was there before is not looked through in every turn
-    for turn in range(-WARM, rounds):
-        for index in order(len(names), turn):
-            gc.collect()
-            dist.barrier()
-            start = now(where)
-            works[names[index]]()
-            taken = now(where) - start
-            if turn >= 0:
-                seconds[names[index]].append(taken)
-    gc.unfreeze()
-    return seconds
+    return turn_by_turn(list(works), rounds, together)
 
 
 def steps(*, job: dict[str, Any], chunks: list[int], rounds: int) -> dict[str, Any]:
@@ -139,7 +123,7 @@ def steps(*, job: dict[str, Any], chunks: list[int], rounds: int) -> dict[str, A
     bench = Bench(SplitConfig(chunks=tuple(chunks), **job))
     data = bench.data()
     ways: dict[str, int | None] = {PLAIN: None, AGAIN: None} | {str(count): count for count in chunks}
-    seconds = turns({name: bench.way(name, data, count) for name, count in ways.items()}, rounds, bench.device)
+    seconds = turns({name: bench.way(name, data, count) for name, count in ways.items()}, rounds)
     groups.destroy()
     return {"seconds": seconds, "apart": bench.apart(*ways)}
 
@@ -166,7 +150,7 @@ def experts(*, job: dict[str, Any], rounds: int) -> dict[str, Any]:
         before = passes
         work()
         seen[name] = passes - before
-    seconds = turns(works, rounds, bench.device)
+    seconds = turns(works, rounds)
     groups.destroy()
     return {"seconds": seconds, "apart": bench.apart(PLAIN, AGAIN, CORRECTED), "passes": seen}
 
@@ -220,10 +204,10 @@ def losses(*, rows: int, length: int, rounds: int) -> dict[str, dict[str, list[f
     seen = {}
     for recipe in RECIPES:
         works = {name: run(loss_of(recipe, metrics=name == "metrics")) for name in ways}
-        taken = turns(works, rounds, device)
+        taken = turns(works, rounds)
         seen[str(recipe)] = {name: [each / AT_ONCE for each in seconds] for name, seconds in taken.items()}
     works = {name: from_logits(loss_of("grpo", metrics=name == "metrics")) for name in ways}
-    seen[f"grpo from logits of {WORDS} words"] = turns(works, rounds, device)
+    seen[f"grpo from logits of {WORDS} words"] = turns(works, rounds)
     return seen
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kit.bench.rows import Row, row, unmeasured
+from kit.bench.rows import Row, row, turn_by_turn, unmeasured
 from kit.measure import host
+from kit.measure.phase import timed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -59,24 +59,9 @@ def on_gpu(device: torch.device, size: int) -> dict[str, Work]:
     return works
 
 
-def seconds(works: Mapping[str, Work], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Turn by turn; the first turn, in which pages are supplied and the driver connects GPUs, is not counted."""
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(-1, rounds):
-        for name, work in works.items():
-            wait(device)
-            start = time.perf_counter()
-            work()
-            wait(device)
-            if turn >= 0:
-                taken[name].append(time.perf_counter() - start)
-    return taken
-
-
-def wait(device: torch.device) -> None:
-    """Until the GPU is done; a copy to another one is this one's work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def seconds(works: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
+    """Turn by turn, each until the GPU is done; a copy to another GPU is this one's work."""
+    return turn_by_turn(list(works), rounds, lambda name, _: timed(works[name]))
 
 
 def measured(*, size: int, rounds: int, device: str) -> dict[str, list[float]]:
@@ -85,7 +70,7 @@ def measured(*, size: int, rounds: int, device: str) -> dict[str, list[float]]:
     works = {HOST: memcpy(size)}
     if where.type == "cuda":
         works |= on_gpu(where, size)
-    return seconds(works, rounds, where)
+    return seconds(works, rounds)
 
 
 RANKS = {"ipc": 2, "shm": 2, "broadcast": 3}  # a group is a proper part of the World: one looks on

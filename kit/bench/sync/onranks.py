@@ -7,7 +7,6 @@ in it, its end is not. Pages, plans of copies and mappings stay from turn to tur
 
 from __future__ import annotations
 
-import gc
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -296,12 +295,9 @@ def rates(*, shape: dict[str, Any], receivers: int, meeting: str, ways: Sequence
     """Seconds of each way, turn by turn, as the sender saw them."""
     bench = Bench(shape, receivers, meeting)
     works = {name: bench.way(name) for name in ways}
-    gc.collect()
-    gc.freeze()  # what was there before is not looked through in every turn
     try:
         seconds = turn_by_turn(ways, rounds, lambda name, turn: timed(bench, name, works[name], first=turn < 0))
     finally:
-        gc.unfreeze()
         bench.close()
     automatic = bench.laid(0).layout.bucket_bytes if bench.taking else 0
     return {"bytes": bench.total, "automatic": automatic, "seconds": seconds}
@@ -310,7 +306,6 @@ def rates(*, shape: dict[str, Any], receivers: int, meeting: str, ways: Sequence
 def timed(bench: Bench, name: str, work: Callable[[], None], *, first: bool) -> float:
     if first:
         bench.forget()
-    gc.collect()
     dist.barrier()
     start = time.perf_counter()
     if bench.taking:

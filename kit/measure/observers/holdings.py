@@ -9,7 +9,6 @@ C++ code made is not seen.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from kit import machine
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SHM = "/dev/shm"  # noqa: S108 - it is listed, and nothing is made there
+SHM = machine.SHM
 MEMFD = "/memfd:"
 _NOT_MEMORY = tuple(
     f"{SHM}/{name}" for name in ("sem.", "nccl-", "cuda.shm.")
@@ -44,7 +43,7 @@ def watch() -> None:
         sys.addaudithook(_audit)
     _made.clear()
     _found.clear()
-    _found.update(_shm_entries())
+    _found.update(machine.shm_names())
 
 
 def holdings(device: str = "cpu") -> dict[str, int]:
@@ -113,8 +112,9 @@ def _mappings() -> Iterator[tuple[int, int, Place, str]]:
 
 def shm_files() -> list[str]:
     """Names in /dev/shm that came since `watch()`, are this user's, and are used by no process outside of the job."""
-    new = _shm_entries() - _found
-    return sorted(new - _strangers(new)) if new else []
+    new, mine = machine.shm_names() - _found, _owner("self")
+    strangers = (pid for pid in machine.pids() if pid != os.getpid() and not (mine and _owner(pid) == mine))
+    return sorted(new - machine.shm_in_use(new, strangers))
 
 
 def temp_files() -> list[str]:
@@ -130,28 +130,6 @@ def pinned() -> dict[str, int]:
     stats: Any = getattr(torch.cuda, "host_memory_stats", dict)()
     size = stats.get("allocated_bytes.current")
     return {} if size is None else {"pinned_bytes": int(size)}
-
-
-def _shm_entries() -> set[str]:
-    found = set()
-    with contextlib.suppress(OSError), os.scandir(SHM) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                if entry.stat(follow_symlinks=False).st_uid == os.getuid():
-                    found.add(entry.name)
-    return found
-
-
-def _strangers(names: set[str]) -> set[str]:
-    """The names that a process outside of this job has open or mapped."""
-    mine = _owner("self")
-    used: set[str] = set()
-    for pid in machine.pids():
-        if pid != os.getpid() and not (mine and _owner(pid) == mine):
-            with contextlib.suppress(OSError):
-                files = machine.files_of(pid)
-                used |= {name for name in names if f"{SHM}/{name}\n" in files or f"{SHM}/{name} " in files}
-    return used
 
 
 def _owner(pid: int | str) -> list[str]:

@@ -6,16 +6,13 @@ Here: what all of them share, where a rank sits, and what collectives and groups
 from __future__ import annotations
 
 import os
-import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from kit import nccl
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from kit.measure.phase import current_device, synchronize, timed
 
 WATCHED = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -35,21 +32,12 @@ def device() -> torch.device:
 
 def finish() -> None:
     """Until the GPU has done all that it was given."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronize(current_device())
 
 
 def meet() -> None:
     """All ranks are here; over the host, so that nothing happens on the GPU."""
     dist.all_reduce(torch.zeros(1))
-
-
-def timed(act: Callable[[], object]) -> float:
-    finish()
-    start = time.perf_counter()
-    act()
-    finish()
-    return time.perf_counter() - start
 
 
 def place() -> dict[str, Any]:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from kit import nccl
-from kit.preflight.onranks import device, finish, meet, sums, timed
+from kit.measure.phase import timed
+from kit.preflight.onranks import device, finish, meet, sums
 from kit.preflight.onranks.memory import first_line, held
 
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kit.measure.host import map_shared, populate, unmap
+from kit.measure.host import map_shared, populate, trim, unmap
 from kit.measure.memory import device_memory, host_memory
-from kit.preflight.onranks import device, finish, meet, timed
+from kit.measure.phase import current_device, timed
+from kit.preflight.onranks import device, finish, meet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -153,16 +154,14 @@ def let_go() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     else:
-        ctypes.CDLL(None).malloc_trim(0)
+        trim()
 
 
 def held() -> int:
     """Bytes of the GPU in use, as the driver tells it; without a GPU this process's anonymous memory."""
-    if torch.cuda.is_available():
-        finish()
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-    return host_memory().anon or 0
+    finish()
+    seen = device_memory(current_device())
+    return seen.driver_used if seen else host_memory().anon or 0
 
 
 def driver_view() -> dict[str, Any] | None:

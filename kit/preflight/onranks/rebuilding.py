@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import gc
-import hashlib
 import os
 import time
 from typing import Any
@@ -14,7 +13,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from kit.measure import counts
-from kit.preflight.onranks import device, finish, meet, sums, timed
+from kit.measure.observers.births import facts
+from kit.measure.observers.tensors import digest
+from kit.measure.phase import timed
+from kit.preflight.onranks import device, finish, meet, sums
 from kit.preflight.onranks.memory import held
 
 MORE = "_MORE_FOR_THE_PREFLIGHT_GROUPS"  # a global among Megatron's own, so that a destroy finds what it holds
@@ -96,18 +98,13 @@ def bits(group: Any) -> str:
     generator = torch.Generator().manual_seed(dist.get_rank() + 1)
     value = torch.randn(4096, generator=generator).to(device())
     dist.all_reduce(value, group=group)
-    return hashlib.sha256(value.cpu().numpy().tobytes()).hexdigest()
+    return digest(value)
 
 
 def options(group: Any) -> dict[str, Any]:
     """What the group's own backend says of its options, asked of torch and not of the snapshot."""
-    stored: Any = group._get_backend(device()).options
-    facts: dict[str, Any] = {"timeout_s": stored._timeout.total_seconds(), "description": group.group_desc}
-    if hasattr(stored, "config"):
-        config = {name: getattr(stored.config, name) for name in dir(stored.config) if not name.startswith("_")}
-        facts |= {name: value for name, value in config.items() if not callable(value)}
-        facts["is_high_priority_stream"] = bool(stored.is_high_priority_stream)
-    return facts
+    seen = facts(group)
+    return {**seen["backends"][device().type], "description": seen["description"]}
 
 
 def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[str]:
