@@ -31,7 +31,8 @@ python -m tests.mutants.run --only sync        # those of one lab, module or id
 - **broke**: the run ends with 3 and names nobody, or only a rank that waited for another. It counts as seen: such a run does not pass.
 - **survived**: the run ends with 0.
 - **equivalent**: survived, and all records (without times and memory), digests included, are the same as without the mutant in all short
-  setups of its lab. Records in which three runs without a mutant differ are left out. Equivalent mutants are not in the score.
+  setups of its lab. Records in which three runs without a mutant differ, or two with it, are left out. Equivalent mutants are not in the
+  score.
 - **drawn** mutants were chosen by a hash of a fixed seed, the module and the function's name (`tests/mutants/draw.py`), the others were
   written by hand by somebody who knew the code; those **against the docs** break a sentence of the docs.
 - Code that the labs look through, clocks, logging and texts are not mutated. What the draw leaves out is in `tests/mutants/catalogue.py`.
