@@ -1,4 +1,4 @@
-"""Offload: a Megatron job gives everything back, is measured while it holds nothing, comes back, and trains on bit for bit."""
+"""Offload: a Megatron job releases everything, is measured while it holds nothing, reloads, and trains on bit for bit."""
 
 from kit.labs.definition import Definition
 from kit.labs.offload.config import OffloadConfig, fits, plan
@@ -6,7 +6,7 @@ from kit.labs.offload.faults import FAULTS
 
 LAB = Definition(
     name="offload",
-    summary="a Megatron job gives back communicators, weights, gradients, optimizer; comes back; trains on bit for bit",
+    summary="a Megatron job releases communicators, weights, gradients and optimizer, reloads them, and trains on bit for bit",
     config=OffloadConfig,
     plan=plan,
     fits=fits,

@@ -1,4 +1,4 @@
-"""Smoke: the smallest lab. Groups are made, talked over, destroyed, and what is left of them is counted."""
+"""Smoke: the smallest lab. It creates process groups, all-reduces over them, destroys them, and counts what is left."""
 
 from kit.labs.definition import Definition, Fault
 from kit.labs.smoke.config import SmokeConfig, plan
@@ -6,12 +6,12 @@ from kit.labs.smoke.config import SmokeConfig, plan
 FAULTS = (
     Fault(
         name="leaked-group",
-        breaks="one group of every cycle is forgotten when groups are destroyed",
+        breaks="one group of every cycle is not destroyed",
         check="groups_return_to_baseline",
     ),
     Fault(
         name="wrong-sum",
-        breaks="one rank puts a wrong number into one message of the last cycle",
+        breaks="one rank contributes a wrong number to one all-reduce of the last cycle",
         check="every_group_communicates",
     ),
 )
@@ -19,7 +19,7 @@ FAULTS = (
 
 LAB = Definition(
     name="smoke",
-    summary="make groups, talk over them with values that depend on the rank, destroy them, count what is left",
+    summary="creates process groups, all-reduces over them, destroys them, and counts what is left",
     config=SmokeConfig,
     plan=plan,
     phases="kit.labs.smoke.ranks.phases:Smoke",

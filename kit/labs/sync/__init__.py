@@ -6,7 +6,7 @@ from kit.labs.sync.faults import FAULTS
 
 LAB = Definition(
     name="sync",
-    summary="weights go from trainer shards to inference replicas, verified and versioned; no forward runs on half-new weights",
+    summary="weights go from trainer shards to inference replicas, verified and versioned; no forward runs on torn weights",
     config=SyncConfig,
     plan=plan,
     roles=roles,

@@ -72,7 +72,7 @@ FAULTS = (
     ),
     Fault(
         name="torn-read",
-        breaks="weights change while the gate is open, and a forward runs on half-new weights",
+        breaks="weights change while the gate is open, and a forward runs on torn weights",
         check="no_torn_reads",
         set=SERVING,
         needs={"refresh": ("staged",)},

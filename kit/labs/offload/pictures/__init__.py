@@ -38,7 +38,7 @@ TIMED = (
 )
 CONTROLS = ("control_build", "control", "control_end", "second_control")
 CHECKING = ("fingerprint", "verify", "compare", "rehearse_failure", "ownership")
-STATES = (("before the release", "fingerprint", 0), ("released", "idle", 4), ("back", "verify", 2))
+STATES = (("before the release", "fingerprint", 0), ("released", "idle", 4), ("reloaded", "verify", 2))
 
 
 def rows_of(data: RunData, phase: str, metric: str) -> pd.DataFrame:
@@ -113,7 +113,7 @@ def census(scene: Scene) -> None:
         Line2D([], [], marker=MARKERS[place], label=word, **state_style(place, scene))
         for place, (word, _, _) in enumerate(STATES)
     ]
-    marks.append(Line2D([], [], color=theme.faint, linestyle=LINES[1], label="a process without a job"))
+    marks.append(Line2D([], [], color=theme.faint, linestyle=LINES[1], label="process without a job"))
     legend_of(axes["legend"], marks)
     for name in counts:
         draw_count(axes[name], scene, name)

@@ -133,7 +133,7 @@ def bands(data: RunData, steps: Sequence[Place]) -> list[Band]:
         "weights": ("weights", "the job"),
         "grads": ("gradients", "the job"),
         "optimizer": ("optimizer", "the job"),
-        "left": ("job's, left behind", "the job"),
+        "left": ("not released", "the job"),
         "other": ("other tensors", "allocator"),
         "slack": ("slack", "allocator"),
     }
@@ -160,7 +160,7 @@ def gpu_bands(ax: Axes, data: RunData, theme: Theme) -> None:
     finish(ax, steps, theme, room=0.16)
     ax.set_ylim(bottom=0)
     ax.set_ylabel(f"in use [{unit}]")
-    ax.set_title(f"GPU memory by what takes it ({memory_words(data)})")
+    ax.set_title(f"GPU memory by use ({memory_words(data)})")
     marks: list[Artist] = [Line2D([], [], color=theme.ink, linewidth=1.6, label="peak in the phase (allocator)")]
     marks += [Patch(label=f"{band.name} ({band.source})", **looks[band.key]) for band in reversed(found)]
     ax.set_xlim(-0.7, len(steps) * (1 + BESIDE))

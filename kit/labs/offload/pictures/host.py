@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kit.draw.style import Theme
 
 BEFORE, IN_CYCLE = ("baseline", "build"), ("train", "release", "idle", "reload")
-HOST = {"anon_rss": "anonymous", "shared_rss": "shared, with the host arena"}  # parts of the resident set
+HOST = {"anon_rss": "anonymous", "shared_rss": "shared, host arena included"}  # parts of the resident set
 TOTAL, PEAK = "rss", "peak_rss"
 KINDS = ("weights", "grads", "optimizer")
 WIDTH = 0.36

@@ -39,17 +39,17 @@ PARTS = {"release": "destroy groups", "reload": "rebuild groups"}
 def plot_modes(runs: Sequence[Run], *, theme_name: str = "light") -> Picture:
     """Two or more offload runs. `theme_name` is light or dark."""
     if len(runs) < 2 or any(run.lab != "offload" for run in runs):
-        raise BadInput("ways of releasing are compared in two runs or more of lab 'offload'")
+        raise BadInput("plot_modes compares modes: give it two or more runs of the offload lab")
     look, seen = theme(theme_name), {name(run): read(run) for run in runs}
     if len(seen) < len(runs):
-        raise BadInput(f"two of these runs are of the same way; there are {', '.join(seen)}")
+        raise BadInput(f"two of these runs have the same mode; give one run per mode (here: {', '.join(seen)})")
     verdicts = {name(run): run.verdict() for run in runs}
     with mpl.rc_context(look.rc()):
         picture = Picture()
         draw(picture, seen, verdicts, look)
         ranks = len(next(iter(seen.values())).ranks)
         picture.suptitle(
-            f"offload · {counted(ranks, 'rank')} · ways of releasing · counts of the worst rank",
+            f"offload · {counted(ranks, 'rank')} · modes of releasing · counts of the worst rank",
             x=0.01,
             ha="left",
             fontsize=11.5,
@@ -131,7 +131,7 @@ def group_times(ax: Axes, seen: Mapping[str, RunData], look: Theme) -> None:
     ax.set_xticks(range(len(PARTS)), list(PARTS.values()))
     ax.set_xlim(-0.6, len(PARTS) - 0.4)
     ax.set_ylabel("time [ms]")
-    ax.set_title(f"Cost of groups (n = {', '.join(str(number) for number in sorted(counts))} each, median)")
+    ax.set_title(f"Time for groups (n = {', '.join(str(number) for number in sorted(counts))} each, median)")
 
 
 def differing(verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, VerdictRow]]:
@@ -178,4 +178,4 @@ def left_out(table: Mapping[str, Any], verdicts: Mapping[str, Verdict]) -> str:
     """How many checks are not drawn."""
     rest = [row for row in next(iter(verdicts.values())) if row.check not in table]
     passed = sum(row.passed is True for row in rest)
-    return f"and {passed} that all pass, {len(rest) - passed} not measured in any"
+    return f"{passed} more pass in every run; {len(rest) - passed} not measured in any"

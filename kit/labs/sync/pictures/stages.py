@@ -33,7 +33,7 @@ STAGES = {
     "teardown": 5,
     "rest": None,
 }
-WORDS = {**{stage: stage for stage in STAGES}, "keep": "copy to undo", "rest": "finalize to activate"}
+WORDS = {**{stage: stage for stage in STAGES}, "keep": "undo copy", "rest": "finalize to activate"}
 REST = {"gate": "rest", "finalize": "rest", "publish": "rest", "activate": "rest"}
 HATCH = {"receive": "///", "keep": "..."}
 # Which stage an event ends. What leads to any other is drawn as waiting.
@@ -71,7 +71,7 @@ def stages_legend(ax: Axes, theme: Theme) -> None:
         )
         for stage, word in WORDS.items()
     ]
-    marks.append(Line2D([], [], color=theme.ink, linewidth=1.8, label="time that passed"))
+    marks.append(Line2D([], [], color=theme.ink, linewidth=1.8, label="elapsed time"))
     legend_of(ax, marks, columnspacing=1.0, handlelength=1.2)
 
 
@@ -97,7 +97,7 @@ def stages(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
     ax.set_xticks(list(ticks), list(ticks.values()))
     ax.tick_params(axis="x", length=0)
     ax.set_ylabel(f"busy [{unit}]")
-    ax.set_title("Stages of each sync, n = 1 each (left the sender, right the receiver that was last; stages overlap)")
+    ax.set_title("Stages of each sync, n = 1 each (left: sender; right: last receiver; stages overlap)")
 
 
 def draw_stages(ax: Axes, x: float, rows: pd.DataFrame, scale: float, theme: Theme) -> None:
