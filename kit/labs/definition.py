@@ -51,7 +51,7 @@ def role_names(roles: Sequence[Role]) -> dict[int, str]:
     return {rank: role.name for role in roles if role.name for rank in role.ranks}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
     """A known bug that can be switched on. `set` is the config that exposes it, `exit` what the run must then end with.
 
@@ -61,6 +61,7 @@ class Fault:
     name: str
     breaks: str
     check: str
+    _: dataclasses.KW_ONLY
     exit: int = 1
     set: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     needs: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)

@@ -5,15 +5,9 @@ from kit.labs.smoke.config import SmokeConfig, plan
 
 FAULTS = (
     Fault(
-        name="leaked-group",
-        breaks="one group of every cycle is forgotten when groups are destroyed",
-        check="groups_return_to_baseline",
+        "leaked-group", "one group of every cycle is forgotten when groups are destroyed", "groups_return_to_baseline"
     ),
-    Fault(
-        name="wrong-sum",
-        breaks="one rank puts a wrong number into one message of the last cycle",
-        check="every_group_communicates",
-    ),
+    Fault("wrong-sum", "one rank puts a wrong number into one message of the last cycle", "every_group_communicates"),
 )
 
 
