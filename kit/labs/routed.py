@@ -80,7 +80,7 @@ def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 EVERY_LAB = (
     Check(
         name="routing_effective",
-        question="Do all collectives go through what `routing` names?",
+        question="Do all collectives go through the backend that `routing` names?",
         tolerance="routed_part",
         limit=1,
         unit="1",

@@ -6,7 +6,7 @@ from kit.labs.offload.faults import FAULTS
 
 LAB = Definition(
     name="offload",
-    summary="a Megatron job gives back communicators, weights, gradients, optimizer; comes back; trains on bit for bit",
+    summary="a Megatron job releases communicators, weights, gradients and optimizer, reloads them, and trains on bit for bit",
     config=OffloadConfig,
     plan=plan,
     fits=fits,

@@ -64,7 +64,7 @@ CHECKS = (
     ),
     at_most(
         "model_parallel_uninitialised",
-        "While released, does Megatron report that it has no groups (or does using one raise an error that names it)?",
+        "While released, does Megatron report that it has no groups, or does using one raise an error that names it?",
         "initialised",
         count_of(
             "idle", "initialised", "ranks where Megatron reports initialised groups and using one raises no error"
@@ -79,13 +79,13 @@ CHECKS = (
     ),
     at_most(
         "membership_unchanged",
-        "Does every group name refer to the same ranks in the same order as before?",
+        "After a reload, does every group name refer to the same ranks in the same order as before?",
         "names_moved",
         count_of("verify", "membership_changed", "group names that refer to other ranks"),
     ),
     at_most(
         "options_unchanged",
-        "Do all groups keep their timeout, backend, options and description?",
+        "Do all groups keep their timeout, backend, options and description after a reload?",
         "options_changed",
         count_of("verify", "options_changed", "groups with changed options"),
     ),
@@ -104,7 +104,7 @@ CHECKS = (
     ),
     at_most(
         "old_groups_dead",
-        "Are the old groups freed, with their sockets and threads?",
+        "Are the old groups freed while released, with their sockets and threads?",
         "old_groups",
         old_groups,
         cannot=undestroyed,
@@ -119,7 +119,7 @@ CHECKS = (
     ),
     Check(
         name="tensors_released",
-        question="Does the memory of weights, gradients and optimizer state leave the device?",
+        question="Do weights, gradients and optimizer state free their device memory while released?",
         tolerance="released_share",
         limit=0.9,
         unit="ratio",
@@ -129,7 +129,7 @@ CHECKS = (
     ),
     at_most(
         "no_tensor_left",
-        "Does every weight, gradient and optimizer tensor leave the device?",
+        "Does every weight, gradient and optimizer tensor leave the device while released?",
         "tensors_left",
         tensors_left,
         cannot=unmoved,
@@ -143,7 +143,7 @@ CHECKS = (
     ),
     at_most(
         "random_unchanged",
-        "Are all random number generators in the same state as before the release?",
+        "After a reload, are all random number generators in the same state as before the release?",
         "generators_moved",
         random_unchanged,
     ),
@@ -164,7 +164,7 @@ CHECKS = (
     ),
     at_most(
         "memory_slope",
-        "Is memory growth per cycle no larger than in a control without any release?",
+        "Is memory growth per cycle no larger than in a control run without any release?",
         "slope_mib",
         slopes("idle", control="control"),
         limit=slope_limit(state_bytes),
@@ -173,7 +173,7 @@ CHECKS = (
     ),
     at_most(
         "reload_peak",
-        "Does a reload peak at no more memory than training uses?",
+        "Does the memory peak of a reload stay within what training uses?",
         "peak_ratio",
         reload_peak,
         limit=1.1,
@@ -182,7 +182,7 @@ CHECKS = (
     ),
     at_most(
         "residual",
-        "How much GPU memory does the process still hold while released?",
+        "Is almost no GPU memory in use while released, beyond a CUDA context?",
         "residual_mib",
         on_cuda(residual),
         limit=500,
@@ -191,7 +191,7 @@ CHECKS = (
     ),
     Check(
         name="comm_released",
-        question="Is the communicators' memory freed?",
+        question="Is the GPU memory of the communicators freed while released?",
         tolerance="comm_share",
         limit=0.7,
         unit="ratio",
@@ -211,10 +211,15 @@ CHECKS = (
         "threads_more",
         lasting("threads", "verify", "build", "compare"),
     ),
-    at_most("nothing_left", "Is nothing left once the job has ended?", "left_more", left("end", "baseline")),
+    at_most(
+        "nothing_left",
+        "Does the job leave no descriptor, thread, process, shared memory or file behind when it ends?",
+        "left_more",
+        left("end", "baseline"),
+    ),
     at_most(
         "time_steady",
-        "Do the last releases and reloads take as long as earlier ones?",
+        "Do the last releases and reloads take no longer than the earlier ones?",
         "time_ratio",
         steady(("release", "reload")),
         limit=3,
@@ -231,30 +236,33 @@ CHECKS = (
     ),
     at_most("names_restored", "Are all patched functions restored at the end?", "names_replaced", names_restored),
     at_most(
-        "state_as_found", "Is the distributed state at the end the same as at the start?", "not_as_found", as_found
+        "state_as_found",
+        "Are the caller's groups, globals and random state unchanged after success and after an error?",
+        "not_as_found",
+        as_found,
     ),
 )
 
 
-# Sets of tolerances for the offload lab, as a person may want them instead of the lab's own. What a set leaves out stays the lab's.
+# Sets of tolerances for the offload lab. A tolerance that a set does not name keeps the lab's default.
 PRESETS = {
     "strict": {
-        "released_share": 0.99,  # all but an allocator's rounding
-        "drift_mib": 10.0,  # a host's allocator moves by some MiB between two cycles
-        "slope_mib": 0.1,  # 100 MiB after a thousand cycles, which a long run has
-        "peak_ratio": 1.0,  # the way back needs nothing that training does not need
-        "residual_mib": 500.0,  # a bare CUDA context takes about so much; less cannot be asked
+        "released_share": 0.99,  # all except an allocator's rounding
+        "drift_mib": 10.0,  # the host allocator varies by some MiB between two cycles
+        "slope_mib": 0.1,  # 100 MiB in a long run of a thousand cycles
+        "peak_ratio": 1.0,  # a reload needs no more memory than training
+        "residual_mib": 500.0,  # about the size of a bare CUDA context, which cannot be released
         "comm_share": 0.9,
-        "others_mib": 0.0,  # nobody else's memory may move
+        "others_mib": 0.0,  # memory of other processes may not change
     },
     "common practice": {
-        "released_share": 0.8,  # a sleep that frees most of the GPU is called a success
-        "drift_mib": 200.0,  # the lab's own is what people accept here
-        "slope_mib": 10.0,  # not seen over the tens of cycles of a test
-        "peak_ratio": 1.5,  # half a model more while weights come back is planned for
-        "residual_mib": 2048.0,  # what is left on a GPU of 80 GiB is rarely asked about below 2 GiB
-        "comm_share": 0.5,  # communicators' memory is not in the allocator's numbers, which is all that is looked at
-        "fds_more": 16.0,  # counted by nobody before a limit of the system is hit
+        "released_share": 0.8,  # freeing most of the GPU counts as success
+        "drift_mib": 200.0,  # the same as the lab's default
+        "slope_mib": 10.0,  # not visible in a test of some tens of cycles
+        "peak_ratio": 1.5,  # half a model more during a reload is usually planned for
+        "residual_mib": 2048.0,  # on a GPU of 80 GiB, a rest below 2 GiB is rarely questioned
+        "comm_share": 0.5,  # usually only the allocator is checked, which does not see communicators
+        "fds_more": 16.0,  # usually not counted until a system limit is hit
         "threads_more": 16.0,
         "others_mib": 50.0,
     },

@@ -23,59 +23,47 @@ class OffloadConfig(JobConfig):
 
     tp: Annotated[int, Option("tensor parallel size", low=1, high=64)] = 2
     pp: Annotated[int, Option("pipeline parallel size", low=1, high=64)] = 1
-    vpp: Annotated[int | None, Option("virtual pipeline stages of each pipeline rank; null: none", low=2, high=64)] = (
-        None
-    )
-    cp: Annotated[
-        int, Option("context parallel size; each rank trains on whole sequences of its own", low=1, high=64)
-    ] = 1
+    vpp: Annotated[int | None, Option("virtual pipeline stages per pipeline rank; null: none", low=2, high=64)] = None
+    cp: Annotated[int, Option("context parallel size; each rank trains on its own whole sequences", low=1, high=64)] = 1
     ep: Annotated[int, Option("expert parallel size", low=1, high=64)] = 1
-    etp: Annotated[int | None, Option("expert tensor parallel size; null: Megatron's own choice", low=1, high=64)] = (
-        None
-    )
-    experts: Annotated[int, Option("experts of each layer; 0: a dense model", low=0, high=256)] = 0
-    order: Annotated[str, Option("order of the parallel dimensions over ranks")] = "tp-cp-ep-dp-pp"
-    gloo_groups: Annotated[bool, Option("whether Megatron makes gloo groups beside the device's")] = True
-    distributed_optimizer: Annotated[bool, Option("whether optimizer state is sharded over data parallel ranks")] = (
-        False
-    )
-    overlap_grad_reduce: Annotated[bool, Option("whether gradients are reduced while the backward pass runs")] = False
-    seq: Annotated[int | None, Option("sequence length; null: the size's own", low=2, high=32768)] = None
-    micro_batch: Annotated[int, Option("sequences in a microbatch", low=1, high=1024)] = 1
-    microbatches: Annotated[int, Option("microbatches in a step", low=1, high=1024)] = 2
+    etp: Annotated[int | None, Option("expert tensor parallel size; null: Megatron's default", low=1, high=64)] = None
+    experts: Annotated[int, Option("experts per layer; 0: a dense model", low=0, high=256)] = 0
+    order: Annotated[str, Option("order of the parallel dimensions over the ranks")] = "tp-cp-ep-dp-pp"
+    gloo_groups: Annotated[bool, Option("let Megatron create gloo groups beside the device's groups")] = True
+    distributed_optimizer: Annotated[bool, Option("shard optimizer state over data-parallel ranks")] = False
+    overlap_grad_reduce: Annotated[bool, Option("reduce gradients during the backward pass")] = False
+    seq: Annotated[int | None, Option("sequence length; null: that of the size", low=2, high=32768)] = None
+    micro_batch: Annotated[int, Option("sequences per microbatch", low=1, high=1024)] = 1
+    microbatches: Annotated[int, Option("microbatches per step", low=1, high=1024)] = 2
     steps: Annotated[int, Option("training steps between two releases", low=1, high=1000)] = 2
-    cycles: Annotated[int, Option("how often everything is given back", low=1, high=1000)] = 4
+    cycles: Annotated[int, Option("number of release and reload cycles", low=1, high=1000)] = 4
     mode: Annotated[
         Literal["exact", "abort", "manual", "official", "suspend"],
         Option(
-            "how groups are released: exact, the same by abort, one of the two ways in common use, or suspended by NCCL"
+            "how groups are released: exact or abort (the kit's), manual or official (in common use), suspend (by NCCL); docs/offload.md"
         ),
     ] = "exact"
-    include_world: Annotated[
-        bool, Option("whether WORLD must be destroyed and rebuilt too (not with manual, official)")
-    ] = False
-    groups: Annotated[bool, Option("whether communicators are given back")] = True
-    weights: Annotated[bool, Option("whether weights are given back")] = True
-    grads: Annotated[bool, Option("whether gradient buffers are given back")] = True
-    optimizer: Annotated[bool, Option("whether optimizer state is given back")] = True
+    include_world: Annotated[bool, Option("destroy and rebuild WORLD too (not with mode=manual or official)")] = False
+    groups: Annotated[bool, Option("release communicators")] = True
+    weights: Annotated[bool, Option("release weights")] = True
+    grads: Annotated[bool, Option("release gradient buffers")] = True
+    optimizer: Annotated[bool, Option("release optimizer state")] = True
     dropped_grads: Annotated[
-        bool, Option("whether a release may drop gradients, which then come back as zeros or not at all")
+        bool, Option("allow a release to drop gradients: after the reload they may be zeros or gone")
     ] = False
-    hashes: Annotated[
-        bool, Option("whether every tensor is hashed before and after; without, a cycle is unchecked")
-    ] = True
+    hashes: Annotated[bool, Option("hash every tensor before and after; if false, a cycle is unchecked")] = True
     meet_timeout_s: Annotated[
         float, Option("how long ranks wait for each other before groups are destroyed", low=0.5, high=3600, unit="s")
     ] = 30.0
     model: Annotated[
         str,
-        Option("the job, module:attr; attr(ctx) has chunks, optimizer, step(n) -> [{loss, grad_norm}]", target=True),
+        Option(
+            "your own job, module:attr; attr(ctx) has chunks, optimizer, step(n) -> [{loss, grad_norm}]", target=True
+        ),
     ] = KIT_MODEL
     implementation: Annotated[
         str,
-        Option(
-            "the code under test, module:attr; attr(ctx) has release and restore, or destroy and reload", target=True
-        ),
+        Option("your own releaser, module:attr; attr(ctx) has release and restore, or destroy and reload", target=True),
     ] = KIT_RELEASER
 
     def __post_init__(self) -> None:

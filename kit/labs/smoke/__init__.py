@@ -4,16 +4,18 @@ from kit.labs.definition import Definition, Fault
 from kit.labs.smoke.config import SmokeConfig, plan
 
 FAULTS = (
+    Fault("leaked-group", "one group of every cycle is not destroyed", "groups_return_to_baseline"),
     Fault(
-        "leaked-group", "one group of every cycle is forgotten when groups are destroyed", "groups_return_to_baseline"
+        "wrong-sum",
+        "one rank contributes a wrong number to one all-reduce of the last cycle",
+        "every_group_communicates",
     ),
-    Fault("wrong-sum", "one rank puts a wrong number into one message of the last cycle", "every_group_communicates"),
 )
 
 
 LAB = Definition(
     name="smoke",
-    summary="make groups, talk over them with values that depend on the rank, destroy them, count what is left",
+    summary="creates process groups, all-reduces over them, destroys them, and counts what is left",
     config=SmokeConfig,
     plan=plan,
     phases="kit.labs.smoke.ranks.phases:Smoke",

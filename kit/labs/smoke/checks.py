@@ -115,7 +115,7 @@ CHECKS = (
     ),
     at_most(
         "memory_drift",
-        "Is memory after the last cycle the same as after the first?",
+        "Is memory after the last cycle the same as after the first cycle?",
         "drift_mib",
         drift,
         limit=50,
@@ -124,7 +124,7 @@ CHECKS = (
     ),
     at_most(
         "memory_slope",
-        "Is memory growth per cycle no larger than in a control without groups?",
+        "Is memory growth per cycle no larger than in a control run without groups?",
         "slope_mib",
         slopes("count", control="control"),
         limit=1,
@@ -140,14 +140,14 @@ CHECKS = (
 )
 
 
-# Sets of tolerances for the smoke lab, as a person may want them instead of the lab's own. What a set leaves out stays the lab's.
+# Sets of tolerances for the smoke lab. A tolerance that a set does not name keeps the lab's default.
 PRESETS = {
     "strict": {
-        "drift_mib": 2.0,  # an interpreter that does the same again moves by some hundred KiB
+        "drift_mib": 2.0,  # an interpreter that repeats its work varies by some hundred KiB
     },
     "common practice": {
-        "fds_more": 8.0,  # nobody looks at files and threads before a limit of the system is hit;
-        "threads_more": 8.0,  # a few that stay from the first use of a backend pass for normal
-        "drift_mib": 200.0,  # what stays below the noise of a resident-set plot
+        "fds_more": 8.0,  # descriptors and threads are usually not counted until a system limit is hit
+        "threads_more": 8.0,  # a few that stay after the first use of a backend count as normal
+        "drift_mib": 200.0,  # below the noise of a plot of resident memory
     },
 }

@@ -15,12 +15,14 @@ PHASES = ("make", "talk", "destroy", "count")
 class SmokeConfig(LabConfig):
     """Groups of all ranks, made and destroyed in every cycle."""
 
-    cycles: Annotated[int, Option("how often all of it is done", low=1, high=1000)] = 4
-    groups: Annotated[int, Option("groups that live at the same time", low=1, high=64)] = 2
-    size: Annotated[int, Option("numbers in one message", low=1, high=1 << 24)] = 1024
+    cycles: Annotated[int, Option("number of times that groups are created, used and destroyed", low=1, high=1000)] = 4
+    groups: Annotated[int, Option("process groups that exist at the same time", low=1, high=64)] = 2
+    size: Annotated[int, Option("numbers per message", low=1, high=1 << 24)] = 1024
     implementation: Annotated[
         str,
-        Option("the code under test, module:attr; attr(ctx) has make(ranks) -> group and destroy(group)", target=True),
+        Option(
+            "your own group factory, module:attr; attr(ctx) has make(ranks) -> group and destroy(group)", target=True
+        ),
     ] = "kit.labs.smoke.ranks.phases:Plain"
 
 

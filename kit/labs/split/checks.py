@@ -243,12 +243,20 @@ def ratio(
 CHECKS = (
     ratio("loss_parity", "Does the loss match the plain step's?", loss, "loss_rel", exact=1e-6),
     ratio("grad_parity", "Do the gradients match the plain step's?", gradient, "grad_rel", exact=1e-6),
-    ratio("params_parity", "Do the weights match after N steps?", parameters, "params_rel", exact=1e-5),
-    ratio("later_steps", "Do later steps match too?", later, "later_rel", exact=1e-4, coarse=0.1, cannot=one_step),
+    ratio("params_parity", "Do the weights match the plain step's at the end?", parameters, "params_rel", exact=1e-5),
+    ratio(
+        "later_steps",
+        "Do later steps match the plain ones?",
+        later,
+        "later_rel",
+        exact=1e-4,
+        coarse=0.1,
+        cannot=one_step,
+    ),
     ratio("metric_parity", "Does every metric match the plain step's?", every_metric, "metric_rel", exact=1e-6),
     ratio("result_parity", "Do norm, learning rate, decay and counts match?", fields, "result_rel", exact=1e-6),
     at_most("ranks_agree", "Do all ranks report the same result?", "numbers_apart", ranks),
-    at_most("metric_coverage", "Do both steps report the same metrics?", "metrics_missing", coverage),
+    at_most("metric_coverage", "Do split and plain step report the same metrics?", "metrics_missing", coverage),
     ratio(
         "chunk_invariance",
         "Are gradients independent of the number of chunks?",
@@ -286,7 +294,7 @@ CHECKS = (
     ),
     at_most(
         "version_ticks",
-        "Does the version grow by one with finish, and only then?",
+        "Does the version grow by one with each finish, and only then?",
         "versions_wrong",
         promised(
             "wrong_versions",
@@ -328,7 +336,7 @@ CHECKS = (
             right="no update; weights, optimizer and schedule are unchanged bit for bit; the next step equals one without it",
         ),
     ),
-    at_most("replicas_counted_once", "Is each row counted exactly once?", "replicas_off", truths.replicas),
+    at_most("replicas_counted_once", "Do all ranks together count each row once?", "replicas_off", truths.replicas),
     ratio(
         "oracle",
         "Does the plain step match a float64 computation?",
@@ -357,7 +365,7 @@ CHECKS = (
     ),
     ratio(
         "extreme_gaps",
-        "Is the loss correct when trainer and engine are far apart?",
+        "Is the loss correct if the log-probabilities of trainer and engine are far apart?",
         truths.gaps,
         "gap_rel",
         exact=1e-5,
@@ -365,7 +373,7 @@ CHECKS = (
     ),
     at_most(
         "masked_places",
-        "Are NaN and infinities in masked places ignored?",
+        "Does the loss ignore NaN and infinities in masked places?",
         "masked_reach",
         promised(
             "masked_reach",

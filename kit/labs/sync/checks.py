@@ -261,7 +261,7 @@ CHECKS = (
     at_most("bit_exact", "Does every replica have the trainer's tensors, bit for bit?", "tensors_differ", bit_exact),
     at_most(
         "logits_equal",
-        "Do replicas give the trainer's logits?",
+        "Do the replicas return the trainer's logits?",
         "logits_rel",
         logits_equal,
         limit=logits_limit,
@@ -269,7 +269,7 @@ CHECKS = (
     ),
     at_most(
         "names_right",
-        "Does a plain model, loaded by tensor names, give the trainer's logits?",
+        "Does a plain model, loaded by tensor names, return the trainer's logits?",
         "names_rel",
         names_right,
         limit=plain_limit,
@@ -282,19 +282,19 @@ CHECKS = (
     at_most("base_equal", "Were all base weights equal when the base was published?", "base_differ", base_equal),
     at_most(
         "groups_return_to_baseline",
-        "Do process groups return to the baseline?",
+        "Does the number of process groups return to the baseline?",
         "groups_more",
         returns_to_baseline("groups", "groups"),
     ),
     at_most(
         "segments_return_to_baseline",
-        "Does shared memory return to the baseline?",
+        "Does the number of shared-memory segments return to the baseline?",
         "segments_more",
         returns_to_baseline("segments", "segments"),
     ),
     at_most(
         "memory_growth",
-        "Does memory stay at its level after the first version?",
+        "Does each rank's memory stay constant after the first version?",
         "growth_mib",
         growth("verify", "after all replicas have a version"),
         limit=200,
@@ -311,7 +311,7 @@ CHECKS = (
     ),
     at_most(
         "others_untouched",
-        "Does a process beside the job keep its GPU memory?",
+        "Does another process on the GPU keep its memory unchanged?",
         "others_mib",
         on_cuda(others_untouched("prepare")),
         limit=10,
