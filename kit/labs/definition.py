@@ -121,7 +121,7 @@ class Definition:
 
     def all_checks(self) -> Sequence[Check]:
         """The lab's own and those of every lab, which ask only of runs that they are about."""
-        common: Sequence[Check] = load("kit.labs.routed:EVERY_LAB")
+        common: Sequence[Check] = load("kit.labs.growth:EVERY_LAB")
         return [*self.load_checks(), *common]
 
     def load_presets(self) -> Mapping[str, Mapping[str, float]]:

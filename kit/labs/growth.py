@@ -1,4 +1,4 @@
-"""Checks that every lab can use: memory, growth per cycle, counts that must return to a baseline, leftovers at the end, steady times."""
+"""Checks that every lab can use: memory, growth per cycle, counts that must return to a baseline, leftovers, steady times, routing."""
 
 from __future__ import annotations
 
@@ -339,6 +339,27 @@ def observed(config: Mapping[str, Any]) -> bool:
     return bool(config.get("observed"))
 
 
+def by_rank(frame: pd.DataFrame, metric: str) -> dict[int, float]:
+    found = select(frame, phase="run", metric=metric)
+    return dict(zip(found["rank"].tolist(), found["value"].tolist(), strict=True))
+
+
+def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """The share of groups (WORLD included) that is routed, on the rank with the lowest share."""
+    effective = by_rank(frame, "routing_effective")
+    rank = min(effective, key=effective.__getitem__)
+    if effective[rank] != 1:
+        reason = select(frame, phase="run", metric="routing_reason", rank=rank)["text"].iloc[0]
+        return Measured(0.0, f"requested but not in effect on rank {rank}: {reason or 'see run.json'}")
+    made, routed = by_rank(frame, "routing_groups"), by_rank(frame, "routing_groups_effective")
+    rank = min(made, key=lambda one: routed[one] / made[one])
+    why = f"{routed[rank]:.0f} of {made[rank]:.0f} groups on rank {rank} go through {config['routing']}"
+    lost = max(by_rank(frame, "routing_options_lost").values())
+    return Measured(
+        routed[rank] / made[rank], why + (f"; {lost:.0f} options were dropped, see run.json" if lost else "")
+    )
+
+
 # What can be asked of any job, without a lab.
 OBSERVED = (
     at_most(
@@ -359,6 +380,16 @@ OBSERVED = (
     ),
 )
 EVERY_LAB = (
+    Check(
+        name="routing_effective",
+        question="Do all collectives go through the backend that `routing` names?",
+        tolerance="routed_part",
+        limit=1,
+        unit="1",
+        better=">=",
+        measure=routed_part,
+        when=lambda config: config.get("routing", "torch") != "torch",
+    ),
     at_most(
         "nothing_piles_up",
         "Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
