@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.patches import Patch
-
-from kit.draw.axes import SEPARATE, grid_across
+from kit.draw.axes import SEPARATE, grid_across, marks_of
 from kit.draw.plots import Pictures, Plot, Table
 from kit.labs.split import parity
 from kit.labs.split.config import KIT_SPLIT, cases_of
@@ -18,14 +16,10 @@ from kit.results.units import counted, time_unit
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import pandas as pd
-    from matplotlib.axes import Axes
-
     from kit.draw.plots import RunData, Scene
-    from kit.draw.style import Theme
     from kit.labs.split.config import Case
 
-KINDS = {"run": "plain step", "begin": "begin", "microbatch": "microbatch", "finish": "finish"}
+CALLS = {"run": "plain step", "begin": "begin", "microbatch": "microbatch", "finish": "finish"}
 HIGH = 0.76  # of the height of a row
 BETWEEN = 0.5  # rows between two levels
 
@@ -44,21 +38,19 @@ def ways(config: Mapping[str, Any]) -> list[tuple[float, Case, str]]:
     return found
 
 
-def calls_height(config: Mapping[str, Any]) -> float:
-    return 0.27 * (ways(config)[-1][0] + 2)
-
-
-def timeline(ax: Axes, data: RunData, config: Mapping[str, Any], theme: Theme) -> None:
+def calls(scene: Scene) -> None:
     """The calls of the last step, one after the other. A rank waits for others inside a call."""
-    rows = calls_of(data)
+    ax, data, theme = scene.figure.subplots(), scene.data, scene.theme
+    rows = with_ids(data.frame[data.frame["metric"] == "call_seconds"], "call", "order")
+    rows = rows.sort_values(["cycle", "phase", "rank", "order"])
     ranks = data.ranks if len(data.ranks) <= SEPARATE else data.ranks[:1]
     rows = rows[rows["rank"].isin(ranks)]
     totals = rows.groupby(["cycle", "phase", "rank"])["value"].sum()
     longest = float(totals.max()) if len(totals) else 1.0
     scale, unit = time_unit(longest)
-    colours = dict(zip(KINDS, (theme.faint, theme.series[3], theme.series[0], theme.series[2]), strict=True))
+    colours = dict(zip(CALLS, (theme.faint, theme.series[3], theme.series[0], theme.series[2]), strict=True))
     labels = {}
-    for place, case, phase in ways(config):
+    for place, case, phase in ways(data.config):
         here = rows[(rows["cycle"] == case.cycle) & (rows["phase"] == phase)]
         labels[place] = f"{case.level}, plain" if phase == "sync" else chunks_of(case.chunks)
         for lane, rank in enumerate(ranks):
@@ -68,7 +60,7 @@ def timeline(ax: Axes, data: RunData, config: Mapping[str, Any], theme: Theme) -
                 mine["value"] * scale,
                 left=(mine["value"].cumsum() - mine["value"]) * scale,
                 height=HIGH / len(ranks) * 0.94,
-                color=[colours[kind] for kind in mine["kind"]],
+                color=[colours[call] for call in mine["call"]],
                 edgecolor=theme.paper,
                 linewidth=0.6,
             )
@@ -81,17 +73,9 @@ def timeline(ax: Axes, data: RunData, config: Mapping[str, Any], theme: Theme) -
     grid_across(ax)
     ax.set_xlabel(f"time since the step began [{unit}], one sample")
     lanes = f"rank {ranks[0]}" if len(ranks) == 1 else f"lanes: ranks {ranks[0]} to {ranks[-1]}"
-    ax.set_title(f"Step {config['steps']}, call by call ({lanes})")
-    marks = [Patch(facecolor=colours[kind], label=word) for kind, word in KINDS.items()]
+    ax.set_title(f"Step {data.config['steps']}, call by call ({lanes})")
+    marks = marks_of({word: {"facecolor": colours[call]} for call, word in CALLS.items()})
     ax.legend(handles=marks, ncols=len(marks), loc="upper left", columnspacing=1.1, handlelength=1.2)
-
-
-def calls_of(data: RunData) -> pd.DataFrame:
-    """The records of calls in their order; `kind` is the name of the call."""
-    rows = with_ids(data.frame[data.frame["metric"] == "call_seconds"], "call", "order").rename(
-        columns={"call": "kind"}
-    )
-    return rows.sort_values(["cycle", "phase", "rank", "order"])
 
 
 def ready(data: RunData) -> bool:
@@ -108,37 +92,24 @@ def words(data: RunData) -> list[str]:
     return [job, config["recipe"], *own, every_chunks(config), counted(config["steps"], "step")]
 
 
-def step(scene: Scene) -> None:
-    timeline(scene.figure.subplots(), scene.data, scene.data.config, scene.theme)
-
-
-def gradients(scene: Scene) -> None:
-    errors.gradients(scene.figure.subplots(), scene.data.records, scene.data.config, scene.verdict, scene.theme)
-
-
-def metrics(scene: Scene) -> None:
-    """One drawing per level of the loss, side by side."""
-    levels = list(dict.fromkeys(case.level for case in cases_of(scene.data.config)))
-    table = errors.first_step(scene.data.records, scene.data.config)
-    axes = scene.figure.subplot_mosaic([["legend"] * len(levels), levels], height_ratios=(0.1, errors.height(table)))
-    errors.metrics_legend(axes["legend"], scene.theme)
-    for level in levels:
-        errors.metrics(axes[level], table, level, scene.verdict, scene.theme)
-
-
-def metrics_height(data: RunData) -> float:
-    return errors.height(errors.first_step(data.records, data.config)) + 0.9
-
-
 PICTURES = Pictures(
     plots={
         "metrics": Plot(
-            "Metrics against the plain step", ready, lambda data, _: metrics_height(data), metrics, ("metric_parity",)
+            "Metrics against the plain step",
+            ready,
+            lambda data, _: errors.height(errors.first_step(data)) + 0.9,
+            errors.metrics,
+            ("metric_parity",),
         ),
         "gradients": Plot(
-            "Gradients by number of chunks", ready, lambda *_: 3.6, gradients, ("grad_parity", "later_steps")
+            "Gradients by number of chunks", ready, lambda *_: 3.6, errors.gradients, ("grad_parity", "later_steps")
         ),
-        "calls": Plot("A step, call by call", ready, lambda data, _: max(2.6, calls_height(data.config)) + 0.9, step),
+        "calls": Plot(
+            "A step, call by call",
+            ready,
+            lambda data, _: max(2.6, 0.27 * (ways(data.config)[-1][0] + 2)) + 0.9,
+            calls,
+        ),
     },
     overview=(("calls", "gradients"), ("metrics",), ("verdict",)),
     words=words,

@@ -6,15 +6,11 @@ Errors are on a scale of decades with separate places for 0 (bit for bit) and fo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-
-from kit.draw.axes import grid_across, legend_of, limit_of
+from kit.draw.axes import grid_across, legend_of, limit_of, marks_of
 from kit.draw.style import LINES, MARKERS
 from kit.labs.split import parity
 from kit.labs.split.checks import COMMON
@@ -22,14 +18,16 @@ from kit.labs.split.config import cases_of
 from kit.results import with_ids
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.axes import Axes
 
+    from kit.draw.plots import RunData, Scene
     from kit.draw.style import Theme
-    from kit.results import Verdict
 
 ZERO, BEYOND = 1.2, 0.8  # decades from the last tick to the place of 0, and to that of infinity
 APART = 0.14  # levels, in columns
 WRONG = "////"  # beside its colour
+DIAMOND: dict[str, Any] = {"linestyle": "", "marker": "D", "markerfacecolor": "none"}
 ROWS = 0.19  # inches for a metric
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -72,12 +70,14 @@ class Decades:
 # -- gradients -----------------------------------------------------------------------------------------------------------
 
 
-def gradients(ax: Axes, frame: pd.DataFrame, config: Mapping[str, Any], verdict: Verdict, theme: Theme) -> None:
+def gradients(scene: Scene) -> None:
     """||dg|| / ||g|| over the model for each number of chunks: the first step as points, later ones as a span."""
-    rows = with_ids(frame[(frame["phase"] == "compare") & (frame["metric"] == "gradient_error")], "step")
-    limit, later = limit_of(verdict, "grad_parity"), limit_of(verdict, "later_steps")
+    ax, theme, config = scene.figure.subplots(), scene.theme, scene.data.config
+    compared = scene.data.records[scene.data.records["phase"] == "compare"]
+    rows = with_ids(compared[compared["metric"] == "gradient_error"], "step")
+    between = compared[compared["metric"] == "chunk_error"].set_index("cycle")["value"]
+    limit, later = limit_of(scene.verdict, "grad_parity"), limit_of(scene.verdict, "later_steps")
     lines = [(limit, "limit {:g}, step 1"), (later if config["steps"] > 1 else None, "limit {:g}, later")]
-    between = frame[(frame["phase"] == "compare") & (frame["metric"] == "chunk_error")].set_index("cycle")["value"]
     decades = Decades.of([*rows["value"], *between], [COMMON, *(value for value, _ in lines if value)])
     columns = {count: index for index, count in enumerate(config["chunks"])}
     levels = list(dict.fromkeys(case.level for case in cases_of(config)))
@@ -93,11 +93,15 @@ def gradients(ax: Axes, frame: pd.DataFrame, config: Mapping[str, Any], verdict:
                 ends = [decades.place(float(value)) for value in (rest.min(), rest.max())]
                 ax.plot([x, x], ends, "_-", color=theme.faint, linewidth=4, alpha=0.5, markersize=9, zorder=2)
             if not case.first:
-                ax.plot(
-                    x, decades.place(float(between[case.cycle])), "D", color=theme.ink, markerfacecolor="none", zorder=3
-                )
+                ax.plot(x, decades.place(float(between[case.cycle])), zorder=3, **DIAMOND, color=theme.ink)
             points.append((x, float(mine[mine["step"] == 1]["value"].iloc[0])))
-        draw_points(ax, points, decades, Drawn(level, theme.series[place * 3], MARKERS[place], limit), theme)
+        places = [(x, decades.place(value)) for x, value in points]
+        marker, colour = MARKERS[place], theme.series[place * 3]
+        if points:
+            ax.plot(*zip(*places, strict=True), color=colour, linewidth=1.2, marker=marker, markersize=5.5, label=level)
+        for (x, y), (_, value) in zip(places, points, strict=True):
+            if limit is not None and not value <= limit:
+                ax.plot(x, y, marker, color=theme.bad, markersize=8.5, zorder=4)
     right = len(columns) - 0.45
     for value, word in [*lines, (COMMON, "{:g}, common")]:
         if value:
@@ -113,44 +117,22 @@ def gradients(ax: Axes, frame: pd.DataFrame, config: Mapping[str, Any], verdict:
     ax.set_xlabel("chunks per step (a point is one step, n = 1)")
     ax.set_ylabel("||dg|| / ||g||")
     ax.set_title("Gradients against the plain step")
-    handles, names = ax.get_legend_handles_labels()
+    marks: dict[str, Any] = {}
     if len(columns) > 1:
-        handles.append(Line2D([], [], linestyle="", marker="D", color=theme.ink, markerfacecolor="none"))
-        names.append("against the first number of chunks")
+        marks["against the first number of chunks"] = {**DIAMOND, "color": theme.ink}
     if config["steps"] > 1:
-        handles.append(Patch(facecolor=theme.faint, alpha=0.5))
-        names.append(f"steps 2 to {config['steps']}" if config["steps"] > 2 else "step 2")
-    ax.legend(handles, names, ncols=2, loc="upper left", handletextpad=0.5, columnspacing=0.9)
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """How the points of a level are drawn; above the limit they have the colour of failures."""
-
-    level: str
-    colour: str
-    marker: str
-    limit: float | None
-
-
-def draw_points(ax: Axes, points: list[tuple[float, float]], decades: Decades, how: Drawn, theme: Theme) -> None:
-    if not points:
-        return
-    places = [(x, decades.place(value)) for x, value in points]
-    ax.plot(
-        *zip(*places, strict=True), color=how.colour, linewidth=1.2, marker=how.marker, markersize=5.5, label=how.level
-    )
-    for (x, y), (_, value) in zip(places, points, strict=True):
-        if how.limit is not None and not value <= how.limit:
-            ax.plot(x, y, how.marker, color=theme.bad, markersize=8.5, zorder=4)
+        span = f"steps 2 to {config['steps']}" if config["steps"] > 2 else "step 2"
+        marks[span] = {"facecolor": theme.faint, "alpha": 0.5}
+    handles = [*ax.get_legend_handles_labels()[0], *marks_of(marks)]
+    ax.legend(handles=handles, ncols=2, loc="upper left", handletextpad=0.5, columnspacing=0.9)
 
 
 # -- metrics ---------------------------------------------------------------------------------------------------------------
 
 
-def first_step(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
+def first_step(data: RunData) -> pd.DataFrame:
     """The largest error of each metric over all numbers of chunks in the first step, by level. NotMeasured if the run ended before."""
-    table = parity.metrics(frame, config)
+    table = parity.metrics(data.records, data.config)
     table = table[table["step"] == 1].assign(lost=table["split"].isna() & table["sync"].notna())
     worst = {"error": "max", "one_scalar_error": "max", "lost": "any"}
     found = table.groupby(["level", "normalizer", "metric"], as_index=False).agg(worst)
@@ -161,50 +143,50 @@ def height(table: pd.DataFrame) -> float:
     return 0.5 + ROWS * table["metric"].nunique()
 
 
-class Bar(NamedTuple):
-    """How an error is drawn, how a 0 is, and a word beside it."""
-
-    colour: str
-    zero: str
-    word: str = ""
-    hatch: str = ""
-
-
-def draw_bar(ax: Axes, y: float, error: float, decades: Decades, how: Bar) -> None:
+def draw_bar(
+    ax: Axes, y: float, error: float, decades: Decades, *, colour: str, zero: str, word: str = "", hatch: str = ""
+) -> None:
+    """An error as a bar with a word beside it, and a 0 in the colour `zero`."""
     if error == 0:
         x = decades.place(0) + (y - round(y)) * 1.5  # beside each other: two rows of digits would touch
-        ax.text(x, y, "0", color=how.zero, fontsize=7, fontweight="bold", ha="center", va="center")
+        ax.text(x, y, "0", color=zero, fontsize=7, fontweight="bold", ha="center", va="center")
         return
     left = decades.shade()[1]
-    ax.barh(y, decades.place(error) - left, 0.38, left=left, color=how.colour, hatch=how.hatch, linewidth=0, zorder=2)
-    if how.word:
-        ax.text(decades.place(error), y, f" {how.word}", color=how.colour, fontsize=7.5, va="center")
+    ax.barh(y, decades.place(error) - left, 0.38, left=left, color=colour, hatch=hatch, linewidth=0, zorder=2)
+    if word:
+        ax.text(decades.place(error), y, f" {word}", color=colour, fontsize=7.5, va="center")
 
 
-def metrics_legend(ax: Axes, theme: Theme) -> None:
-    marks = [
-        Patch(facecolor=theme.series[0], label="measured against the plain step"),
-        Patch(facecolor=theme.bad, hatch=WRONG, edgecolor=theme.paper, linewidth=0, label="above the limit"),
-        Patch(facecolor=theme.series[1], label="if the loss's normalizer divided every metric (computed)"),
-    ]
-    legend_of(ax, marks)
+def metrics(scene: Scene) -> None:
+    """A drawing for each level of the loss, side by side."""
+    table, theme = first_step(scene.data), scene.theme
+    levels = list(dict.fromkeys(case.level for case in cases_of(scene.data.config)))
+    axes = scene.figure.subplot_mosaic([["legend"] * len(levels), levels], height_ratios=(0.1, height(table)))
+    marks = {
+        "measured against the plain step": {"facecolor": theme.series[0]},
+        "above the limit": {"facecolor": theme.bad, "hatch": WRONG, "edgecolor": theme.paper, "linewidth": 0},
+        "if the loss's normalizer divided every metric (computed)": {"facecolor": theme.series[1]},
+    }
+    legend_of(axes["legend"], marks_of(marks))
+    for level in levels:
+        draw_metrics(axes[level], table, level, limit_of(scene.verdict, "metric_parity"), theme)
 
 
-def metrics(ax: Axes, table: pd.DataFrame, level: str, verdict: Verdict, theme: Theme) -> None:
+def draw_metrics(ax: Axes, table: pd.DataFrame, level: str, limit: float | None, theme: Theme) -> None:
     """Two bars for each metric: the measured error, and the error if the loss's normalizer divided every metric.
 
     The drawing of the first level has the names; the others have the same order.
     """
-    limit = limit_of(verdict, "metric_parity")
     decades = Decades.of([*table["error"], *table["one_scalar_error"]], [COMMON, limit or COMMON])
     names = list(dict.fromkeys(table["metric"]))
     rows = table[table["level"] == level].set_index("metric")
     for index, name in enumerate(names):
         error, scalar, lost = rows.loc[name, ["error", "one_scalar_error", "lost"]]
         wrong = limit is not None and not error <= limit
-        colours = (theme.bad, theme.bad) if wrong else (theme.series[0], theme.good)
-        draw_bar(ax, index - 0.2, error, decades, Bar(*colours, "missing" if lost else "", WRONG if wrong else ""))
-        draw_bar(ax, index + 0.2, scalar, decades, Bar(theme.series[1], theme.faint))
+        colour, zero, hatch = (theme.bad, theme.bad, WRONG) if wrong else (theme.series[0], theme.good, "")
+        word = "missing" if lost else ""
+        draw_bar(ax, index - 0.2, error, decades, colour=colour, zero=zero, word=word, hatch=hatch)
+        draw_bar(ax, index + 0.2, scalar, decades, colour=theme.series[1], zero=theme.faint)
     for value, word, colour in ((limit, "limit {:g} ", theme.bad), (COMMON, " {:g}, common", theme.faint)):
         if value:
             x, side = math.log10(value), "left" if value == COMMON else "right"
@@ -213,14 +195,11 @@ def metrics(ax: Axes, table: pd.DataFrame, level: str, verdict: Verdict, theme: 
     ax.axvspan(*decades.shade(), color=theme.shade, zorder=0, linewidth=0)
     ax.set_xticks(list(decades.ticks()), list(decades.ticks().values()))
     ax.set_xlim(*decades.ends())
-    by = [
-        "" if rows.loc[name, "normalizer"] == "none" else f"per {parity.singular(rows.loc[name, 'normalizer'])}"
-        for name in names
-    ]
-    first = level == table["level"].iloc[0]
-    ax.set_yticks(
-        range(len(names)), [f"{name}  {one}" for name, one in zip(names, by, strict=True)] if first else by, fontsize=8
-    )
+    units = [rows.loc[name, "normalizer"] for name in names]
+    words = ["" if unit == "none" else f"per {parity.singular(unit)}" for unit in units]
+    if level == table["level"].iloc[0]:
+        words = [f"{name}  {word}" for name, word in zip(names, words, strict=True)]
+    ax.set_yticks(range(len(names)), words, fontsize=8)
     ax.set_ylim(len(names) - 0.4, -1.2)
     grid_across(ax)
     ax.set_xlabel("relative error in step 1, worst of all numbers of chunks")
