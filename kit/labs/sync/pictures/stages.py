@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-
-from kit.draw.axes import grid_across, legend_of, stack
+from kit.draw.axes import grid_across, legend_of, marks_of, stack
 from kit.labs.sync import tables
 from kit.results.units import time_unit
 
@@ -15,42 +12,35 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import pandas as pd
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
 
+    from kit.draw.plots import Scene
     from kit.draw.style import Theme
 
-# A stage's colour, by its place in the theme. Sending and receiving are two ends of one thing, as are keeping the weights that were
-# and applying the new ones. What is short is one: the rest.
+
+class Stage(NamedTuple):
+    """How a stage is drawn: the place of its colour in the theme (None: grey), its hatch, and its word where its name says too little."""
+
+    colour: int | None
+    hatch: str = ""
+    word: str = ""
+
+
+# Sending and receiving are two ends of one thing, as are keeping the old weights and applying the new ones. What is short is one: the rest.
 STAGES = {
-    "gather": 0,
-    "pack": 3,
-    "send": 1,
-    "receive": 1,
-    "verify": 2,
-    "keep": 4,
-    "apply": 4,
-    "teardown": 5,
-    "rest": None,
+    "gather": Stage(0),
+    "pack": Stage(3),
+    "send": Stage(1),
+    "receive": Stage(1, "///"),
+    "verify": Stage(2),
+    "keep": Stage(4, "...", "copy to undo"),
+    "apply": Stage(4),
+    "teardown": Stage(5),
+    "rest": Stage(None, word="finalize to activate"),
 }
-WORDS = {**{stage: stage for stage in STAGES}, "keep": "copy to undo", "rest": "finalize to activate"}
-REST = {"gate": "rest", "finalize": "rest", "publish": "rest", "activate": "rest"}
-HATCH = {"receive": "///", "keep": "..."}
+REST = dict.fromkeys(("gate", "finalize", "publish", "activate"), "rest")
 # Which stage an event ends. What leads to any other is drawn as waiting.
-ENDS = {
-    "gathered": "gather",
-    "packed": "pack",
-    "sent": "send",
-    "received": "receive",
-    "verified": "verify",
-    "apply": "apply",
-    "applied": "apply",
-    "teardown": "teardown",
-    "finalize": "rest",
-    "publish": "rest",
-    "activate": "rest",
-    "end": "rest",
-}
+ENDS = {"gathered": "gather", "packed": "pack", "sent": "send", "received": "receive", "verified": "verify"}
+ENDS |= {"apply": "apply", "applied": "apply", "teardown": "teardown", "end": "rest", **REST}
 CYCLES = 5  # as many are drawn, the last ones
 LANES = 6
 LANE = 0.52  # inches
@@ -59,25 +49,20 @@ LONG = 28  # letters in a line
 WIDTH = 0.36
 
 
-def colour(stage: str, theme: Theme) -> str:
-    index = STAGES[stage]
-    return theme.faint if index is None else theme.series[index]
+def look_of(stage: str | None, theme: Theme) -> dict[str, Any]:
+    index, hatch, _ = STAGES[stage] if stage else (None, "", "")
+    colour = theme.series[index] if index is not None else theme.faint if stage else theme.grid
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": theme.paper, "linewidth": 0}
 
 
-def stages_legend(ax: Axes, theme: Theme) -> None:
-    marks: list[Artist] = [
-        Patch(
-            facecolor=colour(stage, theme), hatch=HATCH.get(stage, ""), edgecolor=theme.paper, linewidth=0, label=word
-        )
-        for stage, word in WORDS.items()
-    ]
-    marks.append(Line2D([], [], color=theme.ink, linewidth=1.8, label="time that passed"))
-    legend_of(ax, marks, columnspacing=1.0, handlelength=1.2)
-
-
-def stages(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
+def bars(scene: Scene) -> None:
     """Two bars for each sync: the sender's stages, and those of the receiver that was last. A line: the time that passed."""
-    table = tables.stages(frame)
+    theme = scene.theme
+    legend, ax = scene.figure.subplots(2, 1, height_ratios=(0.05, 1))
+    marks = {stage.word or name: look_of(name, theme) for name, stage in STAGES.items()}
+    marks["time that passed"] = {"color": theme.ink, "linewidth": 1.8}
+    legend_of(legend, marks_of(marks), columnspacing=1.0, handlelength=1.2)
+    table = tables.stages(scene.data.records)
     table = table[table["cycle"].isin(sorted(table["cycle"].unique())[-CYCLES:])]
     scale, unit = time_unit(float(table["seconds"].max()))
     places: dict[tuple[int, str], float] = {}
@@ -88,7 +73,10 @@ def stages(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
     for (cycle, path), x in places.items():
         mine = table[(table["cycle"] == cycle) & (table["path"] == path)]
         for side, who in ((-1, "sender"), (1, "receiver")):
-            draw_stages(ax, x + side * WIDTH / 2, mine[mine["who"] == who], scale, theme)
+            rows = mine[mine["who"] == who]
+            busy = rows.assign(stage=rows["stage"].replace(REST)).groupby("stage")["seconds"].sum() * scale
+            parts = [(float(busy[stage]), look_of(stage, theme)) for stage in STAGES if stage in busy]
+            stack(ax, x + side * WIDTH / 2, WIDTH * 0.9, parts)
         ticks[x] = f"{path}\ncycle {cycle}"
         for passed in mine[(mine["who"] == "sender") & (mine["stage"] == "wall")]["seconds"] * scale:
             ax.plot([x - WIDTH, x + WIDTH], [passed] * 2, color=theme.ink, linewidth=1.8, zorder=4)
@@ -98,17 +86,6 @@ def stages(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
     ax.tick_params(axis="x", length=0)
     ax.set_ylabel(f"busy [{unit}]")
     ax.set_title("Stages of each sync, n = 1 each (left the sender, right the receiver that was last; stages overlap)")
-
-
-def draw_stages(ax: Axes, x: float, rows: pd.DataFrame, scale: float, theme: Theme) -> None:
-    """Stages on one another."""
-    busy = rows.assign(stage=rows["stage"].replace(REST)).groupby("stage")["seconds"].sum() * scale
-    shown = [stage for stage in STAGES if stage in busy]
-    stack(ax, x, WIDTH * 0.9, [(float(busy[stage]), look_of(stage, theme)) for stage in shown])
-
-
-def look_of(stage: str, theme: Theme) -> dict[str, Any]:
-    return {"color": colour(stage, theme), "hatch": HATCH.get(stage, ""), "edgecolor": theme.paper, "linewidth": 0}
 
 
 # -- events ----------------------------------------------------------------------------------------------------------------
@@ -137,23 +114,29 @@ def height(frame: pd.DataFrame) -> float:
     return LANE * (len(lanes(tables.events(frame, *found))) + 1) if found else 0.0
 
 
-def timeline(ax: Axes, frame: pd.DataFrame, config: Mapping[str, object], theme: Theme) -> None:
+def timeline(scene: Scene) -> None:
     """A lane a rank: what led to each event in the colour of its stage, and its name where it happened."""
+    ax, theme, frame = scene.figure.subplots(), scene.theme, scene.data.records
     path, cycle = shown(frame) or ("expand", 0)
     events = tables.events(frame, path, cycle)
     ranks = lanes(events)
     low, high = float(events["seconds"].min()), float(events["seconds"].max())
     scale, unit = time_unit(high - low)
-    moments = [moments_of(events[events["rank"] == rank], scale) for rank in ranks]
+    of_ranks = (events[events["rank"] == rank] for rank in ranks)
+    moments = [list(zip(mine["seconds"] * scale, mine["event"], strict=True)) for mine in of_ranks]
     left, right = (edge * scale for edge in (low - 0.01 * (high - low), high))
     for _ in range(3):  # the last names need room, which makes all others narrower
         ends = [written[-1] for written in (labels(lane, LETTER * (right - left)) for lane in moments)]
         right = max(left + (x - left) / (1 - LETTER * wide(word)) for x, word in ends)
     for lane, mine in enumerate(moments):
-        draw_lane(ax, lane, mine, theme)
+        for index, (x, name) in enumerate(mine):
+            if index:
+                before = mine[index - 1][0]
+                ax.barh(lane, x - before, 0.34, left=before, zorder=2, **look_of(ENDS.get(name), theme))
+            ax.plot([x, x], [lane - 0.24, lane + 0.2], color=theme.ink, linewidth=1.0, zorder=3)
         for x, word in labels(mine, LETTER * (right - left)):
             ax.text(x, lane - 0.27, fold(word), fontsize=7.5, va="bottom", linespacing=1.0)
-    ax.set_yticks(range(len(ranks)), [named(rank, config) for rank in ranks])
+    ax.set_yticks(range(len(ranks)), [named(rank, scene.data.config) for rank in ranks])
     ax.set_ylim(len(ranks) - 0.6, -0.85)
     ax.set_xlim(left, right)
     grid_across(ax)
@@ -162,30 +145,6 @@ def timeline(ax: Axes, frame: pd.DataFrame, config: Mapping[str, object], theme:
     some = f", {len(ranks) - 1} of {receivers} receivers" if receivers > LANES - 1 else ""
     word = {"expand": "Expansion", "refresh": "Refresh"}[path]
     ax.set_title(f"{word} of cycle {cycle}, event by event{some} (grey: preparing, waiting)")
-
-
-def moments_of(events: pd.DataFrame, scale: float) -> list[tuple[float, str]]:
-    """A rank's events, in their order."""
-    return [(seconds * scale, str(name)) for seconds, name in zip(events["seconds"], events["event"], strict=True)]
-
-
-def draw_lane(ax: Axes, lane: int, moments: Sequence[tuple[float, str]], theme: Theme) -> None:
-    for index, (x, name) in enumerate(moments):
-        if index:
-            before = moments[index - 1][0]
-            stage = ENDS.get(name)
-            ax.barh(
-                lane,
-                x - before,
-                0.34,
-                left=before,
-                color=colour(stage, theme) if stage else theme.grid,
-                hatch=HATCH.get(stage or "", ""),
-                edgecolor=theme.paper,
-                linewidth=0,
-                zorder=2,
-            )
-        ax.plot([x, x], [lane - 0.24, lane + 0.2], color=theme.ink, linewidth=1.0, zorder=3)
 
 
 def labels(moments: Sequence[tuple[float, str]], letter: float) -> list[tuple[float, str]]:
