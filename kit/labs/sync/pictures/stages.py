@@ -37,10 +37,10 @@ STAGES = {
     "teardown": Stage(5),
     "rest": Stage(None, word="finalize to activate"),
 }
-REST = dict.fromkeys(("gate", "finalize", "publish", "activate"), "rest")
+SHORT = dict.fromkeys(("finalize", "publish", "activate"), "rest")
 # Which stage an event ends. What leads to any other is drawn as waiting.
 ENDS = {"gathered": "gather", "packed": "pack", "sent": "send", "received": "receive", "verified": "verify"}
-ENDS |= {"apply": "apply", "applied": "apply", "teardown": "teardown", "end": "rest", **REST}
+ENDS |= {"apply": "apply", "applied": "apply", "teardown": "teardown", "end": "rest", **SHORT}
 CYCLES = 5  # as many are drawn, the last ones
 LANES = 6
 LANE = 0.52  # inches
@@ -74,7 +74,10 @@ def bars(scene: Scene) -> None:
         mine = table[(table["cycle"] == cycle) & (table["path"] == path)]
         for side, who in ((-1, "sender"), (1, "receiver")):
             rows = mine[mine["who"] == who]
-            busy = rows.assign(stage=rows["stage"].replace(REST)).groupby("stage")["seconds"].sum() * scale
+            busy = (
+                rows.assign(stage=rows["stage"].replace({"gate": "rest", **SHORT})).groupby("stage")["seconds"].sum()
+                * scale
+            )
             parts = [(float(busy[stage]), look_of(stage, theme)) for stage in STAGES if stage in busy]
             stack(ax, x + side * WIDTH / 2, WIDTH * 0.9, parts)
         ticks[x] = f"{path}\ncycle {cycle}"
