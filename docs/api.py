@@ -1,4 +1,4 @@
-"""Writes docs/api.md, the reference of World, Recorder and every lab's settings, from the code: `python -m docs.api`."""
+"""Generates docs/api.md, the reference of World, Recorder and every lab's settings: `python -m docs.api`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from kit.world.pending import Pending, wait
 PAGE = Path(__file__).with_name("api.md")
 HEAD = """# Reference of the Python interface and the settings
 
-Written from the code by `python -m docs.api`; change the docstrings, not this page."""
+`python -m docs.api` generates this page from the code. Edit the docstrings, not the page."""
+# Public for other modules of the kit, not for users.
+INTERNAL = {"share_lock", "launch", "prepare", "ready", "die", "advance"}
 
 
 def text() -> str:
@@ -40,13 +42,13 @@ def text() -> str:
 
 
 def described(kind: type[Any]) -> Iterator[str]:
-    """A class: how it is made, then what it has that is public, in the order of the code."""
+    """A class: its constructor, then its public members in the order of the code."""
     yield f"## `{kind.__name__}`"
     yield from member(kind.__name__, kind)
     names = [name for base in reversed(kind.__mro__) for name in vars(base) if base.__module__.startswith("kit.")]
     for name in dict.fromkeys(names):
         one = inspect.getattr_static(kind, name)
-        if name.startswith("_") or not inspect.getdoc(one):
+        if name.startswith("_") or name in INTERNAL or not inspect.getdoc(one):
             continue
         if isinstance(one, property):
             yield f"**`.{name}`**: {prose(one)}"
@@ -55,7 +57,7 @@ def described(kind: type[Any]) -> Iterator[str]:
 
 
 def member(name: str, one: Any) -> Iterator[str]:
-    """How it is called, and its docstring."""
+    """Its signature and its docstring."""
     words, star = [], False
     for part in inspect.signature(one).parameters.values():
         if part.name == "self":
@@ -75,7 +77,7 @@ def prose(one: Any) -> str:
 
 
 def settings(config: type[LabConfig], without: set[str]) -> str:
-    rows = ["| setting | default | allowed | what it is |", "|---|---|---|---|"]
+    rows = ["| setting | default | allowed | meaning |", "|---|---|---|---|"]
     for field in fields(config):
         if field.name not in without:
             unit = f" [{field.option.unit}]" if field.option.unit else ""

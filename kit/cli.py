@@ -1,13 +1,12 @@
 # PYTHON_ARGCOMPLETE_OK
-"""`kit ...`. Only what a command needs is imported, and only when it runs: `kit --help` loads no torch and no pandas.
+"""`kit ...`. Each command imports only what it needs, when it runs: `kit --help` loads no torch and no pandas.
 
 Exit status: 0 no check failed; 1 a check failed; 2 bad input; 3 the run broke (a rank raised, died or timed out);
-130 interrupted, the ranks are ended. `check` ends with 3 for a run that broke, else as its verdict does. `runs`,
-`show`, `compare`, `export`, `trace`, `report` and `notebook` end with 0 when they could do their work; a notebook
-whose cell fails ends with 3.
+130 interrupted, and the ranks are ended. `check` ends with 3 if the run broke, otherwise by its verdict. `runs`, `show`,
+`compare`, `export`, `trace`, `report` and `notebook` end with 0 if they succeed; `notebook` ends with 3 if a cell fails.
 
-DIR is the folder of a run, or the id of a run among the runs (`kit runs`). Where one DIR is taken it may be left out:
-the newest run. Where several are taken, the folder of a sweep stands for its runs.
+DIR is the folder of a run, or the id of a run (`kit runs` lists them). A command that takes one DIR uses the newest
+run if DIR is left out. A command that takes several accepts the folder of a sweep, which stands for its runs.
 
 Completion of commands, options, labs, settings, faults and runs in bash and zsh: eval "$(register-python-argcomplete kit)"
 """
@@ -138,61 +137,57 @@ def parser() -> Parser:
             name, help=text, description=text, allow_abbrev=False, epilog=shown, formatter_class=shape
         )
         made.set_defaults(command=command, parser=made)
-        made.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else")
+        made.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
         return made
 
-    made = add("doctor", doctor, "what this box can do, and why not", "", "--deep")
-    made.add_argument(
-        "--deep", action="store_true", help="also run ten probes on live ranks, in 130 s at most with a GPU"
-    )
-    made = add("labs", labs, "the labs with one line each; a lab's settings", "", "split")
+    made = add("doctor", doctor, "show what this box can and cannot do, and why", "", "--deep")
+    made.add_argument("--deep", action="store_true", help="also run ten probes on live ranks; at most 130 s with a GPU")
+    made = add("labs", labs, "list the labs, or the settings of one lab", "", "split")
     named(made, "lab", "list the settings of this lab", lab_names, metavar="LAB", nargs="?")
     add_run(add)
-    made = add("runs", runs, "the runs, newest first", "", "runs/smoke-sweep-20260101-120000-0a1b")
-    made.add_argument("dir", metavar="DIR", nargs="?", type=Path, help="a folder with runs, such as that of a sweep")
+    made = add("runs", runs, "list the runs, newest first", "", "runs/smoke-sweep-20260101-120000-0a1b")
+    made.add_argument("dir", metavar="DIR", nargs="?", type=Path, help="a folder of runs, such as that of a sweep")
     made = add("check", check, "judge a run again from its records", "", "runs/mine --lab offload --junit checks.xml")
     one_run(made)
     named(made, "--lab", "judge by this lab's checks, whatever wrote the records", lab_names, metavar="LAB")
     made.add_argument("--junit", metavar="FILE", type=Path, help="also write the stored verdict as JUnit XML")
-    one_run(add("show", show, "a run: its state, its verdict, its times", "", "smoke-20260101-120000-0a1b"))
+    one_run(add("show", show, "show a run: status, verdict, times", "", "smoke-20260101-120000-0a1b"))
     several_runs(
-        add("compare", compare, "runs against the first: changed verdicts, then what changed most", "runs/a runs/b")
+        add("compare", compare, "compare runs with the first: changed verdicts, largest changes", "runs/a runs/b")
     )
     made = add(
         "export",
         export,
-        "a table of runs as csv, parquet, md, tex, html or json",
+        "write a table of runs as csv, parquet, md, tex, html or json",
         "--to records.parquet",
         "runs/a --table verdict --to verdict.tex",
         "runs/a runs/b --table compare --to compare.md",
     )
     several_runs(made, nargs="*")
-    tables = "records (without this option), verdict, times, memory, compare, or another table of the lab"
+    tables = "records (default), verdict, times, memory, compare, or another table of the lab"
     made.add_argument("--table", metavar="NAME", default="records", help=tables)
-    made.add_argument("--to", metavar="FILE", type=Path, required=True, help="its ending says how it is written")
-    made = add("trace", trace, "a run as a timeline for Perfetto or chrome://tracing", "--to trace.json")
+    made.add_argument("--to", metavar="FILE", type=Path, required=True, help="output file; the suffix is the format")
+    made = add("trace", trace, "write a run as a timeline for Perfetto or chrome://tracing", "--to trace.json")
     one_run(made)
-    made.add_argument("--to", metavar="FILE", type=Path, required=True, help="the trace, a JSON file")
-    made = add(
-        "report", report, "runs as one page: verdicts, pictures, tables, provenance", "runs/a runs/b --to page.html"
-    )
+    made.add_argument("--to", metavar="FILE", type=Path, required=True, help="output file (JSON)")
+    made = add("report", report, "write a page about runs: verdicts, pictures, tables", "runs/a runs/b --to page.html")
     several_runs(made, nargs="*")
-    made.add_argument("--to", metavar="FILE.html", type=Path, required=True, help="the page, which needs no network")
-    made = add("notebook", notebook, "run a notebook without a browser and keep it with its outputs", "01 -p cycles 5")
+    made.add_argument("--to", metavar="FILE.html", type=Path, required=True, help="output file; needs no network")
+    made = add("notebook", notebook, "run a notebook without a browser and save it with its outputs", "01 -p cycles 5")
     made.add_argument("name", metavar="NAME", nargs="?", help="01, 01_offload_reload, or a path")
-    made.add_argument("--copy", metavar="DIR", type=Path, help="copy all notebooks and docs there, and run none")
+    made.add_argument("--copy", metavar="DIR", type=Path, help="copy all notebooks and docs to DIR; run none")
     made.add_argument(
         "-p", metavar=("KEY", "VALUE"), nargs=2, action="append", default=[], dest="given",
         help="a parameter of the notebook; may be repeated",
     )  # fmt: skip
-    made.add_argument("--to", metavar="FILE", type=Path, help=".ipynb or .html; without it one beside the runs")
-    made = add("faults", faults, "the known bugs that can be switched on", "", "smoke --json")
-    named(made, "lab", "of one lab alone", lab_names, metavar="LAB", nargs="?")
+    made.add_argument("--to", metavar="FILE", type=Path, help="output file, .ipynb or .html; default: beside the runs")
+    made = add("faults", faults, "list the known bugs that can be switched on", "", "smoke --json")
+    named(made, "lab", "list the bugs of this lab only", lab_names, metavar="LAB", nargs="?")
     measuring(add)
     made = add(
-        "clean", clean, "list and end leftovers of earlier runs: only processes the kit itself started", "--dry-run"
+        "clean", clean, "list and end leftovers of earlier runs; ends only processes that the kit started", "--dry-run"
     )
-    made.add_argument("--yes", action="store_true", help="end them without a question")
+    made.add_argument("--yes", action="store_true", help="end them without asking")
     made.add_argument("--dry-run", action="store_true", help="only list them")
     return top
 
@@ -207,22 +202,22 @@ def add_run(add: Callable[..., Parser]) -> None:
         "offload --sweep tp=1,2 --sweep mode=exact,abort --repeat 3 --out runs/sweep",
         "sync --like sync-20260101-120000-0a1b --junit sync.xml",
     )
-    named(made, "lab", "one of `kit labs`", lab_names, metavar="LAB")
+    named(made, "lab", "the lab (`kit labs` lists them)", lab_names, metavar="LAB")
     pairs = {"metavar": "KEY=VALUE", "action": "append", "default": []}
     named(made, "--set", "a setting of the lab (`kit labs LAB`); may be repeated", setting_names, **pairs)
-    named(made, "--sweep", "a run for each of a setting's values, with commas between; may be repeated", setting_names,
+    named(made, "--sweep", "run once for each value of a setting, separated by commas; may be repeated", setting_names,
           **{**pairs, "metavar": "KEY=V1,V2"})  # fmt: skip
     made.add_argument("--repeat", metavar="N", type=int, default=1, help="run everything N times and report the spread")
     made.add_argument(
-        "--config", metavar="FILE", type=Path, help="settings from a JSON or YAML file; --set goes before"
+        "--config", metavar="FILE", type=Path, help="settings from a JSON or YAML file; --set overrides them"
     )
-    named(made, "--like", "the settings of this run; --config and --set go before", run_names, metavar="DIR")
-    named(made, "--fault", "switch a known bug on (`kit faults` lists them), one at a time", fault_names,
+    named(made, "--like", "use the settings of this run; --config and --set override them", run_names, metavar="DIR")
+    named(made, "--fault", "switch on a known bug (`kit faults` lists them), one per run", fault_names,
           metavar="NAME", action="append", default=[])  # fmt: skip
-    limits = "limits of the checks: a JSON object {name: number}"
+    limits = "limits of the checks from a JSON file: {name: number}"
     made.add_argument("--tolerances", metavar="FILE", type=Path, help=limits)
     made.add_argument(
-        "--out", metavar="DIR", type=Path, help="the folder of the run or sweep; else a new one among the runs"
+        "--out", metavar="DIR", type=Path, help="folder of the run or sweep; default: a new one in the runs folder"
     )
     made.add_argument("--junit", metavar="FILE", type=Path, help="also write the verdict as JUnit XML, for CI")
 
@@ -230,19 +225,23 @@ def add_run(add: Callable[..., Parser]) -> None:
 def measuring(add: Callable[..., Parser]) -> None:
     """The commands that measure this machine."""
     devices = ("auto", "cpu", "cuda")
-    made = add("bench", bench, "side-by-side measurements", "split --quick", "sync --part gpus")
+    made = add("bench", bench, "measure several ways side by side", "split --quick", "sync --part gpus")
     named(made, "name", f"one of {', '.join(benches())}", benches, metavar="NAME")
-    made.add_argument("--quick", action="store_true", help="less of each, in a minute or two")
-    made.add_argument("--part", metavar="PART", action="append", default=[], help="one part, or X for every X.Y")
-    made.add_argument("--device", choices=devices, default="auto", help="auto: the GPU wherever there is a driver")
-    made.add_argument("--out", metavar="FILE", type=Path, help="where each row is written; else among the runs")
-    made = add("reference", reference, "every lab and bench at this box's sizes, resumable", "--out DIR", "--plan")
-    made.add_argument("--out", metavar="DIR", type=Path, help="the folder for the results")
-    made.add_argument("--plan", action="store_true", help="print what each part is predicted to take, and run none")
-    made.add_argument("--device", choices=devices, default="auto", help="auto: what the ranks would use")
-    made.add_argument("--assumed", action="store_true", help="predict from assumed times, not from measured ones")
-    made.add_argument("--minutes", metavar="M", type=float, help="start no part that would end later; on a GPU 8")
-    made.add_argument("--pack", metavar="FILE.tgz", type=Path, help="also one file of at most 16 MiB to take home")
+    made.add_argument("--quick", action="store_true", help="measure less; takes a minute or two")
+    made.add_argument(
+        "--part", metavar="PART", action="append", default=[], help="run only this part; X means every X.Y"
+    )
+    made.add_argument("--device", choices=devices, default="auto", help="auto: the GPU if there is a driver")
+    made.add_argument("--out", metavar="FILE", type=Path, help="file for the rows; default: in the runs folder")
+    made = add("reference", reference, "run every lab and bench at this box's sizes; resumable", "--out DIR", "--plan")
+    made.add_argument("--out", metavar="DIR", type=Path, help="folder for the results")
+    made.add_argument("--plan", action="store_true", help="print the predicted time of each part; run none")
+    made.add_argument("--device", choices=devices, default="auto", help="auto: the device that ranks would use")
+    made.add_argument("--assumed", action="store_true", help="predict from assumed instead of measured times")
+    made.add_argument(
+        "--minutes", metavar="M", type=float, help="start no part that would end later; default on a GPU: 8"
+    )
+    made.add_argument("--pack", metavar="FILE.tgz", type=Path, help="also write one archive of at most 16 MiB")
 
 
 def named(made: Parser, name: str, text: str, names: Callable[..., Iterable[str]], **options: Any) -> None:
@@ -252,13 +251,13 @@ def named(made: Parser, name: str, text: str, names: Callable[..., Iterable[str]
 
 def one_run(made: Parser) -> None:
     named(
-        made, "dir", "a run's folder or id; without it the newest run", run_names, metavar="DIR", nargs="?", default=""
+        made, "dir", "folder or id of a run; default: the newest run", run_names, metavar="DIR", nargs="?", default=""
     )
 
 
 def several_runs(made: Parser, nargs: str = "+") -> None:
-    newest = "" if nargs == "+" else "; without it the newest run"
-    named(made, "dirs", f"runs' folders or ids, or a sweep's folder{newest}", run_names, metavar="DIR", nargs=nargs)
+    newest = "" if nargs == "+" else "; default: the newest run"
+    named(made, "dirs", f"folders or ids of runs, or a sweep's folder{newest}", run_names, metavar="DIR", nargs=nargs)
 
 
 def lab_names(**_: Any) -> list[str]:

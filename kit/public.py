@@ -27,7 +27,7 @@ __all__ = ["Pending", "Run", "World", "lab", "load", "panel", "run", "wait"]
 
 
 class World(room.World):
-    """`ranks` live torchrun ranks; see kit.world. Without `logs` they are kept among the runs, if anything was printed."""
+    """`ranks` live torchrun ranks; see docs/world.md. Without `logs`, logs are kept in the runs folder if anything was printed."""
 
     def __init__(
         self,

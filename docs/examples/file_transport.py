@@ -14,7 +14,7 @@ from kit.sync.transports.base import Transport
 
 
 class Files(Transport):
-    """The sender writes a file for each bucket and removes the folder at the end; receivers read."""
+    """The sender writes one file per bucket and removes the folder at the end; receivers read the files."""
 
     def __init__(self, ctx: Any) -> None:
         super().__init__(ctx)
@@ -30,7 +30,7 @@ class Files(Transport):
         header = json.dumps({"bytes": len(buffer)}).encode()
         path.write_bytes(len(header).to_bytes(8, "little") + header + buffer.numpy().tobytes())
 
-    def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the sender says which file it is
+    def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the sender names the file
         message, _ = self.ctx.sender.expect("file")
         with Path(message["path"]).open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -51,7 +51,7 @@ class Files(Transport):
 
 
 class FilesThatStay(Files):
-    """The last file of every sync stays in the temporary folder."""
+    """Leaves the last file of every sync in the temporary folder."""
 
     def close(self) -> None:
         for path in sorted(Path(self.folder).iterdir())[:-1] if self.folder else []:
@@ -69,16 +69,16 @@ class FilesThatStayAfterAFailure(Files):
 
 
 class FilesAnnouncedTooEarly(Files):
-    """Says that a file is there before its bytes are: receivers take the zeros of a file that was made large beforehand."""
+    """Announces a file before its bytes are written: receivers read the zeros of a preallocated file."""
 
     def write(self, path: Path, buffer: torch.Tensor) -> None:
         super().write(path, torch.zeros_like(buffer) if self.ctx.sizes[-1] == len(buffer) else buffer)
 
 
 class FilesThatStayOpen(Files):
-    """Receivers keep what they read open."""
+    """Receivers leave the files that they read open."""
 
-    opened: list[Any] = []  # noqa: RUF012 - as such code has it
+    opened: list[Any] = []  # noqa: RUF012 - as real code often has it
 
     def read(self, file: Any, size: int, into: torch.Tensor) -> None:
         super().read(file, size, into)

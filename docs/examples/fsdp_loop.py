@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class Loop:
-    """Microbatches add up their gradients without reducing; a last backward pass over nothing reduces them all at once."""
+    """Microbatches accumulate gradients without reducing. A last backward pass over nothing reduces them all at once."""
 
     def __init__(self, ctx: Any) -> None:
         (self.model,) = ctx.chunks
@@ -58,7 +58,7 @@ class Loop:
     def finish(self) -> dict[str, Any]:
         self.need("open")
         if not self.metrics:
-            raise RuntimeError("the step is open, and nothing was fed to it")
+            raise RuntimeError("the step is open but has no microbatch: call microbatch before finish")
         self.state = "open and broken"
         self.reduce()
         sequences, tokens = self.over_ranks(self.counts).tolist()
@@ -78,7 +78,7 @@ class Loop:
 
     def abort(self) -> None:
         if self.state != "closed":
-            self.reduce()  # FSDP2 keeps sums that were not reduced: they must not reach the next step
+            self.reduce()  # FSDP2 keeps unreduced sums, which must not reach the next step
             self.optimizer.zero_grad()
             torch.set_rng_state(self.random)
             self.state = "closed"
@@ -87,20 +87,20 @@ class Loop:
         (self.logprobs(torch.zeros(1, 2, dtype=torch.long, device=self.device)) * 0.0).sum().backward()
 
     def divide(self, normalizer: float) -> float:
-        """Gradients by the true count, and clipped. Their norm before that."""
+        """Divide gradients by the true count and clip them; returns the norm before clipping."""
         for param in self.model.parameters():
             param.grad.div_(normalizer)
         return self.clip()
 
     def clip(self) -> float:
-        """As `ctx.optimizer` wants it: it clips when it steps, so that whoever looks at the gradients before sees them whole."""
+        """As `ctx.optimizer` expects it: it clips when it steps, so that gradients observed before are not clipped."""
         norm = torch.nn.utils.get_total_norm([param.grad for param in self.model.parameters()]).full_tensor()
         self.optimizer.scale = self.max_norm / (float(norm) + 1e-6)
         return float(norm)
 
     def need(self, state: str) -> None:
         if self.state != state:
-            raise RuntimeError(f"the step is {self.state}, and this call needs it to be {state}")
+            raise RuntimeError(f"the step is {self.state}, but this call needs it to be {state}")
 
     def total(self, name: str) -> float:
         values = torch.stack([row[name].double().cpu() for row in self.metrics])
@@ -117,7 +117,7 @@ class Loop:
 
 
 class LoopThatClipsFirst(Loop):
-    """Right as well: gradients are clipped before the optimizer's step, as most loops do it."""
+    """Correct too: clips gradients before the optimizer's step, as most loops do."""
 
     def clip(self) -> float:
         return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm).full_tensor())
@@ -127,7 +127,7 @@ class LoopThatClipsFirst(Loop):
 
 
 class LoopThatReducesEveryMicrobatch(Loop):
-    """Forgets to switch reduction off: the sum is right, and bought with a reduction for each microbatch."""
+    """Does not switch reduction off: the sum is correct, but costs one reduction per microbatch."""
 
     def one(self, batch: dict[str, torch.Tensor]) -> None:
         self.model.set_requires_gradient_sync(True)
@@ -142,7 +142,7 @@ class LoopThatDividesByItsOwnCount(Loop):
 
 
 class LoopThatLeavesReductionOff(Loop):
-    """A microbatch that raises leaves the model without reduction: there is no finally."""
+    """A microbatch that raises leaves the model without reduction, because there is no finally."""
 
     @contextlib.contextmanager
     def no_reduction(self) -> Iterator[None]:

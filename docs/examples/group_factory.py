@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 class Factory:
-    """Groups with a timeout and a name of their own, each for one use."""
+    """Makes groups with their own timeout and name. Each is used once."""
 
     def __init__(self, ctx: Any) -> None:  # noqa: ARG002 - the lab passes it
         self.made = 0
@@ -26,7 +26,7 @@ class Factory:
 
 
 class FactoryThatForgetsAGroup(Factory):
-    """Destroys the group that it made last, and forgets all others."""
+    """Destroys only the newest group."""
 
     def destroy(self, group: Any) -> None:
         if group.group_desc == f"factory-{self.made}":
@@ -34,7 +34,7 @@ class FactoryThatForgetsAGroup(Factory):
 
 
 class FactoryThatKeepsHandles(Factory):
-    """Keeps a list for its log. Over gloo a destroyed group keeps its threads and sockets while anybody holds it."""
+    """Keeps destroyed groups for its log. Over gloo a destroyed group keeps its threads and sockets while an object holds it."""
 
     def destroy(self, group: Any) -> None:
         super().destroy(group)
@@ -42,7 +42,7 @@ class FactoryThatKeepsHandles(Factory):
 
 
 class FactoryOfRawGroups(Factory):
-    """Makes gloo groups that no table of torch lists, and lets none of them go."""
+    """Makes gloo groups outside torch's registry and keeps all of them."""
 
     def make(self, ranks: range) -> Any:
         self.made += 1
@@ -54,9 +54,9 @@ class FactoryOfRawGroups(Factory):
 
 
 class FactoryOfOneGroup(Factory):
-    """Hands out WORLD, which has the same ranks: two owners of a group receive each other's messages."""
+    """Returns WORLD, which has the same ranks. Two owners of one group receive each other's messages."""
 
-    def make(self, ranks: range) -> Any:  # noqa: ARG002 - it never asks
+    def make(self, ranks: range) -> Any:  # noqa: ARG002 - not used
         return dist.group.WORLD
 
     def destroy(self, group: Any) -> None: ...

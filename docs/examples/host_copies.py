@@ -1,4 +1,4 @@
-"""Storages are copied to the host and resized to nothing.
+"""Storages are copied to the host and resized to 0.
 kit run offload --set groups=false --set implementation=docs.examples.host_copies:HostCopies"""
 
 import subprocess
@@ -13,7 +13,7 @@ Kept = list[tuple[torch.Tensor, int, torch.Tensor]]
 
 
 class HostCopies:
-    """Views of a storage stay views: parameters and buffers find their bytes again where they were."""
+    """Keeps views as views: parameters and buffers get their bytes back in the same place."""
 
     def __init__(self, ctx: Any) -> None:
         self.chunks, self.optimizer = ctx.chunks, ctx.optimizer
@@ -22,7 +22,7 @@ class HostCopies:
         kept: Kept = []
         for tensor in self.tensors():
             storage = tensor.untyped_storage()
-            if storage.nbytes():  # another view of it may have been here before
+            if storage.nbytes():  # 0 if another view of it was handled before
                 whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
                 kept.append((whole, storage.nbytes(), self.to_host(whole)))
                 storage.resize_(0)
@@ -50,7 +50,7 @@ class HostCopies:
         yield buffer.grad_data
 
     def to_host(self, whole: torch.Tensor) -> torch.Tensor:
-        # Not whole.cpu(): on a CPU that is the tensor itself, and empty a moment later.
+        # Not whole.cpu(): on a CPU that is the tensor itself, which the next line empties.
         return torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda).copy_(whole)
 
 
@@ -58,14 +58,14 @@ class HostCopies:
 
 
 class HostCopiesInHalfPrecision(HostCopies):
-    """Takes half the host memory: 32-bit numbers wait as bfloat16."""
+    """Saves half the host memory by storing 32-bit numbers as bfloat16."""
 
     def to_host(self, whole: torch.Tensor) -> torch.Tensor:
         return super().to_host(whole.bfloat16() if whole.dtype == torch.float32 else whole)
 
 
 class HostCopiesThatRestartTheStepCount(HostCopies):
-    """Adam's step count begins anew, so that its bias correction does."""
+    """Restarts Adam's step count, and so its bias correction."""
 
     def restore(self, kept: Kept) -> None:
         super().restore(kept)
@@ -75,7 +75,7 @@ class HostCopiesThatRestartTheStepCount(HostCopies):
 
 
 class HostCopiesThatDropGradients(HostCopies):
-    """Gradients come back as zeros. The next step begins with zeros as well, so training does not show it."""
+    """Gradients return as zeros. The next step starts with zeros too, so training does not show it."""
 
     def restore(self, kept: Kept) -> None:
         super().restore(kept)
@@ -84,7 +84,7 @@ class HostCopiesThatDropGradients(HostCopies):
 
 
 class HostCopiesThatLeaveGradients(HostCopies):
-    """The gradient buffers stay on the device."""
+    """Leaves the gradient buffers on the device."""
 
     def gradients(self, buffer: Any) -> Iterator[torch.Tensor]:  # noqa: ARG002 - none of them
         return iter(())
@@ -99,7 +99,7 @@ class HostCopiesThatReseed(HostCopies):
 
 
 class HostCopiesThatPileUp(HostCopies):
-    """The host copies of every cycle are kept."""
+    """Keeps the host copies of every cycle."""
 
     def restore(self, kept: Kept) -> None:
         super().restore(kept)
@@ -107,7 +107,7 @@ class HostCopiesThatPileUp(HostCopies):
 
 
 class HostCopiesThatLeaveAProcess(HostCopies):
-    """A helper process of every cycle is started and never waited for."""
+    """Starts a helper process in every cycle and never waits for it."""
 
     def release(self) -> Kept:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
@@ -115,9 +115,9 @@ class HostCopiesThatLeaveAProcess(HostCopies):
 
 
 class HostCopiesThatStayOpen(HostCopies):
-    """Copies wait in files, and the file of every cycle stays open."""
+    """Stores copies in files and leaves the file of every cycle open."""
 
-    files: list[Any] = []  # noqa: RUF012 - as such code has it
+    files: list[Any] = []  # noqa: RUF012 - as real code often has it
 
     def release(self) -> Kept:
         self.files.append(tempfile.TemporaryFile())  # noqa: SIM115 - the bug

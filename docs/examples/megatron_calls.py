@@ -1,11 +1,11 @@
-"""Megatron's own offload of gradient buffers alone; they come back as zeros. Run it with groups=false, weights=false, optimizer=false:
+"""Megatron's own offload of gradient buffers, which return as zeros. Run it with groups=false, weights=false, optimizer=false:
 kit run offload --set implementation=docs.examples.megatron_calls:GradBuffers"""
 
 from typing import Any
 
 
 class GradBuffers:
-    """offload_grad_buffers() and restore_grad_buffers() of every chunk."""
+    """Calls offload_grad_buffers() and restore_grad_buffers() of every chunk."""
 
     def __init__(self, ctx: Any) -> None:
         self.chunks = ctx.chunks
@@ -20,7 +20,7 @@ class GradBuffers:
 
 
 class GradBuffersThatAreReplaced(GradBuffers):
-    """A bug: the buffers are replaced. Each parameter's main_grad still refers to the old one, which stays and is never reduced again."""
+    """A bug: replaces the buffers. Each parameter's main_grad still refers to the old one, which is never reduced again."""
 
     def release(self) -> None:
         for chunk in self.chunks:

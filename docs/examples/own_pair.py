@@ -20,7 +20,7 @@ def rebuild_groups(sizes: dict[str, int]) -> None:
 
 class OwnPair:
     def __init__(self, ctx: Any) -> None:
-        print(f"rank {ctx.rank} of {ctx.world_size} on {ctx.device}: {len(ctx.groups)} groups to give back")
+        print(f"rank {ctx.rank} of {ctx.world_size} on {ctx.device}: {len(ctx.groups)} groups to release")
 
     def destroy(self) -> dict[str, int]:
         return destroy_groups()

@@ -1,4 +1,4 @@
-"""A training of your own, recorded: torchrun --nproc-per-node 2 docs/examples/own_script.py [FOLDER]."""
+"""Your own training script, recorded: torchrun --nproc-per-node 2 docs/examples/own_script.py [FOLDER]."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A trainer that is fed piece by piece: kit run split --set implementation=own_split:Trainer. Dense models, no pipeline."""
+"""A trainer that accepts a step in chunks: kit run split --set implementation=own_split:Trainer. Dense models, no pipeline."""
 
 import contextlib
 import math
@@ -32,10 +32,10 @@ class Trainer:
 
     def microbatch(self, data: dict[str, torch.Tensor]) -> None:
         self.need("open")
-        self.state = "open and broken"  # until this call is through
+        self.state = "open and broken"  # until this call succeeds
         rows = len(data["input_ids"])
         pieces = [{name: value[at : at + self.mbs] for name, value in data.items()} for at in range(0, rows, self.mbs)]
-        # The schedule divides by its microbatches, and DDP by its ranks, if it takes means.
+        # Undo two divisions: the schedule's by its microbatches and, if DDP takes means, DDP's by its ranks.
         mean = not self.chunk.config.calculate_per_token_loss
         self.undo = len(pieces) * (parallel_state.get_data_parallel_world_size() if mean else 1)
         with self.quiet(), self.chunk.no_sync():
@@ -55,7 +55,7 @@ class Trainer:
     def finish(self) -> dict[str, Any]:
         self.need("open")
         if not self.seen:
-            raise RuntimeError("the step is open and was fed nothing")
+            raise RuntimeError("the step is open but has no microbatch: call microbatch before finish")
         self.state = "open and broken"
         dist.all_reduce(self.counts, group=parallel_state.get_data_parallel_group())
         sequences, tokens = self.counts.tolist()
@@ -88,7 +88,7 @@ class Trainer:
 
     def need(self, state: str) -> None:
         if self.state != state:
-            raise RuntimeError(f"the step is {self.state}, and this call needs it to be {state}")
+            raise RuntimeError(f"the step is {self.state}, but this call needs it to be {state}")
 
     def zero(self) -> None:
         self.chunk.zero_grad_buffer()
@@ -96,7 +96,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """No schedule reduces by itself while a chunk of the step runs."""
+        """Keep schedules from reducing while a chunk of the step runs."""
         config = self.chunk.config
         kept = {name: getattr(config, name) for name in HOOKS}
         try:
@@ -120,13 +120,13 @@ class Trainer:
         return losses, raw
 
     def reduce(self) -> None:
-        """Once: finishing starts the reduction by itself, unless it is overlapped with the backward pass."""
+        """Reduce once: finish_grad_sync starts the reduction by itself, unless it overlaps with the backward pass."""
         if self.chunk.ddp_config.overlap_grad_reduce:
             self.chunk.start_grad_sync()
         finalize_model_grads([self.chunk])
 
     def finite(self, loss: float) -> bool:
-        """Whether the loss and the gradients of all ranks are finite: Megatron's optimizer would update with NaN."""
+        """Whether loss and gradients are finite on all ranks: Megatron's optimizer would update with NaN."""
         bad = torch.tensor([float(not math.isfinite(loss))], device=self.device)
         for buffer in self.chunk.buffers:
             bad += (~torch.isfinite(buffer.grad_data)).any()
@@ -134,7 +134,7 @@ class Trainer:
         return bad.item() == 0
 
     def over_all(self, name: str) -> float:
-        """A metric over microbatches and data ranks: extremes by their names, else a sum."""
+        """A metric over microbatches and data ranks: minimum or maximum by its name, otherwise a sum."""
         values = torch.stack([row[name].double() for row in self.seen])
         how = {"_min": dist.ReduceOp.MIN, "_max": dist.ReduceOp.MAX}.get(name[-4:], dist.ReduceOp.SUM)
         own = {dist.ReduceOp.MIN: values.min(), dist.ReduceOp.MAX: values.max()}.get(how, values.sum())

@@ -1,4 +1,4 @@
-"""A file in memory for each bucket, its descriptor over the link: kit run sync --set transport=own_transport:Files. One machine."""
+"""One file in memory per bucket, sent by its descriptor: kit run sync --set transport=own_transport:Files (one machine)."""
 
 import mmap
 import os
@@ -12,10 +12,10 @@ from kit.sync.transports.base import Transport
 class Files(Transport):
     def __init__(self, ctx: Any) -> None:
         super().__init__(ctx)
-        print(f"{ctx.name} is a {ctx.role} of {len(ctx.sizes)} buckets, linked to {', '.join(ctx.links)}")
+        print(f"{ctx.name} is a {ctx.role} of {len(ctx.sizes)} buckets with links to {', '.join(ctx.links)}")
 
     def send(self, index: int, buffer: torch.Tensor) -> None:
-        """Sender: hand over a bucket to every receiver. `ahead` waits until none is more than three buckets behind."""
+        """Sender: send a bucket to every receiver. `ahead` waits until no receiver is more than three buckets behind."""
         self.ahead(index)
         with os.fdopen(os.memfd_create(f"bucket-{index}"), "wb") as file:
             file.write(memoryview(buffer.numpy()))
@@ -23,12 +23,12 @@ class Files(Transport):
             for link in self.ctx.links.values():
                 link.send({"kind": "bucket", "bucket": index}, [file.fileno()])
 
-    def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - it has a place already
-        """Receiver: the bytes, where they lie. They could as well be copied into `into`, which has room for just these."""
+    def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - read in place
+        """Receiver: return the bytes in place. They could also be copied into `into`, which has their size."""
         _, (fd,) = self.ctx.sender.expect("bucket")
         with os.fdopen(fd):
             mapped = mmap.mmap(fd, self.ctx.sizes[index], access=mmap.ACCESS_COPY)
-        return torch.frombuffer(mapped, dtype=torch.uint8)  # it keeps the map, which keeps the file
+        return torch.frombuffer(mapped, dtype=torch.uint8)  # it holds the map, which holds the file
 
     def close(self) -> None:
-        """Nothing is held: files go with the last tensor that reads them, also where a rank is killed."""
+        """Nothing to release: a file disappears with the last tensor that reads it, even if a rank is killed."""

@@ -1,4 +1,4 @@
-"""Groups behind a wrapper that a patched new_group hands out: kit run offload --set implementation=own_wrapper:Wrapping."""
+"""A patched new_group returns wrappers of groups: kit run offload --set implementation=own_wrapper:Wrapping."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d as c10d
 
 
 class Wrapper(dist.ProcessGroup):
-    """What layers keep. The group inside is destroyed and made again; without one every use raises."""
+    """Layers keep this object. The group inside is destroyed and rebuilt; in between every use raises."""
 
     def __init__(self, group: Any) -> None:
         super().__init__(group.rank(), group.size())
@@ -18,7 +18,7 @@ class Wrapper(dist.ProcessGroup):
         self.fill(group)
 
     def fill(self, group: Any) -> None:
-        """Take this group in, and its place in torch's registry."""
+        """Hold this group and take its place in torch's registry."""
         world = c10d._world
         for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
             table[self] = table.pop(group)
@@ -27,7 +27,7 @@ class Wrapper(dist.ProcessGroup):
         self.__dict__["inside"] = group
 
     def __repr__(self) -> str:
-        return f"<wrapper of {self.__dict__['title']}>"  # torch puts it into its own errors
+        return f"<wrapper of {self.__dict__['title']}>"  # torch shows it in its own errors
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("__class__", "__dict__", "fill"):
@@ -36,7 +36,7 @@ class Wrapper(dist.ProcessGroup):
         if name in own:
             return own[name]
         if own["inside"] is None:
-            raise RuntimeError(f"group {own['title']} is destroyed and was asked for {name}")
+            raise RuntimeError(f"group {own['title']} is destroyed, but {name} was used")
         return getattr(own["inside"], name)
 
 
@@ -48,10 +48,10 @@ class Wrapping:
     @staticmethod
     @contextlib.contextmanager
     def around(ctx: Any) -> Iterator[list[Any]]:
-        """Entered on every rank before Megatron makes its groups, left when the job is gone. `ctx.around` is what it yields."""
+        """Entered on every rank before Megatron creates its groups, left when the job has ended. The yielded list is `ctx.around`."""
         print(f"rank {ctx.rank}: new_group is patched")
         plain = dist.new_group
-        calls = []  # of new_group: the function, its arguments, and the wrapper; None on a rank outside of the group
+        calls = []  # of new_group: function, arguments, wrapper (None on a rank outside the group)
 
         def new_group(*args: Any, **kwargs: Any) -> Any:
             group = plain(*args, **kwargs)
@@ -82,7 +82,7 @@ class Wrapping:
 
     def reload(self, _: None) -> None:
         for plain, args, kwargs, wrapper in self.calls:
-            group = plain(*args, **kwargs)  # on every rank, also those outside of the group
+            group = plain(*args, **kwargs)  # on every rank, also those outside the group
             if wrapper is not None:
                 wrapper.fill(group)
         vars(parallel_state).update(self.globals)

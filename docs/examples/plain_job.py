@@ -1,4 +1,4 @@
-"""A job in plain PyTorch, with dropout and without Megatron, for the offload lab to release and bring back.
+"""A job in plain PyTorch, with dropout and without Megatron, for the offload lab to release and reload.
 kit run offload --set model=docs.examples.plain_job:Job"""
 
 from typing import Any
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Job:
-    """Data parallel by hand: `chunks`, `optimizer`, and step(n), which give the same numbers when the job is built again."""
+    """Data parallel by hand: `chunks`, `optimizer`, and step(n). Gives the same numbers when built again."""
 
     def __init__(self, ctx: Any) -> None:
         torch.manual_seed(ctx.config.seed)
@@ -35,7 +35,7 @@ class Job:
         return {"loss": loss.item(), "grad_norm": norm.item()}
 
     def rows(self) -> torch.Tensor:
-        """Drawn from a generator of their own, by step and rank."""
+        """Rows from a separate generator, seeded by step and rank."""
         generator = torch.Generator().manual_seed(self.done * self.ranks + self.rank)
         return torch.randn(8, 256, generator=generator).to(self.net[0].weight.device)
 
@@ -53,7 +53,7 @@ class JobWithUnseededRows(Job):
 
 
 class JobWithAHiddenAverage(Job):
-    """Keeps an average of its weights where nobody looks: it is never released."""
+    """Keeps an average of its weights in a hidden place, so it is never released."""
 
     def __init__(self, ctx: Any) -> None:
         super().__init__(ctx)

@@ -1,4 +1,4 @@
-"""Ray actors, recorded as one run: python docs/examples/ray_actors.py [FOLDER]. Ray gives an actor no rank, so the driver does."""
+"""Ray actors, recorded as one run: python docs/examples/ray_actors.py [FOLDER]. Ray assigns actors no rank, so the driver does."""
 
 import sys
 
@@ -8,7 +8,7 @@ from kit.measure import Recorder
 
 
 class Trainer:
-    """One rank. Each actor is a process of its own, and writes its own file of records into the same folder."""
+    """One rank. Each actor is a separate process and writes its own file of records into the same folder."""
 
     def __init__(self, folder: str, rank: int, world_size: int) -> None:
         self.rec = Recorder(folder, rank=rank, world_size=world_size)

@@ -1,4 +1,4 @@
-"""Process groups behind a wrapper that torch's tables do not know, in the style of slime and ROLL. No pipeline parallelism.
+"""Process groups behind a wrapper that is not in torch's registry, in the style of slime and ROLL. No pipeline parallelism.
 kit run offload --set implementation=docs.examples.reloadable:Reloadable"""
 
 import contextlib
@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 
 
 class ReloadableGroup(dist.ProcessGroup):
-    """What layers keep. The group inside is destroyed and made again; torch only ever sees the one inside."""
+    """Layers keep this object. The group inside is destroyed and rebuilt; torch only sees the one inside."""
 
     def __init__(self, inside: Any) -> None:
         super().__init__(inside.rank(), inside.size())
@@ -26,7 +26,7 @@ class ReloadableGroup(dist.ProcessGroup):
 
 
 def inside(value: Any) -> Any:
-    """The group in a wrapper; any other value as it is."""
+    """The group in a wrapper; any other value unchanged."""
     if not isinstance(value, ReloadableGroup):
         return value
     if value.inside is None:
@@ -35,7 +35,7 @@ def inside(value: Any) -> Any:
 
 
 class Reloadable:
-    """Destroys the group inside every wrapper, and makes it again with the same arguments."""
+    """Destroys the group inside every wrapper and rebuilds it with the same arguments."""
 
     unwrap = staticmethod(inside)
 
@@ -47,10 +47,10 @@ class Reloadable:
     @classmethod
     @contextlib.contextmanager
     def around(cls, ctx: Any) -> Iterator[list[Any]]:  # noqa: ARG003 - the lab passes it
-        """Patch new_group, and every function that takes a group, while the job is built and lives."""
+        """Patch new_group and every function that takes a group, from the build of the job to its end."""
         plain = {name: function for name, function in vars(dist).items() if takes_group(function)}
         new_group = dist.new_group
-        calls = []  # of new_group: its arguments, and the wrapper; None on a rank that is not in the group
+        calls = []  # of new_group: arguments, wrapper (None on a rank outside the group)
 
         def patched(*args: Any, **kwargs: Any) -> Any:
             group = new_group(*args, **kwargs)
@@ -91,7 +91,7 @@ class Reloadable:
 
     def reload(self, _: None) -> None:
         for make, wrapper in self.calls:
-            group = self.make_again(make)  # on every rank, also on those that are not in the group
+            group = self.make_again(make)  # on every rank, also those outside the group
             if wrapper is not None:
                 wrapper.__dict__["inside"] = group
         vars(parallel_state).update(self.globals)
@@ -118,13 +118,13 @@ def unwrapping(function: Any, unwrap: Any) -> Any:
 
 
 class ReloadableThatFallsBackToWorld(Reloadable):
-    """A destroyed group is passed on as None, which torch takes for WORLD: the collective runs, over the wrong ranks."""
+    """Passes a destroyed group on as None, which torch takes for WORLD: the collective runs over the wrong ranks."""
 
     unwrap = staticmethod(lambda value: value.inside if isinstance(value, ReloadableGroup) else value)
 
 
 class ReloadableThatForgetsTimeouts(Reloadable):
-    """Makes groups again from their ranks, backend and name alone: a timeout that the job set becomes torch's default."""
+    """Rebuilds groups from ranks, backend and name only: a timeout that the job set becomes torch's default."""
 
     def make_again(self, make: functools.partial[Any]) -> Any:
         kept = {name: value for name, value in make.keywords.items() if name in ("ranks", "backend", "group_desc")}
@@ -132,7 +132,7 @@ class ReloadableThatForgetsTimeouts(Reloadable):
 
 
 class ReloadableThatLeaksAGroup(Reloadable):
-    """One group of every cycle is replaced, and the old one never destroyed."""
+    """Replaces one group in every cycle without destroying the old one."""
 
     def destroy_one(self, wrapper: Any) -> None:
         if wrapper is self.calls[0][1]:
@@ -143,7 +143,7 @@ class ReloadableThatLeaksAGroup(Reloadable):
 
 
 class ReloadableThatLeavesItsPatch(Reloadable):
-    """The functions of torch.distributed stay replaced when the job is gone."""
+    """Leaves the functions of torch.distributed replaced after the job."""
 
     @classmethod
     def unpatch(cls, plain: dict[str, Any]) -> None: ...

@@ -1,4 +1,4 @@
-"""Megatron makes its groups again, and every holder is pointed at the new ones by hand.
+"""Megatron initialises its groups again, and every object that held one is pointed at the new one by hand.
 kit run offload --set implementation=docs.examples.repointed:Repointed"""
 
 import contextlib
@@ -16,17 +16,17 @@ LEAVES = (torch.Tensor, str, int, float, type, types.ModuleType, types.FunctionT
 
 
 class Released:
-    """What a holder has meanwhile. Every use raises, with the group's name."""
+    """A placeholder while groups are released. Every use raises an error with the group's name."""
 
     def __init__(self, key: Any) -> None:
         self.__dict__["key"] = key
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"process group {self.key} is destroyed, and was asked for {name}")
+        raise RuntimeError(f"process group {self.key} is destroyed, but {name} was used: reload it first")
 
 
 class Repointed:
-    """Holders have a placeholder while groups are gone, and the group of the same purpose afterwards."""
+    """Puts a placeholder into every object that holds a group, and the new group of the same purpose after the reload."""
 
     def __init__(self, ctx: Any) -> None:
         self.initialise, self.roots = ctx.around, [ctx.chunks, ctx.optimizer]
@@ -34,7 +34,7 @@ class Repointed:
     @staticmethod
     @contextlib.contextmanager
     def around(ctx: Any) -> Iterator[list[Any]]:  # noqa: ARG004 - the lab passes it
-        """Learn how the job initialises Megatron."""
+        """Record how the job initialises Megatron."""
         plain, calls = parallel_state.initialize_model_parallel, []
 
         @functools.wraps(plain)
@@ -76,16 +76,16 @@ class Repointed:
 
 
 def is_group(value: Any) -> bool:
-    return issubclass(type(value), dist.ProcessGroup)  # isinstance would ask a Released for its class
+    return issubclass(type(value), dist.ProcessGroup)  # isinstance would read the class of a Released, which raises
 
 
 def key(group: Any) -> tuple[str, tuple[int, ...], str]:
-    """What a group is for: its new self has the same."""
+    """The purpose of a group; the new group has the same."""
     return group.group_desc, tuple(dist.get_process_group_ranks(group)), dist.get_backend(group)
 
 
 def replace(root: Any, by: Any) -> None:
-    """Put by(value) in place of every value in every attribute, list and dict that the root leads to."""
+    """Replace every value by by(value) in every attribute, list and dict that the root leads to."""
     seen: set[int] = set()
     todo = [root]
     while todo:
@@ -105,14 +105,14 @@ def replace(root: Any, by: Any) -> None:
 
 
 class RepointedThatForgetsToDestroy(Repointed):
-    """Relies on destroy_model_parallel, which forgets the device's groups and destroys none of them: a whole set leaks in every cycle."""
+    """Relies on destroy_model_parallel, which forgets the device groups and destroys none: every cycle leaks a whole set."""
 
-    def doomed(self, groups: list[Any]) -> list[Any]:  # noqa: ARG002 - none of them
+    def doomed(self, groups: list[Any]) -> list[Any]:  # noqa: ARG002 - destroys none
         return []
 
 
 class RepointedThatMissesTheOptimizer(Repointed):
-    """The optimizer keeps its old groups: gradient norms are summed over a group that is destroyed."""
+    """The optimizer keeps its old groups: gradient norms are summed over a destroyed group."""
 
     def __init__(self, ctx: Any) -> None:
         super().__init__(ctx)
@@ -120,7 +120,7 @@ class RepointedThatMissesTheOptimizer(Repointed):
 
 
 class RepointedWithDefaultTimeouts(Repointed):
-    """Initialises Megatron again from the sizes alone: timeouts are the default's."""
+    """Initialises Megatron again from the sizes only: timeouts become the default."""
 
     def reload(self, _: None) -> None:
         call = self.initialise[-1]

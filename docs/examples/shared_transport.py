@@ -1,4 +1,4 @@
-"""Weights through POSIX shared memory, a named segment for each bucket. One machine.
+"""Weights through POSIX shared memory, one named segment per bucket. One machine.
 kit run sync --set transport=docs.examples.shared_transport:Shared"""
 
 import contextlib
@@ -26,7 +26,7 @@ class Shared(Transport):
         segment.buf[: len(buffer)] = memoryview(buffer.numpy())
         self.say({"kind": "segment", "name": segment.name})
 
-    def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the sender says which segment it is
+    def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the sender names the segment
         message, _ = self.ctx.sender.expect("segment")
         segment = attach(message["name"])
         memoryview(into.numpy())[:] = segment.buf[: len(into)]
@@ -51,7 +51,7 @@ def make(size: int) -> SharedMemory:
 
 
 def attach(name: str) -> SharedMemory:
-    """Python's resource tracker unlinks every segment that a process has attached when that process ends. Tell it not to."""
+    """Attach without Python's resource tracker, which would unlink the segment when this process ends."""
     with contextlib.suppress(TypeError):
         return SharedMemory(name, track=False)  # type: ignore[call-arg]  # from Python 3.13 on
     segment = SharedMemory(name)
@@ -63,7 +63,7 @@ def attach(name: str) -> SharedMemory:
 
 
 class SharedThatIsNeverUnlinked(Shared):
-    """The last segment of every sync stays in /dev/shm."""
+    """Leaves the last segment of every sync in /dev/shm."""
 
     def unlink(self, segment: SharedMemory) -> None:
         if segment is not self.segments[-1]:
@@ -71,9 +71,9 @@ class SharedThatIsNeverUnlinked(Shared):
 
 
 class SharedThatIsNeverDetached(Shared):
-    """Receivers keep the first segment mapped: its memory stays although nobody finds it by name any more."""
+    """Receivers keep the first segment mapped: its memory stays although it has no name any more."""
 
-    kept: list[SharedMemory] = []  # noqa: RUF012 - as such code has it
+    kept: list[SharedMemory] = []  # noqa: RUF012 - as real code often has it
 
     def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
         self.first = index == 0
@@ -87,9 +87,9 @@ class SharedThatIsNeverDetached(Shared):
 
 
 class SharedWithOneSegment(Shared):
-    """One segment is used again as soon as a bucket was sent, although receivers may not have read it yet."""
+    """Reuses one segment as soon as a bucket is sent, although receivers may not have read it yet."""
 
-    def send(self, index: int, buffer: torch.Tensor) -> None:  # noqa: ARG002 - every bucket goes to one place
+    def send(self, index: int, buffer: torch.Tensor) -> None:  # noqa: ARG002 - all buckets use one segment
         if not self.segments:
             self.segments.append(make(max(self.ctx.sizes)))
         self.segments[0].buf[: len(buffer)] = memoryview(buffer.numpy())

@@ -1,4 +1,4 @@
-"""Weights over TCP sockets, one to each receiver.
+"""Weights over TCP sockets, one for each receiver.
 kit run sync --set transport=docs.examples.socket_transport:Sockets"""
 
 import socket
@@ -10,7 +10,7 @@ from kit.sync.transports.base import Transport
 
 
 class Sockets(Transport):
-    """The sender listens on a port of its own; links carry the port and the acknowledgements, sockets the bytes."""
+    """The sender listens on its own port. Links carry the port and the acknowledgements, sockets the bytes."""
 
     def __init__(self, ctx: Any) -> None:
         super().__init__(ctx)
@@ -51,7 +51,7 @@ class Sockets(Transport):
 
 
 class SocketsReadOnce(Sockets):
-    """Takes one recv for a whole bucket: what did not come at once is left, and every later bucket begins in the wrong place."""
+    """Calls recv once per bucket: bytes that arrive later are left, and every later bucket starts at the wrong place."""
 
     def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - as above
         self.some(memoryview(into.numpy())[: 1 << 16])
@@ -59,7 +59,7 @@ class SocketsReadOnce(Sockets):
 
 
 class SocketsThatDropTheLastBucket(Sockets):
-    """An off-by-one: the last bucket is never sent, and receivers keep what lies there."""
+    """Off by one: the last bucket is never sent, and receivers keep their old bytes."""
 
     def send(self, index: int, buffer: torch.Tensor) -> None:
         if index < len(self.ctx.sizes) - 1 or index == 0:
@@ -70,7 +70,7 @@ class SocketsThatDropTheLastBucket(Sockets):
 
 
 class SocketsInHalfPrecision(Sockets):
-    """Takes half the bytes: numbers travel as bfloat16."""
+    """Saves half the bytes by sending numbers as bfloat16."""
 
     def send(self, index: int, buffer: torch.Tensor) -> None:
         super().send(index, buffer.view(torch.float32).bfloat16().view(torch.uint8))
@@ -82,9 +82,9 @@ class SocketsInHalfPrecision(Sockets):
 
 
 class SocketsThatStayOpen(Sockets):
-    """Nobody closes the sockets of a finished sync."""
+    """Never closes the sockets of a finished sync."""
 
-    opened: list[socket.socket] = []  # noqa: RUF012 - as such code has it
+    opened: list[socket.socket] = []  # noqa: RUF012 - as real code often has it
 
     def close(self) -> None:
         self.opened.extend(self.sockets)

@@ -1,4 +1,4 @@
-"""A trainer with calls of its own, and the adapter through which the split lab drives it. Dense Megatron models, no pipeline.
+"""A trainer with its own calls, and the adapter through which the split lab drives it. Dense Megatron models, no pipeline.
 kit run split --set implementation=docs.examples.step_trainer:Adapter"""
 
 import contextlib
@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
 class StepTrainer:
-    """begin_train_step, train_microbatch as often as data comes, finish_train_step. It has no word for giving a step up."""
+    """begin_train_step, train_microbatch for each batch of data, finish_train_step. It cannot abort a step."""
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any) -> None:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
@@ -65,7 +65,7 @@ class StepTrainer:
 
     @contextlib.contextmanager
     def no_reduction(self, config: Any) -> Iterator[None]:
-        """The schedule must not reduce at the end of a microbatch: only the step's end reduces."""
+        """Keep the schedule from reducing at the end of a microbatch: only the end of the step reduces."""
         hooks = config.no_sync_func, config.finalize_model_grads_func
         config.no_sync_func, config.finalize_model_grads_func = contextlib.nullcontext, None
         try:
@@ -78,11 +78,11 @@ class StepTrainer:
         ids = batch["input_ids"]
         positions = torch.arange(ids.shape[1] - 1, device=ids.device).expand(len(ids), -1)
         losses = model(ids[:, :-1], positions, None, labels=ids[:, 1:].contiguous())
-        mean = not model.config.calculate_per_token_loss  # DDP then divides by the data ranks
+        mean = not model.config.calculate_per_token_loss  # then DDP divides by the number of data ranks
         return losses, lambda losses: self.sums(-losses.float(), batch, self.data_ranks() if mean else 1)
 
     def sums(self, logprobs: torch.Tensor, batch: dict[str, torch.Tensor], undo: int) -> tuple[torch.Tensor, Any]:
-        """Raw sums: what they are divided by is known at the end of the step."""
+        """Raw sums: their divisor is known only at the end of the step."""
         loss, metrics = self.loss_fn(logprobs, batch, tokens=1.0, sequences=1.0)
         return loss * undo, metrics
 
@@ -94,7 +94,7 @@ class StepTrainer:
         return 1.0 / max(toks if self.loss_fn.level == "tokens" else seqs, 1.0)
 
     def reduce(self) -> None:
-        """Finishing starts the reduction by itself, unless it is overlapped with the backward pass."""
+        """finish_grad_sync starts the reduction by itself, unless it overlaps with the backward pass."""
         if self.model.ddp_config.overlap_grad_reduce:
             self.model.start_grad_sync()
         finalize_model_grads([self.model])
@@ -116,7 +116,7 @@ class StepTrainer:
 
 
 class Adapter:
-    """The lab's four calls, by means of the trainer's three."""
+    """Implements the lab's four calls with the three calls of a trainer."""
 
     trainer = StepTrainer
 
@@ -137,7 +137,7 @@ class Adapter:
 
     def microbatch(self, data: dict[str, torch.Tensor]) -> None:
         self.need(opened=True)
-        self.fed, before = math.nan, self.fed  # not a number until all of this is through
+        self.fed, before = math.nan, self.fed  # NaN until this call succeeds
         rows = len(data["input_ids"])
         for at in range(0, rows, self.mbs):
             self.steps.train_microbatch({name: value[at : at + self.mbs] for name, value in data.items()})
@@ -146,7 +146,7 @@ class Adapter:
     def finish(self) -> dict[str, Any]:
         self.need(opened=True)
         if not self.fed > 0:
-            raise RuntimeError("the step is open, and nothing was fed to it")
+            raise RuntimeError("the step is open but has no microbatch: call microbatch before finish")
         self.fed = math.nan
         done = self.steps.finish_train_step(self.gbs)
         self.open = False
@@ -158,7 +158,7 @@ class Adapter:
 
     def abort(self) -> None:
         if self.open:
-            self.steps.begin_train_step(self.loss)  # gradients are zero again
+            self.steps.begin_train_step(self.loss)  # sets gradients to zero again
             self.put_back()
             self.open = False
 
@@ -168,10 +168,10 @@ class Adapter:
 
     def need(self, *, opened: bool) -> None:
         if self.open != opened or (opened and math.isnan(self.fed)):
-            raise RuntimeError(f"the step is {'open' if self.open else 'closed'}, and this call does not fit that")
+            raise RuntimeError(f"the step is {'open' if self.open else 'closed'}, and this call is not allowed then")
 
     def total(self, name: str, done: dict[str, Any]) -> float:
-        """Over microbatches and data ranks: extremes by their names, else a sum."""
+        """A metric over microbatches and data ranks: minimum or maximum by its name, otherwise a sum."""
         values = torch.stack([row[name].double() for row in done["all_mb_metrics"]])
         low, high = name.endswith("_min"), name.endswith("_max")
         own = values.min() if low else values.max() if high else values.sum()
@@ -193,7 +193,7 @@ class NormalizesEachMicrobatch(StepTrainer):
 
 
 class AdapterOfPerMicrobatchNormalizers(Adapter):
-    """Each microbatch is divided by its own count, and their mean taken: short answers weigh more than long ones."""
+    """Divides each microbatch by its own count and averages: short answers weigh more than long ones."""
 
     trainer = NormalizesEachMicrobatch
 
@@ -205,7 +205,7 @@ class ReducesTwice(StepTrainer):
 
 
 class AdapterThatReducesTwice(Adapter):
-    """Starts the reduction although it is not overlapped: finishing starts it once more."""
+    """Starts the reduction although it is not overlapped; finishing starts it again."""
 
     trainer = ReducesTwice
 
@@ -220,7 +220,7 @@ class LosesHooks(StepTrainer):
 
 
 class AdapterThatLosesHooks(Adapter):
-    """A microbatch that raises leaves Megatron's hooks replaced: there is no finally."""
+    """A microbatch that raises leaves Megatron's hooks replaced, because there is no finally."""
 
     trainer = LosesHooks
 
@@ -232,24 +232,24 @@ class CountsPrompts(StepTrainer):
 
 
 class AdapterWithAnUnshiftedMask(Adapter):
-    """Counts the first token of a row as well, which nothing predicts."""
+    """Counts the first token of a row too, which nothing predicts."""
 
     trainer = CountsPrompts
 
 
 class AlwaysUpdates(StepTrainer):
-    def may_update(self, found: float) -> bool:  # noqa: ARG002 - whatever it is
+    def may_update(self, found: float) -> bool:  # noqa: ARG002 - always updates
         return True
 
 
 class AdapterThatAlwaysUpdates(Adapter):
-    """Gradients that are not finite go into the weights."""
+    """Applies gradients that are not finite."""
 
     trainer = AlwaysUpdates
 
 
 class AdapterThatDropsARemainder(Adapter):
-    """Rows beyond the last whole microbatch are left out."""
+    """Ignores rows after the last whole microbatch."""
 
     def microbatch(self, data: dict[str, torch.Tensor]) -> None:
         whole = len(data["input_ids"]) // self.mbs * self.mbs
@@ -257,13 +257,13 @@ class AdapterThatDropsARemainder(Adapter):
 
 
 class AdapterThatForgetsRandomState(Adapter):
-    """A step that was given up has drawn random numbers, and nobody puts their state back."""
+    """An aborted step has drawn random numbers, and their state is not restored."""
 
     def put_back(self) -> None: ...
 
 
 class AdapterThatReportsOneRank(Adapter):
-    """Metrics are those of a rank's own rows."""
+    """Reports metrics of the rank's own rows only."""
 
     def total(self, name: str, done: dict[str, Any]) -> float:
         data_ranks = self.steps.over_data_ranks
@@ -276,12 +276,12 @@ class AdapterThatReportsOneRank(Adapter):
 
 class MakesAGroup(StepTrainer):
     def finish_train_step(self, global_batch_size: int) -> dict[str, Any]:
-        self.group = dist.new_group()  # the one before is forgotten
+        self.group = dist.new_group()  # the previous one is never destroyed
         dist.barrier(self.group)
         return super().finish_train_step(global_batch_size)
 
 
 class AdapterThatLeaksAGroup(Adapter):
-    """Every step makes a group to meet over, and destroys none of them."""
+    """Every step makes a group for a meeting and never destroys it."""
 
     trainer = MakesAGroup

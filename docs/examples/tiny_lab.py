@@ -1,4 +1,4 @@
-"""A whole lab in one file: does a buffer that every rank sums keep its numbers? CONTRIBUTING.md tells what each part is for."""
+"""A whole lab in one file: does a buffer that every rank sums keep its numbers? CONTRIBUTING.md explains each part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offload buffer by buffer, as verl does it. Gradients are dropped and come back as zeros.
+"""Offload buffer by buffer, as verl does. Gradients are dropped and return as zeros.
 kit run offload --set groups=false --set implementation=docs.examples.verl_moves:Moves"""
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import torch
 
 
 class Moves:
-    """Parameter buffers, parameters and Adam's moments wait on the host; gradient buffers are dropped."""
+    """Moves parameter buffers, parameters and Adam's moments to the host; drops gradient buffers."""
 
     def __init__(self, ctx: Any) -> None:
         self.chunks, self.optimizer = ctx.chunks, ctx.optimizer
@@ -45,7 +45,7 @@ class Moves:
             yield from [*chunk.buffers, *chunk.expert_parallel_buffers]
 
     def others(self) -> Iterator[torch.Tensor]:
-        """Parameters, masters and states, as the optimizers hold them."""
+        """Parameters, master copies and states of the optimizers."""
         for chunk in self.chunks:
             yield from (param.data for param in chunk.module.parameters())
         for inner in self.optimizer.chained_optimizers:
@@ -59,7 +59,7 @@ class Moves:
 
 
 class MovesByAlias(Moves):
-    """On a CPU, .cpu() is the tensor itself: the only copy is emptied, and what comes back is whatever lies there."""
+    """On a CPU, .cpu() returns the tensor itself: the only copy is emptied, and the reload reads undefined memory."""
 
     def to_cpu(self, tensor: torch.Tensor) -> None:
         self.cpu_data[tensor] = tensor.cpu()
@@ -73,7 +73,7 @@ class MovesByAlias(Moves):
 
 
 class MovesThatLeaveGarbage(Moves):
-    """Gradient buffers are resized and not zeroed. NaN stands here for whatever was in that memory."""
+    """Resizes gradient buffers without zeroing them. NaN stands for the old content of that memory."""
 
     def clear(self, buffer: Any) -> None:
         buffer.grad_data.fill_(float("nan"))

@@ -45,8 +45,8 @@ CLOCK_S = 2.0  # by how much the start of a process, as the kernel tells it, may
 class Recorder:
     """`rec = Recorder("runs/mine")`, then `with rec.phase("offload", cycle=i): ...` and `rec.record("loss", loss)`.
 
-    `rec.event("completed", group=17)` appends an event, `with rec.span("generate", group=17): ...` one that lasted.
-    `config` (JSON-able) is stored in run.json; `device` is as for `PhaseMeter`. Give `rank` and `world_size` where the environment has
+    `rec.event("completed", group=17)` appends an event, `with rec.span("generate", group=17): ...` a span.
+    `config` (JSON-able) is stored in run.json; `device` is as for `PhaseMeter`. Pass `rank` and `world_size` if the environment has
     none, as in a Ray actor. `sinks` also receive each number: objects with W&B's `log(dict, step=cycle)` or TensorBoard's
     `add_scalar(name, value, cycle)`. Use it from one thread.
     """
@@ -96,10 +96,10 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str, *, cycle: int = 0, observe: bool = False) -> Iterator[PhaseMeter]:
-        """Measure the block and append its records at once. A block that raises is recorded too, with `failed` 1.
+        """Measure the block and append its records when it ends. A block that raises is recorded too, with `failed` 1.
 
-        With `observe` the labs' observers also look, before and after: shared memory, memfds, files, child processes, memory by kind.
-        `kit check DIR` judges whether what an observed phase holds grows from cycle to cycle.
+        With `observe` the labs' observers also record, before and after: shared memory, memfds, files, child processes, memory by kind.
+        `kit check DIR` then judges whether any of these grows from cycle to cycle.
         """
         self._must_be_open()
         here = str(name), _whole("cycle", cycle)
@@ -132,7 +132,7 @@ class Recorder:
         start: float | None = None,
         **ids: str | SupportsIndex,
     ) -> None:
-        """Append a number of your own. Phase and cycle are those of the block around it, unless given.
+        """Append a number. Its phase and cycle are those of the enclosing block, unless you pass them.
 
         `ids` say what it is about (`tensor="embedding"`, `group=17`), `text` is a short text beside the value. With
         `start`, in Unix seconds, the record is a span that ends now.
@@ -150,12 +150,12 @@ class Recorder:
         start: float | None = None,
         **ids: str | SupportsIndex,
     ) -> None:
-        """Append an event: a record with a time and ids, and no value. With `start` it is one that lasted until now."""
+        """Append an event: a record with a time and ids, without a value. With `start` it is a span until now."""
         self._one(name, None, "", ids, phase=phase, cycle=cycle, text=text, start=start)
 
     @contextmanager
     def span(self, name: str, /, *, text: str = "", **ids: str | SupportsIndex) -> Iterator[None]:
-        """Append the block as a span, once it ends: its start, its end, and its seconds as the value.
+        """Append the block as a span when it ends: start, end, and seconds as the value.
 
         Unlike a phase it measures nothing else, and costs two clock readings and an append. If the block raises and no text is
         given, the text is the name of the error.
@@ -173,7 +173,7 @@ class Recorder:
             self._one(name, time.perf_counter() - began, "s", ids, text=text or raised, start=start)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the run: "finished", or "failed" with `error`. Closing twice is closing once."""
+        """End the run as "finished", or as "failed" with `error`. A second call does nothing."""
         if self._closed:
             return
         self._closed = True

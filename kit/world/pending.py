@@ -36,7 +36,7 @@ class Observer(Protocol):
 
 
 class Pending:
-    """A call in flight on some ranks. `done()`, `result(timeout_s)` and `cancel()`; `ranks` and `phase` say what it is."""
+    """A call in flight on some ranks: `done()`, `result(timeout_s)`, `cancel()`, `ranks`, `phase`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Pending:
         return self.over(time.monotonic())
 
     def result(self, timeout_s: float | None = None) -> list[Any]:
-        """A value per rank, or the exception that says what happened. `timeout_s`: how long to wait from now on."""
+        """Return one value per rank, or raise. `timeout_s`: how long to wait from now on."""
         until = self.deadline if timeout_s is None else time.monotonic() + timeout_s
         drive([self], until=until, overdue=timeout_s is not None)
         with self.lock:
@@ -81,7 +81,7 @@ class Pending:
         return [call.answers[member.rank]["value"] for call in self.calls for member in call.members]
 
     def cancel(self) -> bool:
-        """Interrupt the ranks, as Ctrl-C does, and wait until they stopped; False if the call was over already.
+        """Interrupt the ranks like Ctrl-C and wait until they stop. Returns False if the call had already ended.
 
         Ranks that do not stop within 3 s are ended, and their World with them.
         """
@@ -151,7 +151,7 @@ class GivenUp(KitError):  # noqa: N818 - nobody outside sees it
 
 
 def wait(pendings: Iterable[Pending], *, first: bool = True, timeout_s: float | None = None) -> list[Pending]:
-    """Those that are done, once one is (or all are, with `first=False`), or once `timeout_s` has passed."""
+    """Wait for the first to finish (`first=False`: for all), at most `timeout_s`; return those that have finished."""
     asked = list(pendings)
     if not all(isinstance(one, Pending) for one in asked):
         raise BadInput("kit.wait takes what submit() returned, in a list")

@@ -69,9 +69,9 @@ class Ranks(abc.ABC):
         phase: str | None = None,
         **keywords: Any,
     ) -> list[Any]:
-        """Call `package.module:function` on every rank with JSON arguments; its JSON result per rank.
+        """Call `package.module:function` on every rank with JSON arguments and return its JSON result for each rank.
 
-        Arguments come as keywords or, for a function with a parameter named `ranks`, say, as the mapping `args`.
+        Pass arguments as keywords or as the mapping `args`, which allows parameters named `ranks` or `phase`.
         """
         function, arguments = check_call(target, args, keywords)
         request = {"do": "call", "target": target, "with": arguments}
@@ -88,7 +88,7 @@ class Ranks(abc.ABC):
         observer: Observer | None = None,
         on_news: Callable[[int, list[Any]], None] | None = None,
     ) -> Pending:
-        """Like `call`, and return at once: the Pending has the result later. Ranks take one call at a time.
+        """Like `call`, but return a Pending at once, which has the result later. A rank runs one call at a time.
 
         `timeout_s` counts from now. `on_news(rank, values)` receives what the function publishes (`kit.world.news`) while it runs.
         """
@@ -210,28 +210,28 @@ class World(Ranks):
     # -- what a person does with it ---------------------------------------------------------------------------------
 
     def run(self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None) -> None:
-        """Run code on every rank (or some). Names persist there; what it prints is shown, marked by rank."""
+        """Run code on every rank, or on `ranks`. Names persist there. Printed lines are shown with the rank."""
         self.cell(code, ranks=ranks, timeout_s=timeout_s)
 
     def cell(
         self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> list[str | None]:
-        """Like `run`, and the repr of the last line's value per rank, as a notebook's cell shows it."""
+        """Like `run`, and return the repr of the last line's value for each rank, as a notebook cell shows it."""
         what = {"do": "run", "code": code, "cell": check_code(code, "exec")}
         return self._request(what, "run", ranks, timeout_s)
 
     def eval(self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None) -> list[Any]:
-        """The value of an expression on every rank; it must be JSON."""
+        """The value of an expression on every rank, which must be JSON."""
         what = {"do": "eval", "code": code, "cell": check_code(code, "eval")}
         return self._request(what, "eval", ranks, timeout_s)
 
     def submit_code(self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None) -> Pending:
-        """Like `cell`, and return at once."""
+        """Like `cell`, but return a Pending at once."""
         what = {"do": "run", "code": code, "cell": check_code(code, "exec")}
         return self._submit(what, "run", ranks, timeout_s)
 
     def restart(self) -> None:
-        """End all ranks, whatever they do, and start fresh ones: new processes, empty names. torchrun's process stays warm."""
+        """End all ranks, even if they hang, and start fresh ones: new processes without names. The torchrun process is reused."""
         with self._turn, self._lock:
             self._check_open()
             self._give_up(KitError("this World was restarted while the call was in flight"))
@@ -252,7 +252,7 @@ class World(Ranks):
             self.dead = ""
 
     def close(self) -> None:
-        """End all ranks and torchrun and wait until they are gone. May be called again."""
+        """End all ranks and torchrun and wait until they have ended. Can be called again."""
         if self._crew.inherited or (self._closed and not self._crew.folder.exists()):
             return
         self._closed = True
@@ -261,7 +261,7 @@ class World(Ranks):
         atexit.unregister(self.close)
 
     def stacks(self) -> dict[int, str]:
-        """What each rank is doing right now: its Python stack, or its state and why there is none."""
+        """The Python stack of each rank, or its state and the reason why there is no stack."""
         seen = looks(self._crew.members)
         return {
             m.rank: (seen[m.rank].stack or "idle") if m.rank in seen else self._crew.describe(m)
@@ -269,7 +269,7 @@ class World(Ranks):
         }
 
     def status(self) -> list[dict[str, Any]]:
-        """A row per rank: rank, pid, node, host, device, seat (the number of its device), why this device, phase, state."""
+        """One row per rank: rank, pid, node, host, device, seat (the number of its device), reason for this device, phase, state."""
         return [
             {
                 "rank": m.rank,
@@ -299,7 +299,7 @@ class World(Ranks):
 
     @property
     def numbers(self) -> range:
-        """The ranks' numbers: from 0 on, or where those of the Worlds before it end."""
+        """The numbers of its ranks; in one of several Worlds they continue those of the previous ones."""
         return self._crew.plan.numbers
 
     @property
@@ -316,7 +316,7 @@ class World(Ranks):
 
     @property
     def env(self) -> Mapping[str, str]:
-        """What was given as env=."""
+        """The environment variables that were passed as `env`."""
         return self._crew.plan.env
 
     @property

@@ -69,7 +69,7 @@ def test_every_part_of_a_gpu_is_named_with_who_told_it(seen):
     }
     assert at(run, "release") == {
         "CUDA context, WORLD, others (driver, baseline)": CONTEXT + STRANGERS,
-        "job's, left behind (the job)": 2,
+        "not released (the job)": 2,
         "other tensors (allocator)": SCRATCH - 2,
         "slack (allocator)": SLACK,
     }

@@ -105,7 +105,7 @@ def test_it_tells_the_story_and_not_the_bookkeeping(make_offload, theme_name):
     shown = words(picture)
     assert {
         "anonymous",
-        "shared, with the host arena",
+        "shared, host arena included",
         "job's weights",
         "job's grads",
         "job's optimizer",
@@ -140,7 +140,7 @@ def test_bars_are_the_bytes_above_the_baseline(make_offload):
 
 def test_only_a_driver_speaks_for_the_gpu(make_offload):
     picture = plot(make_offload(cuda=True))
-    assert axes_of(picture, "GPU memory by what takes it (median of 2 ranks)")
+    assert axes_of(picture, "GPU memory by use (median of 2 ranks)")
     assert {"weights (the job)", "slack (allocator)"} <= words(picture)
     assert axes_of(picture, "Drift of GPU memory while released")
     assert "job's weights" not in words(picture)  # beside the host's memory: they live on the GPU
@@ -197,16 +197,16 @@ def test_modes_side_by_side(make_offload):
         "groups_return_to_baseline",
         "✗  3",
         "✗  17",
-        "and 1 that all pass, 1 not measured in any",
+        "1 more pass in every run; 1 not measured in any",
     } <= words(picture)
-    assert axes_of(picture, "Cost of groups (n = 6 each, median)")
+    assert axes_of(picture, "Time for groups (n = 6 each, median)")
     assert {"exact", "Code"} <= words(plot_modes([runs[0], make_offload(implementation="mine:Code")]))
 
 
 def test_modes_need_runs_that_can_be_told_apart(make_offload, tmp_path):
-    with pytest.raises(BadInput, match="two runs or more of lab 'offload'"):
+    with pytest.raises(BadInput, match="two or more runs of the offload lab"):
         plot_modes([make_offload(), load(create_run(tmp_path, "smoke", {}, {}).dir)])
-    with pytest.raises(BadInput, match="two of these runs are of the same way; there are exact"):
+    with pytest.raises(BadInput, match=r"two of these runs have the same mode.*exact"):
         plot_modes([make_offload(), make_offload()])
 
 

@@ -129,12 +129,12 @@ def test_it_tells_the_story(make_sync, theme_name):
     assert picture.get_suptitle() == expected
     assert titles(picture) == [
         "Stages of each sync, n = 1 each", "Expansion of cycle 3, event by event",
-        "Transports by bucket size, 64 MiB to one receiver", "Medians at their best",
+        "Transports by bucket size, 64 MiB to one receiver", "Best medians",
     ]  # fmt: skip
     assert {
         "gather",
-        "copy to undo",
-        "time that passed",
+        "undo copy",
+        "elapsed time",
         "one memcpy, 12",
         "sender, rank 0",
         "replica 2, rank 4",
@@ -206,7 +206,7 @@ def test_rates_have_their_ceiling_and_their_best(make_sync):
     assert lines["shm"] == pytest.approx([6, 9])
     assert lines["serialize"] == pytest.approx([1])
     assert [12, 12] in [pytest.approx(values) for values in lines.values()]
-    axes = axes_of(picture, "Medians at their best")
+    axes = axes_of(picture, "Best medians")
     assert [label.get_text() for label in axes.get_yticklabels()] == ["shm", "broadcast", "serialize"]
     assert [text.get_text().strip() for text in axes.texts][:2] == [
         "9 GB/s, 75%, 8 MiB, used here",
@@ -218,8 +218,8 @@ def test_rates_have_their_ceiling_and_their_best(make_sync):
     ("changed", "sentence"),
     [
         ({"sweep": False}, "Transports were not compared: sweep is off."),
-        ({"until": (2, "refresh")}, "Transports were not compared: the run did not get to it."),
-        ({"rates": {}}, "Transports were not compared: the run did not get to it."),
+        ({"until": (2, "refresh")}, "Transports were not compared: the run ended before that."),
+        ({"rates": {}}, "Transports were not compared: the run ended before that."),
         ({"until": (1, "expand")}, "Digests: no tensor was hashed on a receiver."),
     ],
 )
@@ -280,7 +280,7 @@ def test_its_drawings_have_names(make_sync):
     rates = named.plot(run, "rates")
     assert titles(rates) == [
         "Transports by bucket size, 64 MiB to one receiver",
-        "Medians at their best",
+        "Best medians",
     ]
     assert {"one memcpy, 12", "bucket size [MiB] (medians)"} <= words(rates)  # older runs have no spread
     assert titles(named.plot(run, "stages")) == ["Stages of each sync, n = 1 each"]

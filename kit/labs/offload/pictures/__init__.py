@@ -36,7 +36,7 @@ TIMED = (
 )
 CONTROLS = ("control_build", "control", "control_end", "second_control")
 CHECKING = ("fingerprint", "verify", "compare", "rehearse_failure", "ownership")
-STATES = (("before the release", "fingerprint", 0), ("released", "idle", 4), ("back", "verify", 2))
+STATES = (("before the release", "fingerprint", 0), ("released", "idle", 4), ("reloaded", "verify", 2))
 
 
 def rows_of(data: RunData, phase: str, metric: str) -> pd.DataFrame:
@@ -105,7 +105,7 @@ def census(scene: Scene) -> None:
     theme, counts = scene.theme, counts_of(scene.data)
     axes = scene.figure.subplot_mosaic([["legend"] * len(counts), counts], height_ratios=[0.1, 2.2])
     marks = {word: state_style(place, scene) for place, (word, _, _) in enumerate(STATES)}
-    marks["a process without a job"] = {"color": theme.faint, "linestyle": LINES[1]}
+    marks["process without a job"] = {"color": theme.faint, "linestyle": LINES[1]}
     legend_of(axes["legend"], marks_of(marks))
     for name in counts:
         draw_count(axes[name], scene, name)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 WITHOUT = "baseline"  # the phase after which there are a context, loaded kernels and WORLD, and no job
 BEFORE, IN_CYCLE = (WITHOUT, "build"), ("train", "release", "idle", "reload")
-RESIDENT = {"anon_rss": "anonymous", "shared_rss": "shared, with the host arena"}  # parts of the resident set
+RESIDENT = {"anon_rss": "anonymous", "shared_rss": "shared, host arena included"}  # parts of the resident set
 TOTAL, PEAK = "rss", "peak_rss"
 KINDS = ("weights", "grads", "optimizer")
 ASKED_AT = {WITHOUT: WITHOUT, "train": "fingerprint", "release": "idle", "idle": "idle"}  # where NCCL is asked
@@ -242,7 +242,7 @@ def bands(data: RunData, steps: Sequence[Place]) -> list[Band]:
         "weights": ("weights", "the job"),
         "grads": ("gradients", "the job"),
         "optimizer": ("optimizer", "the job"),
-        "left": ("job's, left behind", "the job"),
+        "left": ("not released", "the job"),
         "other": ("other tensors", "allocator"),
         "slack": ("slack", "allocator"),
     }
@@ -271,7 +271,7 @@ def gpu_bars(ax: Axes, data: RunData, theme: Theme) -> None:
     finish(ax, steps, theme, room=0.16)
     ax.set_ylim(bottom=0)
     ax.set_ylabel(f"in use [{unit}]")
-    ax.set_title(f"GPU memory by what takes it ({memory_words(data)})")
+    ax.set_title(f"GPU memory by use ({memory_words(data)})")
     marks: dict[str, Any] = {"peak in the phase (allocator)": {"color": theme.ink, "linewidth": 1.6}}
     marks |= {f"{band.name} ({band.source})": looks[band.key] for band in reversed(found)}
     ax.set_xlim(-0.7, len(steps) * (1 + BESIDE))

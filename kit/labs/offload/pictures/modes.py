@@ -35,10 +35,10 @@ PARTS = {"release": "destroy groups", "reload": "rebuild groups"}
 def plot_modes(runs: Sequence[Run], *, theme_name: str = "light") -> Picture:
     """Two or more offload runs. `theme_name` is light or dark."""
     if len(runs) < 2 or any(run.lab != "offload" for run in runs):
-        raise BadInput("ways of releasing are compared in two runs or more of lab 'offload'")
+        raise BadInput("plot_modes compares modes: give it two or more runs of the offload lab")
     look, seen = theme(theme_name), {name(run): read(run) for run in runs}
     if len(seen) < len(runs):
-        raise BadInput(f"two of these runs are of the same way; there are {', '.join(seen)}")
+        raise BadInput(f"two of these runs have the same mode; give one run per mode (here: {', '.join(seen)})")
     styles = {
         way: {"marker": MARKERS[index % len(MARKERS)], "color": look.colour(index)}
         for way, index in numbered(seen).items()
@@ -59,7 +59,7 @@ def plot_modes(runs: Sequence[Run], *, theme_name: str = "light") -> Picture:
         group_times(axes["times"], seen, styles, look)
         checks(axes["checks"], table, verdicts, styles, look)
         ranks = counted(len(next(iter(seen.values())).ranks), "rank")
-        title = f"offload · {ranks} · ways of releasing · counts of the worst rank"
+        title = f"offload · {ranks} · modes of releasing · counts of the worst rank"
         picture.suptitle(title, x=0.01, ha="left", fontsize=11.5)
     return picture
 
@@ -109,7 +109,7 @@ def group_times(ax: Axes, seen: Mapping[str, RunData], styles: Styles, look: The
     ax.set_xticks(range(len(PARTS)), list(PARTS.values()))
     ax.set_xlim(-0.6, len(PARTS) - 0.4)
     ax.set_ylabel("time [ms]")
-    ax.set_title(f"Cost of groups (n = {', '.join(str(number) for number in sorted(counts))} each, median)")
+    ax.set_title(f"Time for groups (n = {', '.join(str(number) for number in sorted(counts))} each, median)")
 
 
 def differing(verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, VerdictRow]]:
@@ -152,5 +152,5 @@ def checks(
             write(where[way], line, text, ha="center", color=look.answer(row.passed))
     rest = [row for row in next(iter(verdicts.values())) if row.check not in table]
     passed = sum(row.passed is True for row in rest)
-    left_out = f"and {passed} that all pass, {len(rest) - passed} not measured in any"
+    left_out = f"{passed} more pass in every run; {len(rest) - passed} not measured in any"
     write(0.06, len(table) + 1.6, left_out, color=look.faint)

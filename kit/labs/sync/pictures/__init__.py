@@ -81,7 +81,7 @@ def side_by_side(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
     ax.set_xlim(0, 2.3 * float(found["rate"].max()) / GB)
     grid_across(ax)
     ax.set_xlabel("GB/s")
-    ax.set_title("Medians at their best (share of memcpy, bucket)")
+    ax.set_title("Best medians (share of memcpy, bucket)")
 
 
 def ready(data: RunData) -> bool:
@@ -112,7 +112,7 @@ def summary(scene: Scene) -> None:
     ax, theme, frame = scene.figure.subplots(), scene.theme, scene.data.records
     lines = [hashed(frame, theme), served(frame, theme)]
     if not has_rates(frame):
-        why = "the run did not get to it" if scene.data.config.get("sweep", True) else "sweep is off"
+        why = "the run ended before that" if scene.data.config.get("sweep", True) else "sweep is off"
         lines.append((f"Transports were not compared: {why}.", theme.faint))
     ax.set_axis_off()
     for line, (sentence, colour) in enumerate(lines):
@@ -156,7 +156,7 @@ PICTURES = Pictures(
             stages.timeline,
         ),
         "rates": Plot("GB/s by bucket size", lambda data: has_rates(data.records), lambda *_: 3.4, rates),
-        "summary": Plot("What hashing found", ready, lambda *_: 0.65, summary),
+        "summary": Plot("Digests and forwards", ready, lambda *_: 0.65, summary),
         "drift": drift("verify"),
     },
     overview=(("stages",), ("events",), ("rates",), ("summary",), ("verdict",)),

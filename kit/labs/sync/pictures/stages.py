@@ -32,7 +32,7 @@ STAGES = {
     "send": Stage(1),
     "receive": Stage(1, "///"),
     "verify": Stage(2),
-    "keep": Stage(4, "...", "copy to undo"),
+    "keep": Stage(4, "...", "undo copy"),
     "apply": Stage(4),
     "teardown": Stage(5),
     "rest": Stage(None, word="finalize to activate"),
@@ -60,7 +60,7 @@ def bars(scene: Scene) -> None:
     theme = scene.theme
     legend, ax = scene.figure.subplots(2, 1, height_ratios=(0.05, 1))
     marks = {stage.word or name: look_of(name, theme) for name, stage in STAGES.items()}
-    marks["time that passed"] = {"color": theme.ink, "linewidth": 1.8}
+    marks["elapsed time"] = {"color": theme.ink, "linewidth": 1.8}
     legend_of(legend, marks_of(marks), columnspacing=1.0, handlelength=1.2)
     table = tables.stages(scene.data.records)
     table = table[table["cycle"].isin(sorted(table["cycle"].unique())[-CYCLES:])]
@@ -88,7 +88,7 @@ def bars(scene: Scene) -> None:
     ax.set_xticks(list(ticks), list(ticks.values()))
     ax.tick_params(axis="x", length=0)
     ax.set_ylabel(f"busy [{unit}]")
-    ax.set_title("Stages of each sync, n = 1 each (left the sender, right the receiver that was last; stages overlap)")
+    ax.set_title("Stages of each sync, n = 1 each (left: sender; right: last receiver; stages overlap)")
 
 
 # -- events ----------------------------------------------------------------------------------------------------------------
