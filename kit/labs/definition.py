@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kit.target import load
 
 if TYPE_CHECKING:
-    from kit.draw.plots import Pictures
     from kit.labs.options import LabConfig
     from kit.results import Check
 
@@ -128,8 +127,3 @@ class Definition:
         """Sets of tolerances by name; none where the lab names none."""
         presets: Mapping[str, Mapping[str, float]] = load(self.presets) if self.presets else {}
         return presets
-
-    def load_pictures(self) -> Pictures | None:
-        """What the lab shows of its runs beside what every run has; none where it names none."""
-        pictures: Pictures | None = load(self.pictures) if self.pictures else None
-        return pictures

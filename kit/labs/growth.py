@@ -360,15 +360,14 @@ def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     )
 
 
+NOTHING_PILES_UP = (
+    "nothing_piles_up",
+    "Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
+    "piled_up",
+)
 # What can be asked of any job, without a lab.
 OBSERVED = (
-    at_most(
-        "nothing_piles_up",
-        "Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
-        "piled_up",
-        each_observed(lambda _: piled_up),
-        when=observed,
-    ),
+    at_most(*NOTHING_PILES_UP, each_observed(lambda _: piled_up), when=observed),
     at_most(
         "memory_slope",
         "Does memory stay constant from cycle to cycle?",
@@ -390,11 +389,5 @@ EVERY_LAB = (
         measure=routed_part,
         when=lambda config: config.get("routing", "torch") != "torch",
     ),
-    at_most(
-        "nothing_piles_up",
-        "Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
-        "piled_up",
-        piled_up,
-        cannot=unsettled,
-    ),
+    at_most(*NOTHING_PILES_UP, piled_up, cannot=unsettled),
 )
