@@ -67,6 +67,11 @@ class Fault:
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
+def exposed_by(settings: Mapping[str, Any], *faults: Fault) -> tuple[Fault, ...]:
+    """Faults that all need these settings, beside those that each sets itself."""
+    return tuple(dataclasses.replace(fault, set={**settings, **fault.set}) for fault in faults)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Definition:
     """A lab. `plan` lists its phases for a config.

@@ -1,15 +1,16 @@
 """Sync: weights from trainer shards to inference replicas with another layout; complete, exact, in order, with nothing left behind."""
 
-from kit.labs.definition import Definition, Fault
+from kit.labs.definition import Definition, Fault, exposed_by
 from kit.labs.sync.config import SyncConfig, fits, plan, roles
 
 QUICK = {"cycles": 2, "sweep": False}
-UNSEEN = {**QUICK, "verify": "none"}  # a comparison in transit would end the run before the check
-TWO_RANKS = {**QUICK, "ranks": 6, "replicas": 2, "infer_tp": 2}
-SERVING = {**QUICK, "placement": "apart", "ranks": 4, "replicas": 2}
+UNSEEN = {"verify": "none"}  # a comparison in transit would end the run before the check
+TWO_RANKS = {"ranks": 6, "replicas": 2, "infer_tp": 2}
+SERVING = {"placement": "apart", "ranks": 4, "replicas": 2}
 
 # Known bugs of weight sync. `ranks/broken.py` implements each; the check that it names detects it.
-FAULTS = (
+FAULTS = exposed_by(
+    QUICK,
     Fault(
         "permuted-rows",
         "two rows of a tensor are swapped on arrival; its sum, minimum and maximum stay the same",
@@ -25,16 +26,9 @@ FAULTS = (
         "bit_exact",
         set=UNSEEN,
     ),
-    Fault("double-bump", "an expansion increments the version", "no_double_bump", set=QUICK),
-    Fault(
-        "activate-before-publish", "replicas get requests before their version is published", "version_order", set=QUICK
-    ),
-    Fault(
-        "publish-before-apply",
-        "the version is published before the new weights are applied",
-        "version_order",
-        set=QUICK,
-    ),
+    Fault("double-bump", "an expansion increments the version", "no_double_bump"),
+    Fault("activate-before-publish", "replicas get requests before their version is published", "version_order"),
+    Fault("publish-before-apply", "the version is published before the new weights are applied", "version_order"),
     Fault("dropped-bucket", "a receiver acknowledges its last bucket without applying it", "bit_exact", set=UNSEEN),
     Fault("swapped-shards", "the ranks of a replica swap their shards", "bit_exact", set=TWO_RANKS),
     Fault("misaligned-offset", "a tensor is read at an offset that is one element too far", "bit_exact", set=UNSEEN),
@@ -42,13 +36,13 @@ FAULTS = (
         "leaked-group",
         "the temporary process group of a sync is not destroyed",
         "groups_return_to_baseline",
-        set={**QUICK, "transport": "broadcast"},
+        set={"transport": "broadcast"},
     ),
     Fault(
         "leaked-segment",
         "a receiver keeps the sender's memory mapped",
         "segments_return_to_baseline",
-        set={**QUICK, "transport": "shm"},
+        set={"transport": "shm"},
         needs={"transport": ("shm",)},
     ),
     Fault(
@@ -71,25 +65,20 @@ FAULTS = (
         "no_torn_reads",
         set=SERVING,
     ),
-    Fault(
-        "resumed-trainer",
-        "the trainer resumed with other weights and still publishes the base",
-        "base_equal",
-        set=QUICK,
-    ),
+    Fault("resumed-trainer", "the trainer resumed with other weights and still publishes the base", "base_equal"),
     Fault(
         "receiver-dies",
         "a receiver is killed in the middle of a sync",
         "receivers_answer",
         exit=3,
-        set={**QUICK, "deadline_s": 5},
+        set={"deadline_s": 5},
     ),
     Fault(
         "receiver-stalls",
         "a receiver stops answering in the middle of a sync",
         "receivers_answer",
         exit=3,
-        set={**QUICK, "deadline_s": 3},
+        set={"deadline_s": 3},
     ),
     Fault(
         "activates-alone",
@@ -97,12 +86,7 @@ FAULTS = (
         "failure_is_clean",
         set=TWO_RANKS,
     ),
-    Fault(
-        "keeps-new-weights",
-        "a failed receiver keeps the new weights and serves with them",
-        "failure_is_clean",
-        set=QUICK,
-    ),
+    Fault("keeps-new-weights", "a failed receiver keeps the new weights and serves with them", "failure_is_clean"),
 )
 
 LAB = Definition(
