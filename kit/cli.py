@@ -180,7 +180,9 @@ def parser() -> Parser:
         "-p", metavar=("KEY", "VALUE"), nargs=2, action="append", default=[], dest="given",
         help="a parameter of the notebook; may be repeated",
     )  # fmt: skip
-    made.add_argument("--to", metavar="FILE", type=Path, help="output file, .ipynb or .html; default: beside the runs")
+    made.add_argument(
+        "--to", metavar="FILE", type=Path, help="output file, .ipynb or .html; default: in the runs folder"
+    )
     made = add("faults", faults, "list the known bugs that can be switched on", "", "smoke --json")
     named(made, "lab", "list the bugs of this lab only", lab_names, metavar="LAB", nargs="?")
     measuring(add)

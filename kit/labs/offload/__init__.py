@@ -1,4 +1,4 @@
-"""Offload: a Megatron job gives everything back, is measured while it holds nothing, comes back, and trains on bit for bit."""
+"""Offload: a Megatron job releases everything, is measured while it holds nothing, reloads, and trains on bit for bit."""
 
 from kit.labs.definition import Definition, Fault
 from kit.labs.offload.config import EXACT, OffloadConfig, fits, plan

@@ -19,7 +19,7 @@ KIT_RELEASER = "kit.labs.offload.ranks.releaser:KitReleaser"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadConfig(JobConfig):
-    """A training job, how it is spread over ranks, what it gives back and how often."""
+    """A training job, its layout over ranks, what is released and how often."""
 
     tp: Annotated[int, Option("tensor parallel size", low=1, high=64)] = 2
     pp: Annotated[int, Option("pipeline parallel size", low=1, high=64)] = 1
@@ -71,35 +71,35 @@ class OffloadConfig(JobConfig):
             check(model_config(self), self.ranks)
         if self.implementation != KIT_RELEASER and self.mode != "exact":
             raise BadInput(
-                f"mode={self.mode} is a way of the kit's own releaser: leave it out with implementation={self.implementation}"
+                f"mode={self.mode} configures the kit's own releaser: leave it out with implementation={self.implementation}"
             )
         if self.include_world and not self.groups:
-            raise BadInput("include_world=true needs groups=true: with groups=false no group is given back")
+            raise BadInput("include_world=true needs groups=true: with groups=false no group is released")
         if self.include_world and self.mode in ("manual", "official"):
             raise BadInput(
-                f"include_world=true needs mode=exact, abort or suspend, not {self.mode!r}: it cannot bring WORLD back"
+                f"include_world=true needs mode=exact, abort or suspend, not {self.mode!r}, which cannot rebuild WORLD"
             )
         if self.mode == "suspend" and self.routing != "torch":
-            raise BadInput(f"mode=suspend needs routing=torch: {self.routing} has no way to suspend a communicator")
+            raise BadInput(f"mode=suspend needs routing=torch: {self.routing} cannot suspend a communicator")
         if self.mode == "suspend" and self.device == "cpu":
             raise BadInput("mode=suspend needs CUDA: only NCCL can suspend communicators, and device=cpu has none")
         if not (self.groups or self.kinds):
-            raise BadInput("nothing would be given back: set one of groups, weights, grads, optimizer to true")
+            raise BadInput("nothing would be released: set groups, weights, grads or optimizer to true")
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of tensors that are given back."""
+        """The kinds of tensors that are released."""
         return tuple(kind for kind in ("weights", "grads", "optimizer") if getattr(self, kind))
 
 
 def model_config(config: OffloadConfig) -> ModelConfig:
     """The part of the config that makes the job."""
-    # Values that are nobody's default, so that a fall back to a default shows; and dropout, so that random numbers matter.
+    # Values that are no default, so that a fall-back to a default shows; and dropout, so that random numbers matter.
     return model_of(config, dropout=0.1, timeout_minutes=23, odd_options=True)
 
 
 def plan(config: OffloadConfig) -> list[Step]:
-    """Two controls that train without a break, then the job that is released and reloaded, then what was promised of failures."""
+    """Two controls that train without a release, then the job that is released and reloaded, then the rehearsed failures."""
     controls = [Step(cycle, "control") for cycle in range(1, config.cycles + 2)]
     cycles = [Step(cycle, phase) for cycle in range(1, config.cycles + 1) for phase in CYCLE]
     last = config.cycles + 1
@@ -126,7 +126,7 @@ def fits(config: OffloadConfig) -> None:
             "mode=suspend needs CUDA: only NCCL can suspend communicators, and this machine has no GPU driver"
         )
     if config.model != KIT_MODEL:
-        return  # its size is its owner's to know
+        return  # the kit does not know the size of your own job
     stages = [model_bytes(model_config(config), ranks=config.ranks, stage=stage) for stage in range(config.pp)]
     each = max(stages, key=lambda stage: stage["total"])
     arena = sum(each[{"weights": "params"}.get(kind, kind)] for kind in config.kinds)

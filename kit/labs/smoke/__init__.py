@@ -1,4 +1,4 @@
-"""Smoke: the smallest lab. Groups are made, talked over, destroyed, and what is left of them is counted."""
+"""Smoke: the smallest lab. It creates process groups, all-reduces over them, destroys them, and counts what is left."""
 
 from kit.labs.definition import Definition, Fault
 from kit.labs.smoke.config import SmokeConfig, plan

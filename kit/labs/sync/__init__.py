@@ -47,7 +47,7 @@ FAULTS = exposed_by(
     ),
     Fault(
         "torn-read",
-        "weights change while the gate is open, and a forward runs on half-new weights",
+        "weights change while the gate is open, and a forward runs on torn weights",
         "no_torn_reads",
         set=SERVING,
         needs={"refresh": ("staged",)},
@@ -91,7 +91,7 @@ FAULTS = exposed_by(
 
 LAB = Definition(
     name="sync",
-    summary="weights go from trainer shards to inference replicas, verified and versioned; no forward runs on half-new weights",
+    summary="weights go from trainer shards to inference replicas, verified and versioned; no forward runs on torn weights",
     config=SyncConfig,
     plan=plan,
     roles=roles,

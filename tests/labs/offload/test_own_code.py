@@ -30,7 +30,6 @@ def test_a_plain_function_pair_is_found_out(offload: Offload) -> None:
     verdict = offload(implementation="own_pair:OwnPair").verdict()
     assert failed(verdict) == {
         "options_unchanged",
-        "membership_unchanged",
         "groups_return_to_baseline",
         "handles_alive",
         "stale_handle_raises",

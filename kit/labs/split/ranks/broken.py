@@ -215,7 +215,7 @@ class BrokenMegatron(split.MegatronSplit):
         if self.fault == "replicas-counted-n-times":
             group = dist.group.WORLD
         table = super()._step_metrics(group, sequences, tokens)
-        if self.fault == "metrics-on-rank-0-alone" and dist.get_rank(group):
+        if self.fault == "metrics-on-rank-0-alone" and dist.get_rank(group) and tokens:
             names = self.loss.normalizers()
             own = metrics.of_microbatches(self.seen, names)
             table = metrics.normalised(own, names, tokens=tokens, sequences=sequences)
