@@ -317,9 +317,7 @@ def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, least_s:
     return max(found, key=lambda one: one.value or 0.0)
 
 
-def each_observed(
-    ask: Callable[[str], Measure],
-) -> Callable[[pd.DataFrame, Mapping[str, Any]], list[Measured]]:
+def each_observed(ask: Callable[[str], Measure]) -> Callable[[pd.DataFrame, Mapping[str, Any]], list[Measured]]:
     """The same question about each phase that the observers watched: an answer for each."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> list[Measured]:

@@ -299,10 +299,7 @@ PICTURES = Pictures(
             "Gradients by number of chunks", ready, lambda *_: 3.6, gradients, ("grad_parity", "later_steps")
         ),
         "calls": Plot(
-            "A step, call by call",
-            ready,
-            lambda data, _: max(2.6, 0.27 * (ways(data.config)[-1][0] + 2)) + 0.9,
-            calls,
+            "A step, call by call", ready, lambda data, _: max(2.6, 0.27 * (ways(data.config)[-1][0] + 2)) + 0.9, calls
         ),
     },
     overview=(("calls", "gradients"), ("metrics",), ("verdict",)),

@@ -184,11 +184,7 @@ PICTURES = Pictures(
         "drift": drift("idle", "while released"),
         "times": Plot("Time per phase and rank", lambda _: True, lambda *_: 3.4, times),
         "census": Plot(
-            "Groups, files, threads",
-            lambda data: bool(counts_of(data)),
-            lambda *_: 2.4,
-            census,
-            COUNT_CHECKS,
+            "Groups, files, threads", lambda data: bool(counts_of(data)), lambda *_: 2.4, census, COUNT_CHECKS
         ),
     },
     overview=(("memory",), ("times", "drift"), ("census",), ("verdict",)),
