@@ -163,16 +163,11 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
             raise BadInput(f"lab {lab.name!r} has no setting {name!r}; {hint(name, list(known))}")
     if "dtype" in known:
         values = settled({"dtype": known["dtype"].default, **values})
-    try:
-        text = json.dumps(dict(values))
-    except (TypeError, ValueError):
-        wrong = ", ".join(name for name, value in values.items() if not _is_json(value))
-        raise BadInput(
-            f"settings must be plain values (numbers, text, true, false, null, lists); {wrong} is not"
-        ) from None
+    if wrong := ", ".join(name for name, value in values.items() if not _is_json(value)):
+        raise BadInput(f"settings must be plain values (numbers, text, true, false, null, lists); {wrong} is not")
     try:
         # Strict, so that "3" is no number; by way of JSON, so that a list may fill a tuple.
-        config: LabConfig = _adapter(cast("Hashable", lab.config)).validate_json(text, strict=True)
+        config: LabConfig = _adapter(cast("Hashable", lab.config)).validate_json(json.dumps(dict(values)), strict=True)
     except pydantic.ValidationError as error:
         found: dict[str, str] = {}
         for row in error.errors():

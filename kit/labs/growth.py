@@ -47,12 +47,6 @@ def by_owner(
     return groups.sum() if add else groups.max()
 
 
-def levels(frame: pd.DataFrame, phase: str) -> tuple[pd.DataFrame, Source]:
-    """Memory after each cycle's phase: driver memory on CUDA, anonymous memory on the CPU; a column per rank or shared GPU."""
-    origin = source(frame)
-    return by_owner(frame, origin, phase).unstack(origin.whose), origin
-
-
 def one_cycle(config: Mapping[str, Any]) -> str:
     """Why a config cannot have a drift."""
     return "" if config["cycles"] > 1 else "a drift needs at least 2 cycles"
@@ -62,7 +56,8 @@ def growth(phase: str, when: str) -> Measure:
     """The growth of memory from the first to the last cycle's phase, where it is largest; `when` describes the phase."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-        table, origin = levels(frame, phase)
+        origin = source(frame)
+        table = by_owner(frame, origin, phase).unstack(origin.whose)
         if len(table) < 2:
             raise Missing(f"memory was recorded in {len(table)} cycle; a drift needs 2")
         grown = (table.iloc[-1] - table.iloc[0]) / MIB
