@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.draw.axes import grid_across, legend_of, marks_of, stack
@@ -174,11 +175,8 @@ def labels(moments: Sequence[tuple[float, str]], letter: float) -> list[tuple[fl
 
 
 def fold(word: str) -> str:
-    """Long names in two lines."""
-    if len(word) <= LONG:
-        return word
-    cut = min((at for at, letter in enumerate(word) if letter == " "), key=lambda at: abs(at - len(word) / 2))
-    return f"{word[:cut]}\n{word[cut + 1 :]}"
+    """Long names in two lines of about the same length."""
+    return textwrap.fill(word, max(LONG, len(word) // 2 + 9))
 
 
 def wide(word: str) -> int:
