@@ -162,8 +162,8 @@ def gradients(scene: Scene) -> None:
         marker, colour = MARKERS[place], theme.series[place * 3]
         if points:
             ax.plot(*zip(*places, strict=True), color=colour, linewidth=1.2, marker=marker, markersize=5.5, label=level)
-        for (x, y), (_, value) in zip(places, points, strict=True):
-            if limit is not None and not value <= limit:
+        for (x, y), (_, error) in zip(places, points, strict=True):
+            if limit is not None and not error <= limit:
                 ax.plot(x, y, marker, color=theme.bad, markersize=8.5, zorder=4)
     right = len(columns) - 0.45
     for value, word in [*lines, (COMMON, "{:g}, common")]:
@@ -225,7 +225,7 @@ def metrics(scene: Scene) -> None:
     table, theme = first_step(scene.data), scene.theme
     levels = list(dict.fromkeys(case.level for case in cases_of(scene.data.config)))
     axes = scene.figure.subplot_mosaic([["legend"] * len(levels), levels], height_ratios=(0.1, height(table)))
-    marks = {
+    marks: dict[str, dict[str, Any]] = {
         "measured against the plain step": {"facecolor": theme.series[0]},
         "above the limit": {"facecolor": theme.bad, "hatch": WRONG, "edgecolor": theme.paper, "linewidth": 0},
         "if the loss's normalizer divided every metric (computed)": {"facecolor": theme.series[1]},

@@ -204,11 +204,11 @@ def curves(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
     """GB/s against the bucket size, end to end into a receiver's tensors; one large memcpy is the ceiling."""
     table = tables.transports(frame)
     for index, (name, rows) in enumerate(table.groupby("transport")):
-        sizes, style = rows["bucket_bytes"] / MIB, {"color": theme.colour(index)}
+        x, style = rows["bucket_bytes"] / MIB, dict[str, Any](color=theme.colour(index))
         if rows["rate_low"].notna().all():
-            ax.vlines(sizes, rows["rate_low"] / GB, rows["rate_high"] / GB, linewidth=5, alpha=0.3, **style)
+            ax.vlines(x, rows["rate_low"] / GB, rows["rate_high"] / GB, linewidth=5, alpha=0.3, **style)
         style |= {"marker": MARKERS[index % len(MARKERS)], "linestyle": LINES[index % len(LINES)]}
-        ax.plot(sizes, rows["rate"] / GB, linewidth=1.6, markersize=5.5, label=str(name), **style)
+        ax.plot(x, rows["rate"] / GB, linewidth=1.6, markersize=5.5, label=str(name), **style)
     highest, ceiling = float(table["rate"].max()) / GB, tables.memcpy(frame) / GB
     if math.isfinite(ceiling):
         highest = max(highest, ceiling)

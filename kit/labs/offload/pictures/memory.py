@@ -30,7 +30,15 @@ TOTAL, PEAK = "rss", "peak_rss"
 KINDS = ("weights", "grads", "optimizer")
 ASKED_AT = {WITHOUT: WITHOUT, "train": "fingerprint", "release": "idle", "idle": "idle"}  # where NCCL is asked
 BELOW_TENSORS = ("others", "without", "nccl", "residual")  # what the allocator does not have
-COLOURS = {"others": "paper", "without": "grid", "nccl": 3, "residual": 3, "weights": 0, "grads": 1, "optimizer": 2}
+COLOURS: dict[str, int | str] = {
+    "others": "paper",
+    "without": "grid",
+    "nccl": 3,
+    "residual": 3,
+    "weights": 0,
+    "grads": 1,
+    "optimizer": 2,
+}
 COLOURS |= {"left": "bad", "other": 5, "slack": "faint"}
 DIFFERENCES = ("residual", "slack")  # hatched: no source reports them
 HOST_WIDTH, GPU_WIDTH = 0.36, 0.62
