@@ -30,16 +30,8 @@ TOTAL, PEAK = "rss", "peak_rss"
 KINDS = ("weights", "grads", "optimizer")
 ASKED_AT = {WITHOUT: WITHOUT, "train": "fingerprint", "release": "idle", "idle": "idle"}  # where NCCL is asked
 BELOW_TENSORS = ("others", "without", "nccl", "residual")  # what the allocator does not have
-COLOURS: dict[str, int | str] = {
-    "others": "paper",
-    "without": "grid",
-    "nccl": 3,
-    "residual": 3,
-    "weights": 0,
-    "grads": 1,
-    "optimizer": 2,
-}
-COLOURS |= {"left": "bad", "other": 5, "slack": "faint"}
+COLOURS: dict[str, int | str] = {"others": "paper", "without": "grid", "left": "bad", "slack": "faint", "other": 5}
+COLOURS |= {"nccl": 3, "residual": 3, "weights": 0, "grads": 1, "optimizer": 2}
 DIFFERENCES = ("residual", "slack")  # hatched: no source reports them
 HOST_WIDTH, GPU_WIDTH = 0.36, 0.62
 BESIDE = 0.4  # room for the legend, as a part of the bars' own
