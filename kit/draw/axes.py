@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
@@ -105,6 +106,14 @@ def grid_across(ax: Axes) -> None:
     """Vertical grid lines, for horizontal bars."""
     ax.grid(visible=False, axis="y")
     ax.grid(visible=True, axis="x")
+
+
+def marks_of(looks: Mapping[str, Mapping[str, Any]]) -> list[Any]:
+    """The marks of a legend by their words: a patch where a look has a facecolor, else a line or a marker."""
+    return [
+        Patch(label=word, **look) if "facecolor" in look else Line2D([], [], label=word, **look)
+        for word, look in looks.items()
+    ]
 
 
 def legend_of(ax: Axes, handles: Sequence[Any], **options: Any) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import typing
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,8 +44,8 @@ def configure(
     Code that is named is looked for as the ranks would: those of `world` with its Python and its environment.
     """
     config = validate(lab, {**(fault.set if fault else {}), **given})
-    for _, rule in machine_rules(lab, config, fault):
-        rule()
+    if refused := next(refusals(lab, config, fault), None):
+        raise BadInput(refused[1])
     ranks_python = world.python if world else interpreter.find(config.python or None).path
     if "megatron.core" in lab.preload:
         check_megatron(lab.name, ranks_python)
@@ -58,22 +58,47 @@ def configure(
     return config
 
 
-def machine_rules(lab: Definition, config: LabConfig, fault: Fault | None) -> list[tuple[str, Callable[[], object]]]:
-    """What this machine must allow, each with the field it is about ("" for no single one); a rule raises BadInput."""
+def refusals(lab: Definition, config: LabConfig, fault: Fault | None) -> Iterator[tuple[str, str]]:
+    """What this machine or the fault does not allow: the field that it is about ("" for no single one), and a sentence."""
     driver = has_driver()
-    rules: list[tuple[str, Callable[[], object]]] = [("device", lambda: check_driver(config, driver=driver))]
-    rules.append(("dtype", lambda: check_float32(config, driver=driver)))
-    rules.append(("routing", lambda: check_gpus_for_nccl2(config, driver=driver)))
-    rules.append(("memory_snapshot", lambda: check_snapshot(config)))
+    on_cuda = driver and config.device != "cpu"
+    if config.device == "cuda" and not driver:
+        yield "device", "device=cuda needs a GPU driver, which this machine does not have; use cpu or auto"
+    # Ranks get this process's environment.
+    if on_cuda and getattr(config, "dtype", "") == "float32" and (why := forced_tf32()):
+        yield "dtype", why
+    if config.routing == nccl2.NAME and not on_cuda:
+        why = "ranks on the CPU have none" if driver else "this machine has no GPU driver"
+        yield "routing", f"routing=nccl2 needs NCCL, and {why}; use torch or torchcomms"
+    if config.memory_snapshot and config.device == "cpu":
+        why = "PyTorch records no memory history on the CPU"
+        yield "memory_snapshot", f"memory_snapshot=true needs CUDA: {why}; use cuda or auto"
+    rules: list[tuple[str, Callable[[], object]]] = [("ranks", lambda: check_ranks(config.ranks))]
     if fault is not None:
-        rules += [(name, functools.partial(check_needed, fault, config, name)) for name in fault.needs]
-        rules.append(("", lambda: check_answerable(lab, fault, config)))
-        rules.append(("", lambda: refuse_device(fault, "cuda" if driver and config.device != "cpu" else "cpu")))
-    rules.append(("ranks", lambda: check_ranks(config.ranks)))
-    fits = lab.fits
-    if fits is not None:
-        rules.append(("", lambda: fits(config)))
-    return rules
+        yield from undetectable(lab, config, fault)
+        rules.insert(0, ("", lambda: refuse_device(fault, "cuda" if on_cuda else "cpu")))
+    if lab.fits is not None:
+        rules.append(("", functools.partial(lab.fits, config)))
+    for name, rule in rules:
+        try:
+            rule()
+        except BadInput as error:
+            yield name, str(error)
+
+
+def undetectable(lab: Definition, config: LabConfig, fault: Fault) -> Iterator[tuple[str, str]]:
+    """The settings with which the fault's check fails anyway, or is null so that the run would end as if there were no fault."""
+    found = {name: getattr(config, name) for name in fault.needs}
+    wrong = [name for name, value in found.items() if value not in fault.needs[name]]
+    for name in wrong:
+        words = " or ".join(_spelled(one) for one in fault.needs[name])
+        yield name, f"fault {fault.name!r} cannot be detected with {name}={_spelled(found[name])}; use {name}={words}"
+    check = next((check for check in lab.all_checks() if check.name == fault.check), None)
+    if check is not None and not wrong and (reason := check.unanswerable(dataclasses.asdict(config))):
+        yield (
+            "",
+            f"fault {fault.name!r} cannot be detected with these settings: {check.name} is not measured ({reason})",
+        )
 
 
 def settled(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,17 +107,6 @@ def settled(values: Mapping[str, Any]) -> dict[str, Any]:
         return dict(values)
     on_cuda = values.get("device", "auto") != "cpu" and has_driver()
     return {**values, "dtype": dtype_on("auto", "cuda" if on_cuda else "cpu")}
-
-
-def check_driver(config: LabConfig, *, driver: bool) -> None:
-    if config.device == "cuda" and not driver:
-        raise BadInput("device=cuda needs a GPU driver, which this machine does not have; use cpu or auto")
-
-
-def check_gpus_for_nccl2(config: LabConfig, *, driver: bool) -> None:
-    if config.routing == nccl2.NAME and (config.device == "cpu" or not driver):
-        why = "ranks on the CPU have none" if driver else "this machine has no GPU driver"
-        raise BadInput(f"routing=nccl2 needs NCCL, and {why}; use torch or torchcomms")
 
 
 def check_nccl2(python: str) -> None:
@@ -116,19 +130,6 @@ def check_megatron(lab: str, python: str) -> None:
         raise BadInput(f"lab {lab!r} needs megatron.core, which the ranks' Python {python} does not have; {instead}")
 
 
-def check_float32(config: LabConfig, *, driver: bool) -> None:
-    """Ranks get this process's environment."""
-    if driver and config.device != "cpu" and getattr(config, "dtype", "") == "float32" and (why := forced_tf32()):
-        raise BadInput(why)
-
-
-def check_snapshot(config: LabConfig) -> None:
-    if config.memory_snapshot and config.device == "cpu":
-        raise BadInput(
-            "memory_snapshot=true needs CUDA: PyTorch records no memory history on the CPU; use cuda or auto"
-        )
-
-
 def complaints(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -> dict[str, str]:
     """What `configure` would refuse, a sentence for each field, under "" for a rule among several; empty where nothing is wrong.
 
@@ -139,11 +140,8 @@ def complaints(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -
     if isinstance(found, dict):
         return found
     wrong: dict[str, str] = {}
-    for name, rule in machine_rules(lab, found, fault):
-        try:
-            rule()
-        except BadInput as error:
-            wrong.setdefault(name, str(error))
+    for name, why in refusals(lab, found, fault):
+        wrong.setdefault(name, why)
     return wrong
 
 
@@ -165,16 +163,11 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
             raise BadInput(f"lab {lab.name!r} has no setting {name!r}; {hint(name, list(known))}")
     if "dtype" in known:
         values = settled({"dtype": known["dtype"].default, **values})
-    try:
-        text = json.dumps(dict(values))
-    except (TypeError, ValueError):
-        wrong = ", ".join(name for name, value in values.items() if not _is_json(value))
-        raise BadInput(
-            f"settings must be plain values (numbers, text, true, false, null, lists); {wrong} is not"
-        ) from None
+    if wrong := ", ".join(name for name, value in values.items() if not _is_json(value)):
+        raise BadInput(f"settings must be plain values (numbers, text, true, false, null, lists); {wrong} is not")
     try:
         # Strict, so that "3" is no number; by way of JSON, so that a list may fill a tuple.
-        config: LabConfig = _adapter(cast("Hashable", lab.config)).validate_json(text, strict=True)
+        config: LabConfig = _adapter(cast("Hashable", lab.config)).validate_json(json.dumps(dict(values)), strict=True)
     except pydantic.ValidationError as error:
         found: dict[str, str] = {}
         for row in error.errors():
@@ -204,25 +197,6 @@ def from_text(lab: Definition, pairs: Mapping[str, str]) -> dict[str, Any]:
     bare = {name for name, text in pairs.items() if name in lists and not text.startswith("[")}
     texts = {name: f"[{text}]" if name in bare else text for name, text in pairs.items()}
     return {name: text if kinds.get(name) is str else _json_or_text(text) for name, text in texts.items()}
-
-
-def check_needed(fault: Fault, config: LabConfig, name: str) -> None:
-    value, allowed = getattr(config, name), [_spelled(one) for one in fault.needs[name]]
-    if value not in fault.needs[name]:
-        raise BadInput(
-            f"fault {fault.name!r} cannot be detected with {name}={_spelled(value)}; use {name}={' or '.join(allowed)}"
-        )
-
-
-def check_answerable(lab: Definition, fault: Fault, config: LabConfig) -> None:
-    """Refuse a fault whose check these settings make null: the run would end as if there were no fault."""
-    if any(getattr(config, name) not in values for name, values in fault.needs.items()):
-        return  # refused by the setting's own name
-    named = next((check for check in lab.all_checks() if check.name == fault.check), None)
-    if named is not None and (reason := named.unanswerable(dataclasses.asdict(config))):
-        raise BadInput(
-            f"fault {fault.name!r} cannot be detected with these settings: {named.name} is not measured ({reason})"
-        )
 
 
 def refuse_device(fault: Fault, device: str) -> None:

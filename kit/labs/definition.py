@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kit.target import load
 
 if TYPE_CHECKING:
-    from kit.draw.plots import Pictures
     from kit.labs.options import LabConfig
     from kit.results import Check
 
@@ -51,7 +50,7 @@ def role_names(roles: Sequence[Role]) -> dict[int, str]:
     return {rank: role.name for role in roles if role.name for rank in role.ranks}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
     """A known bug that can be switched on. `set` is the config that exposes it, `exit` what the run must then end with.
 
@@ -61,10 +60,16 @@ class Fault:
     name: str
     breaks: str
     check: str
+    _: dataclasses.KW_ONLY
     exit: int = 1
     set: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     needs: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+def exposed_by(settings: Mapping[str, Any], *faults: Fault) -> tuple[Fault, ...]:
+    """Faults that all need these settings, beside those that each sets itself."""
+    return tuple(dataclasses.replace(fault, set={**settings, **fault.set}) for fault in faults)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,15 +125,10 @@ class Definition:
 
     def all_checks(self) -> Sequence[Check]:
         """The lab's own and those of every lab, which ask only of runs that they are about."""
-        common: Sequence[Check] = load("kit.labs.routed:EVERY_LAB")
+        common: Sequence[Check] = load("kit.labs.growth:EVERY_LAB")
         return [*self.load_checks(), *common]
 
     def load_presets(self) -> Mapping[str, Mapping[str, float]]:
         """Sets of tolerances by name; none where the lab names none."""
         presets: Mapping[str, Mapping[str, float]] = load(self.presets) if self.presets else {}
         return presets
-
-    def load_pictures(self) -> Pictures | None:
-        """What the lab shows of its runs beside what every run has; none where it names none."""
-        pictures: Pictures | None = load(self.pictures) if self.pictures else None
-        return pictures

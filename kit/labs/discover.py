@@ -70,7 +70,8 @@ def checks_of(name: str) -> Sequence[Check]:
 def pictures_of(name: str) -> Pictures | None:
     """The plots and tables of a lab, if it is known here and has any."""
     lab = discover().labs.get(name)
-    return lab.load_pictures() if lab else None
+    pictures: Pictures | None = load(lab.pictures) if lab and lab.pictures else None
+    return pictures
 
 
 def hint(name: str, allowed: Sequence[str] | dict[str, Definition]) -> str:

@@ -1,4 +1,4 @@
-"""Checks that every lab can use: memory, growth per cycle, counts that must return to a baseline, leftovers at the end, steady times."""
+"""Checks that every lab can use: memory, growth per cycle, counts that must return to a baseline, leftovers, steady times, routing."""
 
 from __future__ import annotations
 
@@ -47,12 +47,6 @@ def by_owner(
     return groups.sum() if add else groups.max()
 
 
-def levels(frame: pd.DataFrame, phase: str) -> tuple[pd.DataFrame, Source]:
-    """Memory after each cycle's phase: driver memory on CUDA, anonymous memory on the CPU; a column per rank or shared GPU."""
-    origin = source(frame)
-    return by_owner(frame, origin, phase).unstack(origin.whose), origin
-
-
 def one_cycle(config: Mapping[str, Any]) -> str:
     """Why a config cannot have a drift."""
     return "" if config["cycles"] > 1 else "a drift needs at least 2 cycles"
@@ -62,7 +56,8 @@ def growth(phase: str, when: str) -> Measure:
     """The growth of memory from the first to the last cycle's phase, where it is largest; `when` describes the phase."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-        table, origin = levels(frame, phase)
+        origin = source(frame)
+        table = by_owner(frame, origin, phase).unstack(origin.whose)
         if len(table) < 2:
             raise Missing(f"memory was recorded in {len(table)} cycle; a drift needs 2")
         grown = (table.iloc[-1] - table.iloc[0]) / MIB
@@ -317,9 +312,7 @@ def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, least_s:
     return max(found, key=lambda one: one.value or 0.0)
 
 
-def each_observed(
-    ask: Callable[[str], Measure],
-) -> Callable[[pd.DataFrame, Mapping[str, Any]], list[Measured]]:
+def each_observed(ask: Callable[[str], Measure]) -> Callable[[pd.DataFrame, Mapping[str, Any]], list[Measured]]:
     """The same question about each phase that the observers watched: an answer for each."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> list[Measured]:
@@ -339,15 +332,35 @@ def observed(config: Mapping[str, Any]) -> bool:
     return bool(config.get("observed"))
 
 
+def by_rank(frame: pd.DataFrame, metric: str) -> dict[int, float]:
+    found = select(frame, phase="run", metric=metric)
+    return dict(zip(found["rank"].tolist(), found["value"].tolist(), strict=True))
+
+
+def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """The share of groups (WORLD included) that is routed, on the rank with the lowest share."""
+    effective = by_rank(frame, "routing_effective")
+    rank = min(effective, key=effective.__getitem__)
+    if effective[rank] != 1:
+        reason = select(frame, phase="run", metric="routing_reason", rank=rank)["text"].iloc[0]
+        return Measured(0.0, f"requested but not in effect on rank {rank}: {reason or 'see run.json'}")
+    made, routed = by_rank(frame, "routing_groups"), by_rank(frame, "routing_groups_effective")
+    rank = min(made, key=lambda one: routed[one] / made[one])
+    why = f"{routed[rank]:.0f} of {made[rank]:.0f} groups on rank {rank} go through {config['routing']}"
+    lost = max(by_rank(frame, "routing_options_lost").values())
+    return Measured(
+        routed[rank] / made[rank], why + (f"; {lost:.0f} options were dropped, see run.json" if lost else "")
+    )
+
+
+NOTHING_PILES_UP = (
+    "nothing_piles_up",
+    "Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
+    "piled_up",
+)
 # What can be asked of any job, without a lab.
 OBSERVED = (
-    at_most(
-        "nothing_piles_up",
-        "Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
-        "piled_up",
-        each_observed(lambda _: piled_up),
-        when=observed,
-    ),
+    at_most(*NOTHING_PILES_UP, each_observed(lambda _: piled_up), when=observed),
     at_most(
         "memory_slope",
         "Does memory stay constant from cycle to cycle?",
@@ -359,11 +372,15 @@ OBSERVED = (
     ),
 )
 EVERY_LAB = (
-    at_most(
-        "nothing_piles_up",
-        "Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
-        "piled_up",
-        piled_up,
-        cannot=unsettled,
+    Check(
+        name="routing_effective",
+        question="Do all collectives go through the backend that `routing` names?",
+        tolerance="routed_part",
+        limit=1,
+        unit="1",
+        better=">=",
+        measure=routed_part,
+        when=lambda config: config.get("routing", "torch") != "torch",
     ),
+    at_most(*NOTHING_PILES_UP, piled_up, cannot=unsettled),
 )

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
 
+from kit import nccl2, routing
 from kit.errors import BadInput, KitError, RankDied, RankError
-from kit.labs import routed
 from kit.labs.configure import configure, find_fault, refuse_device
 from kit.labs.definition import role_names, working
 from kit.labs.drive import RANKSIDE, Drive, Quiet, Write
@@ -37,10 +37,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kit.labs.definition import Definition, Role, Step
+    from kit.labs.options import LabConfig
     from kit.results.run import Plotter
     from kit.world.pending import Observer
 
 BOUNDARY = "run"  # the phase of what is measured once, before the first phase and after the last
+# The parts of a rank's answer on its routing that become records: at the start, and of the groups at the end.
+ROUTING_BEFORE = ("requested", "importable", "effective", "reason")
+ROUTING_AFTER = ("groups", "groups_effective", "options_lost")
 
 
 @runtime_checkable
@@ -89,8 +93,7 @@ class Lab:
         self._sizes = sizes(self.roles)
         if world is not None:
             check_given(world, self.config.ranks, self._sizes, isolate=definition.isolate)
-        if world is not None and routed.wanted(self.config):
-            routed.refuse_unrouted(world, self.config.routing)
+            refuse_unrouted(world, self.config.routing)
         self._given = world
         self._settings = dataclasses.asdict(self.config)
         self._checks = asked(definition.all_checks(), self._settings)
@@ -154,7 +157,7 @@ class Lab:
         try:
             answers = self.world.call(f"{RANKSIDE}:end")
             self._append_pss("pss", answers)
-            self._append_routing(answers, routed.AFTER)
+            self._append_routing(answers, ROUTING_AFTER)
             run = Run(self.dir, checks=lambda _: self._checks, plotter=self._plotter, complete=True)
             self._writer.write_verdict(run.verdict(**self.tolerances))
             self._writer.finish()
@@ -221,7 +224,7 @@ class Lab:
             "logs": self.dir / "logs",
             "observer": self._observer,
         }
-        if env := routed.environment(self.config):
+        if env := routing_env(self.config):
             settings["env"] = env
         places = devices(self.roles, self._sizes)
         if len(self._sizes) > 1:
@@ -324,7 +327,7 @@ class Lab:
             about["roles"] = {role.name: list(role.ranks) for role in self.roles}
         self._about |= {"rank0": answers[0]["provenance"], "world": about}
         self._writer.set_provenance(self._about)
-        self._append_routing(answers, routed.BEFORE)
+        self._append_routing(answers, ROUTING_BEFORE)
         self._append_once(GPU, gpus(self.world.status()), "1")
         self._append_pss("pss_before", answers)
 
@@ -354,11 +357,11 @@ class Lab:
 
     def _append_routing(self, answers: Sequence[Any], names: Sequence[str]) -> None:
         """What ranks say of a routing that was asked for: numbers among the records, and rank 0's own words where it comes from."""
-        if routed.wanted(self.config):
+        if self.config.routing != "torch":
             said = [answer["routing"] for answer in answers]
             self._writer.set_provenance({**self._about, "routing": said[0]})
-            for metric, values in routed.numbers(said, names).items():
-                self._append_once(metric, values, "1")
+            for name in names:
+                self._append_once(f"routing_{name}", {rank: _number(one[name]) for rank, one in enumerate(said)}, "1")
 
     def _append_once(self, metric: str, values: Mapping[int, float | str], unit: str) -> None:
         """A number or a text of each rank that belongs to no phase."""
@@ -428,3 +431,27 @@ def check_given(world: World | Worlds, ranks: int, sizes: tuple[int, ...], *, is
         )
     if isinstance(world, Worlds) and world.isolate != isolate:
         raise BadInput(f"this lab needs Worlds made with isolate={isolate}; make new ones, or leave out world=")
+
+
+def routing_env(config: LabConfig) -> dict[str, str]:
+    """The environment variables to set for ranks; none if no flag is wanted or exported."""
+    settings = {
+        routing.FLAG: (config.routing == "torchcomms", routing.requested()),
+        nccl2.FLAG: (config.routing == nccl2.NAME, nccl2.requested()),
+    }
+    return {name: str(int(asked)) for name, (asked, exported) in settings.items() if asked or exported}
+
+
+def refuse_unrouted(world: World | Worlds, name: str) -> None:
+    """Refuse a running World that was started without the flag that this routing needs."""
+    flag = nccl2.FLAG if name == nccl2.NAME else routing.FLAG
+    module = "kit.nccl2" if name == nccl2.NAME else "kit.routing"
+    if name != "torch" and not all(world.call(f"{module}:requested")):
+        raise BadInput(
+            f"routing={name} needs ranks started with it: make the World with env={{{flag!r}: '1'}}, or leave out world="
+        )
+
+
+def _number(value: Any) -> float | str:
+    """As a record has it; a list becomes its length."""
+    return value if isinstance(value, str) else float(len(value) if isinstance(value, list) else value)

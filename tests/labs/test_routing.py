@@ -15,8 +15,9 @@ from kit.cli import main
 from kit.errors import BadInput
 from kit.labs.configure import validate
 from kit.labs.discover import find
+from kit.labs.growth import routed_part
+from kit.labs.lab import routing_env
 from kit.labs.options import LabConfig
-from kit.labs.routed import environment, routed_part
 from kit.results import Record, Run, outcomes, to_frame
 from kit.routing import FLAG
 from kit.world import World
@@ -127,7 +128,7 @@ def test_the_flags_of_ranks_are_those_of_the_config(
         monkeypatch.delenv(name, raising=False)
     for name, value in exported.items():
         monkeypatch.setenv(name, value)
-    assert environment(LabConfig(routing=routing)) == env  # type: ignore[arg-type]
+    assert routing_env(LabConfig(routing=routing)) == env  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

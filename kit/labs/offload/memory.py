@@ -49,8 +49,7 @@ def tensors_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
     gone = by_owner(frame, seen, "fingerprint") - by_owner(frame, seen, "idle")
     fell = float((gone / there).min())
     return Measured(
-        min(share, fell),
-        f"of {there.min() / MIB:.0f} MiB: {share:.3f} by tensor storages, {fell:.3f} by {seen.told}",
+        min(share, fell), f"of {there.min() / MIB:.0f} MiB: {share:.3f} by tensor storages, {fell:.3f} by {seen.told}"
     )
 
 

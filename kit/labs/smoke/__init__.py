@@ -4,15 +4,11 @@ from kit.labs.definition import Definition, Fault
 from kit.labs.smoke.config import SmokeConfig, plan
 
 FAULTS = (
+    Fault("leaked-group", "one group of every cycle is not destroyed", "groups_return_to_baseline"),
     Fault(
-        name="leaked-group",
-        breaks="one group of every cycle is not destroyed",
-        check="groups_return_to_baseline",
-    ),
-    Fault(
-        name="wrong-sum",
-        breaks="one rank contributes a wrong number to one all-reduce of the last cycle",
-        check="every_group_communicates",
+        "wrong-sum",
+        "one rank contributes a wrong number to one all-reduce of the last cycle",
+        "every_group_communicates",
     ),
 )
 

@@ -57,6 +57,11 @@ class Case(NamedTuple):
     first: bool  # of its level: the plain step runs before it
 
 
+def by_recipe(what: str, low: float) -> Option:
+    """A number of the loss that the recipe gives unless it is set."""
+    return Option(f"{what}; null: from the recipe", low=low)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitConfig(JobConfig):
     """A training job, a loss, and the numbers of chunks of a step."""
@@ -79,27 +84,16 @@ class SplitConfig(JobConfig):
     micro_batch: Annotated[int, Option("sequences per microbatch", low=1, high=1024)] = 2
     microbatches: Annotated[int, Option("microbatches per step on each data-parallel rank", low=1, high=1024)] = 10
     length: Annotated[int, Option("tokens per row, including padding", low=24, high=32768)] = 32
-    chunks: Annotated[tuple[int, ...], Option("numbers of chunks to run; 0: one chunk per microbatch")] = (
-        1,
-        2,
-        5,
-    )
+    chunks: Annotated[tuple[int, ...], Option("numbers of chunks to run; 0: one chunk per microbatch")] = (1, 2, 5)
     level: Annotated[
         Literal["tokens", "sequences", "both"],
         Option("whether the loss is a mean over tokens, over sequences, or each in turn"),
     ] = "both"
     recipe: Annotated[Recipe, Option("loss, by its name in common use; see docs/losses.md")] = "grpo"
-    clip_low: Annotated[
-        float | None, Option("lower clip: ratios are at least 1 - clip_low; null: from the recipe", low=0)
-    ] = None
-    clip_high: Annotated[
-        float | None, Option("upper clip: ratios are at most 1 + clip_high; null: from the recipe", low=0)
-    ] = None
+    clip_low: Annotated[float | None, by_recipe("lower clip: ratios are at least 1 - clip_low", low=0)] = None
+    clip_high: Annotated[float | None, by_recipe("upper clip: ratios are at most 1 + clip_high", low=0)] = None
     dual_clip: Annotated[
-        float | None,
-        Option(
-            "dual clip: if the advantage A is negative, the loss is at most -A dual_clip; null: from the recipe", low=1
-        ),
+        float | None, by_recipe("dual clip: if the advantage A is negative, the loss is at most -A dual_clip", low=1)
     ] = None
     ratio: Annotated[
         Literal["recipe", "tokens", "sequences", "none"],
@@ -113,15 +107,9 @@ class SplitConfig(JobConfig):
         Literal["recipe", "none", "tis", "icepop", "seq-mask-tis"],
         Option("treatment of importance weights outside the band; recipe: from the recipe"),
     ] = "recipe"
-    band_low: Annotated[
-        float | None, Option("lower end of the band of importance weights; null: from the recipe", low=0)
-    ] = None
-    band_high: Annotated[
-        float | None, Option("upper end of the band of importance weights; null: from the recipe", low=0)
-    ] = None
-    kl: Annotated[
-        float | None, Option("coefficient of the KL penalty against the reference; null: from the recipe", low=0)
-    ] = None
+    band_low: Annotated[float | None, by_recipe("lower end of the band of importance weights", low=0)] = None
+    band_high: Annotated[float | None, by_recipe("upper end of the band of importance weights", low=0)] = None
+    kl: Annotated[float | None, by_recipe("coefficient of the KL penalty against the reference", low=0)] = None
     kl_kind: Annotated[
         Literal["recipe", "k1", "k2", "k3"], Option("estimator of the KL penalty; recipe: from the recipe")
     ] = "recipe"
@@ -130,7 +118,7 @@ class SplitConfig(JobConfig):
     ] = None
     kl_output_clamp: Annotated[float | None, Option("clamp of the KL penalty of a token; null: no clamp", low=0)] = None
     positive_nll: Annotated[
-        float | None, Option("coefficient of -log p for tokens with a positive advantage; null: from the recipe", low=0)
+        float | None, by_recipe("coefficient of -log p for tokens with a positive advantage", low=0)
     ] = None
     loss: Annotated[
         str,

@@ -11,7 +11,7 @@ import pytest
 
 import kit
 from kit.labs.definition import Fault
-from kit.labs.offload.faults import FAULTS
+from kit.labs.offload import FAULTS
 from tests.labs.offload.conftest import failed
 
 Offload = Callable[..., kit.Run]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kit.draw.plots import read
-from kit.labs.offload.pictures.gpu import bands
-from kit.labs.offload.pictures.host import places
+from kit.labs.offload.pictures.memory import bands, places
 from kit.results import Record, create_run, load
 
 MIB = 2**20

@@ -13,8 +13,7 @@ import pytest
 import kit
 from kit.draw.style import THEMES
 from kit.labs.split.config import SplitConfig, cases_of
-from kit.labs.split.pictures import ways
-from kit.labs.split.pictures.errors import Decades
+from kit.labs.split.pictures import Decades, ways
 from kit.results import Record, Verdict, VerdictRow, create_run
 from kit.results.verdict import without_parts
 from kit.view import named

@@ -17,7 +17,7 @@ import kit
 from kit.draw.style import THEMES, theme
 from kit.labs.sync import tables
 from kit.labs.sync.config import SyncConfig
-from kit.labs.sync.pictures import curves, stages
+from kit.labs.sync.pictures import curves, labels
 from kit.results import NotMeasured, Record, create_run, with_ids
 from kit.view import named
 from kit.view.named import plot
@@ -178,8 +178,8 @@ def test_events_lie_where_they_happened(make_sync):
 
 def test_names_that_would_touch_are_written_as_one():
     moments = [(0.0, "inactive"), (1.0, "wake"), (2.0, "begin"), (50.0, "end")]
-    assert stages.labels(moments, 1.0) == [(0.0, "inactive, wake, begin"), (50.0, "end")]
-    assert stages.labels(moments, 0.1) == [(x, name) for x, name in moments]
+    assert labels(moments, 1.0) == [(0.0, "inactive, wake, begin"), (50.0, "end")]
+    assert labels(moments, 0.1) == [(x, name) for x, name in moments]
 
 
 def test_without_an_expansion_the_refresh_is_drawn(make_sync):

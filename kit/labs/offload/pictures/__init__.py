@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from kit.draw.axes import cycle_axis, draw_limit, draw_samples, legend_of, log_scale, rank_lanes, widen
+from kit.draw.axes import cycle_axis, draw_limit, draw_samples, legend_of, log_scale, marks_of, rank_lanes, widen
 from kit.draw.general import COUNT_CHECKS, COUNTS, allowed, counts_of, drift
 from kit.draw.plots import Pictures, Plot
 from kit.draw.style import LINES, MARKERS
-from kit.labs.offload.pictures.gpu import gpu_bands
-from kit.labs.offload.pictures.host import waterfall
+from kit.labs.offload.pictures.memory import gpu_bars, host_bars
 from kit.results.units import counted, samples, time_unit
 
 if TYPE_CHECKING:
@@ -72,17 +70,14 @@ def times(scene: Scene) -> None:
     ax.set_xlim(-0.6, len(shown) - 0.4)
     ax.set_ylabel(f"time [{unit}]")
     ax.set_title(f"Time per phase{' and rank' if len(lanes) > 1 else ', all ranks'}")
-
-    def mark(marker: str, label: str, **style: Any) -> Line2D:
-        return Line2D([], [], linestyle="", marker=marker, label=label, **{"color": theme.faint, **style})
-
     names = [f"rank {ranks[0]}" if len(lanes) > 1 else f"{len(ranks)} ranks" for ranks in lanes]
-    marks = [mark(MARKERS[lane], name) for lane, name in enumerate(names)]
-    marks.append(mark("o", "cycle 1, n = 1", color=theme.series[1], markerfacecolor="none"))
+    marks = {name: {"marker": MARKERS[lane], "color": theme.faint} for lane, name in enumerate(names)}
+    marks["cycle 1, n = 1"] = {"marker": "o", "color": theme.series[1], "markerfacecolor": "none"}
     later_counts = {len(mine) for rows, _ in shown for _, mine in rows[rows["cycle"] > 1].groupby("rank")}
     if later_counts:
-        marks.append(mark("o", f"later, {samples(later_counts)}", color=theme.series[0]))
-    ax.legend(handles=marks, ncols=3, loc="upper right", handletextpad=0.1, columnspacing=0.8)
+        marks[f"later, {samples(later_counts)}"] = {"marker": "o", "color": theme.series[0]}
+    marks = {word: {"linestyle": "", **look} for word, look in marks.items()}
+    ax.legend(handles=marks_of(marks), ncols=3, loc="upper right", handletextpad=0.1, columnspacing=0.8)
     ax.set_xlabel(left_out(data), color=theme.faint, fontsize=8.5)
 
 
@@ -109,19 +104,16 @@ def census(scene: Scene) -> None:
     """A count per metric side by side, below the legend of the states."""
     theme, counts = scene.theme, counts_of(scene.data)
     axes = scene.figure.subplot_mosaic([["legend"] * len(counts), counts], height_ratios=[0.1, 2.2])
-    marks = [
-        Line2D([], [], marker=MARKERS[place], label=word, **state_style(place, scene))
-        for place, (word, _, _) in enumerate(STATES)
-    ]
-    marks.append(Line2D([], [], color=theme.faint, linestyle=LINES[1], label="process without a job"))
-    legend_of(axes["legend"], marks)
+    marks = {word: state_style(place, scene) for place, (word, _, _) in enumerate(STATES)}
+    marks["process without a job"] = {"color": theme.faint, "linestyle": LINES[1]}
+    legend_of(axes["legend"], marks_of(marks))
     for name in counts:
         draw_count(axes[name], scene, name)
 
 
 def state_style(place: int, scene: Scene) -> dict[str, Any]:
     colour = scene.theme.series[STATES[place][2]]
-    return {"color": colour, "markerfacecolor": "none" if place == 0 else colour}
+    return {"marker": MARKERS[place], "color": colour, "markerfacecolor": "none" if place == 0 else colour}
 
 
 def draw_count(ax: Axes, scene: Scene, metric: str) -> None:
@@ -138,7 +130,7 @@ def draw_count(ax: Axes, scene: Scene, metric: str) -> None:
         ax.fill_between(middle.index, groups.min(), groups.max(), color=theme.series[colour], alpha=0.25, linewidth=0)
         size = (7.5, 5, 3.8)[place]
         style = state_style(place, scene)
-        ax.plot(middle.index, middle, marker=MARKERS[place], linewidth=1.2, markersize=size, **style)
+        ax.plot(middle.index, middle, linewidth=1.2, markersize=size, **style)
     base = rows_of(data, "baseline", metric)["value"]
     if not base.empty:
         ax.axhline(base.median(), color=theme.faint, linewidth=1.2, linestyle=LINES[1], zorder=1)
@@ -181,7 +173,7 @@ def memory(scene: Scene) -> None:
     """The host's memory above the GPU's."""
     found = sources(scene.data)
     for ax, source in zip(scene.figure.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True):
-        (waterfall if source == "anon_rss" else gpu_bands)(ax, scene.data, scene.theme)
+        (host_bars if source == "anon_rss" else gpu_bars)(ax, scene.data, scene.theme)
 
 
 PICTURES = Pictures(
@@ -192,11 +184,7 @@ PICTURES = Pictures(
         "drift": drift("idle", "while released"),
         "times": Plot("Time per phase and rank", lambda _: True, lambda *_: 3.4, times),
         "census": Plot(
-            "Groups, files, threads",
-            lambda data: bool(counts_of(data)),
-            lambda *_: 2.4,
-            census,
-            COUNT_CHECKS,
+            "Groups, files, threads", lambda data: bool(counts_of(data)), lambda *_: 2.4, census, COUNT_CHECKS
         ),
     },
     overview=(("memory",), ("times", "drift"), ("census",), ("verdict",)),

@@ -25,14 +25,9 @@ if TYPE_CHECKING:
 
     from kit.results import Run, Verdict, VerdictRow
 
-WAYS = (
-    "exact",
-    "abort",
-    "manual",
-    "official",
-    "suspend",
-    "manual, by store",
-)  # each keeps its colour and shape, whichever are shown
+# Each keeps its colour and shape, whichever are shown.
+WAYS = ("exact", "abort", "manual", "official", "suspend", "manual, by store")
+Styles = Mapping[str, Mapping[str, Any]]  # the marker and the colour of each way
 PARTS = {"release": "destroy groups", "reload": "rebuild groups"}
 
 
@@ -43,17 +38,28 @@ def plot_modes(runs: Sequence[Run], *, theme_name: str = "light") -> Picture:
     look, seen = theme(theme_name), {name(run): read(run) for run in runs}
     if len(seen) < len(runs):
         raise BadInput(f"two of these runs have the same mode; give one run per mode (here: {', '.join(seen)})")
+    styles = {
+        way: {"marker": MARKERS[index % len(MARKERS)], "color": look.colour(index)}
+        for way, index in numbered(seen).items()
+    }
     verdicts = {name(run): run.verdict() for run in runs}
+    table = differing(verdicts)
+    counts = [metric for metric in COUNTS if all(metric in one.metrics() for one in seen.values())]
     with mpl.rc_context(look.rc()):
-        picture = Picture()
-        draw(picture, seen, verdicts, look)
-        ranks = len(next(iter(seen.values())).ranks)
-        picture.suptitle(
-            f"offload · {counted(ranks, 'rank')} · modes of releasing · counts of the worst rank",
-            x=0.01,
-            ha="left",
-            fontsize=11.5,
-        )
+        high = max(2.2, 0.2 * (len(table) + 3))
+        picture = Picture(2.1 + high + 1.0)
+        names: list[Any] = [[metric for metric in counts for _ in range(12 // len(counts))]]
+        names.append(["times"] * 4 + ["checks"] * 8)
+        axes = picture.subplot_mosaic(names, height_ratios=[2.1, high])
+        for metric in counts:
+            left_behind(axes[metric], seen, metric, styles, look)
+        labels = axes[counts[0]].get_legend_handles_labels()
+        picture.legend(*labels, loc="outside upper right", ncols=len(seen), handletextpad=0.4)
+        group_times(axes["times"], seen, styles, look)
+        checks(axes["checks"], table, verdicts, styles, look)
+        ranks = counted(len(next(iter(seen.values())).ranks), "rank")
+        title = f"offload · {ranks} · modes of releasing · counts of the worst rank"
+        picture.suptitle(title, x=0.01, ha="left", fontsize=11.5)
     return picture
 
 
@@ -70,42 +76,14 @@ def numbered(ways: Iterable[str]) -> dict[str, int]:
     return {**{way: WAYS.index(way) for way in shown if way in WAYS}, **dict(zip(others, free, strict=False))}
 
 
-def draw(picture: Picture, seen: Mapping[str, RunData], verdicts: Mapping[str, Verdict], look: Theme) -> None:
-    counts = [metric for metric in COUNTS if all(metric in one.metrics() for one in seen.values())]
-    table = differing(verdicts)
-    lines = len(table) + 3
-    rows: list[tuple[list[str], float]] = [([metric for metric in counts for _ in range(12 // len(counts))], 2.1)]
-    rows += [(["times"] * 4 + ["checks"] * 8, max(2.2, 0.2 * lines))]
-    picture.set_size_inches(11, sum(height for _, height in rows) + 1.0)
-    names: list[Any] = [row for row, _ in rows]
-    axes = picture.subplot_mosaic(names, height_ratios=[height for _, height in rows])
-    for metric in counts:
-        left_behind(axes[metric], seen, metric, look)
-    picture.legend(
-        *axes[counts[0]].get_legend_handles_labels(), loc="outside upper right", ncols=len(seen), handletextpad=0.4
-    )
-    group_times(axes["times"], seen, look)
-    checks(axes["checks"], table, verdicts, look)
-
-
-def left_behind(ax: Axes, seen: Mapping[str, RunData], metric: str, look: Theme) -> None:
+def left_behind(ax: Axes, seen: Mapping[str, RunData], metric: str, styles: Styles, look: Theme) -> None:
     """More than a process without the job has, while released: the worst rank of each cycle."""
-    numbers = numbered(seen)
-    for way, one in seen.items():
-        index = numbers[way]
-        size = 5.5 + 1.2 * (len(seen) - 1 - index)  # those below stay in sight where ways are alike
+    for place, (way, one) in enumerate(seen.items()):
+        size = 5.5 + 1.2 * (len(seen) - 1 - place)  # those below stay in sight where ways are alike
         base = rows_of(one, "baseline", metric).set_index("rank")["value"]
         rows = rows_of(one, "idle", metric)
         more = rows.assign(value=rows["value"] - rows["rank"].map(base)).groupby("cycle")["value"].max()
-        ax.plot(
-            more.index,
-            more,
-            marker=MARKERS[index % len(MARKERS)],
-            color=look.colour(index),
-            linewidth=1.4,
-            markersize=size,
-            label=way,
-        )
+        ax.plot(more.index, more, linewidth=1.4, markersize=size, label=way, **styles[way])
     low, high = ax.get_ylim()
     ax.set_ylim(min(low, -1), max(high, 4) * 1.05)
     ax.axhline(0, color=look.faint, linewidth=1.0, zorder=1)
@@ -114,18 +92,17 @@ def left_behind(ax: Axes, seen: Mapping[str, RunData], metric: str, look: Theme)
     ax.set_title(f"{COUNTS[metric]} while released")
 
 
-def group_times(ax: Axes, seen: Mapping[str, RunData], look: Theme) -> None:
+def group_times(ax: Axes, seen: Mapping[str, RunData], styles: Styles, look: Theme) -> None:
     """What the code under test says its groups took: a point per rank and cycle, a tick at the median."""
-    counts, numbers = set(), numbered(seen)
+    counts = set()
     for index, (way, one) in enumerate(seen.items()):
-        marker, colour = MARKERS[numbers[way] % len(MARKERS)], look.colour(numbers[way])
         for place, phase in enumerate(PARTS):
             found = rows_of(one, phase, "groups_seconds")["value"] * 1e3
             if found.empty:
                 continue
             counts.add(len(found))
             x = place + (index - (len(seen) - 1) / 2) * min(0.22, 0.8 / len(seen))
-            ax.plot([x] * len(found), found, marker, color=colour, markersize=5, alpha=0.75)
+            ax.plot([x] * len(found), found, linestyle="", markersize=5, alpha=0.75, **styles[way])
             ax.plot(x, found.median(), "_", color=look.ink, markersize=14, markeredgewidth=1.6)
     log_scale(ax)
     ax.set_xticks(range(len(PARTS)), list(PARTS.values()))
@@ -149,7 +126,11 @@ def differing(verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, VerdictRow
 
 
 def checks(
-    ax: Axes, table: Mapping[str, Mapping[str, VerdictRow]], verdicts: Mapping[str, Verdict], look: Theme
+    ax: Axes,
+    table: Mapping[str, Mapping[str, VerdictRow]],
+    verdicts: Mapping[str, Verdict],
+    styles: Styles,
+    look: Theme,
 ) -> None:
     """A line per check on which the ways differ or fail, with what was measured."""
     ax.set_axis_off()
@@ -160,22 +141,15 @@ def checks(
         ax.text(x, 1 - (line + 0.5) / lines, text, va="center", transform=ax.transAxes, **{"fontsize": 8.5, **how})
 
     write(0.06, 0, "Checks", fontweight="bold", fontsize=10)
-    numbers = numbered(where)
     for way, x in where.items():
-        write(x, 0, way, ha="center", fontweight="bold", color=look.colour(numbers[way]))
+        write(x, 0, way, ha="center", fontweight="bold", color=styles[way]["color"])
     for line, (check, ways) in enumerate(table.items(), start=1):
         write(0.06, line, check)
         for way, row in ways.items():
             measured = "" if row.measured is None or row.passed else f" {row.measured:g}"
-            word = "not measured" if row.passed is None else measured
-            write(
-                where[way], line, f"{MARKS[row.passed].sign} {word}".strip(), ha="center", color=look.answer(row.passed)
-            )
-    write(0.06, len(table) + 1.6, left_out(table, verdicts), color=look.faint)
-
-
-def left_out(table: Mapping[str, Any], verdicts: Mapping[str, Verdict]) -> str:
-    """How many checks are not drawn."""
+            text = f"{MARKS[row.passed].sign} {'not measured' if row.passed is None else measured}".strip()
+            write(where[way], line, text, ha="center", color=look.answer(row.passed))
     rest = [row for row in next(iter(verdicts.values())) if row.check not in table]
     passed = sum(row.passed is True for row in rest)
-    return f"{passed} more pass in every run; {len(rest) - passed} not measured in any"
+    left_out = f"{passed} more pass in every run; {len(rest) - passed} not measured in any"
+    write(0.06, len(table) + 1.6, left_out, color=look.faint)
