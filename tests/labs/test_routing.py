@@ -107,7 +107,7 @@ def test_not_asked_for_nothing_differs(standin: None, runs: Path, nothing_left: 
 
 def test_what_torchcomms_cannot_do_is_refused() -> None:
     for way in ("torchcomms", "nccl2"):
-        with pytest.raises(BadInput, match=f"mode=suspend needs routing=torch: {way} has no way"):
+        with pytest.raises(BadInput, match=f"mode=suspend needs routing=torch: {way} cannot suspend"):
             validate(find("offload"), {"mode": "suspend", "routing": way})
 
 

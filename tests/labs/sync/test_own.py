@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kit
-from kit.labs.sync import LAB, tables
+from kit.labs.sync import tables
 from kit.labs.sync.checks import CHECKS
 from tests.holdings import holdings, wait_for
 
@@ -108,11 +108,8 @@ def test_the_documentation_names_the_example() -> None:
     assert "kit run sync --set transport=own_transport:Files" in page
 
 
-def test_the_documentation_names_every_check_and_fault() -> None:
+def test_the_documentation_names_every_check() -> None:
     page = (ROOT / "docs" / "sync.md").read_text()
     rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
     for check in CHECKS:
         assert f"`{check.tolerance}`" in rows[check.name]
-    for fault in LAB.faults:
-        assert fault.breaks in rows[fault.name]
-        assert f"`{fault.check}`" in rows[fault.name]
