@@ -95,7 +95,8 @@ def test_a_start(tmp_path: Path, kind: str, n: int) -> None:
 # -- the notebook --------------------------------------------------------------------------------------------------------
 
 NOTEBOOK = """
-import sys
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started the tests, nohup for one, may ignore it
 from kit.world import World
 print("start", flush=True)
 world = World(2, device="cpu", logs=sys.argv[1])
