@@ -15,7 +15,7 @@ import pytest
 
 from kit.errors import KitError, RankDied, RankTimeout
 from kit.world import World
-from kit.world import world as module
+from kit.world import crew as module
 from tests.holdings import holdings, wait_for
 
 pytestmark = [pytest.mark.timeout(60)]
