@@ -1,4 +1,4 @@
-"""What ranks do for `kit bench world`, and for a machine's Pace. torch and Megatron are loaded by what needs them."""
+"""What ranks do for `kit bench world`, and the job by which `kit reference` scales its times. Functions import what they need."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import time
 
 REDUCED = 3.0  # 1 from rank 0 and 2 from rank 1
-STEPS, GROUPS = 5, 10
-BYTES = 2**28
 
 
 def first_all_reduce() -> float:
@@ -48,55 +46,12 @@ def number() -> int:
     return int(os.environ["KIT_RANK"])
 
 
-def primitives() -> dict[str, float]:
-    """Seconds of the job, of a step, of a group and of 2**30 bytes out and back; ranks meet before each."""
-    import torch
-    import torch.distributed as dist
-
+def tiny_job() -> None:
+    """Build a tiny job on these ranks, train one step and end it."""
     from kit.megatron import groups, model
     from kit.megatron.config import ModelConfig
 
-    start = met()
     job = model.build(ModelConfig(tp=2))
     job.step(1)
-    built = met()
-    job.step(STEPS)
-    trained = met()
-    everyone = list(range(dist.get_world_size()))
-    for _ in range(GROUPS):
-        group = dist.new_group(everyone)
-        dist.all_reduce(torch.ones(1, device=job.device), group=group)
-        dist.destroy_process_group(group)
-    grouped = met()
-    copied = copy(str(job.device))
     job.mover.close()
     groups.destroy()
-    return {
-        "job_s": built - start,
-        "step_s": (trained - built) / STEPS,
-        "group_s": (grouped - trained) / GROUPS,
-        "copy_s": copied,
-    }
-
-
-def copy(device: str = "cpu") -> float:
-    """Seconds of 2**30 bytes out to host memory and back, taken of fewer."""
-    import torch
-
-    there = torch.ones(BYTES, dtype=torch.uint8, device=device)
-    out = torch.ones(BYTES, dtype=torch.uint8)
-    start = met()
-    out.copy_(there)
-    there.copy_(out)
-    return (met() - start) * 2**30 / BYTES
-
-
-def met() -> float:
-    """Now, when every rank and the device are through."""
-    import torch.distributed as dist
-
-    from kit.measure.phase import current_device, synchronize
-
-    synchronize(current_device())
-    dist.barrier()
-    return time.perf_counter()

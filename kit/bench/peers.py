@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kit import machine
-from kit.bench.rows import Row, progress, row, seconds_of, unmeasured
+from kit.bench.session import Row, progress, row, seconds_of, unmeasured
 from kit.errors import KitError
 from kit.world import leftovers
 from kit.world.leftovers import carriers, end_carriers

@@ -1,12 +1,13 @@
-"""`kit reference --out DIR`: every lab and every bench at this box's sizes, a file or two for each, to keep and to compare with.
+"""`kit reference --out DIR`: run every lab and every bench at this box's sizes and keep the results, to compare with.
 
-Each part runs in a process of its own, as a person would run it, and its files are written when it is through: what is there
-already is not run again, so that an interrupted reference goes on where it was. A part that its limit ended and that has rows (a lab:
-records) is settled too. Limits are arithmetic: how often a part does each thing that `pace.py` measures. Needs no Jupyter and no network.
+Each part is a process of its own, as a person would start it. Its files are written when it ends, and a part whose files exist does not
+run again, so an interrupted reference resumes. A part that reached its time limit with rows (a lab: with records) counts as run.
+A part's time limit is what it took on the machine named in `TIMED_ON`, times this box's factor, which one small job measures. The
+reference needs no Jupyter and no network.
 
-    NAME.json, NAME.txt           rows of a bench, or of some of its parts, with their provenance, and the same for people
-    NAME.json, NAME.png, -dark    a lab's verdict, its medians by phase and metric, its provenance; its picture
-    README.md                     what is there, what failed, what fell short, what was predicted
+    NAME.json, NAME.txt           rows of a bench, or of some of its parts, with provenance; the same as text
+    NAME.json, NAME.png, -dark    a lab's verdict, its medians by phase and metric, provenance; its picture
+    README.md                     what ran, what failed, missed limits, predicted and measured seconds
     rows/, runs/                  rows as they were measured; the runs themselves, with every record
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import io
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -21,25 +23,21 @@ import tarfile
 import time
 import zlib
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kit import doctor
-from kit.bench import pace as paces
-from kit.bench.pace import ASSUMED
-from kit.bench.rows import seated
-from kit.bench.session import INTERRUPTED, LEAST_S, SLACK, Cost, chosen, read_rows, seat_of, total
+from kit.bench.session import INTERRUPTED, read_rows, seat_of, seated
 from kit.errors import BadInput
 from kit.machine import free_memory
 from kit.results.files import make_folder, read_json, replacing, write_json, write_text
 from kit.results.frames import labels
 from kit.results.recorded import machine
+from kit.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from kit.bench.pace import Pace
     from kit.results import Run
 
 DOCTOR = "doctor.json"
@@ -48,11 +46,15 @@ HEADS = ("part", "command", "ended", "s", "predicted s", "seats", "fell short")
 GPU_MINUTES = 8.0
 # One H200 with torch 2.11, in doctor's words.
 ASSUMED_BOX = {"ranks": {"suspend_why": "NCCL 2.28.9 cannot suspend communicators"}}
+TIMED_ON = {"cpu": "measured on two idle cores", "cuda": "assumed for one H200 with two ranks on it"}
+JOB_S = {"cpu": 4.9, "cuda": 11.0}  # what `factor` measures, there
+FACTOR = "factor.json"
+SLACK, LEAST_S = 2.5, 20.0  # a part's time limit: in predictions, and at least
 GIB = 2**30
 KIT = (sys.executable, "-m", "kit")
 SETTLED = (0, 1, 2)
 ENDED = {0: "no check failed", 1: "a check failed", 2: "refused", 3: "broke", INTERRUPTED: "interrupted"}
-MEASURED = ("rows", "medians")  # what a bench, or a lab, came to
+MEASURED = ("rows", "medians")  # of a bench, and of a lab
 MOST = 16 * 2**20
 KEPT_FREE = 2**16  # for headers and the list of what is left out
 LEFT_OUT = "LEFT-OUT.txt"
@@ -60,12 +62,12 @@ LEFT_OUT = "LEFT-OUT.txt"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One command with its files. `cost` is what it does, `needs` what NCCL must have for it ("suspend")."""
+    """One command with its files. `seconds` are those of `TIMED_ON`; `needs` is what NCCL must have ("suspend")."""
 
     name: str
     command: tuple[str, ...]
+    seconds: float
     settings: Mapping[str, Any] = field(default_factory=dict)
-    cost: Cost = field(default_factory=Cost)
     needs: str = ""
 
     @property
@@ -73,66 +75,50 @@ class Part:
         """Its lab; empty for a bench."""
         return self.command[1] if self.command[0] == "run" else ""
 
-
-def lab(name: str, called: str = "", *, cost: Cost | None = None, needs: str = "", **settings: Any) -> Part:
-    work = Cost(process=1, megatron=1) if cost is None else cost
-    return Part(name=f"lab-{called or name}", command=("run", name), settings=settings, cost=work, needs=needs)
+    def limit(self, factor: float) -> float:
+        return max(LEAST_S, SLACK * factor * self.seconds)
 
 
-def bench(name: str, *words: str, called: str = "", quick: bool = False, device: str = "") -> Part:
+def lab(name: str, seconds: float, called: str = "", *, needs: str = "", **settings: Any) -> Part:
+    return Part(name=f"lab-{called or name}", command=("run", name), seconds=seconds, settings=settings, needs=needs)
+
+
+def bench(name: str, seconds: float, *words: str, called: str = "", quick: bool = False, device: str = "") -> Part:
     """Some parts of a bench, or all of it."""
-    module = import_module(f"kit.bench.{name}")
-    parts = module.parts(module.QUICK if quick else module.Sizes(), device or "cpu")
-    some = [part.cost for part in chosen(name, parts, words).values()]
     command = ["bench", name, *(["--quick"] if quick else []), *(["--device", device] if device else [])]
     command += [option for word in words for option in ("--part", word)]
     label = "".join(f".{text}" for text in [called or "-".join(words)] if text)
-    return Part(name=f"bench-{name}{label}", command=tuple(command), cost=Cost(process=1) + total(some))
-
-
-def offload(
-    mode: str, cycles: int, *, gib: float, weight: float, hashing: tuple[float, float], **settings: Any
-) -> Part:
-    """The offload lab: three builds, three times the training, and copies and hashes of `gib` for the controls and in each cycle."""
-    first, each = hashing
-    cost = Cost(process=1, megatron=1, job=3, step=3 * (cycles + 1) * weight, group=25 * cycles)
-    cost += Cost(copy=gib * (first + each * cycles))
-    needs = "suspend" if mode == "suspend" else ""
-    return lab("offload", f"offload-{mode}", cost=cost, needs=needs, mode=mode, cycles=cycles, **settings)
-
-
-def split(called: str, ways: int, *, microbatches: int = 10, **settings: Any) -> Part:
-    """The split lab; `ways` counts steps of every way to cut, beside which there are the rehearsals."""
-    cost = Cost(process=1, megatron=1, job=4, step=(20 + 2 * ways) * microbatches / 10)
-    return lab("split", called, cost=cost, microbatches=microbatches, **settings)
+    return Part(name=f"bench-{name}{label}", command=tuple(command), seconds=seconds)
 
 
 def on_cpu() -> tuple[Part, ...]:
-    # Enough bytes to be seen.
-    seen: dict[str, Any] = {"size": "125m", "layers": 1, "seq": 16, "steps": 1, "microbatches": 1}
-    sizes: dict[str, Any] = {"gib": 0.68, "weight": 5, "hashing": (12, 9)}
+    """With as many bytes as are needed to see a difference in memory."""
+    small: dict[str, Any] = {"size": "125m", "layers": 1, "seq": 16, "steps": 1, "microbatches": 1}
     return (
-        lab("smoke", cost=Cost(process=1, world=1, group=40), cycles=5),
-        *(offload(mode, 5, **sizes, **seen) for mode in ("exact", "abort", "manual", "official")),
-        split("split", 40),
-        lab("sync", cost=Cost(process=1, megatron=2, job=2, step=20), cycles=3),
-        bench("world", "start", "megatron", called="start"),
-        bench("world", "step", "death", "restart", "calls", "notebook", "help", called="steps"),
-        bench("world", "peers"),
-        bench("offload", "tensors.125m", called="125m"),
-        bench("offload", "tensors.qwen2.5-0.5b", "saver", called="qwen2.5-0.5b"),
-        bench("offload", "leaks"),
-        bench("offload", "bitwise"),
-        bench("release", "groups"),
-        bench("release", "ranks"),
-        *(bench("sync", shape) for shape in ("model", "small", "large")),
-        bench("sync", "digests", "growth", called="others"),
-        bench("routing"),
-        bench("split", "steps.megatron", "steps.pipeline", called="steps"),
-        bench("split", "steps.fsdp2", "steps.experts", called="more-steps"),
-        bench("split", "losses", "memory", called="losses-and-memory"),
-        bench("split", "grid.2"),
-        bench("split", "grid.4"),
+        lab("smoke", 5, cycles=5),
+        *(
+            lab("offload", 28, f"offload-{mode}", mode=mode, cycles=5, **small)
+            for mode in ("exact", "abort", "manual", "official")
+        ),
+        lab("split", 20, microbatches=10),
+        lab("sync", 15, cycles=3),
+        bench("world", 50, "start", "megatron", called="start"),
+        bench("world", 35, "step", "death", "restart", "calls", "notebook", "help", called="steps"),
+        bench("world", 220, "peers"),
+        bench("offload", 35, "tensors.125m", called="125m"),
+        bench("offload", 105, "tensors.qwen2.5-0.5b", "saver", called="qwen2.5-0.5b"),
+        bench("offload", 50, "leaks"),
+        bench("offload", 80, "bitwise"),
+        bench("release", 105, "groups"),
+        bench("release", 145, "ranks"),
+        *(bench("sync", seconds, shape) for shape, seconds in (("model", 150), ("small", 125), ("large", 45))),
+        bench("sync", 60, "digests", "growth", called="others"),
+        bench("routing", 4),
+        bench("split", 380, "steps.megatron", "steps.pipeline", called="steps"),
+        bench("split", 375, "steps.fsdp2", "steps.experts", called="more-steps"),
+        bench("split", 115, "losses", "memory", called="losses-and-memory"),
+        bench("split", 410, "grid.2"),
+        bench("split", 490, "grid.4"),
     )
 
 
@@ -140,21 +126,25 @@ def on_gpus() -> tuple[Part, ...]:
     """The most telling first, since there may be time for some only. Each asks for the GPU by name: one that cannot have it fails."""
     gpu = {"device": "cuda"}
     large: dict[str, Any] = {"size": "qwen2.5-0.5b", "layers": 2, "dtype": "bfloat16", "seq": 512, "steps": 1}
-    sizes: dict[str, Any] = {"gib": 2.8, "weight": 3, "hashing": (5, 4), **large, "microbatches": 1, **gpu}
+    large |= {"microbatches": 1, **gpu}
     fewer: dict[str, Any] = {"steps": 2, "chunks": [1, 2], "microbatches": 4, "level": "tokens", **gpu}
     return (
-        offload("exact", 3, **sizes),
-        *(offload(mode, 2, **sizes) for mode in ("suspend", "manual", "abort")),
-        bench("release", "groups.own", called="own", quick=True, **gpu),
-        split("split-bfloat16", 6, dtype="bfloat16", **fewer),
-        bench("split", "steps.megatron", "steps.pipeline", called="steps", quick=True, **gpu),
-        *(bench("sync", f"gpus.{way}", called=f"gpus-{way}", quick=True, **gpu) for way in ("ipc", "shm", "broadcast")),
-        lab("sync", cost=Cost(process=1, megatron=1.5, job=3, step=20), cycles=2, **gpu),
-        split("split-float32", 6, dtype="float32", **fewer),
-        bench("offload", "tensors.125m", called="125m", quick=True, **gpu),
-        lab("smoke", cost=Cost(process=1, world=1, group=24), cycles=3, **gpu),
-        bench("world", "step", "restart", called="steps", quick=True),
-        bench("routing", quick=True, **gpu),
+        lab("offload", 53, "offload-exact", mode="exact", cycles=3, **large),
+        lab("offload", 44, "offload-suspend", needs="suspend", mode="suspend", cycles=2, **large),
+        *(lab("offload", 44, f"offload-{mode}", mode=mode, cycles=2, **large) for mode in ("manual", "abort")),
+        bench("release", 76, "groups.own", called="own", quick=True, **gpu),
+        lab("split", 26, "split-bfloat16", dtype="bfloat16", **fewer),
+        bench("split", 42, "steps.megatron", "steps.pipeline", called="steps", quick=True, **gpu),
+        *(
+            bench("sync", 22, f"gpus.{way}", called=f"gpus-{way}", quick=True, **gpu)
+            for way in ("ipc", "shm", "broadcast")
+        ),
+        lab("sync", 27, cycles=2, **gpu),
+        lab("split", 26, "split-float32", dtype="float32", **fewer),
+        bench("offload", 28, "tensors.125m", called="125m", quick=True, **gpu),
+        lab("smoke", 10, cycles=3, **gpu),
+        bench("world", 10, "step", "restart", called="steps", quick=True),
+        bench("routing", 6, quick=True, **gpu),
     )
 
 
@@ -172,7 +162,7 @@ def make(
     out: Path,
     *,
     parts: Sequence[Part] | None = None,
-    pace: Pace | None = None,
+    factor: float | None = None,
     device: str = "auto",
     assumed: bool = False,
     minutes: float | None = None,
@@ -188,18 +178,19 @@ def make(
     missing: dict[str, str] = {}
     if parts is None:
         device, parts, missing = sizes_here(out, device)
-    if pace is None:
-        pace = ASSUMED if assumed else paces.find(out, device)
+    if factor is None:
+        factor = 1.0 if assumed else find_factor(out, device)
     if minutes is None and device == "cuda":
         minutes = GPU_MINUTES
-    say(plan_text(parts, pace, minutes))
+    plan = plan_text(parts, factor, device, minutes)
+    say(plan)
     try:
         for number, part in enumerate(parts, start=1):
             place = f"{number} of {len(parts)}, {part.name}"
             if settled(out, part):
                 say(f"{place}: there already")
                 continue
-            predicted, limit = part.cost.seconds(pace), part.cost.limit(pace)
+            predicted, limit = factor * part.seconds, part.limit(factor)
             if minutes is not None:
                 left = 60 * minutes - (time.monotonic() - began)
                 if left < predicted:
@@ -208,36 +199,62 @@ def make(
                     continue
                 limit = min(limit, left)
             say(f"{place} ...")
-            told = perform(out, part, limit, predicted)
-            say(f"{place}: {told['state']}, {told['seconds']:.0f} s (predicted: {told['predicted']:.0f} s)")
-            keep(out, parts, pace, missing, pack)
+            ended = perform(out, part, limit, predicted)
+            say(f"{place}: {ended['state']}, {ended['seconds']:.0f} s (predicted: {ended['predicted']:.0f} s)")
+            keep(out, parts, plan, missing, pack)
     finally:
-        left_out = keep(out, parts, pace, missing, pack)
+        left_out = keep(out, parts, plan, missing, pack)
     if pack is not None:
         say(f"packed into {pack}" + (f"; {len(left_out)} files did not fit" if left_out else ""))
     say(f"the reference is in {out}")
-    done = [path for part in parts if (path := out / f"{part.name}.json").exists()]
-    ended = [told for told in map(read_json, done) if "exit" in told]
-    return 3 if not all(map(is_settled, ended)) else int(any(told["exit"] == 1 for told in ended))
+    done = results_of(out, parts)
+    return 3 if not all(map(is_settled, done)) else int(any(one["exit"] == 1 for one in done))
 
 
-def keep(out: Path, parts: Sequence[Part], pace: Pace, missing: dict[str, str], pack: Path | None) -> list[str]:
-    """The page, and the pack if one is wanted; gives the files that it has no room for."""
-    write_page(out, parts, pace, missing)
+def results_of(out: Path, parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Of the parts that ran; a file without an exit status was not written by `kit reference`."""
+    there = [path for part in parts if (path := out / f"{part.name}.json").exists()]
+    return [one for one in map(read_json, there) if "exit" in one]
+
+
+def keep(out: Path, parts: Sequence[Part], plan: str, missing: dict[str, str], pack: Path | None) -> list[str]:
+    """Write the page, and the archive if one is wanted; returns the files that do not fit into it."""
+    write_page(out, parts, plan, missing)
     return pack_into(out, pack) if pack is not None else []
 
 
 def plan(out: Path | None, *, device: str = "auto", assumed: bool = False, minutes: float | None = None) -> int:
-    """Print what would run, with the arithmetic. Runs no part; measures the pace where none is known."""
+    """Print what would run and its predicted seconds. Runs no part; measures the factor if none is known."""
     if assumed and device == "cuda":  # asks nothing of this box: a plan for one that is to be rented
         parts: Sequence[Part] = able(on_gpus(), ASSUMED_BOX)[0]
     else:
         if out is not None:
             make_folder(out)
         device, parts, _ = sizes_here(out, device)
-    pace = ASSUMED if assumed else paces.find(out, device)
-    print(plan_text(parts, pace, minutes or (GPU_MINUTES if device == "cuda" else None)))
+    factor = 1.0 if assumed else find_factor(out, device)
+    print(plan_text(parts, factor, device, minutes or (GPU_MINUTES if device == "cuda" else None)))
     return 0
+
+
+def find_factor(out: Path | None, device: str) -> float:
+    """How much longer this box takes than the machine that the parts' seconds are from; measured once and kept in the folder."""
+    here = {"device": device, "host": platform.node()}
+    if out is not None and (out / FACTOR).exists():
+        kept = read_json(out / FACTOR)
+        if {name: kept.get(name) for name in here} == here:
+            return float(kept["factor"])
+    factor = measure_factor(device)
+    if out is not None:
+        write_json(out / FACTOR, {**here, "factor": factor})
+    return factor
+
+
+def measure_factor(device: str) -> float:
+    """By one tiny job on two new ranks, which loads Megatron; less than 10 s on two idle cores."""
+    began = time.monotonic()
+    with World(2, device=device) as world:
+        world.call("kit.bench.onranks:tiny_job")
+    return round((time.monotonic() - began) / JOB_S[device], 2)
 
 
 def sizes_here(out: Path | None, device: str) -> tuple[str, Sequence[Part], dict[str, str]]:
@@ -399,14 +416,12 @@ def in_order(folder: Path) -> Iterator[Path]:
     yield from sorted((path for path in folder.rglob("*") if path.is_file()), key=order)
 
 
-# -- the page, and the plan with its arithmetic -----------------------------------------------------------------------------
+# -- the page, and the plan -----------------------------------------------------------------------------
 
 
-def write_page(out: Path, parts: Sequence[Part], pace: Pace, missing: Mapping[str, str]) -> None:
+def write_page(out: Path, parts: Sequence[Part], plan: str, missing: Mapping[str, str]) -> None:
     """The folder in a page, from its files."""
-    told = [
-        one for part in parts if (path := out / f"{part.name}.json").exists() and "exit" in (one := read_json(path))
-    ]
+    told = results_of(out, parts)
     provenance = next((one["provenance"] for one in told if one.get("provenance")), None)
     lines = [f"# Reference: {out.name}", ""]
     lines += [machine(provenance), ""] if provenance else []
@@ -416,9 +431,7 @@ def write_page(out: Path, parts: Sequence[Part], pace: Pace, missing: Mapping[st
     lines += [f"\nNot run: {name}: {why}." for name, why in missing.items() if name not in there]
     rest = [part.name for part in parts if part.name not in there and part.name not in missing]
     lines += ["", f"Not there yet: {', '.join(rest)}."] if rest else []
-    lines += ["", "## Arithmetic", "```", plan_text(parts, pace), "```"]
-    if apart := differences(pace):
-        lines += ["", "## Assumed and measured", "```", apart, "```"]
+    lines += ["", "## Time limits", "```", plan, "```"]
     write_text(out / SUMMARY, "\n".join(lines) + "\n")
 
 
@@ -440,36 +453,14 @@ def short_of(told: Mapping[str, Any]) -> list[str]:
     return checks + [row["what"] for row in told.get("rows", ()) if row["met"] is False]
 
 
-def differences(pace: Pace) -> str:
-    """What a GPU box measured, beside what was assumed before any had: a line for each primitive; empty on other boxes."""
-    if pace.device != ASSUMED.device or pace.source == ASSUMED.source:
-        return ""
-    lines = ["measured here, against what was assumed:"]
-    for name in seconds_of(ASSUMED):
-        measured, assumed = seconds_of(pace)[name], seconds_of(ASSUMED)[name]
-        lines.append(
-            f"{name.removesuffix('_s'):<9}{measured:8.3g} s, assumed {assumed:6.3g} s: {measured / assumed:5.2f} times"
-        )
-    return "\n".join(lines)
-
-
-def seconds_of(pace: Pace) -> dict[str, float]:
-    return {name: value for name in pace.__slots__ if isinstance(value := getattr(pace, name), float)}
-
-
-def plan_text(parts: Sequence[Part], pace: Pace, minutes: float | None = None) -> str:
-    """A line for each part: predicted seconds, its limit, and of what they are the sum."""
-    times = seconds_of(pace)
+def plan_text(parts: Sequence[Part], factor: float, device: str, minutes: float | None = None) -> str:
+    """A line per part with its predicted seconds and its time limit."""
     width = max((len(part.name) for part in parts), default=0)
-    whole = sum(part.cost.seconds(pace) for part in parts)
-    lines = [
-        f"{part.name:<{width}}  {part.cost.seconds(pace):6.1f} s, limit {part.cost.limit(pace):5.0f} s = {part.cost.told(pace)}"
-        for part in parts
-    ]
+    whole = sum(factor * part.seconds for part in parts)
     budget = f"; no part starts that would not end within {minutes:g} min" if minutes else ""
-    shown = ", ".join(f"{name.removesuffix('_s')} {one:.3g}" for name, one in times.items())
-    heads = [
-        f"seconds ({pace.source}): {shown}",
+    lines = [
+        f"seconds: {TIMED_ON[device]}, times {factor:.3g} for this box",
         f"a limit is {SLACK:g} times the prediction, and at least {LEAST_S:g} s{budget}",
+        *(f"{one.name:<{width}}  {factor * one.seconds:6.1f} s, limit {one.limit(factor):5.0f} s" for one in parts),
     ]
-    return "\n".join([*heads, *lines, f"{'in all':<{width}}  {whole:6.1f} s, {whole / 60:.1f} min"])
+    return "\n".join([*lines, f"{'in all':<{width}}  {whole:6.1f} s, {whole / 60:.1f} min"])

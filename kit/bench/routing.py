@@ -1,7 +1,7 @@
 """`kit bench routing`: the offload lab with collectives through torch's own backends and through torchcomms, turn by turn.
 
-What the job comes to (losses, gradient norms, a digest of all tensors) must be the same to the last bit; times are told as a ratio, on
-over off. Fresh ranks for each run. Where routing would not be in effect here, nothing is measured and the rows say why.
+The results of the job (losses, gradient norms, a digest of all tensors) must be bit-identical; a time is a ratio, on over off. Each run has
+fresh ranks. Where routing has no effect, nothing is measured and the rows say why.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kit.bench.rows import Row, progress, row, unmeasured
-from kit.bench.session import Cost, Part, Session
+from kit.bench.session import Part, Row, Session, progress, row, unmeasured
 from kit.routing import FLAG
 
 if TYPE_CHECKING:
@@ -37,8 +36,7 @@ QUICK = Sizes(turns=1, cycles=1)
 
 
 def parts(sizes: Sizes, _: str) -> dict[str, Part]:
-    """The cost is where torchcomms is not in effect, which is everywhere so far; else it is some runs of the offload lab."""
-    return {"offload": Part(partial(offload, sizes=sizes), Cost(world=1))}
+    return {"offload": partial(offload, sizes=sizes)}
 
 
 def offload(session: Session, sizes: Sizes) -> Iterator[Row]:

@@ -1,100 +1,171 @@
-"""How every bench runs: part by part, with each row on disk as soon as it is measured.
+"""What every bench is made of: rows from samples, parts that run one after another, and a file that has each row at once.
 
-An interrupt or a limit ends the bench, and loses no row: what was measured is in the file and is printed. A part that breaks is a row
-with the reason; the others go on.
+A bench is a module of this package with `Sizes`, `QUICK` and `parts(sizes, device)`, which returns its parts by name. A part measures
+something with a session and yields rows. A bench measures and does not judge: it ends with 0, also if a limit is not met.
 
-The file has one JSON object a line: `bench`, `provenance`, `seats`, `row` (with its `part`), `part` (with its `seconds`), `ended`.
+An interrupt or a time limit ends the bench and loses no row. A part that breaks gives a row with the reason, and the next part runs.
+The file has one JSON object per line: `bench`, `provenance`, `seats`, `row` (with its `part`), `part` (with its `seconds`), `ended`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
-import os
 import secrets
+import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from kit.bench.rows import Row, progress, seated, table, unmeasured
 from kit.errors import BadInput, KitError
 from kit.gpu import has_driver
 from kit.nccl import SHARED_GPU
 from kit.results.recorded import machine
+from kit.results.units import columns
 from kit.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from kit.bench.pace import Pace
     from kit.results import Run
 
-SLACK = 2.5  # a part's limit, in predicted times
-LEAST_S = 20.0
+KIT = "kit"
+HEADS = ("what", "who", "median", "low", "high", "n", "unit", "at most", "aim", "ceiling", "")
+NUMBERS = ("median", "low", "high", "n", "at most", "aim", "ceiling")  # aligned to the right
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
-    """How often each primitive of a Pace comes. `step` is of the tiny job: a larger one counts for several. `idle` is seconds that no
-    machine changes."""
+class Row:
+    """One question and the spread of its answers: `low` and `high` are the least and the greatest of `n` samples.
 
-    process: float = 0
-    world: float = 0
-    megatron: float = 0
-    job: float = 0
-    step: float = 0
-    group: float = 0
-    copy: float = 0
-    idle: float = 0
+    Less is better; `limit` is "at most", `aim` is what would be excellent, `ceiling` what the machine could do at best. Without samples
+    `median` is None and `note` says why. `ids` say what the row is about (way, groups, ranks, ...) for programs, which do not read `what`.
+    In one bench a row is known by `what` and `who`: a later one with the same replaces it."""
 
-    def __add__(self, other: Cost) -> Cost:
-        mine, others = asdict(self), asdict(other)
-        return Cost(**{name: mine[name] + others[name] for name in mine})
+    what: str
+    who: str = KIT
+    unit: str = "s"
+    median: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+    limit: float | None = None
+    aim: float | None = None
+    ceiling: float | None = None
+    note: str = ""
+    ids: Mapping[str, str | int | float] = field(default_factory=dict)
 
-    def __mul__(self, times: float) -> Cost:
-        return Cost(**{name: times * count for name, count in asdict(self).items()})
+    @property
+    def met(self) -> bool | None:
+        """Whether the median keeps the limit; None where there is nothing to say."""
+        return None if self.median is None or self.limit is None else self.median <= self.limit
 
-    def terms(self, pace: Pace) -> dict[str, float]:
-        """Seconds by primitive."""
-        counts = asdict(self)
-        return {name: count * (1.0 if name == "idle" else getattr(pace, f"{name}_s")) for name, count in counts.items()}
-
-    def seconds(self, pace: Pace) -> float:
-        return sum(self.terms(pace).values())
-
-    def limit(self, pace: Pace) -> float:
-        return max(LEAST_S, SLACK * self.seconds(pace))
-
-    def told(self, pace: Pace) -> str:
-        """The arithmetic in words, such as "1 process + 1 megatron + 40 step"; what takes less than 0.1 s is left out."""
-        counts = asdict(self)
-        return " + ".join(f"{counts[name]:.3g} {name}" for name, taken in self.terms(pace).items() if taken >= 0.1)
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "met": self.met}
 
 
-def total(costs: list[Cost]) -> Cost:
-    return sum(costs, start=Cost())
+def row(what: str, samples: Sequence[float], **about: Any) -> Row:
+    """A row from its samples, which are in the row's unit; without any it needs a note."""
+    if not samples:
+        return Row(what=what, **about)
+    middle = statistics.median(samples)
+    return Row(what=what, median=middle, low=min(samples), high=max(samples), n=len(samples), **about)
 
 
-def crowd(ranks: int) -> float:
-    """How much longer ranks take to start where they are more than the cores."""
-    return max(1.0, ranks / len(os.sched_getaffinity(0)))
+def unmeasured(what: str, why: KitError | str, **about: Any) -> Row:
+    """A row without samples, with the reason in a line."""
+    return Row(what=what, note=f"not measured: {first_line(why)}", **about)
 
+
+def first_line(text: object) -> str:
+    return str(text).partition("\n")[0]
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Turn by turn: what disturbs the machine disturbs both."""
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def samples(what: str, n: int, once: Callable[[], float]) -> list[float]:
+    progress(f"{what}, {n} times")
+    return [once() for _ in range(n)]
+
+
+def turn_by_turn(names: Sequence[str], rounds: int, timed: Callable[[str, int], float]) -> dict[str, list[float]]:
+    """Seconds of each, one after another in every turn, in changing order and without garbage from before. The first turn, -1, is not
+    counted: pages are supplied in it, and connections made."""
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.freeze()  # what is there already is not searched in every turn
+    try:
+        for turn in range(-1, rounds):
+            for place in order(len(names), turn):
+                gc.collect()
+                taken = timed(names[place], turn)
+                if turn >= 0:
+                    seconds[names[place]].append(taken)
+    finally:
+        gc.unfreeze()
+    return seconds
+
+
+def order(count: int, turn: int) -> list[int]:
+    """Who comes when: over `count` turns each stands in every place, and for even counts follows each other as often."""
+    zigzag = [place // 2 + 1 if place % 2 else -(place // 2) for place in range(count)]
+    return [(place + turn) % count for place in zigzag]
+
+
+def progress(text: str) -> None:
+    """What is being measured now; silent when nobody watches."""
+    if sys.stderr.isatty():
+        print(f"... {text}", file=sys.stderr)
+
+
+# -- what people read ----------------------------------------------------------------------------------------------------
+
+
+def seated(seat: Mapping[str, Any]) -> str:
+    """Where ranks sat, in a line."""
+    ranks = f"{seat['ranks']} rank{'s' * (seat['ranks'] > 1)}"
+    return f"{ranks} on {', '.join(dict.fromkeys(seat['devices']))} ({seat['why']})"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Numbers to the right, words to the left; notes stand under the table."""
+    notes = [f"{one.who}, {one.what}: {one.note}" for one in rows if one.note]
+    shown = columns([HEADS, *map(_cells, rows)], right=[HEADS.index(head) for head in NUMBERS])
+    return "\n".join([shown, "", *notes] if notes else [shown])
+
+
+def _cells(one: Row) -> list[str]:
+    judged = {None: "", True: "met", False: "NOT MET"}[one.met]
+    low, high, n = (number(one.low), number(one.high), str(one.n)) if one.n else ("", "", "")
+    median = number(one.median) if one.n else "-"
+    return [one.what, one.who, median, low, high, n, one.unit, *map(number, (one.limit, one.aim, one.ceiling)), judged]
+
+
+def number(value: float | None) -> str:
+    """Three significant digits."""
+    return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+# -- how a bench runs --------------------------------------------------------------------------------------------------
 
 INTERRUPTED = 130
 Seat = dict[str, Any]
-
-
-class Part(NamedTuple):
-    """A part of a bench: what it measures with a session, and what that costs a machine, from which `kit reference` has its limit."""
-
-    work: Callable[[Session], Iterable[Row]]
-    cost: Cost = Cost()
+Part = Callable[["Session"], Iterable[Row]]
 
 
 class Session:
@@ -254,7 +325,7 @@ def conduct(
         parts = chosen(name, module.parts(sizes, session.device), only)
         book.begin()
         try:
-            for part, (work, _) in parts.items():
+            for part, work in parts.items():
                 perform(session, part, work)
             if book.provenance is None:
                 session.world(1, device="cpu").close()
@@ -279,7 +350,7 @@ def told(book: Book, shown: Callable[[Sequence[Row]], str]) -> str:
     return "\n".join([*lines, *(f"seats: {seated(seat)}" for seat in book.seats)])
 
 
-def perform(session: Session, part: str, work: Callable[[Session], Iterable[Row]]) -> None:
+def perform(session: Session, part: str, work: Part) -> None:
     """One part. Its time stands with it, also where it broke."""
     progress(part)
     began = time.monotonic()

@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kit.bench.rows import Row, progress, row, seconds_of
-from kit.bench.session import Part, Session
+from kit.bench.session import Part, Row, Session, progress, row, samples, seconds_of
 from kit.labs.discover import find
 from kit.labs.offload.config import OffloadConfig
 from kit.measure import provenance
@@ -69,7 +68,7 @@ def parts(sizes: Sizes, _: str) -> dict[str, Part]:
             with runs_in(folder):
                 return part(made[records], sizes)
 
-        return Part(work)
+        return work
 
     return {
         "opening": among_runs(opening, sizes.many),
@@ -141,18 +140,14 @@ def told(step: Step, rank: int) -> list[tuple[str, float, str]]:
 # -- what is measured ------------------------------------------------------------------------------------------------------
 
 
-def samples(n: int, once: Callable[[], object], scale: float = 1.0) -> list[float]:
-    return [scale * seconds_of(once) for _ in range(n)]
-
-
 def opening(folder: Path, sizes: Sizes) -> list[Row]:
     """From the folder to the table, and to the verdict: nothing is known of the run before."""
     from kit.public import load
 
     count = len(load(folder).frame())
-    progress(f"opening {count} records, {sizes.opens} times")
-    table = samples(sizes.opens, lambda: load(folder).frame())
-    verdict = samples(sizes.opens, lambda: load(folder).verdict())
+    what = f"opening {count} records"
+    table = samples(what, sizes.opens, lambda: seconds_of(lambda: load(folder).frame()))
+    verdict = samples(what, sizes.opens, lambda: seconds_of(lambda: load(folder).verdict()))
     return [
         row(f"a run of {count} records, opened to its table", table, limit=2.0, note=MADE_UP),
         row(f"a run of {count} records, opened to its verdict", verdict, limit=2.0, note=MADE_UP),
@@ -164,9 +159,8 @@ def panels(run: Path, sizes: Sizes) -> list[Row]:
     import kit
 
     os.utime(run / "run.json")  # it is the last one now
-    progress(f"a panel, {sizes.panels} times")
-    first, *later = samples(sizes.panels + 1, lambda: kit.panel("offload").close())
     what = "a panel made, with its last run judged and a first plot drawn"
+    first, *later = samples(what, sizes.panels + 1, lambda: seconds_of(lambda: kit.panel("offload").close()))
     note = f"{MADE_UP}; the first one, which loads what it needs, took {first:.2g} s"
     return [row(what, later, note=note)]
 
@@ -180,15 +174,16 @@ def moving(folder: Path, sizes: Sizes) -> list[Row]:
 
     run = load(folder)
     count = len(run.frame())
-    progress(f"moving limits of {count} records")
 
     def moved(what: str, limit: str, at_most: float, tab_of: Callable[[PanelModel], object]) -> Row:
         model = PanelModel(find("offload"))
         model.show(load(folder))
         _shown = tab_of(model)
         values = iter(range(1000, 1001 + sizes.moves))
-        _, *taken = samples(sizes.moves + 1, lambda: model.move(limit, float(next(values))), MS)
-        return row(f"a limit moved, to {what}, {count} records", taken, unit="ms", limit=at_most, note=MADE_UP)
+        what = f"a limit moved, to {what}, {count} records"
+        move = partial(seconds_of, lambda: model.move(limit, float(next(values))))
+        _, *taken = samples(what, sizes.moves + 1, lambda: MS * move())
+        return row(what, taken, unit="ms", limit=at_most, note=MADE_UP)
 
     def plot(model: PanelModel, name: str) -> PlotsTab:
         tab = PlotsTab(model)
@@ -211,7 +206,7 @@ def sifting(folder: Path, sizes: Sizes) -> list[Row]:
     grid = Grid()
     grid.show(records_table(run))
     count = len(run.frame())
-    progress(f"filtering {count} rows")
+    what = f"a word more in the filter of a table of {count} rows"
     words = iter([f'phase == "reload" and rank == {index % RANKS} and value > {index}' for index in range(sizes.moves)])
-    taken = samples(sizes.moves, lambda: setattr(grid.words, "value", next(words)), MS)
-    return [row(f"a word more in the filter of a table of {count} rows", taken, unit="ms", note=MADE_UP)]
+    filter_ = partial(seconds_of, lambda: setattr(grid.words, "value", next(words)))
+    return [row(what, samples(what, sizes.moves, lambda: MS * filter_()), unit="ms", note=MADE_UP)]

@@ -20,19 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from kit.bench.onranks import REDUCED
-from kit.bench.peers import (
-    PEERS,
-    STARTED,
-    STEPPED,
-    TOLD,
-    VANISHED,
-    environment,
-    installed,
-    peers,
-    seconds_until_gone,
-)
-from kit.bench.rows import Row, first_line, progress, ratios, row, seconds_of, unmeasured
-from kit.bench.session import Cost, Part, crowd
+from kit.bench.peers import STARTED, STEPPED, TOLD, VANISHED, environment, peers, seconds_until_gone
+from kit.bench.session import Part, Row, first_line, progress, ratios, row, samples, seconds_of, unmeasured
 from kit.errors import KitError, RankDied
 from kit.world import World, interpreter, leftovers
 from kit.world.leftovers import carriers, end_carriers
@@ -74,28 +63,24 @@ QUICK = Sizes(
 
 
 def parts(sizes: Sizes, _: str) -> dict[str, Part]:
-    """All on the CPU, as its ranks are. Those of one World share it, which is counted with the first. torchrun, a peer, is always there."""
-    others = sum(installed(library) is not None for name, library in PEERS.items() if name != "torchrun")
+    """All on the CPU. Parts with the same ranks share one World."""
 
-    def of_two(part: Callable[[World, Sizes], list[Row]], cost: Cost) -> Part:
-        return Part(lambda session: part(session.shared(2, device="cpu", observer=LISTENER), sizes), cost)
+    def of_two(part: Callable[[World, Sizes], list[Row]]) -> Part:
+        return lambda session: part(session.shared(2, device="cpu", observer=LISTENER), sizes)
 
-    def alone(part: Callable[[Path, Sizes], list[Row]], cost: Cost) -> Part:
-        return Part(lambda session: part(session.logs, sizes), cost)
+    def alone(part: Callable[[Path, Sizes], list[Row]]) -> Part:
+        return lambda session: part(session.logs, sizes)
 
     return {
-        "start": alone(start, Cost(world=sizes.starts)),
-        "megatron": alone(start_with_megatron, Cost(megatron=1.5 * sizes.megatron + 0.5)),
-        "step": of_two(step, Cost(world=1.2, idle=2.5 * sizes.phases * PHASE_S)),
-        "death": of_two(death, Cost(world=0.2 * sizes.deaths, idle=0.2 * sizes.deaths)),
-        "restart": of_two(restart, Cost(world=0.2 * sizes.restarts)),
-        "calls": alone(in_flight, Cost(world=0.6 * crowd(WIDE) + 0.2 * sizes.flights)),
-        "notebook": alone(kernel_death, Cost(world=1.4 * sizes.kernels)),
-        "help": alone(help_, Cost(process=0.05 * sizes.helps)),
-        "peers": Part(
-            lambda _: peers(trials=sizes.peer_trials, steps=sizes.steps),
-            Cost(world=4, idle=2) * sizes.peer_trials + Cost(world=10, idle=5) * (sizes.peer_trials * others),
-        ),
+        "start": alone(start),
+        "megatron": alone(start_with_megatron),
+        "step": of_two(step),
+        "death": of_two(death),
+        "restart": of_two(restart),
+        "calls": alone(in_flight),
+        "notebook": alone(kernel_death),
+        "help": alone(help_),
+        "peers": lambda _: peers(trials=sizes.peer_trials, steps=sizes.steps),
     }
 
 
@@ -124,11 +109,6 @@ def all_reduce(world: World) -> None:
         raise KitError(f"the first all-reduce came to {values} on the ranks and not to {REDUCED}")
 
 
-def samples(n: int, once: Callable[[], float], what: str) -> list[float]:
-    progress(f"{what}, {n} times")
-    return [once() for _ in range(n)]
-
-
 def start_once(logs: Path, preload: Sequence[str] = ()) -> float:
     began = time.perf_counter()
     with world_of_two(logs, preload=preload) as world:
@@ -141,7 +121,7 @@ def start_once(logs: Path, preload: Sequence[str] = ()) -> float:
 
 
 def start(logs: Path, sizes: Sizes) -> list[Row]:
-    return [row(STARTED, samples(sizes.starts, lambda: start_once(logs), STARTED), limit=2.5, aim=1.0)]
+    return [row(STARTED, samples(STARTED, sizes.starts, lambda: start_once(logs)), limit=2.5, aim=1.0)]
 
 
 def start_with_megatron(logs: Path, sizes: Sizes) -> list[Row]:
@@ -172,8 +152,8 @@ def step(world: World, sizes: Sizes) -> list[Row]:
     world.run("from kit.measure import PhaseMeter")
     metered = f"{STEPPED}, measured as a phase"
     own = "the meter's own cost in a phase of 100 ms"
-    empty = samples(sizes.steps, lambda: once("pass"), STEPPED)
-    inside = samples(sizes.steps, lambda: once("with PhaseMeter():\n    pass"), metered)
+    empty = samples(STEPPED, sizes.steps, lambda: once("pass"))
+    inside = samples(metered, sizes.steps, lambda: once("with PhaseMeter():\n    pass"))
     progress(own)
     costs = world.call("kit.bench.onranks:meter_cost", n=sizes.phases, seconds=PHASE_S)
     shares = [100 * cost / PHASE_S for per_rank in costs for cost in per_rank]
@@ -206,7 +186,7 @@ def in_flight(logs: Path, sizes: Sizes) -> list[Row]:
         for rank in range(WIDE):
             world.call(EMPTY, ranks=[rank])
         both = partial(at_once, world), partial(in_turn, world)
-        taken = samples(sizes.flights, lambda: seconds_of(both[0]) / seconds_of(both[1]), what)
+        taken = samples(what, sizes.flights, lambda: seconds_of(both[0]) / seconds_of(both[1]))
     return [row(what, taken, unit="x", limit=2.0)]
 
 
@@ -240,7 +220,7 @@ def death_once(world: World, words: list[str]) -> float:
 
 def death(world: World, sizes: Sizes) -> list[Row]:
     words: list[str] = []
-    taken = samples(sizes.deaths, lambda: death_once(world, words), TOLD)
+    taken = samples(TOLD, sizes.deaths, lambda: death_once(world, words))
     return [row(TOLD, taken, limit=0.5, aim=0.05, note="".join(words))]
 
 
@@ -258,7 +238,7 @@ def restart(world: World, sizes: Sizes) -> list[Row]:
             raise KitError(f"after restart() the ranks are {world.pids}, and before it they were {before}")
         return took
 
-    return [row(what, samples(sizes.restarts, once, what), limit=1.0, aim=0.1)]
+    return [row(what, samples(what, sizes.restarts, once), limit=1.0, aim=0.1)]
 
 
 def kernel_death_once(logs: Path) -> float:
@@ -289,14 +269,14 @@ def kernel_death_once(logs: Path) -> float:
 
 
 def kernel_death(logs: Path, sizes: Sizes) -> list[Row]:
-    return [row(VANISHED, samples(sizes.kernels, lambda: kernel_death_once(logs), VANISHED), limit=2.0)]
+    return [row(VANISHED, samples(VANISHED, sizes.kernels, lambda: kernel_death_once(logs)), limit=2.0)]
 
 
 def help_(_: Path, sizes: Sizes) -> list[Row]:
     def once() -> float:
         return seconds_of(partial(run_once, [sys.executable, "-m", "kit", "--help"], environment()))
 
-    return [row("kit --help", samples(sizes.helps, once, "kit --help"), limit=0.3)]
+    return [row("kit --help", samples("kit --help", sizes.helps, once), limit=0.3)]
 
 
 def run_once(command: Sequence[str], env: dict[str, str] | None = None) -> None:

@@ -1,8 +1,6 @@
 """`kit doctor --deep`: ten probes that settle in two minutes what reading sources cannot.
 
 `run` gives each probe a fresh process, a limit and a line; `report` is that process and how it reports, `probes` is what it does with a
-World, `onranks` is what ranks do for it.
-A probe measures and says pass, fail or not measurable, with a number and a reason; it trusts no reading of a
-library's source. The times are kept by `times`, so that `kit reference` can scale its limits to this box.
+World, `onranks` is what ranks do for it. A probe measures and says pass, fail or not measurable, with a number and a reason.
 Ranks load this package for `onranks`, so it imports nothing itself.
 """

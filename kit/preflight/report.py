@@ -86,7 +86,7 @@ class Report:
             self.row(one, None, why="it needs a GPU, and these ranks work on the host")
 
     def time(self, **seconds: float) -> None:
-        """Times of primitives, by the names of `Times`."""
+        """Seconds of one of each: a World, a group, a step."""
         self.say("time", seconds)
 
     def pids(self, pids: Sequence[int]) -> None:

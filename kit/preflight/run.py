@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kit import machine
 from kit.preflight.report import Findings, Result, Row
-from kit.preflight.times import Times, save
 from kit.results.records import utc
 from kit.world import leftovers
 from kit.world.members import signal_name
@@ -100,7 +99,7 @@ class Outcome:
 def deep(
     found: Mapping[str, Any], tell: Callable[[str], None], began: float, probes: Sequence[Probe] | None = None
 ) -> tuple[dict[str, Any], int]:
-    """All probes on what doctor found; as JSON values, and the exit status. The times are saved for `kit reference`.
+    """All probes on what doctor found; as JSON values, and the exit status.
 
     The total counts from `began`, when doctor itself did.
     """
@@ -126,16 +125,13 @@ def deep(
         outcomes.append(outcome)
         stopped = stopped or outcome.ended == "interrupted"
         tell(outcome.line())
-    kept = as_times(found, device, times)
-    path = save(kept)
     tell(summary(outcomes, time.monotonic() - began, total))
     result = {
         "device": device,
         "seconds": round(time.monotonic() - began, 1),
         "limit_s": round(total, 1),
         "probes": [asdict(one) for one in outcomes],
-        "times": asdict(kept),
-        "saved": str(path),
+        "times": {**box(found, device), **times},
     }
     return result, 130 if stopped else exit_status(outcomes)
 
@@ -244,18 +240,12 @@ def summary(outcomes: Sequence[Outcome], seconds: float, total_s: float) -> str:
     return "; ".join(parts)
 
 
-def as_times(found: Mapping[str, Any], device: str, seconds: Mapping[str, float]) -> Times:
-    ranks = found["ranks"]
-    gpus = found["gpu"]["gpus"]
-    return Times(
-        device=device,
-        host=platform.node(),
-        gpu=str(gpus[0]["name"]) if gpus and device == "cuda" else "",
-        torch=ranks.get("torch"),
-        nccl=ranks.get("nccl"),
-        measured=utc(),
-        **seconds,
-    )
+def box(found: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """What the times are of: those of another box say nothing about this one."""
+    ranks, gpus = found["ranks"], found["gpu"]["gpus"]
+    gpu = str(gpus[0]["name"]) if gpus and device == "cuda" else ""
+    versions = {name: ranks.get(name) for name in ("torch", "nccl")}
+    return {"device": device, "host": platform.node(), "gpu": gpu, **versions, "measured": utc()}
 
 
 # -- what a probe may leave behind when it is cut -----------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 
 from kit.bench import peers as remains
 from kit.bench.peers import PEERS, STARTED, STEPPED, TOLD, VANISHED, Library, of_trial, peers
-from kit.bench.rows import Row
+from kit.bench.session import Row
 from kit.world import leftovers
 
 

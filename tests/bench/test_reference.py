@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 import tarfile
 import time
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,16 @@ from typing import Any
 import pytest
 
 from kit.bench import reference
-from kit.bench.pace import ASSUMED
 from kit.bench.reference import (
+    ASSUMED_BOX,
+    FACTOR,
+    GPU_MINUTES,
+    LEAST_S,
     LEFT_OUT,
     Part,
+    able,
     bench,
+    find_factor,
     is_settled,
     lab,
     make,
@@ -28,29 +33,27 @@ from kit.bench.reference import (
     pack_into,
     perform,
     plan,
+    plan_text,
     settled,
     short_of,
     sizes_here,
     write_page,
 )
-from kit.bench.rows import row
-from kit.bench.session import Book, Cost
+from kit.bench.session import Book, chosen, row
 from kit.cli import benches
 from kit.errors import BadInput
 from kit.labs.configure import validate
 from kit.labs.discover import discover, find
 from kit.results.files import read_json, write_json
 
-PACE = replace(ASSUMED, device="cpu", source="made up")
-SLOW_BOX = replace(PACE, process_s=60.0, megatron_s=60.0)  # limits that a busy machine keeps, where real parts run
-SMALL = (lab("smoke", cycles=2), lab("smoke", "refused", cycles=0))
+SLOW_BOX = 60.0  # limits that a busy machine keeps, where real parts run
+SMALL = (lab("smoke", 3, cycles=2), lab("smoke", 3, "refused", cycles=0))
+RECORDED = Path(__file__).resolve().parents[2] / "data" / "reference" / "cpu-2core"
 # Stands in for a bench: it writes a row, and then waits to be ended.
 SLOW = """
 import sys, time
 from pathlib import Path
-from kit.bench.reference import is_settled, perform, settled
-from kit.bench.rows import row
-from kit.bench.session import Book
+from kit.bench.session import Book, row
 book = Book("made-up", Path(sys.argv[1]))
 book.begin()
 for index in range(int(sys.argv[2])):
@@ -63,7 +66,7 @@ time.sleep(600)
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], int]:
     out = tmp_path_factory.mktemp("reference") / "box"
     said: list[str] = []
-    return out, said, make(out, parts=SMALL, pace=SLOW_BOX, say=said.append)
+    return out, said, make(out, parts=SMALL, device="cpu", factor=SLOW_BOX, say=said.append)
 
 
 @pytest.mark.slow
@@ -100,7 +103,7 @@ def test_the_page_lists_every_part_and_who_sat_where(made) -> None:
     assert [row[0].removeprefix("| ") for row in rows] == ["lab-smoke", "lab-refused"]
     assert rows[0][2] == "no check failed"
     assert rows[0][5].startswith("2 ranks on cpu (")
-    assert "seconds (made up): process" in text
+    assert "seconds: measured on two idle cores, times 60 for this box" in text
 
 
 @pytest.mark.slow
@@ -108,8 +111,8 @@ def test_it_goes_on_where_it_was(made) -> None:
     out, _, _ = made
     before = (out / "lab-smoke.json").stat().st_mtime_ns
     said: list[str] = []
-    again = (SMALL[0], lab("smoke", "another", cycles=1))
-    assert make(out, parts=again, pace=SLOW_BOX, say=said.append) == 0
+    again = (SMALL[0], lab("smoke", 3, "another", cycles=1))
+    assert make(out, parts=again, device="cpu", factor=SLOW_BOX, say=said.append) == 0
     assert said[1] == "1 of 2, lab-smoke: there already"
     assert (out / "lab-smoke.json").stat().st_mtime_ns == before
     assert read_json(out / "lab-another.json")["state"] == "no check failed"
@@ -125,7 +128,7 @@ def test_a_part_that_timed_out_with_rows_is_settled(
     rows: int, state: str, is_through: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real process that is ended by its limit. What it is asked to do is made up: it writes rows, and waits."""
-    part = bench("sync", "digests")
+    part = bench("sync", 9, "digests")
     file = tmp_path / "rows" / f"{part.name}.jsonl"
     plain = reference.finish
 
@@ -146,7 +149,7 @@ def test_a_part_that_timed_out_with_rows_is_settled(
     assert settled(tmp_path, part) is is_through
     said: list[str] = []
     monkeypatch.setattr(reference, "perform", lambda *_: {"state": "again", "seconds": 0, "predicted": 0})
-    make(tmp_path, parts=[part], pace=PACE, say=said.append)
+    make(tmp_path, parts=[part], device="cpu", factor=1.0, say=said.append)
     assert said[1] == ("1 of 1, bench-sync.digests: there already" if is_through else "1 of 1, bench-sync.digests ...")
 
 
@@ -175,7 +178,7 @@ def test_what_counts_as_settled(told: dict[str, Any], is_through: bool) -> None:
     assert is_settled(told) is is_through
 
 
-def test_limits_are_scaled_by_the_pace_and_end_with_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_follow_the_box_and_end_with_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are made up, and so is the clock: each takes two minutes."""
     clock, limits = [0.0], {}
 
@@ -189,11 +192,22 @@ def test_limits_are_scaled_by_the_pace_and_end_with_the_whole(tmp_path: Path, mo
     monkeypatch.setattr(reference, "perform", takes)
     monkeypatch.setattr(reference.time, "monotonic", lambda: clock[0])
     parts = [
-        Part(name=name, command=("bench", name), cost=Cost(idle=seconds))
-        for name, seconds in (("first", 40), ("second", 100), ("long", 70), ("short", 30))
+        Part(name=name, command=("bench", name), seconds=seconds)
+        for name, seconds in (("first", 20), ("second", 50), ("long", 35), ("short", 15))
     ]
     said: list[str] = []
-    assert make(tmp_path, parts=parts, pace=PACE, minutes=5, pack=tmp_path.with_suffix(".tgz"), say=said.append) == 0
+    assert (
+        make(
+            tmp_path,
+            parts=parts,
+            device="cpu",
+            factor=2.0,
+            minutes=5,
+            pack=tmp_path.with_suffix(".tgz"),
+            say=said.append,
+        )
+        == 0
+    )
     assert limits == {"first": 100, "second": 180, "short": 60}
     assert said[5] == "3 of 4, long: 60 s were left of 5 min: run `kit reference` again"
     text = (tmp_path / "README.md").read_text()
@@ -201,14 +215,14 @@ def test_limits_are_scaled_by_the_pace_and_end_with_the_whole(tmp_path: Path, mo
     with tarfile.open(tmp_path.with_suffix(".tgz")) as tar:
         assert f"{tmp_path.name}/short.json" in tar.getnames()
     clock[0] = 0.0
-    assert make(tmp_path, parts=parts, pace=PACE, minutes=5, say=said.append) == 0
+    assert make(tmp_path, parts=parts, device="cpu", factor=2.0, minutes=5, say=said.append) == 0
     assert read_json(tmp_path / "long.json")["state"] == "well"
 
 
 @pytest.mark.slow
 def test_a_lab_past_its_limit_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real run of many cycles. Its limit is over when there are some records, however fast this machine is."""
-    part, limit_s = lab("smoke", "late", cycles=1000), 7.5
+    part, limit_s = lab("smoke", 3, "late", cycles=1000), 7.5
     records = tmp_path / "runs" / part.name / "records.jsonl"
 
     class Process(subprocess.Popen):
@@ -241,12 +255,12 @@ def test_rows_that_a_bench_wrote_are_kept_however_it_ended(tmp_path: Path, monke
         return 3, "what  who\nslow  kit\n", "died", False
 
     monkeypatch.setattr(reference, "finish", broke)
-    perform(tmp_path, bench("sync"), 1.0, 1.0)
+    perform(tmp_path, bench("sync", 9), 1.0, 1.0)
     kept = read_json(tmp_path / "bench-sync.json")
     assert ([one["what"] for one in kept["rows"]], kept["exit"], kept["state"]) == (["slow"], 3, "broke")
     assert (tmp_path / "bench-sync.txt").read_text() == "what  who\nslow  kit\n"
-    assert not settled(tmp_path, bench("sync"))
-    write_page(tmp_path, [bench("sync")], PACE, {})
+    assert not settled(tmp_path, bench("sync", 9))
+    write_page(tmp_path, [bench("sync", 9)], "the plan", {})
     (line,) = [one for one in (tmp_path / "README.md").read_text().splitlines() if one.startswith("| bench-sync")]
     assert line.endswith("| 2 ranks on cuda:0 (asked for) | slow |")
 
@@ -260,9 +274,9 @@ def test_an_interrupted_reference_keeps_what_the_part_had_measured(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(reference, "finish", interrupted)
-    part = bench("sync", "digests")
+    part = bench("sync", 9, "digests")
     with pytest.raises(KeyboardInterrupt):
-        make(tmp_path, parts=[part], pace=PACE, say=lambda _: None)
+        make(tmp_path, parts=[part], device="cpu", factor=1.0, say=lambda _: None)
     kept = read_json(tmp_path / "bench-sync.digests.json")
     assert ([one["what"] for one in kept["rows"]], kept["state"]) == (["one"], "interrupted")
     assert "| interrupted |" in (tmp_path / "README.md").read_text()
@@ -274,14 +288,14 @@ def test_rows_of_an_earlier_try_are_not_taken_for_new_ones(tmp_path: Path, monke
     book = Book("sync", tmp_path / "rows" / "bench-sync.jsonl")
     book.keep("a", row("old", [1.0]))
     monkeypatch.setattr(reference, "finish", lambda *_: (3, "", "died", False))
-    told = perform(tmp_path, bench("sync"), 1.0, 1.0)
+    told = perform(tmp_path, bench("sync", 9), 1.0, 1.0)
     assert "rows" not in told
 
 
 def test_what_was_recorded_by_hand_is_recorded_anew(tmp_path) -> None:
     (tmp_path / "bench-sync.json").write_text(json.dumps({"bench": "sync", "rows": []}))
-    assert not settled(tmp_path, bench("sync"))
-    write_page(tmp_path, [bench("sync")], PACE, {})
+    assert not settled(tmp_path, bench("sync", 9))
+    write_page(tmp_path, [bench("sync", 9)], "the plan", {})
     assert "Not there yet: bench-sync." in (tmp_path / "README.md").read_text()
 
 
@@ -326,18 +340,23 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path) -> None:
     with pytest.raises(BadInput, match=r"cannot make the folder .*below: Not a directory"):
         make(tmp_path / "taken" / "below", parts=())
     with pytest.raises(BadInput, match=r"cannot make the folder .*: File exists"):
-        make(tmp_path / "box", parts=(), pace=PACE, pack=tmp_path / "taken" / "box.tgz")
+        make(tmp_path / "box", parts=(), device="cpu", factor=1.0, pack=tmp_path / "taken" / "box.tgz")
 
 
 @pytest.mark.parametrize("parts", [on_cpu(), on_gpus()], ids=["cpu", "gpus"])
 def test_every_lab_and_bench_has_its_part_with_settings_that_are_there(parts) -> None:
     assert {part.lab for part in parts if part.lab} == set(discover().labs)
-    wanted = set(benches()) - {"view", "limits"}  # what people look at, in their environment; and the reference itself
+    wanted = set(benches()) - {"view"}  # what people look at, in their environment
     assert {part.command[1] for part in parts if not part.lab} == wanted
     assert len({part.name for part in parts}) == len(parts)
     for part in parts:
         if part.lab:
             validate(find(part.lab), part.settings)
+            continue
+        module = import_module(f"kit.bench.{part.command[1]}")
+        sizes = module.QUICK if "--quick" in part.command else module.Sizes()
+        asked = [word for option, word in itertools.pairwise(part.command) if option == "--part"]
+        assert chosen(part.name, module.parts(sizes, "cuda" if "cuda" in part.command else "cpu"), asked)
 
 
 @pytest.mark.parametrize(
@@ -370,14 +389,70 @@ def test_a_plan_for_a_gpu_asks_nothing_of_this_box_and_is_the_one_in_the_docs(ca
     assert plan(None, device="cuda", assumed=True) == 0
     said = capsys.readouterr().out
     lines = said.splitlines()
-    assert lines[0].startswith("seconds (assumed for one H200 with two ranks on it): ")
+    assert lines[0] == "seconds: assumed for one H200 with two ranks on it, times 1 for this box"
     assert [line.split()[0] for line in lines[2:-1]] == [part.name for part in on_gpus() if not part.needs]
     docs = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
     assert f"```\n{said}```" in docs.read_text()
 
 
+def test_one_gpu_is_through_in_time_and_the_most_telling_comes_first() -> None:
+    """By assumed times, where NCCL cannot suspend, as on a box with torch 2.11."""
+    parts, missing = able(on_gpus(), ASSUMED_BOX)
+    assert missing == {"lab-offload-suspend": "NCCL 2.28.9 cannot suspend communicators"}
+    assert 20 + sum(part.seconds for part in parts) < 60 * GPU_MINUTES  # with doctor and the factor
+    order = [part.name for part in parts]
+    wanted = ["lab-offload-exact", "bench-release.own", "lab-split-bfloat16", "bench-sync.gpus-shm", "lab-smoke"]
+    assert sorted(wanted, key=order.index) == wanted
+    assert able(on_gpus(), {"ranks": {"suspend_why": None}}) == (list(on_gpus()), {})
+
+
+def test_what_claims_a_gpu_asks_for_it() -> None:
+    for part in on_gpus():
+        asked = part.settings.get("device") == "cuda" or "cuda" in part.command
+        assert asked or part.command[1] == "world", part  # that bench has its ranks on the CPU
+
+
+def test_the_predictions_for_two_cores_are_near_what_was_recorded() -> None:
+    """It was recorded bench by bench, on an idle machine: the predictions for a bench's parts are added up."""
+    by_bench: dict[str, float] = {}
+    for part in on_cpu():
+        name = part.name.partition(".")[0]
+        by_bench[name] = by_bench.get(name, 0.0) + part.seconds
+    measured = {name: read_json(RECORDED / f"{name}.json")["seconds"] for name in by_bench}
+    ratios = {name: measured[name] / predicted for name, predicted in by_bench.items() if measured[name] > 3}
+    assert len(ratios) > 10
+    assert {name: ratio for name, ratio in ratios.items() if not 1 / 1.5 < ratio < 1.5} == {}
+
+
+def test_a_plan_has_a_line_for_each_part_and_their_sum() -> None:
+    lines = plan_text([lab("smoke", 2), lab("offload", 20)], 2.0, "cpu", 8).splitlines()
+    assert lines[0] == "seconds: measured on two idle cores, times 2 for this box"
+    assert lines[1].endswith("no part starts that would not end within 8 min")
+    assert lines[2].split(maxsplit=1) == ["lab-smoke", f"4.0 s, limit    {LEAST_S:g} s"]
+    assert lines[3].split(maxsplit=1) == ["lab-offload", "40.0 s, limit   100 s"]
+    assert lines[-1].split()[:4] == ["in", "all", "44.0", "s,"]
+
+
+def test_a_factor_is_measured_once_for_a_box_and_kept_with_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measuring is made up: it would start ranks."""
+    measured = []
+    monkeypatch.setattr(reference, "measure_factor", lambda device: measured.append(device) or 2.0 + len(measured))
+    assert find_factor(tmp_path, "cpu") == find_factor(tmp_path, "cpu") == 3.0
+    assert measured == ["cpu"]
+    assert find_factor(tmp_path, "cuda") == 4.0
+    write_json(tmp_path / FACTOR, {**read_json(tmp_path / FACTOR), "host": "elsewhere"})
+    assert find_factor(tmp_path, "cuda") == 5.0
+
+
+@pytest.mark.slow
+def test_a_factor_is_measured_on_real_ranks(nothing_left: None) -> None:
+    assert reference.measure_factor("cpu") > 0
+
+
 def test_names_are_those_of_files() -> None:
-    assert (lab("offload", "offload-exact").name, bench("sync").name) == ("lab-offload-exact", "bench-sync")
+    assert (lab("offload", 9, "offload-exact").name, bench("sync", 9).name) == ("lab-offload-exact", "bench-sync")
 
 
 @pytest.mark.parametrize("name", benches())

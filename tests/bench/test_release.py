@@ -8,8 +8,7 @@ import pytest
 
 from kit.bench.release import LIKE_EXACT, Sizes, Way, of, side_by_side, table
 from kit.bench.release.onranks import GLOO, SPLIT, STORE
-from kit.bench.rows import Row
-from kit.bench.session import conduct, read_rows
+from kit.bench.session import Row, conduct, read_rows
 from kit.errors import KitError
 
 MIB = 2**20

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kit.bench.rows import Row, row, table
-from kit.bench.session import Book, read_rows, told
+from kit.bench.session import Book, Row, read_rows, row, table, told
 from kit.measure import provenance
 
 

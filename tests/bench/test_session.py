@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from kit.bench import session as room
-from kit.bench.rows import Row, row
-from kit.bench.session import Book, Part, Session, chosen, conduct, device_for, read_rows
+from kit.bench.session import Book, Part, Row, Session, chosen, conduct, device_for, read_rows, row
 from kit.errors import BadInput, KitError
 from kit.nccl import SHARED_GPU
 
@@ -24,8 +23,7 @@ MACHINE = {"cpu": {}}
 WAITING = """
 import sys, time, types
 from pathlib import Path
-from kit.bench.rows import row
-from kit.bench.session import Part, conduct
+from kit.bench.session import conduct, row
 def measured(session):
     session.book.provenance = {"cpu": {"affinity": 2, "cores": 2, "model": ""}, "versions": {}, "gpu": {"gpus": []},
         "git": {"commit": None}, "python": "3", "kit": "0", "time": "now"}
@@ -34,7 +32,7 @@ def measured(session):
     print("two rows", flush=True)
     time.sleep(60)
     yield row("third", [3.0])
-module = types.SimpleNamespace(parts=lambda *_: {"slow": Part(measured)}, Sizes=dict, QUICK={"few": 1})
+module = types.SimpleNamespace(parts=lambda *_: {"slow": measured}, Sizes=dict, QUICK={"few": 1})
 raise SystemExit(conduct("made-up", quick=True, out=Path(sys.argv[1]), device="cpu", module=module))
 """
 
@@ -45,7 +43,7 @@ def bench(**parts: Any) -> Any:
             session.book.provenance = MACHINE  # else a World would be started to ask for it
             return work()
 
-        return Part(described)
+        return described
 
     given = {name: made(work) for name, work in (parts or {"nothing": list}).items()}
     return SimpleNamespace(parts=lambda *_: given, Sizes=lambda: {"of": "all"}, QUICK={"of": "few"})

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kit.bench import split
-from kit.bench.rows import order
-from kit.bench.session import Book, Session, conduct, read_rows
+from kit.bench.session import Book, Session, conduct, order, read_rows
 from kit.bench.split import QUICK, Job, Sizes, onranks
 from kit.errors import KitError
 from kit.labs.configure import configure

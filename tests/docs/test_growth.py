@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from docs.pictures.growth import growth, plot_growth, read, together
-from kit.bench.rows import row
+from kit.bench.session import row
 from kit.bench.sync import times
 from kit.errors import BadInput
 

@@ -9,7 +9,7 @@ import pytest
 
 from docs.pictures.release import measured, plot_release
 from kit.bench.release import Way, of
-from kit.bench.rows import Row
+from kit.bench.session import Row
 from kit.errors import BadInput
 
 MIB = 2**20

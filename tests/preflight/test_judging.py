@@ -191,12 +191,6 @@ def test_on_a_box_where_all_is_well_every_row_passes(box, name):
     assert json.dumps(findings.times)
 
 
-def test_every_time_that_is_kept_comes_from_some_probe(box):
-    names = {name for probe in ALL for name in box(probe).times}
-    about = {"device", "host", "gpu", "torch", "nccl", "measured"}
-    assert names == {field for field in probes_times() if field not in about}
-
-
 def test_the_page_of_what_is_unproven_names_rows_that_probes_have(box):
     rows = {row.what.partition(", cycle")[0] for probe in ALL for row in box(probe).rows}
     lines = [line for line in PAGE.read_text().partition("| settled by |")[2].splitlines() if " | probe" in line]
@@ -204,12 +198,6 @@ def test_the_page_of_what_is_unproven_names_rows_that_probes_have(box):
     assert len(lines) >= 14
     assert len(named) >= 14
     assert named - rows == set()
-
-
-def probes_times() -> set[str]:
-    from kit.preflight.times import Times
-
-    return set(Times.__dataclass_fields__)
 
 
 def test_seats_on_the_host_or_with_a_dead_context_fail(box):

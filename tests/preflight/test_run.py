@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kit import cli, doctor, machine
-from kit.preflight import run, times
+from kit.preflight import run
 from kit.preflight.report import Findings, Report, Row
 from kit.preflight.run import PROBES, TOTAL_S, Outcome, Probe, shm_names
 from kit.world import leftovers, processes
@@ -198,7 +198,8 @@ def test_json_is_one_object_and_the_lines_go_to_stderr(capsys, monkeypatch):
     out, err = capsys.readouterr()
     told = json.loads(out)["deep"]
     assert [one["result"] for one in told["probes"]] == ["pass", "fail"]
-    assert told["times"]["step"] == 0.5
+    assert (told["times"]["step"], told["times"]["device"], told["times"]["torch"]) == (0.5, "cpu", "2.13")
+    assert told["times"]["host"] == os.uname().nodename
     assert len([line for line in err.splitlines() if line.startswith("1 ")]) == 2
 
 
@@ -208,22 +209,6 @@ def test_where_labs_cannot_run_no_probe_does(capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert "deep" not in json.loads(out)
     assert err == "kit: the probes need ranks, and ranks cannot run here\n"
-
-
-def test_times_are_kept_for_later():
-    assert times.load() is None
-    run.deep(FOUND, lambda _: None, time.monotonic(), [odd_probe("fine")])
-    kept = times.load()
-    assert kept is not None
-    assert (kept.step, kept.group, kept.device, kept.torch) == (0.5, None, "cpu", "2.13")
-    assert kept.of_this_box(device="cpu", host=os.uname().nodename, torch="2.13", nccl=None)
-    assert not kept.of_this_box(device="cuda", host=os.uname().nodename, torch="2.13", nccl="2.28.9")
-
-
-def test_times_that_cannot_be_read_are_none(tmp_path):
-    for text in ("{", "[]", '{"device": 1}'):
-        (tmp_path / times.FILE).write_text(text)
-        assert times.load(tmp_path) is None
 
 
 def test_no_number_is_given_for_what_is_not_finite(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kit.bench.rows import Row, row
+from kit.bench.session import Row, row
 from kit.errors import BadInput
 from kit.measure import provenance
 from kit.results.recorded import FOLDER, recorded

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kit.bench.rows import Row, first_line, progress, ratios, row, unmeasured
-from kit.bench.session import Cost, Part, Session, crowd
+from kit.bench.session import Part, Row, Session, first_line, progress, ratios, row, unmeasured
 from kit.errors import BadInput, KitError
-from kit.megatron.config import ModelConfig, model_bytes
 
 if TYPE_CHECKING:
     from kit.results import Run
@@ -51,32 +49,16 @@ QUICK = Sizes(models=("125m",), trials=1, cycles=3, leak_cycles=5, grid=("tp2", 
 
 def parts(sizes: Sizes, _: str) -> dict[str, Part]:
     few: dict[str, Any] = {"trials": sizes.trials, "cycles": sizes.cycles}
-    made: dict[str, Part] = {}
-    for model in sizes.models:
-        copies = gib(model) * sizes.trials * (12 + 4 * sizes.cycles)
-        cost = Cost(megatron=1, job=1.5 * sizes.trials, step=15 * sizes.trials, copy=copies)
-        made[f"tensors.{model}"] = Part(partial(tensors, model=model, **few), cost)
-    for model in sizes.models:
-        made[f"saver.{model}"] = Part(partial(saved, model=model, **few))
-    made["leaks"] = Part(partial(leaks, cycles=sizes.leak_cycles), of_lab(ranks=4, cycles=sizes.leak_cycles))
-    for name in sizes.grid:
-        slug = name.replace(" ", "-").replace(",", "")
-        made[f"bitwise.{slug}"] = Part(partial(bitwise, name=name), of_lab(ranks=GRID[name]["ranks"], cycles=2))
-    return made
-
-
-def of_lab(*, ranks: int, cycles: int) -> Cost:
-    """A run of the lab with the tiny job: three builds, three times the steps of a job, and groups that go and come."""
-    return Cost(megatron=1, job=4, step=3 * (cycles + 1), group=60 * cycles) * crowd(ranks)
+    bitwise_ = {name.replace(" ", "-").replace(",", ""): partial(bitwise, name=name) for name in sizes.grid}
+    return {
+        **{f"tensors.{model}": partial(tensors, model=model, **few) for model in sizes.models},
+        **{f"saver.{model}": partial(saved, model=model, **few) for model in sizes.models},
+        "leaks": partial(leaks, cycles=sizes.leak_cycles),
+        **{f"bitwise.{slug}": part for slug, part in bitwise_.items()},
+    }
 
 
 # -- tensors out and back beside plain copies of the same bytes ------------------------------------------------------------
-
-
-def gib(model: str) -> float:
-    """Of a job on one rank: weights, gradients and optimizer state."""
-    sizes = model_bytes(ModelConfig(size=model), ranks=1)
-    return sum(sizes[kind] for kind in ("params", "grads", "optimizer")) / GIB
 
 
 def tensors(session: Session, model: str, *, trials: int, cycles: int) -> Iterator[Row]:

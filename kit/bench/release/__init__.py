@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from kit.bench.rows import Row, columns, number, progress, row, unmeasured
-from kit.bench.session import Cost, Part, Session, crowd
+from kit.bench.session import Part, Row, Session, number, progress, row, unmeasured
 from kit.errors import KitError
+from kit.results.units import columns
 
 
 class Way(NamedTuple):
@@ -52,7 +52,6 @@ SOURCES = {
 WORDS = dict(SOURCES.values())
 
 Seen = dict[str, Any]  # what one rank said of its cycles
-OWN = 22  # about as many groups as Megatron makes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,16 +69,11 @@ QUICK = Sizes(groups=(0, 40), more_ranks=(), trials=1, cycles=2)
 
 
 def parts(sizes: Sizes, _: str) -> dict[str, Part]:
-    """Ranks are fresh for each trial of each way. Making a group and giving it back are one primitive."""
-    few: dict[str, Any] = {"trials": sizes.trials, "cycles": sizes.cycles}
-
-    def part(ranks: int, total: int, **more: Any) -> Part:
-        once = Cost(job=1.2) + Cost(group=(total or OWN) * sizes.cycles)
-        cost = (Cost(megatron=1) + once * (len(WAYS) * sizes.trials)) * crowd(ranks)
-        return Part(partial(side_by_side, ranks=ranks, total=total, **few, **more), cost)
-
-    made = {f"groups.{total or 'own'}": part(sizes.ranks, total) for total in sizes.groups}
-    return made | {f"ranks.{more}": part(more, 0, most_a_gpu=sizes.ranks) for more in sizes.more_ranks}
+    part = partial(side_by_side, trials=sizes.trials, cycles=sizes.cycles)
+    made: dict[str, Part] = {
+        f"groups.{total or 'own'}": partial(part, ranks=sizes.ranks, total=total) for total in sizes.groups
+    }
+    return made | {f"ranks.{n}": partial(part, ranks=n, total=0, most_a_gpu=sizes.ranks) for n in sizes.more_ranks}
 
 
 def side_by_side(
@@ -184,7 +178,7 @@ def table(made: Sequence[Row]) -> str:
     notes += [f"{one.who}, {one.what}: {one.note}" for one in made if one.note and one.ids.get("what") in {None, ROUND}]
     n = " to ".join(str(each) for each in sorted({line["release"].n for line in lines.values()}))
     legend = f"Median, least and greatest, n = {n}; of groups to memory: given back by a release / more at the end than at first."
-    return "\n".join([columns([heads, *cells]), "", *([legend] if lines else []), *notes])
+    return "\n".join([columns([heads, *cells], right=range(len(heads))), "", *([legend] if lines else []), *notes])
 
 
 def spread(one: Row) -> str:

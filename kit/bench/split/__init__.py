@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kit.bench.rows import Row, first_line, progress, ratios, row
-from kit.bench.session import Cost, Part, Session, crowd
+from kit.bench.session import Part, Row, Session, first_line, progress, ratios, row
 from kit.errors import KitError
 from kit.labs.split.config import SplitConfig, model_config
 from kit.world import World
@@ -26,7 +25,6 @@ Seconds = dict[str, list[float]]
 ONRANKS = "kit.bench.split.onranks"
 RANKS = 2
 WHOLE, IN_FIVE, MEMORY, METRICS = 1.02, 1.05, 1.01, 1.15
-WARM = 1  # turn before the first that is timed
 LONG_ENOUGH = 0.3  # seconds of a step whose ratios say something
 SLOW = 1800.0  # for a call that makes all turns, on a busy machine
 MIB = 2**20
@@ -65,12 +63,6 @@ class Job:
     length: int = 32
     micro_batch: int = 1
     microbatches: int = 5
-
-    def weight(self) -> float:
-        """Its step, in steps of the tiny job of the offload lab. Of 125m most goes to the vocabulary, whatever the tokens."""
-        if self.size == "tiny":
-            return 1 + self.microbatches * self.micro_batch * self.length / 1100
-        return 15 + 2.4 * self.microbatches * self.micro_batch * self.length / 32
 
     def told(self) -> str:
         rows = f"{self.microbatches} microbatches of {self.micro_batch} x {self.length}"
@@ -129,37 +121,18 @@ QUICK = Sizes(
 
 
 def parts(sizes: Sizes, device: str) -> dict[str, Part]:
-    """Costs are ways times turns times a step. The World that parts share is counted where a process of the reference begins."""
     job, pipeline = sizes.on(device)
-    weight, turns = sizes.job.weight(), sizes.rounds + WARM
-    elements = sizes.loss[0] * sizes.loss[1]
-
-    def cut(part: Any, cost: Cost, **about: Any) -> Part:
-        return Part(partial(part, rounds=sizes.rounds, **about), cost)
-
-    def peaks(backend: str, slower: float) -> Part:
-        cost = Cost(job=1.5, step=sizes.peak_steps * slower * weight) * (4 * sizes.trials)
-        return Part(partial(memory, job=job, backend=backend, trials=sizes.trials, times=sizes.peak_steps), cost)
-
-    def grid(ranks: int) -> Part:
-        count = sum(config["ranks"] == ranks for config in sizes.grid.values())
-        cost = (Cost(megatron=1) + Cost(job=5, step=55) * count) * crowd(ranks) if count else Cost()
-        return Part(partial(on_grid, ranks=ranks, wanted=sizes.grid), cost)
-
-    fsdp2 = 1.6 * weight
+    rounds, peaks = sizes.rounds, partial(memory, job=job, trials=sizes.trials, times=sizes.peak_steps)
     return {
-        "steps.megatron": cut(times, Cost(megatron=1, job=1, step=4 * turns * weight), job=job, backend="megatron"),
-        "steps.pipeline": cut(bubbles, Cost(job=1, step=6 * turns * sizes.pipeline.weight()), job=pipeline),
-        "steps.fsdp2": cut(times, Cost(megatron=1, job=1, step=4 * turns * fsdp2), job=job, backend="fsdp2"),
-        "steps.experts": cut(experts, Cost(job=1, step=(4 * turns + 4) * 1.4 * weight), job=job),
-        "losses": Part(
-            partial(losses, shape=sizes.loss, rounds=sizes.loss_rounds),
-            Cost(megatron=1, step=elements / 32768 * (sizes.loss_rounds + 1) * 9),
-        ),
-        "memory.megatron": peaks("megatron", 1.0),
-        "memory.fsdp2": peaks("fsdp2", 1.6),
-        "grid.2": grid(2),
-        "grid.4": grid(4),
+        "steps.megatron": partial(times, job=job, backend="megatron", rounds=rounds),
+        "steps.pipeline": partial(bubbles, job=pipeline, rounds=rounds),
+        "steps.fsdp2": partial(times, job=job, backend="fsdp2", rounds=rounds),
+        "steps.experts": partial(experts, job=job, rounds=rounds),
+        "losses": partial(losses, shape=sizes.loss, rounds=sizes.loss_rounds),
+        "memory.megatron": partial(peaks, backend="megatron"),
+        "memory.fsdp2": partial(peaks, backend="fsdp2"),
+        "grid.2": partial(on_grid, ranks=2, wanted=sizes.grid),
+        "grid.4": partial(on_grid, ranks=4, wanted=sizes.grid),
     }
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from kit.bench.rows import turn_by_turn
+from kit.bench.session import turn_by_turn
 from kit.errors import KitError
 from kit.labs.split.config import RECIPES, SplitConfig, model_config
 from kit.labs.split.ranks.backends import chunks_of

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from kit.bench.rows import KIT, Row, progress, ratios, row
-from kit.bench.session import Cost, Part, Session, crowd
+from kit.bench.session import KIT, Part, Row, Session, progress, ratios, row
 from kit.bench.sync import gpus, others
 from kit.errors import BadInput
 from kit.machine import free_memory
@@ -96,44 +95,31 @@ QUICK = Sizes(
 
 
 def parts(sizes: Sizes, device: str) -> dict[str, Part]:
-    """The GPUs' first, where there is a driver: nothing else here is as rare.
-
-    Costs are times of copies; a tensor more is as good as 64 KiB more. The World is counted with each first part of a shape: one sender,
-    the receivers, and one that looks on, always on the CPU's transports."""
+    """All but the parts on GPUs share one World on the CPU: a sender, the receivers, and one rank that takes no part. With a GPU its
+    parts come first, since time there is the scarcest."""
     few, receivers = sizes.rounds, max(2, *sizes.receivers)
-    turns, slow = few + 1, sizes.slow_rounds + 1
-    start = Cost(world=crowd(receivers + 2))
 
-    def on(work: Callable[..., Iterable[Row]], copy: float, *args: Any, first: bool = False, **keywords: Any) -> Part:
+    def on(work: Callable[..., Iterable[Row]], *args: Any, rounds: int = few, **keywords: Any) -> Part:
         def part(session: Session) -> Iterable[Row]:
             world = session.shared(receivers + 2, device="cpu", env=ENVIRONMENT, timeout_s=SLOW)
-            return work(world, *args, **keywords)
+            return work(world, *args, rounds=rounds, **keywords)
 
-        return Part(part, start + Cost(copy=copy) if first else Cost(copy=copy))
+        return part
 
-    by_gpu = {
-        f"gpus.{name}": Part(
-            partial(gpus.rows, name=name, model=sizes.on_gpus, cycles=few),
-            Cost(megatron=1.3, job=2, copy=3 * (turns + 1)),
-        )
-        for name in gpus.RANKS
+    by_gpu: dict[str, Part] = {
+        f"gpus.{name}": partial(gpus.rows, name=name, model=sizes.on_gpus, cycles=few) for name in gpus.RANKS
     }
     made: dict[str, Part] = {}
     for shape in sizes.shapes:
-        weight = shape.size() / GIB + (shape.count or 300) / 16_000
-        buckets, wanted = sizes.buckets_mib, sizes.verify
         made |= {
-            f"{shape.key}.transports": on(
-                transports, 50 * weight * turns, shape, first=True, rounds=few, buckets_mib=buckets
-            ),
-            f"{shape.key}.receivers": on(two_receivers, 14 * weight * turns, shape, rounds=few),
-            f"{shape.key}.verified": on(verified, 14 * weight * turns, shape, wanted, rounds=few),
-            f"{shape.key}.files": on(through_files, 55 * weight * slow, shape, rounds=sizes.slow_rounds),
+            f"{shape.key}.transports": on(transports, shape, buckets_mib=sizes.buckets_mib),
+            f"{shape.key}.receivers": on(two_receivers, shape),
+            f"{shape.key}.verified": on(verified, shape, sizes.verify),
+            f"{shape.key}.files": on(through_files, shape, rounds=sizes.slow_rounds),
         }
-    size, bytes_, more = sizes.hash_mib, sum(sizes.growth_mb) / 1000, sizes.receivers_mb / 1000 * sum(sizes.receivers)
-    made["digests"] = on(digests, 14 * size / 1024 * turns, size, first=True, rounds=few)
-    made["growth.bytes"] = on(growth, 6 * bytes_ * turns, sizes.growth_mb, [1], first=True, rounds=few)
-    made["growth.receivers"] = on(growth, 12 * more * turns, [sizes.receivers_mb], sizes.receivers, rounds=few)
+    made["digests"] = on(digests, sizes.hash_mib)
+    made["growth.bytes"] = on(growth, sizes.growth_mb, [1])
+    made["growth.receivers"] = on(growth, [sizes.receivers_mb], sizes.receivers)
     return by_gpu | made if device == "cuda" else made | by_gpu
 
 

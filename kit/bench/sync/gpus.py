@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kit.bench.rows import Row, row, turn_by_turn, unmeasured
+from kit.bench.session import Row, row, turn_by_turn, unmeasured
 from kit.measure import host
 from kit.measure.phase import timed
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from kit.bench.rows import seconds_of, turn_by_turn
+from kit.bench.session import seconds_of, turn_by_turn
 from kit.bench.sync import gpus, others
 from kit.errors import KitError
 from kit.megatron.config import GEOMETRIES
