@@ -60,6 +60,14 @@ KEPT_FREE = 2**16  # for headers and the list of what is left out
 LEFT_OUT = "LEFT-OUT.txt"
 
 
+LAYOUTS: dict[str, dict[str, Any]] = {  # in addition to each lab's own
+    "pp2": {"ranks": 2, "tp": 1, "pp": 2},
+    "tp2-pp2": {"ranks": 4, "tp": 2, "pp": 2},
+    "ep2": {"ranks": 2, "tp": 1, "ep": 2, "experts": 4},
+    "sharded": {"ranks": 2, "tp": 1, "distributed_optimizer": True},
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
     """One command with its files. `seconds` are those of `TIMED_ON`; `needs` is what NCCL must have ("suspend")."""
@@ -100,15 +108,17 @@ def on_cpu() -> tuple[Part, ...]:
             lab("offload", 28, f"offload-{mode}", mode=mode, cycles=5, **small)
             for mode in ("exact", "abort", "manual", "official")
         ),
+        lab("offload", 45, "offload-leaks", ranks=4, tp=2, steps=1, cycles=20),
+        *(lab("offload", 15, f"offload-{name}", steps=1, cycles=2, **layout) for name, layout in LAYOUTS.items()),
         lab("split", 20, microbatches=10),
+        *(lab("split", 20, f"split-{name}", steps=2, reduce="mean", **layout) for name, layout in LAYOUTS.items()),
+        lab("split", 20, "split-fsdp2", backend="fsdp2", steps=2),
         lab("sync", 15, cycles=3),
         bench("world", 50, "start", "megatron", called="start"),
         bench("world", 35, "step", "death", "restart", "calls", "notebook", "help", called="steps"),
         bench("world", 45, "torchrun"),
         bench("offload", 35, "tensors.125m", called="125m"),
         bench("offload", 105, "tensors.qwen2.5-0.5b", "saver", called="qwen2.5-0.5b"),
-        bench("offload", 50, "leaks"),
-        bench("offload", 80, "bitwise"),
         bench("release", 105, "groups"),
         bench("release", 145, "ranks"),
         *(bench("sync", seconds, shape) for shape, seconds in (("model", 150), ("small", 125), ("large", 45))),
@@ -117,8 +127,6 @@ def on_cpu() -> tuple[Part, ...]:
         bench("split", 380, "steps.megatron", "steps.pipeline", called="steps"),
         bench("split", 375, "steps.fsdp2", "steps.experts", called="more-steps"),
         bench("split", 115, "losses", "memory", called="losses-and-memory"),
-        bench("split", 410, "grid.2"),
-        bench("split", 490, "grid.4"),
     )
 
 

@@ -12,7 +12,7 @@ from kit.megatron.tensors import Item
 
 @pytest.mark.slow
 def test_a_small_run_has_every_row(tmp_path):
-    few = Sizes(models=("tiny",), trials=1, cycles=2, leak_cycles=1, grid=("dp2",))
+    few = Sizes(models=("tiny",), trials=1, cycles=2)
     assert conduct("offload", few, out=tmp_path / "rows.jsonl", device="cpu") == 0
     said = read_rows(tmp_path / "rows.jsonl")
     assert said["bench"] == "offload"
@@ -30,12 +30,6 @@ def test_a_small_run_has_every_row(tmp_path):
     assert "needs a GPU" in named("out and back", "Megatron's own")["note"]
     assert "needs a GPU" in named("out and back", "torch_memory_saver")["note"]
     assert named(": back", "a copy of every tensor")["n"] == 2
-    assert [named(f"{what} leaked")["median"] for what in ("groups", "fds", "threads")] == [0, 0, 0]
-    assert named("the lab's own measuring")["n"] == 4
-    bitwise = named("bit for bit: dp2")
-    assert bitwise["met"] is True
-    assert bitwise["note"].startswith("kit run offload --set ranks=2 --set tp=1: ")
-    assert ", 0 failed" in bitwise["note"]
 
 
 def test_a_ratio_is_taken_cycle_by_cycle():
@@ -50,13 +44,6 @@ def test_a_model_that_does_not_fit_is_a_row_that_says_so(monkeypatch, tmp_path):
     (row,) = offload.tensors(Session("cpu", tmp_path, Book("offload")), "qwen2.5-0.5b", trials=1, cycles=1)
     assert row.median is None
     assert "does not fit" in row.note
-
-
-def test_a_run_that_breaks_is_a_row_that_says_so(monkeypatch, tmp_path):
-    monkeypatch.setitem(offload.GRID, "tp3", {"ranks": 2, "tp": 3})
-    (row,) = offload.bitwise(Session("cpu", tmp_path, Book("offload")), "tp3")
-    assert row.median is None
-    assert "tp=3 does not divide" in row.note
 
 
 def test_on_a_gpu_every_way_is_beside_the_pinned_copy():

@@ -1,4 +1,4 @@
-"""`kit bench offload`: how fast a job's tensors leave the device and come back, and what is left after many cycles.
+"""`kit bench offload`: how fast a job's tensors leave the device and come back.
 
 The plain copies that a move is compared with are of the same bytes and take turns with it in the same processes. A ratio is
 of times: 1.43 times memcpy's time is 0.7 of its speed. Ranks import this package too, so that it asks for little.
@@ -9,28 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kit.bench.session import Part, Row, Session, first_line, progress, ratios, row, unmeasured
+from kit.bench.session import Part, Row, Session, progress, ratios, row, unmeasured
 from kit.errors import BadInput, KitError
-
-if TYPE_CHECKING:
-    from kit.results import Run
 
 OUT, BACK, ON_CUDA = 1 / 0.7, 1 / 0.8, 1 / 0.8
 GIB = 2**30
 SAVER = "torch_memory_saver"
 NEW = "into memory that is new; nothing is given back"
-GRID: dict[str, dict[str, Any]] = {
-    "tp2": {"ranks": 2, "tp": 2},
-    "pp2": {"ranks": 2, "tp": 1, "pp": 2},
-    "dp2": {"ranks": 2, "tp": 1},
-    "dp2 with the distributed optimizer": {"ranks": 2, "tp": 1, "distributed_optimizer": True},
-    "tp2 pp2": {"ranks": 4, "tp": 2, "pp": 2},
-    "ep2, 4 experts": {"ranks": 2, "tp": 1, "ep": 2, "experts": 4},
-    "pp4": {"ranks": 4, "tp": 1, "pp": 4},
-}
-LEAKS = {"groups_return_to_baseline": "groups", "fds_return": "fds", "threads_return": "threads"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,21 +27,16 @@ class Sizes:
     models: tuple[str, ...] = ("125m", "qwen2.5-0.5b")
     trials: int = 2  # fresh processes for each model: as many first cycles
     cycles: int = 5  # steady ones in each trial
-    leak_cycles: int = 20
-    grid: tuple[str, ...] = tuple(GRID)
 
 
-QUICK = Sizes(models=("125m",), trials=1, cycles=3, leak_cycles=5, grid=("tp2", "dp2 with the distributed optimizer"))
+QUICK = Sizes(models=("125m",), trials=1, cycles=3)
 
 
 def parts(sizes: Sizes, _: str) -> dict[str, Part]:
     few: dict[str, Any] = {"trials": sizes.trials, "cycles": sizes.cycles}
-    bitwise_ = {name.replace(" ", "-").replace(",", ""): partial(bitwise, name=name) for name in sizes.grid}
     return {
         **{f"tensors.{model}": partial(tensors, model=model, **few) for model in sizes.models},
         **{f"saver.{model}": partial(saved, model=model, **few) for model in sizes.models},
-        "leaks": partial(leaks, cycles=sizes.leak_cycles),
-        **{f"bitwise.{slug}": part for slug, part in bitwise_.items()},
     }
 
 
@@ -168,49 +150,3 @@ def _cuda_rows(model: str, seen: list[dict[str, Any]]) -> list[Row]:
         s.row("back", "pageable_back", "pageable copy"),
     ]
     return rows_ + [one for one in s.common(".cpu() of every tensor") if one.unit != "%"]
-
-
-# -- the lab itself: what it leaves behind, what its measuring costs, and whether training goes on bit for bit ----------------
-
-
-def leaks(session: Session, *, cycles: int) -> list[Row]:
-    """Many cycles at four ranks, tensor parallel 2."""
-    progress(f"the lab, {cycles} cycles on 4 ranks")
-    run = session.lab("offload", session.logs / "leaks", ranks=4, tp=2, steps=1, cycles=cycles)
-    verdict = {one.check: one for one in run.verdict()}
-    rows = [
-        row(f"{what} leaked, 4 ranks, tp2, {cycles} cycles", _one(verdict[check].measured), unit="1", limit=0.0)
-        for check, what in LEAKS.items()
-    ]
-    return [*rows, _overhead(run)]
-
-
-def _one(measured: float | None) -> list[float]:
-    return [] if measured is None else [measured]
-
-
-def _overhead(run: Run) -> Row:
-    """What the meters took, as a share of the phases that they measured; a sample is a rank."""
-    frame = run.frame()
-    sums = frame[frame["metric"].isin(["seconds", "overhead_seconds"])].groupby(["rank", "metric"])["value"].sum()
-    table = sums.unstack("metric")
-    shares = (100 * table["overhead_seconds"] / table["seconds"]).tolist()
-    return row("the lab's own measuring, of the time it measures", shares, unit="%", limit=1.0)
-
-
-def bitwise(session: Session, name: str) -> list[Row]:
-    """One kind of parallelism: the steps and tensors that differ from a run without any release."""
-    what = f"trained on bit for bit: {name}"
-    settings = GRID[name]
-    command = "kit run offload " + " ".join(f"--set {key}={str(value).lower()}" for key, value in settings.items())
-    progress(what)
-    try:
-        run = session.lab("offload", session.logs / name.replace(" ", "-"), steps=1, cycles=2, **settings)
-    except KitError as error:
-        return [Row(what=what, unit="differ", limit=0.0, note=f"{command}: {first_line(error)}")]
-    verdict = run.verdict()
-    failed = [one.check for one in verdict.failed]
-    passed = sum(one.passed is True for one in verdict)
-    said = f"{command}: {passed} checks passed, {len(failed)} failed{': ' + ', '.join(failed) if failed else ''}"
-    (judged,) = [one for one in verdict if one.check == "training_continues_bitwise"]
-    return [row(what, _one(judged.measured), unit="differ", limit=0.0, note=said)]

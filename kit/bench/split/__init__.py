@@ -1,4 +1,4 @@
-"""`kit bench split`: what a step costs that is cut into a stream, beside the plain one; and the lab over its whole grid.
+"""`kit bench split`: what a step costs that is cut into a stream, beside the plain one.
 
 Both ways work on the same job and the same rows and take turns in changing order; a ratio is taken turn by turn. Plain against
 plain is the empty control: what it differs from 1 by is what the ratios may. Ranks import this package too, so that it asks
@@ -7,16 +7,13 @@ for little.
 
 from __future__ import annotations
 
-import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from kit.bench.session import Part, Row, Session, first_line, progress, ratios, row
-from kit.errors import KitError
+from kit.bench.session import Part, Row, Session, progress, ratios, row
 from kit.labs.split.config import SplitConfig, model_config
 from kit.world import World
 
@@ -28,30 +25,6 @@ WHOLE, IN_FIVE, MEMORY, METRICS = 1.02, 1.05, 1.01, 1.15
 LONG_ENOUGH = 0.3  # seconds of a step whose ratios say something
 SLOW = 1800.0  # for a call that makes all turns, on a busy machine
 MIB = 2**20
-# Every layout is small: it is cut in four ways at two levels, and each way is a run of its own.
-COMMON: Config = {
-    "size": "tiny",
-    "layers": 2,
-    "length": 24,
-    "micro_batch": 1,
-    "microbatches": 6,
-    "steps": 2,
-    "chunks": [1, 2, 5, 0],
-    "level": "both",
-}
-MEGATRON: dict[str, Config] = {
-    "dp2": {"ranks": 2},
-    "tp2": {"ranks": 2, "tp": 2},
-    "pp2": {"ranks": 2, "pp": 2},
-    "ep2": {"ranks": 2, "ep": 2, "experts": 4, "reduce": "mean"},
-    "tp2 pp2": {"ranks": 4, "tp": 2, "pp": 2},
-    "dp4": {"ranks": 4},
-}
-FSDP2: dict[str, Config] = {"dp2": {"ranks": 2}, "dp4": {"ranks": 4}}
-BATCHING = {"fixed": {}, "dynamic": {"token_budget": 48}, "packed": {"token_budget": 48}}
-SWITCHES = ("overlap", "distributed optimizer")
-FEW = ("megatron dp2, ragged", "fsdp2 dp2, ragged, packed")
-GRID_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,26 +42,6 @@ class Job:
         return f"{self.size}, {self.layers} layers, {rows}"
 
 
-def every_config() -> dict[str, Config]:
-    """Every config by its name, those of fewer ranks first."""
-    found = {}
-    for layout, config in MEGATRON.items():
-        for masks, overlap, sharded in itertools.product(masks_of(config), (False, True), (False, True)):
-            words = [word for word, on in zip(SWITCHES, (overlap, sharded), strict=True) if on]
-            switches = {"overlap_grad_reduce": overlap, "distributed_optimizer": sharded}
-            found[", ".join([f"megatron {layout}", masks, *words])] = {**config, "masks": masks, **switches}
-    for layout, config in FSDP2.items():
-        for masks, (batching, budget) in itertools.product(masks_of(config), BATCHING.items()):
-            name = f"fsdp2 {layout}, {masks}, {batching}"
-            found[name] = {**config, "backend": "fsdp2", "masks": masks, "batching": batching, **budget}
-    return dict(sorted(found.items(), key=lambda each: each[1]["ranks"]))
-
-
-def masks_of(config: Config) -> tuple[str, ...]:
-    data_ranks = config["ranks"] // (config.get("tp", 1) * config.get("pp", 1))
-    return ("ragged", "full", "empty-rank") if data_ranks > 1 else ("ragged", "full")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
     """How much of each. Rounds are even, so that turns are evenly dealt. `gpu` is the job on a GPU, which a small one would not fill."""
@@ -101,7 +54,6 @@ class Sizes:
     peak_steps: int = 3
     loss: tuple[int, int] = (8, 4096)
     loss_rounds: int = 22
-    grid: dict[str, Config] = field(default_factory=every_config)
 
     def on(self, device: str) -> tuple[Job, Job]:
         """The job, and the one of a pipeline."""
@@ -116,7 +68,6 @@ QUICK = Sizes(
     peak_steps=1,
     loss=(4, 2048),
     loss_rounds=4,
-    grid={name: config for name, config in every_config().items() if name in FEW},
 )
 
 
@@ -131,8 +82,6 @@ def parts(sizes: Sizes, device: str) -> dict[str, Part]:
         "losses": partial(losses, shape=sizes.loss, rounds=sizes.loss_rounds),
         "memory.megatron": partial(peaks, backend="megatron"),
         "memory.fsdp2": partial(peaks, backend="fsdp2"),
-        "grid.2": partial(on_grid, ranks=2, wanted=sizes.grid),
-        "grid.4": partial(on_grid, ranks=4, wanted=sizes.grid),
     }
 
 
@@ -272,39 +221,3 @@ def losses(session: Session, *, shape: tuple[int, int], rounds: int) -> list[Row
         over = ratios(seconds["metrics"], seconds["bare"])
         made.append(row(f"{what}, {recipe}: with metrics over bare", over, unit="x", limit=METRICS, note=note))
     return made
-
-
-# -- the split lab over the grid: a World of each size is shared, and one that breaks is started anew --------------------------------
-
-
-def on_grid(session: Session, *, ranks: int, wanted: Mapping[str, Config]) -> Iterator[Row]:
-    """Every config that is for so many ranks, on one World."""
-    here = {name: config for name, config in wanted.items() if config["ranks"] == ranks}
-    if not here:
-        return
-    with session.world(ranks, preload=("megatron.core",), timeout_s=GRID_S) as world:
-        for number, (name, config) in enumerate(here.items(), start=1):
-            progress(f"grid on {ranks} ranks, {number} of {len(here)}: {name}")
-            yield judged(session, name, config, world, session.logs / f"grid{ranks}-{number}")
-
-
-def judged(session: Session, name: str, config: Config, world: World, out: Path) -> Row:
-    """One config on ranks that are there: how many checks failed, and its largest errors."""
-    what = f"grid: {name}"
-    try:
-        run = session.lab("split", out, world=world, **{**COMMON, **config}, timeout_s=GRID_S)
-    except KitError as error:
-        world.restart()
-        return Row(what=what, unit="failed", limit=0.0, note=f"broke: {first_line(error)}")
-    verdict = run.verdict()
-    failed = [one.check for one in verdict.failed if "/" not in one.check]
-    silent = sorted({one.check for one in verdict if one.passed is None})
-
-    def worst(check: str) -> float:
-        return max((one.measured for one in verdict if one.check == check and one.measured is not None), default=0.0)
-
-    passed = sum(one.passed is True for one in verdict)
-    words = [f"{passed} passed", *(f"FAILED {check} {worst(check):.3g}" for check in failed)]
-    words.append(f"gradients {worst('grad_parity'):.1e} off, metrics {worst('metric_parity'):.1e}")
-    words += [f"not measured: {', '.join(silent)}"] * bool(silent)
-    return row(what, [float(len(failed))], unit="failed", limit=0.0, note="; ".join(words))
