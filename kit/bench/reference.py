@@ -296,7 +296,7 @@ def perform(out: Path, part: Part, limit_s: float, predicted_s: float) -> dict[s
         status, printed, complaint, late = finish([*KIT, *part.command, *pairs, *place], limit_s)
     except KeyboardInterrupt as error:  # what was measured so far is kept; the part is run again next time
         stopped, (status, printed, complaint, late) = error, (INTERRUPTED, "", "", False)
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "part": part.name,
         "command": " ".join(["kit", *part.command, *pairs]),
         "exit": status,
@@ -309,32 +309,32 @@ def perform(out: Path, part: Part, limit_s: float, predicted_s: float) -> dict[s
         "complaint": complaint,
     }
     if part.lab and (run / "run.json").exists():
-        told |= of_run(out, part, run)
+        result |= of_run(out, part, run)
     elif found := read_rows(rows):  # also of one that was ended: what it had measured
-        told |= found
+        result |= found
         if table := printed.strip():
             write_text(out / f"{part.name}.txt", table + "\n")
-    told["state"] = state(told)
-    write_json(out / f"{part.name}.json", told)
+    result["state"] = state(result)
+    write_json(out / f"{part.name}.json", result)
     if stopped is not None:
         raise stopped
-    return told
+    return result
 
 
-def state(told: Mapping[str, Any]) -> str:
-    count = next((len(told[name]) for name in MEASURED if told.get(name)), 0)
-    if told["timed_out"]:
+def state(result: Mapping[str, Any]) -> str:
+    count = next((len(result[name]) for name in MEASURED if result.get(name)), 0)
+    if result["timed_out"]:
         return f"timed out with {count} rows" if count else "timed out without a row"
-    if told["exit"] == 0 and "rows" in told:  # a bench judges nothing, and a row may only say why it has no number
-        return f"measured {sum(row['median'] is not None for row in told['rows'])} of {count} rows"
-    return ENDED.get(told["exit"], f"ended with status {told['exit']}")
+    if result["exit"] == 0 and "rows" in result:  # a bench judges nothing, and a row may only say why it has no number
+        return f"measured {sum(row['median'] is not None for row in result['rows'])} of {count} rows"
+    return ENDED.get(result["exit"], f"ended with status {result['exit']}")
 
 
-def is_settled(told: Mapping[str, Any]) -> bool:
+def is_settled(result: Mapping[str, Any]) -> bool:
     """Whether it need not run again: it ended as it should, or its limit ended it and it measured something before."""
-    if told.get("timed_out"):
-        return any(told.get(name) for name in MEASURED)
-    return told.get("exit") in SETTLED
+    if result.get("timed_out"):
+        return any(result.get(name) for name in MEASURED)
+    return result.get("exit") in SETTLED
 
 
 def settled(out: Path, part: Part) -> bool:
@@ -429,13 +429,13 @@ def in_order(folder: Path) -> Iterator[Path]:
 
 def write_page(out: Path, parts: Sequence[Part], plan: str, missing: Mapping[str, str]) -> None:
     """The folder in a page, from its files."""
-    told = results_of(out, parts)
-    provenance = next((one["provenance"] for one in told if one.get("provenance")), None)
+    result = results_of(out, parts)
+    provenance = next((one["provenance"] for one in result if one.get("provenance")), None)
     lines = [f"# Reference: {out.name}", ""]
     lines += [machine(provenance), ""] if provenance else []
     lines += ["Recorded by `kit reference`. Each part was one process; what it says of itself is in its files.", ""]
-    lines += [markdown(HEADS), markdown(["---"] * len(HEADS)), *(markdown(cells_of(one)) for one in told)]
-    there = {one["part"] for one in told}
+    lines += [markdown(HEADS), markdown(["---"] * len(HEADS)), *(markdown(cells_of(one)) for one in result)]
+    there = {one["part"] for one in result}
     lines += [f"\nNot run: {name}: {why}." for name, why in missing.items() if name not in there]
     rest = [part.name for part in parts if part.name not in there and part.name not in missing]
     lines += ["", f"Not there yet: {', '.join(rest)}."] if rest else []
@@ -455,10 +455,10 @@ def markdown(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
-def short_of(told: Mapping[str, Any]) -> list[str]:
+def short_of(result: Mapping[str, Any]) -> list[str]:
     """Checks that failed, and rows of a bench that missed their limit or their aim."""
-    checks = [row["check"] for row in told.get("verdict", ()) if row["passed"] is False]
-    return checks + [row["what"] for row in told.get("rows", ()) if row["met"] is False]
+    checks = [row["check"] for row in result.get("verdict", ()) if row["passed"] is False]
+    return checks + [row["what"] for row in result.get("rows", ()) if row["met"] is False]
 
 
 def plan_text(parts: Sequence[Part], factor: float, device: str, minutes: float | None = None) -> str:

@@ -58,7 +58,7 @@ def side_by_side(session: Session, sizes: Sizes) -> Iterator[Row]:
     ratios: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for turn in range(sizes.turns):
         progress(f"offload through torch and through torchcomms, turn {turn + 1} of {sizes.turns}")
-        order = WAYS if turn % 2 == 0 else WAYS[::-1]  # whatever gets slower with time is not one way's fault
+        order = WAYS if turn % 2 == 0 else WAYS[::-1]  # so that neither way profits from its place
         runs = {way: once(session, session.logs / f"{turn}-{way}", way, sizes) for way in order}
         off, on = (runs[way] for way in WAYS)
         if missed := [row.why for row in on.verdict() if row.check == "routing_effective" and not row.passed]:

@@ -63,7 +63,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the median keeps the limit; None where there is nothing to say."""
+        """Whether the median keeps the limit; None without a median or a limit."""
         return None if self.median is None or self.limit is None else self.median <= self.limit
 
     def to_json(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def first_line(text: object) -> str:
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Turn by turn: what disturbs the machine disturbs both."""
+    """Ratios turn by turn, so that a disturbance of the machine affects both sides."""
     return [a / b for a, b in zip(above, below, strict=True)]
 
 
@@ -104,11 +104,11 @@ def samples(what: str, n: int, once: Callable[[], float]) -> list[float]:
 
 
 def turn_by_turn(names: Sequence[str], rounds: int, timed: Callable[[str, int], float]) -> dict[str, list[float]]:
-    """Seconds of each, one after another in every turn, in changing order and without garbage from before. The first turn, -1, is not
-    counted: pages are supplied in it, and connections made."""
+    """Seconds of each. In every turn each runs once, in changing order, after a garbage collection. The first turn, -1, is not counted: it
+    allocates pages and makes connections."""
     seconds: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
-    gc.freeze()  # what is there already is not searched in every turn
+    gc.freeze()  # objects that exist already are not searched in every turn
     try:
         for turn in range(-1, rounds):
             for place in order(len(names), turn):
@@ -122,13 +122,13 @@ def turn_by_turn(names: Sequence[str], rounds: int, timed: Callable[[str, int], 
 
 
 def order(count: int, turn: int) -> list[int]:
-    """Who comes when: over `count` turns each stands in every place, and for even counts follows each other as often."""
+    """The order of a turn: over `count` turns each is in every place, and for even counts follows each other one equally often."""
     zigzag = [place // 2 + 1 if place % 2 else -(place // 2) for place in range(count)]
     return [(place + turn) % count for place in zigzag]
 
 
 def progress(text: str) -> None:
-    """What is being measured now; silent when nobody watches."""
+    """Print what is being measured now, on a terminal only."""
     if sys.stderr.isatty():
         print(f"... {text}", file=sys.stderr)
 
@@ -137,7 +137,7 @@ def progress(text: str) -> None:
 
 
 def seated(seat: Mapping[str, Any]) -> str:
-    """Where ranks sat, in a line."""
+    """The ranks and their devices, in one line."""
     ranks = f"{seat['ranks']} rank{'s' * (seat['ranks'] > 1)}"
     return f"{ranks} on {', '.join(dict.fromkeys(seat['devices']))} ({seat['why']})"
 
@@ -289,7 +289,7 @@ class Book:
 
 
 def read_rows(path: Path) -> dict[str, Any]:
-    """What a file of rows tells, as `kit bench --json` does, however the bench ended; empty where there is no row."""
+    """The content of a file of rows, as `kit bench --json` prints it, however the bench ended; empty if there is no row."""
     found: dict[str, Any] = {"bench": "", "rows": {}, "provenance": None, "seats": [], "parts": {}, "ended": ""}
     for text in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -335,15 +335,15 @@ def conduct(
         finally:
             session.drop_shared()
             book.end(how)
-    print(told(book, getattr(module, "table", table)))
+    print(page(book, getattr(module, "table", table)))
     if how == "interrupted":
         print(f"interrupted: {len(book.parts)} of {len(parts)} parts were finished", file=sys.stderr)
         return INTERRUPTED
     return 0
 
 
-def told(book: Book, shown: Callable[[Sequence[Row]], str]) -> str:
-    """A table for people, the machine in a line, and where the ranks sat."""
+def page(book: Book, shown: Callable[[Sequence[Row]], str]) -> str:
+    """The table of rows, the machine in one line, and the device of each rank."""
     lines = [shown(list(book.rows.values())), ""]
     if book.provenance is not None:
         lines.append(machine(book.provenance))

@@ -27,7 +27,15 @@ if TYPE_CHECKING:
 MS = 1e3
 MIB = 2**20
 RANKS = 4
-HELD = {"release", "idle", "talk", "start", "baseline", "end", "ownership"}  # phases after which the job has given back
+HELD = {
+    "release",
+    "idle",
+    "talk",
+    "start",
+    "baseline",
+    "end",
+    "ownership",
+}  # phases after which the job has released its memory
 PLOTS = {
     "drift": "drift_mib",
     "census": "fds_more",

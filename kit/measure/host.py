@@ -106,7 +106,7 @@ def _work(pieces: Iterator[Move], *, fresh: bool) -> None:
 
 
 def map_shared(fd: int, size: int) -> int:
-    """Map a file's first bytes, shared with whoever else maps them; returns the address."""
+    """Map a file's first bytes, shared with other mappings of it; returns the address."""
     address: int = libc.mmap(None, size, _READ_WRITE, _MAP_SHARED, fd, 0)
     if address == MAP_FAILED:
         raise OSError(ctypes.get_errno(), f"mapping {size} bytes of shared memory failed")

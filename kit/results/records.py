@@ -133,7 +133,7 @@ def rank_name(rank: int, roles: Mapping[int, str]) -> str:
 
 
 class Recording:
-    """`record` for whoever can send a row on its way: a phase on a rank, a driven step on the notebook side."""
+    """`record`, for a phase on a rank and for a driven step on the notebook side."""
 
     __slots__ = ()
 

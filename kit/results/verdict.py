@@ -185,8 +185,8 @@ def _ask(
     if not lacks:
         return found
     some = [found] if isinstance(found, Measured) else found
-    told = [replace(one, lacking="; ".join(dict.fromkeys(lacks)), suspect=suspect) for one in some]
-    return told[0] if isinstance(found, Measured) else told
+    marked = [replace(one, lacking="; ".join(dict.fromkeys(lacks)), suspect=suspect) for one in some]
+    return marked[0] if isinstance(found, Measured) else marked
 
 
 def _find(

@@ -90,7 +90,7 @@ def find(name: str) -> Path:
 
 
 def copy_all(to: Path) -> Path:
-    """The notebooks, and the pages and examples that they point at, in a folder of one's own."""
+    """Copy the notebooks, and the pages and examples that they link to, to a folder."""
     target = to.expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadInput(f"cannot copy the notebooks to {target}: it is not an empty folder")

@@ -53,7 +53,7 @@ def adopt_orphans() -> None:
 
 
 def reap_orphans() -> None:
-    """Collect adopted children that have ended. What this process forked itself is left to whoever waits for it."""
+    """Collect adopted children that have ended, but no child that this process forked itself."""
     group, session = os.getpgid(0), os.getsid(0)
     for pid in children() or ():
         fields = stat_fields(pid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kit.bench.session import Book, Row, read_rows, row, table, told
+from kit.bench.session import Book, Row, page, read_rows, row, table
 from kit.measure import provenance
 
 
@@ -37,7 +37,7 @@ def test_rows_are_told_and_read_back(tmp_path: Path) -> None:
     book.describe(provenance())
     for one in rows:
         book.keep("a part", one)
-    first, *_, last = told(book, table).splitlines()
+    first, *_, last = page(book, table).splitlines()
     assert first.split()[:3] == ["what", "who", "median"]
     assert " cores; " in last
     said = read_rows(tmp_path / "rows.jsonl")

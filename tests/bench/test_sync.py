@@ -70,7 +70,7 @@ def test_a_small_run_has_every_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [*sync.SHAPES, TINY.shapes[0]], ids=lambda shape: str(shape.name))
 def test_sizes_are_those_of_the_weights(shape: Shape) -> None:
-    elements = sum(torch.Size(each).numel() for each in onranks.shapes_of(shape.told()))
+    elements = sum(torch.Size(each).numel() for each in onranks.shapes_of(shape.arguments()))
     assert shape.size() == 2 * elements
 
 

@@ -17,7 +17,7 @@ from kit.errors import BadInput, KitError
 OUT, BACK, ON_CUDA = 1 / 0.7, 1 / 0.8, 1 / 0.8
 GIB = 2**30
 SAVER = "torch_memory_saver"
-NEW = "into memory that is new; nothing is given back"
+NEW = "into new memory; frees nothing"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,8 @@
-"""`kit bench release`: ways of giving communicators back, side by side, by the number of groups and of ranks.
+"""`kit bench release`: ways to release communicators, side by side, by the number of groups and of ranks.
 
-Ways take turns, each in fresh ranks, since two of them leave groups behind. A time is the slowest rank's; what is given back the
-least of any rank's, and what is left at the end the most. Each row names the mechanism that made its communicators again, and ways are
-judged against ways with the same one. Ranks import this package too, so that it asks for little.
+Ways take turns, each in new ranks, since two of them leave groups behind. A time is that of the slowest rank; what was freed is the least
+of all ranks, and what is left at the end the most. Each row names the mechanism that made its communicators again, and a way is judged
+against ways with the same mechanism. Ranks import this package too, so it imports little.
 """
 
 from __future__ import annotations
@@ -103,30 +103,30 @@ def side_by_side(
             world.restart()
             asked: dict[str, Any] = {"mode": way.mode, "by_store": way.by_store}
             try:
-                told = world.call("kit.bench.release.onranks:cycles", **asked, total=total, n=cycles)
+                answers = world.call("kit.bench.release.onranks:cycles", **asked, total=total, n=cycles)
             except KitError as error:
                 broken.add(way)
                 yield unmeasured(what, error, who=way.name, ids={**about, "way": way.name})
                 continue
-            seen.setdefault(way, []).append(told)
+            seen.setdefault(way, []).append(answers)
             yield from of(ranks, seen, aim=total == 0)
 
 
 def of(ranks: int, seen: dict[Way, list[list[Seen]]], *, aim: bool = True) -> Iterator[Row]:
     """Every row of one number of groups."""
-    for way, told in seen.items():
-        groups, mechanism = told[0][0]["groups"], told[0][0]["mechanism"]
+    for way, answers in seen.items():
+        groups, mechanism = answers[0][0]["groups"], answers[0][0]["mechanism"]
         what = f"{groups} groups a rank, {ranks} ranks: "
         ids: dict[str, str | int | float] = {"ranks": ranks, "groups": groups, "way": way.name, "mechanism": mechanism}
         for part in (*TIMES, ROUND):
             about = judged(way, seen, ids, aim=aim and ranks == AIM_RANKS) if part == ROUND else {"note": mechanism}
-            yield row(what + part, seconds(told, part), who=way.name, unit="ms", ids={**ids, "what": part}, **about)
+            yield row(what + part, seconds(answers, part), who=way.name, unit="ms", ids={**ids, "what": part}, **about)
         for source, (word, unit) in SOURCES.items():
-            if not any(source in rank["left"] for trial in told for rank in trial):
+            if not any(source in rank["left"] for trial in answers for rank in trial):
                 continue
             scale = MIB if unit == "MiB" else 1
-            freed = [min(cycle["freed"].get(source, 0) for cycle in turn) / scale for turn in turns(told)]
-            left = [max(rank["left"].get(source, 0) for rank in trial) / scale for trial in told]
+            freed = [min(cycle["freed"].get(source, 0) for cycle in turn) / scale for turn in turns(answers)]
+            left = [max(rank["left"].get(source, 0) for rank in trial) / scale for trial in answers]
             for kind, values in (("freed", freed), ("left", left)):
                 name = f"{kind} {word}"
                 yield row(what + name, values, who=way.name, unit=unit, ids={**ids, "what": name})
@@ -145,15 +145,15 @@ def judged(way: Way, seen: dict[Way, list[list[Seen]]], ids: Seen, *, aim: bool)
     return {**about, "limit": limit, "note": f"{note}; the limit is what {like[0].name!r} takes, by the same mechanism"}
 
 
-def seconds(told: Sequence[Sequence[Seen]], part: str) -> list[float]:
+def seconds(answers: Sequence[Sequence[Seen]], part: str) -> list[float]:
     """Milliseconds, a sample a cycle: the ranks meet after each part, so that each counts with its slowest."""
     parts = TIMES if part == ROUND else (part,)
-    return [MS * sum(max(cycle["seconds"][each] for cycle in turn) for each in parts) for turn in turns(told)]
+    return [MS * sum(max(cycle["seconds"][each] for cycle in turn) for each in parts) for turn in turns(answers)]
 
 
-def turns(told: Sequence[Sequence[Seen]]) -> list[tuple[Seen, ...]]:
+def turns(answers: Sequence[Sequence[Seen]]) -> list[tuple[Seen, ...]]:
     """Of each cycle of each trial what every rank said."""
-    return [turn for trial in told for turn in zip(*(rank["cycles"] for rank in trial), strict=True)]
+    return [turn for trial in answers for turn in zip(*(rank["cycles"] for rank in trial), strict=True)]
 
 
 def table(made: Sequence[Row]) -> str:
@@ -177,7 +177,9 @@ def table(made: Sequence[Row]) -> str:
     ]
     notes += [f"{one.who}, {one.what}: {one.note}" for one in made if one.note and one.ids.get("what") in {None, ROUND}]
     n = " to ".join(str(each) for each in sorted({line["release"].n for line in lines.values()}))
-    legend = f"Median, least and greatest, n = {n}; of groups to memory: given back by a release / more at the end than at first."
+    legend = (
+        f"Median, least and greatest, n = {n}; groups to memory: freed by a release / more at the end than at first."
+    )
     return "\n".join([columns([heads, *cells], right=range(len(heads))), "", *([legend] if lines else []), *notes])
 
 

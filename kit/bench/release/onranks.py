@@ -84,7 +84,7 @@ def cycle(mode: str, more: int, *, by_store: bool) -> dict[str, Any]:
     with unbound(c10d._world.default_pg) if by_store else contextlib.nullcontext():
         groups.reload(stats["snapshot"])
         if mode not in (*groups.EXACT, *groups.KEEPING):
-            make_extra(more)  # these two rebuild what Megatron makes; the rest is for whoever made it to make again
+            make_extra(more)  # these two rebuild what Megatron makes; the caller makes the others again
     back = time.perf_counter()
     dist.barrier()
     ready = time.perf_counter()

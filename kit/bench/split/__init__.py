@@ -37,7 +37,7 @@ class Job:
     micro_batch: int = 1
     microbatches: int = 5
 
-    def told(self) -> str:
+    def describe(self) -> str:
         rows = f"{self.microbatches} microbatches of {self.micro_batch} x {self.length}"
         return f"{self.size}, {self.layers} layers, {rows}"
 
@@ -125,7 +125,7 @@ def plain_rows(what: str, seconds: Seconds, apart: float) -> list[Row]:
 
 def times(session: Session, *, job: Job, backend: str, rounds: int) -> list[Row]:
     """On data ranks alone."""
-    what = f"{backend} dp{RANKS}, {job.told()}"
+    what = f"{backend} dp{RANKS}, {job.describe()}"
     seconds, first = asked(session, what, "steps", job, {"backend": backend}, chunks=[1, 5], rounds=rounds)
     limits = {1: WHOLE, 5: IN_FIVE}
     over = [over_plain(what, seconds, str(count), called(count), limit=limit) for count, limit in limits.items()]
@@ -134,11 +134,11 @@ def times(session: Session, *, job: Job, backend: str, rounds: int) -> list[Row]
 
 def bubbles(session: Session, *, job: Job, rounds: int) -> list[Row]:
     """On two pipeline stages. Theory is of stages that take alike, and of the passes alone."""
-    what = f"megatron pp{RANKS}, {job.told()}"
+    what = f"megatron pp{RANKS}, {job.describe()}"
     cuts = [1, 2, *([5] if job.microbatches > 5 else []), 0]
-    seconds, told = asked(session, what, "steps", job, {"pp": RANKS}, chunks=cuts, rounds=rounds)
+    seconds, answer = asked(session, what, "steps", job, {"pp": RANKS}, chunks=cuts, rounds=rounds)
     first = share_of_first_stage(job)
-    made = plain_rows(what, seconds, told["apart"])
+    made = plain_rows(what, seconds, answer["apart"])
     for count in cuts:
         pieces = count or job.microbatches
         alike, unlike = theory(job.microbatches, pieces), theory(job.microbatches, pieces, first)
@@ -168,13 +168,13 @@ def share_of_first_stage(job: Job) -> float:
 
 def experts(session: Session, *, job: Job, rounds: int) -> list[Row]:
     """What one more pass for the experts' loss costs, where the counts of rows ask for it."""
-    what = f"megatron ep{RANKS}, 4 experts, {job.told()}"
+    what = f"megatron ep{RANKS}, 4 experts, {job.describe()}"
     layout = {"ep": RANKS, "experts": 4, "reduce": "mean"}
-    seconds, told = asked(session, what, "experts", job, layout, rounds=rounds)
-    note = "{corrected} forward passes of a microbatch against {uncorrected}".format(**told["passes"])
+    seconds, answer = asked(session, what, "experts", job, layout, rounds=rounds)
+    note = "{corrected} forward passes of a microbatch against {uncorrected}".format(**answer["passes"])
     over = ratios(seconds["corrected"], seconds["uncorrected"])
     return [
-        *plain_rows(what, seconds, told["apart"]),
+        *plain_rows(what, seconds, answer["apart"]),
         over_plain(what, seconds, "uncorrected", "uncorrected"),
         row(f"{what}: corrected over uncorrected", over, unit="x", note=note),
     ]
@@ -182,7 +182,7 @@ def experts(session: Session, *, job: Job, rounds: int) -> list[Row]:
 
 def memory(session: Session, *, job: Job, backend: str, trials: int, times: int) -> Iterator[Row]:
     """Peaks in fresh processes, each with one way of stepping; trials are pairs, and the larger rank speaks for both."""
-    what = f"{backend} dp{RANKS}, {job.told()}: peak"
+    what = f"{backend} dp{RANKS}, {job.describe()}: peak"
     settings = {**asdict(job), "ranks": RANKS, "backend": backend}
     ways: dict[str, int | None] = {"plain": None, "plain again": None, "1": 1, "5": 5}
     seen: dict[str, list[float]] = {name: [] for name in ways}

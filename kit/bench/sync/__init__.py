@@ -50,7 +50,7 @@ class Shape:
     count: int = 0
     each: int = 0
 
-    def told(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         return {"model": self.model} if self.model else {"count": self.count, "each": self.each}
 
     def size(self) -> int:
@@ -132,21 +132,21 @@ def rates(world: World, shape: Shape, ways: Sequence[str], *, receivers: int, ro
     needed, free = (COPIES + receivers) * shape.size(), free_memory()
     if needed > free:
         raise BadInput(f"{shape.name} needs {needed / GIB:.1f} GiB here, and {free / GIB:.1f} GiB are free")
-    asked: dict[str, Any] = {"shape": shape.told(), "receivers": receivers, "ways": list(ways), "rounds": rounds}
-    told: dict[str, Any] = world.call(f"{ONRANKS}:rates", **asked, meeting=f"bench-{secrets.token_hex(8)}")[0]
-    return told
+    asked: dict[str, Any] = {"shape": shape.arguments(), "receivers": receivers, "ways": list(ways), "rounds": rounds}
+    answer: dict[str, Any] = world.call(f"{ONRANKS}:rates", **asked, meeting=f"bench-{secrets.token_hex(8)}")[0]
+    return answer
 
 
 def quickest(seconds: Seconds, names: Sequence[str]) -> str:
     return min(names, key=lambda name: statistics.median(seconds[name]))
 
 
-def times(what: str, told: dict[str, Any], names: Sequence[str], **ids: float) -> list[Row]:
+def times(what: str, answer: dict[str, Any], names: Sequence[str], **ids: float) -> list[Row]:
     """Seconds of each, with its rate."""
     made = []
     for name in names:
-        taken = told["seconds"][name]
-        rate = told["bytes"] / statistics.median(taken) / GB
+        taken = answer["seconds"][name]
+        rate = answer["bytes"] / statistics.median(taken) / GB
         about: dict[str, Any] = {"note": f"{rate:.2f} GB/s", "ids": {**ids, "way": called(name)}}
         made.append(row(f"{what}: {called(name)}", taken, who=who(name), **about))
     return made
@@ -173,13 +173,13 @@ def transports(world: World, shape: Shape, *, rounds: int, buckets_mib: Sequence
     """Every transport to one receiver; shared memory against one copy and against groups, and the automatic size against fixed ones."""
     fixed = [f"broadcast@{mib:g}" for mib in buckets_mib]
     ways = ["memcpy", "copies", *OVER_MEMCPY, "serialize", *GROUPS, *fixed]
-    told = rates(world, shape, ways, receivers=1, rounds=rounds)
-    seconds, what = told["seconds"], f"{shape.name}, 1 receiver"
+    answer = rates(world, shape, ways, receivers=1, rounds=rounds)
+    seconds, what = answer["seconds"], f"{shape.name}, 1 receiver"
     group = quickest(seconds, [*GROUPS, *fixed])
     other = quickest(seconds, ["per-tensor", *fixed])
-    automatic = f"automatic buckets are of {told['automatic'] / MIB:.3g} MiB"
+    automatic = f"automatic buckets are of {answer['automatic'] / MIB:.3g} MiB"
     return [
-        *times(what, told, ways),
+        *times(what, answer, ways),
         over_memcpy(what, seconds, "copies"),
         *(over_memcpy(what, seconds, name, shape.at_most if name == "shm" else None) for name in OVER_MEMCPY),
         row(
@@ -207,9 +207,9 @@ def over_memcpy(what: str, seconds: Seconds, name: str, limit: float | None = No
 
 def two_receivers(world: World, shape: Shape, *, rounds: int) -> list[Row]:
     ways = ["memcpy", "shm", "broadcast", "serialize"]
-    told = rates(world, shape, ways, receivers=2, rounds=rounds)
+    answer = rates(world, shape, ways, receivers=2, rounds=rounds)
     what = f"{shape.name}, 2 receivers"
-    return [*times(what, told, ways), *(over_memcpy(what, told["seconds"], name) for name in ways[1:])]
+    return [*times(what, answer, ways), *(over_memcpy(what, answer["seconds"], name) for name in ways[1:])]
 
 
 def verified(world: World, shape: Shape, algorithms: Sequence[str], *, rounds: int) -> list[Row]:
@@ -217,10 +217,10 @@ def verified(world: World, shape: Shape, algorithms: Sequence[str], *, rounds: i
     there = set(world.call(f"{ONRANKS}:hashing", ranks=[0], each=4096, count=1, rounds=1)[0])
     wanted = [name for name in algorithms if name in there]
     ways = ["shm", *(f"shm+{name}" for name in wanted)]
-    told = rates(world, shape, ways, receivers=1, rounds=rounds)
-    what, seconds = f"{shape.name}, 1 receiver", told["seconds"]
+    answer = rates(world, shape, ways, receivers=1, rounds=rounds)
+    what, seconds = f"{shape.name}, 1 receiver", answer["seconds"]
     return [
-        *times(what, told, ways[1:]),
+        *times(what, answer, ways[1:]),
         *(
             row(f"{what}: {called(name)}, time over unverified", ratios(seconds[name], seconds["shm"]), unit="x")
             for name in ways[1:]
@@ -233,14 +233,14 @@ def through_files(world: World, shape: Shape, *, rounds: int) -> list[Row]:
     """Against what others do: files in memory."""
     peers = {name: others.missing(package) for name, package in PEERS.items()}
     ways = ["shm", *(name for name, why in peers.items() if not why)]
-    told = rates(world, shape, ways, receivers=1, rounds=rounds)
+    answer = rates(world, shape, ways, receivers=1, rounds=rounds)
     what = f"{shape.name}, 1 receiver, files"
     where = others.place_for(shape.size())
     place = f"in {where}" if where else "in the folder for temporary files: too little room in memory"
     made = []
     for name in ways[1:]:
-        over = ratios(told["seconds"][name], told["seconds"]["shm"])
-        made += times(what, told, [name])
+        over = ratios(answer["seconds"][name], answer["seconds"]["shm"])
+        made += times(what, answer, [name])
         made.append(row(f"{what}: {called(name)} over shm, time", over, who=who(name), unit="x", note=place))
     return [
         *made,
@@ -266,5 +266,5 @@ def growth(world: World, megabytes: Sequence[int], receivers: Sequence[int], *, 
             what = f"growth: {size} MB, {count} receiver{'s' * (count > 1)}"
             progress(what)
             ways = ["memcpy", "shm", "broadcast"]
-            told = rates(world, of_megabytes(size), ways, receivers=count, rounds=rounds)
-            yield from times(what, told, ways, megabytes=size, receivers=count)
+            answer = rates(world, of_megabytes(size), ways, receivers=count, rounds=rounds)
+            yield from times(what, answer, ways, megabytes=size, receivers=count)

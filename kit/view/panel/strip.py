@@ -101,7 +101,7 @@ class Strip:
         # The phase under way, with some of what was done before it.
         first = max(0, current(phases) - wide // 2) if self.follow.value else self.first.value
         self._move(min(first, last), last)
-        # Held in place only while it moves: whoever reads what was done scrolls as they like.
+        # Held in place only while it moves, so that a reader of finished phases can scroll.
         held = self.follow.value and self.model.state in {*UNDER_WAY, "ready"}
         (self.scroll.add_class if held else self.scroll.remove_class)("kit-follow")
         begin = self.first.value
