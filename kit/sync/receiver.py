@@ -76,7 +76,6 @@ class Received:
     version: int = BASE
     began: float = 0.0  # by the sender's clock
     applied: int = 0  # buckets
-    finalized: int = 0
     log: Log = field(default_factory=Log)
 
 
@@ -148,7 +147,7 @@ class Call:
         self.received = Received()
         self.log = self.received.log
         self.layout: Layout
-        self.slots = 0  # in the sender's memory, where it has not all buckets
+        self.slots: int  # in the sender's memory, where it has not all buckets
         self.applier: Applier
         self.transport: Transport | None = None
         self.digests: Digests | None = None
@@ -156,7 +155,7 @@ class Call:
         self.before: list[torch.Tensor] = []  # a copy of the weights, while a refresh can be undone
         self.was = receiver.version, receiver.routed
         self.changing = False  # weights that serve may be half new
-        self.mates = 0  # other ranks of its replica
+        self.mates: int  # other ranks of its replica
         self.in_doubt = False  # ready to run the version; whether all ranks of the replica are is not known yet
         self.woke = self.committed = False
         self.writing = contextlib.ExitStack()
@@ -278,7 +277,6 @@ class Call:
     def finalize(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as above
         with self.log.stage("finalize"):
             self.receiver.host.finalize()
-        self.received.finalized += 1
         self.link.send({"kind": "finalized"})
 
     def publish(self, said: dict[str, Any]) -> None:
