@@ -68,7 +68,6 @@ SETUPS = {
         Setup("split:gspo", 2, {**SPLIT, "recipe": "gspo", "level": "sequences"}),
         Setup("sync", 3, SYNC),
         Setup("sync:buckets", 3, {**SYNC, "bucket_mib": 0.05}),
-        Setup("sync:half", 3, {**SYNC, "dtype": "bfloat16"}),
         Setup("sync:paused", 3, {**APART, "refresh": "paused"}),
         Setup("sync:rendezvous", 3, {**SYNC, "transport": "rendezvous"}),
         Setup("sync:serialize", 3, {**SYNC, "transport": "serialize"}),
