@@ -1,4 +1,4 @@
-"""`kit bench world`: how fast a World starts, steps, restarts, and reports a death; plain torchrun beside it.
+"""`kit bench world`: how fast a World starts, steps, restarts, and tells of a death; other tools in the same run where installed.
 
 Every start is of fresh processes, on warm files: after the first sample the libraries are in the page cache. Two ranks on the CPU
 over gloo, also where there is a GPU. A sample counts only if the thing was right: the sum, the name of the dead, the fresh pids.
@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kit import machine
 from kit.bench.onranks import REDUCED
+from kit.bench.peers import STARTED, STEPPED, TOLD, VANISHED, environment, peers, seconds_until_gone
 from kit.bench.session import Part, Row, first_line, progress, ratios, row, samples, seconds_of, unmeasured
 from kit.errors import KitError, RankDied
 from kit.world import World, interpreter, leftovers
@@ -28,16 +28,9 @@ from kit.world.leftovers import carriers, end_carriers
 from kit.world.pending import Pending, wait
 from kit.world.world import Printer
 
-STARTED = "two ranks to the first all-reduce done, cold"
-STEPPED = "one empty step on both ranks"
-TOLD = "SIGKILL of a rank to the exception"
-VANISHED = "SIGKILL of the notebook's process to nothing left"
-
-ROOT = Path(__file__).resolve().parents[2]
 MS = 1e3
 PHASE_S = 0.1
 SETTLE_S = 0.1  # from "waiting" to the kill: by then rank 0 is inside the collective
-TRIAL_S = 120.0  # for torchrun
 GONE_S = 10.0
 WIDE = 8  # ranks of the row on calls in flight
 FLYING = 100
@@ -61,11 +54,11 @@ class Sizes:
     restarts: int = 7
     phases: int = 20
     flights: int = 5
-    torchruns: int = 3
+    peer_trials: int = 3
 
 
 QUICK = Sizes(
-    starts=3, megatron=2, steps=50, deaths=3, kernels=2, helps=3, restarts=3, phases=5, flights=2, torchruns=0
+    starts=3, megatron=2, steps=50, deaths=3, kernels=2, helps=3, restarts=3, phases=5, flights=2, peer_trials=0
 )
 
 
@@ -87,7 +80,7 @@ def parts(sizes: Sizes, _: str) -> dict[str, Part]:
         "calls": alone(in_flight),
         "notebook": alone(kernel_death),
         "help": alone(help_),
-        "torchrun": alone(torchrun),
+        "peers": lambda _: peers(trials=sizes.peer_trials, steps=sizes.steps),
     }
 
 
@@ -288,100 +281,3 @@ def help_(_: Path, sizes: Sizes) -> list[Row]:
 
 def run_once(command: Sequence[str], env: dict[str, str] | None = None) -> None:
     subprocess.run(command, env=env, check=True, capture_output=True)
-
-
-def environment() -> dict[str, str]:
-    """Ours, in which the kit is found where this process found it."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-
-def seconds_until_gone(fits: Callable[[str], bool], known: list[int], since: float, at_most: float) -> float | None:
-    """Seconds from `since` until no process has the mark; None if that took longer than `at_most`.
-
-    Only once none of the `known` processes is left is all of /proc searched."""
-    while (now := time.perf_counter()) - since < at_most:
-        if all(machine.marked(pid) is None for pid in known) and not carriers(fits):
-            return now - since
-        time.sleep(0.001)
-    return None
-
-
-# -- torchrun alone, as a notebook starts a script with it: it has no steps, and its exit reports a death ------------------------
-
-SCRIPT = """
-import os, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-value = torch.ones(1) * (rank + 1)
-dist.all_reduce(value)
-os.write(1, f"{rank} {os.getpid()} {value.item()}\\n".encode())
-if rank == 1:
-    time.sleep(600)
-dist.barrier()
-"""
-
-
-class Torchrun:
-    """Two ranks of the script, from their first all-reduce on; `seconds` is what that took. All of it ends with the block."""
-
-    def __init__(self, logs: Path) -> None:
-        self.mark = leftovers.mark("torchrun")
-        script = logs / "script.py"
-        script.write_text(SCRIPT)
-        began = time.perf_counter()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, machine.MARK: self.mark, "CUDA_VISIBLE_DEVICES": ""},
-        )
-        self.limit = threading.Timer(TRIAL_S, end_carriers, [self.mark.__eq__])  # the reader below then sees the end
-        self.limit.start()
-        assert self.process.stdout is not None
-        lines = [self.process.stdout.readline().split() for _ in range(2)]
-        self.seconds = time.perf_counter() - began
-        self.pids = {int(line[0]): int(line[1]) for line in lines if line}
-        if [float(line[2]) for line in lines if line] != [REDUCED] * 2:
-            said = self.end().strip().splitlines() or [f"no answer within {TRIAL_S:.0f} s"]
-            raise KitError(f"torchrun did not start two ranks: {said[-1]}")
-
-    def __enter__(self) -> Torchrun:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> str:
-        """What it wrote to stderr."""
-        self.limit.cancel()
-        end_carriers(self.mark.__eq__)
-        return self.process.communicate()[1]
-
-
-def torchrun(logs: Path, sizes: Sizes) -> list[Row]:
-    """Two trials each: one until a death is reported, one whose torchrun is killed."""
-    seen: dict[str, list[float]] = {STARTED: [], TOLD: [], VANISHED: []}
-    notes = dict.fromkeys(seen, "")
-    progress(f"torchrun, {sizes.torchruns} times each")
-    for _ in range(sizes.torchruns):
-        with Torchrun(logs) as trial:
-            seen[STARTED].append(trial.seconds)
-            time.sleep(SETTLE_S)
-            began = time.perf_counter()
-            os.kill(trial.pids[1], 9)
-            status = trial.process.wait(TRIAL_S)
-            seen[TOLD].append(time.perf_counter() - began)
-            notes[TOLD] = f"it ends with status {status}"
-        with Torchrun(logs) as trial:
-            seen[STARTED].append(trial.seconds)
-            known = carriers(trial.mark.__eq__)
-            began = time.perf_counter()
-            trial.process.kill()
-            took = seconds_until_gone(trial.mark.__eq__, known, began, GONE_S)
-            if took is None:
-                left = len(carriers(trial.mark.__eq__))
-                notes[VANISHED] = f"{left} of {len(known) - 1} processes are still there after {GONE_S:.0f} s"
-            else:
-                seen[VANISHED].append(took)
-    return [row(what, taken, who="torchrun", note=notes[what]) for what, taken in seen.items() if taken or notes[what]]

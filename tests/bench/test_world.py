@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +9,13 @@ import pytest
 from kit import cli
 from kit.bench import world as bench
 from kit.bench.session import conduct, read_rows
-from kit.bench.world import STARTED, TOLD, VANISHED, Sizes
+from kit.bench.world import Sizes
 from kit.errors import KitError
-from kit.world import interpreter, leftovers
+from kit.world import interpreter
 
-TINY = Sizes(starts=1, megatron=1, steps=3, deaths=1, kernels=1, helps=1, restarts=1, phases=1, flights=1, torchruns=0)
+TINY = Sizes(
+    starts=1, megatron=1, steps=3, deaths=1, kernels=1, helps=1, restarts=1, phases=1, flights=1, peer_trials=0
+)
 
 
 def test_the_command_line_finds_it() -> None:
@@ -50,39 +48,3 @@ def test_what_was_not_loaded_is_not_counted(tmp_path: Path, monkeypatch: pytest.
 
 
 real = bench.world_of_two
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("nothing_left")
-def test_torchrun_beside_it(tmp_path: Path) -> None:
-    rows = {one.what: one for one in bench.torchrun(tmp_path, replace(TINY, torchruns=1))}
-    assert (rows[STARTED].n, rows[TOLD].n) == (2, 1)
-    assert rows[TOLD].note == "it ends with status 1"
-    assert rows[VANISHED].n or "still there" in rows[VANISHED].note
-
-
-def test_a_torchrun_that_does_not_start_is_named_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
-) -> None:
-    monkeypatch.setattr(bench.sys, "executable", "/bin/false")
-    with pytest.raises(KitError, match="torchrun did not start two ranks"):
-        bench.Torchrun(tmp_path)
-
-
-def test_remains_are_found_by_their_mark_and_ended() -> None:
-    mark = leftovers.mark("test-of-a-bench")
-    env = {**bench.environment(), bench.machine.MARK: mark}
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=env)
-    other = subprocess.Popen(["sleep", "60"])
-    try:
-        while leftovers.carriers(mark.__eq__) != [sleeper.pid]:
-            assert sleeper.poll() is None
-        assert bench.seconds_until_gone(mark.__eq__, [sleeper.pid], time.perf_counter(), at_most=0.01) is None
-        leftovers.end_carriers(mark.__eq__)
-        assert bench.seconds_until_gone(mark.__eq__, [sleeper.pid], time.perf_counter(), at_most=5) is not None
-        assert sleeper.wait() == -9
-        assert other.poll() is None
-    finally:
-        for process in (sleeper, other):
-            process.kill()
-            process.wait()

@@ -1,0 +1,82 @@
+"""Other tools beside the kit: one that is there, ones that are not, one that breaks; each trial is ended with all it started."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from kit.bench import peers as remains
+from kit.bench.peers import PEERS, STARTED, STEPPED, TOLD, VANISHED, Library, of_trial, peers
+from kit.bench.session import Row
+from kit.world import leftovers
+
+
+def installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(PEERS[name].needs)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def nothing_marked() -> bool:
+    return not leftovers.carriers(lambda mark: mark.startswith("peer-") and mark.split(":")[1] == str(os.getpid()))
+
+
+def folders() -> list[Path]:
+    return sorted(path for path in Path(tempfile.gettempdir()).iterdir() if path.name.startswith("kit-bench-"))
+
+
+def test_a_peer_that_is_not_installed_has_a_row_that_says_so() -> None:
+    [one] = peers(trials=1, steps=1, wanted={"it": Library(needs="no-such-distribution")})
+    assert (one.who, one.n, one.note) == ("it", 0, "not measured: no-such-distribution is not installed")
+
+
+def test_a_peer_that_breaks_says_how_and_the_others_go_on() -> None:
+    rows = list(peers(trials=1, steps=1, wanted={"broken": Library(needs="pytest"), "gone": Library(needs="no-such")}))
+    assert [one.n for one in rows] == [0, 0]
+    assert "KeyError: 'broken'" in rows[0].note
+    assert nothing_marked()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torchrun", *sorted(PEERS)[:-1]])
+def test_a_real_peer(name: str) -> None:
+    if not installed(name):
+        pytest.skip(f"{PEERS[name].needs} is not installed")
+    before = folders()
+    rows: dict[str, Row] = {one.what: one for one in peers(trials=1, steps=3, wanted={name: PEERS[name]})}
+    assert set(rows) >= {STARTED, TOLD, VANISHED}, rows
+    assert rows[STARTED].n == 2
+    assert rows[STARTED].note == ""
+    assert rows[TOLD].n == 1
+    assert rows[TOLD].note
+    assert (STEPPED in rows) == bool(PEERS[name].step)
+    assert rows[VANISHED].n or "still there" in rows[VANISHED].note
+    assert nothing_marked()
+    assert folders() == before
+
+
+def test_remains_are_found_by_their_mark_and_ended(tmp_path: Path) -> None:
+    mark = leftovers.mark("peer-test")
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=of_trial(mark, str(tmp_path)))
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        while leftovers.carriers(mark.__eq__) != [sleeper.pid]:
+            assert sleeper.poll() is None
+        assert remains.seconds_until_gone(mark.__eq__, [sleeper.pid], time.perf_counter(), at_most=0.01) is None
+        leftovers.end_carriers(mark.__eq__)
+        assert remains.seconds_until_gone(mark.__eq__, [sleeper.pid], time.perf_counter(), at_most=5) is not None
+        assert sleeper.wait() == -9
+        assert other.poll() is None
+    finally:
+        for process in (sleeper, other):
+            process.kill()
+            process.wait()
