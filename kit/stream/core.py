@@ -117,13 +117,12 @@ def is_done(t: Turn) -> bool:
 
 
 def is_stuck(t: Turn) -> bool:
-    """No prompt is left, nothing is in flight, and the trainer has nothing to do."""
+    """No prompt is left, and nothing is under way: what could follow from the state has been ordered already."""
     step = t.step
-    idle = step is None or (
-        step.fed == len(step.groups) < t.need and not (step.unanswered or step.finishing or step.aborting)
+    busy = step is not None and (
+        step.unanswered or step.scoring or step.finishing or step.aborting or len(step.groups) >= t.need
     )
-    quiet = not (t.in_flight or t.waiting or t.held or t.clearing or "select" in t.asked)
-    return t.exhausted and t.prompt < 0 and idle and quiet
+    return t.exhausted and t.prompt < 0 and not (busy or t.asked or t.in_flight or t.waiting or t.held or t.clearing)
 
 
 def end_of_data(t: Turn) -> None:

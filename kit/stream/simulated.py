@@ -102,7 +102,9 @@ class Replica:
             self.system.clock.after(self.orders.pop(0)(), self.turn)
         elif self.requests:
             tokens = {key: min(self.system.durations.span, one.length - one.done) for key, one in self.requests.items()}
-            seconds = sum(tokens.values()) * self.system.durations.token_s / min(len(tokens), self.system.durations.batch)
+            seconds = (
+                sum(tokens.values()) * self.system.durations.token_s / min(len(tokens), self.system.durations.batch)
+            )
             self.system.clock.after(seconds, lambda: self.decoded(tokens))
         else:
             self.busy = False

@@ -70,9 +70,9 @@ class Chaos:
             self.generate(command)
         elif name == "cancel":
             channel = (command.group, command.sample)
-            if self.channels.get(channel):
-                if self.random.random() < 0.7:
-                    self.channels[channel] = [Event("cancelled", pipeline, group=command.group, sample=command.sample)]
+            if self.channels.get(channel) and self.random.random() < 0.7:  # else it completes before the order is seen
+                ids = {"group": command.group, "sample": command.sample, "replica": command.replica}
+                self.channels[channel] = [Event("cancelled", pipeline, **ids)]
         elif name == "sync":
             there = numbers(command.replicas)
             published = [Event("published", pipeline, version=command.version, replica=one) for one in there]
@@ -106,8 +106,6 @@ class Chaos:
         event = self.channels[channel].pop(0)
         if event.name == "published":
             self.versions[event.replica] = event.version
-        if event.name in ("tokens", "completed") and event.replica in self.versions and isinstance(channel, tuple):
-            pass
         if not self.channels[channel]:
             del self.channels[channel]
         return event
@@ -118,7 +116,7 @@ class Chaos:
             gone = self.random.choice(there)
             del self.versions[gone]
             for channel, events in list(self.channels.items()):
-                if isinstance(channel, tuple) and events and events[-1].get("replica", gone) == gone:
+                if isinstance(channel, tuple) and events and events[-1].replica == gone:
                     self.channels[channel] = []
             return Event(self.random.choice(["left", "died"]), "", replica=gone)
         self.serial += 1

@@ -59,7 +59,9 @@ class Driver:
         elif name == "cancel":
             self.event("cancelled", group=command.group, sample=command.sample)
 
-    def complete(self, command: Command, version: int | None = None, length: int = 4, reward: str | None = None) -> None:
+    def complete(
+        self, command: Command, version: int | None = None, length: int = 4, reward: str | None = None
+    ) -> None:
         version = self.state.version if version is None else version
         ids = {"group": command.group, "sample": command.sample, "replica": command.replica, "version": version}
         if length:

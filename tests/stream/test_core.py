@@ -248,7 +248,9 @@ def test_previous_log_probabilities_are_all_there_before_the_first_of_several_fi
         driver.answer(driver.one("begin"))
         driver.answer(driver.one("microbatch"))
         assert len(driver.wants("finish")) == finishes, "the weights would move before group 1 is scored"
-    driver = Driver(small(previous="recomputed", train_global_batch_size=2), at_once=("logprobs", "begin", "microbatch"))
+    driver = Driver(
+        small(previous="recomputed", train_global_batch_size=2), at_once=("logprobs", "begin", "microbatch")
+    )
     driver.finish_group(0, 1)
     assert len(driver.wants("finish")) == 1
 

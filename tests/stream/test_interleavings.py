@@ -13,7 +13,15 @@ from kit.stream.state import State
 from tests.stream.chaos import ENDS, TRAINER, check_state
 
 Channels = frozenset[tuple[str, tuple[Event, ...]]]
-TINY = {"groups": 1, "group": 2, "train_global_batch_size": 2, "places": 2, "slots": 2, "replicas": 1, "previous": "off"}
+TINY = {
+    "groups": 1,
+    "group": 2,
+    "train_global_batch_size": 2,
+    "places": 2,
+    "slots": 2,
+    "replicas": 1,
+    "previous": "off",
+}
 
 
 class Explorer:
@@ -50,7 +58,9 @@ class Explorer:
 
     def after(self, state: State, commands: tuple[Command, ...], channels: dict[str, Any], failures: int) -> list[Any]:
         """The nodes after some commands: with all of them carried out, and with each one of them failed."""
-        asked = [one for one in commands if one.to not in ("ledger", "runner") and one.name not in ("progress", "metrics")]
+        asked = [
+            one for one in commands if one.to not in ("ledger", "runner") and one.name not in ("progress", "metrics")
+        ]
         nodes = []
         for failing in (None, *(range(len(asked)) if failures else ())):
             found = dict(channels)
@@ -72,7 +82,13 @@ class Explorer:
             channels[where] = (prompt,)
         elif name == "generate":
             about = {"group": command.group, "sample": command.sample, "replica": command.replica}
-            done = {**about, "version": state.version, "newest": state.version, "length": 1, "reward": str(command.sample)}
+            done = {
+                **about,
+                "version": state.version,
+                "newest": state.version,
+                "length": 1,
+                "reward": str(command.sample),
+            }
             channels[f"{command.group} {command.sample}"] = (Event("completed", **done),)
         elif name == "cancel":
             key = f"{command.group} {command.sample}"

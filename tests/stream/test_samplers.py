@@ -19,14 +19,31 @@ class Slot:
 
 
 def view(*slots: Slot, **more: Any) -> View:
-    plain = {"version": 0, "window": 1, "groups": 2, "last": 100, "index": -1, "position": 0, "accepted": 0, "running": 0}
+    plain = {
+        "version": 0,
+        "window": 1,
+        "groups": 2,
+        "last": 100,
+        "index": -1,
+        "position": 0,
+        "accepted": 0,
+        "running": 0,
+    }
     return View(**{**plain, **more}, buffer={slot.id: slot for slot in slots})
 
 
 @pytest.mark.parametrize("name", ["strict", "in-order", "weight-fifo", "ready-first"])
 @pytest.mark.parametrize(
     ("index", "version", "window", "opens"),
-    [(-1, 0, 0, True), (0, 0, 0, False), (0, 1, 0, True), (0, 0, 1, True), (1, 0, 1, False), (4, 3, 2, True), (5, 3, 2, False)],
+    [
+        (-1, 0, 0, True),
+        (0, 0, 0, False),
+        (0, 1, 0, True),
+        (0, 0, 1, True),
+        (1, 0, 1, False),
+        (4, 3, 2, True),
+        (5, 3, 2, False),
+    ],
 )
 def test_a_gate_blocks_while_its_index_is_version_plus_window(
     name: str, index: int, version: int, window: int, opens: bool
@@ -45,7 +62,8 @@ def test_windowed_does_not_gate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accepted", "running", "version", "opens"), [(0, 3, 0, True), (1, 3, 0, False), (3, 0, 0, True), (4, 1, 1, True), (2, 4, 1, False)]
+    ("accepted", "running", "version", "opens"),
+    [(0, 3, 0, True), (1, 3, 0, False), (3, 0, 0, True), (4, 1, 1, True), (2, 4, 1, False)],
 )
 def test_capacity_bounds_accepted_plus_running(accepted: int, running: int, version: int, opens: bool) -> None:
     found = SAMPLERS["capacity"].admits(view(accepted=accepted, running=running, version=version, position=1))

@@ -20,7 +20,10 @@ def test_the_defaults_work() -> None:
     ("change", "sentence"),
     [
         ({"places": 15}, "places=15 is fewer than the 16 that the sampler in-order needs for groups=8 and window=1"),
-        ({"sampler": "windowed", "places": 3, "min_groups": 4}, "places=3 cannot hold the min_groups=4 that start a step"),
+        (
+            {"sampler": "windowed", "places": 3, "min_groups": 4},
+            "places=3 cannot hold the min_groups=4 that start a step",
+        ),
         (
             {"train_global_batch_size": 30},
             "train_global_batch_size=30 is not a multiple of group=4; a group is never cut",
@@ -31,7 +34,10 @@ def test_the_defaults_work() -> None:
         ),
         ({"min_groups": 9}, "min_groups=9 exceeds the 8 groups of a step"),
         ({"floor": 9}, "floor=9 exceeds the 8 groups of a step"),
-        ({"group": 1}, "group=1 gives every sample the advantage 0; use at least 2 samples a group"),
+        (
+            {"group": 1, "train_global_batch_size": 8},
+            "group=1 gives every sample the advantage 0; use at least 2 samples a group",
+        ),
         (
             {"correction": False},
             "window=1 trains on stale samples with neither correction nor recorded log-probabilities; "
