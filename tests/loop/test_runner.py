@@ -1,0 +1,170 @@
+"""The runner: routing, order, deadlines, errors, and time of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kit.errors import BadInput
+from kit.loop.clock import RealClock, Simulated, VirtualClock
+from kit.loop.ledger import File, Memory, Row, read, turns
+from kit.loop.messages import Command, Event
+from kit.loop.replay import replay, replay_rows
+from kit.loop.runner import Runner, Stalled
+
+
+class Asks:
+    """A core that asks a port `times` times, one after the other, and ends. Its state is the number of answers."""
+
+    def __init__(self, times: int, to: str = "port", pipeline: str = "") -> None:
+        self.times, self.to, self.pipeline = times, to, pipeline
+
+    def begin(self) -> tuple[int, tuple[Command, ...]]:
+        return 0, (Command("noted", "ledger", self.pipeline, n=0), self.ask(0))
+
+    def step(self, state: int, event: Event) -> tuple[int, tuple[Command, ...]]:
+        if event.name == "error":
+            return state, (Command("ended", "runner", self.pipeline, why=event.why, of=event.of),)
+        if event.name != "answer":
+            return state, ()
+        more = self.ask(state + 1) if state + 1 < self.times else Command("ended", "runner", self.pipeline, why="done")
+        return state + 1, (more,)
+
+    def ask(self, n: int) -> Command:
+        return Command("ask", self.to, self.pipeline, n=n)
+
+
+class Answers:
+    """A core that others ask: its answers are commands to the asker."""
+
+    def __init__(self, until: int) -> None:
+        self.until = until
+
+    def begin(self) -> tuple[int, tuple[Command, ...]]:
+        return 0, ()
+
+    def step(self, state: int, event: Event) -> tuple[int, tuple[Command, ...]]:
+        answer = Command("answer", event.pipeline, event.pipeline, n=event.n)
+        ended = (Command("ended", "runner"),) if state + 1 == self.until else ()
+        return state + 1, (answer, *ended)
+
+
+def simulated(clock: VirtualClock, **more: Any) -> Simulated:
+    return Simulated(clock, {"ask": lambda command: [(2.5, Event("answer", command.pipeline, n=command.n))]}, **more)
+
+
+def test_time_is_virtual_and_the_ledger_has_everything_in_order() -> None:
+    clock, rows = VirtualClock(), Memory()
+    runner = Runner({"a": Asks(2, pipeline="a")}, {"port": simulated(clock)}, clock=clock, ledger=rows)
+    assert runner.run()["a"].why == "done"
+    seen = [(row.name, row.time, row.ids.get("core"), row.ids.get("to")) for row in rows]
+    assert seen == [
+        ("begins", 0.0, "a", None),
+        ("noted", 0.0, None, None),
+        ("ask", 0.0, None, "port"),
+        ("answer", 2.5, "a", None),
+        ("ask", 2.5, None, "port"),
+        ("answer", 5.0, "a", None),
+        ("ended", 5.0, None, "runner"),
+    ]
+    assert runner.states["a"] == 2
+    assert len(runner.own) == 3
+
+
+def test_cores_answer_each_other_in_one_runner() -> None:
+    cores = {"a": Asks(3, "desk", "a"), "b": Asks(2, "desk", "b"), "desk": Answers(5)}
+    runner = Runner(cores, {}, clock=VirtualClock())
+    assert set(runner.run()) == {"a", "b", "desk"}
+    assert runner.states == {"a": 3, "b": 2, "desk": 5}
+    assert replay_rows(cores, runner.ledger) is None  # type: ignore[arg-type]
+
+
+def test_a_port_that_raises_becomes_an_error_with_the_commands_ids() -> None:
+    clock = VirtualClock()
+    runner = Runner({"a": Asks(3, pipeline="a")}, {"port": simulated(clock, fail_at={1: "no more"})}, clock=clock)
+    ended = runner.run()["a"]
+    assert (ended.why, ended.of) == ("RuntimeError: no more", "ask")
+    error = next(row for row in runner.ledger if row.name == "error")  # type: ignore[attr-defined]
+    assert error.ids["n"] == 1
+    assert error.time == 2.5
+
+
+def test_a_port_that_cannot_be_asked_is_an_error_for_every_core() -> None:
+    class Broken:
+        def send(self, _: Command) -> Iterable[Event]:
+            return ()
+
+        def take(self) -> Iterable[Event]:
+            raise OSError("gone")
+
+    runner = Runner({"a": Asks(1, pipeline="a")}, {"port": Broken()}, clock=VirtualClock())
+    assert runner.run()["a"].why == "OSError: gone"
+
+
+def test_a_wait_has_a_deadline_and_names_who_waits() -> None:
+    clock = VirtualClock()
+    silent = Simulated(clock, {"ask": lambda _: []})
+    with pytest.raises(Stalled, match="no event can arrive any more; not ended: a") as raised:
+        Runner({"a": Asks(1)}, {"port": silent}, clock=clock).run()
+    assert raised.value.cores == ("a",)
+    late = Simulated(clock, {"ask": lambda _: [(100.0, Event("answer", n=0))]})
+    with pytest.raises(Stalled, match="no event arrived within 60 s"):
+        Runner({"a": Asks(1)}, {"port": late}, clock=clock, deadline_s=60).run()
+    waited: list[float] = []
+    with pytest.raises(Stalled, match=r"within 0\.05 s"):
+        Runner({"a": Asks(1)}, {"port": silent}, clock=RealClock(waited.append), deadline_s=0.05).run()
+    assert max(waited) <= 0.05
+
+
+def test_addresses_are_checked() -> None:
+    clock = VirtualClock()
+    with pytest.raises(BadInput, match="sends ask to 'port', which is neither a core nor a port"):
+        Runner({"a": Asks(1)}, {}, clock=clock).run()
+    with pytest.raises(BadInput, match="'a' names a core and a port"):
+        Runner({"a": Asks(1)}, {"a": simulated(clock)}, clock=clock)
+    with pytest.raises(BadInput, match="'ledger' is the runner's own address"):
+        Runner({"ledger": Asks(1)}, {}, clock=clock)
+    with pytest.raises(BadInput, match="at least one core"):
+        Runner({}, {}, clock=clock)
+    with pytest.raises(BadInput, match="deadline_s=0 must be above 0"):
+        Runner({"a": Asks(1)}, {}, clock=clock, deadline_s=0)
+    other = Simulated(clock, {"ask": lambda _: [(0.0, Event("answer", "c"))]})
+    with pytest.raises(BadInput, match="belongs to the pipeline 'c', which no core has"):
+        Runner({"a": Asks(1), "b": Asks(1)}, {"port": other}, clock=clock).run()
+
+
+def test_a_ledger_on_disk_gives_back_what_passed(tmp_path: Path) -> None:
+    clock, file = VirtualClock(), File(tmp_path / "records.jsonl", run="r", lab="stream", phase="run")
+    core = Asks(3, pipeline="a")
+    runner = Runner({"a": core}, {"port": simulated(clock)}, clock=clock, ledger=file)
+    runner.run()
+    file.close()
+    rows, note = read(tmp_path / "records.jsonl")
+    assert note == ""
+    assert replay_rows({"a": core}, rows) is None
+    events = [event for _, event, _ in turns(rows) if event is not None]
+    state, commands = replay(core, events)
+    assert (state, commands[-1].name) == (3, "ended")
+    assert rows[-1] == Row("ended", 7.5, {"pipeline": "a", "to": "runner", "why": "done"})
+
+
+def test_a_replay_names_the_first_turn_that_differs() -> None:
+    clock, rows = VirtualClock(), Memory()
+    Runner({"a": Asks(3, pipeline="a")}, {"port": simulated(clock)}, clock=clock, ledger=rows).run()
+    difference = replay_rows({"a": Asks(2, pipeline="a")}, rows)
+    assert difference is not None
+    assert (difference.turn, difference.core, difference.replayed[0].name) == (2, "a", "ended")
+
+
+def test_what_is_due_at_once_happens_in_the_order_of_its_scheduling() -> None:
+    clock, seen = VirtualClock(), []
+    for name, after in (("b", 1.0), ("c", 1.0), ("a", 0.5)):
+        clock.after(after, lambda name=name: seen.append(name))
+    while clock.wait(0.75):
+        pass
+    assert (seen, clock.now()) == (["a", "b", "c"], 1.0)
+    with pytest.raises(ValueError, match="no time from now on"):
+        clock.after(float("nan"), lambda: None)

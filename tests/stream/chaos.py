@@ -1,0 +1,275 @@
+"""Ports without time: every command waits for its answer, and a seeded choice says which answer comes next and what fails.
+
+What must hold of any schedule, however bad, is checked while it runs (`Watch`) and at its end (`check_end`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from kit.loop.messages import Command, Event, numbers
+from kit.stream.core import Controller
+from kit.stream.settings import Settings
+from kit.stream.state import RUNNING, State
+
+TRAINER = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")
+ENDS = ("cleared", "evicted", "aborted", "failed", "dropped", "replaced")
+BOUNDED = ("strict", "in-order", "weight-fifo", "windowed")
+
+
+class Deadlock(AssertionError):
+    pass
+
+
+@dataclass
+class Chaos:
+    """`fail_at`: the number of a command that fails, at once or when its answer would come; `churn`: how often replicas come and go."""
+
+    seed: int
+    prompts: int
+    fail_at: int | None = None
+    churn: float = 0.0
+    flat: float = 0.0
+    empty: float = 0.0
+    sent: int = 0
+    failed: str = ""
+    channels: dict[Any, list[Event]] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
+    serial: int = 0
+    given: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+    def push(self, channel: Any, *events: Event) -> None:
+        self.channels.setdefault(channel, []).extend(events)
+
+    def alone(self, event: Event) -> None:
+        """An answer that may come at any time."""
+        self.serial += 1
+        self.push(self.serial, event)
+
+    def send(self, command: Command) -> None:
+        number, self.sent = self.sent, self.sent + 1
+        name, ids, pipeline = command.name, dict(command.ids), command.pipeline
+        if number == self.fail_at:
+            self.failed = name
+            event = Event("error", pipeline, **{**ids, "of": name, "why": "injected"})
+            late = name in TRAINER and self.random.random() < 0.5
+            self.push("trainer", event) if late else self.alone(event)
+            return
+        if name in TRAINER:
+            self.push("trainer", Event("done", pipeline, **{**ids, "of": name}))
+        elif name == "next_prompt":
+            given, self.given = self.given, self.given + 1
+            self.alone(Event("prompt", pipeline, group=given) if given < self.prompts else Event("exhausted", pipeline))
+        elif name == "generate":
+            self.generate(command)
+        elif name == "cancel":
+            channel = (command.group, command.sample)
+            if self.channels.get(channel) and self.random.random() < 0.7:  # else it completes before the order is seen
+                ids = {"group": command.group, "sample": command.sample, "replica": command.replica}
+                self.channels[channel] = [Event("cancelled", pipeline, **ids)]
+        elif name == "sync":
+            there = numbers(command.replicas)
+            published = [Event("published", pipeline, version=command.version, replica=one) for one in there]
+            self.push("sync", *published, Event("synced", pipeline, version=command.version))
+        elif name == "acquire":
+            self.alone(Event("granted", pipeline, kind=command.kind))
+        else:
+            assert name in ("release", "metrics", "progress", "answer"), name
+
+    def generate(self, command: Command) -> None:
+        ids = {"group": command.group, "sample": command.sample, "replica": command.replica}
+        version = self.versions[command.replica]
+        chance = random.Random(f"{self.seed} {command.group} {command.sample}")
+        length = 0 if random.Random(f"{self.seed} {command.group}").random() < self.empty else chance.randint(1, 6)
+        flat = random.Random(f"{self.seed} flat {command.group}").random() < self.flat
+        events = [Event("started", command.pipeline, version=version, **ids)]
+        if length:
+            events.append(Event("tokens", command.pipeline, version=version, first=0, count=length, **ids))
+        reward = "0.0" if flat else str(command.sample % 2)
+        about = {"version": version, "newest": version, "length": length, "reward": reward}
+        events.append(Event("completed", command.pipeline, **ids, **about))
+        self.push((command.group, command.sample), *events)
+
+    def next(self) -> Event:
+        if self.churn and self.random.random() < self.churn:
+            return self.come_or_go()
+        live = [channel for channel, events in self.channels.items() if events]
+        if not live:
+            raise Deadlock("nothing is under way")
+        channel = self.random.choice(live)
+        event = self.channels[channel].pop(0)
+        if event.name == "published":
+            self.versions[event.replica] = event.version
+        if not self.channels[channel]:
+            del self.channels[channel]
+        return event
+
+    def come_or_go(self) -> Event:
+        there = sorted(self.versions)
+        if len(there) > 1 and self.random.random() < 0.5:
+            gone = self.random.choice(there)
+            del self.versions[gone]
+            for channel, events in list(self.channels.items()):
+                if isinstance(channel, tuple) and events and events[-1].replica == gone:
+                    self.channels[channel] = []
+            return Event(self.random.choice(["left", "died"]), "", replica=gone)
+        self.serial += 1
+        return Event("joined", "", replica=100 + self.serial)
+
+
+@dataclass
+class Run:
+    settings: Settings
+    states: list[State]
+    events: list[Event]
+    commands: list[Command]
+    ended: Command
+
+    def notes(self, *names: str) -> list[Command]:
+        return [one for one in self.commands if one.name in names]
+
+
+def run(settings: Settings, chaos: Chaos, *, limit: int = 20_000, core: Controller | None = None) -> Run:
+    """A whole run; every state on the way is checked."""
+    core = core or Controller(settings)
+    chaos.versions = dict.fromkeys(range(settings.replicas), 0)
+    state, commands = core.begin()
+    done = Run(settings, [state], [], list(commands), commands[0])
+    watch = Watch(settings)
+    watch.see(commands)
+    carry(chaos, commands)
+    while not state.closed:
+        event = chaos.next()
+        state, commands = core.step(state, event)
+        done.events.append(event)
+        done.commands += commands
+        watch.see(commands)
+        check_state(state, settings)
+        carry(chaos, commands)
+        assert len(done.events) < limit, "it does not end"
+    done.states.append(state)
+    done.ended = done.commands[-1]
+    assert done.ended.name == "ended"
+    check_end(done)
+    return done
+
+
+def carry(chaos: Chaos, commands: tuple[Command, ...]) -> None:
+    for command in commands:
+        if command.to not in ("ledger", "runner"):
+            chaos.send(command)
+
+
+def check_state(state: State, settings: Settings) -> None:
+    """What the state says of itself in more than one way agrees."""
+    unfinished = in_flight = 0
+    loads: Counter[int] = Counter()
+    for group in state.buffer.values():
+        unfinished += group.order < 0
+        for sample in group.samples:
+            if sample.status not in ("waiting", "done"):
+                in_flight += 1
+                loads[sample.replica] += 1
+    assert state.unfinished == unfinished
+    assert state.in_flight == in_flight
+    assert all(replica.load == loads[number] for number, replica in state.replicas.items())
+    assert len(state.buffer) <= settings.places
+    assert unfinished <= settings.slots
+    assert list(state.buffer) == sorted(state.buffer) or settings.step_retries
+
+
+class Watch:
+    """What must hold of the commands in their order."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.held = True
+        self.version = 0
+        self.begun: tuple[int, int] | None = None
+        self.open_microbatches = 0
+        self.step = -1
+        self.kinds: set[str] = set()
+
+    def see(self, commands: tuple[Command, ...]) -> None:
+        for one in commands:
+            name = one.name
+            if name == "hold":
+                self.held = True
+            elif name == "resume":
+                assert one.version == self.version
+                self.held = False
+            elif name == "bumped":
+                assert one.version == self.version + 1
+                self.version = one.version
+            elif name in ("generate", "reserved"):
+                assert not self.held, f"{name} while dispatch is held"
+            elif name == "begin":
+                assert self.begun is None
+                self.begun = one.step, one.update
+            elif name == "microbatch":
+                assert self.begun == (one.step, one.update)
+            elif name == "finish":
+                assert self.begun == (one.step, one.update)
+                self.begun = None
+            elif name == "abort":
+                self.begun = None
+            elif name == "selected":
+                assert not self.held
+                assert one.version == self.version
+            elif name == "acquire":
+                assert one.kind not in self.kinds
+                self.kinds.add(one.kind)
+                assert not {"training", "logprobs"} <= self.kinds, "two kinds of the trainer's devices"
+            elif name == "release":
+                self.kinds.remove(one.kind)
+            elif name == "ended":
+                assert not self.kinds, f"{self.kinds} were never released"
+
+
+def check_end(done: Run) -> None:
+    """No permit is lost, every group ends once, steps are whole, versions count outer steps."""
+    settings, ended = done.settings, done.ended
+    reserved = Counter(one.group for one in done.notes("reserved"))
+    ends = Counter(one.group for one in done.notes(*ENDS))
+    assert ends == reserved, (ends - reserved, reserved - ends)
+    for taken, back in (("place", "place_back"), ("slot", "slot_back")):
+        assert Counter(one.group for one in done.notes(taken)) == Counter(one.group for one in done.notes(back))
+    trained = [one.group for one in done.notes("trained")]
+    assert len(trained) == len(set(trained))
+    if ended.why != "error":
+        cleared = {one.group for one in done.notes("cleared")}
+        assert cleared == set(trained)
+    bumps = done.notes("bumped")
+    assert [one.version for one in bumps] == list(range(1, len(bumps) + 1))
+    if ended.why == "done":
+        assert ended.version == settings.steps
+    ready = {one.group: one for one in done.notes("ready")}
+    consumed = {one.group for one in done.notes("dropped") if one.why == "no valid token"}
+    for bump in bumps:
+        mine = [one.group for one in done.notes("trained") if one.step == bump.step]
+        chosen = [one.group for one in done.notes("selected") if one.step == bump.step]
+        assert set(mine) | (consumed & set(chosen)) == set(chosen)
+        floor = settings.groups if settings.on_failed != "shrink" else settings.floor
+        assert floor <= len(chosen) <= settings.groups
+    if settings.sampler in BOUNDED:
+        for one in done.notes("trained"):
+            assert one.version - ready[one.group].version <= settings.window, "too old"
+    for one in done.notes("trained"):
+        assert ready[one.group].version <= one.version
+    total = sum(event.count for event in done.events if event.name == "tokens")
+    count = dict(ended.ids)
+    assert total == count.get("generated", 0)
+    if ended.why != "error":
+        assert total == count.get("trained", 0) + count.get("wasted", 0)
+    last = done.states[-1]
+    assert not last.buffer
+    assert not last.unfinished
+    if ended.why != "error":
+        assert not last.in_flight
+        assert all(one.status != RUNNING for group in last.buffer.values() for one in group.samples)

@@ -1,0 +1,64 @@
+"""Settings that cannot work are refused in one sentence each, before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kit.errors import BadInput
+from kit.stream.core import Controller
+from kit.stream.settings import Settings, refusals
+
+
+def test_the_defaults_work() -> None:
+    assert refusals(Settings()) == ()
+    assert (Settings().minibatch, Settings().logprobs) == (8, ("previous",))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"places": 15}, "places=15 is fewer than the 16 that the sampler in-order needs for groups=8 and window=1"),
+        (
+            {"sampler": "windowed", "places": 3, "min_groups": 4},
+            "places=3 cannot hold the min_groups=4 that start a step",
+        ),
+        (
+            {"train_global_batch_size": 30},
+            "train_global_batch_size=30 is not a multiple of group=4; a group is never cut",
+        ),
+        (
+            {"train_global_batch_size": 20},
+            "a step has 8 x 4 = 32 samples, which train_global_batch_size=20 does not divide",
+        ),
+        ({"min_groups": 9}, "min_groups=9 exceeds the 8 groups of a step"),
+        ({"floor": 9}, "floor=9 exceeds the 8 groups of a step"),
+        (
+            {"group": 1, "train_global_batch_size": 8},
+            "group=1 gives every sample the advantage 0; use at least 2 samples a group",
+        ),
+        (
+            {"correction": False},
+            "window=1 trains on stale samples with neither correction nor recorded log-probabilities; "
+            "use correction=true or previous=recorded",
+        ),
+        ({"sampler": "strict"}, "the sampler strict has no window; use window=0 instead of window=1"),
+        ({"replicas": 0}, "replicas=0 must be at least 1"),
+        ({"window": -1}, "window=-1 must be at least 0"),
+        (
+            {"sampler": "newest"},
+            "sampler='newest' is neither one of strict, in-order, weight-fifo, windowed, ready-first, capacity nor a module:Class",
+        ),
+    ],
+)
+def test_each_refusal_is_one_sentence(change: dict[str, Any], sentence: str) -> None:
+    assert refusals(Settings(**change)) == (sentence,)
+    with pytest.raises(BadInput) as raised:
+        Controller(Settings(**change))
+    assert str(raised.value) == sentence
+
+
+def test_recorded_log_probabilities_are_enough_without_correction() -> None:
+    assert refusals(Settings(correction=False, previous="recorded")) == ()
+    assert refusals(Settings(correction=False, window=0)) == ()
