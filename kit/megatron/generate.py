@@ -12,6 +12,7 @@ forward for every token that was written.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from kit.errors import BadInput, KitError
+from kit.megatron import standin
 from kit.train.draws import uniform
 
 if TYPE_CHECKING:
@@ -286,9 +288,11 @@ class Engine:
         device, start = self.replica.device, context.sequence_len_offset
         ids = torch.tensor([[*tokens]], device=device)
         positions = torch.arange(start, start + len(tokens), device=device)[None]
-        output: torch.Tensor = self.replica.chunks[0](
-            ids, positions, None, inference_context=context, runtime_gather_output=True
-        )
+        # After the prompt a forward creates nothing on a device that it names.
+        with standin.off() if start else contextlib.nullcontext():
+            output: torch.Tensor = self.replica.chunks[0](
+                ids, positions, None, inference_context=context, runtime_gather_output=True
+            )
         context.increment_sequence_len_offset(len(tokens))
         context.enable_decode_mode()
         return output[0, -1].float()

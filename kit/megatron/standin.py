@@ -169,6 +169,14 @@ def on_this_thread() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def off() -> Iterator[None]:
+    """Without the mode, where the stand-in is active: for code that is known to take its devices from tensors and from
+    `current_device()`. Of a tiny model's forward the mode takes 40 % of the time."""
+    with torch._C.DisableTorchFunction() if _undo else contextlib.nullcontext():
+        yield
+
+
 def uninstall() -> Status:
     """Put everything back as it was before `install()`."""
     while _undo:
