@@ -1,13 +1,13 @@
 """Generation: a replica samples answers token by token, with a KV cache, and stamps each token with the version of the weights.
 
-An `Engine` is made on every rank of a replica; each rank gets the same calls in the same order. A request has a megatron-core
-`StaticInferenceContext` of its own, and each forward has one row, so that its bits do not depend on the other requests. The KV of a
-prompt is written by one forward over the prompt, the KV of every later token by a forward over that token: an answer that was cancelled
-and resumed, or whose cache was recomputed, goes through the same forwards again and gets the same bits. Sampling draws a number from a
-hash of (seed, prompt, sample, position) and computes in float64 on the host; so all ranks of a replica choose the same token.
+Every rank of a replica has an `Engine` and makes the same calls in the same order. Each request has one megatron-core
+`StaticInferenceContext`, and each forward has one row: its bits do not depend on the other requests. One forward writes the KV of
+the whole prompt, and one forward per token writes the KV of the tokens after it. An answer that is resumed, or that gets its cache
+recomputed, repeats exactly these forwards and gets the same bits. Sampling uses a hash of (seed, prompt, sample, position) and float64
+on the host, so that all ranks of a replica choose the same token.
 
-Limits: pp=1. A prompt that is asked again with the same seed and sample draws the same numbers again. A rebuilt cache costs a
-forward for every token that was written.
+Limits: pp=1. The same prompt with the same seed and sample draws the same numbers again. Recomputing a cache costs one forward per
+written token.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Request:
 class Span:
     """Tokens `first` to `first + count - 1` of an answer, sampled from the weights of one version.
 
-    `kept`: their forwards used KV of earlier spans as those left it. Otherwise this version computed the KV of every position.
+    `kept`: positions before the span have KV from earlier versions. Otherwise this version computed all KV.
     """
 
     version: int
@@ -72,13 +72,13 @@ class Span:
 
     @property
     def places(self) -> slice:
-        """Where its tokens lie in the answer."""
+        """The indices of its tokens in the answer."""
         return slice(self.first, self.first + self.count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What was written for a request, the end token included. `logprobs` are those of the distribution that was sampled from."""
+    """The tokens written for a request, END included, and their log-probabilities under the distribution that was sampled from."""
 
     request: Request
     tokens: tuple[int, ...]
@@ -89,7 +89,7 @@ class Answer:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Flight:
-    """A request in flight. Without a context its KV has to be computed, for all that was written."""
+    """A request in flight. `context` holds its KV; if it is None, the next forward starts at the prompt."""
 
     request: Request
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -136,7 +136,7 @@ class Prefix:
 
 
 class PrefixCache:
-    """Prefixes by (version, tokens). What was not used for longest is dropped where `limit` bytes are exceeded."""
+    """Prefixes by (version, tokens). Above `limit` bytes the least recently used is dropped."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -171,9 +171,9 @@ class PrefixCache:
 
 
 class Engine:
-    """Decodes the requests of one replica, a few tokens a call; between calls requests come and go and weights change.
+    """Decodes the requests of one replica, a few tokens per call. Between calls requests start and end, and weights change.
 
-    Every rank of the replica makes the same calls in the same order. `version` is that of the weights in the replica.
+    Every rank of the replica makes the same calls in the same order. `version` is the version of the replica's weights.
     """
 
     def __init__(self, replica: Replica, *, version: int = 0, prefix_bytes: int = PREFIX_BYTES) -> None:
@@ -188,7 +188,7 @@ class Engine:
         return {name: len(flight.tokens) for name, flight in self._flights.items()}
 
     def start(self, request: Request, so_far: Answer | None = None) -> None:
-        """Take a request up; `so_far` is its cancelled or aborted answer, which goes on where it stopped. No forward runs yet."""
+        """Put a request in flight. `so_far`, its cancelled or aborted answer, is continued. No forward runs yet."""
         geometry = self.replica.config.geometry
         if request.id in self._flights:
             raise KitError(f"request {request.id} is already in flight")
@@ -205,7 +205,7 @@ class Engine:
 
     @torch.no_grad()
     def decode(self, n: int, ids: Container[str] | None = None) -> list[Answer]:
-        """Up to n more tokens of every request in flight (of those in `ids`): the answers that ended. Collective over the replica."""
+        """Write up to n tokens of each request in flight (of those in `ids`). Return the answers that ended. Collective."""
         if self.replica.asleep:
             raise KitError("this replica is asleep: wake it and fill its weights before it decodes")
         done = []
@@ -217,16 +217,16 @@ class Engine:
         return done
 
     def cancel(self, name: str) -> Answer:
-        """End a request early: its answer so far."""
+        """End a request early and return its answer so far."""
         if name not in self._flights:
             raise KitError(f"request {name} is not in flight")
         return self._leave(name, "cancelled")
 
     def weights_changed(self, version: int, at_sync: AtSync) -> list[Answer]:
-        """The replica has the weights of a later version now. What becomes of requests in flight, and the answers that this ends:
+        """Call this when the replica has the weights of a later version. Return the answers that this ends. Requests in flight:
 
-        keep: their KV stays; later tokens are computed from it and stamped with the new version. recompute: the KV of all that they
-        hold is computed again before their next token. abort: they end. drain: there must be none.
+        keep: continue with the KV that they have. recompute: continue after the KV of all their positions is computed again, by
+        the next `decode`. abort: end. drain: there must be none.
         """
         if version <= self.version:
             raise KitError(f"version {version} does not follow version {self.version}: versions only increase")
@@ -245,7 +245,7 @@ class Engine:
         return []
 
     def _sample(self, flight: Flight) -> None:
-        """The next token of a request, stamped with the version of the weights that its forward runs with."""
+        """Write the next token of a request, stamped with the version of the weights that its forward runs with."""
         asked, version = flight.request, self.version
         after = distribution(self._feed(flight), asked, len(flight.tokens))
         position = len(asked.prompt) + len(flight.tokens)
@@ -253,7 +253,7 @@ class Engine:
         flight.write(token, float(after[token]), version)
 
     def _feed(self, flight: Flight) -> torch.Tensor:
-        """Run all that the context does not hold yet: the logits after the last token."""
+        """Run the forwards of all positions that have no KV yet. Return the logits after the last token."""
         sequence = (*flight.request.prompt, *flight.tokens)
         logits = None
         if flight.context is None:
@@ -261,11 +261,11 @@ class Engine:
             flight.kept = False
         for at in range(flight.context.sequence_len_offset, len(sequence)):
             logits = self._forward(flight.context, sequence[at : at + 1])
-        assert logits is not None  # the last token that was written is never in the context yet
+        assert logits is not None  # the last token never has KV before its successor is sampled
         return logits
 
     def _prefill(self, request: Request) -> tuple[Any, torch.Tensor]:
-        """A context that holds the prompt, and the logits after it: from the prefix cache, or by a forward."""
+        """A context with the KV of the prompt, and the logits after it, from the prefix cache or by a forward."""
         from megatron.core.inference.contexts import StaticInferenceContext
 
         length = len(request.prompt)
@@ -284,7 +284,7 @@ class Engine:
         return context, logits
 
     def _forward(self, context: Any, tokens: Sequence[int]) -> torch.Tensor:
-        """The logits after these tokens, which follow what the context holds: float32 [vocabulary], the same on every rank."""
+        """Append tokens to a context and return the logits after them: float32 [vocabulary], the same on every rank."""
         device, start = self.replica.device, context.sequence_len_offset
         ids = torch.tensor([[*tokens]], device=device)
         positions = torch.arange(start, start + len(tokens), device=device)[None]
@@ -302,7 +302,7 @@ class Engine:
 
 
 def distribution(logits: torch.Tensor, request: Request, written: int) -> torch.Tensor:
-    """The log-probabilities that the next token is sampled from, when `written` tokens are there: float64 [vocabulary], on the host."""
+    """The log-probabilities that the token after `written` tokens is sampled from: float64 [vocabulary], on the host."""
     wide = logits.to("cpu", torch.float64, copy=True)
     if not bool(wide.isfinite().all()):
         raise KitError(
@@ -314,15 +314,15 @@ def distribution(logits: torch.Tensor, request: Request, written: int) -> torch.
 
 
 def pick(logprobs: torch.Tensor, number: float) -> int:
-    """The token at which the cumulative probability exceeds a number in [0, 1)."""
+    """The first token at which the cumulative probability exceeds a number in [0, 1)."""
     weights = logprobs.exp()
     heights = weights.cumsum(-1)
     index = int(torch.searchsorted(heights, heights[-1] * number, right=True))
-    return min(index, int(weights.nonzero()[-1]))  # rounding may carry the product to the very top
+    return min(index, int(weights.nonzero()[-1]))  # the product may round up to the total
 
 
 def _lengthened(kept: torch.Tensor, length: int) -> torch.Tensor:
-    """A tensor of so many positions that begins with these."""
+    """A tensor of `length` positions that begins with these."""
     longer = kept.new_empty((length, *kept.shape[1:]))
     longer[: len(kept)] = kept
     return longer

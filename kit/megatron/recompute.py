@@ -1,8 +1,8 @@
-"""Recomputing what an engine recorded: the log-probability of every token of an answer under the weights of any version.
+"""Recompute the log-probabilities that an engine recorded, under the weights of each version.
 
-One forward of the replica goes over the whole answer, without a KV cache and without the engine's code. Where an answer kept its KV over a
-sync, the keys and values of the positions before it are replaced by those of the version that computed them, layer by layer, in
-front of the core attention. Limits: float32; in bfloat16 this way and the engine's differ by more than 1e-5.
+One forward over prompt and answer gives all log-probabilities of a span, without a KV cache and without the engine's code. If a span kept
+the KV of earlier versions, a hook before each core attention replaces keys and values of the positions before the span by those of
+the version that computed them. Limits: float32 only; in bfloat16 a forward with a cache and one without differ by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verified:
-    """For every token of an answer, the absolute difference of recorded and recomputed log-probability.
+    """For every token of an answer the absolute difference between the recorded and a recomputed log-probability.
 
-    `stamped`: under the version of its stamp (infinite where that version is unknown). `others`: under each other version, as if the
-    token's whole span had that stamp. `other_cache`: under the stamped version, had the KV been recomputed where the span says kept,
-    or kept where it says recomputed; None in an answer's first span, which has no choice.
+    `stamped`: under the version of its stamp; infinite if that version is unknown. `others`: under each known version, as if the
+    token's whole span had that stamp (the stamped version included). `other_cache`: under the stamped version with the other policy for
+    KV: recomputed if the span says kept, and kept otherwise; None in an answer's first span.
     """
 
     stamped: list[float]
@@ -36,7 +36,7 @@ class Verified:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Job:
-    """A span of an answer, and the KV that its first forward found where it was kept."""
+    """A span of an answer, and the KV that it kept."""
 
     answer: Answer
     span: Span
@@ -47,7 +47,7 @@ class _Job:
 def verify(
     replica: Replica, answers: Iterable[Answer], versions: Sequence[int], load: Callable[[int], object]
 ) -> list[Verified]:
-    """Judge every token of the answers by the known versions. Collective over the replica, which ends with the weights that it had.
+    """Compare every token of the answers with the known versions. Collective over the replica, which ends with the weights it had.
 
     `load(version)` puts the weights of a version into the replica.
     """
@@ -70,7 +70,7 @@ def _verify(
         count = len(answer.tokens)
         result = Verified([math.inf] * count, {version: [0.0] * count for version in versions}, [None] * count)
         results.append(result)
-        before: list[KV] = []  # of the span before, as its forwards used it
+        before: list[KV] = []  # used by the span before
         for span in answer.spans:
             job = _Job(answer, span, result, before if span.kept else [])
             jobs.append(job)
@@ -95,7 +95,7 @@ def _verify(
 
 
 def _errors(replica: Replica, job: _Job) -> tuple[list[float], list[KV]]:
-    """Of the tokens of a span, under the weights that the replica has, and the KV that the forward used."""
+    """The errors of a span's tokens under the weights in the replica, and the KV that the forward used."""
     asked, span = job.answer.request, job.span
     prompt = len(asked.prompt)
     logits, used = _forward(
@@ -112,7 +112,7 @@ def _errors(replica: Replica, job: _Job) -> tuple[list[float], list[KV]]:
 
 
 def _forward(replica: Replica, sequence: tuple[int, ...], before: list[KV], kept: int) -> tuple[torch.Tensor, list[KV]]:
-    """Logits after every token [length, vocabulary], where the first `kept` positions have other KV, and the KV that was used."""
+    """The logits after every token [length, vocabulary] with `before` as KV of the first `kept` positions, and the KV that was used."""
     used: list[KV] = []
 
     def replace(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

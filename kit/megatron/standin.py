@@ -171,8 +171,9 @@ def on_this_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def off() -> Iterator[None]:
-    """Without the mode, where the stand-in is active: for code that is known to take its devices from tensors and from
-    `current_device()`. Of a tiny model's forward the mode takes 40 % of the time."""
+    """Run code without the mode, if the stand-in is active. The code must take devices from tensors or `current_device()` only.
+
+    The mode takes 40 % of the time of a tiny model's forward."""
     with torch._C.DisableTorchFunction() if _undo else contextlib.nullcontext():
         yield
 

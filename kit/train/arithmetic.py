@@ -1,8 +1,8 @@
 """The arithmetic task of reinforcement learning loops: prompts such as "7+5=", one token for each character, a reward for each answer.
 
-The vocabulary has 16 tokens, so that a tiny model can learn it and even random weights sometimes write the right digit. Everything is
-a function of a seed and of numbers: problems of their index, minimum lengths of index and sample. Limits: sums and differences of two
-numbers below `limit`; no answer is negative.
+The vocabulary has 16 tokens, so that a tiny model can learn the task and random weights sometimes write the right digit. A problem depends
+on seed and index alone, a minimum length on seed, index and sample. Limits: sums and differences of two numbers below `limit`;
+no answer is negative.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def encode(text: str) -> list[int]:
 def reward(asked: Problem, tokens: list[int]) -> float:
     """0 to 1 for the tokens of an answer, END included. Only the exact answer gets 1.
 
-    Three parts for tokens that are right in their place, END among them. One part for the share of digits before END, so that
-    answers of untrained weights differ too, and answers with a minimum length.
+    0.75 times the share of wanted tokens (END among them) in their places, and 0.25 times the share of digits before END, by which
+    answers of untrained weights and answers with a minimum length differ.
     """
     wanted = [*encode(asked.answer), END]
     right = sum(a == b for a, b in zip(wanted, tokens, strict=False))

@@ -1,7 +1,7 @@
 """Random-looking numbers that depend on their key alone.
 
-There is no generator and no state: the order of calls, the other requests and a restart change nothing. Equal keys give equal numbers on
-every machine.
+There is no generator and no state, so that the order of calls, other requests and restarts change nothing. Equal keys give equal
+numbers on every machine.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from kit.world import World
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 1e-5
-pytestmark = pytest.mark.timeout(60)
 
 each_width = pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 
@@ -35,9 +34,19 @@ def ask(world: World, function: str, **arguments: Any) -> Any:
     return first
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_bits_do_not_depend_on_other_requests_nor_on_cancelling_and_resuming(world: World, tp: int) -> None:
-    found = ask(world, "company", tp=tp)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tp": 1},
+        {"tp": 2},
+        pytest.param({"tp": 1, "dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param({"tp": 1, "experts": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_bits_do_not_depend_on_other_requests_nor_on_cancelling_and_resuming(
+    world: World, settings: dict[str, Any]
+) -> None:
+    found = ask(world, "company", **settings)
     assert found["among"] == found["alone"]
     assert found["resumed"] == found["alone"]
     assert len(found["alone"][0]["tokens"]) >= 9

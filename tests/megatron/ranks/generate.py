@@ -20,9 +20,9 @@ PROMPTS = ("3+4=", "9-2=", "8+8=")
 PREFIX = 2**20
 
 
-def made(tp: int) -> serve.Replica:
+def made(tp: int, **settings: Any) -> serve.Replica:
     """A replica of the whole World, or one on each rank; its weights are those of version 0."""
-    replica = serve.Replica(ModelConfig(size=SMALL, tp=tp))
+    replica = serve.Replica(ModelConfig(size=SMALL, tp=tp, **settings))
     load(replica, 0)
     return replica
 
@@ -68,10 +68,10 @@ def plain(answer: Answer) -> dict[str, Any]:
     }
 
 
-def company(tp: int) -> dict[str, Any]:
+def company(tp: int, **settings: Any) -> dict[str, Any]:
     """The same two requests: alone without a prefix cache, among others that come and go, and cancelled and resumed twice."""
     with ownership.as_found():
-        replica = made(tp)
+        replica = made(tp, **settings)
         wanted = [request(0), request(0, 3, min_tokens=0, temperature=1.0)]
         alone = {}
         for each in wanted:
