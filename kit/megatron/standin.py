@@ -169,6 +169,15 @@ def on_this_thread() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def off() -> Iterator[None]:
+    """Run code without the mode, if the stand-in is active. The code must take devices from tensors or `current_device()` only.
+
+    The mode takes 40 % of the time of a tiny model's forward."""
+    with torch._C.DisableTorchFunction() if _undo else contextlib.nullcontext():
+        yield
+
+
 def uninstall() -> Status:
     """Put everything back as it was before `install()`."""
     while _undo:

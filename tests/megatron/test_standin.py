@@ -28,6 +28,14 @@ def test_cuda_means_the_cpu(installed):
 
 
 @without_gpu
+def test_the_mode_can_be_left_out_for_a_while(installed):
+    with standin.off():
+        assert torch.zeros(2).type() == "torch.FloatTensor"
+        assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"
+    assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+
+
+@without_gpu
 def test_random_states_are_the_cpus(installed):
     torch.cuda.manual_seed(3)
     state = torch.cuda.get_rng_state()
