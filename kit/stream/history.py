@@ -1,0 +1,273 @@
+"""A ledger, read again: its rows by event, group, sample and step. Everything is counted from the rows, no count that they state is used."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kit.errors import BadInput
+from kit.results.verdict import Missing, Unjudged
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+Id = int | str
+
+ENDS = ("cleared", "evicted", "aborted", "failed", "dropped", "replaced")
+PERMITTED = ("place", "place_back", "slot", "slot_back")
+LIFE = {*ENDS, *PERMITTED, "reserved", "sent", "tokens", "completed", "ready", "selected", "trained", "filtered"}
+ANSWERS = ("completed", "cancelled", "failed")  # to a request
+STEP = ("selected", "begin", "microbatch", "finish", "trained", "bumped")
+ABOUT = ("group", "sample", "step", "update", "replica")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row; `at` is its position in the ledger, `since` the seconds from the first row."""
+
+    at: int
+    event: str
+    time: float
+    since: float
+    ids: Mapping[str, Id]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.ids.get(name, default)
+
+    def __getitem__(self, name: str) -> Id:
+        if name not in self.ids:
+            raise Unjudged(f"{self} has no id `{name}`")
+        return self.ids[name]
+
+    def number(self, name: str, default: int | None = None) -> int:
+        if default is not None and name not in self.ids:
+            return default
+        try:
+            return int(self[name])
+        except ValueError:
+            raise Unjudged(f"{self} has {name}={self[name]!r}, which is not a whole number") from None
+
+    def __str__(self) -> str:
+        about = ", ".join(f"{name} {self.ids[name]}" for name in ABOUT if name in self.ids)
+        return f"`{self.event}`{' of ' if about else ''}{about} (row {self.at}, {self.since:.3f} s)"
+
+    @property
+    def ends_group(self) -> bool:
+        """`failed` with a sample is the end of a request, not of its group."""
+        return self.event in ENDS and "group" in self.ids and "sample" not in self.ids
+
+
+@dataclass(slots=True)
+class Sample:
+    """What was generated for one sample. `spans` are those of the attempt that was completed, or of the last one."""
+
+    sent: list[Row] = field(default_factory=list)
+    spans: list[Row] = field(default_factory=list)
+    completed: list[Row] = field(default_factory=list)
+    answers: int = 0
+    fresh: bool = False  # nothing has come since it was sent
+
+    def take(self, row: Row) -> None:
+        asked = self.sent[-1].get("replica") if self.sent else None
+        if row.event == "sent":
+            self.sent.append(row)
+            self.fresh = True
+        elif asked is not None and row.get("replica", asked) != asked:
+            pass  # of a replica that the sample has left: nobody uses it
+        elif row.event == "tokens":
+            begins_again = self.fresh and not row.number("first", 0)
+            self.spans = [row] if begins_again else [*self.spans, row]
+            self.fresh = False
+        else:
+            self.answers += 1
+            self.completed += [row] if row.event == "completed" else []
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.number("count") for row in self.spans)
+
+    @property
+    def repeated(self) -> bool:
+        """Completed again without being sent again."""
+        return len(self.completed) > max(1, len(self.sent))
+
+
+@dataclass(slots=True)
+class Step:
+    """The rows of a step up to its `abort`. An id that comes again after an abort is another step."""
+
+    id: Id
+    rows: list[Row] = field(default_factory=list)
+    abort: Row | None = None
+    errors: list[Row] = field(default_factory=list)
+    finished: dict[Id, list[Row]] = field(default_factory=dict)  # by update: finishes that were carried out
+
+    def of(self, *events: str) -> list[Row]:
+        return [row for row in self.rows if row.event in events]
+
+    @property
+    def trained(self) -> list[Row]:
+        """Groups that are in the weights: an abort takes back those of an update without a finish."""
+        rows = self.of("trained")
+        return rows if self.abort is None else [row for row in rows if row.get("update", 0) in self.finished]
+
+    @property
+    def bumped(self) -> Row | None:
+        return next(iter(self.of("bumped")), None)
+
+    @property
+    def is_open(self) -> bool:
+        """An update has begun, and has neither finish nor abort."""
+        return self.abort is None and len({row.get("update", 0) for row in self.of("begin")}) > len(self.finished)
+
+
+class Ledger:
+    """The rows of one pipeline, in order. Each is a mapping with `event`, `time` and ids."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        self.rows = _rows(rows)
+        self.by_event: defaultdict[str, list[Row]] = defaultdict(list)
+        self.life: defaultdict[Id, list[Row]] = defaultdict(list)
+        self.samples: defaultdict[Id, dict[Id, Sample]] = defaultdict(dict)
+        for row in self.rows:
+            self.by_event[row.event].append(row)
+            if row.event in LIFE and "group" in row.ids:
+                self.life[row["group"]].append(row)
+                if "sample" in row.ids:
+                    self.samples[row["group"]].setdefault(row["sample"], Sample())
+            if row.event in ("sent", "tokens", *ANSWERS) and row.get("sample") in self.samples[row.get("group", "")]:
+                self.samples[row["group"]][row["sample"]].take(row)
+        self.ended = next(iter(self.by_event["ended"]), None)
+        self.error = self.ended is not None and self.ended.get("why") == "error"
+        self.resumed = next(iter(self.by_event["resumed"]), None)
+        self.start = self.resumed.number("version") if self.resumed else 0
+        self.steps = self._steps()
+        self._step_of = {row.at: step for step in self.steps for row in step.rows}
+        self._bumps = [row.at for row in self.by_event["bumped"]]
+
+    # -- what a check needs -----------------------------------------------------------------------------------------------
+
+    def need(self, event: str, *ids: str) -> list[Row]:
+        """The rows of an event. Without the event or an id nothing is judged; an id that only some of the rows have is a failure."""
+        rows = self.by_event.get(event, [])
+        if not rows:
+            raise Missing(f"the ledger has no `{event}` event")
+        for name in ids:
+            lack = [row for row in rows if name not in row.ids]
+            if len(lack) == len(rows):
+                raise Missing(f"no `{event}` event of the ledger has the id `{name}`")
+            if lack:
+                raise Unjudged(
+                    f"{lack[0]} has no id `{name}`; {len(rows) - len(lack)} of {len(rows)} such events have it"
+                )
+        return rows
+
+    def setting(self, name: str) -> Id | None:
+        """Of the row `capacity`."""
+        return next((row.get(name) for row in self.by_event["capacity"]), None)
+
+    def size(self, name: str) -> int:
+        if self.setting(name) is None:
+            raise Missing(f"the ledger has no `capacity` event with `{name}`")
+        return self.by_event["capacity"][0].number(name)
+
+    # -- versions ---------------------------------------------------------------------------------------------------------
+
+    def version_at(self, row: Row) -> int:
+        """The current version when a row was written: that of the start, plus one for each `bumped` before the row."""
+        return self.start + bisect_left(self._bumps, row.at)
+
+    def version_during(self, trained: Row) -> int:
+        """The version while a group trained: at the first row of its step. Without steps or `bumped` it is what `trained` states."""
+        step = self._step_of.get(trained.at)
+        return trained.number("version") if step is None or not self._bumps else self.version_at(step.rows[0])
+
+    def oldest(self, group: Id) -> dict[Id, int]:
+        """The oldest version of any token of each sample, by its spans and by what `completed` states."""
+        rows = {name: [*one.spans, *one.completed[-1:]] for name, one in self.samples[group].items()}
+        return {name: min(row.number("version") for row in some) for name, some in rows.items() if some}
+
+    # -- groups and samples -----------------------------------------------------------------------------------------------
+
+    def ends(self, group: Id) -> list[Row]:
+        """How a group ended. `filtered` is an end where no other follows."""
+        rows = self.life.get(group, [])
+        return [row for row in rows if row.ends_group] or [row for row in rows if row.event == "filtered"][:1]
+
+    def completed(self) -> Iterator[tuple[Id, Id, Sample]]:
+        """Group, number and content of every sample that was completed."""
+        for group, samples in self.samples.items():
+            yield from ((group, name, sample) for name, sample in samples.items() if sample.completed)
+
+    def trained(self) -> list[Row]:
+        """Every time that a group went into the weights."""
+        rows = [row for row in self.by_event["trained"] if "step" not in row.ids]
+        return sorted([*rows, *(row for step in self.steps for row in step.trained)], key=lambda row: row.at)
+
+    def tokens(self, groups: Iterable[Id]) -> int:
+        """Tokens of the completed samples of these groups."""
+        return sum(sample.tokens for group in groups for sample in self.samples[group].values() if sample.completed)
+
+    # -- steps ------------------------------------------------------------------------------------------------------------
+
+    def finishes(self) -> list[Row]:
+        """The optimizer steps that were carried out, in order."""
+        return sorted(
+            (row for step in self.steps for rows in step.finished.values() for row in rows), key=lambda row: row.at
+        )
+
+    def _steps(self) -> list[Step]:
+        """Steps by their first row. If `done` rows answer `finish`, those are the finishes; an `error` row takes one back."""
+        latest: dict[Id, Step] = {}
+        steps: list[Step] = []
+        answered = any(row.get("of") == "finish" for row in self.by_event["done"])
+        for row in self.rows:
+            if "step" not in row.ids:
+                continue
+            step, of, update = latest.get(row["step"]), row.get("of"), row.get("update", 0)
+            if row.event in STEP and (step is None or step.abort is not None):
+                step = latest[row["step"]] = Step(row["step"])
+                steps.append(step)
+            if step is None:
+                continue
+            if row.event in STEP:
+                step.rows.append(row)
+            if row.event == "abort":
+                step.abort = step.abort or row
+            elif row.event == "error" and of in ("begin", "microbatch", "finish", "logprobs"):
+                step.errors.append(row)
+                if of == "finish" and not answered:
+                    step.finished.pop(update, None)
+            elif row.event == "finish" if not answered else row.event == "done" and of == "finish":
+                step.finished.setdefault(update, []).append(row)
+        return steps
+
+
+def _rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
+    found: list[Row] = []
+    pipelines: set[str] = set()
+    for at, row in enumerate(rows):
+        ids = {name: value for name, value in row.items() if name not in ("event", "time", "pipeline")}
+        pipelines |= {str(row["pipeline"])} if row.get("pipeline") else set()
+        try:
+            name, when = str(row["event"]), float(row["time"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadInput(
+                f"row {at} of the ledger is {dict(row)!r}; a row needs an `event` and a `time` in seconds"
+            ) from error
+        found.append(Row(at, name, when, when - (found[0].time if found else when), ids))
+    if len(pipelines) > 1:
+        raise BadInput(
+            f"the rows are of the pipelines {', '.join(sorted(pipelines))}; judge each by itself: pipelines(rows)"
+        )
+    return found
+
+
+def pipelines(rows: Sequence[Mapping[str, Any]]) -> dict[str, Ledger]:
+    """A ledger for each pipeline that the rows name; one without a name where they name none."""
+    names = dict.fromkeys(str(row["pipeline"]) for row in rows if row.get("pipeline"))
+    if len(names) < 2:
+        return {name: Ledger(rows) for name in names or [""]}
+    return {name: Ledger([row for row in rows if row.get("pipeline") == name]) for name in names}

@@ -1,0 +1,779 @@
+"""The checks of a ledger. Each counts violations from the rows alone and names the first; `docs/ledger.md` lists the events.
+
+It does not matter which system wrote the ledger. A check raises `Missing` (null) where the ledger lacks an event that it needs, and names
+it. Rows that contradict each other, or lack what others of their kind have, are violations.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import isclose
+from typing import TYPE_CHECKING
+
+from kit.results.verdict import Measured, Missing, NotMeasured
+from kit.stream.history import ENDS, Id, Ledger, Row, Sample, Step
+
+if TYPE_CHECKING:
+    from typing import ParamSpec
+
+    P = ParamSpec("P")
+
+NO_AGE_LIMIT = ("ready-first", "capacity")  # samplers that bound admission only
+GATED = ("strict", "in-order", "weight-fifo", "ready-first", "capacity")  # start at most (window + version + 1) batches
+TARGETED = ("strict", "in-order")
+PERMITS = (("place", "place_back", "group"), ("slot", "slot_back", "group"), ("acquire", "release", "kind"))
+FEWEST = 8  # tokens from which on equal samples are no coincidence
+EXACT = 1e-9
+
+Finding = Generator[str, None, str]  # yields violations, returns what was judged
+
+CHECKS: dict[str, Callable[[Ledger], Measured]] = {}
+
+
+def counted(rule: Callable[P, Finding]) -> Callable[P, Measured]:
+    """A rule as a check. What it lacks (`Missing`) makes it null only if it found no violation before."""
+
+    @functools.wraps(rule)
+    def check(*args: P.args, **kwargs: P.kwargs) -> Measured:
+        found: list[str] = []
+        finding = rule(*args, **kwargs)
+        while True:
+            try:
+                found.append(next(finding))
+            except StopIteration as end:
+                if not found:
+                    return Measured(0.0, str(end.value))
+                break
+            except NotMeasured:
+                if not found:
+                    raise
+                break
+        return Measured(float(len(found)), found[0] + (f"; {len(found) - 1} more" if len(found) > 1 else ""))
+
+    return check
+
+
+def of_ledger(rule: Callable[[Ledger], Finding]) -> Callable[[Ledger], Measured]:
+    """A check of one ledger, listed in `CHECKS`."""
+    check = CHECKS[rule.__name__] = counted(rule)
+    return check
+
+
+def many(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+# -- versions ---------------------------------------------------------------------------------------------------------------
+
+
+@of_ledger
+def no_sample_too_old(ledger: Ledger) -> Finding:
+    """Was no token older than the window when its group trained?"""
+    trained, sampler, worst = ledger.need("trained", "group"), ledger.setting("sampler"), 0
+    if sampler in NO_AGE_LIMIT:
+        raise NotMeasured(f"the sampler {sampler} limits what may start, not the age of what is trained")
+    if not ledger.by_event["tokens"]:
+        ledger.need("completed", "group", "sample", "version")
+    window = 0 if sampler == "strict" else ledger.size("window")
+    for row in trained:
+        now, ages = ledger.version_during(row), ledger.oldest(row["group"])
+        if not ages:
+            yield f"{row}: no token of the group has a version"
+            continue
+        sample, oldest = min(ages.items(), key=lambda one: one[1])
+        worst = max(worst, now - oldest)
+        if not 0 <= now - oldest <= window:
+            yield f"group {row['group']} trained at version {now} (row {row.at}); sample {sample} has a token of version {oldest}, window {window}"
+    return f"{many(len(trained), 'group')} trained, largest lag {worst}, window {window}"
+
+
+@of_ledger
+def version_monotone(ledger: Ledger) -> Finding:
+    """Does the version rise by one per finished step, and by nothing else, and do all rows state the current one?"""
+    bumps, finishes = ledger.need("bumped", "version"), ledger.finishes()
+    base, latest = 0, dict[Id, int]()
+    for number, row in enumerate(bumps):
+        if row.number("version") != ledger.version_at(row) + 1:
+            yield f"{row}: the version goes from {ledger.version_at(row)} to {row['version']}"
+        if "updates" in row.ids and finishes:
+            done = sum(one.at < row.at for one in finishes)
+            base = row.number("updates") - done if ledger.resumed and not number else base
+            if row.number("updates") != base + done:
+                yield f"{row} states {row['updates']} updates; {base + done} were finished"
+    for step in ledger.steps if finishes or ledger.by_event["abort"] else ():
+        yield from _rises_once(ledger, step)
+    for row in ledger.rows:
+        if "version" in row.ids and (row.event in CURRENT or row.ends_group):
+            now = ledger.version_during(row) if row.event == "trained" else ledger.version_at(row)
+            if row.number("version") != now:
+                yield f"{row} states version {row['version']}; the current one is {now}"
+        if row.event in ("joined", "left", "died"):
+            latest.pop(row.get("replica", ""), None)
+        elif row.event == "published":
+            before, after = latest.get(row["replica"]), row.number("version")
+            if before is not None and after not in (before, before + 1):
+                yield f"{row}: the replica goes from version {before} to {after}"
+            latest[row["replica"]] = after
+    return f"from version {ledger.start} to {ledger.start + len(bumps)}, {many(len(finishes), 'update')}"
+
+
+CURRENT = ("reserved", "selected", "trained", "hold", "resume", "metrics")  # events that state the current version
+
+
+def _rises_once(ledger: Ledger, step: Step) -> Finding:
+    """With the last finish of a step the version rises, once. An error may end a run between two updates of a step."""
+    bumped, last = step.of("bumped"), max((rows[-1].at for rows in step.finished.values()), default=None)
+    cut = ledger.error and len(step.trained) != ledger.setting("groups_per_step")
+    if len(bumped) > 1:
+        yield f"{bumped[1]}: the version rose for this step before, in row {bumped[0].at}"
+    if bumped and last is None:
+        yield f"{bumped[0]}: no update of the step was finished"
+    elif bumped and last is not None and last > bumped[0].at:
+        yield f"{bumped[0]}: the step is finished only in row {last}"
+    elif last is not None and not bumped and step.abort is None and ledger.ended and not cut:
+        yield f"step {step.id} was finished (row {last}) and the version did not rise"
+    return ""
+
+
+@of_ledger
+def publish_before_use(ledger: Ledger) -> Finding:
+    """Was each version published on a replica before it was used there, and did dispatch wait for it?"""
+    published, bumped, used = ledger.need("published", "version", "replica"), ledger.by_event["bumped"], 0
+    base = [] if any(row.number("version") == ledger.start for row in published) else [ledger.start]
+    there: defaultdict[Id, list[int]] = defaultdict(lambda: [*base])  # by replica, the one in use last
+    held: Row | None = None
+    for row in ledger.rows:
+        now, serves = ledger.version_at(row), there[row.get("replica", "")]
+        if row.event == "published":
+            serves.append(row.number("version"))
+        elif row.event == "hold":
+            held = row
+        elif row.event == "resume":
+            if held and (began := _under_way(ledger.rows[held.at : row.at])):
+                yield f"{row}: dispatch goes on before the sync that began in row {began.at} has ended"
+            held = None
+        elif row.event in ("sent", "reserved") and held:
+            yield f"{row}: dispatched while dispatch was held (row {held.at})"
+        elif row.event == "sent" and "replica" in row.ids and bumped and serves[-1:] != [now]:
+            yield f"{row}: the replica has version {serves[-1] if serves else 'none'}, the current one is {now}"
+        elif row.event in ("started", "tokens", "completed") and {"replica", "version"} <= row.ids.keys():
+            used += 1
+            version = row.number("newest" if "newest" in row.ids else "version")
+            if bumped and version > now:
+                yield f"{row}: version {version} is used, the current one is {now}"
+            elif version not in serves:
+                yield f"{row}: version {version} is used before it was published on replica {row['replica']}"
+    if not used:
+        raise Missing("no `tokens`, `started` or `completed` event has a `replica` and a `version`")
+    return f"{many(len(published), 'publication')}, {many(used, 'use')}"
+
+
+def _under_way(rows: Sequence[Row]) -> Row | None:
+    """The `sync_begin` of a sync that neither ended nor failed."""
+    syncs = [
+        row
+        for row in rows
+        if row.event in ("sync_begin", "synced") or (row.event == "error" and row.get("of") == "sync")
+    ]
+    return syncs[-1] if syncs and syncs[-1].event == "sync_begin" else None
+
+
+@of_ledger
+def stamps_per_token(ledger: Ledger) -> Finding:
+    """Do the version spans cover every token of a completed sample once, in order, with versions that never go down?"""
+    ledger.need("tokens", "group", "sample", "version", "first", "count")
+    ledger.need("completed", "group", "sample", "version")
+    judged = spanning = 0
+    for group, name, sample in ledger.completed():
+        judged += 1
+        spanning += len({row.number("version") for row in sample.spans}) > 1
+        if why := next(_stamps(sample), "") or _old_stamp(ledger, sample):
+            yield f"group {group} sample {name}: {why}"
+    for row in ledger.by_event["ready"]:
+        spans = [one for sample in ledger.samples[row["group"]].values() for one in sample.spans if one.at < row.at]
+        oldest = min((one.number("version") for one in spans), default=None)
+        if oldest is not None and "version" in row.ids and row.number("version") != oldest:
+            yield f"{row} states version {row['version']}; the oldest token has version {oldest}"
+    return f"{many(judged, 'sample')}, {spanning} with tokens of several versions"
+
+
+def _stamps(sample: Sample) -> Iterator[str]:
+    done, reached, version = sample.completed[-1], 0, -1
+    for row in sample.spans:
+        first, length = row.number("first"), row.number("count")
+        if first != reached or length < 1:
+            what = (
+                "stamped twice" if first < reached else "not stamped" if first > reached else "stamped by an empty span"
+            )
+            yield f"token {min(first, reached)} is {what} (row {row.at}: {many(length, 'token')} from {first} on)"
+        if row.number("version") < version:
+            yield f"the version goes down from {version} to {row['version']} at token {first} (row {row.at})"
+        reached, version = reached + length, row.number("version")
+    if done.number("length", reached) != reached:
+        yield f"{many(reached, 'token')} have a stamp, `completed` states length {done['length']} (row {done.at})"
+    if not sample.spans and "length" not in done.ids:
+        yield f"no token has a stamp (row {done.at})"
+    for name, kind, span in (("version", "oldest", sample.spans[:1]), ("newest", "newest", sample.spans[-1:])):
+        for row in span:
+            if done.number(name, row.number("version")) != row.number("version"):
+                yield f"`completed` states {name} {done[name]}, the {kind} token has version {row['version']} (row {done.at})"
+
+
+def _old_stamp(ledger: Ledger, sample: Sample) -> str:
+    """Of two reports after a publication on the replica, the second cannot be from before it."""
+    for before, after in pairwise(sample.spans):
+        for row in ledger.by_event["published"]:
+            there = row.get("replica") == after.get("replica") == before.get("replica")
+            if there and row.at < before.at and row.number("version") > after.number("version"):
+                return f"tokens in rows {before.at} and {after.at} are stamped with version {after['version']}, after {row}"
+    return ""
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------------
+
+
+@of_ledger
+def every_group_once(ledger: Ledger) -> Finding:
+    """Does every group that began end exactly once: cleared after it was trained, or by another named end?"""
+    if not any(row.ends_group for name in ENDS for row in ledger.by_event[name]):
+        raise Missing(f"the ledger has no event that ends a group ({', '.join(ENDS)})")
+    left, how = 0, Counter[str]()
+    for group, rows in ledger.life.items():
+        ends = ledger.ends(group)
+        how.update(row.event for row in ends)
+        yield from _life(rows, ends)
+        if not ends and {row.event for row in rows} & BEGINNINGS:
+            left += 1
+            if ledger.ended:
+                yield f"group {group} has no end; its last row is {rows[-1]}"
+    for row in ledger.by_event["replaced"]:
+        if row.get("by", row["group"]) not in ledger.life:
+            yield f"{row}: group {row['by']}, which replaces it, never began"
+    if left and not ledger.ended:
+        raise Missing(f"the ledger has no `ended` event, so {many(left, 'group')} may be in flight")
+    return f"{many(len(ledger.life), 'group')}: " + ", ".join(f"{number} {name}" for name, number in how.most_common())
+
+
+BEGINNINGS = {"reserved", "sent", "tokens", "completed", "ready"}
+
+
+def _life(rows: Sequence[Row], ends: Sequence[Row]) -> Iterator[str]:
+    starts = [row for row in rows if row.event == "reserved"]
+    names = {row.event for row in rows}
+    if len(starts) > 1:
+        yield f"{starts[1]}: the group was reserved before, in row {starts[0].at}"
+    if len(ends) > 1:
+        yield f"group {ends[0]['group']} ends {len(ends)} times: {ends[0]}, then {ends[1]}"
+    if "filtered" in names and names & {"selected", "trained"}:
+        yield f"group {rows[0]['group']} was filtered out and counts all the same ({rows[-1]})"
+    if not ends:
+        return
+    if not names & BEGINNINGS:
+        yield f"{ends[0]}: the group never began"
+    elif ends[0].event == "cleared" and not any(row.event == "trained" and row.at < ends[0].at for row in rows):
+        yield f"{ends[0]}: the group was not trained before"
+    elif after := [row for row in rows if row.at > ends[0].at and row.event in ("sent", "selected", "trained")]:
+        yield f"{after[0]}: the group ended before, by {ends[0]}"
+
+
+@of_ledger
+def trained_once(ledger: Ledger) -> Finding:
+    """Is every group trained at most once? Updates that were aborted do not count."""
+    ledger.need("trained", "group")
+    before: dict[Id, Row] = {}
+    for row in ledger.trained():
+        if (first := before.setdefault(row["group"], row)) is not row:
+            yield f"{row}: the group was trained before, by {first}"
+    return f"{many(len(before), 'group')} trained once"
+
+
+@of_ledger
+def groups_whole(ledger: Ledger) -> Finding:
+    """Does every trained group have all its samples, each once?"""
+    size, trained = ledger.size("group"), ledger.need("trained", "group")
+    ledger.need("completed", "group", "sample")
+    for row in [*trained, *ledger.by_event["ready"]]:
+        samples = ledger.samples[row["group"]].items()
+        there = [name for name, one in samples if any(done.at < row.at for done in one.completed)]
+        if len(there) != size:
+            yield f"{row}: {len(there)} of {size} samples were complete ({', '.join(map(str, there)) or 'none'})"
+        for name, one in samples:
+            if one.repeated:
+                yield f"{row}: sample {name} was completed {len(one.completed)} times"
+    return f"{many(len(trained), 'group')} trained, each with {many(size, 'sample')}"
+
+
+@of_ledger
+def samples_differ(ledger: Ledger) -> Finding:
+    """Do the samples of a group differ? Equal ones point to random numbers that were reset."""
+    ledger.need("completed", "group", "sample", "digest")
+    judged = 0
+    for group, samples in ledger.samples.items():
+        last = [one.completed[-1] for one in samples.values() if one.completed]
+        if len(last) > 1 and min(row.number("length", FEWEST) for row in last) >= FEWEST:
+            judged += 1
+            if len({row["digest"] for row in last}) == 1:
+                yield f"all {len(last)} samples of group {group} have the same tokens (digest {last[0]['digest']})"
+    if not judged:
+        raise NotMeasured(f"no group has 2 samples of {FEWEST} tokens")
+    return f"{many(judged, 'group')} compared"
+
+
+@of_ledger
+def order_fair(ledger: Ledger) -> Finding:
+    """Is no complete group passed over by more younger groups than the window allows?"""
+    allowed, most = ledger.size("groups_per_step") * (ledger.size("window") + 1), 0
+    age = {row["group"]: row.at for row in reversed(ledger.need("reserved", "group"))}
+    selected = ledger.need("selected", "group")
+    for ready in ledger.need("ready", "group"):
+        group = ready["group"]
+        later = [
+            row.at for row in ledger.life[group] if row.at > ready.at and (row.event == "selected" or row.ends_group)
+        ]
+        until = min(later, default=len(ledger.rows))
+        ahead = sum(ready.at < row.at < until and age.get(row["group"], 0) > age.get(group, 0) for row in selected)
+        most = max(most, ahead)
+        if ahead > allowed:
+            yield f"{ready}: {ahead} younger groups were selected before this group, at most {allowed} may be"
+    return f"at most {many(most, 'younger group')} went ahead of a complete one (limit {allowed})"
+
+
+@of_ledger
+def tokens_conserved(ledger: Ledger) -> Finding:
+    """Is every generated token trained or wasted, and counted once?"""
+    generated = sum(row.number("count") for row in ledger.need("tokens", "group", "sample", "count"))
+    ledger.need("completed", "group", "sample")
+    for group, name, sample in ledger.completed():
+        if (length := sample.completed[-1].number("length", sample.tokens)) != sample.tokens:
+            yield f"group {group} sample {name} has length {length}; {many(sample.tokens, 'token')} were generated for it"
+    if not ledger.ended:
+        raise Missing("the ledger has no `ended` event, so tokens may be in flight")
+    for group, rows in ledger.life.items():
+        tokens = sum(row.number("count") for row in rows if row.event == "tokens")
+        if tokens and not ledger.ends(group):
+            yield f"{many(tokens, 'token')} of group {group} are neither trained nor wasted: the group has no end"
+    trained = ledger.tokens({row["group"] for row in ledger.trained()})
+    stated = {"generated": generated, "trained": trained, "wasted": generated - trained}
+    for name, number in stated.items():
+        if ledger.ended.number(name, number) != number and not (name == "wasted" and ledger.error):
+            yield f"{ledger.ended} states {ledger.ended[name]} {name} tokens; {number} by the rows ({generated} generated, {trained} trained)"
+    return f"{generated} tokens generated = {trained} trained + {generated - trained} wasted"
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------------
+
+
+@of_ledger
+def one_step_per_batch(ledger: Ledger) -> Finding:
+    """Is every update one begin, its microbatches, and one finish or an abort, with a whole batch of groups?"""
+    ledger.need("begin", "step")
+    if not ledger.by_event["abort"]:
+        ledger.need("finish", "step")
+    for step in ledger.steps:
+        yield from _update_order(step)
+    for before, after in pairwise([step for step in ledger.steps if step.of("begin")]):
+        first, last = after.of("begin")[0], before.abort or next(reversed(before.of("finish")), None)
+        if last is None or last.at > first.at:
+            yield f"{first}: step {before.id} has neither finish nor abort yet"
+    if ledger.by_event["trained"]:
+        yield from _batch_sizes(ledger)
+    return f"{many(len(ledger.finishes()), 'optimizer step')} in {many(len(ledger.steps), 'step')}"
+
+
+def _update_order(step: Step) -> Iterator[str]:
+    current: Id | None = None
+    done: list[Id] = []
+    for row in step.of("begin", "microbatch", "finish", "bumped"):
+        update = row.get("update", 0)
+        if row.event == "bumped":
+            if current is not None:
+                yield f"{row}: update {current} of the step has no finish"
+        elif update in done:
+            yield f"{row}: this update was finished before"
+        elif row.event == "begin":
+            if current is not None or update != len(done):
+                yield f"{row}: {many(len(done), 'update')} of the step {'was' if len(done) == 1 else 'were'} finished before"
+            current = update
+        elif current != update:
+            yield f"{row}: this update has no begin"
+        elif row.event == "finish":
+            done.append(update)
+            current = None
+
+
+def _batch_sizes(ledger: Ledger) -> Iterator[str]:
+    """Every update trains a whole batch; a step may be smaller by groups that failed, and by nothing else."""
+    whole = [
+        step
+        for step in ledger.steps
+        if step.bumped or (step.finished and not step.abort and ledger.ended and not ledger.error)
+    ]
+    sizes = [Counter(row.get("update", 0) for row in step.of("trained")) for step in whole]
+    filtered = {row["group"] for row in ledger.by_event["filtered"]}
+    lost = {
+        row["group"]: row.at
+        for name in ("failed", "dropped")
+        for row in ledger.by_event[name]
+        if row.ends_group and row["group"] not in filtered
+    }
+    batch, group, wanted = (ledger.setting(name) for name in ("train_global_batch_size", "group", "groups_per_step"))
+    most = (
+        int(batch) // int(group) if batch and group else max((max(one.values(), default=0) for one in sizes), default=0)
+    )
+    excused = 0
+    for step, trained in zip(whole, sizes, strict=True):
+        updates = sorted(step.finished, key=str)
+        spare = sum(row["group"] in lost for row in step.of("selected"))
+        for update in updates:
+            if trained[update] > most or (update != updates[-1] and trained[update] + spare < most):
+                yield f"step {step.id} update {update} trained {many(trained[update], 'group')}; an optimizer step takes {most}"
+        total = sum(trained.values())
+        short = 0 if wanted is None else int(wanted) - total
+        excuses = sum(at < step.rows[-1].at for at in lost.values()) - excused
+        if short < 0 or short > excuses:
+            yield f"step {step.id} trained {many(total, 'group')} (row {step.rows[-1].at}); a step has {wanted}, {excuses} failed"
+        excused += max(short, 0)
+
+
+@of_ledger
+def one_clear_per_finish(ledger: Ledger) -> Finding:
+    """Are the rows of an update cleared once, after its finish, and only then?"""
+    cleared, finishes, clears = ledger.need("cleared", "group"), ledger.finishes(), ledger.by_event["clear"]
+    failed = [row for row in ledger.by_event["error"] if row.get("of") == "clear"]
+    if not finishes:
+        ledger.need("finish", "step")
+    for step in ledger.steps:
+        for row in step.of("trained"):
+            done = step.finished.get(row.get("update", 0), [])
+            mine = [one for one in cleared if one["group"] == row["group"]]
+            if mine and (not done or mine[0].at < done[0].at):
+                yield f"{mine[0]}: cleared before its update was finished ({f'row {done[0].at}' if done else 'it never was'})"
+            elif len(mine) > 1:
+                yield f"{mine[1]}: the group was cleared before, in row {mine[0].at}"
+            elif done and not mine and ledger.ended and not any(one.get("step") == step.id for one in failed):
+                yield f"{row}: trained and never cleared"
+        calls, wanted = sum(row.get("step") == step.id for row in clears), sum(map(len, step.finished.values()))
+        if clears and (calls > wanted or (calls < wanted and ledger.ended)):
+            yield f"step {step.id} was cleared {calls} times after {wanted} finishes"
+        for row in failed if ledger.by_event["bumped"] else ():
+            early = step.bumped is None or step.bumped.at > row.at
+            if row.get("step") == step.id and early and len(step.trained) >= len(step.of("selected")):
+                yield f"{row}: the version had not risen although the step was finished"
+    return f"{many(len(cleared), 'group')} cleared, {many(len(finishes), 'optimizer step')}"
+
+
+@of_ledger
+def trains_before_straggler(ledger: Ledger) -> Finding:
+    """Does a step begin while its last groups are still generated?"""
+    ledger.need("trained", "group", "step")
+    ledger.need("completed", "group", "sample")
+    least, free, judged = int(ledger.setting("min_groups") or 1), 0, 0
+    for step in ledger.steps:
+        start = next(iter(step.of("selected") or step.of("begin", "microbatch")), None)
+        rows = _completions(ledger, step)
+        if start is not None and step.finished and len(rows) > least:
+            could, last = ledger.rows[max(free, rows[least - 1].at)], rows[-1]
+            if last.time > could.time and last.at > could.at:
+                judged += 1
+                if start.at > last.at:
+                    yield f"step {step.id} began in row {start.at}, after its last group ({last}); it could at {could.since:.3f} s"
+        free = _free_after(ledger, step)
+    if not judged:
+        raise NotMeasured("no step had a straggler")
+    return f"{many(judged, 'step')} began before the last group was complete"
+
+
+def _completions(ledger: Ledger, step: Step) -> list[Row]:
+    """When each group of a step was complete, in order. weight-fifo waits for those of the oldest start."""
+    when: dict[Id, Row] = {}
+    start: dict[Id, int] = {}
+    for group in {row["group"] for row in step.of("trained")}:
+        rows = [row for row in ledger.life[group] if row.event in ("ready", "completed")]
+        when |= {group: rows[-1]} if rows else {}
+        start[group] = next((row.number("version", 0) for row in ledger.life[group] if row.event == "reserved"), 0)
+    oldest = min(start.values(), default=0)
+    one_start = ledger.setting("sampler") == "weight-fifo"
+    return sorted(
+        (row for group, row in when.items() if not one_start or start[group] == oldest), key=lambda row: row.at
+    )
+
+
+def _free_after(ledger: Ledger, step: Step) -> int:
+    """The row from which on the trainer can take another step: after the sync of the new version, where the ledger shows it."""
+    end = (step.abort or step.bumped or step.rows[-1]).at
+    name = "resume" if ledger.by_event["resume"] else "synced"
+    return next((row.at for row in ledger.by_event[name] if row.at > end and step.bumped), end)
+
+
+@of_ledger
+def abort_on_failure(ledger: Ledger) -> Finding:
+    """Is a step that failed aborted, with the version unchanged and all its groups accounted for?"""
+    ledger.need("begin", "step")
+    broken = [step for step in ledger.steps if step.abort or step.errors or (step.is_open and ledger.ended)]
+    if not broken:
+        raise NotMeasured("no step failed")
+    for step in broken:
+        error, gone = next(iter(step.errors), None), {row["group"] for row in step.trained}
+        for row in step.of("begin", "microbatch", "finish", "bumped"):
+            if error and row.at > error.at:
+                yield f"{row}: the step failed before, by {error}"
+        if step.abort is None:
+            if step.of("begin"):
+                yield f"step {step.id} was not aborted; {error or step.of('begin')[-1]}"
+            continue
+        for row in step.of("selected", "trained"):
+            after = [one for one in ledger.life[row["group"]] if one.at > step.abort.at]
+            back = any(one.event in ("place", "selected") or one.ends_group for one in after)
+            early = [
+                one for one in ledger.life[row["group"]] if one.event == "cleared" and row.at < one.at <= step.abort.at
+            ]
+            if row["group"] not in gone and early:
+                yield f"{early[0]}: cleared, and its step was aborted (row {step.abort.at})"
+            elif row["group"] not in gone and not back and ledger.ended:
+                yield f"{row}: the group neither ended nor became trainable again after the abort (row {step.abort.at})"
+    return f"{many(len(broken), 'step')} failed and aborted"
+
+
+# -- permits, ends ----------------------------------------------------------------------------------------------------------
+
+
+@of_ledger
+def capacity_kept(ledger: Ledger) -> Finding:
+    """Are never more groups in the buffer and in flight than allowed, and does nothing start too early?"""
+    ledger.need("reserved", "group")
+    limits = [name for name in ("places", "slots") if ledger.setting(name) is not None]
+    if not limits:
+        raise Missing("the ledger has no `capacity` event with `places` or `slots`")
+    most = []
+    for name in limits:
+        most.append((yield from _occupied(ledger, name, ledger.size(name))))
+    yield from _admitted(ledger)
+    return ", ".join(most)
+
+
+def _occupied(ledger: Ledger, name: str, limit: int) -> Finding:
+    """Groups in the buffer, or in flight, from the permit or `reserved` on until they leave. A permit that came back early frees nothing."""
+    permit, leaving = name[:-1], "selected" if name == "places" else "ready"
+    inside: set[Id] = set()
+    holding: set[Id] = set()
+    leave, most = set[int](), 0
+    for rows in ledger.life.values():
+        mine = [row for row in rows if row.event in (permit, f"{permit}_back", leaving, "selected") or row.ends_group]
+        for row, after in zip(mine, [*mine[1:], None], strict=True):
+            soon = row.event == f"{permit}_back" and after is not None and after.event == leaving
+            leave |= {row.at} if row.event != permit and not soon else set()
+    for row in ledger.rows:
+        group = row.get("group")
+        if row.event == permit and group is not None:
+            holding.add(group)
+        elif row.event == "reserved" and ledger.by_event[permit] and group not in holding:
+            yield f"{row}: dispatched without a {permit}"
+        if row.event in (permit, "reserved") and group is not None:
+            inside.add(group)
+            most = max(most, len(inside))
+            if len(inside) > limit:
+                yield f"{row}: {len(inside)} groups {'are in the buffer' if name == 'places' else 'are in flight'}, {name}: {limit}"
+        elif row.at in leave:
+            inside.discard(group)
+            holding.discard(group)
+    return f"at most {most} of {limit} {name}"
+
+
+def _admitted(ledger: Ledger) -> Iterator[str]:
+    """The gate: at most (window + version + 1) batches since version 0, and no batch beyond version + window."""
+    sampler, window, batch = (ledger.setting(name) for name in ("sampler", "window", "groups_per_step"))
+    if sampler not in GATED or window is None or batch is None or not ledger.by_event["bumped"]:
+        return
+    heirs = {row.get("by") for row in ledger.by_event["replaced"]}  # take the place of another in its batch
+    ahead, started = 0 if sampler == "strict" else int(window), ledger.start * int(batch)
+    for row in ledger.rows:
+        started -= row.ends_group and row.event in ("failed", "dropped", "aborted")
+        if row.event == "reserved":
+            started += row["group"] not in heirs
+            now = ledger.version_at(row)
+            if started > (ahead + now + 1) * int(batch):
+                yield f"{row}: {started} groups started by version {now}; the window allows {(ahead + now + 1) * int(batch)}"
+            elif sampler in TARGETED and not now <= row.number("target", now) <= now + ahead:
+                yield f"{row}: started for version {row['target']} at version {now}; the window allows {now} to {now + ahead}"
+
+
+@of_ledger
+def permits_return(ledger: Ledger) -> Finding:
+    """Is every place, slot and device grant given back exactly once?"""
+    pairs = [pair for pair in PERMITS if ledger.by_event[pair[0]] or ledger.by_event[pair[1]]]
+    if not pairs:
+        raise Missing("the ledger has no `place`, `slot` or `acquire` event")
+    left: list[Row] = []
+    for taken, back, of in pairs:
+        out: dict[Id, Row] = {}
+        ended: dict[Id, Row] = {}
+        for row in ledger.rows:
+            if row.event == taken:
+                if before := out.get(row[of]):
+                    yield f"{row}: {of} {row[of]} has one since row {before.at}"
+                out[row[of]] = row
+            elif row.event == back and out.pop(row[of], None) is None:
+                yield f"{row}: {of} {row[of]} has none to give back"
+            elif row.event == "granted" and of == "kind" and row[of] not in out:
+                yield f"{row}: {of} {row[of]} was not asked for"
+            elif row.ends_group and of == "group":
+                ended[row[of]] = row
+        left += [row for row in out.values() if ledger.ended or row.get("group") in ended]
+        if out and not left and not ledger.ended:
+            raise Missing(f"the ledger has no `ended` event, so {many(len(out), taken)} may be in use")
+    for row in left:
+        yield f"{row}: never given back"
+    return f"{many(sum(len(ledger.by_event[taken]) for taken, _, _ in pairs), 'permit')} taken and given back"
+
+
+@of_ledger
+def ends_cleanly(ledger: Ledger) -> Finding:
+    """Does the loop end once, with a reason, with no step cut short, and with nothing after its end?"""
+    for row in ledger.by_event["exhausted"][:1]:
+        if not ledger.ended:
+            yield f"{row}: the data ended and the loop did not; the last row is {ledger.rows[-1]}"
+    end = ledger.need("ended")[0]
+    why = end.get("why")
+    if why not in ("done", "exhausted", "error"):
+        yield f"{end} states why={why!r}; it must be done, exhausted or error"
+    for row in ledger.rows[end.at + 1 :]:
+        if row.event in ("ended", "reserved", "sent", "selected", "begin", "bumped", "hold"):
+            yield f"{row}: the loop ended before, in row {end.at}"
+    for step in ledger.steps if why != "error" else ():
+        if step.abort is None and step.bumped is None and (ledger.by_event["bumped"] or not step.finished):
+            yield f"step {step.id} is cut short by an end without an error; its last row is {step.rows[-1]}"
+    for group in ledger.life if why == "exhausted" else ():
+        for row in ledger.ends(group):
+            if row.event == "aborted" and row.time == end.time:
+                yield f"{row}: a group was left over, so the end of the data is an error"
+    return f"{why} in row {end.at}"
+
+
+@of_ledger
+def dead_rollout_named(ledger: Ledger) -> Finding:
+    """Is every dead replica named, and every request that it had sent again or ended?"""
+    for row in (died := ledger.by_event["died"]):
+        if "replica" not in row.ids:
+            yield f"{row}: the row does not name the replica"
+            continue
+        for group, name, sample in _asked(ledger, row["replica"], row):
+            over = any(end.at > row.at for end in ledger.ends(group)) or any(one.at > row.at for one in sample.sent)
+            if ledger.ended and not over:
+                yield f"{row}: sample {name} of group {group} was there, was not sent again, and its group has no end"
+        back = [one.at for one in ledger.by_event["joined"] if one.get("replica") == row["replica"] and one.at > row.at]
+        for one in ledger.by_event["sent"]:
+            if one.get("replica") == row["replica"] and row.at < one.at < min(back, default=len(ledger.rows)):
+                yield f"{one}: the replica died in row {row.at}"
+    if not died:
+        waiting = [
+            one.sent[-1] for some in ledger.samples.values() for one in some.values() if one.sent and not one.answers
+        ]
+        reason = ledger.by_event["error"] or ledger.by_event["failed"] or (ledger.ended and ledger.ended.get("error"))
+        if not ledger.error or reason or not waiting:
+            raise NotMeasured("no replica died")
+        yield f"the loop ended with an error while {waiting[0]} had no answer, and no row names what failed"
+    return f"{many(len(died), 'replica')} died, named: {', '.join(str(row['replica']) for row in died)}"
+
+
+def _asked(ledger: Ledger, replica: Id, died: Row) -> Iterator[tuple[Id, Id, Sample]]:
+    """Samples that a replica had when it died: sent there last, and neither completed nor of a group that was over."""
+    for group, samples in ledger.samples.items():
+        for name, sample in samples.items():
+            before = [row for row in sample.sent if row.at < died.at]
+            done = any(row.at < died.at for row in (*sample.completed, *ledger.ends(group)))
+            if before and before[-1].get("replica") == replica and not done:
+                yield group, name, sample
+
+
+# -- metrics, resume --------------------------------------------------------------------------------------------------------
+
+
+@of_ledger
+def metrics_true(ledger: Ledger) -> Finding:
+    """Do the logged numbers equal those counted from the ledger?"""
+    rows, compared = ledger.need("metrics", "version"), 0
+    for row in rows:
+        if ledger.by_event["bumped"] and row.number("version") != ledger.version_at(row):
+            yield f"{row} states version {row['version']}; the current one is {ledger.version_at(row)}"
+        for name, true in _numbers(ledger, row).items():
+            compared += name in row.ids
+            if name in row.ids and not isclose(float(row[name]), true, rel_tol=EXACT, abs_tol=EXACT):
+                yield f"{row} states {name} {row[name]}; {true:g} by the rows"
+    if not compared:
+        raise Missing(f"no `metrics` event has one of the numbers {', '.join(_numbers(ledger, rows[-1]))}")
+    return f"{many(compared, 'number')} in {many(len(rows), 'row')}"
+
+
+def _numbers(ledger: Ledger, metrics: Row) -> dict[str, float]:
+    """What the rows before a row of metrics say: of its update, and totals."""
+    before = ledger.rows[: metrics.at]
+    same = [name for name in ("step", "update") if name in metrics.ids]
+    mine = [row for row in before if row.event == "trained" and all(row.get(name) == metrics[name] for name in same)]
+    true: dict[str, float] = {f"total_{name}": 0 for name in ("reserved", *ENDS)}
+    true |= Counter(f"total_{row.event}" for row in before if row.event == "reserved" or row.ends_group)
+    true["total_generated"] = sum(row.number("count") for row in before if row.event == "tokens")
+    true["total_trained"] = ledger.tokens({row["group"] for row in ledger.trained() if row.at < metrics.at})
+    if not any(row.event == "abort" for row in before):  # which puts groups back
+        gone = {row["group"] for row in before if row.event == "selected" or row.ends_group}
+        true["queue"] = len({row["group"] for row in before if row.event == "ready"} - gone)
+    lags = [ledger.version_during(row) - min(ages) for row in mine if (ages := ledger.oldest(row["group"]).values())]
+    if lags and len(lags) == len(mine):
+        true |= {"groups": len(mine), "lag_max": max(lags), "lag_mean": sum(lags) / len(lags)}
+        true["tokens"] = ledger.tokens({row["group"] for row in mine})
+    return true
+
+
+@counted
+def resume_equals(whole: Ledger, resumed: Ledger) -> Finding:
+    """Does a run that was resumed go on where it stopped: no group trained twice or lost, nothing started too early?
+
+    `whole` is the ledger of the run that was stopped; where it went on after that point, it is compared with the resumed one.
+    """
+    start, bumps = resumed.need("resumed", "version")[0], whole.need("bumped", "version")
+    at, last = start.number("version"), whole.start + len(bumps)
+    if not whole.start <= at <= last:
+        yield f"{start}: resumed at version {at}; the run before went from {whole.start} to {last}"
+        return ""
+    cut = bumps[at - whole.start - 1].at if at > whole.start else -1
+    done = {row["group"]: row for row in whole.trained() if row.at < cut}
+    begun = {row["group"] for row in whole.rows[: cut + 1] if row.event in ("reserved", "sent")}
+    for row in resumed.trained():
+        if row["group"] in done:
+            yield f"{row}: trained before the stop, in row {done[row['group']].at} of the run before"
+    for group in sorted(begun - done.keys() - resumed.life.keys(), key=str):
+        if not any(row.at <= cut or row.event != "cleared" for row in whole.ends(group)):
+            yield f"group {group} was in flight when the run stopped and is lost; its last row before is {whole.life[group][-1]}"
+    numbers = sorted(group for group in {*begun, *resumed.life} if isinstance(group, int))
+    for before, after in pairwise(numbers):
+        if after > before + 1:
+            yield f"group {before + 1} is in neither run; groups {before} and {after} are"
+    yield from _admitted(resumed)
+    if resumed.setting("sampler") not in NO_AGE_LIMIT and resumed.setting("window") is not None:
+        old = no_sample_too_old(resumed)
+        yield from [old.why] if old.value else []
+    strict = resumed.setting("sampler") == "strict" or resumed.setting("window") == 0
+    mine, theirs = (_by_version(one) if strict else {} for one in (resumed, whole))
+    both = sorted(mine.keys() & theirs.keys())
+    for version in both:
+        for group in sorted(mine[version].keys() | theirs[version].keys(), key=str):
+            pair = mine[version].get(group), theirs[version].get(group)
+            if pair[0] != pair[1]:
+                yield f"version {version} trains group {group} with {pair[0]} after the resume and {pair[1]} without"
+    return f"resumed at version {at} after {many(len(done), 'group')}; {many(len(both), 'step')} equal to those without a stop"
+
+
+def _by_version(ledger: Ledger) -> Mapping[int, dict[Id, str]]:
+    """What was trained at each version: for each group the lengths, rewards and digests of its samples."""
+    found: defaultdict[int, dict[Id, str]] = defaultdict(dict)
+    for row in ledger.trained():
+        samples = sorted(ledger.samples[row["group"]].items(), key=lambda one: str(one[0]))
+        last = [(name, one.completed[-1]) for name, one in samples if one.completed]
+        said = (
+            f"sample {name}: " + " ".join(str(done.get(id_, "")) for id_ in ("length", "reward", "digest"))
+            for name, done in last
+        )
+        found[ledger.version_during(row)][row["group"]] = "; ".join(said)
+    return found

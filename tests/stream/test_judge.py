@@ -1,0 +1,539 @@
+"""The checks of a ledger against right ledgers of every kind, and against one wrong ledger for each bug that they are there for."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kit.errors import BadInput
+from kit.results.verdict import Measured, Missing, NotMeasured, Unjudged
+from kit.stream.history import Ledger, pipelines
+from kit.stream.judge import CHECKS, resume_equals
+from tests.stream.ledgers import AT_SYNC, SAMPLERS, Row, System
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def outcome(name: str, rows: list[Row]) -> Measured | NotMeasured:
+    try:
+        return CHECKS[name](Ledger(rows))
+    except NotMeasured as missing:
+        return missing
+
+
+def violations(rows: list[Row]) -> dict[str, str]:
+    found = {name: outcome(name, rows) for name in CHECKS}
+    return {name: one.why for name, one in found.items() if isinstance(one, Measured) and one.value}
+
+
+# -- right ledgers ------------------------------------------------------------------------------------------------------------
+
+
+def drawn(sampler: str, at_sync: str, seed: int) -> System:
+    """A system with settings and troubles that a seed draws."""
+    draw = random.Random(f"{sampler} {at_sync} {seed}")
+    groups = draw.choice([1, 2, 3, 4])
+    trouble: dict[str, Any] = draw.choice(
+        [
+            {},
+            {"fails": (1, 5), "on_failed": "replace"},
+            {"fails": (2,), "on_failed": "shrink"},
+            {"flat": (1, 4)},
+            {"dies": (draw.randint(3, 30), 1)},
+            {"breaks": draw.choice([0, 1])},
+            {"breaks": 1, "stop_on_error": True},
+            {"prompts": groups * draw.choice([2, 3])},
+        ]
+    )
+    return System(
+        sampler=sampler,
+        at_sync=at_sync,
+        seed=seed,
+        groups=groups,
+        group=draw.choice([2, 3]),
+        window=draw.choice([0, 1, 2]),
+        min_groups=draw.choice([1, 1, groups]),
+        updates=draw.choice([one for one in (1, 2) if groups % one == 0]),
+        steps=draw.choice([2, 4]),
+        more_places=draw.choice([0, 3]),
+        slots=draw.choice([0, max(2, groups)]),
+        slow=draw.choice([(), (1, 4)]),
+        pace=draw.choice([1, 3]),
+        replicas=draw.choice([2, 3]),
+        **trouble,
+    )
+
+
+@pytest.mark.parametrize(("sampler", "at_sync"), list(product(SAMPLERS, AT_SYNC)))
+def test_right_ledgers_pass(sampler: str, at_sync: str) -> None:
+    for seed in range(12):
+        system = drawn(sampler, at_sync, seed)
+        rows = system.run()
+        assert rows[-1]["event"] == "ended", system
+        assert violations(rows) == {}, system
+
+
+def test_the_right_ledgers_have_what_checks_look_at() -> None:
+    """Otherwise that they pass would mean little."""
+    events: Counter[str] = Counter()
+    judged: Counter[str] = Counter()
+    for sampler, at_sync in product(SAMPLERS, AT_SYNC):
+        rows = drawn(sampler, at_sync, 1).run() + drawn(sampler, at_sync, 5).run()
+        events.update(row["event"] for row in rows)
+    for sampler, seed in product(SAMPLERS, range(6)):
+        rows = drawn(sampler, "keep", seed).run()
+        judged.update(name for name in CHECKS if isinstance(outcome(name, rows), Measured))
+        events["spanning"] += "0 with" not in str(outcome("stamps_per_token", rows))
+    wanted = ("evicted", "aborted", "failed", "dropped", "replaced", "cancelled", "died", "abort", "exhausted", "spanning")
+    assert {name: events[name] for name in wanted if not events[name]} == {}
+    assert set(judged) == set(CHECKS)
+
+
+# -- wrong ledgers: one rule of the system is broken ----------------------------------------------------------------------------
+
+FAULTS: list[tuple[str, dict[str, Any], str, str]] = [  # fault, settings, the check that sees it, what it names
+    ("off-by-one-window", {"more_places": 2}, "no_sample_too_old", r"group 4 trained at version 2 .* version 0, window 1"),
+    ("off-by-one-window", {"sampler": "strict", "more_places": 2}, "no_sample_too_old", r"group 2 .* version 1 .* window 0"),
+    ("off-by-one-window", {"sampler": "capacity", "more_places": 2}, "capacity_kept", r"5 groups started by version 0.* allows 4"),
+    ("off-by-one-window", {"sampler": "ready-first", "more_places": 2}, "capacity_kept", r"5 groups started by version 0"),
+    ("lost-group", {"sampler": "windowed"}, "every_group_once", r"^group 3 has no end"),
+    ("lost-group", {"sampler": "capacity"}, "tokens_conserved", r"27 tokens of group 3 are neither"),
+    ("drops-oldest", {"sampler": "windowed"}, "every_group_once", r"^group 1 has no end"),
+    ("uncounted-partial", {}, "tokens_conserved", r"states 24 wasted tokens; 25 by the rows"),
+    ("partial-group", {}, "groups_whole", r"of group 3 .*: 1 of 2 samples were complete \(0\)"),
+    ("rejected-row-counts", {"sampler": "capacity", "flat": (1,)}, "one_step_per_batch", r"step \d trained 1 group .* has 2, 0 failed"),
+    ("finish-per-chunk", {"groups": 4}, "one_step_per_batch", r"step 0 update 0 trained 1 group; an optimizer step takes 4"),
+    ("double-bump", {"sampler": "windowed"}, "version_monotone", r"of step 0 .* rose for this step before"),
+    ("bump-per-update", {"sampler": "windowed", "updates": 2}, "version_monotone", r"of step 0 .* rose for this step before"),
+    ("bump-on-abort", {"sampler": "windowed", "breaks": 1}, "version_monotone", r"of step 1 .* no update of the step was finished"),
+    ("unbounded-buffer", {"sampler": "windowed"}, "capacity_kept", r"of group 4 .*: 5 groups are in the buffer, places: 4"),
+    ("slot-leak", {}, "permits_return", r"`slot` of group 2 .* never given back"),
+    ("slot-twice", {}, "permits_return", r"`slot_back` of group 2 .* none to give back"),
+    ("gate-checked-early", {}, "capacity_kept", r"of group 0 .* dispatched without a place"),
+    ("waits-at-the-end", {"prompts": 6}, "ends_cleanly", r"the data ended and the loop did not"),
+    ("partial-step", {"prompts": 7}, "ends_cleanly", r"step 3 is cut short by an end without an error"),
+    ("no-abort", {"breaks": 1}, "abort_on_failure", r"step 1 was not aborted; `error` of step 1"),
+    ("cleared-before-finish", {"breaks": 1}, "one_clear_per_finish", r"of group \d, step 0 .* before its update was finished"),
+    ("cleared-before-finish", {"breaks": 1}, "abort_on_failure", r"step 1 .* cleared, and its step was aborted"),
+    ("clear-fails-after-finish", {}, "one_clear_per_finish", r"`error` of step 1 .* version had not risen"),
+    ("resumes-too-early", {}, "publish_before_use", r"of group 4, sample 0, .* has version 0, the current one is 1"),
+    ("waits-for-all", {"groups": 4, "slow": (7,)}, "trains_before_straggler", r"step 0 began in row \d+, after its last group"),
+    ("discard-and-requeue", {"sampler": "windowed"}, "every_group_once", r"of group 3 .* was reserved before"),
+    ("freshest-first-starves", {"sampler": "ready-first", "pace": 6, "window": 3, "steps": 16}, "order_fair", r"of group 1 .* 30 younger"),
+    ("caught-up-too-late", {}, "metrics_true", r"of step 0, .* states version 0; the current one is 1"),
+    ("stamp-after-reply", {"slow": (3, 5)}, "publish_before_use", r"of group 2, .* version 2 is used, the current one is 1"),
+    ("one-stamp-per-group", {"slow": (2, 3, 5)}, "stamps_per_token", r"group 2 sample 0: .* with version 0, after `published`"),
+    ("rng-reset", {}, "samples_differ", r"all 2 samples of group 0 have the same tokens"),
+    ("gap", {}, "stamps_per_token", r"group 0 sample 0: token 3 is not stamped"),
+    ("rollout-dies", {"dies": (6, 1)}, "dead_rollout_named", r"of group 0, sample 0, replica 1 .* no row names what failed"),
+]
+
+
+@pytest.mark.parametrize(("fault", "settings", "check", "why"), FAULTS, ids=lambda one: one if isinstance(one, str) else "")
+def test_a_broken_rule_fails_its_check(fault: str, settings: dict[str, Any], check: str, why: str) -> None:
+    # The same system without the fault passes; in `waits-at-the-end` and `partial-step` it runs out of prompts in the middle of a step.
+    if fault not in ("partial-step", "waits-at-the-end"):
+        right = {name: value for name, value in settings.items() if name != "flat"}
+        assert violations(System(**right).run()) == {}
+    found = violations(System(fault=fault, **settings).run())
+    assert re.search(why, found[check]), found[check]
+
+
+# -- wrong ledgers: one row is wrong ------------------------------------------------------------------------------------------
+
+
+def some(rows: list[Row], event: str, number: int = 0) -> int:
+    """The place of the n-th row of an event."""
+    return [place for place, row in enumerate(rows) if row["event"] == event and "sample" not in row or row["event"] == event != "failed"][number]
+
+
+Edit = Callable[[list[Row]], object]
+
+
+def change(event: str, number: int = 0, **ids: Any) -> Edit:
+    return lambda rows: rows[some(rows, event, number)].update(ids)
+
+
+def drop(event: str, number: int = 0) -> Edit:
+    return lambda rows: rows.pop(some(rows, event, number))
+
+
+def repeat(event: str, number: int = 0) -> Edit:
+    return lambda rows: rows.insert(some(rows, event, number) + 1, dict(rows[some(rows, event, number)]))
+
+
+def move(event: str, number: int, to: str, other: int = 0, *, after: int = 0) -> Edit:
+    """A row goes before (or `after`) another."""
+
+    def edit(rows: list[Row]) -> None:
+        row = rows.pop(some(rows, event, number))
+        rows.insert(some(rows, to, other) + after, row)
+
+    return edit
+
+
+def add(event: str, before: str = "ended", number: int = 0, **ids: Any) -> Edit:
+    return lambda rows: rows.insert(some(rows, before, number), {"event": event, "time": 1.7e9, **ids})
+
+
+def every(event: str, **ids: Any) -> Edit:
+    return lambda rows: [row.update(ids) for row in rows if row["event"] == event]
+
+
+def without(event: str) -> Edit:
+    return lambda rows: rows.__setitem__(slice(None), [row for row in rows if row["event"] != event])
+
+
+BREAKS, DIES = {"breaks": 1}, {"dies": (6, 1), "replicas": 3}
+EDITS: list[tuple[str, Edit, str, dict[str, Any]]] = [
+    ("no_sample_too_old", change("tokens", 60, version=-3), r"has a token of version -3", {}),
+    ("no_sample_too_old", change("tokens", 5, version=7), r"largest|token of version", {}),
+    ("no_sample_too_old", add("trained", group=77, version=3), r"group 77 .* no token of the group has a version", {}),
+    ("version_monotone", change("bumped", 1, version=4), r"goes from 1 to 4", {}),
+    ("version_monotone", change("bumped", 2, updates=4), r"states 4 updates; 3 were finished", {}),
+    ("version_monotone", drop("bumped", 1), r"step 1 was finished .* did not rise", {}),
+    ("version_monotone", change("trained", 3, version=3), r"states version 3; the current one is 1", {}),
+    ("version_monotone", change("reserved", 5, version=0), r"states version 0; the current one is 1", {}),
+    ("version_monotone", change("published", 3, version=3), r"goes from version 0 to 3", {}),
+    ("version_monotone", change("published", 5, version=0), r"goes from version 1 to 0", {}),
+    ("version_monotone", move("bumped", 1, "finish", 1), r"the step is finished only in row", {}),
+    ("publish_before_use", drop("published", 2), r"version 0, the current one is 1|before it was published", {}),
+    ("publish_before_use", move("sent", 0, "resume"), r"dispatched while dispatch was held", {}),
+    ("publish_before_use", move("resume", 1, "synced", 1), r"before the sync that began in row", {}),
+    ("publish_before_use", move("hold", 1, "sent", 12), r"dispatched while dispatch was held", {}),
+    ("stamps_per_token", change("tokens", 4, first=0), r"is stamped twice|is not stamped", {}),
+    ("stamps_per_token", drop("tokens", 4), r"is not stamped|have a stamp", {}),
+    ("stamps_per_token", change("tokens", 4, version=3), r"goes down from 3|states newest", {}),
+    ("stamps_per_token", change("completed", 3, newest=9), r"states newest 9", {}),
+    ("stamps_per_token", change("completed", 3, version=9), r"states version 9", {}),
+    ("stamps_per_token", change("completed", 3, length=99), r"states length 99", {}),
+    ("stamps_per_token", change("ready", 1, version=5), r"of group \d .* states version 5", {}),
+    ("every_group_once", repeat("cleared", 2), r"ends 2 times: `cleared`", {}),
+    ("every_group_once", drop("cleared", 2), r"group \d has no end", {}),
+    ("every_group_once", add("evicted", group=99, why="?", version=1), r"of group 99 .* never began", {}),
+    ("every_group_once", drop("trained", 1), r"not trained before", {}),
+    ("every_group_once", add("replaced", group=1, by=99), r"group 99, which replaces it, never began", {}),
+    ("every_group_once", add("filtered", "selected", 1, group=0), r"group 0 was filtered out", {}),
+    ("every_group_once", add("selected", group=0, step=9, version=4), r"of group 0, step 9 .* ended before, by `cleared`", {}),
+    ("trained_once", add("trained", group=0, step=3, update=0, version=3), r"of group 0, step 3 .* trained before, by .* step 0", {}),
+    ("trained_once", repeat("trained", 2), r"trained before", {}),
+    ("groups_whole", drop("completed", 2), r"1 of 2 samples were complete", {}),
+    ("groups_whole", repeat("completed", 2), r"sample \d was completed 2 times", {}),
+    ("groups_whole", add("completed", "ready", 1, group=2, sample=7, version=0), r"3 of 2 samples", {}),
+    ("tokens_conserved", change("completed", 2, length=3), r"has length 3", {}),
+    ("tokens_conserved", change("ended", generated=1), r"states 1 generated tokens", {}),
+    ("tokens_conserved", change("ended", trained=1), r"states 1 trained tokens", {}),
+    ("one_step_per_batch", drop("begin", 1), r"of step 1, update 0 .* has no begin", {}),
+    ("one_step_per_batch", drop("finish", 1), r"update 0 of the step has no finish", {}),
+    ("one_step_per_batch", repeat("finish", 1), r"of step 1, .* was finished before", {}),
+    ("one_step_per_batch", repeat("begin", 1), r"of step 1, .* were finished before", {}),
+    ("one_step_per_batch", change("begin", 1, update=1), r"0 updates of the step were finished", {}),
+    ("one_step_per_batch", move("finish", 1, "microbatch", 2), r"of step 1, .* (has no begin|finished before)", {}),
+    ("one_step_per_batch", move("begin", 1, "finish", 0), r"step 0 has neither finish nor abort yet", {}),
+    ("one_step_per_batch", drop("trained", 3), r"step 1 trained 1 group .* a step has 2, 0 failed", {}),
+    ("one_clear_per_finish", drop("cleared", 2), r"of group \d, step 1 .* trained and never cleared", {}),
+    ("one_clear_per_finish", move("cleared", 2, "finish", 1), r"cleared before its update was finished", {}),
+    ("one_clear_per_finish", repeat("cleared", 2), r"cleared before, in row", {}),
+    ("one_clear_per_finish", add("clear", step=1, groups="3"), r"step \d was cleared \d times after 1 finishes", {}),
+    ("abort_on_failure", drop("abort"), r"step 1 was not aborted", BREAKS),
+    ("abort_on_failure", lambda rows: rows.pop(some(rows, "abort") + 1), r"neither ended nor became trainable again", {**BREAKS, "slow": (3,)}),
+    ("abort_on_failure", add("finish", "abort", step=1, update=0), r"the step failed before, by `error`", BREAKS),
+    ("capacity_kept", change("capacity", places=3), r"4 groups are in the buffer, places: 3", {}),
+    ("capacity_kept", change("capacity", slots=3), r"4 groups are in flight, slots: 3", {}),
+    ("capacity_kept", change("reserved", 4, target=5), r"started for version 5 at version 1", {}),
+    ("capacity_kept", move("place_back", 0, "ready", 0), r"are in the buffer", {"places_shrink": True}),
+    ("permits_return", drop("place_back", 1), r"`place` of group \d .* never given back", {}),
+    ("permits_return", repeat("place", 1), r"group 1 has one since", {}),
+    ("permits_return", drop("release"), r"never given back", {}),
+    ("permits_return", drop("acquire"), r"kind generation was not asked for", {}),
+    ("ends_cleanly", repeat("ended"), r"the loop ended before", {}),
+    ("ends_cleanly", change("ended", why="tired"), r"states why='tired'", {}),
+    ("ends_cleanly", lambda rows: rows.append({"event": "reserved", "time": 2e9, "group": 50}), r"of group 50 .* ended before", {}),
+    ("ends_cleanly", drop("bumped", 3), r"step 3 is cut short", {}),
+    ("ends_cleanly", change("ended", why="exhausted"), r"left over, so the end of the data is an error", {"sampler": "windowed"}),
+    ("dead_rollout_named", lambda rows: rows[some(rows, "died")].pop("replica"), r"does not name the replica", DIES),
+    ("dead_rollout_named", change("sent", -1, replica=1), r"the replica died in row", DIES),
+    ("metrics_true", change("metrics", 1, groups=9), r"states groups 9; 2 by the rows", {}),
+    ("metrics_true", change("metrics", 1, tokens=9), r"states tokens 9", {}),
+    ("metrics_true", change("metrics", 1, lag_max=9), r"states lag_max 9", {}),
+    ("metrics_true", change("metrics", 1, lag_mean="0.1"), r"states lag_mean 0.1", {}),
+    ("metrics_true", change("metrics", 1, total_generated=9), r"states total_generated 9", {}),
+    ("metrics_true", change("metrics", 1, total_reserved=9), r"states total_reserved 9", {}),
+    ("metrics_true", change("metrics", 1, queue=9), r"states queue 9", {}),
+    ("samples_differ", every("completed", digest="x"), r"all 2 samples of group", {}),
+]
+
+
+@pytest.mark.parametrize(("check", "edit", "why", "settings"), EDITS, ids=lambda one: one if isinstance(one, str) else "")
+def test_a_wrong_row_fails_its_check(check: str, edit: Edit, why: str, settings: dict[str, Any]) -> None:
+    rows = System(**{name: value for name, value in settings.items() if name != "places_shrink"}).run()
+    assert violations(rows) == {}
+    edit(rows)
+    found = outcome(check, rows)
+    assert isinstance(found, Measured), found
+    assert found.value, check
+    assert re.search(why, found.why), found.why
+
+
+def test_every_check_has_a_wrong_ledger() -> None:
+    assert {check for _, _, check, _ in FAULTS} | {check for check, *_ in EDITS} == set(CHECKS)
+
+
+def test_every_why_names_its_place() -> None:
+    for fault, settings, check, _ in FAULTS:
+        why = violations(System(fault=fault, **settings).run())[check]
+        assert re.search(r"(group|step|row|replica) \d", why), why
+
+
+# -- what a ledger does not have -----------------------------------------------------------------------------------------------
+
+MINIMAL = [
+    {"event": "completed", "group": 0, "sample": 0, "version": 0},
+    {"event": "completed", "group": 0, "sample": 1, "version": 0},
+    {"event": "trained", "group": 0, "version": 1},
+]
+
+
+def timed(rows: list[Row]) -> list[Row]:
+    return [{"time": 10.0 + place, **row} for place, row in enumerate(rows)]
+
+
+def test_a_minimal_ledger_is_judged_as_far_as_it_goes() -> None:
+    rows = timed([{"event": "capacity", "window": 1, "group": 2}, *MINIMAL])
+    judged = {name: found.value for name in CHECKS if isinstance(found := outcome(name, rows), Measured)}
+    assert judged == {"no_sample_too_old": 0.0, "trained_once": 0.0, "groups_whole": 0.0}
+    rows[0]["window"] = 0
+    assert "group 0 trained at version 1" in violations(rows)["no_sample_too_old"]
+
+
+LACKING = {
+    "no_sample_too_old": ("trained", "`trained`"),
+    "version_monotone": ("bumped", "`bumped`"),
+    "publish_before_use": ("published", "`published`"),
+    "stamps_per_token": ("tokens", "`tokens`"),
+    "every_group_once": ("ended", "`ended`"),
+    "trained_once": ("trained", "`trained`"),
+    "groups_whole": ("capacity", "`capacity` event with `group`"),
+    "samples_differ": ("completed", "`completed`"),
+    "order_fair": ("selected", "`selected`"),
+    "tokens_conserved": ("ended", "`ended`"),
+    "one_step_per_batch": ("begin", "`begin`"),
+    "one_clear_per_finish": ("finish", "`finish`"),
+    "trains_before_straggler": ("trained", "`trained`"),
+    "abort_on_failure": ("begin", "`begin`"),
+    "capacity_kept": ("reserved", "`reserved`"),
+    "permits_return": ("ended", "`ended`"),
+    "ends_cleanly": ("ended", "`ended`"),
+    "metrics_true": ("metrics", "`metrics`"),
+}
+
+
+@pytest.mark.parametrize(("check", "event", "words"), [(check, *one) for check, one in LACKING.items()])
+def test_a_check_without_its_event_is_null_and_names_it(check: str, event: str, words: str) -> None:
+    rows = System(breaks=1, slow=(2, 3)).run()[:-40]  # cut off: groups are in flight
+    assert isinstance(outcome(check, System(breaks=1, slow=(2, 3)).run()), Measured)
+    without(event)(rows)
+    found = outcome(check, rows)
+    assert isinstance(found, Missing), found
+    assert words in str(found)
+
+
+def test_every_check_says_what_it_lacks() -> None:
+    assert set(LACKING) | {"dead_rollout_named"} == set(CHECKS)  # the ledger of a run in which no replica died is whole
+    for name in CHECKS:
+        assert isinstance(outcome(name, timed([{"event": "hello"}])), NotMeasured), name
+
+
+@pytest.mark.parametrize(
+    ("check", "event", "name"),
+    [
+        ("no_sample_too_old", "trained", "group"),
+        ("stamps_per_token", "tokens", "first"),
+        ("publish_before_use", "published", "replica"),
+        ("samples_differ", "completed", "digest"),
+        ("version_monotone", "bumped", "version"),
+        ("one_step_per_batch", "begin", "step"),
+    ],
+)
+def test_an_id_that_only_some_rows_have_is_a_failure(check: str, event: str, name: str) -> None:
+    rows = System().run()
+    del rows[some(rows, event, 2)][name]
+    with pytest.raises(Unjudged, match=rf"`{event}`.*has no id `{name}`"):
+        CHECKS[check](Ledger(rows))
+    without_any = [{key: value for key, value in row.items() if row["event"] != event or key != name} for row in rows]
+    found = outcome(check, without_any)
+    assert isinstance(found, Missing), found
+    assert f"`{name}`" in str(found)
+
+
+def test_a_version_must_be_a_number_and_may_be_a_text_of_one() -> None:
+    rows = System().run()
+    every("published", version="three")(rows)
+    with pytest.raises(Unjudged, match="version='three', which is not a whole number"):
+        CHECKS["publish_before_use"](Ledger(rows))
+    rows = [{name: str(value) if name == "version" else value for name, value in row.items()} for row in System().run()]
+    assert violations(rows) == {}
+
+
+def test_groups_and_replicas_may_have_names() -> None:
+    rows = [
+        {name: f"{name}-{value}" if name in ("group", "sample", "replica") and row["event"] != "capacity" else value for name, value in row.items()}
+        for row in System(fails=(1,)).run()
+    ]
+    for row in rows:
+        if "by" in row:
+            row["by"] = f"group-{row['by']}"
+    assert violations(rows) == {}
+
+
+def test_a_missing_end_never_hides_a_violation() -> None:
+    rows = System(slow=(2, 3)).run()[:-40]
+    assert isinstance(outcome("every_group_once", rows), Missing)
+    repeat("cleared")(rows)
+    assert "ends 2 times" in violations(rows)["every_group_once"]
+
+
+def test_answers_of_a_trainer_count_where_the_ledger_has_them() -> None:
+    """A `finish` with an `error` for an answer moved no weights; with `done` rows those are the finishes."""
+    rows = System().run()
+    answered = [more for row in rows for more in ([row, {**row, "event": "done", "of": "finish"}] if row["event"] == "finish" else [row])]
+    assert violations(answered) == {}
+    answered[some(answered, "done", 1)].update(event="error", why="NaN")
+    assert "no update of the step was finished" in violations(answered)["version_monotone"]
+    rows.insert(some(rows, "finish", 1) + 1, {**rows[some(rows, "finish", 1)], "event": "error", "of": "finish", "why": "NaN"})
+    assert "no update of the step was finished" in violations(rows)["version_monotone"]
+
+
+# -- rows and pipelines ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_pipeline_is_judged_by_itself() -> None:
+    one, two = ([{**row, "pipeline": name} for row in System(seed=seed).run()] for name, seed in (("a", 1), ("b", 2)))
+    both = sorted([*one, *two], key=lambda row: row["time"])
+    with pytest.raises(BadInput, match="pipelines a, b; judge each by itself"):
+        Ledger(both)
+    found = pipelines(both)
+    assert list(found) == ["a", "b"]
+    assert all(len(ledger.rows) == len(rows) for ledger, rows in zip(found.values(), (one, two), strict=True))
+    assert all(not CHECKS[name](ledger).value for ledger in found.values() for name in ("every_group_once", "version_monotone"))
+    assert list(pipelines(one)) == ["a"]
+    assert list(pipelines(System().run())) == [""]
+
+
+@pytest.mark.parametrize("row", [{"event": "sent"}, {"time": 1.0}, {"event": "sent", "time": "noon"}])
+def test_a_row_needs_an_event_and_a_time(row: Row) -> None:
+    with pytest.raises(BadInput, match="row 1 of the ledger is"):
+        Ledger([{"event": "capacity", "time": 0.0}, row])
+
+
+# -- resume -----------------------------------------------------------------------------------------------------------------------
+
+
+def stopped(system: System, version: int) -> tuple[list[Row], tuple[int, int, int, list[int]], list[int]]:
+    """A whole run; what a run that resumes at a version starts from; the groups that were trained before."""
+    rows = system.run()
+    cut = some(rows, "bumped", version - 1)
+    before = rows[:cut]
+    trained = [row["group"] for row in before if row["event"] == "trained"]
+    given = [row["group"] for row in before if row["event"] == "reserved"]
+    step, updates = rows[cut]["step"] + 1, rows[cut]["updates"]
+    return rows, (version, step, updates, sorted(set(given) - set(trained))), trained
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_right_resume_equals(sampler: str, version: int) -> None:
+    rows, state, _ = stopped(System(sampler=sampler, steps=5), version)
+    resumed = System(sampler=sampler, steps=5 - version, resume=state).run()
+    assert violations(resumed) == {}
+    found = resume_equals(Ledger(rows), Ledger(resumed))
+    assert not found.value, found.why
+    assert f"resumed at version {version} after {2 * version} groups" in found.why
+    if sampler == "strict":
+        assert f"{5 - version} steps equal to those without a stop" in found.why
+
+
+def resumed_wrongly(kind: str, sampler: str = "in-order", **more: Any) -> Measured:
+    rows, (version, step, updates, left), trained = stopped(System(sampler=sampler, steps=5, slow=(6, 7)), 3)
+    if kind == "replays":
+        left = [trained[0], *left]
+    elif kind == "loses":
+        left = left[:1] + left[2:]
+        at = next(place for place, row in enumerate(rows) if row["event"] == "bumped" and row["version"] == 3)
+        rows = rows[: at + 1]
+    elif kind == "skips":
+        left = [*left, max(left) + 3]
+    elif kind == "other version":
+        version = 9
+    elif kind == "other tokens":
+        more = {"seed": 4}
+    resumed = System(sampler=sampler, steps=2, slow=(6, 7), resume=(version, step, updates, left), **more).run()
+    return resume_equals(Ledger(rows), Ledger(resumed))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "why"),
+    [
+        ("replays", {}, r"of group 0, .* trained before the stop, in row \d+"),
+        ("loses", {}, r"group 7 was in flight when the run stopped and is lost"),
+        ("skips", {}, r"group \d+ is in neither run; groups \d+ and \d+ are"),
+        ("other version", {}, r"resumed at version 9; the run before went from 0 to 5"),
+        ("other tokens", {"sampler": "strict"}, r"version 3 trains group 6 with .* after the resume and .* without"),
+        ("", {"sampler": "capacity", "fault": "accepted-from-zero", "more_places": 20}, r"groups started by version 3; the window allows 10"),
+        ("", {"fault": "accepted-from-zero"}, r"started for version 0 at version 3"),
+        ("", {"fault": "off-by-one-window", "more_places": 2}, r"groups started by version 3; the window allows 10"),
+    ],
+)
+def test_a_wrong_resume_does_not(kind: str, settings: dict[str, Any], why: str) -> None:
+    found = resumed_wrongly(kind, **settings)
+    assert found.value
+    assert re.search(why, found.why), found.why
+
+
+def test_a_resume_without_its_row_is_null() -> None:
+    rows = System().run()
+    with pytest.raises(Missing, match="`resumed`"):
+        resume_equals(Ledger(rows), Ledger(rows))
+
+
+# -- the example, and who is imported -----------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_of_the_example_passes(tmp_path: Path) -> None:
+    example = ROOT / "docs" / "examples" / "ledger.py"
+    assert len(example.read_text().splitlines()) <= 40
+    subprocess.run([sys.executable, str(example), str(tmp_path / "run")], check=True, cwd=ROOT, timeout=60)
+    records = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
+    rows = [{"event": one["metric"], "time": one["time"], **one.get("ids", {})} for one in records if one["value"] is None]
+    assert violations(rows) == {}
+    judged = {name for name in CHECKS if isinstance(outcome(name, rows), Measured)}
+    wanted = {"no_sample_too_old", "every_group_once", "trained_once", "groups_whole", "tokens_conserved", "one_step_per_batch"}
+    assert judged >= wanted | {"version_monotone", "publish_before_use", "stamps_per_token", "ends_cleanly", "one_clear_per_finish"}
+
+
+def test_the_page_lists_every_check_and_event() -> None:
+    page = (ROOT / "docs" / "ledger.md").read_text()
+    source = (ROOT / "kit" / "stream" / "history.py").read_text() + (ROOT / "kit" / "stream" / "judge.py").read_text()
+    assert {name for name in [*CHECKS, "resume_equals"] if f"`{name}`" not in page} == set()
+    for event in ("reserved", "tokens", "completed", "trained", "published", "bumped", "capacity", "ended", "died", "metrics"):
+        assert f"`{event}`" in page
+        assert f'"{event}"' in source
+
+
+def test_the_judge_needs_the_standard_library_only() -> None:
+    script = "import sys, kit.stream.judge; print(' '.join(sys.modules))"
+    seen = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True).stdout.split()
+    assert not {name.split(".")[0] for name in seen} & {"pandas", "numpy", "torch", "pydantic", "matplotlib"}
+    rooms = {name.split(".")[1] for name in seen if name.startswith("kit.")}
+    assert rooms <= {"errors", "results", "stream"}
+    assert {name for name in seen if name.startswith("kit.stream.")} == {"kit.stream.history", "kit.stream.judge"}
