@@ -1,0 +1,166 @@
+"""The trainer's ranks in the lab `stream`: one call for each order of the controller.
+
+Rank 0 has the samples, computes advantages, and broadcasts each chunk to the others; every data rank trains on its share of the rows.
+A step has a number that begin, microbatch, finish and abort must repeat; another number raises and changes nothing. The weights of every
+version are kept on rank 0's host, for the recomputation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from kit.errors import KitError
+from kit.labs.stream.ranks.advantage import advantages
+from kit.labs.stream.ranks.rows import Inbox, Key
+from kit.megatron import model, score, shards, tensors
+from kit.megatron.split import MegatronSplit
+from kit.train.batch import Batch, valid
+from kit.train.losses import ClippedPolicyGradient
+from kit.train.rollout import PAD
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kit.labs.rankside import Context
+    from kit.labs.stream.ranks.rows import Row
+
+
+class Open(NamedTuple):
+    """The update that is under way."""
+
+    step: int
+    update: int
+
+
+class Trainer:
+    """Begin, microbatch ..., finish or abort, by number; and what else the trainer's ranks do between."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.config = ctx.config
+        self.first = ctx.rank == 0
+        self.scope = contextlib.ExitStack()
+        self.open: Open | None = None
+        self.previous: dict[Key, torch.Tensor] = {}  # by the weights when the step began
+        self.reference: dict[Key, torch.Tensor] = {}
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}  # of every version, on rank 0
+        self.job: model.Training
+        self.step: MegatronSplit
+        self.inbox: Inbox
+
+    # -- the step -------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, update: int) -> None:
+        if self.open is not None:
+            raise KitError(
+                f"begin of step {step}, update {update}: step {self.open.step}, update {self.open.update} is open"
+            )
+        self.step.begin(self.loss, self.config.batch, self.config.micro_batch)
+        self.open = Open(step, update)
+
+    def microbatch(self, step: int, update: int, groups: Sequence[int]) -> dict[str, Any]:
+        """Train on these groups. Without a valid token nothing runs."""
+        self._need("microbatch", step, update)
+        batch = self.batch_of(groups)
+        tokens = int(valid(batch).sum())
+        if tokens:
+            self.step.microbatch(score.share(batch))
+        return {"tokens": tokens}
+
+    def finish(self, step: int, update: int) -> dict[str, Any]:
+        self._need("finish", step, update)
+        result = self.step.finish()
+        self.open = None
+        return {**result}
+
+    def abort(self, step: int) -> None:
+        if self.open is not None and self.open.step != step:
+            raise KitError(f"abort of step {step}: step {self.open.step} is open")
+        self.step.abort()
+        self.open = None
+
+    def clear(self, groups: Sequence[int]) -> int:
+        """Drop the samples of these groups; the number of samples that were dropped."""
+        gone = set(groups)
+        for kept in (self.previous, self.reference):
+            for key in [key for key in kept if key.group in gone]:
+                del kept[key]
+        return self.inbox.clear(gone) if self.first else 0
+
+    def _need(self, call: str, step: int, update: int) -> None:
+        if self.open is None:
+            raise KitError(f"{call} of step {step}, update {update}: no step is open")
+        if self.open != (step, update):
+            raise KitError(
+                f"{call} of step {step}, update {update}: step {self.open.step}, update {self.open.update} is open"
+            )
+
+    # -- samples --------------------------------------------------------------------------------------------------------
+
+    def logprobs(self, groups: Sequence[int], which: str) -> None:
+        """Recompute the previous policy's (`previous`) or the reference's log-probabilities of these groups, by the current weights."""
+        batch = self.batch_of(groups)
+        found = score.logprobs(self.job, batch, self.config.micro_batch)
+        kept = self.previous if which == "previous" else self.reference
+        kept.update(zip(self.keys(groups), found, strict=True))
+
+    def keys(self, groups: Sequence[int]) -> list[Key]:
+        return [Key(group, sample) for group in groups for sample in range(self.config.group)]
+
+    def batch_of(self, groups: Sequence[int]) -> Batch:
+        """All samples of these groups, on every rank. Collective."""
+        made: list[Any] = [None]
+        if self.first:
+            try:
+                made = [self.assemble(self.inbox.take(self.keys(groups)))]
+            except KitError as error:  # on every rank, so that none waits for the others
+                made = [str(error)]
+        dist.broadcast_object_list(made, 0)
+        if isinstance(made[0], str):
+            raise KitError(made[0])
+        batch: Batch = made[0]
+        return batch
+
+    def assemble(self, rows: Sequence[Row]) -> Batch:
+        """Samples as a batch, padded to the model's length."""
+        count, length = len(rows), self.config.length
+        ids = torch.full((count, length), PAD)
+        numbers = {name: torch.zeros(count, length) for name in ("token_mask", "advantages", "generation_logprobs")}
+        found = advantages({row.key: row.reward for row in rows}, self.config.advantage)
+        for place, row in enumerate(rows):
+            begin, end = len(row.prompt), len(row.tokens)
+            ids[place, :end] = torch.tensor(row.tokens)
+            numbers["token_mask"][place, begin:end] = 1.0
+            numbers["advantages"][place, begin:end] = found[row.key]
+            numbers["generation_logprobs"][place, begin:end] = torch.tensor(row.logprobs)
+        recorded = numbers["generation_logprobs"]
+        return {
+            "input_ids": ids,
+            "input_lengths": torch.tensor([len(row.tokens) for row in rows]),
+            "sample_mask": torch.ones(count),
+            **numbers,
+            "prev_logprobs": self._known(self.previous, rows, recorded),
+            "reference_logprobs": self._known(self.reference, rows, recorded),
+        }
+
+    def _known(self, kept: dict[Key, torch.Tensor], rows: Sequence[Row], recorded: torch.Tensor) -> torch.Tensor:
+        """As recomputed, else as recorded."""
+        return torch.stack([kept.get(row.key, recorded[place]) for place, row in enumerate(rows)])
+
+    # -- weights --------------------------------------------------------------------------------------------------------
+
+    def keep(self, version: int) -> dict[str, str]:
+        """Keep a copy of the current weights under this version, on rank 0's host; their digests. Collective."""
+        full = {name: tensor.detach().to("cpu", copy=True) for name, tensor in shards.full_tensors(self.job.chunks)}
+        if not self.first:
+            return {}
+        self.weights[version] = full
+        return {name: tensors.digest(tensor) for name, tensor in full.items()}
+
+    @property
+    def loss(self) -> ClippedPolicyGradient:
+        return ClippedPolicyGradient(**self.config.loss_options)
