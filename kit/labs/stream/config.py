@@ -36,43 +36,62 @@ class StreamConfig(JobConfig):
     ] = None
     micro_batch: Annotated[int, Option("samples of a microbatch", low=1, high=512)] = 2
     sampler: Annotated[
-        str, Option("which groups are trained next: a name, or your own as module:Class", target=True, names=(*SAMPLERS,))
+        str,
+        Option("which groups are trained next: a name, or your own as module:Class", target=True, names=(*SAMPLERS,)),
     ] = "in-order"
-    window: Annotated[int, Option("versions by which a group may be older than the step that trains it", low=0, high=64)] = 1
-    places: Annotated[int | None, Option("groups that the buffer holds; null: as many as the sampler needs", low=1)] = None
+    window: Annotated[
+        int, Option("versions by which a group may be older than the step that trains it", low=0, high=64)
+    ] = 1
+    places: Annotated[int | None, Option("groups that the buffer holds; null: as many as the sampler needs", low=1)] = (
+        None
+    )
     slots: Annotated[int | None, Option("groups in flight at once; null: as many as there are places", low=1)] = None
     at_sync: Annotated[
         Literal["keep", "recompute", "abort", "drain"],
         Option("requests in flight at a sync keep their KV cache, recompute it, start again, or end before the sync"),
     ] = "keep"
     on_failed: Annotated[
-        Literal["stop", "replace", "shrink"], Option("if a group fails: stop the run, replace it, or train a smaller step")
+        Literal["stop", "replace", "shrink"],
+        Option("if a group fails: stop the run, replace it, or train a smaller step"),
     ] = "stop"
     floor: Annotated[int, Option("the fewest groups of a step with on_failed=shrink", low=1, high=4096)] = 1
-    on_dead_replica: Annotated[Literal["stop", "go-on"], Option("if a replica dies: stop, or send its requests to others")] = (
-        "stop"
-    )
+    on_dead_replica: Annotated[
+        Literal["stop", "go-on"], Option("if a replica dies: stop, or send its requests to others")
+    ] = "stop"
     filter: Annotated[bool, Option("replace groups whose rewards are all the same, which train nothing")] = False
     advantage: Annotated[Literal["grpo", "leave-one-out"], Option("advantage of a sample within its group")] = "grpo"
     previous: Annotated[
         Literal["recomputed", "recorded"],
         Option("log-probabilities of the previous policy: recomputed by the trainer, or as the replica recorded them"),
     ] = "recomputed"
-    reference: Annotated[Literal["recomputed", "off"], Option("log-probabilities of the reference policy (version 0)")] = "off"
+    reference: Annotated[
+        Literal["recomputed", "off"], Option("log-probabilities of the reference policy (version 0)")
+    ] = "off"
     correction: Annotated[bool, Option("correct for stale samples by truncated importance weights")] = True
     temperature: Annotated[float, Option("sampling temperature", low=0.05, high=10)] = 1.0
-    answer: Annotated[tuple[int, ...], Option("fewest and most tokens of an answer; the minimum of each sample is drawn between them")] = (
+    answer: Annotated[
+        tuple[int, ...], Option("fewest and most tokens of an answer; the minimum of each sample is drawn between them")
+    ] = (
         4,
         20,
     )
     decode: Annotated[int, Option("tokens that a replica decodes before it takes new orders", low=1, high=4096)] = 4
     lr: Annotated[float, Option("learning rate", low=1e-8, high=1)] = 1e-3
-    warm: Annotated[int, Option("updates on right answers before version 0, so that some samples are right", low=0)] = 30
-    deadline_s: Annotated[float, Option("how long the controller waits for anything", low=0.5, high=3600, unit="s")] = 30.0
+    warm: Annotated[int, Option("updates on right answers before version 0, so that some samples are right", low=0)] = (
+        30
+    )
+    deadline_s: Annotated[float, Option("how long the controller waits for anything", low=0.5, high=3600, unit="s")] = (
+        30.0
+    )
     pace_ms: Annotated[
-        float, Option("let ranks wait this long for each token and each trained sample, in place of real work", low=0, unit="ms")
+        float,
+        Option(
+            "let ranks wait this long for each token and each trained sample, in place of real work", low=0, unit="ms"
+        ),
     ] = 0.0
-    implementation: Annotated[str, Option("the controller: the kit's, or your own core as module:attr", target=True)] = CORE
+    implementation: Annotated[
+        str, Option("the controller: the kit's, or your own core as module:attr", target=True)
+    ] = CORE
 
     def __post_init__(self) -> None:
         if self.ranks != self.trainer_ranks + self.infer_tp * self.replicas or self.trainer_ranks < 1:
@@ -81,7 +100,9 @@ class StreamConfig(JobConfig):
                 "for the trainer; give it at least one"
             )
         if len(self.answer) != 2 or not 1 <= self.answer[0] <= self.answer[1]:
-            raise BadInput(f"answer={list(self.answer)} must be two numbers, the fewest and the most tokens of an answer")
+            raise BadInput(
+                f"answer={list(self.answer)} must be two numbers, the fewest and the most tokens of an answer"
+            )
         check(trainer_model(self), self.trainer_ranks)
         check(replica_model(self), self.infer_tp)
         data_ranks = self.trainer_ranks // (self.tp * self.pp)
@@ -113,7 +134,9 @@ def settings(config: StreamConfig) -> Settings:
     """The controller's part of the config."""
     same = {one.name: getattr(config, one.name) for one in dataclasses.fields(Settings) if hasattr(config, one.name)}
     sampler = SAMPLERS.get(config.sampler)
-    places = config.places or (sampler.places(config.groups, config.window) if sampler else config.groups * (config.window + 1))
+    places = config.places or (
+        sampler.places(config.groups, config.window) if sampler else config.groups * (config.window + 1)
+    )
     batch = config.batch or config.groups * config.group
     return Settings(**{**same, "places": places, "slots": config.slots or places, "train_global_batch_size": batch})
 

@@ -14,10 +14,23 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import KitError
+from kit.labs.stream.config import replica_names, trainer_model
 from kit.labs.stream.ranks.advantage import advantages
 from kit.labs.stream.ranks.rows import Inbox, Key
+from kit.labs.stream.ranks.side import (
+    base_weights,
+    fill,
+    layout_of,
+    optimizer_settings,
+    place_of,
+    rows_of,
+    syncs_of,
+)
 from kit.megatron import model, score, shards, tensors
 from kit.megatron.split import MegatronSplit
+from kit.sync.cache import BASE, Cache
+from kit.sync.link import Listener
+from kit.sync.sender import Sender, Target
 from kit.train.batch import Batch, valid
 from kit.train.losses import ClippedPolicyGradient
 from kit.train.rollout import PAD
@@ -51,6 +64,75 @@ class Trainer:
         self.job: model.Training
         self.step: MegatronSplit
         self.inbox: Inbox
+
+    # -- the loop's life ------------------------------------------------------------------------------------------------
+
+    def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
+        self.device = model.initialise(trainer_model(self.config))
+        self.base = base_weights(self.config)
+        if self.first:
+            self.inbox = Inbox(rows_of(self.ctx.meeting), self.config.deadline_s)
+            self.scope.callback(self.inbox.close)
+            self.inbox.accept(replica_names(self.config))
+            self.listener = self.scope.enter_context(Listener(name=syncs_of(self.ctx.meeting)))
+
+    def reset(self) -> dict[str, str]:
+        """A fresh job on the base weights, which are version 0; the digests of its weights."""
+        self.settle()
+        self.job = model.assemble(trainer_model(self.config), self.device, optimizer_settings(self.config))
+        fill(self.job.chunks, self.base)
+        self.job.optimizer.reload_model_params()
+        self.step = MegatronSplit(self.job)
+        self.open = None
+        self.weights, self.previous, self.reference = {}, {}, {}
+        digests = self.keep(0)
+        tensors_now = self.gather()
+        if self.first:
+            self.cache = Cache(layout_of(tensors_now), keep=True, timeout_s=self.config.deadline_s)
+            self.sender = Sender(
+                self.cache,
+                self.listener,
+                place=place_of(self.ctx, self.ctx.rank),
+                rank=0,
+                device=self.ctx.device,
+                timeout_s=self.config.deadline_s,
+            )
+        return digests
+
+    def settle(self) -> None:
+        """Give up an open step and the copies of the last loop."""
+        if hasattr(self, "step"):
+            self.step.abort()
+        if hasattr(self, "cache"):
+            self.cache.close()
+        if self.first:
+            self.inbox.clear({key.group for key in self.inbox.stored})
+
+    def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self.settle()
+        self.scope.close()
+
+    def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:  # noqa: ARG002 - replicas look at it
+        """Send the current weights to these replicas as this version; version 0 only compares digests."""
+        if version and version not in self.weights:
+            self.keep(version)
+        if not self.first:
+            self.gather()
+            return {}
+        report = self.sender.sync(version or BASE, self.targets(replicas), self.gather)
+        return {"bytes": report.bytes}
+
+    def gather(self) -> dict[Any, torch.Tensor]:
+        """Full tensors of the live weights, on rank 0. Collective."""
+        return {(name, 0): tensor for name, tensor in shards.full_tensors(self.job.chunks)}
+
+    def targets(self, replicas: Sequence[str]) -> list[Target]:
+        """Every rank of these replicas; they wait for the weights, so they pause."""
+        return [
+            Target(name=f"rank {rank}", rank=rank, place=place_of(self.ctx, rank), state="paused", replica=name)
+            for name in replicas
+            for rank in self.ctx.roles[name]
+        ]
 
     # -- the step -------------------------------------------------------------------------------------------------------
 
