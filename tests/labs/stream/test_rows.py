@@ -23,6 +23,7 @@ def row(group: int, sample: int = 0, attempt: int = 0, replica: str = "replica 0
         answer=(3, 4, 5),
         logprobs=(-0.1, -2.5e-8, -1 / 3),
         versions=(0, 0, 1),
+        minimum=2,
         reward=0.1,
     )
 

@@ -44,6 +44,7 @@ class Row:
     answer: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
+    minimum: int  # tokens of the answer before which it could not end
     reward: float
 
     @property
