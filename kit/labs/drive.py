@@ -89,7 +89,11 @@ class Drive(Recording):
         return wait(pendings, first=first, timeout_s=timeout_s)
 
     def _send(self, row: dict[str, Any]) -> None:
-        self._write(NOTEBOOK, [row])
+        self.append([row])
+
+    def append(self, rows: list[dict[str, Any]]) -> None:
+        """Write rows that `new_row` made."""
+        self._write(NOTEBOOK, rows)
 
     def finish(self) -> None:
         """Cancel what is still in flight; a driver that returns before its calls are over has a bug."""

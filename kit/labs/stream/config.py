@@ -12,9 +12,9 @@ from kit.labs.options import JobConfig, Option, check_fits, model_of
 from kit.megatron.config import ModelConfig, check, model_bytes
 from kit.stream.samplers import SAMPLERS
 from kit.stream.settings import Settings, refusals
-from kit.train.rollout import LONGEST
 
 DRIVER = "kit.labs.stream.drive"
+LONGEST_PROMPT = 4  # of "9+9="
 CORE = "kit.labs.stream.drive:controller"
 
 
@@ -121,7 +121,7 @@ class StreamConfig(JobConfig):
     @property
     def length(self) -> int:
         """Tokens of the longest sample: prompt and answer."""
-        return LONGEST + self.answer[1] + 1
+        return LONGEST_PROMPT + self.answer[1]
 
     @property
     def loss_options(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def plan(config: StreamConfig) -> list[Step]:  # noqa: ARG001 - plans are called
         Step(1, "plain", driver=f"{DRIVER}:plain"),
         Step(2, "lockstep", driver=f"{DRIVER}:lockstep"),
         Step(3, "stream", driver=f"{DRIVER}:stream"),
-        Step(3, "verify"),
+        Step(3, "verify", ("trainer",)),
         Step(0, "end"),
     ]
 

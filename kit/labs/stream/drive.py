@@ -13,9 +13,9 @@ from kit.errors import KitError
 from kit.labs.stream.config import replica_names, settings
 from kit.labs.stream.ports import TRAINER, Ranks, ReplicaPort, SyncPort, TrainerPort
 from kit.loop.clock import RealClock
-from kit.loop.ledger import File
 from kit.loop.messages import Command, Event, listed
 from kit.loop.runner import Runner
+from kit.results.records import new_row
 from kit.target import load_callable
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from kit.labs.drive import Drive
     from kit.labs.stream.config import StreamConfig
+    from kit.loop.ledger import Row
     from kit.loop.runner import Core
 
 PIPELINE = "a"
@@ -70,16 +71,11 @@ def run(drive: Drive, core: Core[Any]) -> None:
         "desk": Desk(),
         "log": Log(),
     }
-    ledger = File(drive.ledger, run="", lab="stream", phase=drive.phase, cycle=drive.cycle)
-    try:
-        runner = Runner(
-            {PIPELINE: core}, ports, clock=RealClock(ranks.wait), ledger=ledger, deadline_s=drive.config.deadline_s
-        )
-        ended = runner.run()[PIPELINE]
-        for seconds in runner.own:
-            drive.record("controller_seconds", seconds, "s")
-    finally:
-        ledger.close()
+    runner = Runner(
+        {PIPELINE: core}, ports, clock=RealClock(ranks.wait), ledger=Written(drive), deadline_s=drive.config.deadline_s
+    )
+    ended = runner.run()[PIPELINE]
+    drive.record("controller_seconds", sum(runner.own), "s", events=len(runner.own))
     if ended.get("why") == "error":
         raise KitError(f"the controller ended with an error: {ended.get('error', 'no reason given')}")
 
@@ -91,6 +87,22 @@ def started(drive: Drive) -> Ranks:
     for pending in pendings:
         pending.result()
     return Ranks(drive, replica_names(drive.config), pipeline=PIPELINE)
+
+
+class Written:
+    """The ledger among the run's records."""
+
+    def __init__(self, drive: Drive) -> None:
+        self.drive = drive
+        self.rows: list[dict[str, Any]] = []
+
+    def write(self, row: Row) -> None:
+        self.rows.append(new_row(row.name, None, "", row.time, ids=row.ids))
+
+    def flush(self) -> None:
+        rows, self.rows = self.rows, []
+        if rows:
+            self.drive.append(rows)
 
 
 class Straight:

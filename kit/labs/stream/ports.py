@@ -88,7 +88,7 @@ class Ranks:
                 answer = pending.result()[0]
             except KitError as error:
                 return self._failed(error, command)
-            more = {name: value for name, value in (answer or {}).items() if isinstance(value, int | str)}
+            more = {"tokens": answer["tokens"]} if command.name == "microbatch" else {}
             return [Event("done", self.pipeline, **{**dict(command.ids), "of": command.name, **more})]
 
         self._call((TRAINER,), command.name, args, ended)

@@ -1,35 +1,47 @@
 """Which weights gave each token? Every token's log-probability is computed again under the weights of every version.
 
-The oracle is a plain model loaded by tensor names, one full forward a sample without a cache, in float64: other code than what generated,
-trained or sent anything. A token is *decidable* if no other version comes within `APART` noises of its stamped version; the noise is that
-of float32 arithmetic, measured with the oracle's own model. Limits: the whole model on one rank, once for each version.
+The oracle is a plain model loaded by tensor names, in float64: other code than what generated, trained or sent anything. It knows what
+the config promises for the KV cache at a sync: kept, so that later tokens attend to keys and values of older weights, or recomputed. A
+token is *decidable* if no other version comes within `APART` noises of its stamped version; the noise is that of float32 arithmetic,
+measured with the oracle's own models. Limits: the whole model on one rank, once for each version.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from kit.train.arithmetic import END
 from kit.train.plain import from_weights
-from kit.train.rollout import END
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kit.labs.stream.ranks.rows import Row
     from kit.megatron.config import Geometry
+    from kit.train.plain import Cache, PlainModel
 
 APART = 10.0
+
+
+class Span(NamedTuple):
+    """Tokens of an answer, from `first` up to `end`, that have the same stamp."""
+
+    version: int
+    first: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
     """One sample. A list has one entry for each token of its answer.
 
-    `error` is the recorded log-probability against the stamped version's, `nearest` against the closest version's, `closest` is that
-    version. `wrong_gap` is how far the stamped version is from the closest other one.
+    `error`: the recorded log-probability against that of the stamped version. `nearest`: against that of the closest version, which is
+    `closest`. `wrong_gap`: how far the closest other version is from the stamped one. `other_policy`: against the stamped version, had
+    the sync treated the KV cache the other way; the same as `error` in the first span.
     """
 
     row: Row
@@ -37,70 +49,100 @@ class Judged:
     nearest: list[float]
     closest: list[int]
     wrong_gap: list[float]
+    other_policy: list[float]
 
     def decidable(self, noise: float) -> list[bool]:
         return [gap >= APART * noise for gap in self.wrong_gap]
 
-    def wrong_stamps(self, noise: float) -> int:
-        """Decidable tokens whose stamp is not the version that gives their log-probability."""
+    def wrong_stamps(self, noise: float) -> list[int]:
+        """The decidable tokens whose stamp is not the version that gives their log-probability. Where the KV cache is kept, tokens after a
+        wrong stamp may be among them: their keys and values are then computed from it."""
         found = zip(self.decidable(noise), self.closest, self.row.versions, strict=True)
-        return sum(decidable and closest != stamp for decidable, closest, stamp in found)
+        return [place for place, (decidable, closest, stamp) in enumerate(found) if decidable and closest != stamp]
 
 
 class Oracle:
-    """The models of all versions. `temperature` is that of sampling."""
+    """The models of all versions. `temperature` is that of sampling; `keeps` says whether a sync keeps the KV cache."""
 
     def __init__(
-        self, geometry: Geometry, weights: Mapping[int, Mapping[str, torch.Tensor]], temperature: float
+        self,
+        geometry: Geometry,
+        weights: Mapping[int, Mapping[str, torch.Tensor]],
+        *,
+        temperature: float = 1.0,
+        keeps: bool = True,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         self.temperature = temperature
+        self.keeps = keeps
         self.versions = sorted(weights)
-        self.models = {
-            version: from_weights(geometry, weights[version], dtype=torch.float64) for version in self.versions
-        }
+        self.models = [from_weights(geometry, weights[version], dtype=dtype) for version in self.versions]
 
-    def judge(self, rows: Sequence[Row]) -> list[Judged]:
-        return [self._judge(row) for row in rows]
-
-    def noise(self, rows: Sequence[Row]) -> float:
-        """The largest difference that float32 arithmetic makes, over these samples and all versions."""
-        worst = 0.0
-        for version, model in self.models.items():
-            single = from_weights(model.geometry, dict(model.named_parameters()), dtype=torch.float32)
-            for row in rows:
-                worst = max(
-                    worst, float((answer_logprobs(single, row, self.temperature) - self.of(version, row)).abs().max())
-                )
-        return worst
-
-    def of(self, version: int, row: Row) -> torch.Tensor:
-        """The log-probabilities of a sample's answer under a version, as it was sampled."""
-        return answer_logprobs(self.models[version], row, self.temperature)
-
-    def _judge(self, row: Row) -> Judged:
+    @torch.no_grad()
+    def judge(self, row: Row) -> Judged:
         recorded = torch.tensor(row.logprobs, dtype=torch.float64)
-        table = torch.stack([self.of(version, row) for version in self.versions])  # [versions, tokens]
-        unknown = [stamp for stamp in row.versions if stamp not in self.models]
-        places = torch.tensor([self.versions.index(stamp) if stamp in self.models else 0 for stamp in row.versions])
+        table, other = self.recompute(row)
+        places = torch.tensor([self._place(stamp) for stamp in row.versions])
+        known = torch.tensor([stamp in self.versions for stamp in row.versions])
         stamped = table.gather(0, places[None])[0]
         errors = (table - recorded).abs()
-        gaps = (table - stamped).abs().scatter(0, places[None], torch.inf)
-        error = torch.full_like(recorded, torch.inf) if unknown else (stamped - recorded).abs()
         return Judged(
             row=row,
-            error=error.tolist(),
+            error=torch.where(known, (stamped - recorded).abs(), torch.inf).tolist(),
             nearest=errors.min(0).values.tolist(),
             closest=[self.versions[place] for place in errors.argmin(0).tolist()],
-            wrong_gap=gaps.min(0).values.tolist(),
+            wrong_gap=(table - stamped).abs().scatter(0, places[None], torch.inf).min(0).values.tolist(),
+            other_policy=(other - recorded).abs().tolist(),
         )
 
+    @torch.no_grad()
+    def recompute(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        """The answer's log-probabilities: [versions, tokens], each span as if it had that stamp after the spans before it; and [tokens]
+        under the stamps with the other treatment of the KV cache."""
+        table = torch.empty(len(self.versions), len(row.answer), dtype=torch.float64)
+        other = torch.empty(len(row.answer), dtype=torch.float64)
+        held, cache = 0, self.models[0].empty_cache(1, len(row.tokens))
+        for span in spans(row.versions):
+            end = len(row.prompt) + span.end - 1  # the last token of the span is never fed for it
+            place = self._place(span.version)
+            caches = []
+            for number, model in enumerate(self.models):
+                caches.append(copied(cache))
+                begin = held if self.keeps else 0
+                table[number, span.first : span.end] = self._span(model, row, span, caches[-1], (begin, end))
+            begin = 0 if self.keeps else held
+            other[span.first : span.end] = self._span(self.models[place], row, span, copied(cache), (begin, end))
+            held, cache = end, caches[place]
+        return table, other
 
-@torch.no_grad()
-def answer_logprobs(model: torch.nn.Module, row: Row, temperature: float) -> torch.Tensor:
-    """float64, one for each token of the answer: END is impossible before the minimum, and logits are divided by the temperature."""
-    ids = torch.tensor(row.tokens)[None]
-    begin = len(row.prompt)
-    logits = model(ids)[0, begin - 1 : -1].double() / temperature
-    logits[: max(0, row.minimum - 1), END] = -torch.inf
-    found: torch.Tensor = logits.log_softmax(-1).gather(1, ids[0, begin:, None])[:, 0]
-    return found
+    def noise(self, weights: Mapping[int, Mapping[str, torch.Tensor]], rows: Sequence[Row]) -> float:
+        """The largest difference that float32 arithmetic makes, over these samples and all versions."""
+        geometry = self.models[0].geometry
+        single = Oracle(geometry, weights, temperature=self.temperature, keeps=self.keeps, dtype=torch.float32)
+        pairs = ((single.recompute(row)[0], self.recompute(row)[0]) for row in rows)
+        return max((float((one - exact).abs().max()) for one, exact in pairs), default=0.0)
+
+    def _span(self, model: PlainModel, row: Row, span: Span, cache: list[Cache], fed: tuple[int, int]) -> torch.Tensor:
+        """Feed these positions; the log-probabilities of the span's tokens as they were sampled."""
+        ids = torch.tensor(row.tokens[slice(*fed)])[None]
+        after = model(ids, cache=cache, start=fed[0])[0, span.first - span.end :].double()
+        after[: max(0, row.minimum - span.first), END] = -torch.inf
+        chosen = torch.tensor(row.answer[span.first : span.end])[:, None]
+        found: torch.Tensor = (after / self.temperature).log_softmax(-1).gather(1, chosen)[:, 0]
+        return found
+
+    def _place(self, version: int) -> int:
+        return self.versions.index(version) if version in self.versions else 0
+
+
+def spans(versions: Sequence[int]) -> Iterator[Span]:
+    """Neighbours with the same stamp."""
+    first = 0
+    for version, some in itertools.groupby(versions):
+        end = first + len([*some])
+        yield Span(version, first, end)
+        first = end
+
+
+def copied(cache: list[Cache]) -> list[Cache]:
+    return [(keys.clone(), values.clone()) for keys, values in cache]

@@ -13,6 +13,7 @@ from kit.megatron.model import DTYPES
 from kit.megatron.shards import destinations
 from kit.sync.layout import ALIGN, Spec, automatic, lay_out
 from kit.sync.transports import Place
+from kit.train.arithmetic import END, encode, problem
 from kit.train.options import Settings
 from kit.train.plain import from_weights, initial_weights
 from kit.train.rollout import Pupil
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from kit.sync.layout import Layout
 
 Weights = dict[str, torch.Tensor]
+LESSON = 16  # problems of one supervised update
 
 
 def rows_of(meeting: str) -> str:
@@ -37,11 +39,17 @@ def syncs_of(meeting: str) -> str:
     return f"{meeting}-sync"
 
 
+def lesson(seed: int, update: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts with their right answers, for a supervised update: none that a loop asks."""
+    asked = [problem(seed, -1 - update * LESSON - number) for number in range(LESSON)]
+    return [(encode(each.prompt), [*encode(each.answer), END]) for each in asked]
+
+
 def base_weights(config: StreamConfig) -> Weights:
     """Version 0: a plain model after `warm` updates on right answers, the same bits on every rank of a machine."""
     model = trainer_model(config)
     plain = from_weights(model.geometry, initial_weights(model.geometry, config.seed))
-    Pupil(plain, config.seed).learn(config.warm)
+    Pupil(plain, config.seed, lesson).learn(config.warm)
     return {name: value.detach().to(DTYPES[model.dtype]) for name, value in plain.named_parameters()}
 
 

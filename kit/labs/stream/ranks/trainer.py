@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import KitError
-from kit.labs.stream.config import replica_names, trainer_model
+from kit.labs import rankside
+from kit.labs.stream.config import replica_names, settings, trainer_model
 from kit.labs.stream.ranks.advantage import advantages
+from kit.labs.stream.ranks.oracle import Oracle
 from kit.labs.stream.ranks.rows import Inbox, Key
 from kit.labs.stream.ranks.side import (
     base_weights,
@@ -31,15 +33,18 @@ from kit.megatron.split import MegatronSplit
 from kit.sync.cache import BASE, Cache
 from kit.sync.link import Listener
 from kit.sync.sender import Sender, Target
+from kit.train.arithmetic import PAD
 from kit.train.batch import Batch, valid
 from kit.train.losses import ClippedPolicyGradient
-from kit.train.rollout import PAD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kit.labs.rankside import Context
     from kit.labs.stream.ranks.rows import Row
+
+
+NOISY = 16  # samples from which the noise of arithmetic is measured
 
 
 class Open(NamedTuple):
@@ -61,9 +66,13 @@ class Trainer:
         self.previous: dict[Key, torch.Tensor] = {}  # by the weights when the step began
         self.reference: dict[Key, torch.Tensor] = {}
         self.weights: dict[int, dict[str, torch.Tensor]] = {}  # of every version, on rank 0
+        self.trained: list[Row] = []  # every sample that was trained in this loop, on rank 0
         self.job: model.Training
         self.step: MegatronSplit
-        self.inbox: Inbox
+        if self.first:  # replicas call as soon as their first phase runs
+            self.inbox = Inbox(rows_of(ctx.meeting), self.config.deadline_s)
+            self.scope.callback(self.inbox.close)
+            self.listener = self.scope.enter_context(Listener(name=syncs_of(ctx.meeting)))
 
     # -- the loop's life ------------------------------------------------------------------------------------------------
 
@@ -71,21 +80,18 @@ class Trainer:
         self.device = model.initialise(trainer_model(self.config))
         self.base = base_weights(self.config)
         if self.first:
-            self.inbox = Inbox(rows_of(self.ctx.meeting), self.config.deadline_s)
-            self.scope.callback(self.inbox.close)
             self.inbox.accept(replica_names(self.config))
-            self.listener = self.scope.enter_context(Listener(name=syncs_of(self.ctx.meeting)))
 
-    def reset(self) -> dict[str, str]:
-        """A fresh job on the base weights, which are version 0; the digests of its weights."""
+    def reset(self) -> None:
+        """A fresh job on the base weights, which are version 0."""
         self.settle()
         self.job = model.assemble(trainer_model(self.config), self.device, optimizer_settings(self.config))
         fill(self.job.chunks, self.base)
         self.job.optimizer.reload_model_params()
         self.step = MegatronSplit(self.job)
         self.open = None
-        self.weights, self.previous, self.reference = {}, {}, {}
-        digests = self.keep(0)
+        self.weights, self.previous, self.reference, self.trained = {}, {}, {}, []
+        self.keep(0)
         tensors_now = self.gather()
         if self.first:
             self.cache = Cache(layout_of(tensors_now), keep=True, timeout_s=self.config.deadline_s)
@@ -97,7 +103,6 @@ class Trainer:
                 device=self.ctx.device,
                 timeout_s=self.config.deadline_s,
             )
-        return digests
 
     def settle(self) -> None:
         """Give up an open step and the copies of the last loop."""
@@ -141,7 +146,7 @@ class Trainer:
             raise KitError(
                 f"begin of step {step}, update {update}: step {self.open.step}, update {self.open.update} is open"
             )
-        self.step.begin(self.loss, self.config.batch, self.config.micro_batch)
+        self.step.begin(self.loss, settings(self.config).train_global_batch_size, self.config.micro_batch)
         self.open = Open(step, update)
 
     def microbatch(self, step: int, update: int, groups: Sequence[int]) -> dict[str, Any]:
@@ -151,13 +156,17 @@ class Trainer:
         tokens = int(valid(batch).sum())
         if tokens:
             self.step.microbatch(score.share(batch))
+        if self.first:
+            self.trained += self.inbox.take(self.keys(groups))
         return {"tokens": tokens}
 
-    def finish(self, step: int, update: int) -> dict[str, Any]:
+    def finish(self, step: int, update: int) -> None:
         self._need("finish", step, update)
         result = self.step.finish()
         self.open = None
-        return {**result}
+        if self.first:
+            for metric in ("global_loss", "grad_norm"):
+                self.ctx.record(metric, result[metric], step=step, update=update)
 
     def abort(self, step: int) -> None:
         if self.open is not None and self.open.step != step:
@@ -235,13 +244,37 @@ class Trainer:
 
     # -- weights --------------------------------------------------------------------------------------------------------
 
-    def keep(self, version: int) -> dict[str, str]:
-        """Keep a copy of the current weights under this version, on rank 0's host; their digests. Collective."""
+    def keep(self, version: int) -> None:
+        """Keep a copy of the current weights under this version, on rank 0's host. Collective."""
         full = {name: tensor.detach().to("cpu", copy=True) for name, tensor in shards.full_tensors(self.job.chunks)}
+        if self.first:
+            self.weights[version] = full
+            digests = {name: tensors.digest(tensor) for name, tensor in full.items()}
+            self.ctx.record("digest", None, text=rankside.digest(digests), version=version)
+
+    # -- the recomputation ----------------------------------------------------------------------------------------------
+
+    def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """Every token that was trained, under the weights of every version."""
         if not self.first:
-            return {}
-        self.weights[version] = full
-        return {name: tensors.digest(tensor) for name, tensor in full.items()}
+            return
+        oracle = Oracle(
+            trainer_model(self.config).geometry,
+            self.weights,
+            temperature=self.config.temperature,
+            keeps=self.config.at_sync == "keep",
+        )
+        noise = oracle.noise(self.weights, self.trained[:NOISY])
+        judged = [oracle.judge(row) for row in self.trained]
+        record = self.ctx.record
+        record("noise", noise)
+        record("samples", len(judged))
+        record("samples_over_syncs", sum(len({*each.row.versions}) > 1 for each in judged))
+        record("tokens", sum(len(each.error) for each in judged))
+        record("decidable", sum(sum(each.decidable(noise)) for each in judged))
+        record("wrong_stamps", sum(len(each.wrong_stamps(noise)) for each in judged))
+        record("logprob_error", max((max(each.nearest) for each in judged), default=0.0))
+        record("stamped_error", max((max(each.error) for each in judged), default=0.0))
 
     @property
     def loss(self) -> ClippedPolicyGradient:
