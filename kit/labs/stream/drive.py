@@ -34,11 +34,11 @@ def plain(drive: Drive) -> None:
     config = drive.config
     loop = Straight(drive)
     for step in range(config.steps):
-        loop.do(Command("sync", "sync", version=step, at_sync="keep"))
+        loop.sync(step)
         groups = range(step * config.groups, (step + 1) * config.groups)
         loop.generate(groups)
         loop.train(step, groups)
-    loop.do(Command("sync", "sync", version=config.steps, at_sync="keep"))
+    loop.sync(config.steps)
 
 
 def lockstep(drive: Drive) -> None:
@@ -129,13 +129,17 @@ class Straight:
         """One step, cut into its updates; log-probabilities that are recomputed come before the first."""
         plan = settings(self.config)
         for which in plan.logprobs:
-            self.do(Command("logprobs", TRAINER, groups=listed(groups), which=which))
+            self.do(Command("logprobs", TRAINER, step=step, groups=listed(groups), which=which))
         for update, start in enumerate(range(0, len(groups), plan.minibatch)):
             ids = {"step": step, "update": update}
             self.do(Command("begin", TRAINER, **ids))
             self.do(Command("microbatch", TRAINER, groups=listed(groups[start : start + plan.minibatch]), **ids))
             self.do(Command("finish", TRAINER, **ids))
-        self.do(Command("clear", TRAINER, groups=listed(groups)))
+            self.do(Command("clear", TRAINER, groups=listed(groups[start : start + plan.minibatch]), **ids))
+
+    def sync(self, version: int) -> None:
+        replicas = listed(range(self.config.replicas))
+        self.do(Command("sync", "sync", version=version, at_sync="keep", replicas=replicas))
 
     def do(self, command: Command) -> None:
         """One call of the trainer, or a sync."""
@@ -193,4 +197,4 @@ def controller(plan: Any) -> Core[Any]:
     """The kit's own controller."""
     from kit.stream.core import Controller
 
-    return Controller(plan, PIPELINE)
+    return Controller(plan, pipeline=PIPELINE)

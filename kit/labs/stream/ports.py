@@ -107,26 +107,30 @@ class Ranks:
             for what in happened:
                 if what["event"] in ("completed", "failed", "cancelled"):
                     self.active[name].discard((what["group"], what["sample"]))
+            number = number_of(name)
             return [
-                Event(what["event"], self.pipeline, replica=name, **{k: v for k, v in what.items() if k != "event"})
+                Event(what["event"], self.pipeline, replica=number, **{k: v for k, v in what.items() if k != "event"})
                 for what in happened
             ]
 
         self._call((name,), "decode", {"orders": orders}, ended)
 
     def _sync(self, command: Command) -> None:
-        version, at_sync = command.version, str(command.get("at_sync", "keep"))
-        roles = (TRAINER, *self.orders)
+        names = [name_of(number) for number in numbers(command.replicas)]
+        names = [name for name in names if name in self.orders]
+        roles = (TRAINER, *names)
 
         def ended(pending: Pending) -> list[Event]:
             try:
                 pending.result()
             except KitError as error:
                 return self._failed(error, command)
-            published = [Event("published", self.pipeline, version=version, replica=name) for name in self.orders]
-            return [*published, Event("synced", self.pipeline, version=version)]
+            done = {"version": command.version}
+            published = [Event("published", self.pipeline, replica=number_of(name), **done) for name in names]
+            return [*published, Event("synced", self.pipeline, **done)]
 
-        self._call(roles, "sync", {"version": version, "at_sync": at_sync, "replicas": [*self.orders]}, ended)
+        args = {"version": command.version, "at_sync": command.at_sync, "replicas": names}
+        self._call(roles, "sync", args, ended)
 
     def _failed(self, error: KitError, command: Command) -> list[Event]:
         """A call that raised. Ranks that died are events of their own."""
@@ -142,10 +146,19 @@ class Ranks:
             raise error
         self.orders.pop(name, None)
         self.active.pop(name, None)
-        return [Event("died", self.pipeline, replica=name, why=str(error).partition("\n")[0])]
+        return [Event("died", self.pipeline, replica=number_of(name), why=str(error).partition("\n")[0])]
 
     def _role_of(self, rank: int) -> str:
         return next(role for role, ranks in self.drive.roles.items() if rank in ranks)
+
+
+def name_of(replica: int) -> str:
+    """A replica's role."""
+    return f"replica {replica}"
+
+
+def number_of(name: str) -> int:
+    return int(name.rpartition(" ")[2])
 
 
 class TrainerPort:
@@ -169,7 +182,7 @@ class ReplicaPort:
         self.ranks = ranks
 
     def send(self, command: Command) -> Iterable[Event]:
-        orders = self.ranks.orders.get(str(command.replica))
+        orders = self.ranks.orders.get(name_of(command.replica))
         if orders is not None:
             orders.append({"order": command.name, **dict(command.ids)})
         return ()

@@ -174,7 +174,7 @@ class Trainer:
         self.step.abort()
         self.open = None
 
-    def clear(self, groups: Sequence[int]) -> int:
+    def clear(self, step: int, update: int, groups: Sequence[int]) -> int:  # noqa: ARG002 - calls have the step's number
         """Drop the samples of these groups; the number of samples that were dropped."""
         gone = set(groups)
         for kept in (self.previous, self.reference):
@@ -192,7 +192,7 @@ class Trainer:
 
     # -- samples --------------------------------------------------------------------------------------------------------
 
-    def logprobs(self, groups: Sequence[int], which: str) -> None:
+    def logprobs(self, step: int, groups: Sequence[int], which: str) -> None:  # noqa: ARG002 - as above
         """Recompute the previous policy's (`previous`) or the reference's log-probabilities of these groups, by the current weights."""
         batch = self.batch_of(groups)
         found = score.logprobs(self.job, batch, self.config.micro_batch)

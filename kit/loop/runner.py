@@ -1,0 +1,183 @@
+"""The runner: one inbox, any number of named cores, routing by address, a clock, and the ledger.
+
+It takes one event at a time, gives it to its core, and carries the commands: to a port, to another core (for which the command is an
+event), to the ledger ("ledger", a note) or to itself ("runner": `ended` ends that core). Every wait has a deadline. A port that raises
+becomes an `error` event with the command's ids; a core that raises is a bug and ends the run. Not for use from several threads.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from kit.errors import BadInput, KitError
+from kit.loop.ledger import BEGINS, NOTES, Memory, Row, command_row, event_row
+from kit.loop.messages import Command, Event
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from kit.loop.ledger import Ledger
+
+S = TypeVar("S")
+ITSELF = "runner"
+
+
+class Core(Protocol[S]):
+    """A pure state machine. States are hashable and never change; neither method has a clock, I/O or random numbers."""
+
+    def begin(self) -> tuple[S, tuple[Command, ...]]: ...
+    def step(self, state: S, event: Event) -> tuple[S, tuple[Command, ...]]: ...
+
+
+class Port(Protocol):
+    """Carries out commands. It answers at once, or later when it is asked what has arrived; neither call waits."""
+
+    def send(self, command: Command) -> Iterable[Event]: ...
+    def take(self) -> Iterable[Event]: ...
+
+
+class Clock(Protocol):
+    """`wait` returns when something may have arrived, or after the seconds; with False if nothing can ever arrive."""
+
+    def now(self) -> float: ...
+    def wait(self, seconds: float) -> bool: ...
+
+
+class Stalled(KitError):  # noqa: N818 - reads as what happened
+    """Nothing arrived before the deadline, or nothing can arrive. `cores` are those that have not ended."""
+
+    def __init__(self, message: str, cores: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.cores = cores
+
+
+class Runner:
+    """`Runner({"a": core}, {"trainer": port, ...}).run()` returns how each core ended: its `ended` command.
+
+    An event from a port goes to the core that its pipeline names; where there is one core only, to that one. `own` has the seconds that
+    each event took in the core and the runner, without the ports.
+    """
+
+    def __init__(
+        self,
+        cores: Mapping[str, Core[Any]],
+        ports: Mapping[str, Port],
+        *,
+        clock: Clock,
+        ledger: Ledger | None = None,
+        deadline_s: float = 60.0,
+    ) -> None:
+        if not cores:
+            raise BadInput("a runner needs at least one core")
+        if both := sorted({*cores} & {*ports}):
+            raise BadInput(f"{both[0]!r} names a core and a port; give them different names")
+        if taken := sorted({NOTES, ITSELF} & {*cores, *ports}):
+            raise BadInput(f"{taken[0]!r} is the runner's own address; give the core or port another name")
+        if not deadline_s > 0:
+            raise BadInput(f"deadline_s={deadline_s} must be above 0: every wait has a deadline")
+        self.cores = dict(cores)
+        self.ports = dict(ports)
+        self.clock = clock
+        self.ledger = Memory() if ledger is None else ledger
+        self.deadline_s = deadline_s
+        self.states: dict[str, Any] = {}
+        self.ended: dict[str, Command] = {}
+        self.own = array("d")
+        self.inbox: deque[tuple[str, Event]] = deque()
+
+    def run(self) -> dict[str, Command]:
+        """Begin every core and go on until all have ended."""
+        try:
+            for name in self.cores:
+                self._turn(name, None)
+            while len(self.ended) < len(self.cores):
+                self._next()
+        finally:
+            self.ledger.flush()
+        return self.ended
+
+    def post(self, event: Event) -> None:
+        """Put an event into the inbox, as a port would."""
+        self.inbox += [(name, event) for name in self._cores_of(event)]
+
+    def _next(self) -> None:
+        self._take()
+        if self.inbox:
+            name, event = self.inbox.popleft()
+            if name not in self.ended:  # what arrives after a core's end has no reader
+                self._turn(name, event)
+        else:
+            self._wait()
+
+    def _take(self) -> None:
+        for name, port in self.ports.items():
+            try:
+                arrived = list(port.take())
+            except Exception as error:  # noqa: BLE001 - whatever a port raises is an event for the cores
+                arrived = [Event("error", core, of="port", port=name, why=_sentence(error)) for core in self.cores]
+            for event in arrived:
+                self.post(event)
+
+    def _wait(self) -> None:
+        self.ledger.flush()
+        until = self.clock.now() + self.deadline_s
+        while self.clock.wait(until - self.clock.now()):
+            self._take()
+            if self.inbox:
+                return
+            if self.clock.now() >= until:
+                self._stalled(f"no event arrived within {self.deadline_s:g} s")
+        self._stalled("no event can arrive any more")
+
+    def _stalled(self, what: str) -> None:
+        left = tuple(name for name in self.cores if name not in self.ended)
+        raise Stalled(f"{what}; not ended: {', '.join(left)}", left)
+
+    def _turn(self, name: str, event: Event | None) -> None:
+        """One event through its core. The ledger has it before its commands, whatever they do."""
+        began = time.perf_counter()
+        now = self.clock.now()
+        if event is None:
+            self.ledger.write(Row(BEGINS, now, {"core": name}))
+            self.states[name], commands = self.cores[name].begin()
+        else:
+            self.ledger.write(event_row(event, name, now))
+            self.states[name], commands = self.cores[name].step(self.states[name], event)
+        for command in commands:
+            self.ledger.write(command_row(command, now))
+        self.own.append(time.perf_counter() - began)
+        for command in commands:
+            if command.to != NOTES:
+                self._carry(name, command)
+
+    def _carry(self, name: str, command: Command) -> None:
+        if command.to == ITSELF:
+            if command.name == "ended":
+                self.ended[name] = command
+        elif command.to in self.cores:
+            self.inbox.append((command.to, Event(command.name, command.pipeline, **dict(command.ids))))
+        elif command.to in self.ports:
+            try:
+                answers = list(self.ports[command.to].send(command))
+            except Exception as error:  # noqa: BLE001 - whatever a port raises is an event for the core
+                ids = {**dict(command.ids), "of": command.name, "why": _sentence(error)}
+                self.inbox.append((name, Event("error", command.pipeline, **ids)))
+            else:
+                for event in answers:
+                    self.post(event)
+        else:
+            raise BadInput(f"{name} sends {command.name} to {command.to!r}, which is neither a core nor a port")
+
+    def _cores_of(self, event: Event) -> list[str]:
+        if event.pipeline in self.cores:
+            return [event.pipeline]
+        if len(self.cores) == 1:
+            return list(self.cores)
+        raise BadInput(f"the event {event.name} belongs to the pipeline {event.pipeline!r}, which no core has")
+
+
+def _sentence(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -1,0 +1,317 @@
+"""Dispatch, samples and replicas: who may start, where, and what happens when one fails or a replica goes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kit.loop.messages import Event, listed
+from kit.stream.groups import complete, doom, end, end_if_idle, fail
+from kit.stream.samplers import NO_TARGET
+from kit.stream.state import CANCELLING, DONE, RUNNING, WAITING, Group, Replica, Sample, Sync, about
+
+if TYPE_CHECKING:
+    from kit.stream.state import Turn
+
+# -- dispatch -------------------------------------------------------------------------------------------------------------
+
+
+def dispatch(t: Turn) -> None:
+    """Reserve groups while there is a place, a slot and a passage of the gate, asked in this order for every group."""
+    while not t.held and active(t) and place_is_free(t) and slot_is_free(t) and (t.owed or gate_is_open(t)):
+        if t.prompt < 0:
+            if not t.prompt_asked and not t.exhausted:
+                t.prompt_asked = True
+                t.do("next_prompt", "data")
+            return
+        reserve(t)
+
+
+def place_is_free(t: Turn) -> bool:
+    return len(t.buffer) < t.settings.places
+
+
+def slot_is_free(t: Turn) -> bool:
+    return t.unfinished < t.settings.slots
+
+
+def gate_is_open(t: Turn) -> bool:
+    if t.sampler is not None:
+        return t.sampler.admits(t.view())
+    if t.position == 0 and not t.admitted and "admit" not in t.asked:
+        t.asked |= {"admit"}
+        t.do("admit", "sampler", version=t.version)
+    return t.position > 0 or bool(t.admitted)
+
+
+def reserve(t: Turn) -> None:
+    """The prompt at hand becomes a group: of a batch that lost one, else of the batch that the gate let through."""
+    number, t.prompt = t.prompt, -1
+    owed = t.owed[0] if t.owed else None
+    target = batch_target(t) if owed is None else owed.target
+    samples = (Sample(),) * t.settings.group
+    t.put(Group(id=number, version=t.version, target=target, samples=samples))
+    t.unfinished += 1
+    t.note("place", group=number)
+    t.note("slot", group=number)
+    t.note("reserved", group=number, version=t.version, **about(target))
+    t.count("reserved")
+    t.waiting += tuple((number, sample) for sample in range(t.settings.group))
+    if owed is not None:
+        t.owed = t.owed[1:]
+        if owed.replaces is not None:
+            t.note("replaced", group=owed.replaces.id, by=number)
+            t.count("replaced")
+            t.count("wasted", owed.replaces.tokens)
+    send(t)
+
+
+def batch_target(t: Turn) -> int:
+    """The target of the next group. The index rises at a batch's first group."""
+    if t.position == 0:
+        t.index += 1
+        if t.sampler is None:
+            t.foreign_target, t.admitted = t.admitted[0], ()
+    t.position = (t.position + 1) % t.settings.groups
+    if t.sampler is None:
+        return t.foreign_target
+    return t.index if t.sampler.stamps else NO_TARGET
+
+
+# -- samples --------------------------------------------------------------------------------------------------------------
+
+
+def active(t: Turn) -> list[int]:
+    """Replicas that serve the current version. None: everything waits until one does."""
+    return [number for number, replica in t.replicas.items() if replica.version == t.version]
+
+
+def send(t: Turn) -> None:
+    """Give every waiting sample a replica: that of its group, for the prefix cache, else the one with the fewest requests."""
+    there = active(t)
+    if t.held or not there:
+        return
+    waiting, t.waiting = t.waiting, ()
+    for number, sample in waiting:
+        group = t.buffer[number]
+        near = [one.replica for one in group.samples if one.in_flight and one.replica in there]
+        chosen = near[0] if near else min(there, key=lambda one: (t.replicas[one].load, one))
+        attempt = group.samples[sample].attempt
+        t.put(group.put(sample, status=RUNNING, replica=chosen, tokens=0))
+        load(t, chosen, 1)
+        ids = {"group": number, "sample": sample, "replica": chosen, "attempt": attempt}
+        t.do("generate", "replica", **ids)
+        t.note("sent", **ids)
+
+
+def load(t: Turn, number: int, change: int) -> None:
+    t.in_flight += change
+    if number in t.replicas:
+        replica = t.replicas[number]
+        t.replicas = t.replicas.put(number, replace(replica, load=replica.load + change))
+
+
+def cancel_all(t: Turn) -> None:
+    """Take every sample in flight back; it is sent again later, with the same random numbers."""
+    for group in list(t.buffer.values()):
+        for number, sample in enumerate(group.samples):
+            if sample.status == RUNNING:
+                t.put(t.buffer[group.id].put(number, status=CANCELLING))
+                t.do("cancel", "replica", group=group.id, sample=number, replica=sample.replica)
+
+
+def answered(t: Turn, event: Event) -> Group | None:
+    """The group that an answer is about, or None where nobody waits for it: the sample went to another replica, or its group is gone."""
+    group: Group | None = t.buffer.get(event.group)
+    if group is None:
+        return None
+    sample = group.samples[event.sample]
+    return group if sample.in_flight and event.get("replica", sample.replica) == sample.replica else None
+
+
+def on_tokens(t: Turn, event: Event) -> None:
+    t.count("generated", event.count)
+    group = answered(t, event)
+    if group is None:
+        t.count("wasted", event.count)
+    else:
+        t.put(group.put(event.sample, tokens=group.samples[event.sample].tokens + event.count))
+
+
+def on_completed(t: Turn, event: Event) -> None:
+    if (group := answered(t, event)) is None:
+        return
+    load(t, group.samples[event.sample].replica, -1)
+    group = group.put(event.sample, status=DONE, length=event.length, reward=str(event.reward))
+    oldest = event.version if group.oldest < 0 else min(group.oldest, event.version)
+    group = replace(group, oldest=oldest, newest=max(group.newest, event.newest))
+    t.put(group)
+    if group.ends is not None:
+        end_if_idle(t, group)
+    elif all(sample.status == DONE for sample in group.samples):
+        complete(t, group)
+
+
+def on_cancelled(t: Turn, event: Event) -> None:
+    if (group := answered(t, event)) is not None:
+        load(t, group.samples[event.sample].replica, -1)
+        give_up_attempt(t, group, event.sample)
+
+
+def give_up_attempt(t: Turn, group: Group, number: int) -> None:
+    """A sample is in flight no more. Its group ends, or waits for another attempt, whose tokens are the same as far as versions are."""
+    if group.ends is not None:
+        group = group.put(number, status=DONE)
+        t.put(group)
+        end_if_idle(t, group)
+        return
+    sample = group.samples[number]
+    t.count("wasted", sample.tokens)
+    t.count("again")
+    t.put(group.put(number, status=WAITING, replica=-1, attempt=sample.attempt + 1, tokens=0))
+    t.waiting += ((group.id, number),)
+
+
+def on_failed(t: Turn, event: Event) -> None:
+    """What becomes of the group is a setting; each failure is counted, none is silent."""
+    if (group := answered(t, event)) is None:
+        return
+    load(t, group.samples[event.sample].replica, -1)
+    group = group.put(event.sample, status=DONE)
+    t.put(group)
+    t.count("failures")
+    if group.ends is not None:
+        end_if_idle(t, group)
+        return
+    why = f"group {group.id} sample {event.sample} failed: {event.why}"
+    if t.settings.on_failed == "stop":
+        fail(t, why)
+    if t.settings.on_failed == "shrink":
+        shrink(t, group)
+    doom(t, group, "replaced" if t.settings.on_failed == "replace" else "failed", why)
+
+
+def shrink(t: Turn, group: Group) -> None:
+    """The step that would have had the group does without, down to the floor: its batch's, else the next that is not full yet."""
+    full = t.step is not None and len(t.step.groups) >= t.need
+    version = group.target if group.target != NO_TARGET else t.version + full
+    t.shrunk = t.shrunk.plus(version)
+    t.news = True  # the rest of a step may be there already
+    if (left := t.settings.groups - t.shrunk[version]) < t.settings.floor:
+        fail(t, f"the step of version {version} would have {left} groups, fewer than floor={t.settings.floor}")
+
+
+# -- replicas and syncs ---------------------------------------------------------------------------------------------------
+
+
+def on_joined(t: Turn, event: Event) -> None:
+    """A replica serves once the current version is published there."""
+    if event.replica not in t.replicas:
+        t.replicas = t.replicas.put(event.replica, Replica())
+
+
+def on_died(t: Turn, event: Event) -> None:
+    if event.replica in t.replicas:
+        if t.settings.on_dead_replica == "stop":
+            fail(t, f"replica {event.replica} died{': ' + event.why if event.get('why') else ''}")
+        t.count("dead_replicas")
+        on_left(t, event)
+
+
+def on_left(t: Turn, event: Event) -> None:
+    """A replica is gone: what it had in flight is sent to others, with the same random numbers."""
+    if event.replica not in t.replicas:
+        return
+    t.replicas = t.replicas.without(event.replica)
+    for group in list(t.buffer.values()):
+        for number, sample in enumerate(group.samples):
+            if sample.in_flight and sample.replica == event.replica:
+                t.in_flight -= 1
+                give_up_attempt(t, t.buffer[group.id], number)
+
+
+def hold(t: Turn) -> None:
+    """Dispatch waits from here on until the current version is published."""
+    t.held = t.sync_due = True
+    t.note("hold", version=t.version)
+
+
+def sync_if_due(t: Turn) -> None:
+    """Start the sync of the current version when what is in flight allows it; else one for replicas that joined. One at a time."""
+    if t.sync is not None or "generation" not in t.granted:
+        return
+    if t.sync_due:
+        if t.settings.at_sync == "abort":
+            cancel_all(t)
+        if t.in_flight and t.settings.at_sync in ("abort", "drain"):
+            return
+        t.sync_due = False
+        start_sync(t, tuple(t.replicas))
+    elif behind := tuple(number for number, replica in t.replicas.items() if replica.version != t.version):
+        start_sync(t, behind)
+
+
+def start_sync(t: Turn, replicas: tuple[int, ...]) -> None:
+    if not replicas:  # nobody to publish to: a replica that joins gets the current version then
+        resume(t)
+        return
+    t.sync = Sync(t.version, replicas)
+    t.note("sync_begin", version=t.version)
+    t.do("sync", "sync", version=t.version, at_sync=t.settings.at_sync, replicas=listed(replicas))
+
+
+def on_published(t: Turn, event: Event) -> None:
+    if event.replica in t.replicas:
+        t.replicas = t.replicas.put(event.replica, replace(t.replicas[event.replica], version=event.version))
+
+
+def on_synced(t: Turn, event: Event) -> None:
+    if t.sync is None or event.version != t.sync.version:
+        return
+    t.sync = None
+    if t.held and not t.sync_due:
+        resume(t)
+
+
+def on_sync_error(t: Turn, why: str) -> None:
+    """A sync may fail because a replica of it died; where the loop may go on without it, the others are synced again."""
+    if t.sync is None:
+        return
+    lost = [number for number in t.sync.replicas if number not in t.replicas]
+    t.sync = None
+    if not lost:
+        fail(t, f"the sync of version {t.version} failed: {why}")
+    elif t.held:
+        t.sync_due = True
+
+
+def resume(t: Turn) -> None:
+    """The current version is published: the trainer's devices are free, dispatch goes on."""
+    t.held = False
+    t.news = True
+    t.note("resume", version=t.version)
+    if "training" in t.granted:
+        t.granted -= {"training"}
+        t.do("release", "desk", kind="training")
+
+
+# -- prompts --------------------------------------------------------------------------------------------------------------
+
+
+def on_prompt(t: Turn, event: Event) -> None:
+    t.prompt_asked = False
+    t.prompt = event.group
+
+
+def on_exhausted(t: Turn, _: Event) -> None:
+    t.prompt_asked = False
+    t.exhausted = True
+    end_owed(t)
+
+
+def end_owed(t: Turn) -> None:
+    """No prompt will come for them: groups that wait to be replaced end."""
+    owed, t.owed = t.owed, ()
+    for one in owed:
+        if one.replaces is not None:
+            end(t, one.replaces, "failed", (one.replaces.ends or ("", ""))[1])

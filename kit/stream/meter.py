@@ -1,0 +1,108 @@
+"""Where the time of each optimizer step went, from the rows of a ledger as they come. The parts add up to the whole.
+
+At any time the loop does one thing, in this order of precedence: training, log-probabilities, sync, else it waits for generation, which is
+what `exposed_generation` counts. `replicas_idle` is the mean over replicas of the time without a request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kit.loop.messages import Event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from kit.loop.ledger import Ledger, Row
+    from kit.loop.messages import Command, Id
+
+PARTS = ("training", "logprobs", "sync", "exposed_generation")
+WORK = {"begin": "training", "microbatch": "training", "finish": "training", "logprobs": "logprobs", "sync": "sync"}
+
+
+class Meter:
+    """`see` each row, then `take` the seconds since the last `take`."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._under_way: Counter[str] = Counter()
+        self._loads: dict[int, int] = {}
+        self._where: dict[tuple[Id, Id], int] = {}
+        self._seconds: Counter[str] = Counter()
+
+    def see(self, row: Row) -> None:
+        self._pass(row.time)
+        name, ids = row.name, row.ids
+        is_event = "core" in ids
+        if not is_event and name in WORK and "to" in ids:
+            self._under_way[WORK[name]] += 1
+        elif is_event and name in ("done", "error", "synced"):
+            part = WORK.get(str(ids.get("of", "sync" if name == "synced" else "")))
+            if part is not None:
+                self._under_way[part] -= 1
+        elif name == "joined":
+            self._loads.setdefault(int(ids["replica"]), 0)
+        elif name in ("died", "left"):
+            self._loads.pop(int(ids["replica"]), None)
+        elif name == "sent":
+            self._where[ids["group"], ids["sample"]] = int(ids["replica"])
+            self._add(int(ids["replica"]), 1)
+        elif name in ("completed", "failed", "cancelled") and "sample" in ids:
+            self._add(self._where.pop((ids["group"], ids["sample"]), None), -1)
+
+    def take(self) -> dict[str, float]:
+        seconds = {name: self._seconds[name] for name in (*PARTS, "replicas_idle")}
+        self._seconds.clear()
+        return {"total": sum(seconds[name] for name in PARTS), **seconds}
+
+    def _add(self, replica: int | None, change: int) -> None:
+        if replica in self._loads:
+            self._loads[replica] += change
+
+    def _pass(self, now: float) -> None:
+        passed = 0.0 if self._last is None else now - self._last
+        self._last = now
+        doing = next((name for name in PARTS if self._under_way[name] > 0), PARTS[-1])
+        self._seconds[doing] += passed
+        if self._loads:
+            self._seconds["replicas_idle"] += passed * list(self._loads.values()).count(0) / len(self._loads)
+
+
+class Metered:
+    """A ledger that a meter looks at."""
+
+    def __init__(self, ledger: Ledger, meter: Meter) -> None:
+        self.ledger = ledger
+        self.meter = meter
+
+    def write(self, row: Row) -> None:
+        self.ledger.write(row)
+        self.meter.see(row)
+
+    def flush(self) -> None:
+        self.ledger.flush()
+
+
+class Log:
+    """The port "log": a step's counts and times go to a logger with prefixes, under the version after the step, and into the ledger."""
+
+    def __init__(self, meter: Meter, logger: Callable[[dict[str, float], int], object]) -> None:
+        self.meter = meter
+        self.logger = logger
+
+    def send(self, command: Command) -> Iterable[Event]:
+        seconds = self.meter.take()
+        counts = {name: float(value) for name, value in command.ids if name not in ("step", "version")}
+        values = {f"train/{name}": value for name, value in counts.items()}
+        values |= {f"timing/{name}": value for name, value in seconds.items()}
+        at: Mapping[str, Id] = {"step": command.step, "version": command.version, "update": command.update}
+        spelled = {f"s_{name}": repr(value) for name, value in seconds.items()}
+        try:
+            self.logger(values, command.version)
+        except Exception as error:  # noqa: BLE001 - a logger never ends training
+            return [Event("logger_failed", command.pipeline, **at, why=f"{type(error).__name__}: {error}", **spelled)]
+        return [Event("logged", command.pipeline, **at, **spelled)]
+
+    def take(self) -> Iterable[Event]:
+        return ()

@@ -1,0 +1,268 @@
+"""A whole system on a virtual clock: data, replicas, trainer, sync, desk. For bounds, property tests, what-ifs and faults of the ledger.
+
+A replica is single-threaded: it decodes up to `span` tokens of each of its requests, then looks at its orders; `batch` requests decode in
+the time of one. The trainer takes one command at a time, in order. Durations are fixed per command, lengths a function of group and sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kit.loop.clock import Simulated, VirtualClock
+from kit.loop.ledger import Memory
+from kit.loop.messages import Command, Event, numbers
+from kit.loop.runner import Runner
+from kit.stream.core import Controller
+from kit.stream.meter import Log, Meter, Metered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from kit.loop.runner import Core
+    from kit.stream.settings import Settings
+
+    Answers = Iterable[tuple[float, Event]]
+
+TRAINER = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")
+ADDRESSES = ("data", "replica", "trainer", "sync", "desk", "asker")
+
+
+def drawn_length(low: int, high: int, seed: int = 0) -> Callable[[int, int], int]:
+    """Lengths that depend on seed, group and sample alone."""
+    return lambda group, sample: random.Random(f"{seed} {group} {sample}").randint(low, high)  # noqa: S311
+
+
+def alternating(_: int, sample: int) -> str:
+    """A reward that varies within every group."""
+    return str(sample % 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """Seconds, except for `span` (tokens) and `batch` (requests). `train_s` and `logprobs_s` are per group."""
+
+    token_s: float = 0.01
+    span: int = 8
+    batch: int = 1
+    begin_s: float = 0.0
+    train_s: float = 0.1
+    logprobs_s: float = 0.0
+    finish_s: float = 0.02
+    clear_s: float = 0.0
+    sync_s: float = 0.05
+    length: Callable[[int, int], int] = field(default_factory=lambda: drawn_length(8, 32))
+    reward: Callable[[int, int], str] = alternating
+
+    def of_trainer(self, command: Command) -> float:
+        if command.name in ("microbatch", "logprobs"):
+            return (self.train_s if command.name == "microbatch" else self.logprobs_s) * len(numbers(command.groups))
+        return {"begin": self.begin_s, "finish": self.finish_s, "clear": self.clear_s}.get(command.name, 0.0)
+
+
+@dataclass(slots=True)
+class Request:
+    group: int
+    sample: int
+    length: int
+    done: int = 0
+    oldest: int = -1
+    newest: int = -1
+
+
+class Replica:
+    """One replica: its requests, its weights' version, and what it does next when its turn ends."""
+
+    def __init__(self, number: int, system: System) -> None:
+        self.number = number
+        self.system = system
+        self.version = -1
+        self.requests: dict[tuple[int, int], Request] = {}
+        self.orders: list[Callable[[], float]] = []
+        self.busy = False
+        self.gone = False
+
+    def order(self, what: Callable[[], float]) -> None:
+        """Do something between two turns; it returns its seconds."""
+        self.orders.append(what)
+        self.wake()
+
+    def wake(self) -> None:
+        if not self.busy and not self.gone:
+            self.busy = True
+            self.turn()
+
+    def turn(self) -> None:
+        """Orders first, then some tokens of every request."""
+        if self.gone:
+            return
+        if self.orders:
+            self.system.clock.after(self.orders.pop(0)(), self.turn)
+        elif self.requests:
+            tokens = {key: min(self.system.durations.span, one.length - one.done) for key, one in self.requests.items()}
+            seconds = sum(tokens.values()) * self.system.durations.token_s / min(len(tokens), self.system.durations.batch)
+            self.system.clock.after(seconds, lambda: self.decoded(tokens))
+        else:
+            self.busy = False
+
+    def decoded(self, tokens: Mapping[tuple[int, int], int]) -> None:
+        for key, count in tokens.items() if not self.gone else ():
+            one = self.requests[key]
+            ids = {"group": one.group, "sample": one.sample, "replica": self.number, "version": self.version}
+            if one.oldest < 0:
+                one.oldest = self.version
+                self.system.say("started", **ids)
+            one.newest = self.version
+            if count:
+                self.system.say("tokens", **ids, first=one.done, count=count)
+                one.done += count
+            if one.done == one.length:
+                del self.requests[key]
+                reward = self.system.durations.reward(one.group, one.sample)
+                self.system.say("completed", **{**ids, "version": one.oldest}, newest=one.newest, length=one.length, reward=reward)
+        self.turn()
+
+    def accept(self, command: Command) -> float:
+        length = self.system.durations.length(command.group, command.sample)
+        self.requests[command.group, command.sample] = Request(command.group, command.sample, length)
+        return 0.0
+
+    def cancel(self, command: Command) -> float:
+        if self.requests.pop((command.group, command.sample), None) is not None:
+            self.system.say("cancelled", group=command.group, sample=command.sample, replica=self.number)
+        return 0.0
+
+    def publish(self, version: int, left: set[int]) -> float:
+        """New weights: from the next token on they are used. The last replica of a sync completes it."""
+
+        def published() -> float:
+            self.version = version
+            self.system.say("published", version=version, replica=self.number)
+            left.discard(self.number)
+            self.system.sync_over(version, left)
+            return 0.0
+
+        self.orders.insert(0, published)
+        return self.system.durations.sync_s
+
+
+class System(Simulated):
+    """Every port of one pipeline. `prompts` None: the data never ends; `first` and `again` are what a resumed run's data gives."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        durations: Durations,
+        *,
+        replicas: int,
+        pipeline: str = "",
+        prompts: int | None = None,
+        first: int = 0,
+        again: Sequence[int] = (),
+        fail_at: Mapping[int, str] | None = None,
+    ) -> None:
+        own = {"next_prompt": self.prompt, "generate": self.generate, "cancel": self.cancel, "sync": self.sync}
+        trainer = dict.fromkeys(TRAINER, self.trainer)
+        nothing = dict.fromkeys(("release", "progress", "answer"), lambda _: ())
+        super().__init__(clock, {**own, **trainer, **nothing, "acquire": self.acquire}, fail_at=fail_at)
+        self.durations = durations
+        self.pipeline = pipeline
+        self.replicas = {number: Replica(number, self) for number in range(replicas)}
+        self.prompts = itertools.chain(again, range(first, prompts) if prompts is not None else itertools.count(first))
+        self.trainer_free = 0.0
+
+    def say(self, name: str, **ids: int | str) -> None:
+        self.arrived.append(Event(name, self.pipeline, **ids))
+
+    def prompt(self, command: Command) -> Answers:
+        group = next(self.prompts, None)
+        name = "exhausted" if group is None else "prompt"
+        yield 0.0, Event(name, command.pipeline, **({} if group is None else {"group": group}))
+
+    def generate(self, command: Command) -> Answers:
+        replica = self.replicas[command.replica]
+        replica.order(lambda: replica.accept(command))
+        return ()
+
+    def cancel(self, command: Command) -> Answers:
+        replica = self.replicas[command.replica]
+        replica.order(lambda: replica.cancel(command))
+        return ()
+
+    def trainer(self, command: Command) -> Answers:
+        now = self.clock.now()
+        self.trainer_free = max(now, self.trainer_free) + self.durations.of_trainer(command)
+        ids = {**dict(command.ids), "of": command.name}
+        yield self.trainer_free - now, Event("done", command.pipeline, **ids)
+
+    def sync(self, command: Command) -> Answers:
+        left = {number for number in numbers(command.replicas) if not self.replicas[number].gone}
+        self.syncing = left
+        self.sync_over(command.version, left)
+        for replica in [self.replicas[number] for number in sorted(left)]:
+            replica.order(lambda replica=replica: replica.publish(command.version, left))  # type: ignore[misc]
+        return ()
+
+    def sync_over(self, version: int, left: set[int]) -> None:
+        if not left:
+            self.say("synced", version=version)
+
+    def acquire(self, command: Command) -> Answers:
+        yield 0.0, Event("granted", command.pipeline, kind=command.kind)
+
+    def joins(self, number: int, at: float) -> None:
+        def join() -> None:
+            self.replicas[number] = Replica(number, self)
+            self.say("joined", replica=number)
+
+        self.clock.after(at, join)
+
+    def goes(self, number: int, at: float, how: str = "died") -> None:
+        """A replica dies, or leaves. A sync under way goes on without it."""
+
+        def go() -> None:
+            replica = self.replicas[number]
+            replica.gone = True
+            self.say(how, replica=number)
+            if number in getattr(self, "syncing", ()):
+                self.syncing.discard(number)
+                self.sync_over(max(one.version for one in self.replicas.values()), self.syncing)
+
+        self.clock.after(at, go)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A simulated run: its ledger, how it ended, what was logged per optimizer step, and the runner."""
+
+    rows: Memory
+    ended: Command
+    logged: list[dict[str, float]]
+    runner: Runner
+
+    @property
+    def seconds(self) -> float:
+        return self.rows[-1].time
+
+
+def simulate(
+    settings: Settings,
+    durations: Durations | None = None,
+    *,
+    prompts: int | None = None,
+    core: Core[object] | None = None,
+    prepare: Callable[[System], None] = lambda _: None,
+    fail_at: Mapping[int, str] | None = None,
+) -> Simulation:
+    """Run a controller against the simulated system. `prepare` may schedule deaths and joins; `core` is another controller than ours."""
+    clock, meter, rows = VirtualClock(), Meter(), Memory()
+    system = System(clock, durations or Durations(), replicas=settings.replicas, prompts=prompts, fail_at=fail_at)
+    prepare(system)
+    logged: list[dict[str, float]] = []
+    log = Log(meter, lambda values, version: logged.append({"version": version, **values}))
+    ports = {**dict.fromkeys(ADDRESSES, system), "log": log}
+    runner = Runner({"": core or Controller(settings)}, ports, clock=clock, ledger=Metered(rows, meter), deadline_s=1e6)
+    ended = runner.run()[""]
+    return Simulation(rows, ended, logged, runner)
