@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
 
 LOOPS = ("lockstep", "stream")  # phases with a ledger
+SHUFFLED = 0.99  # share of wrong stamps that the recomputation must find
 ENOUGH = 0.5  # share of the tokens whose version can be told
 OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
 
@@ -58,6 +59,10 @@ def stamps_true(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # 
         raise NotMeasured(
             f"versions are too much alike: only {number['decidable']:.0f} of {number['tokens']:.0f} tokens are closer to one version than "
             "to any other by 10 times the noise; use a larger lr"
+        )
+    if number["shuffled_found"] < SHUFFLED * number["shuffled"]:
+        incomplete(
+            f"of wrong stamps, made for a control, only {number['shuffled_found']:.0f} of {number['shuffled']:.0f} were found"
         )
     return Measured(
         number["wrong_stamps"],

@@ -8,7 +8,9 @@ version are kept on rank 0's host, for the recomputation.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -158,6 +160,7 @@ class Trainer:
         tokens = int(valid(batch).sum())
         if tokens:
             self.step.microbatch(score.share(batch))
+        time.sleep(self.config.train_pace_ms / 1000 * len(groups) * self.config.group)
         if self.first:
             self.observe(self.inbox.take(self.keys(groups)), batch)
         return {"tokens": tokens}
@@ -278,6 +281,7 @@ class Trainer:
         noise = oracle.noise(self.weights, rows[:NOISY])
         judged = [oracle.judge(row) for row in rows]
         policies = [each.policies(noise) for each in judged]
+        shuffled = [oracle.judge(each) for each in map(self.shuffled, rows[:NOISY])]
         for metric, number in {
             "noise": noise,
             "samples": len(judged),
@@ -285,6 +289,8 @@ class Trainer:
             "tokens": sum(len(row.answer) for row in rows),
             "decidable": sum(sum(each.decidable(noise)) for each in judged),
             "wrong_stamps": sum(len(each.wrong_stamps(noise)) for each in judged),
+            "shuffled": sum(sum(each.decidable(noise)) for each in shuffled),
+            "shuffled_found": sum(len(each.wrong_stamps(noise)) for each in shuffled),
             "logprob_error": max((max(each.nearest) for each in judged), default=0.0),
             "policy_decidable": sum(shown for shown, _ in policies),
             "policy_wrong": sum(wrong for _, wrong in policies),
@@ -293,6 +299,10 @@ class Trainer:
             "recorded_error": max((recorded_error(fed) for fed in self.fed), default=0.0),
         }.items():
             self.ctx.record(metric, number)
+
+    def shuffled(self, row: Row) -> Row:
+        """The sample with every stamp one version further, from the last to the first: a control, of which every stamp is wrong."""
+        return dataclasses.replace(row, versions=tuple((stamp + 1) % len(self.weights) for stamp in row.versions))
 
     @property
     def loss(self) -> ClippedPolicyGradient:
