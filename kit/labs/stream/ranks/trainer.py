@@ -8,6 +8,7 @@ version are kept on rank 0's host, for the recomputation.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import time
@@ -107,6 +108,24 @@ class Trainer:
                 device=self.ctx.device,
                 timeout_s=self.config.deadline_s,
             )
+
+    def save(self) -> None:
+        """Keep what a checkpoint has: weights, optimizer, scheduler."""
+        weights = {name: value.detach().clone() for name, value in self.job.named_parameters()}
+        states = copy.deepcopy((self.job.optimizer.state_dict(), self.job.scheduler.state_dict()))
+        self.saved = weights, *states
+
+    def load(self, version: int) -> None:
+        """Put what was saved into the present job, as this version."""
+        weights, optimizer, scheduler = self.saved
+        with torch.no_grad():
+            for name, value in self.job.named_parameters():
+                value.copy_(weights[name])
+        self.job.optimizer.load_state_dict(optimizer)
+        self.job.optimizer.reload_model_params()
+        self.job.scheduler.load_state_dict(scheduler)
+        self.weights = {}
+        self.keep(version)
 
     def settle(self) -> None:
         """Give up an open step and the copies of the last loop."""
