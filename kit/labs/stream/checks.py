@@ -214,8 +214,9 @@ def of_ledger(question: Callable[[judge.Ledger], Measured], phases: Sequence[str
 
 
 def phases_of(name: str) -> tuple[str, ...]:
-    """Lockstep waits for all groups of a step on purpose; only the rehearsal loses a replica."""
-    return {"trains_before_straggler": ("stream",), "dead_rollout_named": ("rehearse",)}.get(name, (*LOOPS, "rehearse"))
+    """Lockstep waits for all groups of a step on purpose; only the rehearsal loses a replica and has a step that fails."""
+    only = {"trains_before_straggler": "stream", "dead_rollout_named": "rehearse", "abort_on_failure": "rehearse"}
+    return (only[name],) if name in only else (*LOOPS, "rehearse")
 
 
 QUESTIONS = {name: (function.__doc__ or "").partition("\n")[0] for name, function in judge.CHECKS.items()}

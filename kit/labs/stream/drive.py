@@ -72,9 +72,12 @@ def stream(drive: Drive) -> None:
 
 
 def rehearse(drive: Drive) -> None:
-    """What must not end training: the logger raises at every step, and the last replica is killed while it decodes."""
-    again = dataclasses.replace(settings(drive.config), on_dead_replica="go-on")
-    run(drive, load_callable(drive.config.implementation)(again), logger=broken_logger, ranks=started(drive, Losing))
+    """What must not end training: the logger raises at every step, a microbatch of the first step raises, and the last replica is killed
+    while it decodes."""
+    again = dataclasses.replace(settings(drive.config), on_dead_replica="go-on", step_retries=1)
+    ranks = started(drive, Losing)
+    drive.submit("fail_next", role=TRAINER).result()
+    run(drive, load_callable(drive.config.implementation)(again), logger=broken_logger, ranks=ranks)
 
 
 def resume(drive: Drive) -> None:

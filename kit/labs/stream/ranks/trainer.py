@@ -52,6 +52,10 @@ if TYPE_CHECKING:
 NOISY = 16  # samples from which the noise of arithmetic is measured
 
 
+class RehearsedError(RuntimeError):
+    """An error that is raised on purpose."""
+
+
 class Open(NamedTuple):
     """The update that is under way."""
 
@@ -68,6 +72,7 @@ class Trainer:
         self.first = ctx.rank == 0
         self.scope = contextlib.ExitStack()
         self.open: Open | None = None
+        self.failing = False
         self.previous: dict[Key, torch.Tensor] = {}  # by the weights when the step began
         self.reference: dict[Key, torch.Tensor] = {}
         self.weights: dict[int, dict[str, torch.Tensor]] = {}  # of every version, on rank 0
@@ -127,6 +132,10 @@ class Trainer:
         self.weights = {}
         self.keep(version)
 
+    def fail_next(self) -> None:
+        """Have the next microbatch raise."""
+        self.failing = True
+
     def settle(self) -> None:
         """Give up an open step and the copies of the last loop."""
         if hasattr(self, "step"):
@@ -175,6 +184,9 @@ class Trainer:
     def microbatch(self, step: int, update: int, groups: Sequence[int]) -> dict[str, Any]:
         """Train on these groups. Without a valid token nothing runs."""
         self._need("microbatch", step, update)
+        if self.failing:
+            self.failing = False
+            raise RehearsedError(f"a microbatch of step {step} that raises, on purpose")
         batch = self.batch_of(groups)
         tokens = int(valid(batch).sum())
         if tokens:
