@@ -54,6 +54,7 @@ class Drive(Recording):
         self.cycle = cycle
         self.phase = phase
         self.roles: Mapping[str, tuple[int, ...]] = {role.name: role.ranks for role in roles}
+        self.lost: set[int] = set()  # ranks that the step ended on purpose; nothing is asked of them afterwards
         self._observer = Quiet(observer)
         self._write = write
         self._flying: list[Pending] = []
@@ -89,7 +90,11 @@ class Drive(Recording):
         return wait(pendings, first=first, timeout_s=timeout_s)
 
     def _send(self, row: dict[str, Any]) -> None:
-        self._write(NOTEBOOK, [row])
+        self.append([row])
+
+    def append(self, rows: list[dict[str, Any]]) -> None:
+        """Write rows that `new_row` made."""
+        self._write(NOTEBOOK, rows)
 
     def finish(self) -> None:
         """Cancel what is still in flight; a driver that returns before its calls are over has a bug."""

@@ -128,7 +128,7 @@ class PlainModel(nn.Module):
         """Logits, [rows, length, vocab], float32 (float64 in float64).
 
         `segments` numbers the sequences that share a row: a token sees those before it of its own number. With a `cache` the
-        tokens stand at `start` and see what is cached before; one token a call.
+        tokens stand at `start` and see what is cached before, and each other.
         """
         length = input_ids.shape[1]
         if positions is None:
@@ -136,6 +136,8 @@ class PlainModel(nn.Module):
         x = self.model.embed_tokens(input_ids)
         turn = _angles(self.geometry, positions, x.dtype)
         allowed = None if segments is None else _allowed(segments)
+        if cache and length > 1:
+            allowed = torch.ones(length, start + length, dtype=torch.bool, device=input_ids.device).tril(start)
         for index, layer in enumerate(self.model.layers):
             x = layer(x, turn, allowed, cache[index] if cache else None, start)
         logits = functional.linear(self.model.norm(x), self.model.embed_tokens.weight)

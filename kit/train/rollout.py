@@ -18,6 +18,8 @@ from kit.train.batch import KEYS, Batch, cuts, rows
 from kit.train.plain import PlainModel, from_weights, initial_weights, logprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kit.megatron.config import Geometry
 
 PAD, END = 0, 10  # bytes that no problem holds: NUL and the end of a line
@@ -26,6 +28,9 @@ LR, WIDTH = 1e-3, 64  # of a model so wide; less for wider ones, which every upd
 LESSON = 16  # problems of one supervised update
 AT_ONCE = 8192  # tokens of one forward pass
 MASKED = 8  # one row in this many does not count
+
+
+Lesson = list[tuple[list[int], list[int]]]  # prompts and answers, as tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,10 +112,11 @@ def uneven(batch: Batch, ranks: int) -> Batch:
 
 
 class Pupil:
-    """A model that is taught answers, some problems an update."""
+    """A model that is taught answers, some problems an update. `lesson` gives prompts and answers for the number of an update."""
 
-    def __init__(self, model: PlainModel, seed: int) -> None:
+    def __init__(self, model: PlainModel, seed: int, lesson: Callable[[int, int], Lesson] | None = None) -> None:
         self.model = model
+        self.lesson = lesson or lesson_of
         self.rate = LR * (WIDTH / model.geometry.hidden) ** 1.5
         self.optimizer = torch.optim.Adam(model.parameters())
         self.seed, self.updates = seed, 0
@@ -119,13 +125,10 @@ class Pupil:
         self.optimizer.param_groups[0]["lr"] = self.rate * far
         for _ in range(updates):
             self.updates += 1
-            taught = [
-                (encode(problem.prompt), [*encode(problem.answer), END])
-                for problem in problems(self.seed * 1_000_003 + self.updates, LESSON)
-            ]
+            taught = self.lesson(self.seed, self.updates)
             longest = max(len(prompt) + len(answer) for prompt, answer in taught)
-            ids = torch.full((LESSON, longest), PAD)
-            mask = torch.zeros(LESSON, longest)
+            ids = torch.full((len(taught), longest), PAD)
+            mask = torch.zeros(len(taught), longest)
             for row, (prompt, answer) in enumerate(taught):
                 end = len(prompt) + len(answer)
                 ids[row, :end] = torch.tensor(prompt + answer)
@@ -135,6 +138,13 @@ class Pupil:
             self.optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
+
+
+def lesson_of(seed: int, update: int) -> Lesson:
+    return [
+        (encode(problem.prompt), [*encode(problem.answer), END])
+        for problem in problems(seed * 1_000_003 + update, LESSON)
+    ]
 
 
 @torch.no_grad()

@@ -1,0 +1,192 @@
+"""The settings of the lab `stream`, its roles, and its phases in order."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from kit.errors import BadInput
+from kit.labs.definition import Role, Step
+from kit.labs.options import JobConfig, Option, check_fits, model_of
+from kit.megatron.config import ModelConfig, check, model_bytes
+from kit.stream.samplers import SAMPLERS
+from kit.stream.settings import Settings, refusals
+
+DRIVER = "kit.labs.stream.drive"
+LONGEST_PROMPT = 4  # of "9+9="
+CORE = "kit.labs.stream.drive:controller"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamConfig(JobConfig):
+    """A trainer, replicas that generate, and a controller between them. Trainer ranks come first; each replica is a World of its own."""
+
+    ranks: Annotated[int, Option("trainer and replica ranks together", low=2, high=4096)] = 3
+    tp: Annotated[int, Option("tensor parallel size of the trainer", low=1, high=64)] = 1
+    pp: Annotated[int, Option("pipeline parallel size of the trainer", low=1, high=64)] = 1
+    infer_tp: Annotated[int, Option("tensor parallel size of each replica", low=1, high=64)] = 1
+    replicas: Annotated[int, Option("number of replicas", low=1, high=512)] = 2
+    steps: Annotated[int, Option("training steps; each gives a new weight version", low=1, high=10_000)] = 5
+    groups: Annotated[int, Option("groups (prompts) of a step", low=1, high=4096)] = 4
+    group: Annotated[int, Option("samples of a group", low=2, high=512)] = 4
+    min_groups: Annotated[int, Option("groups that must be complete before a chunk is trained", low=1, high=4096)] = 1
+    batch: Annotated[
+        int | None, Option("samples of an optimizer step, a multiple of group; null: all samples of the step", low=1)
+    ] = None
+    micro_batch: Annotated[int, Option("samples of a microbatch", low=1, high=512)] = 2
+    sampler: Annotated[
+        str,
+        Option("which groups are trained next: a name, or your own as module:Class", target=True, names=(*SAMPLERS,)),
+    ] = "in-order"
+    window: Annotated[
+        int, Option("versions by which a group may be older than the step that trains it", low=0, high=64)
+    ] = 1
+    places: Annotated[int | None, Option("groups that the buffer holds; null: as many as the sampler needs", low=1)] = (
+        None
+    )
+    slots: Annotated[int | None, Option("groups in flight at once; null: as many as there are places", low=1)] = None
+    at_sync: Annotated[
+        Literal["keep", "recompute", "abort", "drain"],
+        Option("requests in flight at a sync keep their KV cache, recompute it, start again, or end before the sync"),
+    ] = "keep"
+    on_failed: Annotated[
+        Literal["stop", "replace", "shrink"],
+        Option("if a group fails: stop the run, replace it, or train a smaller step"),
+    ] = "stop"
+    floor: Annotated[int, Option("the fewest groups of a step with on_failed=shrink", low=1, high=4096)] = 1
+    on_dead_replica: Annotated[
+        Literal["stop", "go-on"], Option("if a replica dies: stop, or send its requests to others")
+    ] = "stop"
+    filter: Annotated[bool, Option("replace groups whose rewards are all the same, which train nothing")] = False
+    advantage: Annotated[Literal["grpo", "leave-one-out"], Option("advantage of a sample within its group")] = "grpo"
+    previous: Annotated[
+        Literal["recomputed", "recorded"],
+        Option("log-probabilities of the previous policy: recomputed by the trainer, or as the replica recorded them"),
+    ] = "recomputed"
+    reference: Annotated[
+        Literal["recomputed", "off"], Option("log-probabilities of the reference policy (version 0)")
+    ] = "off"
+    correction: Annotated[bool, Option("correct for stale samples by truncated importance weights")] = True
+    temperature: Annotated[float, Option("sampling temperature", low=0.05, high=10)] = 1.0
+    answer: Annotated[
+        tuple[int, ...], Option("fewest and most tokens of an answer; the minimum of each sample is drawn between them")
+    ] = (
+        4,
+        20,
+    )
+    decode: Annotated[int, Option("tokens that a replica decodes before it takes new orders", low=1, high=4096)] = 4
+    lr: Annotated[float, Option("learning rate", low=1e-8, high=1)] = 1e-3
+    warm: Annotated[int, Option("updates on right answers before version 0, so that some samples are right", low=0)] = (
+        30
+    )
+    deadline_s: Annotated[float, Option("how long the controller waits for anything", low=0.5, high=3600, unit="s")] = (
+        30.0
+    )
+    pace_ms: Annotated[
+        float, Option("replicas wait this long for each token, as a larger model would take", low=0, unit="ms")
+    ] = 0.0
+    train_pace_ms: Annotated[
+        float, Option("the trainer waits this long for each sample of a microbatch", low=0, unit="ms")
+    ] = 0.0
+    implementation: Annotated[
+        str, Option("the controller: the kit's, or your own core as module:attr", target=True)
+    ] = CORE
+
+    def __post_init__(self) -> None:
+        if self.ranks != self.trainer_ranks + self.infer_tp * self.replicas or self.trainer_ranks < 1:
+            raise BadInput(
+                f"ranks={self.ranks} with {self.replicas} replicas of infer_tp={self.infer_tp} leaves {max(self.trainer_ranks, 0)} ranks "
+                "for the trainer; give it at least one"
+            )
+        if len(self.answer) != 2 or not 1 <= self.answer[0] <= self.answer[1]:
+            raise BadInput(
+                f"answer={list(self.answer)} must be two numbers, the fewest and the most tokens of an answer"
+            )
+        check(trainer_model(self), self.trainer_ranks)
+        check(replica_model(self), self.infer_tp)
+        data_ranks = self.trainer_ranks // (self.tp * self.pp)
+        if self.group % (data_ranks * self.micro_batch):
+            raise BadInput(
+                f"group={self.group} samples do not fill whole microbatches of micro_batch={self.micro_batch} on {data_ranks} data ranks; "
+                f"use a multiple of {data_ranks * self.micro_batch}"
+            )
+        if refused := refusals(settings(self)):
+            raise BadInput("; ".join(refused))
+
+    @property
+    def trainer_ranks(self) -> int:
+        return self.ranks - self.infer_tp * self.replicas
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sample: prompt and answer."""
+        return LONGEST_PROMPT + self.answer[1]
+
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        """The settings of the loss."""
+        cut = {"importance": "tokens", "truncation": "tis", "band_high": 2.0} if self.correction else {}
+        return {**cut, **({"kl": 0.05} if self.reference == "recomputed" else {})}
+
+
+def settings(config: StreamConfig) -> Settings:
+    """The controller's part of the config."""
+    same = {one.name: getattr(config, one.name) for one in dataclasses.fields(Settings) if hasattr(config, one.name)}
+    sampler = SAMPLERS.get(config.sampler)
+    places = config.places or (
+        sampler.places(config.groups, config.window) if sampler else config.groups * (config.window + 1)
+    )
+    batch = config.batch or config.groups * config.group
+    return Settings(**{**same, "places": places, "slots": config.slots or places, "train_global_batch_size": batch})
+
+
+def trainer_model(config: StreamConfig) -> ModelConfig:
+    return model_of(config, seq=config.length, microbatches=max(1, config.pp))
+
+
+def replica_model(config: StreamConfig) -> ModelConfig:
+    return model_of(config, seq=config.length, tp=config.infer_tp, pp=1)
+
+
+def replica_names(config: StreamConfig) -> list[str]:
+    return [f"replica {number}" for number in range(config.replicas)]
+
+
+def roles(config: StreamConfig) -> tuple[Role, ...]:
+    """The trainer in World 0, each replica in the next one."""
+    first, size = config.trainer_ranks, config.infer_tp
+    replicas = [
+        Role(
+            name=name,
+            ranks=tuple(range(first + number * size, first + (number + 1) * size)),
+            world=number + 1,
+            phases="kit.labs.stream.ranks.replica:Replica",
+        )
+        for number, name in enumerate(replica_names(config))
+    ]
+    return (Role(name="trainer", ranks=tuple(range(first))), *replicas)
+
+
+def plan(config: StreamConfig) -> list[Step]:
+    """Each loop starts from version 0: the plain one first, which generates everything before it trains. The last replica dies in the
+    rehearsal, where there are several."""
+    several = config.replicas > 1
+    return [
+        Step(0, "prepare"),
+        Step(1, "plain", driver=f"{DRIVER}:plain"),
+        Step(2, "lockstep", driver=f"{DRIVER}:lockstep"),
+        Step(3, "stream", driver=f"{DRIVER}:stream"),
+        Step(3, "verify", ("trainer",)),
+        *([Step(4, "resume", driver=f"{DRIVER}:resume")] if config.steps > 1 else []),
+        *([Step(5, "rehearse", driver=f"{DRIVER}:rehearse")] if several else []),
+        Step(0, "end"),
+    ]
+
+
+def fits(config: StreamConfig) -> None:
+    trainer = trainer_model(config)
+    job = max(model_bytes(trainer, ranks=config.trainer_ranks, stage=stage)["total"] for stage in range(config.pp))
+    whole = model_bytes(replica_model(config), ranks=1)["params"] * config.infer_tp
+    versions = whole * (config.steps + 1)
+    check_fits(config, job=job, host=versions // config.ranks, kept="for the weights of every version")

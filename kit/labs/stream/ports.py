@@ -1,0 +1,226 @@
+"""The controller's ports on live ranks: orders become calls in flight, answers become events. Notebook side.
+
+A replica has one call at a time: it takes its new orders, decodes a few tokens of every request, and answers what happened. So aborts
+and syncs come between two calls and never in the middle of one. The trainer has one call at a time too; its orders wait in a queue. A sync
+starts once the trainer and every replica that takes part are idle; until it ends none of them gets another call.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from kit.errors import KitError, RankDied, RankTimeout
+from kit.loop.messages import Command, Event, numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kit.labs.drive import Drive
+    from kit.world.pending import Pending
+
+    Ended = Callable[[Pending], Iterable[Event]]
+
+TRAINER = "trainer"
+STUCK_S = 1.0  # without any call under way
+LISTS = ("groups",)  # ids that are several numbers
+
+
+class Ranks:
+    """All ranks of a run, and what they are doing. `trainer`, `replica` and `sync` are its ports."""
+
+    def __init__(self, drive: Drive, replicas: Iterable[str], *, pipeline: str = "") -> None:
+        self.drive = drive
+        self.pipeline = pipeline
+        self.orders: dict[str, list[dict[str, Any]]] = {name: [] for name in replicas}  # of every live replica
+        self.active: dict[str, set[tuple[int, int]]] = {name: set() for name in self.orders}  # requests that it decodes
+        self.queue: deque[Command] = deque()  # the trainer's
+        self.syncs: deque[Command] = deque()
+        self.busy: dict[str, Pending] = {}  # by role
+        self.flying: dict[int, tuple[Pending, tuple[str, ...], Ended]] = {}
+        self.arrived: list[Event] = []
+        self.heard = time.monotonic()  # when a call was last under way
+
+    # -- what the runner asks -------------------------------------------------------------------------------------------
+
+    def wait(self, seconds: float) -> None:
+        """Until a call ends. With the runner's clock: `RealClock(ranks.wait)`."""
+        self.start()
+        if self.flying:
+            self.heard = time.monotonic()
+        if not self.arrived and self.flying:
+            self.drive.wait([pending for pending, _, _ in self.flying.values()], timeout_s=seconds)
+        elif not self.arrived:
+            if time.monotonic() - self.heard > STUCK_S:
+                raise KitError("the controller waits for an answer, but no call is under way: it is stuck")
+            time.sleep(min(seconds, STUCK_S / 10))
+
+    def take(self) -> list[Event]:
+        """What has happened. Ranks that became free get their next call."""
+        for number, (pending, roles, ended) in [*self.flying.items()]:
+            if pending.done():
+                del self.flying[number]
+                for role in roles:
+                    self.busy.pop(role, None)
+                self.arrived += ended(pending)
+        self.start()
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def start(self) -> None:
+        """Give every idle role its next call; a sync that waits comes first."""
+        if self.syncs:
+            taking_part = (TRAINER, *self.orders)
+            if not any(role in self.busy for role in taking_part):
+                self._sync(self.syncs.popleft())
+            return
+        if self.queue and TRAINER not in self.busy:
+            self._train(self.queue.popleft())
+        for name in self.orders:
+            if name not in self.busy and (self.orders[name] or self.active[name]):
+                self._decode(name)
+
+    # -- calls ----------------------------------------------------------------------------------------------------------
+
+    def _call(self, roles: tuple[str, ...], method: str, args: dict[str, Any], ended: Ended) -> None:
+        ranks = [rank for role in roles for rank in self.drive.roles[role]]
+        pending = self.drive.submit(method, args=args, ranks=ranks, timeout_s=self.drive.config.deadline_s)
+        self.busy |= dict.fromkeys(roles, pending)
+        self.flying[id(pending)] = pending, roles, ended
+
+    def _train(self, command: Command) -> None:
+        args = {name: [*numbers(str(value))] if name in LISTS else value for name, value in command.ids}
+
+        def ended(pending: Pending) -> list[Event]:
+            try:
+                answer = pending.result()[0]
+            except KitError as error:
+                return self._failed(error, command)
+            more = {"tokens": answer["tokens"]} if command.name == "microbatch" else {}
+            return [Event("done", self.pipeline, **{**dict(command.ids), "of": command.name, **more})]
+
+        self._call((TRAINER,), command.name, args, ended)
+
+    def _decode(self, name: str) -> None:
+        orders, self.orders[name] = self.orders[name], []
+        for order in orders:
+            key = order["group"], order["sample"]
+            (self.active[name].add if order["order"] == "generate" else self.active[name].discard)(key)
+
+        def ended(pending: Pending) -> list[Event]:
+            try:
+                happened = pending.result()[0]
+            except KitError as error:
+                return self._lost(name, error)
+            for what in happened:
+                if what["event"] in ("completed", "failed", "cancelled"):
+                    self.active[name].discard((what["group"], what["sample"]))
+            number = number_of(name)
+            return [
+                Event(what["event"], self.pipeline, replica=number, **{k: v for k, v in what.items() if k != "event"})
+                for what in happened
+            ]
+
+        self._call((name,), "decode", {"orders": orders}, ended)
+
+    def _sync(self, command: Command) -> None:
+        """A call for the trainer and one for each replica, so that a death is an event at once."""
+        names = [name_of(number) for number in numbers(command.replicas)]
+        names = [name for name in names if name in self.orders]
+        args = {"version": command.version, "at_sync": command.at_sync, "replicas": names}
+        left, ids = {TRAINER, *names}, {"version": command.version}
+        failures: list[str] = []
+
+        def ended(role: str, pending: Pending) -> list[Event]:
+            left.discard(role)
+            happened: list[Event] = []
+            try:
+                pending.result()
+            except KitError as error:
+                failures.append(str(error).partition("\n")[0])
+                happened += self._lost(role, error) if isinstance(error, RankDied) else []
+            else:
+                if role != TRAINER:
+                    happened.append(Event("published", self.pipeline, replica=number_of(role), **ids))
+            if not left and failures:
+                happened.append(Event("error", self.pipeline, of="sync", why=failures[0], **ids))
+            elif not left:
+                happened.append(Event("synced", self.pipeline, **ids))
+            return happened
+
+        for role in (*names, TRAINER):
+            self._call((role,), "sync", args, functools.partial(ended, role))
+
+    def _failed(self, error: KitError, command: Command) -> list[Event]:
+        """A call that raised. Ranks that died are events of their own."""
+        if isinstance(error, RankTimeout):
+            raise error  # the run's deadline: nothing more can be asked of these ranks
+        dead = self._lost(self._role_of(error.rank), error) if isinstance(error, RankDied) else []
+        why = str(error).partition("\n")[0]
+        return [*dead, Event("error", self.pipeline, **{**dict(command.ids), "of": command.name, "why": why})]
+
+    def _lost(self, name: str, error: KitError) -> list[Event]:
+        """A replica that died, or whose call raised: it gets no more calls."""
+        if name == TRAINER or isinstance(error, RankTimeout):
+            raise error
+        self.orders.pop(name, None)
+        self.active.pop(name, None)
+        return [Event("died", self.pipeline, replica=number_of(name), why=str(error).partition("\n")[0])]
+
+    def _role_of(self, rank: int) -> str:
+        return next(role for role, ranks in self.drive.roles.items() if rank in ranks)
+
+
+def name_of(replica: int) -> str:
+    """A replica's role."""
+    return f"replica {replica}"
+
+
+def number_of(name: str) -> int:
+    return int(name.rpartition(" ")[2])
+
+
+class TrainerPort:
+    """begin, microbatch, finish, abort, clear, logprobs: one after the other."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def send(self, command: Command) -> Iterable[Event]:
+        self.ranks.queue.append(command)
+        return ()
+
+    def take(self) -> Iterable[Event]:
+        return self.ranks.take()
+
+
+class ReplicaPort:
+    """generate and cancel, to the replica that the command names. One that is gone answers nothing: its death was an event."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def send(self, command: Command) -> Iterable[Event]:
+        orders = self.ranks.orders.get(name_of(command.replica))
+        if orders is not None:
+            orders.append({"order": command.name, **dict(command.ids)})
+        return ()
+
+    def take(self) -> Iterable[Event]:
+        return ()
+
+
+class SyncPort:
+    """Weights from the trainer to every live replica."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def send(self, command: Command) -> Iterable[Event]:
+        self.ranks.syncs.append(command)
+        return ()
+
+    def take(self) -> Iterable[Event]:
+        return ()

@@ -1,0 +1,164 @@
+"""Which weights gave each token? Every token's log-probability is computed again under the weights of every version.
+
+The oracle is a plain model loaded by tensor names, in float64: other code than what generated, trained or sent anything. It knows what
+the config promises for the KV cache at a sync: kept, so that later tokens attend to keys and values of older weights, or recomputed. A
+token is *decidable* if no other version comes within `APART` noises of its stamped version; the noise is that of float32 arithmetic,
+measured with the oracle's own models. Limits: the whole model on one rank, once for each version.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from kit.train.arithmetic import END
+from kit.train.plain import from_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kit.labs.stream.ranks.rows import Row
+    from kit.megatron.config import Geometry
+    from kit.train.plain import Cache, PlainModel
+
+APART = 10.0
+
+
+class Span(NamedTuple):
+    """Tokens of an answer, from `first` up to `end`, that have the same stamp."""
+
+    version: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One sample. A list has one entry for each token of its answer.
+
+    `error`: the recorded log-probability against that of the stamped version. `nearest`: against that of the closest version, which is
+    `closest`. `wrong_gap`: how far the closest other version is from the stamped one. `other_policy`: against the stamped version, had
+    the sync treated the KV cache the other way; the same as `error` in the first span.
+    """
+
+    row: Row
+    error: list[float]
+    nearest: list[float]
+    closest: list[int]
+    wrong_gap: list[float]
+    other_policy: list[float]
+
+    def decidable(self, noise: float) -> list[bool]:
+        return [gap >= APART * noise for gap in self.wrong_gap]
+
+    def policies(self, noise: float) -> tuple[int, int]:
+        """How many tokens show what the sync did to the KV cache, and how many of them show the opposite of what it should have."""
+        pairs = [
+            (own, other)
+            for own, other in zip(self.error, self.other_policy, strict=True)
+            if abs(own - other) >= APART * noise
+        ]
+        return len(pairs), sum(other < own for own, other in pairs)
+
+    def wrong_stamps(self, noise: float) -> list[int]:
+        """The decidable tokens whose stamp is not the version that gives their log-probability. Where the KV cache is kept, tokens after a
+        wrong stamp may be among them: their keys and values are then computed from it."""
+        found = zip(self.decidable(noise), self.closest, self.row.versions, strict=True)
+        return [place for place, (decidable, closest, stamp) in enumerate(found) if decidable and closest != stamp]
+
+
+class Oracle:
+    """The models of all versions. `temperature` is that of sampling; `keeps` says whether a sync keeps the KV cache."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        weights: Mapping[int, Mapping[str, torch.Tensor]],
+        *,
+        temperature: float = 1.0,
+        keeps: bool = True,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        self.temperature = temperature
+        self.keeps = keeps
+        self.versions = sorted(weights)
+        self.models = [from_weights(geometry, weights[version], dtype=dtype) for version in self.versions]
+
+    @torch.no_grad()
+    def judge(self, row: Row) -> Judged:
+        recorded = torch.tensor(row.logprobs, dtype=torch.float64)
+        table, other = self.recompute(row)
+        places = torch.tensor([self._place(stamp) for stamp in row.versions])
+        known = torch.tensor([stamp in self.versions for stamp in row.versions])
+        stamped = table.gather(0, places[None])[0]
+        errors = (table - recorded).abs()
+        return Judged(
+            row=row,
+            error=torch.where(known, (stamped - recorded).abs(), torch.inf).tolist(),
+            nearest=errors.min(0).values.tolist(),
+            closest=[self.versions[place] for place in errors.argmin(0).tolist()],
+            wrong_gap=(table - stamped).abs().scatter(0, places[None], torch.inf).min(0).values.tolist(),
+            other_policy=(other - recorded).abs().tolist(),
+        )
+
+    @torch.no_grad()
+    def recompute(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        """The answer's log-probabilities: [versions, tokens], each span as if it had that stamp after the spans before it; and [tokens]
+        under the stamps with the other treatment of the KV cache."""
+        table = torch.empty(len(self.versions), len(row.answer), dtype=torch.float64)
+        other = torch.empty(len(row.answer), dtype=torch.float64)
+        held, cache = 0, self.models[0].empty_cache(1, len(row.tokens))
+        for span in spans(row.versions):
+            end = len(row.prompt) + span.end - 1  # the last token of the span is never fed for it
+            place = self._place(span.version)
+            caches = []
+            for number, model in enumerate(self.models):
+                caches.append(copied(cache))
+                begin = held if self.keeps else 0
+                table[number, span.first : span.end] = self._span(model, row, span, caches[-1], (begin, end))
+            begin = 0 if self.keeps else held
+            other[span.first : span.end] = self._span(self.models[place], row, span, copied(cache), (begin, end))
+            held, cache = end, caches[place]
+        return table, other
+
+    @torch.no_grad()
+    def plain(self, version: int, row: Row) -> torch.Tensor:
+        """What a trainer computes for the answer under a version: no temperature, no minimum length, no cache."""
+        logits = self.models[self._place(version)](torch.tensor(row.tokens)[None])[0, len(row.prompt) - 1 : -1]
+        found: torch.Tensor = logits.double().log_softmax(-1).gather(1, torch.tensor(row.answer)[:, None])[:, 0]
+        return found
+
+    def noise(self, weights: Mapping[int, Mapping[str, torch.Tensor]], rows: Sequence[Row]) -> float:
+        """The largest difference that float32 arithmetic makes, over these samples and all versions."""
+        geometry = self.models[0].geometry
+        single = Oracle(geometry, weights, temperature=self.temperature, keeps=self.keeps, dtype=torch.float32)
+        pairs = ((single.recompute(row)[0], self.recompute(row)[0]) for row in rows)
+        return max((float((one - exact).abs().max()) for one, exact in pairs), default=0.0)
+
+    def _span(self, model: PlainModel, row: Row, span: Span, cache: list[Cache], fed: tuple[int, int]) -> torch.Tensor:
+        """Feed these positions; the log-probabilities of the span's tokens as they were sampled."""
+        ids = torch.tensor(row.tokens[slice(*fed)])[None]
+        after = model(ids, cache=cache, start=fed[0])[0, span.first - span.end :].double()
+        after[: max(0, row.minimum - span.first), END] = -torch.inf
+        chosen = torch.tensor(row.answer[span.first : span.end])[:, None]
+        found: torch.Tensor = (after / self.temperature).log_softmax(-1).gather(1, chosen)[:, 0]
+        return found
+
+    def _place(self, version: int) -> int:
+        return self.versions.index(version) if version in self.versions else 0
+
+
+def spans(versions: Sequence[int]) -> Iterator[Span]:
+    """Neighbours with the same stamp."""
+    first = 0
+    for version, some in itertools.groupby(versions):
+        end = first + len([*some])
+        yield Span(version, first, end)
+        first = end
+
+
+def copied(cache: list[Cache]) -> list[Cache]:
+    return [(keys.clone(), values.clone()) for keys, values in cache]

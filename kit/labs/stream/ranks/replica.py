@@ -1,0 +1,197 @@
+"""A replica's ranks in the lab `stream`: a single-threaded actor. Each call takes new orders, decodes a few tokens, and says what happened.
+
+Samples that end go straight to the trainer. A replica receives weights between two calls, so no forward ever meets half-new weights; what
+becomes of requests in flight and of the KV cache is `at_sync`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from kit.labs.stream.config import replica_model
+from kit.labs.stream.ranks.rows import Key, Outbox, Row
+from kit.labs.stream.ranks.side import base_weights, fill, rows_of, syncs_of
+from kit.megatron import serve, shards
+from kit.megatron.generate import Engine, Request
+from kit.sync.hashes import digest
+from kit.sync.link import address_of
+from kit.sync.receiver import Receiver
+from kit.sync.weights import Cut
+from kit.train.arithmetic import END, encode, min_tokens, problem, reward
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kit.labs.rankside import Context
+    from kit.megatron.generate import Answer
+
+Happened = dict[str, int | str]
+
+
+class Replica:
+    """One rank of a replica, and the host of its receiver."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.config = ctx.config
+        self.name = ctx.role
+        self.first = ctx.rank == ctx.roles[ctx.role][0]
+        self.scope = contextlib.ExitStack()
+        self.attempts: dict[Key, int] = {}
+        self.replica: serve.Replica
+        self.engine: Engine
+        self.receiver: Receiver
+        self.outbox: Outbox
+
+    def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
+        self.replica = serve.Replica(replica_model(self.config))
+        self.base = base_weights(self.config)
+        if self.first:
+            self.outbox = Outbox(rows_of(self.ctx.meeting), self.name, self.config.deadline_s)
+            self.scope.callback(self.outbox.close)
+
+    def reset(self) -> None:
+        """Version 0, no requests, empty caches."""
+        fill(self.replica.chunks, self.base)
+        self.engine = Engine(self.replica)
+        self.attempts = {}
+        self.receiver = Receiver(
+            f"rank {self.ctx.rank}",
+            self.weights,
+            self,
+            address=address_of(syncs_of(self.ctx.meeting)),
+            device=self.ctx.device,
+            timeout_s=self.config.deadline_s,
+        )
+
+    def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self.scope.close()
+
+    # -- calls ----------------------------------------------------------------------------------------------------------
+
+    def decode(self, orders: Sequence[dict[str, Any]]) -> list[Happened]:
+        """Take orders, decode a few tokens of every request, and say what happened."""
+        happened = [self.take(order) for order in orders]
+        before = self.engine.in_flight
+        answers = self.engine.decode(self.config.decode)
+        after = self.engine.in_flight | {answer.request.id: len(answer.tokens) for answer in answers}
+        written = 0
+        for name, first in before.items():
+            count = after[name] - first
+            written += count
+            happened.append(
+                {
+                    "event": "tokens",
+                    **of(name)._asdict(),
+                    "version": self.engine.version,
+                    "first": first,
+                    "count": count,
+                }
+            )
+        happened += [self.complete(answer) for answer in answers]
+        if self.config.pace_ms:
+            time.sleep(self.config.pace_ms / 1000 * self.config.decode if written else 0.0)
+        return happened
+
+    def take(self, order: dict[str, Any]) -> Happened:
+        key = Key(order["group"], order["sample"])
+        if order["order"] == "cancel":
+            if name_of(key) not in self.engine.in_flight:  # it ended while the order was on its way
+                return {"event": "cancelled", **key._asdict(), "tokens": 0}
+            answer = self.engine.cancel(name_of(key))
+            return {"event": "cancelled", **key._asdict(), "tokens": len(answer.tokens)}
+        self.attempts[key] = order["attempt"]
+        self.engine.start(self.request(key))
+        return {"event": "started", **key._asdict(), "version": self.engine.version}
+
+    def request(self, key: Key) -> Request:
+        """What a sample asks for: a function of the seed, its group and its number."""
+        seed, (low, high) = self.config.seed, self.config.answer
+        return Request(
+            id=name_of(key),
+            prompt=tuple(encode(problem(seed, key.group).prompt)),
+            sample=key.sample,
+            seed=seed + key.group,
+            end=END,
+            max_tokens=high,
+            min_tokens=min_tokens(seed, key.group, key.sample, low=low, high=high - 1),
+            temperature=self.config.temperature,
+        )
+
+    def complete(self, answer: Answer) -> Happened:
+        """Send a sample to the trainer."""
+        key = of(answer.request.id)
+        gained = reward(problem(self.config.seed, key.group), [*answer.tokens])
+        versions = [span.version for span in answer.spans for _ in range(span.count)]
+        if self.first:
+            self.outbox.send(
+                Row(
+                    **key._asdict(),
+                    attempt=self.attempts[key],
+                    replica=self.name,
+                    prompt=answer.request.prompt,
+                    answer=answer.tokens,
+                    logprobs=answer.logprobs,
+                    versions=tuple(versions),
+                    minimum=answer.request.min_tokens,
+                    reward=gained,
+                )
+            )
+        return {
+            "event": "completed",
+            **key._asdict(),
+            "version": min(versions),
+            "newest": max(versions),
+            "length": len(answer.tokens),
+            "reward": repr(gained),
+            "digest": hashlib.sha256(repr(answer.tokens).encode()).hexdigest()[:16],
+        }
+
+    def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:  # noqa: ARG002 - as the trainer's
+        """Receive a version; version 0 only compares digests."""
+        self.receiver.join()
+        if version:
+            self.engine.weights_changed(version, at_sync)  # type: ignore[arg-type]
+        return {}
+
+    # -- the receiver's host --------------------------------------------------------------------------------------------
+
+    def weights(self) -> Cut:
+        return Cut(shards.destinations(self.replica.chunks), [p.data for p in self.replica.chunks[0].parameters()])
+
+    def wake(self) -> None:
+        self.replica.wake()
+
+    def sleep(self) -> None:
+        self.replica.sleep()
+
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        """No forward runs while this rank is in a sync: it has one thread."""
+        return contextlib.nullcontext()
+
+    def finalize(self) -> None:
+        """Nothing is derived from these weights."""
+
+    def digests(self, algorithm: str) -> dict[str, str]:
+        """Digests of every full tensor, on each rank of the replica. Collective over the replica."""
+        of_tensor = functools.partial(digest, algorithm=algorithm)
+        own = {name: of_tensor(tensor) for name, tensor in shards.full_tensors(self.replica.chunks)}
+        tables: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(tables, own)
+        table: dict[str, str] = tables[0]
+        return table
+
+
+def name_of(key: Key) -> str:
+    return f"{key.group}.{key.sample}"
+
+
+def of(name: str) -> Key:
+    group, sample = name.split(".")
+    return Key(int(group), int(sample))

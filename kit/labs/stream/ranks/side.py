@@ -1,0 +1,77 @@
+"""What the trainer and the replicas of the lab `stream` share: base weights, names of meetings, locations."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kit.labs.stream.config import trainer_model
+from kit.machine import boot_id
+from kit.megatron.model import DTYPES
+from kit.megatron.shards import destinations
+from kit.sync.layout import ALIGN, Spec, automatic, lay_out
+from kit.sync.transports import Place
+from kit.train.arithmetic import END, encode, problem
+from kit.train.options import Settings
+from kit.train.plain import from_weights, initial_weights
+from kit.train.rollout import Pupil
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kit.labs.rankside import Context
+    from kit.labs.stream.config import StreamConfig
+    from kit.sync.layout import Layout
+
+Weights = dict[str, torch.Tensor]
+LESSON = 16  # problems of one supervised update
+
+
+def rows_of(meeting: str) -> str:
+    """Where samples arrive."""
+    return f"{meeting}-rows"
+
+
+def syncs_of(meeting: str) -> str:
+    """Where receivers of weights call."""
+    return f"{meeting}-sync"
+
+
+def lesson(seed: int, update: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts with their right answers, for a supervised update: none that a loop asks."""
+    asked = [problem(seed, -1 - update * LESSON - number) for number in range(LESSON)]
+    return [(encode(each.prompt), [*encode(each.answer), END]) for each in asked]
+
+
+def base_weights(config: StreamConfig) -> Weights:
+    """Version 0: a plain model after `warm` updates on right answers, the same bits on every rank of a machine."""
+    model = trainer_model(config)
+    plain = from_weights(model.geometry, initial_weights(model.geometry, config.seed))
+    Pupil(plain, config.seed, lesson).learn(config.warm)
+    return {name: value.detach().to(DTYPES[model.dtype]) for name, value in plain.named_parameters()}
+
+
+@torch.no_grad()
+def fill(chunks: Sequence[Any], weights: Mapping[str, torch.Tensor]) -> None:
+    """Full weights into whatever shards these chunks have."""
+    for name, places in destinations(chunks).items():
+        for into, take in places:
+            into.copy_(take(weights[name]))
+
+
+def optimizer_settings(config: StreamConfig) -> Settings:
+    """A constant learning rate: every update moves the weights far enough for versions to differ."""
+    return Settings(lr=config.lr, first_lr=config.lr, last_lr=config.lr, warmup=0, decay=1_000_000)
+
+
+def layout_of(tensors: Mapping[Any, torch.Tensor]) -> Layout:
+    specs = [Spec(name, shard, tensor.dtype, tuple(tensor.shape)) for (name, shard), tensor in tensors.items()]
+    return lay_out(specs, -(-automatic(specs) // ALIGN) * ALIGN)
+
+
+def place_of(ctx: Context, rank: int) -> Place:
+    """The location of a rank: this machine, and the World that it is in. Each replica is a World of its own."""
+    worlds = [world for world, size in enumerate(ctx.world_sizes) for _ in range(size)]
+    return Place(host=boot_id() or socket.gethostname(), world=f"{ctx.meeting} {worlds[rank]}", gpu="")

@@ -1,0 +1,340 @@
+"""The trainer's ranks in the lab `stream`: one call for each order of the controller.
+
+Rank 0 has the samples, computes advantages, and broadcasts each chunk to the others; every data rank trains on its share of the rows.
+A step has a number that begin, microbatch, finish and abort must repeat; another number raises and changes nothing. The weights of every
+version are kept on rank 0's host, for the recomputation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import hashlib
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from kit.errors import KitError
+from kit.labs import rankside
+from kit.labs.stream.config import replica_names, settings, trainer_model
+from kit.labs.stream.ranks.advantage import advantages
+from kit.labs.stream.ranks.oracle import Oracle
+from kit.labs.stream.ranks.recomputed import Fed, advantage_errors, previous_error, recorded_error
+from kit.labs.stream.ranks.rows import Inbox, Key
+from kit.labs.stream.ranks.side import (
+    base_weights,
+    fill,
+    layout_of,
+    optimizer_settings,
+    place_of,
+    rows_of,
+    syncs_of,
+)
+from kit.megatron import model, score, shards, tensors
+from kit.megatron.split import MegatronSplit
+from kit.sync.cache import BASE, Cache
+from kit.sync.link import Listener
+from kit.sync.sender import Sender, Target
+from kit.train.arithmetic import PAD
+from kit.train.batch import Batch, valid
+from kit.train.losses import ClippedPolicyGradient
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kit.labs.rankside import Context
+    from kit.labs.stream.ranks.rows import Row
+
+
+NOISY = 16  # samples from which the noise of arithmetic is measured
+
+
+class RehearsedError(RuntimeError):
+    """An error that is raised on purpose."""
+
+
+class Open(NamedTuple):
+    """The update that is under way."""
+
+    step: int
+    update: int
+
+
+class Trainer:
+    """Begin, microbatch ..., finish or abort, by number; and what else the trainer's ranks do between."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.config = ctx.config
+        self.first = ctx.rank == 0
+        self.scope = contextlib.ExitStack()
+        self.open: Open | None = None
+        self.failing = False
+        self.previous: dict[Key, torch.Tensor] = {}  # by the weights when the step began
+        self.reference: dict[Key, torch.Tensor] = {}
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}  # of every version, on rank 0
+        self.fed: list[Fed] = []  # every sample that was trained in this loop, on rank 0
+        self.job: model.Training
+        self.step: MegatronSplit
+        if self.first:  # replicas call as soon as their first phase runs
+            self.inbox = Inbox(rows_of(ctx.meeting), self.config.deadline_s)
+            self.scope.callback(self.inbox.close)
+            self.listener = self.scope.enter_context(Listener(name=syncs_of(ctx.meeting)))
+
+    # -- the loop's life ------------------------------------------------------------------------------------------------
+
+    def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
+        self.device = model.initialise(trainer_model(self.config))
+        self.base = base_weights(self.config)
+        if self.first:
+            self.inbox.accept(replica_names(self.config))
+
+    def reset(self) -> None:
+        """A fresh job on the base weights, which are version 0."""
+        self.settle()
+        self.job = model.assemble(trainer_model(self.config), self.device, optimizer_settings(self.config))
+        fill(self.job.chunks, self.base)
+        self.job.optimizer.reload_model_params()
+        self.step = MegatronSplit(self.job)
+        self.open = None
+        self.weights, self.previous, self.reference, self.fed = {}, {}, {}, []
+        self.keep(0)
+        tensors_now = self.gather()
+        if self.first:
+            self.cache = Cache(layout_of(tensors_now), keep=True, timeout_s=self.config.deadline_s)
+            self.sender = Sender(
+                self.cache,
+                self.listener,
+                place=place_of(self.ctx, self.ctx.rank),
+                rank=0,
+                device=self.ctx.device,
+                timeout_s=self.config.deadline_s,
+            )
+
+    def save(self) -> None:
+        """Keep what a checkpoint has: weights, optimizer, scheduler."""
+        weights = {name: value.detach().clone() for name, value in self.job.named_parameters()}
+        states = copy.deepcopy((self.job.optimizer.state_dict(), self.job.scheduler.state_dict()))
+        self.saved = weights, *states
+
+    def load(self, version: int) -> None:
+        """Put what was saved into the present job, as this version."""
+        weights, optimizer, scheduler = self.saved
+        with torch.no_grad():
+            for name, value in self.job.named_parameters():
+                value.copy_(weights[name])
+        self.job.optimizer.load_state_dict(optimizer)
+        self.job.optimizer.reload_model_params()
+        self.job.scheduler.load_state_dict(scheduler)
+        self.weights = {}
+        self.keep(version)
+
+    def fail_next(self) -> None:
+        """Have the next microbatch raise."""
+        self.failing = True
+
+    def settle(self) -> None:
+        """Give up an open step and the copies of the last loop."""
+        if hasattr(self, "step"):
+            self.step.abort()
+        if hasattr(self, "cache"):
+            self.cache.close()
+        if self.first:
+            self.inbox.clear({key.group for key in self.inbox.stored})
+
+    def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self.settle()
+        self.scope.close()
+
+    def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:  # noqa: ARG002 - replicas look at it
+        """Send the current weights to these replicas as this version; version 0 only compares digests."""
+        if version and version not in self.weights:
+            self.keep(version)
+        if not self.first:
+            self.gather()
+            return {}
+        report = self.sender.sync(version or BASE, self.targets(replicas), self.gather)
+        return {"bytes": report.bytes}
+
+    def gather(self) -> dict[Any, torch.Tensor]:
+        """Full tensors of the live weights, on rank 0. Collective."""
+        return {(name, 0): tensor for name, tensor in shards.full_tensors(self.job.chunks)}
+
+    def targets(self, replicas: Sequence[str]) -> list[Target]:
+        """Every rank of these replicas; they wait for the weights, so they pause."""
+        return [
+            Target(name=f"rank {rank}", rank=rank, place=place_of(self.ctx, rank), state="paused", replica=name)
+            for name in replicas
+            for rank in self.ctx.roles[name]
+        ]
+
+    # -- the step -------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, update: int) -> None:
+        if self.open is not None:
+            raise KitError(
+                f"begin of step {step}, update {update}: step {self.open.step}, update {self.open.update} is open"
+            )
+        self.step.begin(self.loss, settings(self.config).train_global_batch_size, self.config.micro_batch)
+        self.open = Open(step, update)
+
+    def microbatch(self, step: int, update: int, groups: Sequence[int]) -> dict[str, Any]:
+        """Train on these groups. Without a valid token nothing runs."""
+        self._need("microbatch", step, update)
+        if self.failing:
+            self.failing = False
+            raise RehearsedError(f"a microbatch of step {step} that raises, on purpose")
+        batch = self.batch_of(groups)
+        tokens = int(valid(batch).sum())
+        if tokens:
+            self.step.microbatch(score.share(batch))
+        time.sleep(self.config.train_pace_ms / 1000 * len(groups) * self.config.group)
+        if self.first:
+            self.observe(self.inbox.take(self.keys(groups)), batch)
+        return {"tokens": tokens}
+
+    def observe(self, rows: Sequence[Row], batch: Batch) -> None:
+        """Keep what the step was given, for the recomputation."""
+        for place, row in enumerate(rows):
+            self.fed.append(Fed(row, max(self.weights), {name: value[place] for name, value in batch.items()}))
+            told = repr((row.tokens, row.logprobs)).encode()
+            ids = {"group": row.group, "sample": row.sample}
+            self.ctx.record("tokens_digest", None, text=hashlib.sha256(told).hexdigest(), **ids)
+
+    def finish(self, step: int, update: int) -> None:
+        self._need("finish", step, update)
+        result = self.step.finish()
+        self.open = None
+        if self.first:
+            for metric in ("global_loss", "grad_norm"):
+                self.ctx.record(metric, result[metric], step=step, update=update)
+
+    def abort(self, step: int) -> None:
+        if self.open is not None and self.open.step != step:
+            raise KitError(f"abort of step {step}: step {self.open.step} is open")
+        self.step.abort()
+        self.open = None
+
+    def clear(self, step: int, update: int, groups: Sequence[int]) -> int:  # noqa: ARG002 - calls have the step's number
+        """Drop the samples of these groups; the number of samples that were dropped."""
+        gone = set(groups)
+        for kept in (self.previous, self.reference):
+            for key in [key for key in kept if key.group in gone]:
+                del kept[key]
+        return self.inbox.clear(gone) if self.first else 0
+
+    def _need(self, call: str, step: int, update: int) -> None:
+        if self.open is None:
+            raise KitError(f"{call} of step {step}, update {update}: no step is open")
+        if self.open != (step, update):
+            raise KitError(
+                f"{call} of step {step}, update {update}: step {self.open.step}, update {self.open.update} is open"
+            )
+
+    # -- samples --------------------------------------------------------------------------------------------------------
+
+    def logprobs(self, step: int, groups: Sequence[int], which: str) -> None:  # noqa: ARG002 - as above
+        """Recompute the previous policy's (`previous`) or the reference's log-probabilities of these groups, by the current weights."""
+        batch = self.batch_of(groups)
+        found = score.logprobs(self.job, batch, self.config.micro_batch)
+        kept = self.previous if which == "previous" else self.reference
+        kept.update(zip(self.keys(groups), found, strict=True))
+
+    def keys(self, groups: Sequence[int]) -> list[Key]:
+        return [Key(group, sample) for group in groups for sample in range(self.config.group)]
+
+    def batch_of(self, groups: Sequence[int]) -> Batch:
+        """All samples of these groups, on every rank. Collective."""
+        made: list[Any] = [None]
+        if self.first:
+            try:
+                made = [self.assemble(self.inbox.take(self.keys(groups)))]
+            except KitError as error:  # on every rank, so that none waits for the others
+                made = [str(error)]
+        dist.broadcast_object_list(made, 0)
+        if isinstance(made[0], str):
+            raise KitError(made[0])
+        batch: Batch = made[0]
+        return batch
+
+    def assemble(self, rows: Sequence[Row]) -> Batch:
+        """Samples as a batch, padded to the model's length."""
+        count, length = len(rows), self.config.length
+        ids = torch.full((count, length), PAD)
+        numbers = {name: torch.zeros(count, length) for name in ("token_mask", "advantages", "generation_logprobs")}
+        found = advantages({row.key: row.reward for row in rows}, self.config.advantage)
+        for place, row in enumerate(rows):
+            begin, end = len(row.prompt), len(row.tokens)
+            ids[place, :end] = torch.tensor(row.tokens)
+            numbers["token_mask"][place, begin:end] = 1.0
+            numbers["advantages"][place, begin:end] = found[row.key]
+            numbers["generation_logprobs"][place, begin:end] = torch.tensor(row.logprobs)
+        recorded = numbers["generation_logprobs"]
+        return {
+            "input_ids": ids,
+            "input_lengths": torch.tensor([len(row.tokens) for row in rows]),
+            "sample_mask": torch.ones(count),
+            **numbers,
+            "prev_logprobs": self._known(self.previous, rows, recorded),
+            "reference_logprobs": self._known(self.reference, rows, recorded),
+        }
+
+    def _known(self, kept: dict[Key, torch.Tensor], rows: Sequence[Row], recorded: torch.Tensor) -> torch.Tensor:
+        """As recomputed, else as recorded."""
+        return torch.stack([kept.get(row.key, recorded[place]) for place, row in enumerate(rows)])
+
+    # -- weights --------------------------------------------------------------------------------------------------------
+
+    def keep(self, version: int) -> None:
+        """Keep a copy of the current weights under this version, on rank 0's host. Collective."""
+        full = {name: tensor.detach().to("cpu", copy=True) for name, tensor in shards.full_tensors(self.job.chunks)}
+        if self.first:
+            self.weights[version] = full
+            digests = {name: tensors.digest(tensor) for name, tensor in full.items()}
+            self.ctx.record("digest", None, text=rankside.digest(digests), version=version)
+
+    # -- the recomputation ----------------------------------------------------------------------------------------------
+
+    def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """Every token that was trained, under the weights of every version."""
+        if not self.first:
+            return
+        oracle = Oracle(
+            trainer_model(self.config).geometry,
+            self.weights,
+            temperature=self.config.temperature,
+            keeps=self.config.at_sync == "keep",
+        )
+        rows = [fed.row for fed in self.fed]
+        noise = oracle.noise(self.weights, rows[:NOISY])
+        judged = [oracle.judge(row) for row in rows]
+        policies = [each.policies(noise) for each in judged]
+        shuffled = [oracle.judge(each) for each in map(self.shuffled, rows[:NOISY])]
+        for metric, number in {
+            "noise": noise,
+            "samples": len(judged),
+            "samples_over_syncs": sum(len({*row.versions}) > 1 for row in rows),
+            "tokens": sum(len(row.answer) for row in rows),
+            "decidable": sum(sum(each.decidable(noise)) for each in judged),
+            "wrong_stamps": sum(len(each.wrong_stamps(noise)) for each in judged),
+            "shuffled": sum(sum(each.decidable(noise)) for each in shuffled),
+            "shuffled_found": sum(len(each.wrong_stamps(noise)) for each in shuffled),
+            "logprob_error": max((max(each.nearest) for each in judged), default=0.0),
+            "policy_decidable": sum(shown for shown, _ in policies),
+            "policy_wrong": sum(wrong for _, wrong in policies),
+            "advantage_error": max(advantage_errors(self.fed, self.config.advantage), default=0.0),
+            "previous_error": max((previous_error(oracle, fed, self.config.previous) for fed in self.fed), default=0.0),
+            "recorded_error": max((recorded_error(fed) for fed in self.fed), default=0.0),
+        }.items():
+            self.ctx.record(metric, number)
+
+    def shuffled(self, row: Row) -> Row:
+        """The sample with every stamp one version further, from the last to the first: a control, of which every stamp is wrong."""
+        return dataclasses.replace(row, versions=tuple((stamp + 1) % len(self.weights) for stamp in row.versions))
+
+    @property
+    def loss(self) -> ClippedPolicyGradient:
+        return ClippedPolicyGradient(**self.config.loss_options)

@@ -1,0 +1,104 @@
+"""The oracle finds the version of each token, and what is wrong with a sample."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kit.labs.stream.ranks.oracle import Oracle
+from kit.labs.stream.ranks.rows import Row
+from kit.megatron.config import GEOMETRIES
+from kit.train.arithmetic import END
+from kit.train.plain import from_weights, initial_weights
+
+TINY = dataclasses.replace(GEOMETRIES["tiny"], layers=2)
+WEIGHTS = {
+    version: {name: value * (1 + 0.05 * version) for name, value in initial_weights(TINY, 3).items()}
+    for version in range(3)
+}
+MODELS = {version: from_weights(TINY, weights) for version, weights in WEIGHTS.items()}
+LIMIT = 1e-5
+LONG = (0, 0, 0, 1, 1, 2, 2, 2)
+
+
+@torch.no_grad()
+def sampled(versions: tuple[int, ...], *, temperature: float = 1.0, minimum: int = 2, keeps: bool = True) -> Row:
+    """A sample as a replica would record it: float32, one token a forward, the KV cache kept at a change of weights or computed again."""
+    prompt, answer = (4, 9, 10, 13), tuple(range(len(versions)))
+    tokens, model, recorded = prompt + answer, MODELS[versions[0]], []
+    cache, held = model.empty_cache(1, len(tokens)), 0
+    for place, version in enumerate(versions):
+        if MODELS[version] is not model:
+            model, held = MODELS[version], held if keeps else 0
+        for at in range(held, len(prompt) + place):
+            after = model(torch.tensor([[tokens[at]]]), cache=cache, start=at)[0, -1]
+        held = len(prompt) + place
+        if place < minimum:
+            after[END] = -torch.inf
+        recorded.append(float((after / temperature).log_softmax(-1)[answer[place]]))
+    return Row(
+        group=0,
+        sample=0,
+        attempt=0,
+        replica="replica 0",
+        prompt=prompt,
+        answer=answer,
+        logprobs=tuple(recorded),
+        versions=versions,
+        minimum=minimum,
+        reward=0.0,
+    )
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_right_stamps_are_confirmed_and_shuffled_ones_are_found(keeps: bool) -> None:
+    right = sampled(LONG, keeps=keeps)
+    oracle = Oracle(TINY, WEIGHTS, keeps=keeps)
+    noise = oracle.noise(WEIGHTS, [right])
+    judged = oracle.judge(right)
+    assert max(judged.error) < LIMIT
+    assert all(judged.decidable(noise))
+    assert judged.wrong_stamps(noise) == []
+    assert max(judged.other_policy[3:]) > 10 * LIMIT  # what the sync did to the cache can be told
+    wrong = dataclasses.replace(right, versions=(0, 0, 0, 0, 1, 2, 2, 1))
+    assert {3, 7} <= {*oracle.judge(wrong).wrong_stamps(noise)} <= {3, 4, 5, 6, 7}
+
+
+def test_a_cache_that_was_kept_where_it_must_not_be_shows() -> None:
+    judged = Oracle(TINY, WEIGHTS, keeps=False).judge(sampled(LONG, keeps=True))
+    assert max(judged.error[:3]) < LIMIT
+    assert max(judged.error[3:5]) > 10 * LIMIT
+    assert max(judged.other_policy[3:5]) < LIMIT
+
+
+def test_versions_that_are_alike_decide_nothing() -> None:
+    row = sampled((0, 0, 0))
+    same = {0: WEIGHTS[0], 1: WEIGHTS[0]}
+    oracle = Oracle(TINY, same)
+    assert not any(oracle.judge(row).decidable(oracle.noise(same, [row])))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_a_log_probability_of_another_temperature_is_of_no_version(temperature: float) -> None:
+    row = sampled((0, 1, 2), temperature=temperature)
+    assert max(Oracle(TINY, WEIGHTS, temperature=temperature).judge(row).nearest) < LIMIT
+    assert max(Oracle(TINY, WEIGHTS).judge(row).nearest) > 100 * LIMIT
+
+
+@pytest.mark.parametrize("minimum", [0, 3])
+def test_the_end_counts_only_after_the_minimum(minimum: int) -> None:
+    row = sampled((0, 0, 1, 1), minimum=minimum)
+    assert max(Oracle(TINY, WEIGHTS).judge(row).error) < LIMIT
+    other = dataclasses.replace(row, minimum=2)
+    errors = Oracle(TINY, WEIGHTS).judge(other).error
+    assert [error > 100 * LIMIT for error in errors] == [(place < 2) != (place < minimum) for place in range(4)]
+
+
+def test_a_version_that_never_was_is_no_version() -> None:
+    row = dataclasses.replace(sampled((0, 0)), versions=(0, 7))
+    judged = Oracle(TINY, WEIGHTS).judge(row)
+    assert judged.error[0] < LIMIT
+    assert judged.error[1] == torch.inf
+    assert judged.closest == [0, 0]
