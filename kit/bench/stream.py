@@ -10,20 +10,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kit.bench.rows import Row, progress, row
-from kit.bench.session import Cost, Part, Session
+from kit.bench.session import Row, Session, progress, row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import pandas as pd
 
     from kit.results import Run
 
-RANKS = {"ranks": 3, "replicas": 2, "groups": 4, "group": 4}
+RANKS: dict[str, Any] = {"ranks": 3, "replicas": 2, "groups": 4, "group": 4}
 DECIDABLE = 10_000  # tokens that the stamps are judged by
 # A sample has 16 tokens, and a replica writes 4 of all its samples in a call: as long as a step of 16 samples trains.
-PACED = {**RANKS, "answer": (16, 16), "decode": 4, "pace_ms": 60.0, "train_pace_ms": 60.0, "window": 1}
+PACED: dict[str, Any] = {**RANKS, "answer": (16, 16), "decode": 4, "pace_ms": 60.0, "train_pace_ms": 60.0, "window": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +37,8 @@ class Sizes:
 QUICK = Sizes(steps=2, paced_steps=3, decidable=100)
 
 
-def parts(sizes: Sizes, _: str) -> dict[str, Part]:
-    return {
-        "lockstep": Part(partial(lockstep, sizes=sizes), Cost(world=1)),
-        "stamps": Part(partial(stamps, sizes=sizes), Cost(world=1)),
-        "paced": Part(partial(paced, sizes=sizes), Cost(world=1)),
-    }
+def parts(sizes: Sizes, _: str) -> dict[str, Callable[[Session], Iterator[Row]]]:
+    return {part.__name__: partial(part, sizes=sizes) for part in (lockstep, stamps, paced)}
 
 
 def lockstep(session: Session, sizes: Sizes) -> Iterator[Row]:

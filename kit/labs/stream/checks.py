@@ -10,6 +10,7 @@ from kit.results import Measured, Missing, NotMeasured, incomplete, select
 from kit.results.records import NOTEBOOK
 from kit.results.units import counted
 from kit.stream import judge
+from kit.stream.history import Ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -178,12 +179,12 @@ def of_batches(metric: str, what: str) -> Measure:
 # -- the ledger -----------------------------------------------------------------------------------------------------------
 
 
-def ledger(frame: pd.DataFrame, phase: str) -> judge.Ledger | None:
+def ledger(frame: pd.DataFrame, phase: str) -> Ledger | None:
     """What the controller and its ports did in a phase, in order."""
     rows = frame[(frame["phase"] == phase) & (frame["rank"] == NOTEBOOK) & frame["value"].isna()]
     if rows.empty:
         return None
-    return judge.Ledger(
+    return Ledger(
         [
             {"event": name, "time": when, **(json.loads(ids) if ids else {})}
             for name, when, ids in zip(rows["metric"], rows["time"], rows["ids"], strict=True)
@@ -191,7 +192,7 @@ def ledger(frame: pd.DataFrame, phase: str) -> judge.Ledger | None:
     )
 
 
-def of_ledger(question: Callable[[judge.Ledger], Measured], phases: Sequence[str] = LOOPS) -> Measure:
+def of_ledger(question: Callable[[Ledger], Measured], phases: Sequence[str] = LOOPS) -> Measure:
     """The first violation in any loop, else the answer for the last."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above

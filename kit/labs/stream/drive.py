@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kit.labs.drive import Drive
     from kit.labs.stream.config import StreamConfig
     from kit.loop.ledger import Row
-    from kit.loop.runner import Core
+    from kit.loop.runner import Core, Port
     from kit.stream.core import Resume
 
 PIPELINE = "a"
@@ -101,7 +101,7 @@ def run(
 ) -> Any:
     """A core over live ranks until it ends; its last state."""
     live, asker, meter = ranks or started(drive), Asker(), Meter()
-    ports = {
+    ports: dict[str, Port] = {
         "trainer": TrainerPort(live),
         "replica": ReplicaPort(live),
         "sync": SyncPort(live),

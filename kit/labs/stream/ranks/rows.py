@@ -57,8 +57,8 @@ class Row:
 
     @classmethod
     def from_message(cls, said: dict[str, Any]) -> Self:
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: tuple(said[name]) if isinstance(said[name], list) else said[name] for name in names})
+        given: dict[str, Any] = {field.name: said[field.name] for field in dataclasses.fields(cls)}
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
 class Outbox:

@@ -201,8 +201,8 @@ class Trainer:
         for place, row in enumerate(rows):
             self.fed.append(Fed(row, max(self.weights), {name: value[place] for name, value in batch.items()}))
             told = repr((row.tokens, row.logprobs)).encode()
-            ids = {"group": row.group, "sample": row.sample}
-            self.ctx.record("tokens_digest", None, text=hashlib.sha256(told).hexdigest(), **ids)
+            digest = hashlib.sha256(told).hexdigest()
+            self.ctx.record("tokens_digest", None, text=digest, group=row.group, sample=row.sample)
 
     def finish(self, step: int, update: int) -> None:
         self._need("finish", step, update)
