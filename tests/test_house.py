@@ -26,7 +26,9 @@ MAY_IMPORT = {
     "train": {"measure"},
     "sync": {"measure"},
     "megatron": {"measure", "train"},
-    "labs": {"world", "results", "measure", "megatron", "train", "sync", "draw"},
+    "loop": {"results"},
+    "stream": {"loop", "results"},
+    "labs": {"world", "results", "measure", "megatron", "train", "sync", "draw", "loop", "stream"},
     "draw": {"results"},
     "view": {"labs", "draw", "results", FACE},
     "preflight": {"world", "results", "measure", "megatron"},
@@ -46,7 +48,14 @@ LABS_ON_RANKS = {KIT / "labs" / "rankside.py", KIT / "labs" / "bystander.py"}
 RANK_ROOMS = {"measure", "megatron", "train", "sync"}
 # A config's `fits` weighs it against the machine; plain arithmetic of the standard library, harmless where a rank loads it along.
 # The schema and the writer of records are the ranks' too.
-BOTH_SIDES = ("kit.world.asked.", "kit.world.channel", "kit.results.records.", "kit.results.files.")
+BOTH_SIDES = (
+    "kit.stream.samplers.",
+    "kit.stream.settings.",
+    "kit.world.asked.",
+    "kit.world.channel",
+    "kit.results.records.",
+    "kit.results.files.",
+)
 RANK_FILES = {
     *(KIT / f"{name}.py" for name in EVERYBODYS - {"errors"}),
     *(KIT / "results" / f"{name}.py" for name in ("__init__", "records", "files")),
@@ -182,7 +191,10 @@ def test_imports(path: Path) -> None:
 
 def test_what_ranks_load_of_a_lab_lies_under_ranks() -> None:
     for name, lab in discover().labs.items():
-        targets = [lab.phases, *(option.default for option in fields(lab.config) if option.option.target)]
+        targets = [
+            lab.phases,
+            *(each.default for each in fields(lab.config) if each.option.target and not each.option.here),
+        ]
         own = [target for target in targets if target.startswith(f"kit.labs.{name}.")]
         assert own
         assert all(target.startswith(f"kit.labs.{name}.ranks.") for target in own), own

@@ -54,7 +54,10 @@ def configure(
     for field in fields(lab.config):
         target = getattr(config, field.name)
         if field.option.target and target != field.default and target not in field.option.names:
-            check_target(field.name, target, ranks_python, world.env if world else {})
+            if field.option.here:
+                check_here(field.name, target)
+            else:
+                check_target(field.name, target, ranks_python, world.env if world else {})
     return config
 
 
@@ -211,6 +214,16 @@ def find_fault(lab: Definition, name: str | None) -> Fault | None:
     if name not in faults:
         raise BadInput(f"lab {lab.name!r} has no fault {name!r}; {hint(name, list(faults))}")
     return faults[name]
+
+
+def check_here(name: str, target: str) -> None:
+    """Code for the notebook side: a module on this process's path, or a name of the notebook itself (`__main__:Name`)."""
+    if not targets.is_target(target):
+        raise BadInput(f"{name} must be 'module:attr', not {target!r}")
+    try:
+        targets.load_callable(target)
+    except Exception as error:
+        raise BadInput(f"{name}={target} cannot be loaded here: {type(error).__name__}: {error}") from error
 
 
 def check_target(name: str, target: str, python: str, env: Mapping[str, str]) -> None:

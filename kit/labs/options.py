@@ -21,7 +21,8 @@ from kit.world.asked import RANK_BYTES
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What a field is for, the ends of its range (both allowed), and whether it names code (`module:attr`) for the ranks.
+    """What a field is for, the ends of its range (both allowed), and whether it names code (`module:attr`): for the ranks, or with `here`
+    for the notebook side.
 
     `names` are what a field of the last kind may be besides code: words of the lab's own, such as "auto".
     """
@@ -32,6 +33,7 @@ class Option:
     high: float | None = None
     unit: str = ""
     target: bool = False
+    here: bool = False
     names: tuple[str, ...] = ()
 
     def check(self, value: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from kit.errors import BadInput
 from kit.gpu import has_driver
 from kit.labs import configure as module
-from kit.labs.configure import check_target, complaints, configure, find_fault, from_text, validate
+from kit.labs.configure import check_here, check_target, complaints, configure, find_fault, from_text, validate
 from kit.labs.definition import Definition
 from kit.labs.discover import discover, find
 from kit.labs.options import LabConfig, Option
@@ -192,6 +192,21 @@ def test_code_that_the_ranks_can_load(own: Definition, monkeypatch: pytest.Monke
 
     monkeypatch.delenv("PYTHONPATH", raising=False)
     check_target("implementation", "own_lab:Phases", sys.executable, {})
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("nothing", "must be 'module:attr'"),
+        ("no_such_module:Core", "ModuleNotFoundError"),
+        ("json:nothing", "nothing"),
+        ("json:__doc__", "TypeError"),
+    ],
+)
+def test_code_for_the_notebook_side_is_looked_for_here(target: str, why: str) -> None:
+    check_here("sampler", "json:loads")
+    with pytest.raises(BadInput, match=why):
+        check_here("sampler", target)
 
 
 def test_code_is_looked_for_with_the_worlds_own_environment(own: Definition, tmp_path: Path) -> None:

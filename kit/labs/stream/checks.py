@@ -297,3 +297,18 @@ CHECKS: tuple[Check, ...] = (
         for name, function in judge.CHECKS.items()
     ),
 )
+
+PRESETS = {
+    "strict": {
+        "logprob_error": 1e-6,  # twice the noise of float32
+        "previous_error": 1e-6,
+        "answer_ms": 10.0,
+        "named_s": 0.2,
+    },
+    "common practice": {
+        "logprob_error": 3e-2,  # usual between an engine and a trainer
+        "previous_error": 3e-2,
+        "answer_ms": 1000.0,  # of a loop that polls each second
+        "named_s": 60.0,
+    },
+}

@@ -37,7 +37,12 @@ class StreamConfig(JobConfig):
     micro_batch: Annotated[int, Option("samples of a microbatch", low=1, high=512)] = 2
     sampler: Annotated[
         str,
-        Option("which groups are trained next: a name, or your own as module:Class", target=True, names=(*SAMPLERS,)),
+        Option(
+            "which groups are trained next: a name, or your own as module:Class",
+            target=True,
+            here=True,
+            names=(*SAMPLERS,),
+        ),
     ] = "in-order"
     window: Annotated[
         int, Option("versions by which a group may be older than the step that trains it", low=0, high=64)
@@ -90,7 +95,7 @@ class StreamConfig(JobConfig):
         float, Option("the trainer waits this long for each sample of a microbatch", low=0, unit="ms")
     ] = 0.0
     implementation: Annotated[
-        str, Option("the controller: the kit's, or your own core as module:attr", target=True)
+        str, Option("the controller: the kit's, or your own core as module:attr", target=True, here=True)
     ] = CORE
 
     def __post_init__(self) -> None:
