@@ -113,15 +113,13 @@ def settle(t: Turn) -> None:
 
 
 def is_done(t: Turn) -> bool:
-    return t.version >= t.last and not t.held and not t.clearing
+    return t.version >= t.last and not t.held
 
 
 def is_stuck(t: Turn) -> bool:
     """No prompt is left, and nothing is under way: what could follow from the state has been ordered already."""
     step = t.step
-    busy = step is not None and (
-        step.unanswered or step.scoring or step.finishing or step.aborting or len(step.groups) >= t.need
-    )
+    busy = step is not None and (step.unanswered or step.scoring or step.finishing or step.aborting)
     return t.exhausted and t.prompt < 0 and not (busy or t.asked or t.in_flight or t.waiting or t.held or t.clearing)
 
 
@@ -162,7 +160,10 @@ def close(t: Turn) -> None:
     for group in list(t.buffer.values()):
         how, why = group.ends or ("aborted", t.error or "the run is over")
         end(t, group, "failed" if how == "replaced" else how, why)
-    generation.end_owed(t)
+    for owed in t.owed:
+        if owed.replaces is not None and owed.replaces.ends is not None:  # no prompt came to replace it
+            end(t, owed.replaces, "failed", owed.replaces.ends[1])
+    t.owed = ()
     for kind in sorted(t.granted | (t.asked & {"generation", "logprobs", "training"})):
         t.do("release", "desk", kind=kind)
     t.in_flight, t.replicas = 0, Map()  # after an error some may be in flight: their answers have no reader

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kit.loop.messages import Event, listed
-from kit.stream.groups import complete, doom, end, end_if_idle, fail
+from kit.stream.groups import complete, doom, end_if_idle, fail
 from kit.stream.samplers import NO_TARGET
 from kit.stream.state import CANCELLING, DONE, RUNNING, WAITING, Group, Replica, Sample, Sync, about
 
@@ -97,7 +97,7 @@ def send(t: Turn) -> None:
         near = [one.replica for one in group.samples if one.in_flight and one.replica in there]
         chosen = near[0] if near else min(there, key=lambda one: (t.replicas[one].load, one))
         attempt = group.samples[sample].attempt
-        t.put(group.put(sample, status=RUNNING, replica=chosen, tokens=0))
+        t.put(group.put(sample, status=RUNNING, replica=chosen))
         load(t, chosen, 1)
         ids = {"group": number, "sample": sample, "replica": chosen, "attempt": attempt}
         t.do("generate", "replica", **ids)
@@ -307,12 +307,3 @@ def on_prompt(t: Turn, event: Event) -> None:
 def on_exhausted(t: Turn, _: Event) -> None:
     t.prompt_asked = False
     t.exhausted = True
-    end_owed(t)
-
-
-def end_owed(t: Turn) -> None:
-    """No prompt will come for them: groups that wait to be replaced end."""
-    owed, t.owed = t.owed, ()
-    for one in owed:
-        if one.replaces is not None:
-            end(t, one.replaces, "failed", (one.replaces.ends or ("", ""))[1])

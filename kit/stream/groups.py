@@ -58,7 +58,7 @@ def end_if_idle(t: Turn, group: Group) -> None:
     if group.ends is None or group.in_flight:
         return
     how, why = group.ends
-    if how == "replaced" and not (t.ending or t.exhausted):
+    if how == "replaced" and not t.ending:
         leave(t, group)
         t.owed += (Owed(group.target, group),)
     else:

@@ -195,6 +195,7 @@ class Watch:
         self.open_microbatches = 0
         self.step = -1
         self.kinds: set[str] = set()
+        self.cancelled: set[tuple[int, int]] = set()
 
     def see(self, commands: tuple[Command, ...]) -> None:
         for one in commands:
@@ -204,11 +205,15 @@ class Watch:
             elif name == "resume":
                 assert one.version == self.version
                 self.held = False
+            elif name == "cancel":
+                assert (one.group, one.sample) not in self.cancelled, "cancelled twice"
+                self.cancelled.add((one.group, one.sample))
             elif name == "bumped":
                 assert one.version == self.version + 1
                 self.version = one.version
             elif name in ("generate", "reserved"):
                 assert not self.held, f"{name} while dispatch is held"
+                self.cancelled.discard((one.group, one.get("sample", -1)))
             elif name == "begin":
                 assert self.begun is None
                 self.begun = one.step, one.update
@@ -249,6 +254,9 @@ def check_end(done: Run) -> None:
     assert [one.version for one in bumps] == list(range(1, len(bumps) + 1))
     if ended.why == "done":
         assert ended.version == settings.steps
+        assert done.notes("resume")[-1].version == settings.steps, "the last version is published"
+        if not settings.step_retries:
+            assert {one.step for one in done.notes("selected")} == {one.step for one in bumps}
     ready = {one.group: one for one in done.notes("ready")}
     consumed = {one.group for one in done.notes("dropped") if one.why == "no valid token"}
     for bump in bumps:

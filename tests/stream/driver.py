@@ -13,13 +13,21 @@ TRAINER = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")
 
 
 class Driver:
-    """`at_once` are the commands that are answered as soon as they come; the others wait in `asked`."""
+    """`answers` and `at_once` are the commands that are answered as soon as they come; the others wait in `asked`."""
 
-    def __init__(self, settings: Settings, *, at_once: tuple[str, ...] = (), resume: Resume | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        at_once: tuple[str, ...] = (),
+        answers: tuple[str, ...] = ("acquire", "next_prompt", "sync"),
+        prompts: int = 10_000,
+        resume: Resume | None = None,
+    ) -> None:
         self.core = Controller(settings, resume=resume)
-        self.at_once = ("acquire", "next_prompt", "sync", *at_once)
+        self.at_once = (*answers, *at_once)
         self.given = 0
-        self.prompts = 10_000
+        self.prompts = prompts
         self.log: list[Command] = []
         self.asked: list[Command] = []
         self.state: State

@@ -55,6 +55,24 @@ def test_a_place_and_a_slot_are_taken_before_the_gate_is_asked() -> None:
     assert driver.state.index == 0, "the gate was asked although no slot was free"
 
 
+def test_nothing_is_reserved_while_no_replica_serves() -> None:
+    driver = Driver(small(on_dead_replica="go-on"), answers=("acquire", "sync"))
+    driver.event("died", replica=0)
+    driver.answer(driver.one("next_prompt"))
+    assert driver.groups("reserved") == []
+    driver.event("joined", replica=1)
+    assert driver.groups("reserved") == [0]
+
+
+def test_a_group_has_the_version_at_its_reservation() -> None:
+    driver = Driver(small(sampler="windowed", min_groups=2, places=2, window=2, steps=4))
+    driver.finish_group(0, 1)
+    train_step(driver)
+    driver.finish_group(2, 3)
+    assert driver.state.version == 1
+    assert [driver.state.buffer[number].version for number in (4, 5)] == [1, 1]
+
+
 def test_samples_of_a_group_go_to_one_replica_and_groups_to_the_one_with_the_fewest() -> None:
     driver = Driver(small(replicas=2, window=1))
     sent = [(one.group, one.sample, one.replica, one.attempt) for one in driver.wants("generate")]
@@ -86,9 +104,21 @@ def test_ready_has_the_oldest_and_the_newest_version_of_any_token() -> None:
     assert driver.state.version == 1
     driver.asked.remove(waiting[1])
     ids = {"group": 2, "sample": 1, "replica": 0}
-    driver.event("completed", **ids, version=0, newest=1, length=3, reward="1")
+    driver.event("completed", **ids, version=1, newest=1, length=3, reward="1")
     ready = next(one for one in driver.did("ready") if one.group == 2)
     assert (ready.version, ready.newest) == (0, 1)
+
+
+def test_an_answer_is_taken_once() -> None:
+    driver = Driver(small(min_groups=2))
+    one = driver.wants("generate")[0]
+    driver.answer(one)
+    before = driver.state
+    ids = {"group": 0, "sample": 0, "replica": 0}
+    driver.event("completed", **ids, version=0, newest=0, length=4, reward="0")
+    driver.event("failed", group=0, sample=0, why="late")
+    driver.event("cancelled", group=0, sample=0)
+    assert driver.state == before
 
 
 def test_a_filtered_group_is_made_up_for_with_the_same_target() -> None:
@@ -146,6 +176,7 @@ def test_versions_count_steps_and_updates_count_finishes() -> None:
     driver = Driver(small(train_global_batch_size=2, min_groups=2, window=0, sampler="strict", places=2))
     driver.finish_group(0, 1)
     driver.answer(driver.one("begin"))
+    assert not driver.wants("finish"), "its microbatch has no answer yet"
     driver.answer(driver.one("microbatch"))
     driver.answer(driver.one("finish"))
     assert (driver.state.updates, driver.state.version) == (1, 0)
@@ -241,6 +272,15 @@ def test_log_probabilities_come_before_training_and_under_their_own_grant() -> N
     ]
 
 
+def test_what_is_scored_is_trained_before_the_next_chunk_is_scored() -> None:
+    driver = Driver(small(previous="recomputed", min_groups=1))
+    driver.finish_group(0, 1)
+    driver.answer(driver.one("logprobs"))
+    assert [one.kind for one in driver.did("acquire")] == ["generation", "logprobs", "training"]
+    assert driver.one("microbatch").groups == "0"
+    assert driver.one("logprobs").groups == "1", "under the grant for training"
+
+
 def test_previous_log_probabilities_are_all_there_before_the_first_of_several_finishes() -> None:
     for previous, finishes in (("recomputed", 0), ("off", 1)):
         driver = Driver(small(previous=previous, train_global_batch_size=2, min_groups=1), at_once=("logprobs",))
@@ -283,6 +323,24 @@ def test_a_failure_of_the_trainer_aborts_the_step_and_ends_the_run(failing: str)
     assert (driver.ended["version"], driver.ended["updates"]) == (0, 0)
     assert sorted(driver.groups("aborted")) == [0, 1, 2, 3]
     assert sorted(driver.groups("place_back")) == [0, 0, 1, 1, 2, 3]
+
+
+def test_a_second_failure_of_a_step_changes_nothing() -> None:
+    driver = Driver(small(min_groups=1, step_retries=2))
+    driver.finish_group(0, 1)
+    for one in driver.wants("microbatch"):
+        driver.fail(one)
+    assert len(driver.wants("abort")) == 1
+    assert driver.state.retried == 1
+
+
+def test_the_first_error_is_the_one_that_is_raised() -> None:
+    driver = Driver(small(min_groups=2))
+    driver.finish_group(0, 1)
+    driver.event("died", replica=0)
+    driver.event("error", of="next_prompt", why="no data")
+    driver.answer(driver.one("abort"))
+    assert driver.ended["error"] == "replica 0 died"
 
 
 def test_a_step_may_be_given_up_and_its_groups_are_trainable_again() -> None:
@@ -381,9 +439,10 @@ def test_a_group_that_cannot_be_replaced_any_more_ends_as_failed() -> None:
     driver.asked.remove(first)
     driver.event("failed", group=0, sample=0, why="crashed")
     driver.answer(driver.one("cancel"))
-    assert driver.groups("failed") == [0]
     driver.finish_group(1)
     train_step(driver)
+    assert driver.groups("failed") == [0]
+    assert driver.groups("reserved") == [0, 1]
     assert driver.ended["error"] == "the data ended with 1 of 2 groups of a step taken and 0 in the buffer"
 
 
@@ -403,6 +462,28 @@ def test_a_step_shrinks_by_the_failed_group_down_to_the_floor() -> None:
     assert driver.ended["error"] == "the step of version 1 would have 1 groups, fewer than floor=2"
 
 
+def test_a_step_that_shrinks_takes_what_is_there() -> None:
+    settings = small(groups=3, train_global_batch_size=6, min_groups=3, places=6, slots=6, on_failed="shrink")
+    driver = Driver(settings)
+    driver.finish_group(0, 2)
+    driver.event("failed", group=1, sample=0, why="crashed")
+    driver.answer(driver.one("cancel"))
+    assert driver.groups("selected") == [0, 2]
+
+
+def test_a_group_that_ends_is_not_sent_again() -> None:
+    driver = at_a_sync("abort", on_failed="replace")
+    first, second = [one for one in driver.wants("cancel") if one.group == 2]
+    driver.answer(first)
+    driver.asked.remove(second)
+    driver.event("failed", group=2, sample=1, why="crashed")
+    for one in driver.wants("cancel"):
+        driver.answer(one)
+    driver.answer(driver.one("sync"))
+    assert {one.group for one in driver.did("generate") if one.attempt == 1} == {3}
+    assert [one.group for one in driver.did("replaced")] == [2]
+
+
 def test_a_dead_replica_stops_the_run_or_its_requests_go_to_another() -> None:
     driver = Driver(small(replicas=2))
     driver.event("died", replica=1, why="SIGKILL")
@@ -420,6 +501,8 @@ def test_a_dead_replica_stops_the_run_or_its_requests_go_to_another() -> None:
     assert driver.state.counts["wasted"] == 3
     driver.event("completed", group=1, **ids, newest=0, length=3, reward="1")
     assert driver.state.buffer[1].samples[0].status == "running", "the dead replica's answer has no reader"
+    driver.event("tokens", group=1, **ids, first=3, count=2)
+    assert driver.state.counts["wasted"] == 5
 
 
 def test_with_no_replica_everything_waits_and_goes_on_when_one_has_joined() -> None:
@@ -451,8 +534,22 @@ def test_a_sync_that_lost_a_replica_is_tried_with_the_others() -> None:
 # -- at a sync ------------------------------------------------------------------------------------------------------------
 
 
-def at_a_sync(at_sync: str) -> Driver:
-    driver = Driver(small(at_sync=at_sync, min_groups=2))
+def test_dispatch_goes_on_with_the_current_version_only() -> None:
+    driver = Driver(small(min_groups=2))
+    driver.at_once = ("acquire", "next_prompt")
+    driver.event("joined", replica=4)
+    joined = driver.one("sync")
+    driver.finish_group(0, 1)
+    for name in ("begin", "microbatch", "finish"):
+        driver.answer(driver.one(name))
+    assert driver.wants("sync") == [joined], "one sync at a time"
+    driver.answer(joined)
+    assert driver.state.held
+    assert (driver.one("sync").version, driver.one("sync").replicas) == (1, "0,4")
+
+
+def at_a_sync(at_sync: str, **more: Any) -> Driver:
+    driver = Driver(small(at_sync=at_sync, min_groups=2, **more))
     driver.at_once = ("acquire", "next_prompt")
     for one in [one for one in driver.wants("generate") if one.group == 2]:
         driver.event("tokens", group=2, sample=one.sample, replica=0, version=0, first=0, count=2)
@@ -512,6 +609,12 @@ def test_exhausted_data_is_a_clean_end_only_between_steps() -> None:
     driver.finish_group(0, 1)
     train_step(driver)
     assert (driver.ended["why"], driver.ended["version"]) == ("exhausted", 1)
+    driver = Driver(small(steps=5, min_groups=2, sampler="windowed", places=8, slots=8), prompts=4)
+    assert driver.state.exhausted
+    driver.finish_group(0, 1, 2, 3)
+    train_step(driver)
+    train_step(driver)
+    assert (driver.ended["why"], driver.ended["version"]) == ("exhausted", 2)
     driver = Driver(small(steps=5, min_groups=1, window=0, sampler="strict", places=2))
     driver.prompts = 3
     driver.finish_group(0, 1)

@@ -33,7 +33,7 @@ def settings(**more: Any) -> Settings:
 
 def chaos_of(found: Settings, seed: int, fail_at: int | None) -> Chaos:
     churn = 0.03 if found.on_dead_replica == "go-on" else 0.0
-    prompts = 6 if seed % 3 == 2 else 40
+    prompts = (40, 40, 6, 4)[seed % 4]
     return Chaos(seed, prompts, fail_at=fail_at, churn=churn, flat=0.3 if found.filter else 0.1, empty=0.1)
 
 
@@ -52,7 +52,7 @@ def fail_everywhere(variant: dict[str, Any], seed: int) -> int:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda one: "-".join(map(str, one.values())))
 def test_a_failure_at_every_command_loses_no_permit(variant: dict[str, Any]) -> None:
-    assert sum(fail_everywhere(variant, seed) for seed in range(3)) >= 60
+    assert sum(fail_everywhere(variant, seed) for seed in range(2)) >= 60
 
 
 @pytest.mark.slow
