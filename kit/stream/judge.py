@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import isclose
 from typing import TYPE_CHECKING
 
-from kit.results.verdict import Measured, Missing, NotMeasured
+from kit.results.verdict import Measured, Missing, NotMeasured, Unjudged
 from kit.stream.history import ENDS, Id, Ledger, Row, Sample, Step
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ GATED = ("strict", "in-order", "weight-fifo", "ready-first", "capacity")  # star
 TARGETED = ("strict", "in-order")
 PERMITS = (("place", "place_back", "group"), ("slot", "slot_back", "group"), ("acquire", "release", "kind"))
 FEWEST = 8  # tokens from which on equal samples are no coincidence
+REACTION = 0.005  # seconds that a controller may take to see that it can go on
 EXACT = 1e-9
 
 Finding = Generator[str, None, str]  # yields violations, returns what was judged
@@ -34,7 +35,7 @@ CHECKS: dict[str, Callable[[Ledger], Measured]] = {}
 
 
 def counted(rule: Callable[P, Finding]) -> Callable[P, Measured]:
-    """A rule as a check. What it lacks (`Missing`) makes it null only if it found no violation before."""
+    """A rule as a check. What keeps it from going on (`Missing`, `Unjudged`) counts only if it found no violation before."""
 
     @functools.wraps(rule)
     def check(*args: P.args, **kwargs: P.kwargs) -> Measured:
@@ -47,7 +48,7 @@ def counted(rule: Callable[P, Finding]) -> Callable[P, Measured]:
                 if not found:
                     return Measured(0.0, str(end.value))
                 break
-            except NotMeasured:
+            except (NotMeasured, Unjudged):
                 if not found:
                     raise
                 break
@@ -476,7 +477,7 @@ def trains_before_straggler(ledger: Ledger) -> Finding:
         rows = _completions(ledger, step)
         if start is not None and step.finished and len(rows) > least:
             could, last = ledger.rows[max(free, rows[least - 1].at)], rows[-1]
-            if last.time > could.time and last.at > could.at:
+            if last.time > could.time + REACTION and last.at > could.at:
                 judged += 1
                 if start.at > last.at:
                     yield f"step {step.id} began in row {start.at}, after its last group ({last}); it could at {could.since:.3f} s"
@@ -645,10 +646,9 @@ def ends_cleanly(ledger: Ledger) -> Finding:
     for step in ledger.steps if why != "error" else ():
         if step.abort is None and step.bumped is None and (ledger.by_event["bumped"] or not step.finished):
             yield f"step {step.id} is cut short by an end without an error; its last row is {step.rows[-1]}"
-    for group in ledger.life if why == "exhausted" else ():
-        for row in ledger.ends(group):
-            if row.event == "aborted" and row.time == end.time:
-                yield f"{row}: a group was left over, so the end of the data is an error"
+    for row in ledger.by_event["aborted"] if why == "exhausted" else ():
+        if row.time == end.time and any(one.event == "ready" for one in ledger.life[row["group"]]):
+            yield f"{row}: a complete group was left over, so the end of the data is an error"
     return f"{why} in row {end.at}"
 
 
