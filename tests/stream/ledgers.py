@@ -63,7 +63,9 @@ class System:
     slow: tuple[int, ...] = ()  # groups with one long sample
     pace: int = 1  # ticks to train a group
     fault: str = ""
-    resume: tuple[int, int, int, list[int], int] | None = None  # version, step, updates, groups that come first, then from which on
+    resume: tuple[int, int, int, list[int], int] | None = (
+        None  # version, step, updates, groups that come first, then from which on
+    )
     rows: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -169,7 +171,12 @@ class System:
         if self.fault == "uncounted-partial":
             wasted -= 1
         self.log(
-            "ended", why=why, generated=self.totals["generated"], trained=self.totals["trained tokens"], wasted=wasted, **({"error": error} if error else {})
+            "ended",
+            why=why,
+            generated=self.totals["generated"],
+            trained=self.totals["trained tokens"],
+            wasted=wasted,
+            **({"error": error} if error else {}),
         )
 
     # -- generation ---------------------------------------------------------------------------------------------------------
@@ -203,7 +210,9 @@ class System:
             self.position = (self.position + 1) % self.groups
             target = self.index
         chance = random.Random(f"{self.seed} {number}")
-        lengths = [chance.randint(8, 14) + (60 if number in self.slow and not sample else 0) for sample in range(self.group)]
+        lengths = [
+            chance.randint(8, 14) + (60 if number in self.slow and not sample else 0) for sample in range(self.group)
+        ]
         group = self.buffer[number] = Group(number, target, self.version, [Sample(length) for length in lengths])
         targeted = {"target": target} if self.sampler in ("strict", "in-order") else {}
         reserved = {"group": number, "version": self.version, **targeted}
@@ -227,7 +236,9 @@ class System:
         self.fault = "discard-and-requeue, done"
 
     def send(self) -> None:
-        there = [replica for replica, version in self.serves.items() if version == self.version and replica not in self.dead]
+        there = [
+            replica for replica, version in self.serves.items() if version == self.version and replica not in self.dead
+        ]
         if self.fault == "resumes-too-early":
             there = [replica for replica in self.serves if replica not in self.dead]
         for group in self.buffer.values():
@@ -261,7 +272,13 @@ class System:
         if one.done == one.length:
             one.complete = True
             digest = group.id if self.fault == "rng-reset" else f"{group.id}.{number}"
-            about = {"version": one.oldest, "newest": version, "length": one.length, "reward": repr(number / 3), "digest": str(digest)}
+            about = {
+                "version": one.oldest,
+                "newest": version,
+                "length": one.length,
+                "reward": repr(number / 3),
+                "digest": str(digest),
+            }
             self.log("completed", **ids, **about)
             missing = sum(not sample.complete for sample in group.samples)
             if missing == (self.fault == "partial-group" and group.id == 3) and not group.ready:
@@ -290,7 +307,9 @@ class System:
                 self.owed.append((group.target, None))
             self.end(group, "dropped", "no variance")
         if group.id == 3 and self.fault in ("lost-group", "drops-oldest"):
-            self.log("place_back", group=self.buffer.pop(min(self.buffer) if self.fault == "drops-oldest" else group.id).id)
+            self.log(
+                "place_back", group=self.buffer.pop(min(self.buffer) if self.fault == "drops-oldest" else group.id).id
+            )
 
     def fail(self, group: Group, number: int) -> None:
         self.log("failed", group=group.id, sample=number, why="out of memory")
@@ -469,7 +488,9 @@ class System:
         """Two ticks: the sync begins when what is in flight allows it, and dispatch goes on when it has ended."""
         if not self.held:
             return
-        running = [(group.id, number, one) for group in self.buffer.values() for number, one in enumerate(group.samples)]
+        running = [
+            (group.id, number, one) for group in self.buffer.values() for number, one in enumerate(group.samples)
+        ]
         running = [one for one in running if one[2].replica is not None and not one[2].complete]
         if self.syncing is not None:
             for replica in self.serves:
