@@ -1,4 +1,4 @@
-"""A ledger, read again: its rows by event, group, sample and step. Everything is counted from the rows, no count that they state is used."""
+"""A ledger, read again: its rows by event, group, sample and step. All is counted from rows; no count that they state is used."""
 
 from __future__ import annotations
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import isclose
+from math import isclose, sqrt
+from statistics import mean, variance
 from typing import TYPE_CHECKING
 
-from kit.results.verdict import Measured, Missing, NotMeasured
+from kit.results.verdict import Measured, Missing, NotMeasured, Unjudged
 from kit.stream.history import ENDS, Id, Ledger, Row, Sample, Step
 
 if TYPE_CHECKING:
@@ -24,8 +25,12 @@ if TYPE_CHECKING:
 NO_AGE_LIMIT = ("ready-first", "capacity")  # samplers that bound admission only
 GATED = ("strict", "in-order", "weight-fifo", "ready-first", "capacity")  # start at most (window + version + 1) batches
 TARGETED = ("strict", "in-order")
+LOST = ("failed", "dropped", "aborted")  # ends after which another group may take the place in the batch
 PERMITS = (("place", "place_back", "group"), ("slot", "slot_back", "group"), ("acquire", "release", "kind"))
 FEWEST = 8  # tokens from which on equal samples are no coincidence
+ENOUGH = 100  # groups whose lengths can be compared
+LARGEST_GAP = 4.0  # standard errors
+REACTION = 0.005  # seconds that a controller may take to see that it can go on
 EXACT = 1e-9
 
 Finding = Generator[str, None, str]  # yields violations, returns what was judged
@@ -34,7 +39,7 @@ CHECKS: dict[str, Callable[[Ledger], Measured]] = {}
 
 
 def counted(rule: Callable[P, Finding]) -> Callable[P, Measured]:
-    """A rule as a check. What it lacks (`Missing`) makes it null only if it found no violation before."""
+    """A rule as a check. What keeps it from going on (`Missing`, `Unjudged`) counts only if it found no violation before."""
 
     @functools.wraps(rule)
     def check(*args: P.args, **kwargs: P.kwargs) -> Measured:
@@ -47,7 +52,7 @@ def counted(rule: Callable[P, Finding]) -> Callable[P, Measured]:
                 if not found:
                     return Measured(0.0, str(end.value))
                 break
-            except NotMeasured:
+            except (NotMeasured, Unjudged):
                 if not found:
                     raise
                 break
@@ -60,6 +65,15 @@ def of_ledger(rule: Callable[[Ledger], Finding]) -> Callable[[Ledger], Measured]
     """A check of one ledger, listed in `CHECKS`."""
     check = CHECKS[rule.__name__] = counted(rule)
     return check
+
+
+def by(rows: Iterable[Row], name: str) -> dict[Id, list[Row]]:
+    """Rows by an id; those without it are left out."""
+    found: defaultdict[Id, list[Row]] = defaultdict(list)
+    for row in rows:
+        if name in row.ids:
+            found[row[name]].append(row)
+    return found
 
 
 def many(number: int, what: str) -> str:
@@ -86,7 +100,8 @@ def no_sample_too_old(ledger: Ledger) -> Finding:
         sample, oldest = min(ages.items(), key=lambda one: one[1])
         worst = max(worst, now - oldest)
         if not 0 <= now - oldest <= window:
-            yield f"group {row['group']} trained at version {now} (row {row.at}); sample {sample} has a token of version {oldest}, window {window}"
+            where = f"group {row['group']} trained at version {now} (row {row.at})"
+            yield f"{where}; sample {sample} has a token of version {oldest}, window {window}"
     return f"{many(len(trained), 'group')} trained, largest lag {worst}, window {window}"
 
 
@@ -187,10 +202,11 @@ def stamps_per_token(ledger: Ledger) -> Finding:
     ledger.need("tokens", "group", "sample", "version", "first", "count")
     ledger.need("completed", "group", "sample", "version")
     judged = spanning = 0
+    published = by(ledger.by_event["published"], "replica")
     for group, name, sample in ledger.completed():
         judged += 1
         spanning += len({row.number("version") for row in sample.spans}) > 1
-        if why := next(_stamps(sample), "") or _old_stamp(ledger, sample):
+        if why := next(_stamps(sample), "") or _old_stamp(sample, published):
             yield f"group {group} sample {name}: {why}"
     for row in ledger.by_event["ready"]:
         spans = [one for sample in ledger.samples[row["group"]].values() for one in sample.spans if one.at < row.at]
@@ -222,13 +238,13 @@ def _stamps(sample: Sample) -> Iterator[str]:
                 yield f"`completed` states {name} {done[name]}, the {kind} token has version {row['version']} (row {done.at})"
 
 
-def _old_stamp(ledger: Ledger, sample: Sample) -> str:
+def _old_stamp(sample: Sample, published: Mapping[Id, list[Row]]) -> str:
     """Of two reports after a publication on the replica, the second cannot be from before it."""
     for before, after in pairwise(sample.spans):
-        for row in ledger.by_event["published"]:
-            there = row.get("replica") == after.get("replica") == before.get("replica")
-            if there and row.at < before.at and row.number("version") > after.number("version"):
-                return f"tokens in rows {before.at} and {after.at} are stamped with version {after['version']}, after {row}"
+        there = published.get(after.get("replica", ""), []) if after.get("replica") == before.get("replica") else []
+        latest = next((row for row in reversed(there) if row.at < before.at), None)
+        if latest and latest.number("version", 0) > after.number("version"):
+            return f"rows {before.at} and {after.at} are stamped with version {after['version']}, after {latest}"
     return ""
 
 
@@ -342,6 +358,31 @@ def order_fair(ledger: Ledger) -> Finding:
 
 
 @of_ledger
+def no_length_bias(ledger: Ledger) -> Finding:
+    """Are the groups that were dropped as short as the trained ones? By standard errors of the means; a violation beyond 4."""
+    if len(ledger.need("reserved", "group")) < ENOUGH or not ledger.by_event["tokens"]:
+        raise NotMeasured(f"the lengths of fewer than {ENOUGH} groups say nothing")
+    trained = {row["group"] for row in ledger.trained()}
+    last = ledger.ended.time if ledger.ended else ledger.rows[-1].time
+    kept, dropped = list[int](), list[int]()
+    for group, rows in ledger.life.items():
+        again = sum(row.event == "reserved" for row in rows) > 1
+        length = sum(row.number("count") for row in rows if row.event == "tokens")
+        if again or (group not in trained and any(row.time < last for row in ledger.ends(group))):
+            dropped.append(length)
+        elif group in trained:
+            kept.append(length)
+    if min(len(kept), len(dropped)) < 2:
+        return f"{many(len(dropped), 'group')} dropped of {len(ledger.life)}"
+    error = sqrt(variance(kept) / len(kept) + variance(dropped) / len(dropped))
+    gap = mean(dropped) - mean(kept)
+    said = f"{many(len(dropped), 'dropped group')}: {mean(dropped):.4g} tokens each, {mean(kept):.4g} of {len(kept)} trained ones"
+    if gap > LARGEST_GAP * error:
+        yield f"{said}, {gap / error if error else 0:.3g} standard errors more"
+    return said
+
+
+@of_ledger
 def tokens_conserved(ledger: Ledger) -> Finding:
     """Is every generated token trained or wasted, and counted once?"""
     generated = sum(row.number("count") for row in ledger.need("tokens", "group", "sample", "count"))
@@ -359,7 +400,7 @@ def tokens_conserved(ledger: Ledger) -> Finding:
     stated = {"generated": generated, "trained": trained, "wasted": generated - trained}
     for name, number in stated.items():
         if ledger.ended.number(name, number) != number and not (name == "wasted" and ledger.error):
-            yield f"{ledger.ended} states {ledger.ended[name]} {name} tokens; {number} by the rows ({generated} generated, {trained} trained)"
+            yield f"{ledger.ended} states {ledger.ended[name]} {name} tokens; {number} by the rows"
     return f"{generated} tokens generated = {trained} trained + {generated - trained} wasted"
 
 
@@ -442,13 +483,14 @@ def _batch_sizes(ledger: Ledger) -> Iterator[str]:
 def one_clear_per_finish(ledger: Ledger) -> Finding:
     """Are the rows of an update cleared once, after its finish, and only then?"""
     cleared, finishes, clears = ledger.need("cleared", "group"), ledger.finishes(), ledger.by_event["clear"]
+    of_group = by(cleared, "group")
     failed = [row for row in ledger.by_event["error"] if row.get("of") == "clear"]
     if not finishes:
         ledger.need("finish", "step")
     for step in ledger.steps:
         for row in step.of("trained"):
             done = step.finished.get(row.get("update", 0), [])
-            mine = [one for one in cleared if one["group"] == row["group"]]
+            mine = of_group.get(row["group"], [])
             if mine and (not done or mine[0].at < done[0].at):
                 yield f"{mine[0]}: cleared before its update was finished ({f'row {done[0].at}' if done else 'it never was'})"
             elif len(mine) > 1:
@@ -476,7 +518,7 @@ def trains_before_straggler(ledger: Ledger) -> Finding:
         rows = _completions(ledger, step)
         if start is not None and step.finished and len(rows) > least:
             could, last = ledger.rows[max(free, rows[least - 1].at)], rows[-1]
-            if last.time > could.time and last.at > could.at:
+            if last.time > could.time + REACTION and last.at > could.at:
                 judged += 1
                 if start.at > last.at:
                     yield f"step {step.id} began in row {start.at}, after its last group ({last}); it could at {could.since:.3f} s"
@@ -502,10 +544,13 @@ def _completions(ledger: Ledger, step: Step) -> list[Row]:
 
 
 def _free_after(ledger: Ledger, step: Step) -> int:
-    """The row from which on the trainer can take another step: after the sync of the new version, where the ledger shows it."""
+    """The row from which on the trainer can take another step: after its abort, or the sync, where the ledger shows how these end."""
     end = (step.abort or step.bumped or step.rows[-1]).at
-    name = "resume" if ledger.by_event["resume"] else "synced"
-    return next((row.at for row in ledger.by_event[name] if row.at > end and step.bumped), end)
+    if step.abort:
+        rows = [row for name in ("done", "error") for row in ledger.by_event[name] if row.get("of") == "abort"]
+    else:
+        rows = ledger.by_event["resume"] or ledger.by_event["synced"]
+    return next((row.at for row in rows if row.at > end), end)
 
 
 @of_ledger
@@ -544,19 +589,20 @@ def abort_on_failure(ledger: Ledger) -> Finding:
 def capacity_kept(ledger: Ledger) -> Finding:
     """Are never more groups in the buffer and in flight than allowed, and does nothing start too early?"""
     ledger.need("reserved", "group")
-    limits = [name for name in ("places", "slots") if ledger.setting(name) is not None]
-    if not limits:
-        raise Missing("the ledger has no `capacity` event with `places` or `slots`")
-    most = []
-    for name in limits:
-        most.append((yield from _occupied(ledger, name, ledger.size(name))))
-    yield from _admitted(ledger)
-    return ", ".join(most)
+    told = []
+    for name in ("places", "slots"):
+        if ledger.setting(name) is not None:
+            told += [(yield from _occupied(ledger, name, ledger.size(name)))]
+    told += filter(None, [(yield from _admitted(ledger))])
+    if not told:
+        raise Missing("the ledger has no `capacity` event with `places` or `slots`, or with the window of a gate")
+    return ", ".join(told)
 
 
 def _occupied(ledger: Ledger, name: str, limit: int) -> Finding:
-    """Groups in the buffer, or in flight, from the permit or `reserved` on until they leave. A permit that came back early frees nothing."""
+    """Groups in the buffer, or in flight, from the permit or `reserved` on. A permit that comes back early frees nothing."""
     permit, leaving = name[:-1], "selected" if name == "places" else "ready"
+    where = "are in the buffer" if name == "places" else "are in flight"
     inside: set[Id] = set()
     holding: set[Id] = set()
     leave, most = set[int](), 0
@@ -575,29 +621,31 @@ def _occupied(ledger: Ledger, name: str, limit: int) -> Finding:
             inside.add(group)
             most = max(most, len(inside))
             if len(inside) > limit:
-                yield f"{row}: {len(inside)} groups {'are in the buffer' if name == 'places' else 'are in flight'}, {name}: {limit}"
+                yield f"{row}: {len(inside)} groups {where}, {name}: {limit}"
         elif row.at in leave:
             inside.discard(group)
             holding.discard(group)
     return f"at most {most} of {limit} {name}"
 
 
-def _admitted(ledger: Ledger) -> Iterator[str]:
+def _admitted(ledger: Ledger) -> Finding:
     """The gate: at most (window + version + 1) batches since version 0, and no batch beyond version + window."""
     sampler, window, batch = (ledger.setting(name) for name in ("sampler", "window", "groups_per_step"))
     if sampler not in GATED or window is None or batch is None or not ledger.by_event["bumped"]:
-        return
+        return ""
     heirs = {row.get("by") for row in ledger.by_event["replaced"]}  # take the place of another in its batch
     ahead, started = 0 if sampler == "strict" else int(window), ledger.start * int(batch)
     for row in ledger.rows:
-        started -= row.ends_group and row.event in ("failed", "dropped", "aborted")
+        started -= row.ends_group and row.event in LOST
         if row.event == "reserved":
             started += row["group"] not in heirs
             now = ledger.version_at(row)
-            if started > (ahead + now + 1) * int(batch):
-                yield f"{row}: {started} groups started by version {now}; the window allows {(ahead + now + 1) * int(batch)}"
+            allowed = (ahead + now + 1) * int(batch)
+            if started > allowed:
+                yield f"{row}: {many(started, 'group')} started by version {now}; the window allows {allowed}"
             elif sampler in TARGETED and not now <= row.number("target", now) <= now + ahead:
                 yield f"{row}: started for version {row['target']} at version {now}; the window allows {now} to {now + ahead}"
+    return f"{many(started, 'group')} started in time"
 
 
 @of_ledger
@@ -645,10 +693,9 @@ def ends_cleanly(ledger: Ledger) -> Finding:
     for step in ledger.steps if why != "error" else ():
         if step.abort is None and step.bumped is None and (ledger.by_event["bumped"] or not step.finished):
             yield f"step {step.id} is cut short by an end without an error; its last row is {step.rows[-1]}"
-    for group in ledger.life if why == "exhausted" else ():
-        for row in ledger.ends(group):
-            if row.event == "aborted" and row.time == end.time:
-                yield f"{row}: a group was left over, so the end of the data is an error"
+    for row in ledger.by_event["aborted"] if why == "exhausted" else ():
+        if row.time == end.time and any(one.event == "ready" for one in ledger.life[row["group"]]):
+            yield f"{row}: a complete group was left over, so the end of the data is an error"
     return f"{why} in row {end.at}"
 
 
@@ -695,35 +742,49 @@ def _asked(ledger: Ledger, replica: Id, died: Row) -> Iterator[tuple[Id, Id, Sam
 def metrics_true(ledger: Ledger) -> Finding:
     """Do the logged numbers equal those counted from the ledger?"""
     rows, compared = ledger.need("metrics", "version"), 0
-    for row in rows:
-        if ledger.by_event["bumped"] and row.number("version") != ledger.version_at(row):
-            yield f"{row} states version {row['version']}; the current one is {ledger.version_at(row)}"
-        for name, true in _numbers(ledger, row).items():
-            compared += name in row.ids
-            if name in row.ids and not isclose(float(row[name]), true, rel_tol=EXACT, abs_tol=EXACT):
-                yield f"{row} states {name} {row[name]}; {true:g} by the rows"
+    in_weights = {row.at for row in ledger.trained()}
+    totals: dict[str, float] = dict.fromkeys(TOTALS, 0)
+    ready: set[Id] = set()
+    for row in ledger.rows:
+        if row.event == "metrics":
+            true = {**totals, "version": ledger.version_at(row), "queue": len(ready), **_of_update(ledger, row)}
+            if not ledger.by_event["bumped"]:
+                del true["version"]
+            for name in true.keys() & row.ids.keys():
+                compared += name != "version"
+                if not isclose(float(row[name]), true[name], rel_tol=EXACT, abs_tol=EXACT):
+                    yield f"{row} states {name} {row[name]}; {true[name]:g} by the rows"
+        if f"total_{row.event}" in totals and row.event != "trained" and "sample" not in row.ids:
+            totals[f"total_{row.event}"] += 1
+        totals["total_generated"] += row.number("count", 0) if row.event == "tokens" else 0
+        totals["total_trained"] += ledger.tokens([row["group"]]) if row.at in in_weights else 0
+        if row.event in ("ready", "place") and any(
+            one.event == "ready" for one in ledger.life[row["group"]] if one.at <= row.at
+        ):
+            ready.add(row["group"])  # `place`: again, after its step was aborted
+        elif row.event == "selected" or row.ends_group:
+            ready.discard(row["group"])
     if not compared:
-        raise Missing(f"no `metrics` event has one of the numbers {', '.join(_numbers(ledger, rows[-1]))}")
+        raise Missing(f"no `metrics` event has one of groups, tokens, lag_max, lag_mean, queue, {', '.join(totals)}")
     return f"{many(compared, 'number')} in {many(len(rows), 'row')}"
 
 
-def _numbers(ledger: Ledger, metrics: Row) -> dict[str, float]:
-    """What the rows before a row of metrics say: of its update, and totals."""
-    before = ledger.rows[: metrics.at]
+TOTALS = [f"total_{name}" for name in ("reserved", *ENDS, "generated", "trained")]  # the last two are tokens
+
+
+def _of_update(ledger: Ledger, metrics: Row) -> dict[str, float]:
+    """The groups of its update, by the rows before it."""
     same = [name for name in ("step", "update") if name in metrics.ids]
-    mine = [row for row in before if row.event == "trained" and all(row.get(name) == metrics[name] for name in same)]
-    true: dict[str, float] = {f"total_{name}": 0 for name in ("reserved", *ENDS)}
-    true |= Counter(f"total_{row.event}" for row in before if row.event == "reserved" or row.ends_group)
-    true["total_generated"] = sum(row.number("count") for row in before if row.event == "tokens")
-    true["total_trained"] = ledger.tokens({row["group"] for row in ledger.trained() if row.at < metrics.at})
-    if not any(row.event == "abort" for row in before):  # which puts groups back
-        gone = {row["group"] for row in before if row.event == "selected" or row.ends_group}
-        true["queue"] = len({row["group"] for row in before if row.event == "ready"} - gone)
+    mine = [
+        row
+        for row in ledger.by_event["trained"]
+        if row.at < metrics.at and all(row.get(name) == metrics[name] for name in same)
+    ]
     lags = [ledger.version_during(row) - min(ages) for row in mine if (ages := ledger.oldest(row["group"]).values())]
-    if lags and len(lags) == len(mine):
-        true |= {"groups": len(mine), "lag_max": max(lags), "lag_mean": sum(lags) / len(lags)}
-        true["tokens"] = ledger.tokens({row["group"] for row in mine})
-    return true
+    if not same or not lags or len(lags) < len(mine):
+        return {}
+    tokens = ledger.tokens({row["group"] for row in mine})
+    return {"groups": len(mine), "tokens": tokens, "lag_max": max(lags), "lag_mean": sum(lags) / len(lags)}
 
 
 @counted

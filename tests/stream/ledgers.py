@@ -63,7 +63,9 @@ class System:
     slow: tuple[int, ...] = ()  # groups with one long sample
     pace: int = 1  # ticks to train a group
     fault: str = ""
-    resume: tuple[int, int, int, list[int]] | None = None  # version, step, updates, groups that come first
+    resume: tuple[int, int, int, list[int], int] | None = (
+        None  # version, step, updates, groups that come first, then from which on
+    )
     rows: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -71,10 +73,11 @@ class System:
         self.window = 0 if self.sampler == "strict" else self.window
         self.places = self.groups * (self.window + 1) + self.more_places
         self.slots = self.slots or self.places
+        self.size = self.groups // self.updates
         self.tick = 0
-        self.version, self.step, self.done_updates, todo = self.resume or (0, 0, 0, [])
-        self.first = self.version
-        self.todo = [*todo, *range(max([-1, *todo]) + 1, self.prompts)]
+        self.version, self.step, self.done_updates, todo, after = self.resume or (0, 0, 0, [], 0)
+        self.first, self.cut = self.version, False
+        self.todo = [*todo, *range(after, self.prompts)]
         self.index, self.position, self.accepted = self.version - 1, 0, self.version * self.groups
         if self.fault == "accepted-from-zero":
             self.index, self.accepted = -1, 0
@@ -83,14 +86,16 @@ class System:
         self.taken: list[Group] = []  # of the open step
         self.fed = self.update = 0
         self.begun = False
-        self.need = self.groups
+        self.shrunk: Counter[int] = Counter()  # by version
         self.held = True
         self.syncing: int | None = None
         self.serves = dict.fromkeys(range(self.replicas), -1)
         self.dead: set[int] = set()
         self.totals: Counter[str] = Counter()
-        self.discarded = self.cleared_early = False
-        self.cut = False
+
+    @property
+    def need(self) -> int:
+        return self.groups - self.shrunk[self.version]
 
     def log(self, event: str, **ids: Any) -> None:
         self.rows.append({"event": event, "time": 1.7e9 + self.tick / 100, **ids})
@@ -142,13 +147,13 @@ class System:
             if self.fault == "rollout-dies" and self.dies and self.tick > self.dies[0] + 100:
                 self.close("error")
                 break
-            if not self.todo and self.fault == "partial-step" and len(self.taken) == self.fed and not self.buffer:
+            if not self.todo and not self.buffer and not self.held and not self.owed and self.fed == len(self.taken):
                 self.log("exhausted")
-                self.close("done")
+                self.close(*("done",) if self.fault == "partial-step" else ("error", "the data ended in a step"))
                 break
         return self.rows
 
-    def close(self, why: str, **more: Any) -> None:
+    def close(self, why: str, error: str = "") -> None:
         if why == "error" and self.taken:
             self.log("abort", step=self.step)
             for group in self.taken:
@@ -171,7 +176,7 @@ class System:
             generated=self.totals["generated"],
             trained=self.totals["trained tokens"],
             wasted=wasted,
-            **more,
+            **({"error": error} if error else {}),
         )
 
     # -- generation ---------------------------------------------------------------------------------------------------------
@@ -297,7 +302,7 @@ class System:
             self.log("filtered", group=group.id)
             self.accepted -= 1
             if self.fault == "rejected-row-counts":
-                self.need -= 1
+                self.shrunk[self.version] += 1
             else:
                 self.owed.append((group.target, None))
             self.end(group, "dropped", "no variance")
@@ -315,7 +320,7 @@ class System:
             self.leave(group)
             self.owed.append((group.target, group.id))
         else:
-            self.need -= 1
+            self.shrunk[group.target] += 1
             self.end(group, "failed", "sample failed")
 
     def die(self, replica: int) -> None:
@@ -391,10 +396,9 @@ class System:
         if self.step == self.breaks and self.fed == min(2, self.groups):
             self.give_up(ids)
             return
-        size = max(1, self.groups // self.updates)
         last = self.fed == self.need
-        if last or self.fed % size == 0 or self.fault == "finish-per-chunk":
-            self.finish(ids, self.taken[self.fed - 1 - (self.fed - 1) % size : self.fed], last)
+        if last or self.fed % self.size == 0 or self.fault == "finish-per-chunk":
+            self.finish(ids, self.taken[self.fed - 1 - (self.fed - 1) % self.size : self.fed], last)
 
     def finish(self, ids: dict[str, int], groups: list[Group], last: bool) -> None:
         if self.fault == "finish-per-chunk":
@@ -421,17 +425,17 @@ class System:
             self.version += 1
             self.log("bumped", version=self.version, updates=self.done_updates, step=self.step)
         lags = [during - min(one.oldest for one in group.samples) for group in groups]
-        stale = 1 if self.fault == "caught-up-too-late" else 0
         self.log(
             "metrics",
             **ids,
-            version=self.version - stale,
+            version=self.version - (self.fault == "caught-up-too-late"),
             groups=len(groups),
             tokens=sum(group.tokens for group in groups),
             lag_max=max(lags),
             lag_mean=repr(sum(lags) / len(lags)),
             total_generated=self.totals["generated"],
             total_reserved=self.totals["reserved"],
+            **({"queue": sum(one.ready for one in self.buffer.values())} if self.breaks is None else {}),
         )
         for group in groups if self.fault != "cleared-before-finish" else ():
             self.log("cleared", group=group.id, step=ids["step"])
@@ -453,7 +457,7 @@ class System:
 
     def next_step(self) -> None:
         self.step += 1
-        self.taken, self.fed, self.update, self.begun, self.need = [], 0, 0, False, self.groups
+        self.taken, self.fed, self.update, self.begun = [], 0, 0, False
 
     def give_up(self, ids: dict[str, int]) -> None:
         self.log("error", of="microbatch", **ids, why="NaN")
@@ -462,11 +466,11 @@ class System:
         if self.fault == "bump-on-abort":
             self.version += 1
             self.log("bumped", version=self.version, updates=self.done_updates, step=self.step)
-        back, self.taken = self.taken, []
+        back, stop = self.taken[self.update * self.size :], self.stop_on_error or self.update > 0
         for group in back:
             if self.fault == "cleared-before-finish":
                 continue
-            if len(self.buffer) < self.places and not self.stop_on_error:
+            if len(self.buffer) < self.places and not stop:
                 self.log("place", group=group.id)
                 self.buffer[group.id] = group
             else:
@@ -474,10 +478,11 @@ class System:
                 self.owed.append((group.target, None))
         self.buffer = dict(sorted(self.buffer.items()))
         self.next_step()
-        if self.stop_on_error or self.fault in ("no-abort", "cleared-before-finish"):
+        if stop or self.fault in ("no-abort", "cleared-before-finish"):
             self.owed.clear()
-            self.close("error", error="microbatch failed: NaN")
+            self.close("error", "microbatch failed: NaN")
             self.cut = True
+        self.choose()
 
     def sync(self) -> None:
         """Two ticks: the sync begins when what is in flight allows it, and dispatch goes on when it has ended."""
