@@ -57,8 +57,11 @@ class Row:
 
     @classmethod
     def from_message(cls, said: dict[str, Any]) -> Self:
-        given: dict[str, Any] = {field.name: said[field.name] for field in dataclasses.fields(cls)}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            value = said[field.name]
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
 
 
 class Outbox:
