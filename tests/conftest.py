@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import signal
@@ -78,6 +79,12 @@ def lane(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not started or request.node.get_closest_marker("ranks"), (
         f"name the file or fixture in tests/lanes.py: {started}"
     )
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: each `gc.collect()` of a test would look through all of it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
