@@ -69,7 +69,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("-m", dest="marks", required=True)
     asked, others = parser.parse_known_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="t-") as folder, (Path(folder) / "log").open("w+") as log:
+    made = tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True)
+    with made as folder, (Path(folder) / "log").open("w+", errors="replace") as log:
         # The second process has a folder for temporary files of its own, since tests count what is in it.
         command = [sys.executable, "-m", "pytest", *others, "-m"]
         ranks = subprocess.Popen([*command, f"({asked.marks}) and ranks and not shown"])
