@@ -31,10 +31,10 @@ notebooks: env ## runs all notebooks and renders them to build/notebooks/*.html
 	done
 
 test: env ## the tests, under 10 minutes on two cores
-	$(IN_VENV) python -m pytest -m "not slow and not browser"
+	$(IN_VENV) python -m tests.lanes -m "not slow and not browser"
 
 test-all: test ## every test: slow faults, notebooks and the browser too
-	$(IN_VENV) python -m pytest -m "slow or browser"
+	$(IN_VENV) python -m tests.lanes -m "slow or browser"
 
 test-faults: env ## every variant of what `make test-all` draws from: foreign code, faults, ways to spread a job
 	$(IN_VENV) python -m pytest --every -m slow tests/examples tests/faults tests/labs tests/bench/test_split.py tests/test_cli.py

@@ -1,18 +1,21 @@
-"""What every test may lean on: that nothing is left behind, and what each file took at the end."""
+"""What every test may lean on: that nothing is left behind, and what each part of the tests took at the end."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import signal
 import subprocess
-from collections import Counter
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.holdings import holdings, wait_for
+from tests import lanes
+from tests.holdings import nothing_added
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,10 +24,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests marked `drawn(n)`, keep n for each file and group, drawn by the commit's hash; all with --every."""
-    if config.getoption("--every"):
-        return
+    lanes.mark(items)
+    if not config.getoption("--every"):
+        draw(config, items)
+
+
+def draw(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests marked `drawn(n)`, keep n for each file and group, drawn by the commit's hash."""
     commit = head()
     groups: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
@@ -51,13 +59,39 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+STARTED: list[str] = []  # commands that started ranks, since the last test
+
+
+def note_ranks(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "subprocess.Popen" and lanes.starts_ranks(arguments[1]):
+        STARTED.append(str(arguments[1]))
+
+
+sys.addaudithook(note_ranks)
+
+
+@pytest.fixture(autouse=True)
+def lane(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails when a test started ranks that was not to: tests with ranks run one after another, all others beside them."""
+    yield
+    started = STARTED.copy()
+    STARTED.clear()
+    assert not started or request.node.get_closest_marker("ranks"), (
+        f"name the file or fixture in tests/lanes.py: {started}"
+    )
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: each `gc.collect()` of a test would look through all of it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """Fails when the test left a process, folder, file descriptor or shared-memory segment of a World behind."""
-    before = holdings(os.getpid())
-    yield
-    wait_for(lambda: holdings(os.getpid()) == before, 5.0)
-    assert holdings(os.getpid()) == before
+    with nothing_added():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -72,13 +106,4 @@ def environment() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What each file took, the longest first."""
-    took: Counter[str] = Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                took[report.location[0]] += round(report.duration, 3)
-    terminalreporter.section(f"{sum(took.values()) / 60:.1f} minutes in {len(took)} files")
-    for file, seconds in took.most_common():
-        if seconds >= 1:
-            terminalreporter.write_line(f"{seconds:7.1f} s  {file}")
+    lanes.write_budget(terminalreporter)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from kit import machine
 from kit.measure.observers.holdings import MEMFD, shared_memory
@@ -22,18 +27,42 @@ def marked(owner: int) -> list[int]:
     return found
 
 
-def holdings(owner: int) -> dict[str, object]:
+@contextlib.contextmanager
+def nothing_added() -> Iterator[None]:
+    """Fails when this process holds something at the end that it did not hold at the beginning."""
+    before = holdings(os.getpid())
+
+    def added() -> dict[str, list[object]]:
+        after = holdings(os.getpid())
+        new = {kind: [*(Counter(after[kind]) - Counter(before[kind])).elements()] for kind in after}
+        return {kind: found for kind, found in new.items() if found}
+
+    yield
+    wait_for(lambda: not added(), 5.0)
+    assert added() == {}
+
+
+def holdings(owner: int) -> dict[str, list[Any]]:
     """All that a World could leave behind, as of now."""
     return {
         "processes": marked(owner),
         "folders": [path.name for path in leftovers.base().iterdir() if f":{owner}:" in path.name],
-        "shared memory": sorted(
-            path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("torch", "kit", "sem.mp"))
-        ),
+        "shared memory": sorted(path.name for path in Path("/dev/shm").iterdir() if is_segment(path.name, owner)),
         "fds": sorted(os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and is_channel(fd))
         if owner == os.getpid()
         else [],
     }
+
+
+def is_segment(name: str, owner: int) -> bool:
+    """Whether a file of /dev/shm may be a World's of this owner. Tests of another worker have Worlds too: torch names the process that
+    made a file, and one that is alive and of another owner is none of ours."""
+    if not name.startswith(("torch", "kit", "sem.mp")):
+        return False
+    maker = re.match(r"torch_(\d+)_", name)
+    if maker is None or int(maker[1]) == owner or not Path(f"/proc/{maker[1]}").exists():
+        return True
+    return f":{owner}:" in (machine.marked(maker[1]) or "")
 
 
 def memory_files() -> list[str]:

@@ -11,6 +11,9 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from kit.world import crew
+from tests import lanes
+
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -84,6 +87,17 @@ def test_the_two_commands_are_told_and_run_by_ci() -> None:
     (tests,) = [index for index, step in enumerate(steps) if "make test test-all" in step.split("#")[0]]
     assert steps.index("make lint") < tests
     assert steps[tests].startswith('HOME="$fresh" ')  # as on a machine where nobody ever ran anything
+
+
+def test_the_lanes_name_files_that_exist() -> None:
+    named = (*lanes.FILES, *lanes.SHOWN, *lanes.SLOW_FILES)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_commands_that_start_ranks_are_known() -> None:
+    assert lanes.starts_ranks(["python", crew.AGENT, "--node", "0"])
+    assert lanes.starts_ranks(["python", "-m", "torch.distributed.run", "script.py"])
+    assert not lanes.starts_ranks(["git", "status"])
 
 
 def test_readme_links_lead_somewhere() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from kit.labs.configure import validate
 from kit.labs.discover import find
 from kit.results import Verdict
 from tests.examples.cases import CASES, Case
-from tests.holdings import holdings, wait_for
+from tests.holdings import nothing_added
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -33,12 +32,10 @@ def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("KIT_RUNS", str(folder / "runs"))
         patch.setenv("TMPDIR", str(folder / "tmp"))
         patch.chdir(ROOT)
-        before = holdings(os.getpid())
-        yield
-        while WORLDS:
-            WORLDS.popitem()[1].close()
-        wait_for(lambda: holdings(os.getpid()) == before, 5.0)
-        assert holdings(os.getpid()) == before
+        with nothing_added():
+            yield
+            while WORLDS:
+                WORLDS.popitem()[1].close()
         shutil.rmtree(folder / "tmp")
         for segment in SHARED.glob("example-weights-*"):
             segment.unlink()

@@ -209,7 +209,14 @@ def test_an_import_error_at_the_start(tmp_path: Path) -> None:
         assert after.eval("rank") == [0]
 
 
-@pytest.mark.parametrize(("code", "status"), [("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('words')", 1)])
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("sys.exit(3)", 3),
+        pytest.param("sys.exit()", 0, marks=pytest.mark.slow),
+        pytest.param("sys.exit('words')", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_sys_exit_on_a_rank(world: World, code: str, status: int) -> None:
     with pytest.raises(RankDied) as info:
         world.run(f"import sys\nif rank == 1: {code}\n{BARRIER}")
@@ -280,7 +287,7 @@ def test_what_a_rank_started_ends_with_it(world: World) -> None:
     assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
 
 
-@pytest.mark.parametrize("end", ["restart", "close"])
+@pytest.mark.parametrize("end", ["restart", pytest.param("close", marks=pytest.mark.slow)])
 def test_what_a_rank_started_in_a_session_of_its_own_ends_too(tmp_path: Path, end: str) -> None:
     """As a server that an inference engine starts: no longer in the rank's process group, and nobody's child once the rank is gone."""
     with World(1, device="cpu", logs=tmp_path) as one:
@@ -303,8 +310,17 @@ child = int(os.read(reads, 20))
 """
 
 
-@pytest.mark.parametrize("way", ["restart", "close", "death"])
-@pytest.mark.parametrize("ends", ["wait", "exit"])
+@pytest.mark.parametrize(
+    ("way", "ends"),
+    [
+        ("restart", "exit"),
+        ("death", "wait"),
+        *(
+            pytest.param(*other, marks=pytest.mark.slow)
+            for other in (("restart", "wait"), ("death", "exit"), ("close", "wait"), ("close", "exit"))
+        ),
+    ],
+)
 def test_what_a_rank_started_without_a_trace_ends_too(tmp_path: Path, way: str, ends: str) -> None:
     """A session of its own and an empty environment; its parent waits for it, or is gone."""
     with World(2, device="cpu", logs=tmp_path) as two:

@@ -157,7 +157,7 @@ def ranks(request: pytest.FixtureRequest, world: World, surveys: dict[str, list[
     return surveys[name]
 
 
-ALIKE = ("pp2dp2", "pp4", "ep1", "ep2pp2")  # each is made of what another one has
+ALIKE = ("dp4", "tp2", "pp2dp2", "pp4", "ep1", "ep2", "ep2pp2")  # each is made of what another one has
 every_layout = pytest.mark.parametrize(
     "ranks",
     [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in LAYOUTS],

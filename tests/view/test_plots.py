@@ -134,7 +134,7 @@ def test_settings_of_the_notebook_are_left_alone(make_run):
     assert dict(mpl.rcParams) == before
 
 
-def test_a_loaded_run_draws_itself(tmp_path, monkeypatch):
+def test_a_loaded_run_draws_itself(tmp_path, monkeypatch, nothing_left):
     monkeypatch.setenv("KIT_RUNS", str(tmp_path))
     run = kit.run("smoke", ranks=1, cycles=1, device="cpu", fault="leaked-group")
     picture = kit.load(run.dir).plot()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 import kit
 from kit.results import Verdict
-from tests.holdings import holdings, wait_for
+from tests.holdings import nothing_added
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = {"steps": 2, "layers": 2, "microbatches": 4, "chunks": [1, 2, 0], "timeout_s": 60.0}  # less than a test has
@@ -303,10 +302,8 @@ def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KIT_RUNS", str(folder / "runs"))
         patch.chdir(folder)
-        before = holdings(os.getpid())
-        yield
-        wait_for(lambda: holdings(os.getpid()) == before, 5.0)
-        assert holdings(os.getpid()) == before
+        with nothing_added():
+            yield
 
 
 @pytest.fixture(scope="module")

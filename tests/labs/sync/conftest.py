@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
 
 import kit
 from kit.results import Verdict
-from tests.holdings import holdings, wait_for
+from tests.holdings import nothing_added
 
 SMALL = {"layers": 2, "cycles": 2, "sweep": False, "deadline_s": 10}
 
@@ -21,10 +20,8 @@ def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KIT_RUNS", str(folder / "runs"))
         patch.chdir(folder)
-        before = holdings(os.getpid())
-        yield
-        wait_for(lambda: holdings(os.getpid()) == before, 5.0)
-        assert holdings(os.getpid()) == before
+        with nothing_added():
+            yield
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import kit
 from kit.labs.sync import tables
 from kit.labs.sync.checks import CHECKS
-from tests.holdings import holdings, wait_for
+from tests.holdings import nothing_added
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = {"cycles": 2, "layers": 2, "sweep": False, "replicas": 2, "tp": 1}
@@ -68,10 +67,8 @@ def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KIT_RUNS", str(folder / "runs"))
         patch.chdir(folder)
-        before = holdings(os.getpid())
-        yield
-        wait_for(lambda: holdings(os.getpid()) == before, 5.0)
-        assert holdings(os.getpid()) == before
+        with nothing_added():
+            yield
 
 
 def run(transport: str, **config: object) -> kit.Run:

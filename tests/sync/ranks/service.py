@@ -26,7 +26,7 @@ from kit.sync.receiver import Call, Receiver
 from kit.sync.sender import Sender, Target
 from kit.sync.transports import Place
 from kit.sync.weights import Cut, Whole
-from tests.holdings import memory_files
+from tests.holdings import memory_files, wait_for
 
 CPU = torch.device("cpu")
 HERE, THERE = Place("here", 0), Place("there", 1)
@@ -145,6 +145,19 @@ def at_once(*acts: Callable[[], Any]) -> list[Any]:
 def held() -> dict[str, int]:
     gc.collect()
     return {**counts()._asdict(), "segments": len(memory_files())}
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Fails when more is held at the end than at the beginning. A thread that has closed its end may still be about to return."""
+    before = held()
+
+    def kept() -> dict[str, tuple[int, int]]:
+        return {key: (before[key], count) for key, count in held().items() if count > before[key]}
+
+    yield
+    wait_for(lambda: not kept(), 5.0)
+    assert kept() == {}
 
 
 # -- processes -------------------------------------------------------------------------------------------------------------

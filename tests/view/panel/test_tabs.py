@@ -23,12 +23,18 @@ from tests.results.conftest import read_back
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two real runs of the smoke lab, the second with a fault, and one of the offload lab's shape that is made up."""
+    """A run of the offload lab's shape that is made up."""
     folder = tmp_path_factory.mktemp("runs")
     made_up(folder, 3000)
-    kit.run("smoke", cycles=2, out=folder / "plain")
-    kit.run("smoke", cycles=2, fault="leaked-group", out=folder / "leaking")
     return folder
+
+
+@pytest.fixture(scope="module")
+def finished(folder):
+    """Two real runs of the smoke lab, the second with a fault."""
+    with kit.World(2) as world:
+        kit.run("smoke", world=world, cycles=2, out=folder / "plain")
+        kit.run("smoke", world=world, cycles=2, fault="leaked-group", out=folder / "leaking")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +50,7 @@ def offload():
 
 
 @pytest.fixture
-def smoke(folder):
+def smoke(finished, folder):
     model = PanelModel(find("smoke"))
     model.show(kit.load(folder / "leaking"))
     return model
@@ -297,7 +303,7 @@ def test_records_are_a_table_and_follow_the_run(smoke, folder):
     assert tab.grid.descending.value
 
 
-def test_tables_of_a_lab_that_the_run_has_nothing_for_say_so(folder):
+def test_tables_of_a_lab_that_the_run_has_nothing_for_say_so(finished, folder):
     model = PanelModel(find("sync"))
     run = kit.load(folder / "plain")
     info = json.loads((run.dir / "run.json").read_text())
@@ -319,7 +325,7 @@ def test_tables_of_a_lab_that_the_run_has_nothing_for_say_so(folder):
 # -- comparison ------------------------------------------------------------------------------------------------------------
 
 
-def test_runs_are_listed_newest_first_and_found_by_words(folder):
+def test_runs_are_listed_newest_first_and_found_by_words(finished, folder):
     lines = [line for line, _ in listed(folder, "smoke")]
     assert [line.rpartition(" · ")[2] for line in lines] == ["leaking", "plain"]
     assert "fault leaked-group" in lines[0]

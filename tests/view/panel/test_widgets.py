@@ -25,7 +25,7 @@ LABS = ("smoke", "offload", "split", "sync")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def finished(tmp_path_factory):
     """A real run of two ranks and two cycles."""
     return kit.run("smoke", cycles=2, out=tmp_path_factory.mktemp("run") / "run")
 
@@ -415,11 +415,11 @@ def test_a_slider_has_whole_places_that_a_browser_cannot_round():
 # -- verdict --------------------------------------------------------------------------------------------------------
 
 
-def test_a_limit_that_moves_flips_its_row_and_rebuilds_nothing(run):
+def test_a_limit_that_moves_flips_its_row_and_rebuilds_nothing(finished):
     model = PanelModel(find("smoke"))
     tab = verdict.VerdictTab(model)
     assert "Not judged yet" in tab.head.value
-    model.show(run)
+    model.show(finished)
     assert "0 failed, 7 passed" in re.sub("<.*?>", "", tab.head.value)
     rows, children = dict(tab.rows), tab.body.children
     row = rows["groups_more"]
@@ -438,11 +438,11 @@ def test_a_limit_that_moves_flips_its_row_and_rebuilds_nothing(run):
     assert (tab.rows, tab.body.children) == (rows, children)
 
 
-def test_rows_are_made_when_somebody_looks_and_then_know_what_was_measured_before(run):
+def test_rows_are_made_when_somebody_looks_and_then_know_what_was_measured_before(finished):
     model = PanelModel(find("smoke"))
     tab = verdict.VerdictTab(model, visible=False)
     made = len(list(tree(tab.widget)))
-    model.show(run)
+    model.show(finished)
     model.move("groups_more", -1)
     assert "1 failed, 6 passed" in re.sub("<.*?>", "", tab.head.value)
     assert (tab.rows, len(list(tree(tab.widget)))) == ({}, made)
@@ -458,11 +458,11 @@ def test_rows_are_made_when_somebody_looks_and_then_know_what_was_measured_befor
     assert tab.rows == rows
 
 
-def test_the_worst_come_first(run):
+def test_the_worst_come_first(finished):
     model = PanelModel(find("smoke"))
     tab = verdict.VerdictTab(model)
     model.take({"drift_mib": -1e6})
-    model.show(run)
+    model.show(finished)
     assert tab.body.children[0] is tab.rows["drift_mib"].widget
 
 
@@ -482,7 +482,7 @@ def test_every_limit_has_one_row_and_its_slider_holds_the_default(lab):
     assert model.tolerances == {}
 
 
-def test_another_run_moves_the_ends_of_a_slider_and_makes_no_new_one(run):
+def test_another_run_moves_the_ends_of_a_slider_and_makes_no_new_one(finished):
     model = PanelModel(find("smoke"))
     tab = verdict.VerdictTab(model)
     row, made = tab.rows["drift_mib"], len(list(tree(tab.widget)))
@@ -490,17 +490,17 @@ def test_another_run_moves_the_ends_of_a_slider_and_makes_no_new_one(run):
     assert row.exact.value == 9000
     assert row.scale[-1] < 9000  # the ends stay while a limit is moved
     assert row.slider.value == row.slider.max
-    model.show(run)
+    model.show(finished)
     assert row.scale[-1] >= 9000
     assert row.scale[row.slider.value] == pytest.approx(9000, rel=0.02)
     assert model.tolerances == {"drift_mib": 9000.0}
     assert len(list(tree(tab.widget))) == made
 
 
-def test_presets_and_files(run, tmp_path):
+def test_presets_and_files(finished, tmp_path):
     model = PanelModel(find("smoke"))
     tab = verdict.VerdictTab(model)
-    model.show(run)
+    model.show(finished)
     tab.rows["drift_mib"].exact.value = 7
     tab.path.value = str(tmp_path / "mine.json")
     tab.save.click()

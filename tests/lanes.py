@@ -1,0 +1,167 @@
+"""Runs tests in two processes at once, and says how long each part of the tests may take.
+
+    python -m tests.lanes -m "not slow and not browser"
+
+Tests that start ranks run one after another, in one process: they share Worlds, wait for deadlines, and count processes, ports and
+shared memory of the machine. All others run beside them, on another core. So do notebooks and the browser: their ranks are children
+of other processes. `pytest` alone runs everything in one process, as ever.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Fixtures with ranks, and those that count what ranks leave.
+FIXTURES = {"nothing_left", "world", "worlds", "launch", "offload", "split", "sync", "client", "finished"}
+FILES = (
+    "tests/bench/",
+    "tests/docs/test_pages.py",
+    "tests/examples/",
+    "tests/faults/",
+    "tests/labs/offload/test_faults.py",
+    "tests/labs/offload/test_run.py",
+    "tests/labs/split/test_faults.py",
+    "tests/labs/sync/test_faults.py",
+    "tests/labs/sync/test_own.py",
+    "tests/labs/sync/test_watch.py",
+    "tests/labs/test_bystander.py",
+    "tests/labs/test_lab.py",
+    "tests/labs/test_routing.py",
+    "tests/labs/test_smoke.py",
+    "tests/measure/test_recorder.py",
+    "tests/preflight/test_run.py",
+    "tests/preflight/test_whole.py",
+    "tests/sync/test_transports_on_ranks.py",
+    "tests/test_cli.py",
+    "tests/test_on_gpu.py",
+    "tests/test_public.py",
+    "tests/test_routing.py",
+    "tests/test_wheel.py",
+    "tests/view/panel/test_controller.py",
+    "tests/view/test_worlds.py",
+    "tests/world/",
+)
+SHOWN = ("tests/browser/", "tests/test_notebooks.py")
+
+
+def mark(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        file = item.path.relative_to(ROOT).as_posix()
+        if file.startswith(SHOWN):
+            item.add_marker(pytest.mark.shown)
+        if file.startswith((*FILES, *SHOWN)) or not FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.ranks)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status of the process that fared worse; the output of the second one is shown when both have ended."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("-m", dest="marks", required=True)
+    asked, others = parser.parse_known_args(arguments)
+    made = tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True)
+    with made as folder, (Path(folder) / "log").open("w+", errors="replace") as log:
+        # The second process has a folder for temporary files of its own, since tests count what is in it.
+        command = [sys.executable, "-m", "pytest", *others, "-m"]
+        ranks = subprocess.Popen([*command, f"({asked.marks}) and ranks and not shown"])
+        beside = subprocess.Popen(
+            [*command, f"({asked.marks}) and (shown or not ranks)"],
+            env={**os.environ, "TMPDIR": folder},
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            codes = {ranks.wait(), beside.wait()}
+        except KeyboardInterrupt:  # which both have got as well
+            codes = {ranks.wait(), beside.wait()}
+        log.seek(0)
+        sys.stdout.write(f"\nBeside the tests above:\n{log.read()}")
+    return max(codes - {int(pytest.ExitCode.NO_TESTS_COLLECTED)} or codes, key=abs)
+
+
+def starts_ranks(command: Any) -> bool:
+    """Whether a command line is that of a World's agent or of torchrun."""
+    words = [str(word) for word in command] if isinstance(command, (list, tuple)) else [str(command)]
+    return any(word.endswith("kit/world/agent.py") or word == "torch.distributed.run" for word in words)
+
+
+# -- what tests took -------------------------------------------------------------------------------------------------------
+
+# Minutes. A name with a lab in it is each lab's own.
+QUICK = {"no ranks": 2.5, "world": 1.0, "megatron and train": 1.5, "lab": 0.3, "other ranks": 3.0}
+SLOW = {
+    "faults on ranks": 15.0,
+    "runs that must break": 3.0,
+    "notebooks": 6.0,
+    "browser": 6.0,
+    "examples": 2.0,
+    "mutants": 2.0,
+    "kills and namespaces": 4.0,
+    "engines, adapters and nodes": 3.0,
+    "everything else": 7.0,
+}
+SLOW_FILES = {
+    "tests/labs/": "faults on ranks",
+    "tests/test_notebooks.py": "notebooks",
+    "tests/browser/": "browser",
+    "tests/examples/": "examples",
+    "tests/mutants/": "mutants",
+    "tests/faults/test_nodes.py": "engines, adapters and nodes",
+    "tests/faults/": "kills and namespaces",
+    "tests/bench/test_peers.py": "engines, adapters and nodes",
+    "tests/sync/": "engines, adapters and nodes",
+}
+
+
+def room(report: pytest.TestReport) -> tuple[str, float]:
+    """The part of the tests that a test belongs to, and the part's budget."""
+    file = report.location[0]
+    if not {"slow", "browser"}.isdisjoint(report.keywords):
+        name = next((name for start, name in SLOW_FILES.items() if file.startswith(start)), "everything else")
+        if name == "faults on ranks" and "break" in report.location[2].partition("[")[0]:
+            name = "runs that must break"
+        return f"{name} (slow)", SLOW[name]
+    if "ranks" not in report.keywords:
+        return "no ranks", QUICK["no ranks"]
+    parts = Path(file).parts
+    if parts[1] in {"megatron", "train"}:
+        return "megatron and train", QUICK["megatron and train"]
+    if parts[1] == "labs" and len(parts) == 4:
+        return f"lab {parts[2]}", QUICK["lab"]
+    name = "world" if parts[1] == "world" else "other ranks"
+    return name, QUICK[name]
+
+
+def write_budget(reporter: pytest.TerminalReporter) -> None:
+    """What each part of the tests took against its budget, and under it each file that took a second or more."""
+    took: Counter[str] = Counter()
+    files: dict[str, Counter[str]] = {}
+    budgets: dict[str, float] = {}
+    for reports in reporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                name, budget = room(report)
+                budgets[name] = budget
+                took[name] += round(report.duration, 3)
+                files.setdefault(name, Counter())[report.location[0]] += round(report.duration, 3)
+    reporter.section(f"{sum(took.values()) / 60:.1f} minutes of tests")
+    for name, seconds in took.most_common():
+        over = ", over its budget" if seconds > 60 * budgets[name] else ""
+        reporter.write_line(f"{name}: {seconds / 60:.1f} of {budgets[name]:g} minutes{over}")
+        for file, part in files[name].most_common():
+            if part >= 1:
+                reporter.write_line(f"{part:7.1f} s  {file}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
