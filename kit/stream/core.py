@@ -120,7 +120,11 @@ def is_stuck(t: Turn) -> bool:
     """No prompt is left, and nothing is under way: what could follow from the state has been ordered already."""
     step = t.step
     busy = step is not None and (step.unanswered or step.scoring or step.finishing or step.aborting)
-    return t.exhausted and t.prompt < 0 and not (busy or t.asked or t.in_flight or t.waiting or t.held or t.clearing)
+    return (
+        t.exhausted
+        and t.prompt < 0
+        and not (busy or t.asked - {"admit"} or t.in_flight or t.waiting or t.held or t.clearing)
+    )
 
 
 def end_of_data(t: Turn) -> None:

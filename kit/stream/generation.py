@@ -18,13 +18,18 @@ if TYPE_CHECKING:
 
 def dispatch(t: Turn) -> None:
     """Reserve groups while there is a place, a slot and a passage of the gate, asked in this order for every group."""
-    while not t.held and active(t) and place_is_free(t) and slot_is_free(t) and (t.owed or gate_is_open(t)):
+    while may_dispatch(t):
         if t.prompt < 0:
-            if not t.prompt_asked and not t.exhausted:
+            if not t.prompt_asked:
                 t.prompt_asked = True
                 t.do("next_prompt", "data")
             return
         reserve(t)
+
+
+def may_dispatch(t: Turn) -> bool:
+    ready = not t.held and not (t.exhausted and t.prompt < 0) and active(t)
+    return bool(ready and place_is_free(t) and slot_is_free(t) and (t.owed or gate_is_open(t)))
 
 
 def place_is_free(t: Turn) -> bool:

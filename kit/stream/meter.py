@@ -1,13 +1,13 @@
 """Where the time of each optimizer step went, from the rows of a ledger as they come. The parts add up to the whole.
 
-At any time the loop does one thing, in this order of precedence: training, log-probabilities, sync, else it waits for generation, which is
-what `exposed_generation` counts. `replicas_idle` is the mean over replicas of the time without a request.
+At any time the loop does one thing: what the trainer was asked first and has not answered (training or log-probabilities), else a sync,
+else it waits for generation, which is what `exposed_generation` counts. `replicas_idle` is the replicas' mean time without a request.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from typing import TYPE_CHECKING, Protocol
 
 from kit.loop.messages import Event
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kit.loop.messages import Command, Id
 
 PARTS = ("training", "logprobs", "sync", "exposed_generation")
-WORK = {"begin": "training", "microbatch": "training", "finish": "training", "logprobs": "logprobs", "sync": "sync"}
+TRAINER = {"begin": "training", "microbatch": "training", "finish": "training", "logprobs": "logprobs"}
 
 
 class Meter:
@@ -26,21 +26,24 @@ class Meter:
 
     def __init__(self) -> None:
         self._last: float | None = None
-        self._under_way: Counter[str] = Counter()
+        self._trainer: list[str] = []  # its commands without an answer, in order
+        self._syncing = False
         self._loads: dict[int, int] = {}
         self._where: dict[tuple[Id, Id], int] = {}
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def see(self, row: Row) -> None:
         self._pass(row.time)
         name, ids = row.name, row.ids
         is_event = "core" in ids
-        if not is_event and name in WORK and "to" in ids:
-            self._under_way[WORK[name]] += 1
-        elif is_event and name in ("done", "error", "synced"):
-            part = WORK.get(str(ids.get("of", "sync" if name == "synced" else "")))
-            if part is not None:
-                self._under_way[part] -= 1
+        if ids.get("to") == "trainer" and name in TRAINER:
+            self._trainer.append(name)
+        elif name == "sync_begin":
+            self._syncing = True
+        elif is_event and (name == "synced" or ids.get("of") == "sync"):
+            self._syncing = False
+        elif is_event and name in ("done", "error") and ids.get("of") in self._trainer:
+            self._trainer.remove(str(ids["of"]))
         elif name == "joined":
             self._loads.setdefault(int(ids["replica"]), 0)
         elif name in ("died", "left"):
@@ -63,22 +66,27 @@ class Meter:
     def _pass(self, now: float) -> None:
         passed = 0.0 if self._last is None else now - self._last
         self._last = now
-        doing = next((name for name in PARTS if self._under_way[name] > 0), PARTS[-1])
+        doing = TRAINER[self._trainer[0]] if self._trainer else "sync" if self._syncing else "exposed_generation"
         self._seconds[doing] += passed
         if self._loads:
             self._seconds["replicas_idle"] += passed * list(self._loads.values()).count(0) / len(self._loads)
 
 
-class Metered:
-    """A ledger that a meter looks at."""
+class Watcher(Protocol):
+    def see(self, row: Row) -> None: ...
 
-    def __init__(self, ledger: Ledger, meter: Meter) -> None:
+
+class Watched:
+    """A ledger that others look at, row by row."""
+
+    def __init__(self, ledger: Ledger, *watchers: Watcher) -> None:
         self.ledger = ledger
-        self.meter = meter
+        self.watchers = watchers
 
     def write(self, row: Row) -> None:
         self.ledger.write(row)
-        self.meter.see(row)
+        for watcher in self.watchers:
+            watcher.see(row)
 
     def flush(self) -> None:
         self.ledger.flush()

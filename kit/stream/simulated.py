@@ -9,19 +9,22 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kit.loop.clock import Simulated, VirtualClock
 from kit.loop.ledger import Memory
 from kit.loop.messages import Command, Event, numbers
 from kit.loop.runner import Runner
 from kit.stream.core import Controller
-from kit.stream.meter import Log, Meter, Metered
+from kit.stream.foreign import Foreign
+from kit.stream.meter import Log, Meter, Watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from kit.loop.runner import Core
+    from kit.loop.runner import Core, Port
+    from kit.stream.core import Resume
+    from kit.stream.meter import Watcher
     from kit.stream.settings import Settings
 
     Answers = Iterable[tuple[float, Event]]
@@ -122,7 +125,11 @@ class Replica:
                 one.done += count
             if one.done == one.length:
                 del self.requests[key]
-                about = {"newest": one.newest, "length": one.length, "digest": f"{one.group}/{one.sample}"}
+                about: dict[str, int | str] = {
+                    "newest": one.newest,
+                    "length": one.length,
+                    "digest": f"{one.group}/{one.sample}",
+                }
                 reward = self.system.durations.reward(one.group, one.sample)
                 self.system.say("completed", **{**ids, **about, "version": one.oldest, "reward": reward})
         self.turn()
@@ -256,16 +263,40 @@ def simulate(
     *,
     prompts: int | None = None,
     core: Core[object] | None = None,
+    resume: Resume | None = None,
+    sampler: Any = None,
     prepare: Callable[[System], None] = lambda _: None,
     fail_at: Mapping[int, str] | None = None,
 ) -> Simulation:
-    """Run a controller against the simulated system. `prepare` may schedule deaths and joins; `core` is another controller than ours."""
+    """Run a controller against the simulated system.
+
+    `core` is another controller than ours, `sampler` a class with NeMo-RL's protocol; `prepare` may schedule deaths and joins.
+    """
     clock, meter, rows = VirtualClock(), Meter(), Memory()
-    system = System(clock, durations or Durations(), replicas=settings.replicas, prompts=prompts, fail_at=fail_at)
+    first, again = (0, ()) if resume is None else (resume.next, resume.open)
+    system = System(
+        clock,
+        durations or Durations(),
+        replicas=settings.replicas,
+        prompts=prompts,
+        first=first,
+        again=again,
+        fail_at=fail_at,
+    )
     prepare(system)
     logged: list[dict[str, float]] = []
     log = Log(meter, lambda values, version: logged.append({"version": version, **values}))
-    ports = {**dict.fromkeys(ADDRESSES, system), "log": log}
-    runner = Runner({"": core or Controller(settings)}, ports, clock=clock, ledger=Metered(rows, meter), deadline_s=1e6)
-    ended = runner.run()[""]
+    ports: dict[str, Port] = {**dict.fromkeys(ADDRESSES, system), "log": log}
+    watchers: list[Watcher] = [meter]
+    if sampler is not None:
+        foreign = Foreign(sampler, settings, resume=resume)
+        ports["sampler"] = foreign
+        watchers.append(foreign)
+    controller = core or Controller(settings, resume=resume)
+    runner = Runner({"": controller}, ports, clock=clock, ledger=Watched(rows, *watchers), deadline_s=1e6)
+    try:
+        ended = runner.run()[""]
+    finally:
+        if sampler is not None:
+            foreign.close()
     return Simulation(rows, ended, logged, runner)

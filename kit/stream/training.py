@@ -87,15 +87,20 @@ def on_admitted(t: Turn, event: Event) -> None:
 def on_chosen(t: Turn, event: Event) -> None:
     """A foreign sampler's answer. What it names and is not complete in the buffer is refused, not trained."""
     t.asked -= {"select"}
-    drop(t, numbers(event.evicted), numbers(event.aborted))
-    chosen = numbers(event.groups)
+    gone, unfinished, chosen = (numbers(event[name]) for name in ("evicted", "aborted", "groups"))
+    drop(t, *(tuple(number for number in some if number in t.buffer) for some in (gone, unfinished)))
+    least, most = limits(t)
     wrong = [number for number in chosen if number not in t.buffer or t.buffer[number].order < 0]
-    if wrong or len(set(chosen)) < len(chosen) or len(chosen) > limits(t)[1]:
+    if chosen and not may_choose(t):  # the step was given up while it chose
+        for number in chosen:
+            t.note("unselected", group=number)
+        t.news = True
+    elif wrong or len(set(chosen)) < len(chosen) or (chosen and not least <= len(chosen) <= most):
         fail(
             t,
-            f"the sampler chose the groups {event.groups}; each must be complete, in the buffer, named once, at most {limits(t)[1]}",
+            f"the sampler chose the groups {event.groups}; it may choose {least} to {most} complete ones, each once, or none",
         )
-    elif chosen and may_choose(t):
+    elif chosen:
         select(t, chosen)
         t.news = True
 

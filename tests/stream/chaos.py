@@ -20,7 +20,7 @@ ENDS = ("cleared", "evicted", "aborted", "failed", "dropped", "replaced")
 BOUNDED = ("strict", "in-order", "weight-fifo", "windowed")
 
 
-class Deadlock(AssertionError):
+class Deadlock(AssertionError):  # noqa: N818 - it is what was found
     pass
 
 
@@ -197,7 +197,7 @@ class Watch:
         self.kinds: set[str] = set()
         self.cancelled: set[tuple[int, int]] = set()
 
-    def see(self, commands: tuple[Command, ...]) -> None:
+    def see(self, commands: tuple[Command, ...]) -> None:  # noqa: PLR0912 - one rule a branch
         for one in commands:
             name = one.name
             if name == "hold":

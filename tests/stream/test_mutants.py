@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.mutants.mutant import MARK, Mutant, compiled
-from tests.stream import test_core, test_samplers, test_schedules
+from tests.stream import test_core, test_foreign, test_samplers, test_schedules
 from tests.stream.chaos import run
 from tests.stream.test_schedules import VARIANTS, chaos_of, check_drawn, settings
 
@@ -60,12 +60,14 @@ MUTANTS = (
         "max(0, self.version - self.window - 1)",
         "a window too wide",
     ),
-    mutant("generation:dispatch", "not t.held and ", "", "dispatch is not held"),
-    mutant("generation:dispatch", " and place_is_free(t)", "", "the buffer has no limit"),
-    mutant("generation:dispatch", " and slot_is_free(t)", "", "slots have no limit"),
-    mutant("generation:dispatch", "t.owed or gate_is_open(t)", "gate_is_open(t)", "a replacement waits for the gate"),
-    mutant("generation:dispatch", " and active(t)", "", "groups are reserved without a replica"),
-    mutant("generation:dispatch", "not t.prompt_asked and ", "", "prompts are asked for twice"),
+    mutant("generation:may_dispatch", "not t.held and ", "True and ", "dispatch is not held"),
+    mutant("generation:may_dispatch", "place_is_free(t) and ", "", "the buffer has no limit"),
+    mutant("generation:may_dispatch", "slot_is_free(t) and ", "", "slots have no limit"),
+    mutant(
+        "generation:may_dispatch", "t.owed or gate_is_open(t)", "gate_is_open(t)", "a replacement waits for the gate"
+    ),
+    mutant("generation:may_dispatch", " and active(t)", "", "groups are reserved without a replica"),
+    mutant("generation:dispatch", "if not t.prompt_asked:", "if True:", "prompts are asked for twice"),
     mutant("generation:place_is_free", "len(t.buffer) < ", "len(t.buffer) <= ", "one place too many"),
     mutant("generation:slot_is_free", "t.unfinished < ", "t.unfinished <= ", "one slot too many"),
     mutant("generation:reserve", "t.unfinished += 1", "pass", "a slot is not taken"),
@@ -273,7 +275,7 @@ def getattr_static(owner: Any, name: str) -> Any:
 
 def cases() -> Iterator[Callable[[], Any]]:
     """The tests of rules with their parameters, then schedules."""
-    for module in (test_core, test_samplers):
+    for module in (test_core, test_samplers, test_foreign):
         for name, test in vars(module).items():
             if name.startswith("test_"):
                 yield from calls(test)
@@ -304,7 +306,7 @@ def killer() -> int | None:
     for number, case in enumerate(cases()):
         try:
             case()
-        except (Exception, pytest.fail.Exception):  # noqa: PERF203 - whatever it is, it was noticed
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - whatever it is, it was noticed
             return number
     return None
 

@@ -40,8 +40,10 @@ def test_the_defaults_work() -> None:
         ),
         (
             {"correction": False},
-            "window=1 trains on stale samples with neither correction nor recorded log-probabilities; "
-            "use correction=true or previous=recorded",
+            (
+                "window=1 trains on stale samples with neither correction nor recorded log-probabilities; "
+                "use correction=true or previous=recorded"
+            ),
         ),
         ({"sampler": "strict"}, "the sampler strict has no window; use window=0 instead of window=1"),
         ({"replicas": 0}, "replicas=0 must be at least 1"),

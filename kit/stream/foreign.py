@@ -1,0 +1,210 @@
+"""A sampler with NeMo-RL's protocol, behind the port "sampler": its answers become events, so that a replay needs no sampler.
+
+It is given a buffer with `start_weight_list`, `target_step_list`, `ready_list`, `meta_list` and `remove(indices, remove_in_dp)`, which
+follows the ledger. Its coroutines run here, on a clock that stands still between two polls: a gate that sleeps is asked again when the
+version has moved. Limits: `select` and `evict` must not wait; a constructor takes the buffer, and its window as one of `WINDOWS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kit.errors import BadInput, KitError
+from kit.loop.messages import Event, listed
+from kit.stream.samplers import NO_TARGET
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterable, Sequence
+
+    from kit.loop.ledger import Row
+    from kit.loop.messages import Command
+    from kit.stream.core import Resume
+    from kit.stream.settings import Settings
+
+METHODS = (
+    "admit",
+    "select",
+    "evict",
+    "should_abort_inflight",
+    "is_on_policy",
+    "required_buffer_capacity",
+    "set_dispatch_index",
+)
+WINDOWS = ("max_staleness_versions", "max_lookahead_versions", "window")
+TICK_S = 1.0  # by how much the sampler's clock moves with each poll
+POLLS = 8
+GONE = ("selected", "evicted", "aborted", "failed", "dropped", "replaced")
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What stands for a group's rows. `concat` joins several, as a selection does."""
+
+    groups: tuple[int, ...]
+
+    def concat(self, *others: Meta) -> Meta:
+        return Meta(tuple(group for one in (self, *others) for group in one.groups))
+
+
+@dataclass(slots=True)
+class Slot:
+    group: int
+    start: int
+    target: int | None
+    ready: bool = False
+
+
+class Buffer:
+    """The controller's buffer as a sampler sees it: one entry a group, in order of reservation."""
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.evicted: list[int] = []
+        self._known: dict[int, Slot] = {}
+
+    @property
+    def start_weight_list(self) -> list[int]:
+        return [slot.start for slot in self.slots]
+
+    @property
+    def target_step_list(self) -> list[int | None]:
+        return [slot.target for slot in self.slots]
+
+    @property
+    def ready_list(self) -> list[bool]:
+        return [slot.ready for slot in self.slots]
+
+    @property
+    def meta_list(self) -> list[Meta]:
+        return [Meta((slot.group,)) for slot in self.slots]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    async def remove(self, indices: Sequence[int], remove_in_dp: bool) -> int:
+        """Take groups out: for training, or with `remove_in_dp` because they are too old."""
+        gone = {id(self.slots[index]) for index in indices}
+        self.evicted += [slot.group for slot in self.slots if id(slot) in gone and remove_in_dp]
+        self.slots = [slot for slot in self.slots if id(slot) not in gone]
+        return len(gone)
+
+    def follow(self, row: Row) -> None:
+        """Do what a row of the ledger says. A group of a step that was given up takes its place again."""
+        group = row.ids.get("group")
+        if not isinstance(group, int) or "core" in row.ids:
+            return
+        if row.name == "reserved":
+            target = row.ids.get("target")
+            slot = self._known[group] = Slot(group, int(row.ids["version"]), None if target is None else int(target))
+            self.slots.append(slot)
+        elif row.name == "ready":
+            self._known[group].ready = True
+        elif row.name in ("place", "unselected") and group in self._known:
+            self.slots = sorted([*self.slots, self._known[group]], key=lambda slot: slot.group)
+        elif row.name in GONE:
+            self.slots = [slot for slot in self.slots if slot.group != group]
+        elif row.name == "cleared":
+            del self._known[group]
+
+
+class Foreign:
+    """The port "sampler". It is also a watcher of the ledger (`see`), from which its buffer and the version come."""
+
+    def __init__(self, kind: Any, settings: Settings, *, pipeline: str = "", resume: Resume | None = None) -> None:
+        if lacking := [name for name in METHODS if not hasattr(kind, name)]:
+            raise BadInput(f"the sampler {settings.sampler} has no {', '.join(lacking)}; it needs {', '.join(METHODS)}")
+        self.buffer = Buffer()
+        self.sampler = kind(self.buffer, **_window(kind, settings))
+        needed = self.sampler.required_buffer_capacity(settings.groups)
+        if needed is not None and settings.places < needed:
+            raise BadInput(
+                f"places={settings.places} is fewer than the {needed} that the sampler {settings.sampler} needs"
+            )
+        self.pipeline = pipeline
+        self.version = 0 if resume is None else resume.version
+        self.sampler.set_dispatch_index(self.version)
+        self._loop = Loop()
+        self._admission: asyncio.Task[int | None] | None = None
+        self._changed = True
+
+    def see(self, row: Row) -> None:
+        self.buffer.follow(row)
+        if row.name == "bumped":
+            self.version = int(row.ids["version"])
+            self._changed = True
+
+    def send(self, command: Command) -> Iterable[Event]:
+        if command.name == "admit":
+            self._admission = self._loop.create_task(self.sampler.admit(trainer_version_fn=lambda: self.version))
+            self._changed = True
+            return ()
+        return [self._chosen(command)]
+
+    def take(self) -> Iterable[Event]:
+        """An admission, once the sampler gives it."""
+        if self._admission is None or not self._changed:
+            return ()
+        self._changed = False
+        if not self._loop.poll(self._admission):
+            return ()
+        admission, self._admission = self._admission, None
+        target = admission.result()
+        return [Event("admitted", self.pipeline, target=NO_TARGET if target is None else target)]
+
+    def close(self) -> None:
+        if self._admission is not None:
+            self._admission.cancel()
+            self._loop.poll(self._admission)
+        self._loop.close()
+
+    def _chosen(self, command: Command) -> Event:
+        """Evict, then abort, then select, as a train pump does."""
+        now = command.version
+        self._at_once(self.sampler.evict(current_train_weight=now))
+        evicted, self.buffer.evicted = self.buffer.evicted, []
+        aborted = [
+            slot.group
+            for slot in self.buffer.slots
+            if not slot.ready
+            and self.sampler.should_abort_inflight(start_weight_version=slot.start, current_train_weight=now)
+        ]
+        limits = {"min_prompt_groups": command.least, "max_prompt_groups": command.most}
+        meta, _ = self._at_once(self.sampler.select(current_train_weight=now, **limits))
+        chosen = () if meta is None else meta.groups
+        return Event("chosen", self.pipeline, groups=listed(chosen), evicted=listed(evicted), aborted=listed(aborted))
+
+    def _at_once(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        task = self._loop.create_task(coroutine)
+        if not self._loop.poll(task):
+            task.cancel()
+            raise KitError("the sampler's select or evict waits; they must answer from what is in the buffer")
+        return task.result()
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop the clock of which moves only when it is polled, so that nothing ever sleeps."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        super().__init__()
+
+    def time(self) -> float:
+        return self._now
+
+    def poll(self, task: asyncio.Task[Any]) -> bool:
+        """Whether the task is done after some turns of the loop."""
+        for _ in range(POLLS):
+            if task.done():
+                break
+            self._now += TICK_S
+            self.call_soon(self.stop)
+            self.run_forever()
+        return task.done()
+
+
+def _window(kind: Any, settings: Settings) -> dict[str, int]:
+    known = inspect.signature(kind).parameters
+    return {name: settings.window for name in WINDOWS if name in known}

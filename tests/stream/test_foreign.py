@@ -1,0 +1,188 @@
+"""Samplers with NeMo-RL's protocol, written as their users write them, behind the adapter."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kit.errors import BadInput
+from kit.loop.ledger import Memory
+from kit.loop.messages import Event
+from kit.loop.replay import replay_rows
+from kit.stream.core import Controller, resume_from
+from kit.stream.foreign import Buffer, Foreign
+from kit.stream.settings import Settings
+from kit.stream.simulated import Durations, simulate
+from tests.stream.driver import Driver, small, train_step
+
+
+class InOrder:
+    """A gated sampler that polls, as theirs do: the same decisions as our `in-order`."""
+
+    is_on_policy = False
+
+    def __init__(self, buffer: Buffer, *, max_lookahead_versions: int) -> None:
+        self.buffer = buffer
+        self.window = max_lookahead_versions
+        self.index = -1
+
+    def set_dispatch_index(self, resume_from_step: int) -> None:
+        self.index = resume_from_step - 1
+
+    def required_buffer_capacity(self, groups_per_step: int) -> int | None:
+        return groups_per_step * (self.window + 1)
+
+    async def admit(self, *, trainer_version_fn: Callable[[], int]) -> int | None:
+        while self.index >= trainer_version_fn() + self.window:
+            await asyncio.sleep(0.005)
+        self.index += 1
+        return self.index
+
+    async def select(self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int) -> Any:
+        there = zip(self.buffer.target_step_list, self.buffer.ready_list, strict=True)
+        found = [at for at, (target, ready) in enumerate(there) if ready and target == current_train_weight]
+        if len(found) < min_prompt_groups:
+            return None, 0
+        found = found[:max_prompt_groups]
+        metas = [self.buffer.meta_list[at] for at in found]
+        await self.buffer.remove(found, remove_in_dp=False)
+        return metas[0].concat(*metas[1:]), len(metas)
+
+    async def evict(self, *, current_train_weight: int) -> int:
+        there = zip(self.buffer.target_step_list, self.buffer.ready_list, strict=True)
+        old = [at for at, (target, ready) in enumerate(there) if ready and (target or 0) < current_train_weight]
+        return await self.buffer.remove(old, remove_in_dp=True) if old else 0
+
+    def should_abort_inflight(self, *, start_weight_version: int, current_train_weight: int) -> bool:
+        return False
+
+
+class Windowed(InOrder):
+    """No gate; what started too long ago is dropped or aborted."""
+
+    def __init__(self, buffer: Buffer, *, max_staleness_versions: int) -> None:
+        super().__init__(buffer, max_lookahead_versions=max_staleness_versions)
+
+    def required_buffer_capacity(self, groups_per_step: int) -> int | None:
+        return None
+
+    async def admit(self, *, trainer_version_fn: Callable[[], int]) -> int | None:
+        return None
+
+    async def select(self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int) -> Any:
+        found = [at for at, ready in enumerate(self.buffer.ready_list) if ready]
+        if len(found) < min_prompt_groups:
+            return None, 0
+        found = found[:max_prompt_groups]
+        metas = [self.buffer.meta_list[at] for at in found]
+        await self.buffer.remove(found, remove_in_dp=False)
+        return metas[0].concat(*metas[1:]), len(metas)
+
+    async def evict(self, *, current_train_weight: int) -> int:
+        there = zip(self.buffer.start_weight_list, self.buffer.ready_list, strict=True)
+        old = [at for at, (start, ready) in enumerate(there) if ready and start < current_train_weight - self.window]
+        return await self.buffer.remove(old, remove_in_dp=True) if old else 0
+
+    def should_abort_inflight(self, *, start_weight_version: int, current_train_weight: int) -> bool:
+        return start_weight_version < max(0, current_train_weight - self.window)
+
+
+SETTINGS = Settings(steps=5, sampler="mine:InOrder", previous="off")
+
+
+def trained(rows: Memory) -> list[Any]:
+    return [(row.ids["group"], row.ids["step"], row.ids["version"]) for row in rows if row.name == "trained"]
+
+
+def test_their_in_order_decides_what_ours_decides() -> None:
+    theirs = simulate(SETTINGS, sampler=InOrder)
+    ours = simulate(replace(SETTINGS, sampler="in-order"))
+    assert theirs.ended.why == "done"
+    assert trained(theirs.rows) == trained(ours.rows)
+    targets = [row.ids["target"] for row in theirs.rows if row.name == "reserved"]
+    assert targets[:16] == [0] * 8 + [1] * 8
+
+
+def test_a_replay_needs_no_sampler() -> None:
+    theirs = simulate(SETTINGS, sampler=InOrder)
+    assert replay_rows({"": Controller(SETTINGS)}, theirs.rows) is None
+
+
+def test_their_windowed_drops_and_aborts() -> None:
+    settings = replace(SETTINGS, sampler="mine:Windowed", places=24, slots=24, window=0)
+    done = simulate(settings, Durations(token_s=0.002), sampler=Windowed)
+    assert done.ended.why == "done"
+    assert replay_rows({"": Controller(settings)}, done.rows) is None
+    ends = {row.name for row in done.rows if "group" in row.ids and "core" not in row.ids}
+    assert {"evicted", "aborted"} <= ends
+    ready = {row.ids["group"]: row.ids["version"] for row in done.rows if row.name == "ready"}
+    assert all(ready[group] == version for group, _, version in trained(done.rows))
+
+
+def test_the_data_may_end_while_their_gate_is_closed() -> None:
+    assert simulate(SETTINGS, sampler=InOrder, prompts=16).ended.why == "exhausted"
+    assert "the data ended with" in simulate(SETTINGS, sampler=InOrder, prompts=17).ended.error
+
+
+def test_a_step_that_was_given_up_comes_back_into_their_buffer() -> None:
+    settings = replace(SETTINGS, step_retries=1, min_groups=8, steps=2)
+    plain = simulate(settings, sampler=InOrder)
+    begins = [row for row in plain.rows if row.ids.get("to") not in (None, "runner", "log", "sampler")]
+    number = next(at for at, row in enumerate(begins) if row.name == "microbatch")
+    done = simulate(settings, sampler=InOrder, fail_at={number: "injected"})
+    assert (done.ended.why, done.ended.retried) == ("done", 1)
+    assert [group for group, _, _ in trained(done.rows)] == [group for group, _, _ in trained(plain.rows)]
+
+
+def test_their_gate_goes_on_where_a_run_was_resumed() -> None:
+    half = simulate(replace(SETTINGS, steps=2), sampler=InOrder)
+    rest = simulate(SETTINGS, sampler=InOrder, resume=resume_from(half.runner.states[""]))
+    assert rest.ended.why == "done"
+    assert [row.ids["target"] for row in rest.rows if row.name == "reserved"][:8] == [2] * 8
+
+
+def test_the_sampler_is_not_asked_while_the_step_is_full_and_is_refused_when_it_errs() -> None:
+    driver = Driver(small(sampler="mine:Sampler", min_groups=2))
+    driver.event("admitted", target=-1)
+    driver.event("admitted", target=-1)
+    driver.finish_group(0)
+    ask = driver.one("select")
+    assert (ask.version, ask.least, ask.most) == (0, 2, 2)
+    driver.asked.remove(ask)
+    driver.event("chosen", groups="", evicted="", aborted="")
+    driver.finish_group(1)
+    driver.asked.remove(driver.one("select"))
+    driver.event("chosen", groups="0,1", evicted="", aborted="")
+    assert driver.groups("selected") == [0, 1]
+    driver.finish_group(2)
+    assert not driver.wants("select"), "the step is full"
+    train_step(driver)
+    assert driver.one("select").version == 1
+    for wrong in ("2,2", "3", "2,3", "0"):
+        state, _ = driver.core.step(driver.state, Event("chosen", groups=wrong, evicted="", aborted=""))
+        assert state.error.startswith(f"the sampler chose the groups {wrong}; it may choose 2 to 2 complete ones")
+
+
+def test_what_lacks_a_method_or_needs_more_places_is_refused() -> None:
+    class Partial:
+        async def admit(self) -> None: ...
+
+    with pytest.raises(
+        BadInput, match="the sampler mine:InOrder has no select, evict, should_abort_inflight, is_on_policy"
+    ):
+        Foreign(Partial, SETTINGS)
+    with pytest.raises(BadInput, match="places=15 is fewer than the 16 that the sampler mine:InOrder needs"):
+        Foreign(InOrder, replace(SETTINGS, places=15))
+
+
+def test_a_selection_that_waits_is_an_error() -> None:
+    class Waits(InOrder):
+        async def select(self, **_: Any) -> Any:
+            await asyncio.Event().wait()
+
+    done = simulate(SETTINGS, sampler=Waits)
+    assert "select failed: KitError: the sampler's select or evict waits" in done.ended.error
