@@ -367,7 +367,7 @@ def no_length_bias(ledger: Ledger) -> Finding:
     kept, dropped = list[int](), list[int]()
     for group, rows in ledger.life.items():
         again = sum(row.event == "reserved" for row in rows) > 1
-        length = sum(row.number("count") for row in rows if row.event == "tokens")
+        length = ledger.tokens([group]) or sum(row.number("count") for row in rows if row.event == "tokens")
         if again or (group not in trained and any(row.time < last for row in ledger.ends(group))):
             dropped.append(length)
         elif group in trained:
@@ -655,6 +655,7 @@ def permits_return(ledger: Ledger) -> Finding:
     if not pairs:
         raise Missing("the ledger has no `place`, `slot` or `acquire` event")
     left: list[Row] = []
+    in_use = 0
     for taken, back, of in pairs:
         out: dict[Id, Row] = {}
         ended: dict[Id, Row] = {}
@@ -670,10 +671,11 @@ def permits_return(ledger: Ledger) -> Finding:
             elif row.ends_group and of == "group":
                 ended[row[of]] = row
         left += [row for row in out.values() if ledger.ended or row.get("group") in ended]
-        if out and not left and not ledger.ended:
-            raise Missing(f"the ledger has no `ended` event, so {many(len(out), taken)} may be in use")
+        in_use += len(out)
     for row in left:
         yield f"{row}: never given back"
+    if in_use and not ledger.ended:
+        raise Missing(f"the ledger has no `ended` event, so {many(in_use, 'permit')} may be in use")
     return f"{many(sum(len(ledger.by_event[taken]) for taken, _, _ in pairs), 'permit')} taken and given back"
 
 
@@ -747,6 +749,8 @@ def metrics_true(ledger: Ledger) -> Finding:
     ready: set[Id] = set()
     for row in ledger.rows:
         if row.event == "metrics":
+            if ledger.resumed and row is rows[0]:  # totals may go on from those of the run before
+                totals |= {name: float(row[name]) for name in totals.keys() & row.ids.keys()}
             true = {**totals, "version": ledger.version_at(row), "queue": len(ready), **_of_update(ledger, row)}
             if not ledger.by_event["bumped"]:
                 del true["version"]
