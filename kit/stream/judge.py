@@ -10,8 +10,7 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import isclose, sqrt
-from statistics import mean, variance
+from math import isclose
 from typing import TYPE_CHECKING
 
 from kit.results.verdict import Measured, Missing, NotMeasured, Unjudged
@@ -28,8 +27,6 @@ TARGETED = ("strict", "in-order")
 LOST = ("failed", "dropped", "aborted")  # ends after which another group may take the place in the batch
 PERMITS = (("place", "place_back", "group"), ("slot", "slot_back", "group"), ("acquire", "release", "kind"))
 FEWEST = 8  # tokens from which on equal samples are no coincidence
-ENOUGH = 100  # groups whose lengths can be compared
-LARGEST_GAP = 4.0  # standard errors
 REACTION = 0.005  # seconds that a controller may take to see that it can go on
 EXACT = 1e-9
 
@@ -355,31 +352,6 @@ def order_fair(ledger: Ledger) -> Finding:
         if ahead > allowed:
             yield f"{ready}: {ahead} younger groups were selected before this group, at most {allowed} may be"
     return f"at most {many(most, 'younger group')} went ahead of a complete one (limit {allowed})"
-
-
-@of_ledger
-def no_length_bias(ledger: Ledger) -> Finding:
-    """Are the groups that were dropped as short as the trained ones? By standard errors of the means; a violation beyond 4."""
-    if len(ledger.need("reserved", "group")) < ENOUGH or not ledger.by_event["tokens"]:
-        raise NotMeasured(f"the lengths of fewer than {ENOUGH} groups say nothing")
-    trained = {row["group"] for row in ledger.trained()}
-    last = ledger.ended.time if ledger.ended else ledger.rows[-1].time
-    kept, dropped = list[int](), list[int]()
-    for group, rows in ledger.life.items():
-        again = sum(row.event == "reserved" for row in rows) > 1
-        length = ledger.tokens([group]) or sum(row.number("count") for row in rows if row.event == "tokens")
-        if again or (group not in trained and any(row.time < last for row in ledger.ends(group))):
-            dropped.append(length)
-        elif group in trained:
-            kept.append(length)
-    if min(len(kept), len(dropped)) < 2:
-        return f"{many(len(dropped), 'group')} dropped of {len(ledger.life)}"
-    error = sqrt(variance(kept) / len(kept) + variance(dropped) / len(dropped))
-    gap = mean(dropped) - mean(kept)
-    said = f"{many(len(dropped), 'dropped group')}: {mean(dropped):.4g} tokens each, {mean(kept):.4g} of {len(kept)} trained ones"
-    if gap > LARGEST_GAP * error:
-        yield f"{said}, {gap / error if error else 0:.3g} standard errors more"
-    return said
 
 
 @of_ledger
