@@ -734,20 +734,12 @@ def test_the_page_lists_every_check_and_event() -> None:
     page = (ROOT / "docs" / "ledger.md").read_text()
     source = (ROOT / "kit" / "stream" / "history.py").read_text() + (ROOT / "kit" / "stream" / "judge.py").read_text()
     assert {name for name in [*CHECKS, "resume_equals"] if f"`{name}`" not in page} == set()
-    for event in (
-        "reserved",
-        "tokens",
-        "completed",
-        "trained",
-        "published",
-        "bumped",
-        "capacity",
-        "ended",
-        "died",
-        "metrics",
-    ):
-        assert f"`{event}`" in page
-        assert f'"{event}"' in source
+    table = page.partition("| event | ids | when |")[2].partition("## What is judged")[0].strip().splitlines()[1:]
+    events = [name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+    assert len(events) > 40
+    assert [event for event in events if f'"{event}"' not in source] == []
+    for rows in (System(breaks=1, dies=(6, 1), fails=(1,), flat=(2,)).run(), System(prompts=6).run()):
+        assert {row["event"] for row in rows} <= set(events)
 
 
 def test_the_judge_needs_the_standard_library_only() -> None:
