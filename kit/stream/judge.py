@@ -10,8 +10,7 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import isclose, sqrt
-from statistics import mean, variance
+from math import isclose
 from typing import TYPE_CHECKING
 
 from kit.results.verdict import Measured, Missing, NotMeasured, Unjudged
@@ -28,8 +27,6 @@ TARGETED = ("strict", "in-order")
 LOST = ("failed", "dropped", "aborted")  # ends after which another group may take the place in the batch
 PERMITS = (("place", "place_back", "group"), ("slot", "slot_back", "group"), ("acquire", "release", "kind"))
 FEWEST = 8  # tokens from which on equal samples are no coincidence
-ENOUGH = 100  # groups whose lengths can be compared
-LARGEST_GAP = 4.0  # standard errors
 REACTION = 0.005  # seconds that a controller may take to see that it can go on
 EXACT = 1e-9
 
@@ -358,31 +355,6 @@ def order_fair(ledger: Ledger) -> Finding:
 
 
 @of_ledger
-def no_length_bias(ledger: Ledger) -> Finding:
-    """Are the groups that were dropped as short as the trained ones? By standard errors of the means; a violation beyond 4."""
-    if len(ledger.need("reserved", "group")) < ENOUGH or not ledger.by_event["tokens"]:
-        raise NotMeasured(f"the lengths of fewer than {ENOUGH} groups say nothing")
-    trained = {row["group"] for row in ledger.trained()}
-    last = ledger.ended.time if ledger.ended else ledger.rows[-1].time
-    kept, dropped = list[int](), list[int]()
-    for group, rows in ledger.life.items():
-        again = sum(row.event == "reserved" for row in rows) > 1
-        length = sum(row.number("count") for row in rows if row.event == "tokens")
-        if again or (group not in trained and any(row.time < last for row in ledger.ends(group))):
-            dropped.append(length)
-        elif group in trained:
-            kept.append(length)
-    if min(len(kept), len(dropped)) < 2:
-        return f"{many(len(dropped), 'group')} dropped of {len(ledger.life)}"
-    error = sqrt(variance(kept) / len(kept) + variance(dropped) / len(dropped))
-    gap = mean(dropped) - mean(kept)
-    said = f"{many(len(dropped), 'dropped group')}: {mean(dropped):.4g} tokens each, {mean(kept):.4g} of {len(kept)} trained ones"
-    if gap > LARGEST_GAP * error:
-        yield f"{said}, {gap / error if error else 0:.3g} standard errors more"
-    return said
-
-
-@of_ledger
 def tokens_conserved(ledger: Ledger) -> Finding:
     """Is every generated token trained or wasted, and counted once?"""
     generated = sum(row.number("count") for row in ledger.need("tokens", "group", "sample", "count"))
@@ -655,6 +627,7 @@ def permits_return(ledger: Ledger) -> Finding:
     if not pairs:
         raise Missing("the ledger has no `place`, `slot` or `acquire` event")
     left: list[Row] = []
+    in_use = 0
     for taken, back, of in pairs:
         out: dict[Id, Row] = {}
         ended: dict[Id, Row] = {}
@@ -670,10 +643,11 @@ def permits_return(ledger: Ledger) -> Finding:
             elif row.ends_group and of == "group":
                 ended[row[of]] = row
         left += [row for row in out.values() if ledger.ended or row.get("group") in ended]
-        if out and not left and not ledger.ended:
-            raise Missing(f"the ledger has no `ended` event, so {many(len(out), taken)} may be in use")
+        in_use += len(out)
     for row in left:
         yield f"{row}: never given back"
+    if in_use and not ledger.ended:
+        raise Missing(f"the ledger has no `ended` event, so {many(in_use, 'permit')} may be in use")
     return f"{many(sum(len(ledger.by_event[taken]) for taken, _, _ in pairs), 'permit')} taken and given back"
 
 
@@ -747,6 +721,8 @@ def metrics_true(ledger: Ledger) -> Finding:
     ready: set[Id] = set()
     for row in ledger.rows:
         if row.event == "metrics":
+            if ledger.resumed and row is rows[0]:  # totals may go on from those of the run before
+                totals |= {name: float(row[name]) for name in totals.keys() & row.ids.keys()}
             true = {**totals, "version": ledger.version_at(row), "queue": len(ready), **_of_update(ledger, row)}
             if not ledger.by_event["bumped"]:
                 del true["version"]

@@ -20,7 +20,16 @@ from tests.holdings import nothing_added
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
 SHARED = Path("/dev/shm")
-SHOWN_ELSEWHERE = {"own_pair", "own_script", "own_split", "own_transport", "own_wrapper", "ray_actors", "tiny_lab"}
+SHOWN_ELSEWHERE = {
+    "ledger",
+    "own_pair",
+    "own_script",
+    "own_split",
+    "own_transport",
+    "own_wrapper",
+    "ray_actors",
+    "tiny_lab",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
