@@ -13,6 +13,7 @@ LAB = Definition(
     fits=fits,
     phases="kit.labs.stream.ranks.trainer:Trainer",
     checks="kit.labs.stream.checks:CHECKS",
+    pictures="kit.labs.stream.pictures:PICTURES",
     first=("size", "ranks", "tp", "replicas", "steps", "groups", "group", "sampler", "window", "at_sync"),
     preload=("megatron.core",),
 )
