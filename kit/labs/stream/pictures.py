@@ -5,6 +5,7 @@ Colour is the weight version in the first picture, and a part of the time or an 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,13 +36,16 @@ LANE = (0.022, 0.11)  # inches for a request of a replica
 LANES = 3.0  # inches for all of them
 TRAINER = 0.42  # inches
 BETWEEN = 0.16  # inches between two replicas
-NAMED = 10  # syncs and steps that are named
+BAND = 0.4  # opacity of a sync
+NAMED = 10  # steps that have numbers
+LETTER = 0.062  # inches
+ACROSS = 10.2  # inches of the axis of time
 MOST = 16  # steps that are drawn as bars of their own, the last ones
 BOUNDED = ("strict", "in-order", "weight-fifo", "windowed")  # samplers that bound the lag by the window
 
 PART = {
     "training": (0, "training"),
-    "logprobs": (5, "log-probabilities"),
+    "logprobs": (3, "log-probabilities"),
     "sync": (2, "sync"),
     "exposed_generation": (1, "waiting for samples (exposed generation)"),
 }
@@ -77,6 +81,7 @@ class Lanes(NamedTuple):
     """Where everything is: the requests of each replica below one another, in as few lanes as they need."""
 
     boxes: dict[int, list[Box]]  # by version
+    joints: list[Box]  # between two parts of a sample
     given_up: list[tuple[float, float]]
     names: dict[float, str]  # of replicas, by the middle of their lanes
     bottom: float
@@ -90,19 +95,22 @@ def lanes(rows: Sequence[Row]) -> Lanes:
     total = sum(max(numbers) + 1 for numbers in packed.values())
     high = min(max(LANES / total, LANE[0]), LANE[1])
     boxes: dict[int, list[Box]] = defaultdict(list)
-    given_up, names = [], {}
+    joints, given_up, names = [], [], {}
     top = TRAINER + BETWEEN
     for replica, places in packed.items():
         for sample, place in zip(by[replica], places, strict=True):
             upper = top + place * high
+            middle = upper + 0.43 * high
             for part in sample.parts:
                 boxes[part.version].append(Box(part.left, part.right, upper, upper + 0.86 * high))
+            for one, after in itertools.pairwise(sample.parts):
+                joints.append(Box(one.right, after.left, middle - 0.1 * high, middle + 0.1 * high))
             if sample.end in ("failed", "cancelled"):
-                given_up.append((sample.parts[-1].right, upper + high / 2))
+                given_up.append((sample.parts[-1].right, middle))
         end = top + (max(places) + 1) * high
         names[(top + end) / 2] = f"replica {replica}"
         top = end + BETWEEN
-    return Lanes(dict(sorted(boxes.items())), given_up, names, top - BETWEEN)
+    return Lanes(dict(sorted(boxes.items())), joints, given_up, names, top - BETWEEN)
 
 
 def pack(samples: Sequence[tables.Sample]) -> list[int]:
@@ -118,12 +126,15 @@ def pack(samples: Sequence[tables.Sample]) -> list[int]:
 
 
 def paint_boxes(ax: Axes, boxes: Iterable[Box], began: float, scale: float, **look: Any) -> None:
-    """Rectangles as one collection: a run has thousands."""
+    """Rectangles as one collection: a run may have thousands."""
     corners = [
-        [((x - began) * scale, y) for x, y in ((b.left, b.top), (b.right, b.top), (b.right, b.bottom), (b.left, b.bottom))]
+        [
+            ((x - began) * scale, y)
+            for x, y in ((b.left, b.top), (b.right, b.top), (b.right, b.bottom), (b.left, b.bottom))
+        ]
         for b in boxes
     ]
-    ax.add_collection(PolyCollection(corners, **look), autolim=False)
+    ax.add_collection(PolyCollection(corners, **{"linewidth": 0, "zorder": 2, **look}), autolim=False)
 
 
 def versions(scene: Scene) -> None:
@@ -134,14 +145,15 @@ def versions(scene: Scene) -> None:
     drawn = lanes(rows)
     began, ended = rows[0].time, rows[-1].time
     scale, unit = time_unit(ended - began)
-    legend, ax, below = scene.figure.subplots(
-        3, 1, sharex=False, height_ratios=(0.28, drawn.bottom + 0.2, 1.1)
-    )
+    legend, ax, below = scene.figure.subplots(3, 1, sharex=False, height_ratios=(0.28, drawn.bottom + 0.2, 1.1))
     for version, boxes in drawn.boxes.items():
-        paint_boxes(ax, boxes, began, scale, facecolor=theme.colour(version), linewidth=0, gid=f"version {version}")
+        paint_boxes(ax, boxes, began, scale, facecolor=theme.colour(version), gid=f"version {version}")
+    paint_boxes(ax, drawn.joints, began, scale, facecolor=theme.ink, gid="joints")
     if drawn.given_up:
         x, y = zip(*drawn.given_up, strict=True)
-        ax.plot([(one - began) * scale for one in x], y, "x", color=theme.ink, markersize=4, markeredgewidth=1.1, zorder=4)
+        ax.plot(
+            [(one - began) * scale for one in x], y, "x", color=theme.ink, markersize=4, markeredgewidth=1.1, zorder=4
+        )
     draw_trainer(ax, rows, theme, began, scale)
     draw_buffer(below, rows, theme, began, scale)
     bands(rows, (ax, below), theme, began, scale)
@@ -168,10 +180,16 @@ def version_marks(rows: Sequence[Row], drawn: Lanes, theme: Theme) -> dict[str, 
     marks: dict[str, dict[str, Any]] = {}
     for colour, some in by.items():
         marks[("version " if not marks else "") + few(some)] = {"facecolor": colour}
-    marks["sync"] = {"facecolor": theme.faint, "alpha": 0.45}
-    marks["step open"] = {"facecolor": theme.grid}
+    if drawn.joints:
+        marks["one sample across a sync"] = {"color": theme.ink, "linewidth": 1.2}
+    marks["sync, from request to publication"] = {"facecolor": theme.faint, "alpha": BAND}
     if any(one.part == "logprobs" for one in tables.work(rows)):
-        marks["log-probabilities"] = {"facecolor": theme.faint, "hatch": "////", "edgecolor": theme.paper, "linewidth": 0}
+        marks["log-probabilities"] = {
+            "facecolor": theme.faint,
+            "hatch": "////",
+            "edgecolor": theme.paper,
+            "linewidth": 0,
+        }
     if drawn.given_up:
         marks["given up"] = {"color": theme.ink, "linestyle": "", "marker": "x", "markersize": 5}
     return marks
@@ -182,25 +200,30 @@ def few(numbers: Sequence[int]) -> str:
 
 
 def draw_trainer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scale: float) -> None:
-    """A step from its first call to its last in the colour of the version that it makes; between calls it waits."""
+    """A step from its first call to its last in the colour of the version that it makes; it is open while it waits for groups."""
     made = {int(row.ids["step"]): int(row.ids["version"]) for row in rows if row.name == "bumped"}
     by: dict[int, list[tables.Work]] = defaultdict(list)
     for one in tables.work(rows):
         by[one.step].append(one)
-    for step, calls in by.items():
+    inch = (rows[-1].time - began) / ACROSS
+    ends = [calls[0].left for calls in by.values()][1:] + [rows[-1].time + inch]
+    hatched = {"hatch": "////", "edgecolor": theme.paper}
+    for (step, calls), following in zip(by.items(), ends, strict=True):
         colour = theme.colour(made[step]) if step in made else theme.faint
         left, right = calls[0].left, calls[-1].right
-        paint_boxes(ax, [Box(left, right, 0.06, TRAINER)], began, scale, facecolor=theme.grid, linewidth=0)
-        for part, look in (("training", {"linewidth": 0}), ("logprobs", {"hatch": "////", "edgecolor": theme.paper, "linewidth": 0})):
+        middle = (0.06 + TRAINER) / 2
+        paint_boxes(ax, [Box(left, right, middle - 0.02, middle + 0.02)], began, scale, facecolor=colour)
+        for part, look in (("training", {}), ("logprobs", hatched)):
             mine = [Box(one.left, one.right, 0.06, TRAINER) for one in calls if one.part == part]
             paint_boxes(ax, mine, began, scale, facecolor=colour, gid=f"step {step}", **look)
-        if len(by) <= NAMED:
-            word = f"step {step} makes {made[step]}" if step in made else f"step {step} given up"
-            ax.text((left - began) * scale, 0.03, word, fontsize=7.5, va="bottom", color=theme.ink)
+        whole = f"step {step} makes {made[step]}" if step in made else f"step {step} given up"
+        fitting = [word for word in (whole, f"step {step}", str(step)) if len(word) * LETTER * inch < following - left]
+        if fitting:
+            ax.text((left - began) * scale, 0.03, fitting[0], fontsize=7.5, va="bottom")
 
 
 def bands(rows: Sequence[Row], axes: Iterable[Axes], theme: Theme, began: float, scale: float) -> None:
-    """Each sync as a band over everything: nothing is generated and nothing trained in it."""
+    """Each sync as a band: it begins when the version is made, and waits for calls that are under way."""
     start: dict[Any, float] = {}
     for row in rows:
         if row.name == "sync_begin":
@@ -208,7 +231,7 @@ def bands(rows: Sequence[Row], axes: Iterable[Axes], theme: Theme, began: float,
         elif row.name == "synced" and row.ids["version"] in start:
             left, right = ((when - began) * scale for when in (start.pop(row.ids["version"]), row.time))
             for ax in axes:
-                ax.axvspan(left, right, color=theme.faint, alpha=0.45, linewidth=0.8, zorder=3, gid="sync")
+                ax.axvspan(left, right, color=theme.faint, alpha=BAND, linewidth=0.8, zorder=0.5, gid="sync")
 
 
 def draw_buffer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scale: float) -> None:
@@ -217,12 +240,18 @@ def draw_buffer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scale
     x = (table["time"] - began) * scale
     ax.stackplot(
         x, table["complete"], table["unfinished"], step="post", linewidth=0,
-        colors=[theme.series[2], theme.series[1]], labels=["complete", "unfinished"],
+        colors=[theme.ink, theme.faint], alpha=0.7, labels=["complete", "unfinished"], zorder=2,
     )  # fmt: skip
     top = float((table["complete"] + table["unfinished"]).max())
     if "places" in limits:
         top = max(top, limits["places"])
-        ax.axhline(limits["places"], color=theme.bad, linewidth=1.4, linestyle=LINES[2], label=f"limit, {limits['places']} places")
+        ax.axhline(
+            limits["places"],
+            color=theme.bad,
+            linewidth=1.4,
+            linestyle=LINES[2],
+            label=f"limit, {limits['places']} places",
+        )
     ax.set_ylim(0, 1.5 * top)  # room for the legend
     ax.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
     ax.set_ylabel("groups")
@@ -249,10 +278,20 @@ def part_legend(ax: Axes, theme: Theme) -> None:
 def times(scene: Scene) -> None:
     """Every step by part, and beside it whole loops over the same work."""
     theme, frame = scene.theme, scene.data.records
-    axes = scene.figure.subplot_mosaic([["legend", "legend"], ["steps", "loops"]], height_ratios=(0.1, 1), width_ratios=(6, 5))
+    axes = scene.figure.subplot_mosaic(
+        [["legend", "legend"], ["steps", "loops"]], height_ratios=(0.1, 1), width_ratios=(6, 5)
+    )
     part_legend(axes["legend"], theme)
     draw_steps(axes["steps"], tables.steps(frame, tables.shown(frame) or ""), theme)
     draw_loops(axes["loops"], tables.loops(frame), theme)
+
+
+def whole_numbers(ax: Axes, numbers: Iterable[int]) -> None:
+    """An axis of bars at whole numbers. A few bars are not as wide as the plot."""
+    low, high = min(numbers), max(numbers)
+    every = math.ceil((high - low + 1) / NAMED)
+    ax.set_xticks(range(low, high + 1, every))
+    ax.set_xlim(low - 0.8, max(high, low + 3) + 0.8)
 
 
 def draw_steps(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
@@ -264,8 +303,7 @@ def draw_steps(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
             share = row["exposed_generation"] / row["total"] if row["total"] else 0.0
             ax.text(row["step"], top, f"{top:.3g} {unit}\n{share:.0%} waiting", ha="center", va="bottom", fontsize=8)
     ax.set_ylim(0, 1.25 * float(table["total"].max()) * scale)
-    ax.set_xlim(float(table["step"].min()) - 0.8, max(float(table["step"].max()), float(table["step"].min()) + 3) + 0.8)
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
+    whole_numbers(ax, table["step"])
     ax.set_xlabel("step (n = 1 each)")
     ax.set_ylabel(f"time [{unit}]")
     ax.set_title("Time of each step")
@@ -285,7 +323,7 @@ def draw_loops(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
     ax.set_xlim(0, 1.22 * longest * scale)
     grid_across(ax)
     ax.set_xlabel(f"time [{unit}] (n = 1 each)")
-    ax.set_title("The same number of steps, loop by loop")
+    ax.set_title("Time of each loop over the same groups")
 
 
 # -- lag and ends ------------------------------------------------------------------------------------------------------------
@@ -308,14 +346,12 @@ def draw_lags(ax: Axes, table: pd.DataFrame, window: int | None, theme: Theme) -
         late = window is not None and int(str(lag)) > window
         ax.bar(lag, count, 0.7, color=theme.bad if late else theme.series[0], zorder=2)
         ax.text(float(str(lag)), count, f"{count}\n{count / total:.0%}", ha="center", va="bottom", fontsize=8.5)
-    furthest = max([int(tokens.index.max()) if total else 0, window or 0])
     if window is not None:
         ax.axvline(window + 0.5, color=theme.bad, linewidth=1.4, linestyle=LINES[2])
         ax.annotate(f"limit: {counted(window, 'version')} ", (window + 0.5, 1), xycoords=("data", "axes fraction"),
                     ha="right", va="top", color=theme.bad, fontsize=8.5)  # fmt: skip
     ax.set_ylim(0, 1.35 * max(float(tokens.max()) if total else 0.0, 1.0))
-    ax.set_xlim(-0.6, max(furthest, 2) + 1.0)
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
+    whole_numbers(ax, [0, window or 0, *table["lag"]])
     ax.set_xlabel("lag: version during training minus version of the token")
     ax.set_ylabel("trained tokens")
     mean = float((table["lag"] * table["tokens"]).sum()) / total if total else 0.0
@@ -327,13 +363,17 @@ def draw_ends(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
     kinds = [end for end in END if end in set(table["end"])]
     for version, rows in table.groupby("version"):
         counts = rows.set_index("end")["groups"]
-        stack(ax, float(str(version)), 0.7, [(float(counts.get(end, 0)), {"facecolor": theme.series[END[end][0]], "linewidth": 0}) for end in kinds])
+        stack(
+            ax,
+            float(str(version)),
+            0.7,
+            [(float(counts.get(end, 0)), {"facecolor": theme.series[END[end][0]], "linewidth": 0}) for end in kinds],
+        )
     by = table.groupby("version")["groups"].sum()
     totals = table.groupby("end")["groups"].sum()
     ax.set_ylim(0, (1.15 + 0.13 * math.ceil(len(kinds) / 2)) * (float(by.max()) if len(by) else 1.0))
-    ax.set_xlim(-0.8, max(float(by.index.max()) if len(by) else 0.0, 3) + 0.8)
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    whole_numbers(ax, table["version"])
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
     ax.set_xlabel("version when the group ended")
     ax.set_ylabel("groups")
     ax.set_title(f"How {counted(int(totals.sum()), 'group')} ended")
