@@ -1,10 +1,203 @@
-"""The checks of the lab `stream`."""
+"""The checks of the lab `stream`: those that recompute, and those that need only the controller's ledger (`kit.stream.judge`)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
+
+from kit.labs.growth import at_most
+from kit.results import Measured, Missing, NotMeasured, incomplete, select
+from kit.results.records import NOTEBOOK
+from kit.results.units import counted
+from kit.stream import judge
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import pandas as pd
+
     from kit.results import Check
 
-CHECKS: tuple[Check, ...] = ()
+    Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
+
+LOOPS = ("lockstep", "stream")  # phases with a ledger
+SHUFFLED = 0.99  # share of wrong stamps that the recomputation must find
+ENOUGH = 0.5  # share of the tokens whose version can be told
+OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
+
+
+# -- recomputed -----------------------------------------------------------------------------------------------------------
+
+
+def equals_plain(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Weights of every version, losses and norms of every update, and every sample's tokens: lockstep against plain."""
+    plain, lockstep = (outcomes(frame, phase) for phase in ("plain", "lockstep"))
+    versions = sum(key[0] == "digest" for key in plain)
+    if versions != config["steps"] + 1:
+        incomplete(f"the plain loop has the weights of {versions} versions instead of {config['steps'] + 1}")
+    differ = [key for key in {**plain, **lockstep} if plain.get(key) != lockstep.get(key)]
+    if differ:
+        metric, ids = differ[0]
+        return Measured(
+            float(len(differ)),
+            f"{len(differ)} of {len(plain)} outcomes differ from the plain loop; first: {metric} {ids}",
+        )
+    return Measured(0.0, f"{len(plain)} outcomes over {counted(config['steps'], 'step')} are identical bit for bit")
+
+
+def outcomes(frame: pd.DataFrame, phase: str) -> dict[tuple[str, str], tuple[float | None, str]]:
+    rows = frame[(frame["phase"] == phase) & frame["metric"].isin(OUTCOMES)]
+    if rows.empty:
+        raise Missing(f"the phase {phase} recorded no weights")
+    values = zip(rows["metric"], rows["ids"], rows["value"], rows["text"], strict=True)
+    return {(metric, ids): (None if metric.endswith("digest") else value, text) for metric, ids, value, text in values}
+
+
+def stamps_true(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
+    number = verified(frame)
+    if number["decidable"] < ENOUGH * number["tokens"]:
+        raise NotMeasured(
+            f"versions are too much alike: only {number['decidable']:.0f} of {number['tokens']:.0f} tokens are closer to one version than "
+            "to any other by 10 times the noise; use a larger lr"
+        )
+    if number["shuffled_found"] < SHUFFLED * number["shuffled"]:
+        incomplete(
+            f"of wrong stamps, made for a control, only {number['shuffled_found']:.0f} of {number['shuffled']:.0f} were found"
+        )
+    return Measured(
+        number["wrong_stamps"],
+        f"{number['wrong_stamps']:.0f} of {number['decidable']:.0f} decidable tokens ({number['tokens']:.0f} tokens, "
+        f"{number['samples_over_syncs']:.0f} of {number['samples']:.0f} samples span a sync) have the log-probability of another version",
+    )
+
+
+def behaviour_logprob(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+    number = verified(frame)
+    return Measured(
+        number["logprob_error"],
+        f"largest difference to the closest version, {number['tokens']:.0f} tokens (noise of float32: {number['noise']:.1g})",
+    )
+
+
+def kv_policy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    number = verified(frame)
+    if config["at_sync"] in ("abort", "drain"):
+        return Measured(
+            number["samples_over_syncs"],
+            f"{number['samples_over_syncs']:.0f} samples span a sync with at_sync={config['at_sync']}",
+        )
+    if not number["policy_decidable"]:
+        raise NotMeasured(
+            "no token shows whether the KV cache was kept or recomputed: no sample spans a sync by enough tokens"
+        )
+    return Measured(
+        number["policy_wrong"],
+        f"{number['policy_wrong']:.0f} of {number['policy_decidable']:.0f} tokens that show it contradict at_sync={config['at_sync']}",
+    )
+
+
+def verified(frame: pd.DataFrame) -> dict[str, float]:
+    """The numbers of the recomputation."""
+    rows = select(frame, phase="verify", metric="tokens")
+    if not rows["value"].iloc[-1]:
+        incomplete("no token was recomputed")
+    rows = frame[(frame["phase"] == "verify") & (frame["ids"] == "")]
+    return dict(zip(rows["metric"], rows["value"].astype(float), strict=True))
+
+
+def of_batches(metric: str, what: str) -> Measure:
+    """Numbers of the batches that the trainer trained on, recomputed from the samples by separate code."""
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+        number = verified(frame)
+        if metric not in number:
+            raise Missing(f"{metric} was not recorded")
+        return Measured(number[metric], f"{what}: largest difference over {number['samples']:.0f} samples")
+
+    return measure
+
+
+# -- the ledger -----------------------------------------------------------------------------------------------------------
+
+
+def ledger(frame: pd.DataFrame, phase: str) -> judge.Ledger | None:
+    """What the controller and its ports did in a phase, in order."""
+    rows = frame[(frame["phase"] == phase) & (frame["rank"] == NOTEBOOK) & frame["value"].isna()]
+    if rows.empty:
+        return None
+    return judge.Ledger(
+        [
+            {"event": name, "time": when, **(json.loads(ids) if ids else {})}
+            for name, when, ids in zip(rows["metric"], rows["time"], rows["ids"], strict=True)
+        ]
+    )
+
+
+def of_ledger(question: Callable[[judge.Ledger], Measured], phases: Sequence[str] = LOOPS) -> Measure:
+    """The first violation in any loop, else the answer for the last."""
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+        found = Measured(0.0, "")
+        judged = 0
+        for phase in phases:
+            rows = ledger(frame, phase)
+            if rows is None:
+                continue
+            judged += 1
+            answer = question(rows)
+            if answer.value:
+                return Measured(answer.value, f"{phase}: {answer.why}")
+            found = Measured(0.0, f"{phase}: {answer.why}")
+        if not judged:
+            raise Missing("no phase recorded a ledger")
+        return found
+
+    return measure
+
+
+QUESTIONS = {name: (function.__doc__ or "").partition("\n")[0] for name, function in judge.CHECKS.items()}
+STREAM_ONLY = ("trains_before_straggler",)  # lockstep waits for all groups of a step on purpose
+
+CHECKS: tuple[Check, ...] = (
+    at_most(
+        "equals_plain",
+        "Does the loop with staleness 0 compute what the plain loop computes, bit for bit?",
+        "outcomes_differ",
+        equals_plain,
+    ),
+    at_most(
+        "stamps_true", "Was every token sampled from the version that it is stamped with?", "wrong_stamps", stamps_true
+    ),
+    at_most(
+        "behaviour_logprob",
+        "Are recorded log-probabilities those of the distribution that was sampled from?",
+        "logprob_error",
+        behaviour_logprob,
+        limit=1e-5,
+    ),
+    at_most("kv_policy_kept", "Did every sync treat the KV cache as at_sync says?", "wrong_policy", kv_policy_kept),
+    at_most(
+        "advantage_by_group",
+        "Are advantages those of each sample within its own group?",
+        "advantage_error",
+        of_batches("advantage_error", "advantages"),
+        limit=1e-6,
+    ),
+    at_most(
+        "on_policy_ratio_one",
+        "Are previous log-probabilities those of the weights when the step began?",
+        "previous_error",
+        of_batches("previous_error", "log-probabilities"),
+        limit=1e-5,
+    ),
+    at_most(
+        "is_weight_right",
+        "Are the recorded log-probabilities of each sample the ones that its loss corrects by?",
+        "recorded_error",
+        of_batches("recorded_error", "log-probabilities"),
+    ),
+    *(
+        at_most(name, QUESTIONS[name], name, of_ledger(function, ("stream",) if name in STREAM_ONLY else LOOPS))
+        for name, function in judge.CHECKS.items()
+    ),
+)

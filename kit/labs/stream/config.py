@@ -84,10 +84,10 @@ class StreamConfig(JobConfig):
         30.0
     )
     pace_ms: Annotated[
-        float,
-        Option(
-            "let ranks wait this long for each token and each trained sample, in place of real work", low=0, unit="ms"
-        ),
+        float, Option("replicas wait this long for each token, as a larger model would take", low=0, unit="ms")
+    ] = 0.0
+    train_pace_ms: Annotated[
+        float, Option("the trainer waits this long for each sample of a microbatch", low=0, unit="ms")
     ] = 0.0
     implementation: Annotated[
         str, Option("the controller: the kit's, or your own core as module:attr", target=True)

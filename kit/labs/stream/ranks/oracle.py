@@ -54,6 +54,15 @@ class Judged:
     def decidable(self, noise: float) -> list[bool]:
         return [gap >= APART * noise for gap in self.wrong_gap]
 
+    def policies(self, noise: float) -> tuple[int, int]:
+        """How many tokens show what the sync did to the KV cache, and how many of them show the opposite of what it should have."""
+        pairs = [
+            (own, other)
+            for own, other in zip(self.error, self.other_policy, strict=True)
+            if abs(own - other) >= APART * noise
+        ]
+        return len(pairs), sum(other < own for own, other in pairs)
+
     def wrong_stamps(self, noise: float) -> list[int]:
         """The decidable tokens whose stamp is not the version that gives their log-probability. Where the KV cache is kept, tokens after a
         wrong stamp may be among them: their keys and values are then computed from it."""
@@ -114,6 +123,13 @@ class Oracle:
             other[span.first : span.end] = self._span(self.models[place], row, span, copied(cache), (begin, end))
             held, cache = end, caches[place]
         return table, other
+
+    @torch.no_grad()
+    def plain(self, version: int, row: Row) -> torch.Tensor:
+        """What a trainer computes for the answer under a version: no temperature, no minimum length, no cache."""
+        logits = self.models[self._place(version)](torch.tensor(row.tokens)[None])[0, len(row.prompt) - 1 : -1]
+        found: torch.Tensor = logits.double().log_softmax(-1).gather(1, torch.tensor(row.answer)[:, None])[:, 0]
+        return found
 
     def noise(self, weights: Mapping[int, Mapping[str, torch.Tensor]], rows: Sequence[Row]) -> float:
         """The largest difference that float32 arithmetic makes, over these samples and all versions."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +150,7 @@ class Replica:
             "newest": max(versions),
             "length": len(answer.tokens),
             "reward": repr(gained),
+            "digest": hashlib.sha256(repr(answer.tokens).encode()).hexdigest()[:16],
         }
 
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:  # noqa: ARG002 - as the trainer's

@@ -8,6 +8,9 @@ version are kept on rank 0's host, for the recomputation.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +21,7 @@ from kit.labs import rankside
 from kit.labs.stream.config import replica_names, settings, trainer_model
 from kit.labs.stream.ranks.advantage import advantages
 from kit.labs.stream.ranks.oracle import Oracle
+from kit.labs.stream.ranks.recomputed import Fed, advantage_errors, previous_error, recorded_error
 from kit.labs.stream.ranks.rows import Inbox, Key
 from kit.labs.stream.ranks.side import (
     base_weights,
@@ -66,7 +70,7 @@ class Trainer:
         self.previous: dict[Key, torch.Tensor] = {}  # by the weights when the step began
         self.reference: dict[Key, torch.Tensor] = {}
         self.weights: dict[int, dict[str, torch.Tensor]] = {}  # of every version, on rank 0
-        self.trained: list[Row] = []  # every sample that was trained in this loop, on rank 0
+        self.fed: list[Fed] = []  # every sample that was trained in this loop, on rank 0
         self.job: model.Training
         self.step: MegatronSplit
         if self.first:  # replicas call as soon as their first phase runs
@@ -90,7 +94,7 @@ class Trainer:
         self.job.optimizer.reload_model_params()
         self.step = MegatronSplit(self.job)
         self.open = None
-        self.weights, self.previous, self.reference, self.trained = {}, {}, {}, []
+        self.weights, self.previous, self.reference, self.fed = {}, {}, {}, []
         self.keep(0)
         tensors_now = self.gather()
         if self.first:
@@ -156,9 +160,18 @@ class Trainer:
         tokens = int(valid(batch).sum())
         if tokens:
             self.step.microbatch(score.share(batch))
+        time.sleep(self.config.train_pace_ms / 1000 * len(groups) * self.config.group)
         if self.first:
-            self.trained += self.inbox.take(self.keys(groups))
+            self.observe(self.inbox.take(self.keys(groups)), batch)
         return {"tokens": tokens}
+
+    def observe(self, rows: Sequence[Row], batch: Batch) -> None:
+        """Keep what the step was given, for the recomputation."""
+        for place, row in enumerate(rows):
+            self.fed.append(Fed(row, max(self.weights), {name: value[place] for name, value in batch.items()}))
+            told = repr((row.tokens, row.logprobs)).encode()
+            ids = {"group": row.group, "sample": row.sample}
+            self.ctx.record("tokens_digest", None, text=hashlib.sha256(told).hexdigest(), **ids)
 
     def finish(self, step: int, update: int) -> None:
         self._need("finish", step, update)
@@ -264,17 +277,32 @@ class Trainer:
             temperature=self.config.temperature,
             keeps=self.config.at_sync == "keep",
         )
-        noise = oracle.noise(self.weights, self.trained[:NOISY])
-        judged = [oracle.judge(row) for row in self.trained]
-        record = self.ctx.record
-        record("noise", noise)
-        record("samples", len(judged))
-        record("samples_over_syncs", sum(len({*each.row.versions}) > 1 for each in judged))
-        record("tokens", sum(len(each.error) for each in judged))
-        record("decidable", sum(sum(each.decidable(noise)) for each in judged))
-        record("wrong_stamps", sum(len(each.wrong_stamps(noise)) for each in judged))
-        record("logprob_error", max((max(each.nearest) for each in judged), default=0.0))
-        record("stamped_error", max((max(each.error) for each in judged), default=0.0))
+        rows = [fed.row for fed in self.fed]
+        noise = oracle.noise(self.weights, rows[:NOISY])
+        judged = [oracle.judge(row) for row in rows]
+        policies = [each.policies(noise) for each in judged]
+        shuffled = [oracle.judge(each) for each in map(self.shuffled, rows[:NOISY])]
+        for metric, number in {
+            "noise": noise,
+            "samples": len(judged),
+            "samples_over_syncs": sum(len({*row.versions}) > 1 for row in rows),
+            "tokens": sum(len(row.answer) for row in rows),
+            "decidable": sum(sum(each.decidable(noise)) for each in judged),
+            "wrong_stamps": sum(len(each.wrong_stamps(noise)) for each in judged),
+            "shuffled": sum(sum(each.decidable(noise)) for each in shuffled),
+            "shuffled_found": sum(len(each.wrong_stamps(noise)) for each in shuffled),
+            "logprob_error": max((max(each.nearest) for each in judged), default=0.0),
+            "policy_decidable": sum(shown for shown, _ in policies),
+            "policy_wrong": sum(wrong for _, wrong in policies),
+            "advantage_error": max(advantage_errors(self.fed, self.config.advantage), default=0.0),
+            "previous_error": max((previous_error(oracle, fed, self.config.previous) for fed in self.fed), default=0.0),
+            "recorded_error": max((recorded_error(fed) for fed in self.fed), default=0.0),
+        }.items():
+            self.ctx.record(metric, number)
+
+    def shuffled(self, row: Row) -> Row:
+        """The sample with every stamp one version further, from the last to the first: a control, of which every stamp is wrong."""
+        return dataclasses.replace(row, versions=tuple((stamp + 1) % len(self.weights) for stamp in row.versions))
 
     @property
     def loss(self) -> ClippedPolicyGradient:
