@@ -22,7 +22,7 @@ from kit.results.units import counted, time_unit
 from kit.stream.meter import PARTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     import pandas as pd
     from matplotlib.axes import Axes
@@ -206,7 +206,7 @@ def draw_trainer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scal
     for one in tables.work(rows):
         by[one.step].append(one)
     inch = (rows[-1].time - began) / ACROSS
-    ends = [calls[0].left for calls in by.values()][1:] + [rows[-1].time + inch]
+    ends = [*[calls[0].left for calls in by.values()][1:], rows[-1].time]
     hatched = {"hatch": "////", "edgecolor": theme.paper}
     for (step, calls), following in zip(by.items(), ends, strict=True):
         colour = theme.colour(made[step]) if step in made else theme.faint
@@ -286,7 +286,7 @@ def times(scene: Scene) -> None:
     draw_loops(axes["loops"], tables.loops(frame), theme)
 
 
-def whole_numbers(ax: Axes, numbers: Iterable[int]) -> None:
+def whole_numbers(ax: Axes, numbers: Collection[int]) -> None:
     """An axis of bars at whole numbers. A few bars are not as wide as the plot."""
     low, high = min(numbers), max(numbers)
     every = math.ceil((high - low + 1) / NAMED)
@@ -342,10 +342,10 @@ def draw_lags(ax: Axes, table: pd.DataFrame, window: int | None, theme: Theme) -
     """Trained tokens by lag; those beyond the window are wrong."""
     tokens = table.groupby("lag")["tokens"].sum()
     total = int(tokens.sum())
-    for lag, count in tokens.items():
-        late = window is not None and int(str(lag)) > window
+    for lag, count in zip(tokens.index.tolist(), tokens.tolist(), strict=True):
+        late = window is not None and lag > window
         ax.bar(lag, count, 0.7, color=theme.bad if late else theme.series[0], zorder=2)
-        ax.text(float(str(lag)), count, f"{count}\n{count / total:.0%}", ha="center", va="bottom", fontsize=8.5)
+        ax.text(lag, count, f"{count}\n{count / total:.0%}", ha="center", va="bottom", fontsize=8.5)
     if window is not None:
         ax.axvline(window + 0.5, color=theme.bad, linewidth=1.4, linestyle=LINES[2])
         ax.annotate(f"limit: {counted(window, 'version')} ", (window + 0.5, 1), xycoords=("data", "axes fraction"),
@@ -360,15 +360,11 @@ def draw_lags(ax: Axes, table: pd.DataFrame, window: int | None, theme: Theme) -
 
 def draw_ends(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
     """Groups that ended under each version, stacked by how."""
+    looks = {end: {"facecolor": theme.series[colour], "linewidth": 0} for end, (colour, _) in END.items()}
     kinds = [end for end in END if end in set(table["end"])]
     for version, rows in table.groupby("version"):
         counts = rows.set_index("end")["groups"]
-        stack(
-            ax,
-            float(str(version)),
-            0.7,
-            [(float(counts.get(end, 0)), {"facecolor": theme.series[END[end][0]], "linewidth": 0}) for end in kinds],
-        )
+        stack(ax, float(str(version)), 0.7, [(float(counts.get(end, 0)), looks[end]) for end in kinds])
     by = table.groupby("version")["groups"].sum()
     totals = table.groupby("end")["groups"].sum()
     ax.set_ylim(0, (1.15 + 0.13 * math.ceil(len(kinds) / 2)) * (float(by.max()) if len(by) else 1.0))
@@ -377,7 +373,7 @@ def draw_ends(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
     ax.set_xlabel("version when the group ended")
     ax.set_ylabel("groups")
     ax.set_title(f"How {counted(int(totals.sum()), 'group')} ended")
-    marks = {f"{END[end][1]} ({totals[end]})": {"facecolor": theme.series[END[end][0]]} for end in kinds}
+    marks = {f"{END[end][1]} ({totals[end]})": looks[end] for end in kinds}
     ax.legend(handles=marks_of(marks), ncols=2, loc="upper left", columnspacing=1.1, handlelength=1.2)
 
 

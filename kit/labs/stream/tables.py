@@ -14,6 +14,7 @@ import pandas as pd
 
 from kit.loop.ledger import Row
 from kit.results import NotMeasured, with_ids
+from kit.results.records import NOTEBOOK
 from kit.stream.meter import PARTS, WORK, Meter
 
 if TYPE_CHECKING:
@@ -29,17 +30,24 @@ ENDS = ("cleared", "evicted", "aborted", "failed", "dropped", "replaced")
 
 def shown(frame: pd.DataFrame) -> str | None:
     """The loop that is drawn: `stream` if it began, else the last one with a complete sample in its ledger."""
-    completed = frame[(frame["metric"] == "completed") & (frame["ids"] != "")]["phase"]
-    return "stream" if (completed == "stream").any() else str(completed.iloc[-1]) if len(completed) else None
+    rows = written(frame)
+    phases = rows[rows["metric"] == "completed"]["phase"]
+    return "stream" if (phases == "stream").any() else str(phases.iloc[-1]) if len(phases) else None
+
+
+def written(frame: pd.DataFrame) -> pd.DataFrame:
+    """The records of events and commands. A controller of the lab writes on the notebook's side; another system's writes where it runs."""
+    rows = frame[frame["value"].isna() & (frame["ids"] != "")]
+    own = rows["rank"] == NOTEBOOK
+    return rows[own] if own.any() else rows
 
 
 def ledger(frame: pd.DataFrame, phase: str) -> list[Row]:
     """Events and commands of a loop, in order."""
-    rows = frame[(frame["phase"] == phase) & (frame["ids"] != "") & frame["value"].isna()]
-    found = [
-        Row(name, when, json.loads(ids))
-        for name, when, ids in zip(rows["metric"], rows["time"], rows["ids"], strict=True)
-    ]
+    rows = written(frame)
+    rows = rows[rows["phase"] == phase]
+    columns = (rows[name] for name in ("metric", "time", "ids"))
+    found = [Row(name, when, json.loads(ids)) for name, when, ids in zip(*columns, strict=True)]
     if not any(row.name == "completed" for row in found):
         raise NotMeasured(f"no sample was completed in the phase {phase}")
     return found
