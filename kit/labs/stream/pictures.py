@@ -216,7 +216,7 @@ def draw_trainer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scal
         for part, look in (("training", {}), ("logprobs", hatched)):
             mine = [Box(one.left, one.right, 0.06, TRAINER) for one in calls if one.part == part]
             paint_boxes(ax, mine, began, scale, facecolor=colour, gid=f"step {step}", **look)
-        whole = f"step {step} makes {made[step]}" if step in made else f"step {step} given up"
+        whole = f"step {step}, version {made[step]}" if step in made else f"step {step} given up"
         fitting = [word for word in (whole, f"step {step}", str(step)) if len(word) * LETTER * inch < following - left]
         if fitting:
             ax.text((left - began) * scale, 0.03, fitting[0], fontsize=7.5, va="bottom")
@@ -435,11 +435,11 @@ SECONDS = dict.fromkeys(("total", *PARTS), "s")
 PICTURES = Pictures(
     plots={
         "versions": Plot("Versions over time, by replica", ready, lambda data, _: height(data), versions),
-        "times": Plot("Where the time went", measured(tables.steps), lambda *_: 3.3, times),
+        "steps": Plot("Where the time went", measured(tables.steps), lambda *_: 3.3, times),
         "groups": Plot("Lag of tokens, ends of groups", measured(tables.ends), lambda *_: 3.1, groups),
         "recomputed": Plot("Recomputation", ready, lambda *_: 0.35, recomputed),
     },
-    overview=(("versions",), ("times",), ("groups",), ("recomputed",), ("verdict",)),
+    overview=(("versions",), ("steps",), ("groups",), ("recomputed",), ("verdict",)),
     words=words,
     ready=ready,
     tables={
