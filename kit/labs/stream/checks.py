@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LOOPS = ("lockstep", "stream")  # phases with a ledger
 SHUFFLED = 0.99  # share of wrong stamps that the recomputation must find
+QUESTIONS_ASKED = 50
 ENOUGH = 0.5  # share of the tokens whose version can be told
 OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
 
@@ -51,6 +52,63 @@ def outcomes(frame: pd.DataFrame, phase: str) -> dict[tuple[str, str], tuple[flo
         raise Missing(f"the phase {phase} recorded no weights")
     values = zip(rows["metric"], rows["ids"], rows["value"], rows["text"], strict=True)
     return {(metric, ids): (None if metric.endswith("digest") else value, text) for metric, ids, value, text in values}
+
+
+def resumed_equals_whole(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Every outcome of the loop that was stopped and resumed, against the same loop that was not."""
+    whole, resumed = (outcomes(frame, phase) for phase in ("lockstep", "resume"))
+    differ = [key for key in {**whole, **resumed} if whole.get(key) != resumed.get(key)]
+    if differ:
+        metric, ids = differ[0]
+        return Measured(
+            float(len(differ)), f"{len(differ)} of {len(whole)} outcomes differ after a resume; first: {metric} {ids}"
+        )
+    return Measured(0.0, f"{len(whole)} outcomes are the same with a stop after step {config['steps'] // 2}")
+
+
+def controller_answers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
+    asked = select(frame, phase="stream", metric="answers")["value"].iloc[-1]
+    if asked < QUESTIONS_ASKED:
+        raise NotMeasured(
+            f"only {asked:.0f} questions fitted into the loop; {QUESTIONS_ASKED} are needed: use more steps"
+        )
+    seconds = select(frame, phase="stream", metric="answer_seconds")["value"].iloc[-1]
+    return Measured(1000 * seconds, f"median of {asked:.0f} questions from outside while replicas and trainer worked")
+
+
+def logger_is_harmless(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+    rows = ledger(frame, "rehearse")
+    if rows is None:
+        raise Missing("no phase with a broken logger was recorded")
+    failed = len(rows.by_event["logger_failed"])
+    ended = rows.ended is not None and rows.ended.get("why") == "done"
+    wrong = float(not failed) + float(not ended)
+    return Measured(
+        wrong,
+        f"the logger raised {failed} times; the loop {'ended as planned' if ended else 'did not end as planned'}",
+    )
+
+
+def death_is_named(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+    return Measured(
+        float(select(frame, phase="rehearse", metric="named_seconds")["value"].iloc[-1]),
+        "from the kill of the replica to its name in the ledger",
+    )
+
+
+def alone(config: Mapping[str, Any]) -> str:
+    return "" if config["replicas"] > 1 else "one replica alone is not killed: nothing could go on"
+
+
+def no_deadlock(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+    """Loops that began and did not end by themselves."""
+    begun = [phase for phase in (*LOOPS, "resume", "rehearse") if ledger(frame, phase) is not None]
+    if not begun:
+        raise Missing("no phase recorded a ledger")
+    stuck = [phase for phase in begun if not frame[(frame["phase"] == phase) & (frame["metric"] == "ended")].shape[0]]
+    return Measured(
+        float(len(stuck)), f"no end: {', '.join(stuck)}" if stuck else f"all {len(begun)} loops ended by themselves"
+    )
 
 
 def stamps_true(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
@@ -155,8 +213,13 @@ def of_ledger(question: Callable[[judge.Ledger], Measured], phases: Sequence[str
     return measure
 
 
+def phases_of(name: str) -> tuple[str, ...]:
+    """Lockstep waits for all groups of a step on purpose; only the rehearsal loses a replica and has a step that fails."""
+    only = {"trains_before_straggler": "stream", "dead_rollout_named": "rehearse", "abort_on_failure": "rehearse"}
+    return (only[name],) if name in only else (*LOOPS, "rehearse")
+
+
 QUESTIONS = {name: (function.__doc__ or "").partition("\n")[0] for name, function in judge.CHECKS.items()}
-STREAM_ONLY = ("trains_before_straggler",)  # lockstep waits for all groups of a step on purpose
 
 CHECKS: tuple[Check, ...] = (
     at_most(
@@ -196,8 +259,40 @@ CHECKS: tuple[Check, ...] = (
         "recorded_error",
         of_batches("recorded_error", "log-probabilities"),
     ),
+    at_most(
+        "resume_equals",
+        "Does a loop that was stopped and resumed compute what it computes without a stop?",
+        "resume_differs",
+        resumed_equals_whole,
+        cannot=lambda config: "" if config["steps"] > 1 else "a single step leaves nothing to resume",
+    ),
+    at_most("no_deadlock", "Did every loop end by itself?", "loops_stuck", no_deadlock),
+    at_most(
+        "controller_answers",
+        "Does the controller answer questions while everything is busy?",
+        "answer_ms",
+        controller_answers,
+        limit=50,
+        unit="ms",
+    ),
+    at_most(
+        "logger_is_harmless",
+        "Does training go on when the logger raises?",
+        "logger_harm",
+        logger_is_harmless,
+        cannot=alone,
+    ),
+    at_most(
+        "death_named_in_time",
+        "Is a killed replica named within a second?",
+        "named_s",
+        death_is_named,
+        limit=1,
+        unit="s",
+        cannot=alone,
+    ),
     *(
-        at_most(name, QUESTIONS[name], name, of_ledger(function, ("stream",) if name in STREAM_ONLY else LOOPS))
+        at_most(name, QUESTIONS[name], name, of_ledger(function, phases_of(name)))
         for name, function in judge.CHECKS.items()
     ),
 )
