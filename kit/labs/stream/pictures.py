@@ -36,6 +36,7 @@ LANE = (0.022, 0.11)  # inches for a request of a replica
 LANES = 3.0  # inches for all of them
 TRAINER = 0.42  # inches
 BETWEEN = 0.16  # inches between two replicas
+LEGEND = 0.45  # inches
 BAND = 0.4  # opacity of a sync
 NAMED = 10  # steps that have numbers
 LETTER = 0.062  # inches
@@ -145,7 +146,7 @@ def versions(scene: Scene) -> None:
     drawn = lanes(rows)
     began, ended = rows[0].time, rows[-1].time
     scale, unit = time_unit(ended - began)
-    legend, ax, below = scene.figure.subplots(3, 1, sharex=False, height_ratios=(0.28, drawn.bottom + 0.2, 1.1))
+    legend, ax, below = scene.figure.subplots(3, 1, sharex=False, height_ratios=(LEGEND, drawn.bottom + 0.2, 1.1))
     for version, boxes in drawn.boxes.items():
         paint_boxes(ax, boxes, began, scale, facecolor=theme.colour(version), gid=f"version {version}")
     paint_boxes(ax, drawn.joints, began, scale, facecolor=theme.ink, gid="joints")
@@ -168,31 +169,33 @@ def versions(scene: Scene) -> None:
     many = len({sample.replica for sample in tables.samples(rows)})
     some = f", the first {REPLICAS} of {many} replicas" if many > REPLICAS else ""
     ax.set_title(f"Phase {phase}: a bar is a sample, its colour the weight version of its tokens{some}")
-    legend_of(legend, marks_of(version_marks(rows, drawn, theme)), columnspacing=1.1, handlelength=1.2)
+    colours, others = version_marks(rows, drawn, theme)
+    for marks, where in (
+        (colours, "upper left"),
+        (others, "lower left"),
+    ):  # in one row they could be wider than the picture
+        legend_of(legend, marks_of(marks), loc=where, columnspacing=1.1, handlelength=1.2)
+        legend.add_artist(legend.get_legend())
 
 
-def version_marks(rows: Sequence[Row], drawn: Lanes, theme: Theme) -> dict[str, dict[str, Any]]:
-    """Every version with its colour; versions that share one are named together."""
+def version_marks(rows: Sequence[Row], drawn: Lanes, theme: Theme) -> tuple[dict[str, dict[str, Any]], ...]:
+    """Every version with its colour, where versions that share one are named together; and all other marks."""
     made = {int(row.ids["version"]) for row in rows if row.name == "bumped"} | {*drawn.boxes}
     by: dict[str, list[int]] = defaultdict(list)
     for version in sorted(made):
         by[theme.colour(version)].append(version)
-    marks: dict[str, dict[str, Any]] = {}
+    colours: dict[str, dict[str, Any]] = {}
     for colour, some in by.items():
-        marks[("version " if not marks else "") + few(some)] = {"facecolor": colour}
+        colours[("" if colours else "version ") + few(some)] = {"facecolor": colour}
+    hatched = {"facecolor": theme.faint, "hatch": "////", "edgecolor": theme.paper, "linewidth": 0}
+    marks: dict[str, dict[str, Any]] = {"sync, from request to publication": {"facecolor": theme.faint, "alpha": BAND}}
     if drawn.joints:
         marks["one sample across a sync"] = {"color": theme.ink, "linewidth": 1.2}
-    marks["sync, from request to publication"] = {"facecolor": theme.faint, "alpha": BAND}
     if any(one.part == "logprobs" for one in tables.work(rows)):
-        marks["log-probabilities"] = {
-            "facecolor": theme.faint,
-            "hatch": "////",
-            "edgecolor": theme.paper,
-            "linewidth": 0,
-        }
+        marks["log-probabilities"] = hatched
     if drawn.given_up:
         marks["given up"] = {"color": theme.ink, "linestyle": "", "marker": "x", "markersize": 5}
-    return marks
+    return colours, marks
 
 
 def few(numbers: Sequence[int]) -> str:
@@ -260,7 +263,7 @@ def draw_buffer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scale
 
 
 def height(data: RunData) -> float:
-    return lanes(tables.ledger(data.records, tables.shown(data.records) or "")).bottom + 0.2 + 0.28 + 1.1 + 0.95
+    return lanes(tables.ledger(data.records, tables.shown(data.records) or "")).bottom + 0.2 + LEGEND + 1.1 + 0.95
 
 
 # -- time --------------------------------------------------------------------------------------------------------------------
@@ -301,12 +304,12 @@ def draw_steps(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
         top = stack(ax, row["step"], 0.7, [(row[part] * scale, look) for part, look in looks(theme).items()])
         if len(table) <= NAMED:
             share = row["exposed_generation"] / row["total"] if row["total"] else 0.0
-            ax.text(row["step"], top, f"{top:.3g} {unit}\n{share:.0%} waiting", ha="center", va="bottom", fontsize=8)
-    ax.set_ylim(0, 1.25 * float(table["total"].max()) * scale)
+            ax.text(row["step"], top, f"{share:.0%}", ha="center", va="bottom", fontsize=8.5)
+    ax.set_ylim(0, 1.15 * float(table["total"].max()) * scale)
     whole_numbers(ax, table["step"])
     ax.set_xlabel("step (n = 1 each)")
     ax.set_ylabel(f"time [{unit}]")
-    ax.set_title("Time of each step")
+    ax.set_title("Time of each step, and the share of waiting")
 
 
 def draw_loops(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:

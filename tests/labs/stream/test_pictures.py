@@ -171,7 +171,7 @@ def test_it_tells_the_story(make_stream, theme_name):
     )
     assert [title.split(" (")[0] for title in titles(picture)][:5] == [
         "Phase stream: a bar is a sample, its colour the weight version of its tokens", "Groups in the buffer",
-        "Time of each step", "Time of each loop over the same groups", titles(picture)[4],
+        "Time of each step, and the share of waiting", "Time of each loop over the same groups", titles(picture)[4],
     ]  # fmt: skip
     assert titles(picture)[4].startswith("Lag of ")
     assert "How 20 groups ended" in titles(picture)
