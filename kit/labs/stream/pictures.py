@@ -302,9 +302,8 @@ def draw_steps(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
     scale, unit = time_unit(float(table["total"].max()))
     for row in table.to_dict("records"):
         top = stack(ax, row["step"], 0.7, [(row[part] * scale, look) for part, look in looks(theme).items()])
-        if len(table) <= NAMED:
-            share = row["exposed_generation"] / row["total"] if row["total"] else 0.0
-            ax.text(row["step"], top, f"{share:.0%}", ha="center", va="bottom", fontsize=8.5)
+        share = row["exposed_generation"] / row["total"] if row["total"] else 0.0
+        ax.text(row["step"], top, f"{share:.0%}", ha="center", va="bottom", fontsize=7.5)
     ax.set_ylim(0, 1.15 * float(table["total"].max()) * scale)
     whole_numbers(ax, table["step"])
     ax.set_xlabel("step (n = 1 each)")
