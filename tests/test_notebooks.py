@@ -158,6 +158,24 @@ def split_training(notebook: nbformat.NotebookNode, runs: Path) -> None:
     assert len(list(runs.glob("split-*/metrics.csv"))) == len(list(runs.glob("split-*/table.parquet"))) == 1
 
 
+def streaming(notebook: nbformat.NotebookNode, runs: Path) -> None:
+    panel(notebook, "stream")
+    assert "0 failed" in (shown := text(notebook, "verdict")), shown
+    steps = outputs(notebook, "steps")[-1]["data"]["text/html"]
+    assert {"exposed_generation", "version", "tokens"} <= set(re.findall(r"\w+", steps))
+    assert "tokens per second" in outputs(notebook, "replicas")[-1]["data"]["text/html"]
+    life = re.findall(r" s  (\w+)", text(notebook, "ledger"))
+    assert life[-3:] == ["selected", "trained", "cleared"]
+    assert life.count("sent") == life.count("completed") == 4
+    total = {
+        window: float(seconds)
+        for window, seconds in re.findall(r"window (\d): +([\d.]+) s", text(notebook, "simulate"))
+    }
+    assert total["1"] < 0.7 * total["0"]
+    assert "image/png" in outputs(notebook, "run")[-1]["data"]
+    assert len(list(runs.glob("stream-*/steps.csv"))) == len(list(runs.glob("stream-*/table.parquet"))) == 1
+
+
 def recorded(notebook: nbformat.NotebookNode) -> None:
     """Other machines' numbers, under their names."""
     assert re.search(r"recorded on [\w-]+, not here: ", outputs(notebook, "recorded")[-1]["data"]["text/html"])
@@ -168,6 +186,7 @@ PROMISES = {
     "01_offload_reload": offload_reload,
     "02_weight_sync": weight_sync,
     "03_split_training": split_training,
+    "04_streaming": streaming,
 }
 
 

@@ -141,3 +141,28 @@ def test_a_split_step_is_shown(page, server, artefacts):
         page.screenshot(path=artefacts / f"split-{name}.png")
     assert page.errors == []
     assert page.strays == []
+
+
+def test_a_stream_is_shown(page, server, artefacts):
+    page.goto(server.page("04_streaming.ipynb"))
+    page.locator(".jp-StatusBar-TextItem", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
+    menu(page, "Run", "Run All Cells")
+    panel_waits(page, artefacts, "stream")
+    judged = cell_with(page, "run.verdict()")
+    judged.locator(".jp-OutputArea", has_text="0 failed,").wait_for(timeout=180_000)
+    simulated = cell_with(page, "simulate(").locator(".jp-OutputArea", has_text="window 2")
+    simulated.wait_for(timeout=60_000)
+    shown = {
+        "run": cell_with(page, "run.plot()").locator(".jp-OutputArea img"),
+        "steps": cell_with(page, "tables.steps(").locator(".jp-OutputArea table"),
+        "replicas": cell_with(page, "tables.replicas(").locator(".jp-OutputArea table"),
+        "simulated": simulated,
+    }
+    assert shown["run"].evaluate("image => image.complete && image.naturalWidth") >= 1000
+    for name, rows in (("steps", 4), ("replicas", 2)):
+        assert shown[name].locator("tbody tr").count() == rows
+    for name, part in shown.items():
+        part.scroll_into_view_if_needed()
+        page.screenshot(path=artefacts / f"stream-{name}.png")
+    assert page.errors == []
+    assert page.strays == []

@@ -14,6 +14,7 @@ LAB = Definition(
     phases="kit.labs.stream.ranks.trainer:Trainer",
     checks="kit.labs.stream.checks:CHECKS",
     presets="kit.labs.stream.checks:PRESETS",
+    pictures="kit.labs.stream.pictures:PICTURES",
     first=("size", "ranks", "tp", "replicas", "steps", "groups", "group", "sampler", "window", "at_sync"),
     preload=("megatron.core",),
 )

@@ -1,0 +1,329 @@
+"""The tables of a stream run, read from the ledger of a loop: steps, replicas, samples, lag of trained tokens, ends of groups.
+
+Each takes `run.frame()` and returns a pandas table; it raises `NotMeasured` if the run ended before. `phase` names the loop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import pandas as pd
+
+from kit.loop.ledger import Row
+from kit.results import NotMeasured, with_ids
+from kit.results.records import NOTEBOOK
+from kit.stream.meter import PARTS, WORK, Meter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+LOOPS = ("plain", "lockstep", "stream", "bound")
+CALLS = {name: part for name, part in WORK.items() if part != "sync"}  # of the trainer, by the part of a step
+ENDS = ("cleared", "evicted", "aborted", "failed", "dropped", "replaced")
+
+
+# -- the ledger ------------------------------------------------------------------------------------------------------------
+
+
+def shown(frame: pd.DataFrame) -> str | None:
+    """The loop that is drawn: `stream` if it began, else the last one with a complete sample in its ledger."""
+    rows = written(frame)
+    phases = rows[rows["metric"] == "completed"]["phase"]
+    return "stream" if (phases == "stream").any() else str(phases.iloc[-1]) if len(phases) else None
+
+
+def written(frame: pd.DataFrame) -> pd.DataFrame:
+    """The records of events and commands. A controller of the lab writes on the notebook's side; another system's writes where it runs."""
+    rows = frame[frame["value"].isna() & (frame["ids"] != "")]
+    own = rows["rank"] == NOTEBOOK
+    return rows[own] if own.any() else rows
+
+
+def ledger(frame: pd.DataFrame, phase: str) -> list[Row]:
+    """Events and commands of a loop, in order."""
+    rows = written(frame)
+    rows = rows[rows["phase"] == phase]
+    columns = (rows[name] for name in ("metric", "time", "ids"))
+    found = [Row(name, when, json.loads(ids)) for name, when, ids in zip(*columns, strict=True)]
+    if not any(row.name == "completed" for row in found):
+        raise NotMeasured(f"no sample was completed in the phase {phase}")
+    return found
+
+
+# -- samples ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Part:
+    """Tokens of a sample that have one version, and when they were generated."""
+
+    version: int
+    left: float
+    right: float
+    tokens: int
+
+
+@dataclass(slots=True)
+class Sample:
+    """One attempt. `end` is completed, failed or cancelled; empty while it is under way.
+
+    A replica reports after each call, so the first tokens count from its report before, or from the moment at which the sample was sent.
+    """
+
+    group: int
+    number: int
+    replica: int
+    sent: float
+    parts: list[Part] = field(default_factory=list)
+    end: str = ""
+
+
+def samples(rows: Sequence[Row]) -> list[Sample]:
+    """Every attempt at a sample that generated something, in order of its first tokens."""
+    found: list[Sample] = []
+    under_way: dict[tuple[object, object], Sample] = {}
+    reported: dict[int, float] = {}  # when each replica last reported tokens
+    synced = rows[0].time
+    for row in rows:
+        ids, key = row.ids, (row.ids.get("group"), row.ids.get("sample"))
+        if row.name == "synced":
+            synced = row.time
+        elif row.name == "sent":
+            replica = int(ids["replica"])
+            began = max(row.time, synced)
+            found.append(Sample(int(ids["group"]), int(ids["sample"]), replica, began))
+            under_way[key] = found[-1]
+        elif key not in under_way:
+            continue
+        elif row.name == "started":
+            sample = under_way[key]
+            sample.sent = max(sample.sent, synced, reported.get(sample.replica, 0.0))
+        elif row.name == "tokens":
+            extend(under_way[key], Part(int(ids["version"]), synced, row.time, int(ids["count"])))
+            reported[under_way[key].replica] = row.time
+        elif row.name in ("completed", "failed", "cancelled"):
+            sample = under_way.pop(key)
+            sample.end = row.name
+            if row.name == "completed" and not sample.parts:  # a ledger without spans of tokens
+                extend(sample, Part(int(ids["version"]), synced, row.time, int(ids.get("length", 0))))
+    return sorted((sample for sample in found if sample.parts), key=lambda sample: sample.parts[0].left)
+
+
+def extend(sample: Sample, new: Part) -> None:
+    """Add tokens: to the last part if they have its version, else as a part that begins behind it. `new.left` is the last sync's end."""
+    last = sample.parts[-1] if sample.parts else None
+    if last is not None and last.version == new.version:
+        last.right, last.tokens = new.right, last.tokens + new.tokens
+    else:
+        new.left = min(max(new.left, sample.sent if last is None else last.right), new.right)
+        sample.parts.append(new)
+
+
+def replicas(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
+    """One row a replica: complete samples, those that span a sync, attempts given up, tokens, and the seconds in which it generated."""
+    rows = ledger(frame, phase)
+    total = rows[-1].time - rows[0].time
+    by: dict[int, list[Sample]] = defaultdict(list)
+    for sample in samples(rows):
+        by[sample.replica].append(sample)
+    found = []
+    for replica, mine in sorted(by.items()):
+        complete = [sample for sample in mine if sample.end == "completed"]
+        tokens = sum(part.tokens for sample in mine for part in sample.parts)
+        busy = covered((part.left, part.right) for sample in mine for part in sample.parts)
+        found.append(
+            {
+                "replica": replica,
+                "samples": len(complete),
+                "span a sync": sum(len(sample.parts) > 1 for sample in complete),
+                "given up": sum(sample.end in ("failed", "cancelled") for sample in mine),
+                "tokens": tokens,
+                "generating": busy,
+                "share of the time": busy / total if total else 0.0,
+                "tokens per second": tokens / busy if busy else 0.0,
+            }
+        )
+    return pd.DataFrame(found)
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length that these intervals cover together."""
+    total, reached = 0.0, float("-inf")
+    for left, right in sorted(intervals):
+        total += max(0.0, right - max(left, reached))
+        reached = max(reached, right)
+    return total
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------------
+
+
+class Work(NamedTuple):
+    """A call of the trainer: its step, what it does, and when."""
+
+    step: int
+    part: str
+    left: float
+    right: float
+
+
+def work(rows: Sequence[Row]) -> list[Work]:
+    """The trainer's calls that have ended. It takes one at a time, in order."""
+    found: list[Work] = []
+    waiting: dict[str, list[Row]] = defaultdict(list)
+    free = rows[0].time
+    for row in rows:
+        if row.name in CALLS and "to" in row.ids:
+            waiting[row.name].append(row)
+        elif row.name in ("done", "error") and (first := waiting.get(str(row.ids.get("of")))):
+            call = first.pop(0)
+            found.append(Work(int(call.ids["step"]), CALLS[call.name], max(free, call.time), row.time))
+            free = row.time
+    return found
+
+
+def steps(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
+    """One row a step: the version that it made, its groups and tokens, their lag in versions, and where its time went (seconds).
+
+    `exposed_generation` is the time in which the loop only waited for samples; `replicas_idle` is the mean over replicas of the time
+    without a request.
+    """
+    rows = ledger(frame, phase)
+    meter, seconds, made = Meter(), dict[int, dict[str, float]](), dict[int, int]()
+    for row in rows:
+        meter.see(row)
+        if row.name == "bumped":
+            made[int(row.ids["step"])] = int(row.ids["version"])
+            seconds[int(row.ids["step"])] = meter.take()
+    trained = lags(frame, phase)
+    found = []
+    for step, version in made.items():
+        mine = trained[trained["step"] == step]
+        tokens = mine["tokens"].sum()
+        found.append(
+            {
+                "step": step,
+                "version": version,
+                "groups": mine["group"].nunique(),
+                "tokens": int(tokens),
+                "mean lag": float((mine["lag"] * mine["tokens"]).sum() / tokens) if tokens else 0.0,
+                "largest lag": int(mine["lag"].max()) if len(mine) else 0,
+                **seconds[step],
+            }
+        )
+    if not found:
+        raise NotMeasured(f"no step ended in the phase {phase}")
+    return pd.DataFrame(found)
+
+
+def lags(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
+    """Trained tokens by group and version: step, group, version of the tokens, lag behind the version that they were trained on, tokens."""
+    rows = ledger(frame, phase)
+    by: dict[int, list[Sample]] = defaultdict(list)
+    for sample in samples(rows):
+        if sample.end == "completed":
+            by[sample.group].append(sample)
+    found = []
+    for row in rows:
+        if row.name == "trained":
+            group, now = int(row.ids["group"]), int(row.ids["version"])
+            tokens: Counter[int] = Counter()
+            for part in (part for sample in by[group] for part in sample.parts):
+                tokens[part.version] += part.tokens
+            found += [(int(row.ids["step"]), group, one, now - one, count) for one, count in sorted(tokens.items())]
+    return pd.DataFrame(found, columns=["step", "group", "version", "lag", "tokens"])
+
+
+def ends(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
+    """How many groups ended in each way, by the version at that time: version, end, groups, why (of the first). `cleared` is the end of a
+    group that was trained, under the version that it was trained on."""
+    rows = ledger(frame, phase)
+    trained = {row.ids["group"]: int(row.ids["version"]) for row in rows if row.name == "trained"}
+    found: Counter[tuple[int, str]] = Counter()
+    why: dict[tuple[int, str], str] = {}
+    version = 0
+    for row in rows:
+        if row.name == "bumped":
+            version = int(row.ids["version"])
+        elif row.name in ENDS and "sample" not in row.ids:
+            now = trained.get(row.ids["group"], version) if row.name == "cleared" else version
+            found[now, row.name] += 1
+            why.setdefault((now, row.name), str(row.ids.get("why", "")))
+    table = [(*key, count, why[key]) for key, count in sorted(found.items())]
+    return pd.DataFrame(table, columns=["version", "end", "groups", "why"])
+
+
+# -- loops -----------------------------------------------------------------------------------------------------------------
+
+
+def loops(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row a loop over the same work: seconds by part. `bound` is simulated, with the durations of this run."""
+    found = []
+    for loop in LOOPS:
+        seconds = plain(frame) if loop == "plain" else metered(frame, loop)
+        if seconds:
+            found.append({"loop": loop, **seconds})
+    if not found:
+        raise NotMeasured("no loop ended")
+    return pd.DataFrame(found)
+
+
+def metered(frame: pd.DataFrame, phase: str) -> dict[str, float]:
+    """Seconds of a loop with a ledger; none if it has not ended."""
+    try:
+        rows = ledger(frame, phase)
+    except NotMeasured:
+        return {}
+    if not any(row.name == "ended" for row in rows):
+        return {}
+    meter = Meter()
+    for row in rows:
+        meter.see(row)
+    seconds = meter.take()
+    return {name: seconds[name] for name in ("total", *PARTS)}
+
+
+def plain(frame: pd.DataFrame) -> dict[str, float]:
+    """Seconds of the loop without a controller, from the calls of its ranks, which come one after the other; none if it has not ended."""
+    mine = frame[frame["phase"] == "plain"]
+    calls = with_ids(mine[mine["metric"] == "call"], "call")
+    calls = calls[calls["call"] != "reset"]
+    if calls.empty or not (mine["metric"] == "seconds").any():
+        return {}
+    total = float(calls["time"].max() - calls["start"].min())
+    of_trainer = calls[calls["rank"] == 0]
+    parts = {part: float(of_trainer[of_trainer["call"].map(WORK) == part]["value"].sum()) for part in PARTS[:-1]}
+    return {"total": total, **parts, PARTS[-1]: total - sum(parts.values())}
+
+
+# -- the buffer ------------------------------------------------------------------------------------------------------------
+
+
+def buffer(rows: Sequence[Row]) -> pd.DataFrame:
+    """Groups in the buffer after each change: time, unfinished, complete."""
+    there: dict[object, str] = {}
+    ready = set()
+    found = []
+    for row in rows:
+        group = row.ids.get("group")
+        if row.name in ("place", "reserved"):
+            there[group] = "complete" if group in ready else "unfinished"
+        elif row.name == "ready":
+            ready.add(group)
+            there[group] = "complete"
+        elif row.name in ("place_back", "selected", *ENDS) and "sample" not in row.ids:
+            there.pop(group, None)
+        else:
+            continue
+        counts = Counter(there.values())
+        found.append((row.time, counts["unfinished"], counts["complete"]))
+    return pd.DataFrame(found, columns=["time", "unfinished", "complete"])
+
+
+def capacity(rows: Sequence[Row]) -> dict[str, int]:
+    """The limits that the controller wrote down first."""
+    given = next((row.ids for row in rows if row.name == "capacity"), {})
+    return {name: int(given[name]) for name in ("places", "slots", "window") if name in given}

@@ -1,0 +1,333 @@
+"""The picture of a stream run and its tables. The ledgers are made by the simulated system, or by hand where a number is compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import matplotlib as mpl
+import pandas as pd
+import pytest
+
+import kit
+from kit.draw.style import THEMES, theme
+from kit.labs.stream import tables
+from kit.labs.stream.config import StreamConfig, settings
+from kit.labs.stream.pictures import pack
+from kit.results import NotMeasured, Record, create_run
+from kit.stream.simulated import Durations, simulate
+from kit.view import named
+from kit.view.named import plot
+
+BEGAN = 1.8e9
+VERIFIED = {"tokens": 900, "decidable": 850, "wrong_stamps": 0, "samples": 80, "samples_over_syncs": 20}
+CALLS = [
+    ("reset", 0.1),
+    ("sync", 0.2),
+    ("decode", 2.0),
+    ("logprobs", 0.1),
+    ("begin", 0.1),
+    ("microbatch", 0.4),
+    ("finish", 0.2),
+]
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    """A layout that does not fit only warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture
+def make_stream(tmp_path):
+    """A stream run as the lab leaves it, with these ledgers or those of the simulated system. `until` is the last phase."""
+
+    def make(
+        *, until=None, ledgers=None, verified=VERIFIED, bound=False, durations=None, prepare=lambda _: None, **changed
+    ):
+        config = StreamConfig(**changed)
+        writer = create_run(tmp_path, "stream", dataclasses.asdict(config), {})
+        clock = BEGAN
+
+        def tell(cycle, phase, rank, metric, value, **more):
+            unit = "s" if metric in ("seconds", "call") else "1"
+            about = {"run": writer.id, "lab": "stream", "cycle": cycle, "phase": phase, "rank": rank}
+            writer.append([Record(**about, metric=metric, value=value, unit=unit, **more)])
+
+        phases = ["prepare", "plain", "lockstep", "stream", "verify", *(["bound"] if bound else [])]
+        for cycle, phase in enumerate(phases):
+            began = clock
+            if phase == "plain":
+                for name, seconds in CALLS:
+                    clock += seconds
+                    rank = 1 if name == "decode" else 0
+                    tell(cycle, phase, rank, "call", seconds, time=clock, start=clock - seconds, ids={"call": name})
+            if phase in ("lockstep", "stream", "bound"):
+                chosen = settings(config)
+                if phase == "lockstep":
+                    chosen = dataclasses.replace(
+                        chosen, sampler="strict", window=0, places=config.groups, slots=config.groups
+                    )
+                rows = (ledgers or {}).get(phase)
+                if rows is None:
+                    rows = simulate(chosen, durations or Durations(), prepare=prepare).rows
+                tell(
+                    cycle,
+                    phase,
+                    0,
+                    "digest",
+                    None,
+                    time=clock - 5,
+                    ids={"version": 0},
+                    text="of a rank, not of the ledger",
+                )
+                for name, when, ids in rows:
+                    tell(cycle, phase, -1, name, None, time=began + when, ids=dict(ids))
+                clock = began + rows[-1][1]
+            if phase == "verify":
+                for name, value in verified.items():
+                    tell(cycle, phase, 0, name, value, time=clock)
+            clock += 0.5
+            for rank in range(config.ranks):
+                tell(cycle, phase, rank, "seconds", clock - began, time=clock)
+            if phase == until:
+                break
+        writer.finish()
+        return kit.load(writer.dir)
+
+    return make
+
+
+def row(name, when, **ids):
+    return name, when, ids
+
+
+def sent(group, sample, replica, when):
+    return row("sent", when, group=group, sample=sample, replica=replica, attempt=0)
+
+
+def tokens(sample, when, version, first, count):
+    return row("tokens", when, group=0, sample=sample, replica=0, version=version, first=first, count=count)
+
+
+# One replica, one group of two samples; sample 1 spans the sync of version 1, from 4 to 5 s. Group 1 is evicted.
+BY_HAND = [
+    row("capacity", 0.0, places=2, slots=2, window=1),
+    row("joined", 0.0, replica=0),
+    row("reserved", 1.0, group=0, version=0),
+    sent(0, 0, 0, 1.0),
+    sent(0, 1, 0, 1.0),
+    row("started", 2.0, group=0, sample=0, replica=0, version=0),
+    row("started", 2.0, group=0, sample=1, replica=0, version=0),
+    tokens(0, 2.0, 0, 0, 4),
+    tokens(1, 2.1, 0, 0, 4),
+    tokens(0, 3.0, 0, 4, 2),
+    tokens(1, 3.0, 0, 4, 4),
+    row("completed", 3.0, group=0, sample=0, replica=0, version=0, newest=0, length=6),
+    row("bumped", 4.0, version=1, updates=1, step=0),
+    row("sync_begin", 4.0, version=1),
+    row("synced", 5.0, version=1),
+    tokens(1, 7.0, 1, 8, 2),
+    row("completed", 7.0, group=0, sample=1, replica=0, version=0, newest=1, length=10),
+    row("ready", 7.0, group=0, version=0, newest=1),
+    row("reserved", 7.0, group=1, version=1),
+    row("selected", 7.0, group=0, step=1, version=1),
+    row("microbatch", 7.0, step=1, update=0, groups="0", to="trainer"),
+    row("failed", 7.5, group=1, sample=0, replica=0, why="a sample, not the group"),
+    row("evicted", 7.5, group=1, version=1, why="too old"),
+    row("done", 8.0, of="microbatch", step=1, update=0, groups="0", core="a"),
+    row("trained", 8.0, group=0, step=1, update=0, version=1),
+    row("bumped", 9.0, version=2, updates=2, step=1),
+    row("cleared", 9.0, group=0, step=1),
+    row("ended", 10.0, why="done"),
+]  # fmt: skip
+
+
+def axes_of(picture, title):
+    return next(axes for axes in picture.axes if axes.get_title(loc="left").startswith(title))
+
+
+def titles(picture):
+    return [axes.get_title(loc="left") for axes in picture.axes if axes.get_title(loc="left")]
+
+
+def words(picture):
+    return {text.get_text().strip() for text in picture.findobj(mpl.text.Text)}
+
+
+def named_parts(axes, name):
+    """Left and right ends of the bars with this name."""
+    drawn = [path.get_extents() for one in axes.collections if one.get_gid() == name for path in one.get_paths()]
+    return [(box.x0, box.x1) for box in drawn]
+
+
+@pytest.mark.parametrize("theme_name", THEMES)
+def test_it_tells_the_story(make_stream, theme_name):
+    picture = plot(make_stream(), theme=theme_name)
+    assert picture.get_suptitle() == (
+        "stream · 3 ranks · tiny · 2 replicas · in-order, window 1 · at a sync: keep · 5 steps · finished"
+    )
+    assert [title.split(" (")[0] for title in titles(picture)][:5] == [
+        "Phase stream: a bar is a sample, its colour the weight version of its tokens", "Groups in the buffer",
+        "Time of each step, and the share of waiting", "Time of each loop over the same groups", titles(picture)[4],
+    ]  # fmt: skip
+    assert titles(picture)[4].startswith("Lag of ")
+    assert "How 20 groups ended" in titles(picture)
+    assert {"trainer", "replica 0", "replica 1", "version 0", "limit, 8 places", "limit: 1 version"} <= words(picture)
+    assert (
+        "Recomputation: 900 tokens under the weights of every version; 850 of them are decidable, 0 have a wrong version. "
+        "25% of the samples span a sync."
+    ) in words(picture)
+    assert picture._repr_png_().startswith(b"\x89PNG")
+
+
+def test_bars_lie_where_their_tokens_were_generated(make_stream):
+    axes = axes_of(plot(make_stream(ledgers={"stream": BY_HAND}, steps=2), "versions"), "Phase stream")
+    assert named_parts(axes, "version 0") == [pytest.approx((1, 3)), pytest.approx((1, 3))]
+    assert named_parts(axes, "version 1") == [pytest.approx((5, 7))]
+    assert named_parts(axes, "joints") == [pytest.approx((3, 5))]
+    assert named_parts(axes, "step 1")[0] == pytest.approx((7, 8))
+    (band,) = [patch for patch in axes.patches if patch.get_gid() == "sync"]
+    assert (band.get_x(), band.get_width()) == pytest.approx((4, 1))
+
+
+def test_first_tokens_count_from_the_replicas_report_before():
+    """An order that is sent while a replica decodes is taken after its call."""
+    rows = [
+        sent(0, 0, 0, 0.0), row("started", 2.0, group=0, sample=0, replica=0), tokens(0, 2.0, 0, 0, 4),
+        sent(0, 1, 0, 1.0), row("started", 3.0, group=0, sample=1, replica=0), tokens(0, 3.0, 0, 4, 4), tokens(1, 3.0, 0, 0, 4),
+    ]  # fmt: skip
+    found = tables.samples([tables.Row(*one) for one in rows])
+    assert [(sample.number, sample.parts[0].left, sample.parts[0].right) for sample in found] == [(0, 0, 3), (1, 2, 3)]
+
+
+def test_a_ledger_without_spans_of_tokens_has_bars(make_stream):
+    rows = [one for one in BY_HAND if one[0] not in ("tokens", "started")]
+    frame = make_stream(ledgers={"stream": rows}, steps=2).frame()
+    found = tables.samples(tables.ledger(frame, "stream"))
+    assert [[(part.version, part.tokens) for part in sample.parts] for sample in found] == [[(0, 6)], [(0, 10)]]
+
+
+def test_samples_share_lanes_only_when_they_do_not_overlap():
+    def sample(left, right):
+        return tables.Sample(0, 0, 0, left, [tables.Part(0, left, right, 1)])
+
+    assert pack([sample(0, 2), sample(1, 3), sample(2, 4), sample(3, 5), sample(3, 6)]) == [0, 1, 0, 1, 2]
+
+
+def test_tables_count_what_the_ledger_has(make_stream):
+    frame = make_stream(ledgers={"stream": BY_HAND}, steps=2).frame()
+    lags = tables.lags(frame)
+    assert lags.values.tolist() == [[1, 0, 0, 1, 14], [1, 0, 1, 0, 2]]
+    last = tables.steps(frame).iloc[-1]
+    assert last[["step", "version", "groups", "tokens", "largest lag"]].tolist() == [1, 2, 1, 16, 1]
+    assert last["mean lag"] == pytest.approx(14 / 16)
+    assert last[["total", "training"]].tolist() == pytest.approx([5, 1])
+    ends = tables.ends(frame)
+    assert ends.values.tolist() == [[1, "cleared", 1, ""], [1, "evicted", 1, "too old"]]
+    (replica,) = tables.replicas(frame).to_dict("records")
+    assert (replica["samples"], replica["span a sync"], replica["tokens"]) == (2, 1, 16)
+    assert (replica["generating"], replica["share of the time"]) == pytest.approx((4, 0.4))
+
+
+def test_the_buffer_has_its_groups_and_its_limit(make_stream):
+    run = make_stream(ledgers={"stream": BY_HAND}, steps=2)
+    table = tables.buffer(tables.ledger(run.frame(), "stream"))
+    assert table[["unfinished", "complete"]].values.tolist() == [[1, 0], [0, 1], [1, 1], [1, 0], [0, 0], [0, 0]]
+    axes = axes_of(plot(run, "versions"), "Groups in the buffer")
+    assert [list(line.get_ydata()) for line in axes.lines] == [[2, 2]]
+
+
+def test_parts_of_a_step_stand_on_one_another(make_stream):
+    run = make_stream()
+    table = tables.steps(run.frame())
+    assert (table[[*tables.PARTS]].sum(axis=1) - table["total"]).abs().max() < 1e-6
+    axes = axes_of(plot(run, "steps"), "Time of each step")
+    tops = {}
+    for bar in [bar for drawn in axes.containers for bar in drawn]:
+        x = round(bar.get_x() + bar.get_width() / 2)
+        tops[x] = max(tops.get(x, 0), bar.get_y() + bar.get_height())
+    assert list(tops.values()) == pytest.approx(list(table["total"]))
+
+
+def test_loops_are_compared_by_part(make_stream):
+    run = make_stream(bound=True)
+    table = tables.loops(run.frame()).set_index("loop")
+    assert list(table.index) == ["plain", "lockstep", "stream", "bound"]
+    assert table.loc[
+        "plain", ["total", "training", "logprobs", "sync", "exposed_generation"]
+    ].tolist() == pytest.approx([3.0, 0.7, 0.1, 0.2, 2.0], abs=1e-5)
+    assert table.loc["bound", "total"] == pytest.approx(table.loc["stream", "total"], abs=1e-5)
+    axes = axes_of(plot(run, "steps"), "Time of each loop")
+    assert [label.get_text() for label in axes.get_yticklabels()][-1] == "bound: simulated"
+
+
+def test_tokens_beyond_the_window_are_in_the_colour_of_what_is_wrong(make_stream):
+    late = [*BY_HAND]
+    late[-4] = row("trained", 8.0, group=0, step=1, update=0, version=3)
+    axes = axes_of(plot(make_stream(ledgers={"stream": late}, steps=2), "groups"), "Lag of 16 trained tokens")
+    bars = [
+        (round(bar.get_x() + bar.get_width() / 2), bar.get_facecolor()) for drawn in axes.containers for bar in drawn
+    ]
+    assert bars == [(2, mpl.colors.to_rgba(THEMES["light"].bad)), (3, mpl.colors.to_rgba(THEMES["light"].bad))]
+
+
+def test_a_sampler_without_a_limit_has_no_line(make_stream):
+    axes = axes_of(plot(make_stream(sampler="ready-first"), "groups"), "Lag of ")
+    assert not axes.lines
+    assert not any(text.get_text().startswith("limit") for text in axes.texts)
+
+
+def test_a_wrong_version_is_in_the_colour_of_what_is_wrong(make_stream):
+    picture = plot(make_stream(verified={**VERIFIED, "wrong_stamps": 3}))
+    colours = {text.get_text(): text.get_color() for text in picture.findobj(mpl.text.Text)}
+    (sentence,) = [text for text in colours if text.startswith("Recomputation")]
+    assert "3 have a wrong version" in sentence
+    assert colours[sentence] == theme("light").bad
+
+
+def test_what_is_missing_is_said_or_left_out(make_stream):
+    half = plot(make_stream(until="stream"))
+    assert "Recomputation: the run ended before it." in words(half)
+    early = make_stream(until="lockstep")
+    assert axes_of(plot(early), "Phase lockstep: a bar is a sample")
+    nothing = make_stream(until="plain")
+    assert axes_of(plot(nothing), "Timeline of ranks")
+    assert not {"versions", "steps", "groups"} & set(named.names(nothing))
+    for table in (tables.steps, tables.replicas, tables.lags, tables.ends):
+        with pytest.raises(NotMeasured):
+            table(nothing.frame())
+
+
+def test_a_loop_under_way_is_drawn(make_stream):
+    """At any moment of a run: after each row of the ledger that could be the last one on disk."""
+    run = make_stream(ledgers={"stream": BY_HAND}, steps=2)
+    frame = run.frame()
+    mine = frame[(frame["phase"] == "stream") & (frame["rank"] == -1)]
+    for last in range(12, len(BY_HAND)):
+        part = pd.concat([frame[frame["phase"] != "stream"], mine.iloc[:last]])
+        assert tables.shown(part) == "stream"
+        assert len(tables.samples(tables.ledger(part, "stream"))) == 2
+
+
+def test_many_replicas_and_steps_fit(make_stream):
+    """A replica that dies, evictions, more replicas than have lanes, more versions than colours."""
+    prepare = lambda system: system.goes(1, at=0.5)  # noqa: E731 - a fixture's argument
+    run = make_stream(
+        ranks=11, replicas=10, steps=20, sampler="windowed", places=16, on_dead_replica="go-on", prepare=prepare
+    )
+    picture = plot(run)
+    assert axes_of(picture, "Phase stream").get_title(loc="left").endswith("the first 8 of 10 replicas")
+    assert {"version 0, 6 ... 18", "given up"} <= words(picture)
+    table = tables.ends(run.frame())
+    assert table.groupby("end")["groups"].sum()["cleared"] == 80
+
+
+def test_its_plots_and_tables_have_names(make_stream):
+    run = make_stream()
+    assert set(named.names(run)) >= {"versions", "steps", "groups", "recomputed"}
+    assert set(named.tables(run)) >= {"steps", "replicas", "loops", "lags", "ends"}
+    for name in named.names(run):
+        named.plot(run, name)
