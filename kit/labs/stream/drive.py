@@ -13,17 +13,17 @@ from kit.errors import KitError
 from kit.labs.stream.config import replica_names, settings
 from kit.labs.stream.ports import TRAINER, Ranks, ReplicaPort, SyncPort, TrainerPort
 from kit.loop.clock import RealClock
+from kit.loop.ledger import Row
 from kit.loop.messages import Command, Event, listed
-from kit.loop.runner import Runner
+from kit.loop.runner import Runner, Stalled
 from kit.results.records import new_row
 from kit.target import load_callable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kit.labs.drive import Drive
     from kit.labs.stream.config import StreamConfig
-    from kit.loop.ledger import Row
     from kit.loop.runner import Core
 
 PIPELINE = "a"
@@ -74,8 +74,21 @@ def run(drive: Drive, core: Core[Any]) -> None:
     runner = Runner(
         {PIPELINE: core}, ports, clock=RealClock(ranks.wait), ledger=Written(drive), deadline_s=drive.config.deadline_s
     )
-    ended = runner.run()[PIPELINE]
-    drive.record("controller_seconds", sum(runner.own), "s", events=len(runner.own))
+    try:
+        carry_out(runner, lambda: ranks.busy)
+    finally:
+        drive.record("controller_seconds", sum(runner.own), "s", events=len(runner.own))
+
+
+def carry_out(runner: Runner, busy: Callable[[], Iterable[str]] = tuple) -> None:
+    """Run the controller to its end. Where nothing happens any more, a row says so, and which roles are `busy`."""
+    try:
+        ended = runner.run()[PIPELINE]
+    except Stalled as error:
+        waits = {"busy": ", ".join(roles)} if (roles := [*busy()]) else {}
+        runner.ledger.write(Row("stalled", runner.clock.now(), {"why": str(error), **waits}))
+        runner.ledger.flush()
+        raise KitError(f"{error}; without an answer: {waits['busy']}" if waits else str(error)) from error
     if ended.get("why") == "error":
         raise KitError(f"the controller ended with an error: {ended.get('error', 'no reason given')}")
 
