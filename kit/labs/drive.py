@@ -54,6 +54,7 @@ class Drive(Recording):
         self.cycle = cycle
         self.phase = phase
         self.roles: Mapping[str, tuple[int, ...]] = {role.name: role.ranks for role in roles}
+        self.lost: set[int] = set()  # ranks that the step ended on purpose; nothing is asked of them afterwards
         self._observer = Quiet(observer)
         self._write = write
         self._flying: list[Pending] = []

@@ -101,6 +101,7 @@ class Lab:
         self._plan: Sequence[Step] = definition.plan(self.config)
         check_roles(self._plan, self.roles)
         self._done = 0
+        self._lost: set[int] = set()  # ranks whose death was rehearsed
         self._error = ""
         self._run: Run | None = None
         self.observe = observe
@@ -155,7 +156,8 @@ class Lab:
         while self._done < len(self._plan):
             self._step()
         try:
-            answers = self.world.call(f"{RANKSIDE}:end")
+            left = self._left(range(self.config.ranks))
+            answers = dict(zip(left, self.world.call(f"{RANKSIDE}:end", ranks=left), strict=True))
             self._append_pss("pss", answers)
             self._append_routing(answers, ROUTING_AFTER)
             run = Run(self.dir, checks=lambda _: self._checks, plotter=self._plotter, complete=True)
@@ -262,7 +264,7 @@ class Lab:
         self.world.submit(
             f"{RANKSIDE}:step",
             args={"cycle": step.cycle, "name": step.phase},
-            ranks=working(step, self.roles),
+            ranks=self._left(working(step, self.roles)),
             timeout_s=self.config.timeout_s,
             phase=step.phase,
             on_news=write,
@@ -271,7 +273,7 @@ class Lab:
     def _drive(self, step: Step, write: Write) -> None:
         """Run a driven step: its driver gives the calls, and every rank is measured from its beginning to its end."""
         wanted = [role for role in self.roles if not step.roles or role.name in step.roles]
-        ranks = working(step, self.roles)
+        ranks = self._left(working(step, self.roles))
         observer = self.world.observer
         drive = Drive(
             world=self.world,
@@ -294,6 +296,7 @@ class Lab:
                 drive.abandon()
                 raise
             finally:
+                self._lost |= drive.lost
                 with contextlib.suppress(KitError):  # of ranks that died or hang there is nothing more to measure
                     self.world.submit(f"{RANKSIDE}:close_step", ranks=self._idle(ranks), timeout_s=60, **quiet).result()
         finally:
@@ -304,7 +307,7 @@ class Lab:
         if fault is not None:
             refuse_device(fault, self.world.device)
         config = type(self.config)
-        answers = self.world.call(
+        said = self.world.call(
             f"{RANKSIDE}:begin",
             roles=[
                 {"name": role.name, "ranks": role.ranks, "phases": role.phases or self.definition.phases}
@@ -318,6 +321,7 @@ class Lab:
             meeting=f"kit-{secrets.token_hex(8)}",
             snapshots=str(self.dir / SNAPSHOTS) if self._snapshots else None,
         )
+        answers = dict(enumerate(said))
         seats = self.world.status()
         about = {"ranks": self.world.ranks, "device": self.world.device, "why": seats[0]["why"]}
         about["devices"] = [seat["device"] for seat in seats]
@@ -351,17 +355,17 @@ class Lab:
         self._writer.append(records)
         return records
 
-    def _append_pss(self, metric: str, answers: Sequence[Any]) -> None:
-        rows = {rank: answer["pss"] for rank, answer in enumerate(answers) if answer["pss"] is not None}
+    def _append_pss(self, metric: str, answers: Mapping[int, Any]) -> None:
+        rows = {rank: answer["pss"] for rank, answer in answers.items() if answer["pss"] is not None}
         self._append_once(metric, rows, "B")
 
-    def _append_routing(self, answers: Sequence[Any], names: Sequence[str]) -> None:
+    def _append_routing(self, answers: Mapping[int, Any], names: Sequence[str]) -> None:
         """What ranks say of a routing that was asked for: numbers among the records, and rank 0's own words where it comes from."""
         if self.config.routing != "torch":
-            said = [answer["routing"] for answer in answers]
-            self._writer.set_provenance({**self._about, "routing": said[0]})
+            said = {rank: answer["routing"] for rank, answer in answers.items()}
+            self._writer.set_provenance({**self._about, "routing": next(iter(said.values()))})
             for name in names:
-                self._append_once(f"routing_{name}", {rank: _number(one[name]) for rank, one in enumerate(said)}, "1")
+                self._append_once(f"routing_{name}", {rank: _number(one[name]) for rank, one in said.items()}, "1")
 
     def _append_once(self, metric: str, values: Mapping[int, float | str], unit: str) -> None:
         """A number or a text of each rank that belongs to no phase."""
@@ -387,6 +391,9 @@ class Lab:
             self._writer.write_verdict(Run(self.dir, checks=lambda _: self._checks).verdict(**self.tolerances))
         with contextlib.suppress(KitError, OSError):
             self._writer.fail(self._error)
+
+    def _left(self, ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if rank not in self._lost]
 
     def _idle(self, ranks: Iterable[int]) -> list[int]:
         wanted = set(ranks)

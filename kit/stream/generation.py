@@ -143,8 +143,9 @@ def on_completed(t: Turn, event: Event) -> None:
         return
     load(t, group.samples[event.sample].replica, -1)
     group = group.put(event.sample, status=DONE, length=event.length, reward=str(event.reward))
-    oldest = event.version if group.oldest < 0 else min(group.oldest, event.version)
-    group = replace(group, oldest=oldest, newest=max(group.newest, event.newest))
+    if event.length:  # a sample without a token has no version
+        oldest = event.version if group.oldest < 0 else min(group.oldest, event.version)
+        group = replace(group, oldest=oldest, newest=max(group.newest, event.newest))
     t.put(group)
     if group.ends is not None:
         end_if_idle(t, group)

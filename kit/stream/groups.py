@@ -68,6 +68,8 @@ def end_if_idle(t: Turn, group: Group) -> None:
 def complete(t: Turn, group: Group) -> None:
     """All samples of a group are there: it gives its slot back and can be selected, or is filtered out and made up for."""
     group = replace(group, order=t.completed)
+    if group.oldest < 0:  # no token at all
+        group = replace(group, oldest=group.version, newest=group.version)
     t.put(group)
     t.completed += 1
     t.accepted += 1

@@ -120,8 +120,9 @@ class Replica:
                 one.done += count
             if one.done == one.length:
                 del self.requests[key]
+                about = {"newest": one.newest, "length": one.length, "digest": f"{one.group}/{one.sample}"}
                 reward = self.system.durations.reward(one.group, one.sample)
-                self.system.say("completed", **{**ids, "version": one.oldest}, newest=one.newest, length=one.length, reward=reward)
+                self.system.say("completed", **{**ids, **about, "version": one.oldest, "reward": reward})
         self.turn()
 
     def accept(self, command: Command) -> float:

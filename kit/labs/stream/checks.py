@@ -6,6 +6,7 @@ import bisect
 import json
 import math
 import statistics
+import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ LOOPS = ("lockstep", "stream")  # phases with a ledger
 SHUFFLED = 0.99  # share of wrong stamps that the recomputation must find
 ABORTS_SLOW = ("windowed",)  # samplers that end unfinished groups
 MANY = 100  # groups whose lengths show a bias
+QUESTIONS_ASKED = 50
 ENOUGH = 0.5  # share of the tokens whose version can be told
 OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
 
@@ -57,6 +59,63 @@ def outcomes(frame: pd.DataFrame, phase: str) -> dict[tuple[str, str], tuple[flo
         raise Missing(f"the phase {phase} recorded no weights")
     values = zip(rows["metric"], rows["ids"], rows["value"], rows["text"], strict=True)
     return {(metric, ids): (None if metric.endswith("digest") else value, text) for metric, ids, value, text in values}
+
+
+def resumed_equals_whole(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Every outcome of the loop that was stopped and resumed, against the same loop that was not."""
+    whole, resumed = (outcomes(frame, phase) for phase in ("lockstep", "resume"))
+    differ = [key for key in {**whole, **resumed} if whole.get(key) != resumed.get(key)]
+    if differ:
+        metric, ids = differ[0]
+        return Measured(
+            float(len(differ)), f"{len(differ)} of {len(whole)} outcomes differ after a resume; first: {metric} {ids}"
+        )
+    return Measured(0.0, f"{len(whole)} outcomes are the same with a stop after step {config['steps'] // 2}")
+
+
+def controller_answers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
+    asked = select(frame, phase="stream", metric="answers")["value"].iloc[-1]
+    if asked < QUESTIONS_ASKED:
+        raise NotMeasured(
+            f"only {asked:.0f} questions fitted into the loop; {QUESTIONS_ASKED} are needed: use more steps"
+        )
+    seconds = select(frame, phase="stream", metric="answer_seconds")["value"].iloc[-1]
+    return Measured(1000 * seconds, f"median of {asked:.0f} questions from outside while replicas and trainer worked")
+
+
+def logger_is_harmless(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+    rows = ledger(frame, "rehearse")
+    if rows is None:
+        raise Missing("no phase with a broken logger was recorded")
+    failed = len(rows.by_event["logger_failed"])
+    ended = rows.ended is not None and rows.ended.get("why") == "done"
+    wrong = float(not failed) + float(not ended)
+    return Measured(
+        wrong,
+        f"the logger raised {failed} times; the loop {'ended as planned' if ended else 'did not end as planned'}",
+    )
+
+
+def death_is_named(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+    return Measured(
+        float(select(frame, phase="rehearse", metric="named_seconds")["value"].iloc[-1]),
+        "from the kill of the replica to its name in the ledger",
+    )
+
+
+def alone(config: Mapping[str, Any]) -> str:
+    return "" if config["replicas"] > 1 else "one replica alone is not killed: nothing could go on"
+
+
+def no_deadlock(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+    """Loops that began and did not end by themselves."""
+    begun = [phase for phase in (*LOOPS, "resume", "rehearse") if ledger(frame, phase) is not None]
+    if not begun:
+        raise Missing("no phase recorded a ledger")
+    stuck = [phase for phase in begun if not frame[(frame["phase"] == phase) & (frame["metric"] == "ended")].shape[0]]
+    return Measured(
+        float(len(stuck)), f"no end: {', '.join(stuck)}" if stuck else f"all {len(begun)} loops ended by themselves"
+    )
 
 
 def stamps_true(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
@@ -126,7 +185,26 @@ def of_batches(metric: str, what: str) -> Measure:
 # -- the ledger -----------------------------------------------------------------------------------------------------------
 
 
-def ledger(frame: pd.DataFrame, phase: str) -> judge.Ledger | None:
+class Ledgers:
+    """Those of the frame that was asked about last: every check asks for the same ones."""
+
+    def __init__(self) -> None:
+        self.frame: Callable[[], pd.DataFrame | None] = lambda: None
+        self.found: dict[str, judge.Ledger | None] = {}
+
+    def of(self, frame: pd.DataFrame, phase: str) -> judge.Ledger | None:
+        if self.frame() is not frame:
+            self.frame, self.found = weakref.ref(frame), {}
+        if phase not in self.found:
+            self.found[phase] = read_ledger(frame, phase)
+        return self.found[phase]
+
+
+_ledgers = Ledgers()
+ledger = _ledgers.of
+
+
+def read_ledger(frame: pd.DataFrame, phase: str) -> judge.Ledger | None:
     """What the controller and its ports did in a phase, in order."""
     rows = frame[(frame["phase"] == phase) & (frame["rank"] == NOTEBOOK) & frame["value"].isna()]
     if rows.empty:
@@ -163,17 +241,6 @@ def of_ledger(question: Callable[[judge.Ledger], Measured], phases: Sequence[str
         return answers[-1]
 
     return measure
-
-
-def no_deadlock(rows: judge.Ledger) -> Measured:
-    """Did something happen, in time, until the loop ended?"""
-    stalled = rows.by_event["stalled"]
-    if not stalled and not rows.ended:
-        raise Missing("the loop has neither ended nor stalled")
-    if stalled:
-        waits = f"; without an answer: {stalled[0]['busy']}" if "busy" in stalled[0].ids else ""
-        return Measured(1.0, f"{stalled[0]['why']}{waits}; the last row is {rows.rows[stalled[0].at - 1]}")
-    return Measured(0.0, f"{counted(len(rows.rows), 'event')}, then the end")
 
 
 def replicas_answer(rows: judge.Ledger) -> Measured:
@@ -228,9 +295,13 @@ def live(config: Mapping[str, Any]) -> bool:
     return not config["simulated"]
 
 
-RULES = {**judge.CHECKS, **{rule.__name__: rule for rule in (no_deadlock, replicas_answer, no_length_bias)}}
+def phases_of(name: str) -> tuple[str, ...]:
+    """Lockstep waits for all groups of a step on purpose. A failed step and a dead replica are rehearsed."""
+    return ("stream",) if name == "trains_before_straggler" else (*LOOPS, "rehearse")
+
+
+RULES = {**judge.CHECKS, "replicas_answer": replicas_answer, "no_length_bias": no_length_bias}
 QUESTIONS = {name: (function.__doc__ or "").partition("\n")[0] for name, function in RULES.items()}
-STREAM_ONLY = ("trains_before_straggler",)  # lockstep waits for all groups of a step on purpose
 LIMITS = {"no_length_bias": 3.0}  # standard errors; all others count violations
 
 CHECKS: tuple[Check, ...] = (
@@ -276,14 +347,44 @@ CHECKS: tuple[Check, ...] = (
         of_batches("recorded_error", "log-probabilities"),
         when=live,
     ),
+    at_most(
+        "resume_equals",
+        "Does a loop that was stopped and resumed compute what it computes without a stop?",
+        "resume_differs",
+        resumed_equals_whole,
+        when=live,
+        cannot=lambda config: "" if config["steps"] > 1 else "a single step leaves nothing to resume",
+    ),
+    at_most("no_deadlock", "Did every loop end by itself?", "loops_stuck", no_deadlock),
+    at_most(
+        "controller_answers",
+        "Does the controller answer questions while everything is busy?",
+        "answer_ms",
+        controller_answers,
+        limit=50,
+        unit="ms",
+        when=live,
+    ),
+    at_most(
+        "logger_is_harmless",
+        "Does training go on when the logger raises?",
+        "logger_harm",
+        logger_is_harmless,
+        when=live,
+        cannot=alone,
+    ),
+    at_most(
+        "death_named_in_time",
+        "Is a killed replica named within a second?",
+        "named_s",
+        death_is_named,
+        limit=1,
+        unit="s",
+        when=live,
+        cannot=alone,
+    ),
     *(
-        at_most(
-            name,
-            QUESTIONS[name],
-            name,
-            of_ledger(function, ("stream",) if name in STREAM_ONLY else LOOPS),
-            limit=LIMITS.get(name, 0.0),
-        )
+        at_most(name, QUESTIONS[name], name, of_ledger(function, phases_of(name)), limit=LIMITS.get(name, 0.0))
         for name, function in RULES.items()
     ),
 )

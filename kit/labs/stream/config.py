@@ -177,15 +177,19 @@ def roles(config: StreamConfig) -> tuple[Role, ...]:
 
 
 def plan(config: StreamConfig) -> list[Step]:
-    """Each loop starts from version 0: the plain one first, which generates everything before it trains."""
+    """Each loop starts from version 0: the plain one first, which generates everything before it trains. The last replica dies in the
+    rehearsal, where there are several."""
     if config.simulated:
         return [Step(1, "stream", driver="kit.labs.stream.simulated:stream")]
+    several = config.replicas > 1
     return [
         Step(0, "prepare"),
         Step(1, "plain", driver=f"{DRIVER}:plain"),
         Step(2, "lockstep", driver=f"{DRIVER}:lockstep"),
         Step(3, "stream", driver=f"{DRIVER}:stream"),
         Step(3, "verify", ("trainer",)),
+        *([Step(4, "resume", driver=f"{DRIVER}:resume")] if config.steps > 1 else []),
+        *([Step(5, "rehearse", driver=f"{DRIVER}:rehearse")] if several else []),
         Step(0, "end"),
     ]
 

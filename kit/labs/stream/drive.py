@@ -7,16 +7,24 @@ the controller with staleness 0; `stream` runs the config.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+import os
+import signal
+import statistics
+import time
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import KitError
 from kit.labs.stream.config import replica_names, settings
-from kit.labs.stream.ports import TRAINER, Ranks, ReplicaPort, SyncPort, TrainerPort
+from kit.labs.stream.ports import TRAINER, Ranks, ReplicaPort, SyncPort, TrainerPort, name_of, number_of
 from kit.loop.clock import RealClock
 from kit.loop.ledger import Row
 from kit.loop.messages import Command, Event, listed
 from kit.loop.runner import Runner, Stalled
 from kit.results.records import new_row
+from kit.stream.core import Controller, resume_from
+from kit.stream.meter import Log, Meter, Metered
 from kit.target import load_callable
 
 if TYPE_CHECKING:
@@ -25,8 +33,10 @@ if TYPE_CHECKING:
     from kit.labs.drive import Drive
     from kit.labs.stream.config import StreamConfig
     from kit.loop.runner import Core
+    from kit.stream.core import Resume
 
 PIPELINE = "a"
+ASKS_S = 0.04  # between two questions from outside
 
 
 def plain(drive: Drive) -> None:
@@ -43,16 +53,17 @@ def plain(drive: Drive) -> None:
 
 def lockstep(drive: Drive) -> None:
     """The controller without staleness: a step's groups are trained in order once all are complete."""
-    config = drive.config
+    run(drive, strict_core(drive.config, drive.config.steps))
+
+
+def strict_core(config: StreamConfig, steps: int, start: Resume | None = None) -> Core[Any]:
+    """A controller without staleness, up to so many steps."""
+    groups = config.groups
     strict = dataclasses.replace(
-        settings(config),
-        sampler="strict",
-        window=0,
-        min_groups=config.groups,
-        places=config.groups,
-        slots=config.groups,
+        settings(config), sampler="strict", window=0, min_groups=groups, places=groups, slots=groups, steps=steps
     )
-    run(drive, load_callable(config.implementation)(strict))
+    core: Core[Any] = load_callable(config.implementation)(strict, start)
+    return core
 
 
 def stream(drive: Drive) -> None:
@@ -60,46 +71,139 @@ def stream(drive: Drive) -> None:
     run(drive, load_callable(drive.config.implementation)(settings(drive.config)))
 
 
-def run(drive: Drive, core: Core[Any]) -> None:
-    """A core over live ranks until it ends."""
+def rehearse(drive: Drive) -> None:
+    """What must not end training: the logger raises at every step, a microbatch of the first step raises, and the last replica is killed
+    while it decodes."""
+    again = dataclasses.replace(settings(drive.config), on_dead_replica="go-on", step_retries=1)
+    ranks = started(drive, Losing)
+    drive.submit("fail_next", role=TRAINER).result()
+    run(drive, load_callable(drive.config.implementation)(again), logger=broken_logger, ranks=ranks)
+
+
+def resume(drive: Drive) -> None:
+    """The lockstep loop, stopped half-way: fresh jobs, the trainer's from its saved state, and a new controller go on."""
+    config, half = drive.config, drive.config.steps // 2
+    state = run(drive, strict_core(config, half))
+    drive.submit("save", role=TRAINER).result()
     ranks = started(drive)
+    drive.submit("load", args={"version": half}, role=TRAINER).result()
+    start = resume_from(state)
+    run(drive, strict_core(config, config.steps, start), ranks=ranks, data=Data(first=start.next, again=start.open))
+
+
+def run(
+    drive: Drive,
+    core: Core[Any],
+    *,
+    logger: Callable[[dict[str, float], int], object] | None = None,
+    ranks: Ranks | None = None,
+    data: Data | None = None,
+) -> Any:
+    """A core over live ranks until it ends; its last state."""
+    live, asker, meter = ranks or started(drive), Asker(), Meter()
     ports = {
-        "trainer": TrainerPort(ranks),
-        "replica": ReplicaPort(ranks),
-        "sync": SyncPort(ranks),
-        "data": Data(),
+        "trainer": TrainerPort(live),
+        "replica": ReplicaPort(live),
+        "sync": SyncPort(live),
+        "data": data or Data(),
         "desk": Desk(),
-        "log": Log(),
+        "log": Log(meter, logger or silent),
+        "asker": asker,
     }
     runner = Runner(
-        {PIPELINE: core}, ports, clock=RealClock(ranks.wait), ledger=Written(drive), deadline_s=drive.config.deadline_s
+        {PIPELINE: core},
+        ports,
+        clock=RealClock(lambda seconds: live.wait(min(seconds, asker.left()))),
+        ledger=Metered(Written(drive), meter),
+        deadline_s=drive.config.deadline_s,
     )
-    try:
-        carry_out(runner, lambda: ranks.busy)
-    finally:
-        drive.record("controller_seconds", sum(runner.own), "s", events=len(runner.own))
+    carry_out(runner, lambda: live.busy)
+    drive.record("controller_seconds", sum(runner.own), "s", events=len(runner.own))
+    drive.record("answers", len(asker.seconds))
+    drive.record("answer_seconds", statistics.median(asker.seconds or [math.nan]), "s")
+    raise_error(runner)
+    return runner.states[PIPELINE]
 
 
 def carry_out(runner: Runner, busy: Callable[[], Iterable[str]] = tuple) -> None:
     """Run the controller to its end. Where nothing happens any more, a row says so, and which roles are `busy`."""
     try:
-        ended = runner.run()[PIPELINE]
+        runner.run()
     except Stalled as error:
-        waits = {"busy": ", ".join(roles)} if (roles := [*busy()]) else {}
-        runner.ledger.write(Row("stalled", runner.clock.now(), {"why": str(error), **waits}))
+        waits = ", ".join(busy())
+        runner.ledger.write(Row("stalled", runner.clock.now(), {"why": str(error), "busy": waits}))
         runner.ledger.flush()
-        raise KitError(f"{error}; without an answer: {waits['busy']}" if waits else str(error)) from error
+        raise KitError(f"{error}; without an answer: {waits}" if waits else str(error)) from error
+
+
+def raise_error(runner: Runner) -> None:
+    ended = runner.ended[PIPELINE]
     if ended.get("why") == "error":
         raise KitError(f"the controller ended with an error: {ended.get('error', 'no reason given')}")
 
 
-def started(drive: Drive) -> Ranks:
+def silent(_: dict[str, float], __: int) -> None:
+    """A logger that drops everything: the numbers are in the ledger."""
+
+
+def broken_logger(_: dict[str, float], __: int) -> None:
+    raise RuntimeError("a logger that raises, on purpose")
+
+
+class Losing(Ranks):
+    """Live ranks, of which the last replica's first one is killed once it decodes with version 1."""
+
+    killed_at = 0.0
+
+    def take(self) -> list[Event]:
+        arrived = super().take()
+        last = name_of(self.drive.config.replicas - 1)
+        number = number_of(last)
+        if not self.killed_at and any(
+            event.name == "tokens" and event.replica == number and event.version for event in arrived
+        ):
+            ranks = self.drive.roles[last]
+            self.drive.lost |= {*ranks}
+            self.killed_at = time.time()
+            os.kill(self.drive.world.pids[ranks[0]], signal.SIGKILL)
+        if any(event.name == "died" for event in arrived):
+            self.drive.record("named_seconds", time.time() - self.killed_at, "s")
+        return arrived
+
+
+class Asker:
+    """Somebody outside who asks for the status at fixed times, and notes how long after each time the answer came."""
+
+    def __init__(self, every_s: float = ASKS_S) -> None:
+        self.every_s = every_s
+        self.due = time.time() + every_s
+        self.asked: dict[int, float] = {}
+        self.seconds: list[float] = []
+
+    def left(self) -> float:
+        """Seconds until the next question."""
+        return max(0.0, self.due - time.time())
+
+    def take(self) -> Iterable[Event]:
+        if time.time() < self.due:
+            return []
+        number = len(self.asked)
+        self.asked[number] = self.due
+        self.due = max(self.due + self.every_s, time.time())
+        return [Event("ask", PIPELINE, of="status", question=number, asker="asker")]
+
+    def send(self, command: Command) -> Iterable[Event]:
+        self.seconds.append(time.time() - self.asked[command.question])
+        return []
+
+
+def started(drive: Drive, ranks: type[Ranks] = Ranks) -> Ranks:
     """All ranks at version 0, as if nothing had run before."""
     pendings = [drive.submit("reset", role=role) for role in drive.roles]
     drive.wait(pendings, first=False)
     for pending in pendings:
         pending.result()
-    return Ranks(drive, replica_names(drive.config), pipeline=PIPELINE)
+    return ranks(drive, replica_names(drive.config), pipeline=PIPELINE)
 
 
 class Written:
@@ -170,17 +274,13 @@ class Straight:
 
 
 class Data:
-    """Prompts by number, from 0 on: replicas make each from the seed. `most`: how many there are."""
+    """Prompts by number: those that are given again, then from the first on without end. Replicas make each from the seed."""
 
-    def __init__(self, most: int | None = None, first: int = 0) -> None:
-        self.next = first
-        self.most = most
+    def __init__(self, first: int = 0, again: Iterable[int] = ()) -> None:
+        self.numbers = itertools.chain(again, itertools.count(first))
 
     def send(self, command: Command) -> Iterable[Event]:
-        if self.most is not None and self.next >= self.most:
-            return [Event("exhausted", command.pipeline)]
-        self.next += 1
-        return [Event("prompt", command.pipeline, group=self.next - 1)]
+        return [Event("prompt", command.pipeline, group=next(self.numbers))]
 
     def take(self) -> Iterable[Event]:
         return ()
@@ -196,18 +296,6 @@ class Desk:
         return ()
 
 
-class Log:
-    """Metrics are in the ledger already."""
-
-    def send(self, command: Command) -> Iterable[Event]:  # noqa: ARG002 - ports are called alike
-        return ()
-
-    def take(self) -> Iterable[Event]:
-        return ()
-
-
-def controller(plan: Any) -> Core[Any]:
+def controller(plan: Any, start: Resume | None = None) -> Core[Any]:
     """The kit's own controller."""
-    from kit.stream.core import Controller
-
-    return Controller(plan, pipeline=PIPELINE)
+    return Controller(plan, pipeline=PIPELINE, resume=start)

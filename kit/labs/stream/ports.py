@@ -7,6 +7,8 @@ starts once the trainer and every replica that takes part are idle; until it end
 
 from __future__ import annotations
 
+import functools
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     Ended = Callable[[Pending], Iterable[Event]]
 
 TRAINER = "trainer"
+STUCK_S = 1.0  # without any call under way
 LISTS = ("groups",)  # ids that are several numbers
 
 
@@ -38,14 +41,21 @@ class Ranks:
         self.busy: dict[str, Pending] = {}  # by role
         self.flying: dict[int, tuple[Pending, tuple[str, ...], Ended]] = {}
         self.arrived: list[Event] = []
+        self.heard = time.monotonic()  # when a call was last under way
 
     # -- what the runner asks -------------------------------------------------------------------------------------------
 
     def wait(self, seconds: float) -> None:
         """Until a call ends. With the runner's clock: `RealClock(ranks.wait)`."""
         self.start()
+        if self.flying:
+            self.heard = time.monotonic()
         if not self.arrived and self.flying:
             self.drive.wait([pending for pending, _, _ in self.flying.values()], timeout_s=seconds)
+        elif not self.arrived:
+            if time.monotonic() - self.heard > STUCK_S:
+                raise KitError("the controller waits for an answer, but no call is under way: it is stuck")
+            time.sleep(min(seconds, STUCK_S / 10))
 
     def take(self) -> list[Event]:
         """What has happened. Ranks that became free get their next call."""
@@ -76,7 +86,7 @@ class Ranks:
 
     def _call(self, roles: tuple[str, ...], method: str, args: dict[str, Any], ended: Ended) -> None:
         ranks = [rank for role in roles for rank in self.drive.roles[role]]
-        pending = self.drive.submit(method, args=args, ranks=ranks)
+        pending = self.drive.submit(method, args=args, ranks=ranks, timeout_s=self.drive.config.deadline_s)
         self.busy |= dict.fromkeys(roles, pending)
         self.flying[id(pending)] = pending, roles, ended
 
@@ -116,21 +126,32 @@ class Ranks:
         self._call((name,), "decode", {"orders": orders}, ended)
 
     def _sync(self, command: Command) -> None:
+        """A call for the trainer and one for each replica, so that a death is an event at once."""
         names = [name_of(number) for number in numbers(command.replicas)]
         names = [name for name in names if name in self.orders]
-        roles = (TRAINER, *names)
+        args = {"version": command.version, "at_sync": command.at_sync, "replicas": names}
+        left, ids = {TRAINER, *names}, {"version": command.version}
+        failures: list[str] = []
 
-        def ended(pending: Pending) -> list[Event]:
+        def ended(role: str, pending: Pending) -> list[Event]:
+            left.discard(role)
+            happened: list[Event] = []
             try:
                 pending.result()
             except KitError as error:
-                return self._failed(error, command)
-            done = {"version": command.version}
-            published = [Event("published", self.pipeline, replica=number_of(name), **done) for name in names]
-            return [*published, Event("synced", self.pipeline, **done)]
+                failures.append(str(error).partition("\n")[0])
+                happened += self._lost(role, error) if isinstance(error, RankDied) else []
+            else:
+                if role != TRAINER:
+                    happened.append(Event("published", self.pipeline, replica=number_of(role), **ids))
+            if not left and failures:
+                happened.append(Event("error", self.pipeline, of="sync", why=failures[0], **ids))
+            elif not left:
+                happened.append(Event("synced", self.pipeline, **ids))
+            return happened
 
-        args = {"version": command.version, "at_sync": command.at_sync, "replicas": names}
-        self._call(roles, "sync", args, ended)
+        for role in (*names, TRAINER):
+            self._call((role,), "sync", args, functools.partial(ended, role))
 
     def _failed(self, error: KitError, command: Command) -> list[Event]:
         """A call that raised. Ranks that died are events of their own."""

@@ -45,7 +45,7 @@ def simulated(fault: str | None = None, **config: Any) -> tuple[Verdict, str]:
         error = str(raised)
     head = {"run": "test", "lab": "stream", "cycle": 1, "phase": "stream", "rank": NOTEBOOK}
     frame = to_frame(Record(**head, **row) for row in drive.rows)
-    suspect = f"fault {fault!r}" if fault else ""
+    suspect = f"fault {fault!r}" if fault and not error else ""  # a run that breaks is judged as far as its records go
     return judge(frame, dataclasses.asdict(drive.config), LAB.load_checks(), suspect=suspect), error
 
 

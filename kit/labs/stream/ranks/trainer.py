@@ -8,6 +8,7 @@ version are kept on rank 0's host, for the recomputation.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import time
@@ -51,6 +52,10 @@ if TYPE_CHECKING:
 NOISY = 16  # samples from which the noise of arithmetic is measured
 
 
+class RehearsedError(RuntimeError):
+    """An error that is raised on purpose."""
+
+
 class Open(NamedTuple):
     """The update that is under way."""
 
@@ -67,6 +72,7 @@ class Trainer:
         self.first = ctx.rank == 0
         self.scope = contextlib.ExitStack()
         self.open: Open | None = None
+        self.failing = False
         self.previous: dict[Key, torch.Tensor] = {}  # by the weights when the step began
         self.reference: dict[Key, torch.Tensor] = {}
         self.weights: dict[int, dict[str, torch.Tensor]] = {}  # of every version, on rank 0
@@ -107,6 +113,28 @@ class Trainer:
                 device=self.ctx.device,
                 timeout_s=self.config.deadline_s,
             )
+
+    def save(self) -> None:
+        """Keep what a checkpoint has: weights, optimizer, scheduler."""
+        weights = {name: value.detach().clone() for name, value in self.job.named_parameters()}
+        states = copy.deepcopy((self.job.optimizer.state_dict(), self.job.scheduler.state_dict()))
+        self.saved = weights, *states
+
+    def load(self, version: int) -> None:
+        """Put what was saved into the present job, as this version."""
+        weights, optimizer, scheduler = self.saved
+        with torch.no_grad():
+            for name, value in self.job.named_parameters():
+                value.copy_(weights[name])
+        self.job.optimizer.load_state_dict(optimizer)
+        self.job.optimizer.reload_model_params()
+        self.job.scheduler.load_state_dict(scheduler)
+        self.weights = {}
+        self.keep(version)
+
+    def fail_next(self) -> None:
+        """Have the next microbatch raise."""
+        self.failing = True
 
     def settle(self) -> None:
         """Give up an open step and the copies of the last loop."""
@@ -156,6 +184,9 @@ class Trainer:
     def microbatch(self, step: int, update: int, groups: Sequence[int]) -> dict[str, Any]:
         """Train on these groups. Without a valid token nothing runs."""
         self._need("microbatch", step, update)
+        if self.failing:
+            self.failing = False
+            raise RehearsedError(f"a microbatch of step {step} that raises, on purpose")
         batch = self.batch_of(groups)
         tokens = int(valid(batch).sum())
         if tokens:
