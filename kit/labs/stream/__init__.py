@@ -56,7 +56,7 @@ OF_THE_CONTROLLER = exposed_by(
         "discard-and-requeue",
         "groups that are unfinished at a sync are thrown away for other prompts, so that long answers are trained less often",
         "no_length_bias",
-        set={"steps": 100, "replicas": 8, "group": 2, "window": 2, "answer": (4, 64)},
+        set={"steps": 60, "replicas": 8, "group": 2, "window": 2, "answer": (4, 64)},
     ),
     Fault(
         "freshest-first-starves",
@@ -69,7 +69,9 @@ OF_THE_CONTROLLER = exposed_by(
     Fault("double-bump", "the version rises by two after a step", "version_monotone"),
     Fault("bump-on-abort", "the version rises after a step that was aborted", "version_monotone"),
     Fault("no-abort", "a step that failed is not aborted on the trainer", "abort_on_failure"),
-    Fault("cleared-before-finish", "samples are cleared before the optimizer step that needs them", "one_clear_per_finish"),
+    Fault(
+        "cleared-before-finish", "samples are cleared before the optimizer step that needs them", "one_clear_per_finish"
+    ),
     Fault(
         "clear-fails-after-finish",
         "the version rises only once samples are cleared; where that fails it never does",

@@ -191,7 +191,7 @@ def no_bump(_: Turn, __: Step) -> None:
     """The version waits for the rows to be cleared."""
 
 
-def bumps_when_cleared(t: Turn, event: Event, failed: bool) -> None:  # noqa: FBT001 - as the right one
+def bumps_when_cleared(t: Turn, event: Event, failed: bool) -> None:
     on_cleared(t, event, failed)
     if not failed and t.step is not None and t.step.finished == t.need:
         bump(t, t.step)

@@ -245,13 +245,16 @@ def of_ledger(question: Callable[[judge.Ledger], Measured], phases: Sequence[str
 
 def replicas_answer(rows: judge.Ledger) -> Measured:
     """Was no loop ended by a replica that died or did not answer?"""
-    ended = rows.by_event["died"] if rows.error else []
+    error = rows.ended is not None and rows.ended.get("why") == "error"
+    ended = rows.by_event["died"] if error else []
     stalled = [row for row in rows.by_event["stalled"] if "replica" in str(row.get("busy", ""))]
     if ended:
         return Measured(float(len(ended)), f"replica {ended[0]['replica']}: {ended[0].get('why', 'died')}")
     if stalled:
         return Measured(1.0, f"{stalled[0]['busy']}: {stalled[0]['why']}")
-    return Measured(0.0, "all requests were answered" if not rows.by_event["died"] else "the loop went on without a replica")
+    return Measured(
+        0.0, "all requests were answered" if not rows.by_event["died"] else "the loop went on without a replica"
+    )
 
 
 def no_length_bias(rows: judge.Ledger) -> Measured:
@@ -313,7 +316,11 @@ CHECKS: tuple[Check, ...] = (
         when=live,
     ),
     at_most(
-        "stamps_true", "Was every token sampled from the version that it is stamped with?", "wrong_stamps", stamps_true, when=live
+        "stamps_true",
+        "Was every token sampled from the version that it is stamped with?",
+        "wrong_stamps",
+        stamps_true,
+        when=live,
     ),
     at_most(
         "behaviour_logprob",
@@ -323,7 +330,13 @@ CHECKS: tuple[Check, ...] = (
         limit=1e-5,
         when=live,
     ),
-    at_most("kv_policy_kept", "Did every sync treat the KV cache as at_sync says?", "wrong_policy", kv_policy_kept, when=live),
+    at_most(
+        "kv_policy_kept",
+        "Did every sync treat the KV cache as at_sync says?",
+        "wrong_policy",
+        kv_policy_kept,
+        when=live,
+    ),
     at_most(
         "advantage_by_group",
         "Are advantages those of each sample within its own group?",

@@ -97,12 +97,12 @@ class StreamConfig(JobConfig):
     ] = CORE
 
     def __post_init__(self) -> None:
-        if not self.simulated:
-            self._check_ranks()
         if len(self.answer) != 2 or not 1 <= self.answer[0] <= self.answer[1]:
             raise BadInput(
                 f"answer={list(self.answer)} must be two numbers, the fewest and the most tokens of an answer"
             )
+        if not self.simulated:
+            self._check_ranks()
         if refused := refusals(settings(self)):
             raise BadInput("; ".join(refused))
 

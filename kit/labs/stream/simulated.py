@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kit.labs.stream import broken
 from kit.labs.stream.config import settings
-from kit.labs.stream.drive import PIPELINE, carry_out, raise_error
+from kit.labs.stream.drive import PIPELINE, carry_out, raise_error, silent
 from kit.loop.clock import VirtualClock
 from kit.loop.ledger import Memory
 from kit.loop.messages import Event
@@ -74,7 +74,7 @@ def simulate(
         prompts=prompts,
     )
     system.fails = fails
-    ports = {**dict.fromkeys(ADDRESSES, system), "log": Log(meter, lambda values, version: None)}
+    ports = {**dict.fromkeys(ADDRESSES, system), "log": Log(meter, silent)}
     core = load_callable(config.implementation)(plan)
     runner = Runner({PIPELINE: core}, ports, clock=clock, ledger=Metered(rows, meter), deadline_s=DEADLINE_S)
     carry_out(runner)

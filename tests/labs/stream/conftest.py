@@ -11,7 +11,7 @@ import pytest
 
 import kit
 from kit.errors import KitError
-from kit.labs.stream import LAB
+from kit.labs.stream import LAB, broken
 from kit.labs.stream.config import StreamConfig
 from kit.labs.stream.simulated import stream
 from kit.results import Record, Verdict
@@ -45,7 +45,8 @@ def simulated(fault: str | None = None, **config: Any) -> tuple[Verdict, str]:
         error = str(raised)
     head = {"run": "test", "lab": "stream", "cycle": 1, "phase": "stream", "rank": NOTEBOOK}
     frame = to_frame(Record(**head, **row) for row in drive.rows)
-    suspect = f"fault {fault!r}" if fault and not error else ""  # a run that breaks is judged as far as its records go
+    wrong = fault in broken.SWAPS and not error  # a run that breaks is judged as far as its records go
+    suspect = f"fault {fault!r}" if wrong else ""
     return judge(frame, dataclasses.asdict(drive.config), LAB.load_checks(), suspect=suspect), error
 
 
