@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import json
+import math
+import statistics
+import weakref
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kit.labs.growth import at_most
@@ -23,6 +28,8 @@ if TYPE_CHECKING:
 
 LOOPS = ("lockstep", "stream")  # phases with a ledger
 SHUFFLED = 0.99  # share of wrong stamps that the recomputation must find
+ABORTS_SLOW = ("windowed",)  # samplers that end unfinished groups
+MANY = 100  # groups whose lengths show a bias
 QUESTIONS_ASKED = 50
 ENOUGH = 0.5  # share of the tokens whose version can be told
 OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
@@ -179,7 +186,26 @@ def of_batches(metric: str, what: str) -> Measure:
 # -- the ledger -----------------------------------------------------------------------------------------------------------
 
 
-def ledger(frame: pd.DataFrame, phase: str) -> Ledger | None:
+class Ledgers:
+    """Those of the frame that was asked about last: every check asks for the same ones."""
+
+    def __init__(self) -> None:
+        self.frame: Callable[[], pd.DataFrame | None] = lambda: None
+        self.found: dict[str, Ledger | None] = {}
+
+    def of(self, frame: pd.DataFrame, phase: str) -> Ledger | None:
+        if self.frame() is not frame:
+            self.frame, self.found = weakref.ref(frame), {}
+        if phase not in self.found:
+            self.found[phase] = read_ledger(frame, phase)
+        return self.found[phase]
+
+
+_ledgers = Ledgers()
+ledger = _ledgers.of
+
+
+def read_ledger(frame: pd.DataFrame, phase: str) -> Ledger | None:
     """What the controller and its ports did in a phase, in order."""
     rows = frame[(frame["phase"] == phase) & (frame["rank"] == NOTEBOOK) & frame["value"].isna()]
     if rows.empty:
@@ -193,34 +219,94 @@ def ledger(frame: pd.DataFrame, phase: str) -> Ledger | None:
 
 
 def of_ledger(question: Callable[[Ledger], Measured], phases: Sequence[str] = LOOPS) -> Measure:
-    """The first violation in any loop, else the answer for the last."""
+    """The first violation in any loop, else what a loop lacks, else the last answer. A loop may have no answer if another has."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-        found = Measured(0.0, "")
-        judged = 0
+        answers: list[Measured] = []
+        lacking: list[NotMeasured] = []
         for phase in phases:
             rows = ledger(frame, phase)
             if rows is None:
                 continue
-            judged += 1
-            answer = question(rows)
+            try:
+                answer = question(rows)
+            except NotMeasured as error:
+                lacking.append(error)
+                continue
+            answers.append(Measured(answer.value, f"{phase}: {answer.why}"))
             if answer.value:
-                return Measured(answer.value, f"{phase}: {answer.why}")
-            found = Measured(0.0, f"{phase}: {answer.why}")
-        if not judged:
-            raise Missing("no phase recorded a ledger")
-        return found
+                return answers[-1]
+        missing = [error for error in lacking if isinstance(error, Missing)]
+        if missing or not answers:
+            raise [*missing, *lacking, Missing("no phase recorded a ledger")][0]
+        return answers[-1]
 
     return measure
 
 
+def replicas_answer(rows: Ledger) -> Measured:
+    """Was no loop ended by a replica that died or did not answer?"""
+    error = rows.ended is not None and rows.ended.get("why") == "error"
+    ended = rows.by_event["died"] if error else []
+    stalled = [row for row in rows.by_event["stalled"] if "replica" in str(row.get("busy", ""))]
+    if ended:
+        return Measured(float(len(ended)), f"replica {ended[0]['replica']}: {ended[0].get('why', 'died')}")
+    if stalled:
+        return Measured(1.0, f"{stalled[0]['busy']}: {stalled[0]['why']}")
+    return Measured(
+        0.0, "all requests were answered" if not rows.by_event["died"] else "the loop went on without a replica"
+    )
+
+
+def no_length_bias(rows: Ledger) -> Measured:
+    """Are trained samples as long as all that were started?
+
+    Of a sample that was given up only a lower bound of its length is known; Kaplan and Meier's estimate takes such into account.
+    """
+    gone = {row["group"] for row in rows.trained()}
+    pairs = [(group in gone, sample) for group, samples in rows.samples.items() for sample in samples.values()]
+    trained = [sample.tokens for counts, sample in pairs if counts]
+    if not any(not counts and sample.tokens for counts, sample in pairs):
+        return Measured(0.0, "no token was generated for a group that was not trained")
+    if rows.setting("sampler") in ABORTS_SLOW:
+        raise NotMeasured(f"the sampler {rows.setting('sampler')} gives up groups that are slower than its window")
+    if len(gone) < MANY:
+        raise NotMeasured(f"{counted(len(gone), 'group')} trained; the lengths of at least {MANY} show a bias")
+    wanted = mean_length([(sample.tokens, bool(sample.completed)) for _, sample in pairs if sample.tokens])
+    error = statistics.stdev(trained) / math.sqrt(len(trained))
+    mean = statistics.fmean(trained)
+    return Measured(
+        abs(wanted - mean) / error,
+        f"mean length of {len(trained)} trained samples: {mean:.2f} tokens, of all {len(pairs)} that were started: {wanted:.2f} "
+        f"(standard error {error:.2f})",
+    )
+
+
+def mean_length(seen: Sequence[tuple[int, bool]]) -> float:
+    """Of samples with so many tokens, complete or given up then."""
+    whole = Counter(length for length, complete in seen if complete)
+    lengths = sorted(length for length, _ in seen)
+    longer, mean, before = 1.0, 0.0, 0  # the share of samples that are longer
+    for length in sorted(whole):
+        mean += longer * (length - before)
+        longer *= 1 - whole[length] / (len(lengths) - bisect.bisect_left(lengths, length))
+        before = length
+    return mean
+
+
+def live(config: Mapping[str, Any]) -> bool:
+    """Whether something was generated and trained, so that it can be recomputed."""
+    return not config["simulated"]
+
+
 def phases_of(name: str) -> tuple[str, ...]:
-    """Lockstep waits for all groups of a step on purpose; only the rehearsal loses a replica and has a step that fails."""
-    only = {"trains_before_straggler": "stream", "dead_rollout_named": "rehearse", "abort_on_failure": "rehearse"}
-    return (only[name],) if name in only else (*LOOPS, "rehearse")
+    """Lockstep waits for all groups of a step on purpose. A failed step and a dead replica are rehearsed."""
+    return ("stream",) if name == "trains_before_straggler" else (*LOOPS, "rehearse")
 
 
-QUESTIONS = {name: (function.__doc__ or "").partition("\n")[0] for name, function in judge.CHECKS.items()}
+RULES = {**judge.CHECKS, "replicas_answer": replicas_answer, "no_length_bias": no_length_bias}
+QUESTIONS = {name: (function.__doc__ or "").partition("\n")[0] for name, function in RULES.items()}
+LIMITS = {"no_length_bias": 3.0}  # standard errors; all others count violations
 
 CHECKS: tuple[Check, ...] = (
     at_most(
@@ -228,9 +314,14 @@ CHECKS: tuple[Check, ...] = (
         "Does the loop with staleness 0 compute what the plain loop computes, bit for bit?",
         "outcomes_differ",
         equals_plain,
+        when=live,
     ),
     at_most(
-        "stamps_true", "Was every token sampled from the version that it is stamped with?", "wrong_stamps", stamps_true
+        "stamps_true",
+        "Was every token sampled from the version that it is stamped with?",
+        "wrong_stamps",
+        stamps_true,
+        when=live,
     ),
     at_most(
         "behaviour_logprob",
@@ -238,14 +329,22 @@ CHECKS: tuple[Check, ...] = (
         "logprob_error",
         behaviour_logprob,
         limit=1e-5,
+        when=live,
     ),
-    at_most("kv_policy_kept", "Did every sync treat the KV cache as at_sync says?", "wrong_policy", kv_policy_kept),
+    at_most(
+        "kv_policy_kept",
+        "Did every sync treat the KV cache as at_sync says?",
+        "wrong_policy",
+        kv_policy_kept,
+        when=live,
+    ),
     at_most(
         "advantage_by_group",
         "Are advantages those of each sample within its own group?",
         "advantage_error",
         of_batches("advantage_error", "advantages"),
         limit=1e-6,
+        when=live,
     ),
     at_most(
         "on_policy_ratio_one",
@@ -253,18 +352,21 @@ CHECKS: tuple[Check, ...] = (
         "previous_error",
         of_batches("previous_error", "log-probabilities"),
         limit=1e-5,
+        when=live,
     ),
     at_most(
         "is_weight_right",
         "Are the recorded log-probabilities of each sample the ones that its loss corrects by?",
         "recorded_error",
         of_batches("recorded_error", "log-probabilities"),
+        when=live,
     ),
     at_most(
         "resume_equals",
         "Does a loop that was stopped and resumed compute what it computes without a stop?",
         "resume_differs",
         resumed_equals_whole,
+        when=live,
         cannot=lambda config: "" if config["steps"] > 1 else "a single step leaves nothing to resume",
     ),
     at_most("no_deadlock", "Did every loop end by itself?", "loops_stuck", no_deadlock),
@@ -275,12 +377,14 @@ CHECKS: tuple[Check, ...] = (
         controller_answers,
         limit=50,
         unit="ms",
+        when=live,
     ),
     at_most(
         "logger_is_harmless",
         "Does training go on when the logger raises?",
         "logger_harm",
         logger_is_harmless,
+        when=live,
         cannot=alone,
     ),
     at_most(
@@ -290,11 +394,12 @@ CHECKS: tuple[Check, ...] = (
         death_is_named,
         limit=1,
         unit="s",
+        when=live,
         cannot=alone,
     ),
     *(
-        at_most(name, QUESTIONS[name], name, of_ledger(function, phases_of(name)))
-        for name, function in judge.CHECKS.items()
+        at_most(name, QUESTIONS[name], name, of_ledger(function, phases_of(name)), limit=LIMITS.get(name, 0.0))
+        for name, function in RULES.items()
     ),
 )
 

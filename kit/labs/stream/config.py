@@ -22,7 +22,7 @@ CORE = "kit.labs.stream.drive:controller"
 class StreamConfig(JobConfig):
     """A trainer, replicas that generate, and a controller between them. Trainer ranks come first; each replica is a World of its own."""
 
-    ranks: Annotated[int, Option("trainer and replica ranks together", low=2, high=4096)] = 3
+    ranks: Annotated[int, Option("trainer and replica ranks together", low=1, high=4096)] = 3
     tp: Annotated[int, Option("tensor parallel size of the trainer", low=1, high=64)] = 1
     pp: Annotated[int, Option("pipeline parallel size of the trainer", low=1, high=64)] = 1
     infer_tp: Annotated[int, Option("tensor parallel size of each replica", low=1, high=64)] = 1
@@ -94,19 +94,28 @@ class StreamConfig(JobConfig):
     train_pace_ms: Annotated[
         float, Option("the trainer waits this long for each sample of a microbatch", low=0, unit="ms")
     ] = 0.0
+    simulated: Annotated[
+        bool, Option("run the controller against simulated ranks on a virtual clock; ranks then have no work")
+    ] = False
     implementation: Annotated[
         str, Option("the controller: the kit's, or your own core as module:attr", target=True, here=True)
     ] = CORE
 
     def __post_init__(self) -> None:
+        if len(self.answer) != 2 or not 1 <= self.answer[0] <= self.answer[1]:
+            raise BadInput(
+                f"answer={list(self.answer)} must be two numbers, the fewest and the most tokens of an answer"
+            )
+        if not self.simulated:
+            self._check_ranks()
+        if refused := refusals(settings(self)):
+            raise BadInput("; ".join(refused))
+
+    def _check_ranks(self) -> None:
         if self.ranks != self.trainer_ranks + self.infer_tp * self.replicas or self.trainer_ranks < 1:
             raise BadInput(
                 f"ranks={self.ranks} with {self.replicas} replicas of infer_tp={self.infer_tp} leaves {max(self.trainer_ranks, 0)} ranks "
                 "for the trainer; give it at least one"
-            )
-        if len(self.answer) != 2 or not 1 <= self.answer[0] <= self.answer[1]:
-            raise BadInput(
-                f"answer={list(self.answer)} must be two numbers, the fewest and the most tokens of an answer"
             )
         check(trainer_model(self), self.trainer_ranks)
         check(replica_model(self), self.infer_tp)
@@ -116,8 +125,6 @@ class StreamConfig(JobConfig):
                 f"group={self.group} samples do not fill whole microbatches of micro_batch={self.micro_batch} on {data_ranks} data ranks; "
                 f"use a multiple of {data_ranks * self.micro_batch}"
             )
-        if refused := refusals(settings(self)):
-            raise BadInput("; ".join(refused))
 
     @property
     def trainer_ranks(self) -> int:
@@ -139,9 +146,8 @@ def settings(config: StreamConfig) -> Settings:
     """The controller's part of the config."""
     same = {one.name: getattr(config, one.name) for one in dataclasses.fields(Settings) if hasattr(config, one.name)}
     sampler = SAMPLERS.get(config.sampler)
-    places = config.places or (
-        sampler.places(config.groups, config.window) if sampler else config.groups * (config.window + 1)
-    )
+    needed = sampler.places(config.groups, config.window) if sampler else 0
+    places = config.places or needed or config.groups * (config.window + 1)
     batch = config.batch or config.groups * config.group
     return Settings(**{**same, "places": places, "slots": config.slots or places, "train_global_batch_size": batch})
 
@@ -159,7 +165,9 @@ def replica_names(config: StreamConfig) -> list[str]:
 
 
 def roles(config: StreamConfig) -> tuple[Role, ...]:
-    """The trainer in World 0, each replica in the next one."""
+    """The trainer in World 0, each replica in the next one. Without work all ranks are alike."""
+    if config.simulated:
+        return (Role(name="idle", ranks=tuple(range(config.ranks)), phases="kit.labs.stream.ranks.idle:Idle"),)
     first, size = config.trainer_ranks, config.infer_tp
     replicas = [
         Role(
@@ -176,6 +184,8 @@ def roles(config: StreamConfig) -> tuple[Role, ...]:
 def plan(config: StreamConfig) -> list[Step]:
     """Each loop starts from version 0: the plain one first, which generates everything before it trains. The last replica dies in the
     rehearsal, where there are several."""
+    if config.simulated:
+        return [Step(1, "stream", driver="kit.labs.stream.simulated:stream")]
     several = config.replicas > 1
     return [
         Step(0, "prepare"),
@@ -190,6 +200,8 @@ def plan(config: StreamConfig) -> list[Step]:
 
 
 def fits(config: StreamConfig) -> None:
+    if config.simulated:
+        return
     trainer = trainer_model(config)
     job = max(model_bytes(trainer, ranks=config.trainer_ranks, stage=stage)["total"] for stage in range(config.pp))
     whole = model_bytes(replica_model(config), ranks=1)["params"] * config.infer_tp

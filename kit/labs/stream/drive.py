@@ -19,11 +19,12 @@ from kit.errors import KitError
 from kit.labs.stream.config import replica_names, settings
 from kit.labs.stream.ports import TRAINER, Ranks, ReplicaPort, SyncPort, TrainerPort, name_of, number_of
 from kit.loop.clock import RealClock
+from kit.loop.ledger import Row
 from kit.loop.messages import Command, Event, listed
-from kit.loop.runner import Runner
+from kit.loop.runner import Runner, Stalled
 from kit.results.records import new_row
 from kit.stream.core import Controller, resume_from
-from kit.stream.meter import Log, Meter, Metered
+from kit.stream.meter import Log, Meter, Watched
 from kit.target import load_callable
 
 if TYPE_CHECKING:
@@ -114,16 +115,32 @@ def run(
         {PIPELINE: core},
         ports,
         clock=RealClock(lambda seconds: live.wait(min(seconds, asker.left()))),
-        ledger=Metered(Written(drive), meter),
+        ledger=Watched(Written(drive), meter),
         deadline_s=drive.config.deadline_s,
     )
-    ended = runner.run()[PIPELINE]
+    carry_out(runner, lambda: live.busy)
     drive.record("controller_seconds", sum(runner.own), "s", events=len(runner.own))
     drive.record("answers", len(asker.seconds))
     drive.record("answer_seconds", statistics.median(asker.seconds or [math.nan]), "s")
+    raise_error(runner)
+    return runner.states[PIPELINE]
+
+
+def carry_out(runner: Runner, busy: Callable[[], Iterable[str]] = tuple) -> None:
+    """Run the controller to its end. Where nothing happens any more, a row says so, and which roles are `busy`."""
+    try:
+        runner.run()
+    except Stalled as error:
+        waits = ", ".join(busy())
+        runner.ledger.write(Row("stalled", runner.clock.now(), {"why": str(error), "busy": waits}))
+        runner.ledger.flush()
+        raise KitError(f"{error}; without an answer: {waits}" if waits else str(error)) from error
+
+
+def raise_error(runner: Runner) -> None:
+    ended = runner.ended[PIPELINE]
     if ended.get("why") == "error":
         raise KitError(f"the controller ended with an error: {ended.get('error', 'no reason given')}")
-    return runner.states[PIPELINE]
 
 
 def silent(_: dict[str, float], __: int) -> None:

@@ -15,13 +15,12 @@ import pandas as pd
 from kit.loop.ledger import Row
 from kit.results import NotMeasured, with_ids
 from kit.results.records import NOTEBOOK
-from kit.stream.meter import PARTS, WORK, Meter
+from kit.stream.meter import PARTS, TRAINER, Meter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 LOOPS = ("plain", "lockstep", "stream", "bound")
-CALLS = {name: part for name, part in WORK.items() if part != "sync"}  # of the trainer, by the part of a step
 ENDS = ("cleared", "evicted", "aborted", "failed", "dropped", "replaced")
 
 
@@ -176,11 +175,11 @@ def work(rows: Sequence[Row]) -> list[Work]:
     waiting: dict[str, list[Row]] = defaultdict(list)
     free = rows[0].time
     for row in rows:
-        if row.name in CALLS and "to" in row.ids:
+        if row.name in TRAINER and "to" in row.ids:
             waiting[row.name].append(row)
         elif row.name in ("done", "error") and (first := waiting.get(str(row.ids.get("of")))):
             call = first.pop(0)
-            found.append(Work(int(call.ids["step"]), CALLS[call.name], max(free, call.time), row.time))
+            found.append(Work(int(call.ids["step"]), TRAINER[call.name], max(free, call.time), row.time))
             free = row.time
     return found
 
@@ -295,7 +294,10 @@ def plain(frame: pd.DataFrame) -> dict[str, float]:
         return {}
     total = float(calls["time"].max() - calls["start"].min())
     of_trainer = calls[calls["rank"] == 0]
-    parts = {part: float(of_trainer[of_trainer["call"].map(WORK) == part]["value"].sum()) for part in PARTS[:-1]}
+    parts = {
+        part: float(of_trainer[of_trainer["call"].map({**TRAINER, "sync": "sync"}) == part]["value"].sum())
+        for part in PARTS[:-1]
+    }
     return {"total": total, **parts, PARTS[-1]: total - sum(parts.values())}
 
 

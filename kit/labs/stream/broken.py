@@ -1,0 +1,253 @@
+"""The faults of the controller: single rules of `kit.stream`, each with one bug. Switched on for a simulated run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
+
+from kit.loop.messages import Event, listed
+from kit.stream import core, generation, groups, training
+from kit.stream.samplers import SAMPLERS, Sampler, View
+from kit.stream.state import DONE, RUNNING, Group, Owed, Step, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from types import ModuleType
+
+
+class Swap(NamedTuple):
+    """What a fault puts in place of one name of a module."""
+
+    module: ModuleType
+    name: str
+    wrong: Any
+
+
+@contextlib.contextmanager
+def switched_on(fault: str | None) -> Iterator[None]:
+    """The fault's rules in place of the right ones."""
+    with contextlib.ExitStack() as scope:
+        for swap in SWAPS.get(fault, ()):
+            scope.enter_context(patch.object(*swap))
+        yield
+
+
+def handles(event: str, wrong: Callable[[Turn, Event], None]) -> Swap:
+    """Another handler of an event."""
+    return Swap(core, "HANDLERS", {**core.HANDLERS, event: wrong})
+
+
+def sampler(name: str, **wrong: Any) -> Swap:
+    """A sampler with another rule."""
+    return Swap(core, "SAMPLERS", {**SAMPLERS, name: dataclasses.replace(SAMPLERS[name], **wrong)})
+
+
+def given(t: Turn) -> Sampler:
+    assert t.sampler is not None
+    return t.sampler
+
+
+# -- who may start --------------------------------------------------------------------------------------------------------
+
+
+def gate_one_late(t: Turn) -> bool:
+    """Blocks only while index > version + window."""
+    return given(t).admits(dataclasses.replace(t.view(), window=t.settings.window + 1))
+
+
+def gate_of_version_0(t: Turn) -> bool:
+    """The gate never hears of a new version."""
+    return given(t).admits(dataclasses.replace(t.view(), version=0))
+
+
+def gate_before_the_count(t: Turn) -> bool:
+    """A group counts as running only from its first token on; until then the gate lets others pass."""
+    running = sum(slot.order < 0 and slot.tokens > 0 for slot in t.buffer.values())
+    return given(t).admits(dataclasses.replace(t.view(), running=running))
+
+
+def always_a_place(_: Turn) -> bool:
+    return True
+
+
+def oldest_makes_room(t: Turn) -> bool:
+    """A full buffer drops its oldest complete group and tells nobody."""
+    complete = [group for group in t.buffer.values() if group.order >= 0]
+    if len(t.buffer) >= t.settings.places and complete:
+        groups.leave(t, complete[0])
+    return len(t.buffer) < t.settings.places
+
+
+# -- groups ---------------------------------------------------------------------------------------------------------------
+
+LOST_EVERY = 5
+
+
+def loses_some(t: Turn, group: Group) -> None:
+    """The task of every fifth group crashes when it is complete. Another group takes its part; it never ends."""
+    if group.id % LOST_EVERY:
+        groups.complete(t, group)
+    else:
+        groups.leave(t, group)
+        t.owed += (Owed(group.target),)
+
+
+def gives_up_the_last(t: Turn, event: Event) -> None:
+    """A group is complete without its last sample."""
+    generation.on_completed(t, event)
+    group = t.buffer.get(event.group)
+    left = [] if group is None else [number for number, one in enumerate(group.samples) if one.status == RUNNING]
+    if group is not None and group.order < 0 and len(left) == 1:
+        generation.load(t, group.samples[left[0]].replica, -1)
+        t.do("cancel", "replica", group=group.id, sample=left[0], replica=group.samples[left[0]].replica)
+        groups.complete(t, group.put(left[0], status=DONE))
+
+
+give_up_attempt = generation.give_up_attempt
+leave = groups.leave
+
+
+def forgets_the_attempt(t: Turn, group: Group, number: int) -> None:
+    """Tokens of an attempt that was given up are not counted as wasted."""
+    give_up_attempt(t, group.put(number, tokens=0), number)
+
+
+def keeps_the_slot(t: Turn, group: Group) -> None:
+    """An unfinished group that ends gives its place back, and not its slot."""
+    t.buffer = t.buffer.without(group.id)
+    t.note("place_back", group=group.id)
+
+
+def requeues(t: Turn) -> None:
+    """What is unfinished when the version rises is thrown away, and other prompts take its part."""
+    hold(t)
+    for group in list(t.buffer.values()):
+        if group.order < 0 and group.ends is None and t.version < t.last:
+            groups.doom(t, group, "aborted", f"unfinished at version {t.version}")
+            t.owed += (Owed(group.target),)
+
+
+def freshest_first(view: View) -> tuple[int, ...]:
+    return tuple(slot.id for slot in sorted(view.ready(), key=lambda slot: -slot.order))
+
+
+# -- steps and versions ---------------------------------------------------------------------------------------------------
+
+abort, bump, finish, hold = training.abort, training.bump, training.finish, generation.hold
+log, on_aborted, on_cleared, on_finished = training.log, training.on_aborted, training.on_cleared, training.on_finished
+
+
+def waits_for_all(t: Turn) -> tuple[int, int]:
+    most = t.need - (0 if t.step is None else len(t.step.groups))
+    return most, most
+
+
+def update_per_chunk(t: Turn, step: Step) -> int:
+    return step.chunk_end(step.finished) if step.finished < len(step.groups) else t.need
+
+
+def bumps_twice(t: Turn, step: Step) -> None:
+    bump(t, step)
+    t.version += 1
+
+
+def bumps_on_abort(t: Turn, step: Step) -> None:
+    on_aborted(t, step)
+    t.version += 1
+    t.note("bumped", version=t.version, updates=t.updates, step=step.id)
+
+
+def no_abort(t: Turn, step: Step) -> None:
+    """The step is closed here, and stays open on the trainer."""
+    on_aborted(t, dataclasses.replace(step, aborting=True, finishing=False))
+
+
+def clears_with_the_finish(t: Turn) -> None:
+    """Rows are cleared before the optimizer step that they belong to is done."""
+    before = t.step
+    finish(t)
+    if before is not None and t.step is not None and t.step.finishing and not before.finishing:
+        ordered = t.commands.pop()
+        clear(t, before)
+        t.commands.append(ordered)
+
+
+def clear(t: Turn, step: Step) -> None:
+    mine = step.groups[step.finished : step.fed]
+    t.clearing = t.clearing.put((step.id, step.update), mine)
+    t.do("clear", "trainer", step=step.id, update=step.update, groups=listed(group.id for group in mine))
+
+
+def cleared_already(t: Turn, step: Step) -> None:
+    """As `on_finished`, without the order to clear."""
+    on_finished(t, step)
+    t.clearing = t.clearing.without((step.id, step.update))
+    t.commands = [command for command in t.commands if command.name != "clear"]
+
+
+def no_bump(_: Turn, __: Step) -> None:
+    """The version waits for the rows to be cleared."""
+
+
+def bumps_when_cleared(t: Turn, event: Event, failed: bool) -> None:
+    on_cleared(t, event, failed)
+    if not failed and t.step is not None and t.step.finished == t.need:
+        bump(t, t.step)
+
+
+def resumes_with_the_first(t: Turn, event: Event) -> None:
+    """Dispatch goes on as soon as one replica has the new version."""
+    generation.on_published(t, event)
+    if t.held:
+        generation.resume(t)
+
+
+def logs_the_version_before(t: Turn, step: Step, chosen: tuple[Group, ...], during: int) -> None:
+    """Lags are those by a version that was looked up a step ago."""
+    log(t, step, chosen, max(0, during - 1))
+
+
+# -- ends -----------------------------------------------------------------------------------------------------------------
+
+
+def never_stuck(_: Turn) -> bool:
+    """Nobody looks whether the data has ended."""
+    return False
+
+
+SWAPS: Mapping[str | None, tuple[Swap, ...]] = {
+    "off-by-one-window": (Swap(generation, "gate_is_open", gate_one_late),),
+    "gate-never-opens": (Swap(generation, "gate_is_open", gate_of_version_0),),
+    "gate-checked-early": (Swap(generation, "gate_is_open", gate_before_the_count),),
+    "unbounded-buffer": (Swap(generation, "place_is_free", always_a_place),),
+    "drops-oldest": (Swap(generation, "place_is_free", oldest_makes_room),),
+    "lost-group": (Swap(generation, "complete", loses_some),),
+    "partial-group": (handles("completed", gives_up_the_last),),
+    "uncounted-partial": (Swap(generation, "give_up_attempt", forgets_the_attempt),),
+    "slot-leak": (Swap(groups, "leave", keeps_the_slot),),
+    "discard-and-requeue": (Swap(training, "hold", requeues),),
+    "freshest-first-starves": (sampler("ready-first", selects=freshest_first),),
+    "waits-for-all": (Swap(training, "limits", waits_for_all),),
+    "finish-per-chunk": (Swap(training, "boundary", update_per_chunk),),
+    "double-bump": (Swap(training, "bump", bumps_twice),),
+    "bump-on-abort": (Swap(training, "on_aborted", bumps_on_abort),),
+    "no-abort": (Swap(training, "abort", no_abort),),
+    "cleared-before-finish": (
+        Swap(training, "finish", clears_with_the_finish),
+        Swap(training, "on_finished", cleared_already),
+    ),
+    "clear-fails-after-finish": (
+        Swap(training, "bump", no_bump),
+        Swap(training, "on_cleared", bumps_when_cleared),
+    ),
+    "resumes-too-early": (handles("published", resumes_with_the_first),),
+    "caught-up-too-late": (Swap(training, "log", logs_the_version_before),),
+    "waits-at-the-end": (Swap(core, "is_stuck", never_stuck),),
+}
+# What else a fault needs to show: arguments of `kit.labs.stream.simulated.simulate`.
+CONDITIONS: Mapping[str | None, Mapping[str, Any]] = {
+    "clear-fails-after-finish": {"fails": {"clear": 2}},
+    "waits-at-the-end": {"prompts": 8},
+}

@@ -1,0 +1,89 @@
+"""The phase `stream` without ranks: the controller against simulated ones on a virtual clock, in milliseconds. Notebook side.
+
+Every ledger check is judged as on live ranks; nothing is generated or trained, so nothing is recomputed. The trainer fails one microbatch,
+in the step of version 1, so that a step that is aborted is part of every simulated run; that step is tried again once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+from kit.labs.stream import broken
+from kit.labs.stream.config import settings
+from kit.labs.stream.drive import PIPELINE, carry_out, raise_error, silent
+from kit.loop.clock import VirtualClock
+from kit.loop.ledger import Memory
+from kit.loop.messages import Event
+from kit.loop.runner import Port, Runner
+from kit.results.records import new_row
+from kit.stream.meter import Log, Meter, Watched
+from kit.stream.simulated import ADDRESSES, Durations, System, drawn_length
+from kit.target import load_callable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from kit.labs.drive import Drive
+    from kit.labs.stream.config import StreamConfig
+    from kit.loop.messages import Command
+
+    Answers = Iterable[tuple[float, Event]]
+
+REHEARSED = {"microbatch": 1}  # commands that fail once, and the step of their first failure
+WHY = "a failure that is rehearsed"
+DEADLINE_S = 1e6
+
+
+class Rehearsal(System):
+    """A system whose trainer answers some commands with an error, each once."""
+
+    fails: Mapping[str, int] = {}
+
+    def trainer(self, command: Command) -> Answers:
+        if self.fails.get(command.name) != command.step:
+            return super().trainer(command)
+        self.fails = {name: step for name, step in self.fails.items() if name != command.name}
+        ids = {**dict(command.ids), "of": command.name, "why": WHY}
+        return [(0.0, Event("error", command.pipeline, **ids))]
+
+
+def stream(drive: Drive) -> None:
+    """The controller with the config, and with the fault that is on."""
+    base = time.time()
+    rows = Memory()
+    try:
+        with broken.switched_on(drive.fault):
+            simulate(drive.config, rows, **broken.CONDITIONS.get(drive.fault, {}))
+    finally:
+        drive.append([new_row(row.name, None, "", base + row.time, ids=row.ids) for row in rows])
+
+
+def simulate(
+    config: StreamConfig, rows: Memory, *, fails: Mapping[str, int] = REHEARSED, prompts: int | None = None
+) -> None:
+    """Run the controller until it ends; `rows` is its ledger, also of a run that breaks. `prompts` None: the data never ends."""
+    plan = dataclasses.replace(settings(config), step_retries=1)
+    clock, meter = VirtualClock(), Meter()
+    system = Rehearsal(
+        clock,
+        durations(config),
+        replicas=config.replicas,
+        pipeline=PIPELINE,
+        prompts=prompts,
+    )
+    system.fails = fails
+    ports: dict[str, Port] = {**dict.fromkeys(ADDRESSES, system), "log": Log(meter, silent)}
+    core = load_callable(config.implementation)(plan)
+    runner = Runner({PIPELINE: core}, ports, clock=clock, ledger=Watched(rows, meter), deadline_s=DEADLINE_S)
+    carry_out(runner)
+    raise_error(runner)
+
+
+def durations(config: StreamConfig) -> Durations:
+    """Of tokens and samples as the config paces them; without a pace, training takes about as long as generation."""
+    low, high = config.answer
+    paces = {"token_s": config.pace_ms / 1000, "train_s": config.train_pace_ms * config.group / 1000}
+    given: dict[str, Any] = {name: seconds for name, seconds in paces.items() if seconds}
+    return Durations(length=drawn_length(low, high, config.seed), span=config.decode, **given)

@@ -1,0 +1,99 @@
+"""Runs of the lab `stream`: simulated ones without any rank, and those on ranks, which stay alive for all tests of a module."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import kit
+from kit.errors import KitError
+from kit.labs.stream import LAB, broken
+from kit.labs.stream.config import StreamConfig
+from kit.labs.stream.simulated import stream
+from kit.results import Record, Verdict
+from kit.results.records import NOTEBOOK
+from kit.results.run import to_frame
+from kit.results.verdict import judge
+from tests.holdings import holdings, wait_for
+
+SMALL = {"steps": 3, "groups": 2, "group": 2, "layers": 1, "answer": [4, 10], "deadline_s": 20}
+
+
+class Notebook:
+    """What a simulated run takes of a Drive: its config, the fault, and where rows go."""
+
+    def __init__(self, config: StreamConfig, fault: str | None) -> None:
+        self.config = config
+        self.fault = fault
+        self.rows: list[dict[str, Any]] = []
+
+    def append(self, rows: list[dict[str, Any]]) -> None:
+        self.rows += rows
+
+
+def simulated(fault: str | None = None, **config: Any) -> tuple[Verdict, str]:
+    """The verdict of a simulated run, and the error that ended it."""
+    drive = Notebook(StreamConfig(**{"simulated": True, "ranks": 1, **config}), fault)
+    error = ""
+    try:
+        stream(drive)  # type: ignore[arg-type]
+    except KitError as raised:
+        error = str(raised)
+    head = {"run": "test", "lab": "stream", "cycle": 1, "phase": "stream", "rank": NOTEBOOK}
+    frame = to_frame(Record(**head, **row) for row in drive.rows)
+    wrong = fault in broken.SWAPS and not error  # a run that breaks is judged as far as its records go
+    suspect = f"fault {fault!r}" if wrong else ""
+    return judge(frame, dataclasses.asdict(drive.config), LAB.load_checks(), suspect=suspect), error
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs go to a folder of the module, and nothing is left."""
+    folder = tmp_path_factory.mktemp("stream")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KIT_RUNS", str(folder / "runs"))
+        patch.chdir(folder)
+        before = holdings(os.getpid())
+        yield
+        wait_for(lambda: holdings(os.getpid()) == before, 5.0)
+        assert holdings(os.getpid()) == before
+
+
+@pytest.fixture(scope="module")
+def on_ranks(places: None) -> Iterator[Callable[..., kit.Run]]:
+    """on_ranks(**config) -> the finished run, a small one; asked for again, the same one. Runs share their Worlds."""
+    made: dict[str, kit.Run] = {}
+    worlds: list[kit.Worlds] = []
+
+    def run(fault: str | None = None, **config: object) -> kit.Run:
+        given = {**SMALL, **config}
+        key = repr((fault, sorted(given.items())))
+        if key not in made:
+            made[key] = kit.run("stream", fault=fault, world=shared(), **given)
+        return made[key]
+
+    def shared() -> kit.Worlds:
+        if not worlds:
+            env = {"OMP_NUM_THREADS": "1"}
+            worlds.append(kit.Worlds((1, 1, 1), isolate=True, env=env, preload=("megatron.core",)))
+        return worlds[0]
+
+    yield run
+    for world in worlds:
+        world.close()
+
+
+def failed(verdict: Verdict) -> set[str]:
+    return {row.check for row in verdict if row.passed is False}
+
+
+def passed(verdict: Verdict, check: str) -> bool | None:
+    return next(row.passed for row in verdict if row.check == check)
+
+
+def why(verdict: Verdict, check: str) -> str:
+    return next(row.why for row in verdict if row.check == check)

@@ -1,0 +1,60 @@
+"""Bad input gets one sentence before any rank starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import kit
+from kit.errors import BadInput
+from kit.labs.stream.config import StreamConfig, plan, roles, settings
+from kit.stream.samplers import SAMPLERS
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"ranks": 2}, "ranks=2 with 2 replicas of infer_tp=1 leaves 0 ranks for the trainer; give it at least one"),
+        ({"ranks": 3, "infer_tp": 2}, "2 replicas of infer_tp=2 leaves 0 ranks for the trainer"),
+        ({"ranks": 4, "replicas": 3, "tp": 2}, "tp"),
+        ({"replicas": 0}, "replicas must be a whole number from 1 to 512, not 0"),
+        ({"places": 3}, "places=3 is fewer than the 8 that the sampler in-order needs for groups=4 and window=1"),
+        (
+            {"group": 3},
+            "group=3 samples do not fill whole microbatches of micro_batch=2 on 1 data ranks; use a multiple of 2",
+        ),
+        ({"batch": 6}, "train_global_batch_size=6 is not a multiple of group=4; a group is never cut"),
+        ({"batch": 12}, "a step has 4 x 4 = 16 samples, which train_global_batch_size=12 does not divide"),
+        ({"min_groups": 5}, "min_groups=5 exceeds the 4 groups of a step"),
+        ({"floor": 5}, "floor=5 exceeds the 4 groups of a step"),
+        (
+            {"correction": False},
+            "window=1 trains on stale samples with neither correction nor recorded log-probabilities",
+        ),
+        ({"sampler": "strict"}, "the sampler strict has no window; use window=0 instead of window=1"),
+        ({"sampler": "newest"}, "sampler must be one of strict, in-order, .*, or module:attr, not 'newest'"),
+        ({"answer": [5]}, r"answer=\[5\] must be two numbers, the fewest and the most tokens of an answer"),
+        ({"answer": [9, 5]}, r"answer=\[9, 5\] must be two numbers"),
+        ({"at_sync": "forget"}, "at_sync must be one of keep, recompute, abort, drain"),
+        ({"temperature": 0}, "temperature must be a number from 0.05 to 10, not 0"),
+        ({"steps": 0}, "steps must be a whole number from 1 to 10000, not 0"),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
+)
+def test_one_sentence(config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadInput, match=sentence) as caught:
+        kit.lab("stream", **config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_every_sampler_has_places_by_itself(sampler: str) -> None:
+    config = StreamConfig(sampler=sampler, window=0 if sampler == "strict" else 2)
+    assert settings(config).places == 4 * (config.window + 1)
+
+
+def test_a_simulated_run_needs_no_trainer() -> None:
+    config = StreamConfig(simulated=True, ranks=1, replicas=8, group=3)
+    assert [step.phase for step in plan(config)] == ["stream"]
+    assert [(role.ranks, role.world) for role in roles(config)] == [((0,), 0)]
