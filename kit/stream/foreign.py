@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput, KitError
 from kit.loop.messages import Event, listed
-from kit.stream.samplers import NO_TARGET
+from kit.stream.samplers import NO_TARGET, refuse_lacking
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Sequence
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
     from kit.stream.core import Resume
     from kit.stream.settings import Settings
 
-METHODS = (
-    "admit",
-    "select",
-    "evict",
-    "should_abort_inflight",
-    "is_on_policy",
-    "required_buffer_capacity",
-    "set_dispatch_index",
-)
 WINDOWS = ("max_staleness_versions", "max_lookahead_versions", "window")
 TICK_S = 1.0  # by how much the sampler's clock moves with each poll
 POLLS = 8
@@ -114,8 +105,7 @@ class Foreign:
     """The port "sampler". It is also a watcher of the ledger (`see`), from which its buffer and the version come."""
 
     def __init__(self, kind: Any, settings: Settings, *, pipeline: str = "", resume: Resume | None = None) -> None:
-        if lacking := [name for name in METHODS if not hasattr(kind, name)]:
-            raise BadInput(f"the sampler {settings.sampler} has no {', '.join(lacking)}; it needs {', '.join(METHODS)}")
+        refuse_lacking(kind, settings.sampler)
         self.buffer = Buffer()
         self.sampler = kind(self.buffer, **_window(kind, settings))
         needed = self.sampler.required_buffer_capacity(settings.groups)

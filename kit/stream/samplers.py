@@ -17,7 +17,9 @@ first one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kit.errors import BadInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -155,3 +157,19 @@ SAMPLERS = {
     "ready-first": Sampler(batch_may_start, any_complete, nothing, nothing, a_batch_per_version),
     "capacity": Sampler(within_capacity, as_completed, nothing, nothing, any_number),
 }
+
+# What a class with NeMo-RL's protocol has.
+METHODS = (
+    "admit",
+    "select",
+    "evict",
+    "should_abort_inflight",
+    "is_on_policy",
+    "required_buffer_capacity",
+    "set_dispatch_index",
+)
+
+
+def refuse_lacking(kind: Any, name: str) -> None:
+    if lacking := [method for method in METHODS if not hasattr(kind, method)]:
+        raise BadInput(f"the sampler {name} has no {', '.join(lacking)}; it needs {', '.join(METHODS)}")

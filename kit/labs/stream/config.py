@@ -10,8 +10,9 @@ from kit.errors import BadInput
 from kit.labs.definition import Role, Step
 from kit.labs.options import JobConfig, Option, check_fits, model_of
 from kit.megatron.config import ModelConfig, check, model_bytes
-from kit.stream.samplers import SAMPLERS
+from kit.stream.samplers import SAMPLERS, refuse_lacking
 from kit.stream.settings import Settings, refusals
+from kit.target import load_callable
 
 DRIVER = "kit.labs.stream.drive"
 LONGEST_PROMPT = 4  # of "9+9="
@@ -200,6 +201,8 @@ def plan(config: StreamConfig) -> list[Step]:
 
 
 def fits(config: StreamConfig) -> None:
+    if ":" in config.sampler:
+        refuse_lacking(load_callable(config.sampler), config.sampler)
     if config.simulated:
         return
     trainer = trainer_model(config)

@@ -6,6 +6,7 @@ the controller with staleness 0; `stream` runs the config.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -24,6 +25,7 @@ from kit.loop.messages import Command, Event, listed
 from kit.loop.runner import Runner, Stalled
 from kit.results.records import new_row
 from kit.stream.core import Controller, resume_from
+from kit.stream.foreign import Foreign
 from kit.stream.meter import Log, Meter, Watched
 from kit.target import load_callable
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from kit.loop.ledger import Row
     from kit.loop.runner import Core, Port
     from kit.stream.core import Resume
+    from kit.stream.meter import Watcher
 
 PIPELINE = "a"
 ASKS_S = 0.04  # between two questions from outside
@@ -111,19 +114,30 @@ def run(
         "log": Log(meter, logger or silent),
         "asker": asker,
     }
-    runner = Runner(
-        {PIPELINE: core},
-        ports,
-        clock=RealClock(lambda seconds: live.wait(min(seconds, asker.left()))),
-        ledger=Watched(Written(drive), meter),
-        deadline_s=drive.config.deadline_s,
-    )
-    carry_out(runner, lambda: live.busy)
+    with contextlib.ExitStack() as scope:
+        runner = Runner(
+            {PIPELINE: core},
+            ports,
+            clock=RealClock(lambda seconds: live.wait(min(seconds, asker.left()))),
+            ledger=Watched(Written(drive), meter, *own_sampler(drive.config, ports, scope)),
+            deadline_s=drive.config.deadline_s,
+        )
+        carry_out(runner, lambda: live.busy)
     drive.record("controller_seconds", sum(runner.own), "s", events=len(runner.own))
     drive.record("answers", len(asker.seconds))
     drive.record("answer_seconds", statistics.median(asker.seconds or [math.nan]), "s")
     raise_error(runner)
     return runner.states[PIPELINE]
+
+
+def own_sampler(config: StreamConfig, ports: dict[str, Port], scope: contextlib.ExitStack) -> list[Watcher]:
+    """The port of a sampler that is no name of ours, and its view of the ledger. A core that has one of ours never asks it."""
+    if ":" not in config.sampler:
+        return []
+    foreign = Foreign(load_callable(config.sampler), settings(config), pipeline=PIPELINE)
+    scope.callback(foreign.close)
+    ports["sampler"] = foreign
+    return [foreign]
 
 
 def carry_out(runner: Runner, busy: Callable[[], Iterable[str]] = tuple) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.errors import KitError, RankDied, RankTimeout
 from kit.loop.messages import Command, Event, numbers
+from kit.loop.runner import Stalled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -54,7 +55,7 @@ class Ranks:
             self.drive.wait([pending for pending, _, _ in self.flying.values()], timeout_s=seconds)
         elif not self.arrived:
             if time.monotonic() - self.heard > STUCK_S:
-                raise KitError("the controller waits for an answer, but no call is under way: it is stuck")
+                raise Stalled("the controller waits for an answer, but no call is under way", ())
             time.sleep(min(seconds, STUCK_S / 10))
 
     def take(self) -> list[Event]:

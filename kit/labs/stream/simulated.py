@@ -6,13 +6,14 @@ in the step of version 1, so that a step that is aborted is part of every simula
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
 from kit.labs.stream import broken
 from kit.labs.stream.config import settings
-from kit.labs.stream.drive import PIPELINE, carry_out, raise_error, silent
+from kit.labs.stream.drive import PIPELINE, carry_out, own_sampler, raise_error, silent
 from kit.loop.clock import VirtualClock
 from kit.loop.ledger import Memory
 from kit.loop.messages import Event
@@ -76,8 +77,10 @@ def simulate(
     system.fails = fails
     ports: dict[str, Port] = {**dict.fromkeys(ADDRESSES, system), "log": Log(meter, silent)}
     core = load_callable(config.implementation)(plan)
-    runner = Runner({PIPELINE: core}, ports, clock=clock, ledger=Watched(rows, meter), deadline_s=DEADLINE_S)
-    carry_out(runner)
+    with contextlib.ExitStack() as scope:
+        ledger = Watched(rows, meter, *own_sampler(config, ports, scope))
+        runner = Runner({PIPELINE: core}, ports, clock=clock, ledger=ledger, deadline_s=DEADLINE_S)
+        carry_out(runner)
     raise_error(runner)
 
 
