@@ -92,7 +92,9 @@ def main(arguments: Sequence[str]) -> int:
 def starts_ranks(command: Any) -> bool:
     """Whether a command line is that of a World's agent or of torchrun."""
     words = [str(word) for word in command] if isinstance(command, (list, tuple)) else [str(command)]
-    return any(word.endswith("kit/world/agent.py") or word == "torch.distributed.run" for word in words)
+    return words[1:3] == ["-m", "torch.distributed.run"] or any(
+        one.endswith("kit/world/agent.py") for one in words[1:2]
+    )
 
 
 # -- what tests took -------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def test_one_sentence(config: dict[str, object], sentence: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_world_of_ones_own_cannot_be_two(tmp_path, monkeypatch) -> None:
+def test_a_world_of_ones_own_cannot_be_two(tmp_path, monkeypatch, nothing_left: None) -> None:
     monkeypatch.setenv("KIT_RUNS", str(tmp_path))
     with kit.World(1) as world, pytest.raises(BadInput):
         kit.lab("sync", world=world, worlds="two")
