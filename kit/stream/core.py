@@ -119,12 +119,9 @@ def is_done(t: Turn) -> bool:
 def is_stuck(t: Turn) -> bool:
     """No prompt is left, and nothing is under way: what could follow from the state has been ordered already."""
     step = t.step
-    busy = step is not None and (step.unanswered or step.scoring or step.finishing or step.aborting)
-    return (
-        t.exhausted
-        and t.prompt < 0
-        and not (busy or t.asked - {"admit"} or t.in_flight or t.waiting or t.held or t.clearing)
-    )
+    trainer = step is not None and (step.unanswered or step.scoring or step.finishing or step.aborting)
+    replicas = t.in_flight or t.waiting or t.held
+    return t.exhausted and t.prompt < 0 and not (trainer or replicas or t.clearing or t.asked - {"admit"})
 
 
 def end_of_data(t: Turn) -> None:

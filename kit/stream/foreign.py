@@ -170,6 +170,7 @@ class Foreign:
         task = self._loop.create_task(coroutine)
         if not self._loop.poll(task):
             task.cancel()
+            self._loop.poll(task)
             raise KitError("the sampler's select or evict waits; they must answer from what is in the buffer")
         return task.result()
 
