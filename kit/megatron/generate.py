@@ -293,9 +293,12 @@ class Engine:
             output: torch.Tensor = self.replica.chunks[0](
                 ids, positions, None, inference_context=context, runtime_gather_output=True
             )
+        logits = output[0, -1].float()
+        if not bool(logits.isfinite().all()):  # neither this context nor the prefix cache takes this forward for done
+            raise KitError("logits are not finite: the replica's weights are incomplete or broken")
         context.increment_sequence_len_offset(len(tokens))
         context.enable_decode_mode()
-        return output[0, -1].float()
+        return logits
 
     def _leave(self, name: str, ended: Ended) -> Answer:
         return self._flights.pop(name).answer(ended)
@@ -304,10 +307,6 @@ class Engine:
 def distribution(logits: torch.Tensor, request: Request, written: int) -> torch.Tensor:
     """The log-probabilities that the token after `written` tokens is sampled from: float64 [vocabulary], on the host."""
     wide = logits.to("cpu", torch.float64, copy=True)
-    if not bool(wide.isfinite().all()):
-        raise KitError(
-            f"the logits of request {request.id} are not finite: the replica's weights are incomplete or broken"
-        )
     if written < request.min_tokens:
         wide[request.end] = -torch.inf
     return (wide / request.temperature).log_softmax(-1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kit.errors import BadInput
-from kit.megatron.generate import Request, distribution, pick
+from kit.megatron.generate import Prefix, PrefixCache, Request, distribution, pick
 from kit.world import World
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,6 @@ def test_recorded_log_probabilities_are_those_of_the_distribution_that_was_sampl
     assert max(found["errors"]) <= LIMIT
     assert min(found["wrong"]) > 10 * LIMIT
     assert found["short"] == []
-    assert found["restored"]
 
 
 @pytest.mark.parametrize(
@@ -86,6 +85,8 @@ def test_every_token_has_the_version_that_its_forward_ran_with(world: World, tp:
     assert max(found["stamped"]) <= LIMIT
     assert statistics.median(found["apart"]) > 10 * LIMIT
     assert found["unknown"] == "inf"
+    assert found["unknown_true"] <= LIMIT
+    assert found["restored"]
     assert min(found["moved"]) > 10 * LIMIT
     for index, span in enumerate(found["other_cache"]):
         if index % 3 == 0:
@@ -111,6 +112,22 @@ def test_the_samples_of_a_group_share_the_kv_of_their_prompt_within_a_version(wo
     assert min(found["stale"]) > 10 * LIMIT
 
 
+def test_a_prefix_is_of_its_version_and_the_least_recently_used_goes_first() -> None:
+    prefix = Prefix({1: (torch.zeros(4), torch.zeros(4))}, torch.zeros(2))
+    cache = PrefixCache(limit=2 * prefix.size)
+    cache.put(0, (1,), prefix)
+    cache.put(0, (2,), prefix)
+    assert cache.get(1, (1,)) is None
+    assert cache.get(0, (1,)) is prefix
+    cache.put(0, (3,), prefix)
+    assert [cache.get(0, (token,)) is prefix for token in (1, 2, 3)] == [True, False, True]
+    assert (cache.hits, cache.misses, cache.size) == (3, 2, 2 * prefix.size)
+    assert prefix.size == 40
+    tight = PrefixCache(limit=39)
+    tight.put(0, (1,), prefix)
+    assert (len(tight), tight.size) == (0, 0)
+
+
 def test_bad_calls_are_named_and_change_nothing(world: World) -> None:
     found = ask(world, "refused")
     wanted = {
@@ -124,7 +141,9 @@ def test_bad_calls_are_named_and_change_nothing(world: World) -> None:
         "drain": "KitError: 1 requests are in flight; with at_sync=drain decode them to their ends before a sync",
         "untouched": "True",
         "asleep": "KitError: this replica is asleep: wake it and fill its weights before it decodes",
-        "nan": "KitError: the logits of request 1.0 are not finite: the replica's weights are incomplete or broken",
+        "nan": "KitError: logits are not finite: the replica's weights are incomplete or broken",
+        "nan_later": "KitError: logits are not finite: the replica's weights are incomplete or broken",
+        "recovered": "True",
     }
     assert found == wanted
 

@@ -126,7 +126,6 @@ def recorded(tp: int) -> dict[str, Any]:
         for sample, each in enumerate(settings):
             engine.start(request(sample % 3, sample, **each))
         answers = [*finish(engine).values()]
-        before = [param.detach().clone() for param in replica.chunks[0].parameters()]
         errors = [max(each.stamped) for each in verify(replica, answers, [0], lambda version: load(replica, version))]
         wrong = []
         for answer in answers:
@@ -142,9 +141,6 @@ def recorded(tp: int) -> dict[str, Any]:
             "wrong": wrong,
             "short": [answer.request.id for answer in answers if END in answer.tokens[: answer.request.min_tokens]],
             "tokens": sum(len(answer.tokens) for answer in answers),
-            "restored": all(
-                torch.equal(one, two) for one, two in zip(before, replica.chunks[0].parameters(), strict=True)
-            ),
         }
 
 
@@ -169,7 +165,9 @@ def synced(tp: int, at_sync: str) -> dict[str, Any]:
         def judged(some: list[Answer]) -> list[Any]:
             return verify(replica, some, versions, lambda version: load(replica, version))
 
+        before = [param.detach().clone() for param in replica.chunks[0].parameters()]
         found = judged(answers)
+        restored = all(torch.equal(one, two) for one, two in zip(before, replica.chunks[0].parameters(), strict=True))
         moved = [
             dataclasses.replace(
                 answer,
@@ -186,6 +184,7 @@ def synced(tp: int, at_sync: str) -> dict[str, Any]:
         at = [answer.spans[1].first for answer in answers]
         late = judged(moved)
         unknown = dataclasses.replace(answers[0], spans=(dataclasses.replace(answers[0].spans[0], version=9),))
+        never = judged([unknown])[0]
         return {
             "answers": [plain(answer) for answer in answers],
             "stamped": [max(each.stamped) for each in found],
@@ -200,7 +199,9 @@ def synced(tp: int, at_sync: str) -> dict[str, Any]:
                 for span in answer.spans
             ],
             "moved": [each.stamped[place] for each, place in zip(late, at, strict=True)],
-            "unknown": str(judged([unknown])[0].stamped[0]),
+            "unknown": str(never.stamped[0]),
+            "unknown_true": max(never.others[0][:3]),
+            "restored": restored,
         }
 
 
@@ -313,4 +314,16 @@ def refused() -> dict[str, str]:
         result["asleep"] = attempt(lambda: engine.decode(1))
         replica.wake()
         result["nan"] = attempt(lambda: engine.decode(1))
+        load(replica, 0)
+        engine.start(request(1, 1))
+        engine.decode(4)
+        for param in replica.chunks[0].parameters():
+            param.data.mul_(float("nan"))
+        result["nan_later"] = attempt(lambda: engine.decode(1))
+        load(replica, 0)
+        after = finish(engine)
+        alone = Engine(replica, version=3)
+        for name in after:
+            alone.start(after[name].request)
+        result["recovered"] = str(after == finish(alone))
         return result
