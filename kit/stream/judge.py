@@ -161,16 +161,16 @@ def publish_before_use(ledger: Ledger) -> Finding:
         now, serves = ledger.version_at(row), there[row.get("replica", "")]
         if row.event == "published":
             serves.append(row.number("version"))
-        elif row.event == "hold":
-            held = row
+        elif row.event in ("left", "died"):
+            there.pop(row.get("replica", ""), None)
+        elif row.event == "hold" or (row.event == "bumped" and ledger.by_event["hold"]):
+            held = row  # from the transition on in which the version rises
         elif row.event == "resume":
             if held and (began := _under_way(ledger.rows[held.at : row.at])):
                 yield f"{row}: dispatch goes on before the sync that began in row {began.at} has ended"
             held = None
-        elif row.event in ("sent", "reserved") and held:
-            yield f"{row}: dispatched while dispatch was held (row {held.at})"
-        elif row.event == "sent" and "replica" in row.ids and bumped and serves[-1:] != [now]:
-            yield f"{row}: the replica has version {serves[-1] if serves else 'none'}, the current one is {now}"
+        elif row.event in ("sent", "reserved"):
+            yield from _dispatched(row, held, serves, now if bumped else None)
         elif row.event in ("started", "tokens", "completed") and {"replica", "version"} <= row.ids.keys():
             used += 1
             version = row.number("newest" if "newest" in row.ids else "version")
@@ -178,9 +178,18 @@ def publish_before_use(ledger: Ledger) -> Finding:
                 yield f"{row}: version {version} is used, the current one is {now}"
             elif version not in serves:
                 yield f"{row}: version {version} is used before it was published on replica {row['replica']}"
+    if held and ledger.ended and ledger.ended.get("why") == "done":
+        yield f"{ledger.ended}: dispatch is held since {held}, so the last version was never served"
     if not used:
         raise Missing("no `tokens`, `started` or `completed` event has a `replica` and a `version`")
     return f"{many(len(published), 'publication')}, {many(used, 'use')}"
+
+
+def _dispatched(row: Row, held: Row | None, serves: Sequence[int], now: int | None) -> Iterator[str]:
+    if held:
+        yield f"{row}: dispatched while dispatch was held (row {held.at})"
+    elif row.event == "sent" and "replica" in row.ids and now is not None and serves[-1:] != [now]:
+        yield f"{row}: the replica has version {serves[-1] if serves else 'none'}, the current one is {now}"
 
 
 def _under_way(rows: Sequence[Row]) -> Row | None:
@@ -200,10 +209,12 @@ def stamps_per_token(ledger: Ledger) -> Finding:
     ledger.need("completed", "group", "sample", "version")
     judged = spanning = 0
     published = by(ledger.by_event["published"], "replica")
+    at_sync = {row.get("at_sync") for row in (*ledger.by_event["capacity"], *ledger.by_event["sync"])}
+    one_version = ledger.setting("sampler") == "strict" or bool(at_sync & {"abort", "drain"})
     for group, name, sample in ledger.completed():
         judged += 1
         spanning += len({row.number("version") for row in sample.spans}) > 1
-        if why := next(_stamps(sample), "") or _old_stamp(sample, published):
+        if why := next(_stamps(sample), "") or _old_stamp(sample, published) or (one_version and _spans(sample)):
             yield f"group {group} sample {name}: {why}"
     for row in ledger.by_event["ready"]:
         spans = [one for sample in ledger.samples[row["group"]].values() for one in sample.spans if one.at < row.at]
@@ -233,6 +244,16 @@ def _stamps(sample: Sample) -> Iterator[str]:
         for row in span:
             if done.number(name, row.number("version")) != row.number("version"):
                 yield f"`completed` states {name} {done[name]}, the {kind} token has version {row['version']} (row {done.at})"
+
+
+def _spans(sample: Sample) -> str:
+    """With strict, and where a sync aborts or drains what is in flight, no sample is there across a sync."""
+    versions = sorted({row.number("version") for row in sample.spans})
+    return (
+        f"it has tokens of versions {versions[0]} and {versions[-1]}, and nothing may be in flight at a sync"
+        if len(versions) > 1
+        else ""
+    )
 
 
 def _old_stamp(sample: Sample, published: Mapping[Id, list[Row]]) -> str:
@@ -542,14 +563,14 @@ def abort_on_failure(ledger: Ledger) -> Finding:
                 yield f"step {step.id} was not aborted; {error or step.of('begin')[-1]}"
             continue
         for row in step.of("selected", "trained"):
-            after = [one for one in ledger.life[row["group"]] if one.at > step.abort.at]
-            back = any(one.event in ("place", "selected") or one.ends_group for one in after)
-            early = [
-                one for one in ledger.life[row["group"]] if one.event == "cleared" and row.at < one.at <= step.abort.at
-            ]
-            if row["group"] not in gone and early:
-                yield f"{early[0]}: cleared, and its step was aborted (row {step.abort.at})"
-            elif row["group"] not in gone and not back and ledger.ended:
+            life = ledger.life[row["group"]]
+            over = [one for one in life if one.ends_group and row.at < one.at <= step.abort.at]
+            back = any(one.event in ("place", "selected") or one.ends_group for one in life if one.at > step.abort.at)
+            if row["group"] in gone:
+                continue
+            if over and over[0].event == "cleared":
+                yield f"{over[0]}: cleared, and its step was aborted (row {step.abort.at})"
+            elif not over and not back and ledger.ended:
                 yield f"{row}: the group neither ended nor became trainable again after the abort (row {step.abort.at})"
     return f"{many(len(broken), 'step')} failed and aborted"
 

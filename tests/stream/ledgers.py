@@ -114,6 +114,7 @@ class System:
             group=self.group,
             sampler=self.sampler,
             min_groups=self.min_groups,
+            at_sync=self.at_sync,
             train_global_batch_size=self.groups * self.group // self.updates,
         )
         if self.resume:
@@ -127,8 +128,10 @@ class System:
             self.tick += 1
             if self.dies and self.tick == self.dies[0]:
                 self.die(self.dies[1])
-            self.sync()
-            if self.version - self.first >= self.steps and not self.held:
+            if self.fault != "last-version-unpublished" or self.version - self.first < self.steps:
+                self.sync()
+            unpublished = self.fault == "last-version-unpublished" and self.version - self.first >= self.steps
+            if unpublished or (self.version - self.first >= self.steps and not self.held):
                 self.close("done")
                 break
             if not self.held:
@@ -453,7 +456,8 @@ class System:
             self.log("resume", version=self.version)
             self.dispatch()
             self.held = True
-        self.log("hold", version=self.version)
+        if self.fault != "no-hold":
+            self.log("hold", version=self.version)
 
     def next_step(self) -> None:
         self.step += 1
@@ -502,10 +506,10 @@ class System:
             self.held = False
             self.log("resume", version=self.version)
             return
-        if self.at_sync == "abort":
+        if self.at_sync == "abort" and self.fault != "aborts-nothing":
             for number, sample, one in running:
                 self.log("cancelled", group=number, sample=sample)
                 one.replica, one.attempt, one.done = None, one.attempt + 1, 0
-        if self.at_sync != "drain" or not running:
+        if self.at_sync != "drain" or not running or self.fault == "does-not-drain":
             self.syncing = self.version
             self.log("sync_begin", version=self.version)

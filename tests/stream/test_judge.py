@@ -232,6 +232,24 @@ FAULTS: list[tuple[str, dict[str, Any], str, str]] = [  # fault, settings, the c
         "stamps_per_token",
         r"group 2 sample 0: .* with version 0, after `published`",
     ),
+    (
+        "aborts-nothing",
+        {"at_sync": "abort", "slow": (3,)},
+        "stamps_per_token",
+        r"versions 0 and 1, and nothing may be in flight",
+    ),
+    (
+        "does-not-drain",
+        {"at_sync": "drain", "slow": (3,)},
+        "stamps_per_token",
+        r"versions 0 and 1, and nothing may be in flight",
+    ),
+    (
+        "last-version-unpublished",
+        {},
+        "publish_before_use",
+        r"dispatch is held since .*, so the last version was never served",
+    ),
     ("rng-reset", {}, "samples_differ", r"all 2 samples of group 0 have the same tokens"),
     ("gap", {}, "stamps_per_token", r"group 0 sample 0: token 3 is not stamped"),
     (
@@ -341,6 +359,13 @@ EDITS: list[tuple[str, Edit, str, dict[str, Any]]] = [
     ("version_monotone", change("published", 3, version=3), r"goes from version 0 to 3", {}),
     ("version_monotone", change("published", 5, version=0), r"goes from version 1 to 0", {}),
     ("version_monotone", both(no_updates, move("bumped", 1, "finish", 1)), r"the step is finished only in row", {}),
+    ("publish_before_use", move("reserved", 4, "hold", 1), r"dispatched while dispatch was held \(row", {}),
+    (
+        "publish_before_use",
+        add("left", "sent", 12, replica=1),
+        r"the replica has version none, the current one is \d",
+        {},
+    ),
     ("publish_before_use", drop("published", 2), r"version 0, the current one is 1|before it was published", {}),
     ("publish_before_use", move("sent", 0, "resume"), r"dispatched while dispatch was held", {}),
     ("publish_before_use", move("resume", 1, "synced", 1), r"before the sync that began in row", {}),
