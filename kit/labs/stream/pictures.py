@@ -169,13 +169,11 @@ def versions(scene: Scene) -> None:
     many = len({sample.replica for sample in tables.samples(rows)})
     some = f", the first {REPLICAS} of {many} replicas" if many > REPLICAS else ""
     ax.set_title(f"Phase {phase}: a bar is a sample, its colour the weight version of its tokens{some}")
+    style: dict[str, Any] = {"columnspacing": 1.1, "handlelength": 1.2}
     colours, others = version_marks(rows, drawn, theme)
-    for marks, where in (
-        (colours, "upper left"),
-        (others, "lower left"),
-    ):  # in one row they could be wider than the picture
-        legend_of(legend, marks_of(marks), loc=where, columnspacing=1.1, handlelength=1.2)
-        legend.add_artist(legend.get_legend())
+    legend_of(legend, marks_of(colours), loc="upper left", **style)
+    legend.add_artist(legend.get_legend())  # two rows: one could be wider than the picture
+    legend_of(legend, marks_of(others), loc="lower left", **style)
 
 
 def version_marks(rows: Sequence[Row], drawn: Lanes, theme: Theme) -> tuple[dict[str, dict[str, Any]], ...]:
