@@ -47,7 +47,7 @@ GPU_MINUTES = 8.0
 # One H200 with torch 2.11, in doctor's words.
 ASSUMED_BOX = {"ranks": {"suspend_why": "NCCL 2.28.9 cannot suspend communicators"}}
 TIMED_ON = {"cpu": "measured on two idle cores", "cuda": "assumed for one H200 with two ranks on it"}
-JOB_S = {"cpu": 4.9, "cuda": 11.0}  # what `factor` measures, there
+JOB_S = {"cpu": 3.2, "cuda": 11.0}  # what `factor` measures, there
 FACTOR = "factor.json"
 SLACK, LEAST_S = 2.5, 20.0  # a part's time limit: in predictions, and at least
 GIB = 2**30
@@ -114,6 +114,10 @@ def on_cpu() -> tuple[Part, ...]:
         *(lab("split", 20, f"split-{name}", steps=2, reduce="mean", **layout) for name, layout in LAYOUTS.items()),
         lab("split", 20, "split-fsdp2", backend="fsdp2", steps=2),
         lab("sync", 15, cycles=3),
+        lab("stream", 23),
+        bench("stream", 25, "lockstep"),
+        bench("stream", 240, "stamps"),
+        bench("stream", 85, "paced"),
         bench("world", 50, "start", "megatron", called="start"),
         bench("world", 35, "step", "death", "restart", "calls", "notebook", "help", called="steps"),
         bench("world", 220, "peers"),
@@ -151,6 +155,8 @@ def on_gpus() -> tuple[Part, ...]:
         lab("split", 26, "split-float32", dtype="float32", **fewer),
         bench("offload", 28, "tensors.125m", called="125m", quick=True, **gpu),
         lab("smoke", 10, cycles=3, **gpu),
+        lab("stream", 40, **gpu),
+        bench("stream", 60, "lockstep", quick=True, **gpu),
         bench("world", 10, "step", "restart", called="steps", quick=True),
         bench("routing", 6, quick=True, **gpu),
     )
@@ -260,7 +266,7 @@ def find_factor(out: Path | None, device: str) -> float:
 def measure_factor(device: str) -> float:
     """By one tiny job on two new ranks, which loads Megatron; less than 10 s on two idle cores."""
     began = time.monotonic()
-    with World(2, device=device) as world:
+    with World(2, device=device, env={"PYTHONWARNINGS": "ignore"}) as world:
         world.call("kit.bench.onranks:tiny_job")
     return round((time.monotonic() - began) / JOB_S[device], 2)
 

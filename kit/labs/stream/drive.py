@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kit.stream.meter import Watcher
 
 PIPELINE = "a"
-ASKS_S = 0.04  # between two questions from outside
+ASKS_S = 0.02  # between two questions from outside
 
 
 def plain(drive: Drive) -> None:
