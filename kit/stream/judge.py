@@ -10,7 +10,6 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import isclose
 from typing import TYPE_CHECKING
 
 from kit.results.verdict import Measured, Missing, NotMeasured, Unjudged
@@ -29,6 +28,7 @@ PERMITS = (("place", "place_back", "group"), ("slot", "slot_back", "group"), ("a
 FEWEST = 8  # tokens from which on equal samples are no coincidence
 REACTION = 0.005  # seconds that a controller may take to see that it can go on
 EXACT = 1e-9
+MILLISECOND = 1e-3
 
 Finding = Generator[str, None, str]  # yields violations, returns what was judged
 
@@ -737,20 +737,28 @@ def _asked(ledger: Ledger, replica: Id, died: Row) -> Iterator[tuple[Id, Id, Sam
 def metrics_true(ledger: Ledger) -> Finding:
     """Do the logged numbers equal those counted from the ledger?"""
     rows, compared = ledger.need("metrics", "version"), 0
+    for counts, slack in ((_counts(ledger, rows[0]), EXACT), (_seconds(ledger), MILLISECOND)):
+        for row, true in counts:
+            for name in true.keys() & row.ids.keys():
+                compared += name != "version"
+                if abs(float(row[name]) - true[name]) > slack * max(1.0, abs(true[name])):
+                    yield f"{row} states {name} {row[name]}; {true[name]:g} by the rows"
+    if not compared:
+        raise Missing(f"no `metrics` event has one of groups, tokens, lag_max, lag_mean, queue, {', '.join(TOTALS)}")
+    return f"{many(compared, 'number')} in {many(len(rows), 'row')}"
+
+
+def _counts(ledger: Ledger, first: Row) -> Iterator[tuple[Row, dict[str, float]]]:
+    """What each row of metrics should state: of its update, and totals."""
     in_weights = {row.at for row in ledger.trained()}
     totals: dict[str, float] = dict.fromkeys(TOTALS, 0)
     ready: set[Id] = set()
     for row in ledger.rows:
         if row.event == "metrics":
-            if ledger.resumed and row is rows[0]:  # totals may go on from those of the run before
+            if ledger.resumed and row is first:  # totals may go on from those of the run before
                 totals |= {name: float(row[name]) for name in totals.keys() & row.ids.keys()}
-            true = {**totals, "version": ledger.version_at(row), "queue": len(ready), **_of_update(ledger, row)}
-            if not ledger.by_event["bumped"]:
-                del true["version"]
-            for name in true.keys() & row.ids.keys():
-                compared += name != "version"
-                if not isclose(float(row[name]), true[name], rel_tol=EXACT, abs_tol=EXACT):
-                    yield f"{row} states {name} {row[name]}; {true[name]:g} by the rows"
+            version = {"version": ledger.version_at(row)} if ledger.by_event["bumped"] else {}
+            yield row, {**totals, **version, "queue": len(ready), **_of_update(ledger, row)}
         if f"total_{row.event}" in totals and row.event != "trained" and "sample" not in row.ids:
             totals[f"total_{row.event}"] += 1
         totals["total_generated"] += row.number("count", 0) if row.event == "tokens" else 0
@@ -761,12 +769,38 @@ def metrics_true(ledger: Ledger) -> Finding:
             ready.add(row["group"])  # `place`: again, after its step was aborted
         elif row.event == "selected" or row.ends_group:
             ready.discard(row["group"])
-    if not compared:
-        raise Missing(f"no `metrics` event has one of groups, tokens, lag_max, lag_mean, queue, {', '.join(totals)}")
-    return f"{many(compared, 'number')} in {many(len(rows), 'row')}"
 
 
 TOTALS = [f"total_{name}" for name in ("reserved", *ENDS, "generated", "trained")]  # the last two are tokens
+
+
+def _seconds(ledger: Ledger) -> Iterator[tuple[Row, dict[str, float]]]:
+    """What the time between two rows of metrics went to, as the row `logged` should state it.
+
+    It is what the trainer was asked first and has not answered, else a sync, else waiting for generation.
+    """
+    logged = {(row.get("step"), row.get("update")): row for row in ledger.by_event["logged"]}
+    spent: dict[str, float] = dict.fromkeys(SECONDS, 0.0)
+    asked: list[str] = []
+    syncing, last = False, ledger.rows[0].time
+    for row in ledger.rows:
+        doing = f"s_{DOING[asked[0]]}" if asked else "s_sync" if syncing else "s_exposed_generation"
+        spent[doing] += row.time - last
+        last, of = row.time, str(row.get("of"))
+        if row.event in DOING:
+            asked.append(row.event)
+        elif row.event in ("done", "error") and of in asked:
+            asked.remove(of)
+        elif row.event in ("sync_begin", "synced") or of == "sync":
+            syncing = row.event == "sync_begin"
+        elif row.event == "metrics":
+            if told := logged.get((row.get("step"), row.get("update"))):
+                yield told, {**spent, "s_total": sum(spent.values())}
+            spent = dict.fromkeys(SECONDS, 0.0)
+
+
+DOING = {"begin": "training", "microbatch": "training", "finish": "training", "logprobs": "logprobs"}
+SECONDS = ("s_training", "s_logprobs", "s_sync", "s_exposed_generation")
 
 
 def _of_update(ledger: Ledger, metrics: Row) -> dict[str, float]:

@@ -616,6 +616,46 @@ def test_answers_of_a_trainer_count_where_the_ledger_has_them() -> None:
     assert "no update of the step was finished" in violations(rows)["version_monotone"]
 
 
+def test_logged_seconds_are_those_of_the_rows() -> None:
+    """Two updates: 1 s of waiting, 2 s of training; then a sync of 0.5 s and 0.25 s of log-probabilities."""
+    rows: list[Row] = [
+        {"event": "capacity", "time": 0.0},
+        {"event": "begin", "time": 1.0, "step": 0},
+        {"event": "microbatch", "time": 1.0, "step": 0},
+        {"event": "done", "time": 1.5, "of": "begin", "step": 0},
+        {"event": "done", "time": 2.5, "of": "microbatch", "step": 0},
+        {"event": "finish", "time": 2.5, "step": 0},
+        {"event": "done", "time": 3.0, "of": "finish", "step": 0},
+        {"event": "metrics", "time": 3.0, "step": 0, "version": 1},
+        {"event": "sync_begin", "time": 3.0, "version": 1},
+        {
+            "event": "logged",
+            "time": 3.0,
+            "step": 0,
+            "s_training": "2.0",
+            "s_exposed_generation": "1.0",
+            "s_sync": "0.0",
+            "s_total": "3.0",
+        },
+        {"event": "synced", "time": 3.5, "version": 1},
+        {"event": "logprobs", "time": 3.5, "step": 1},
+        {"event": "done", "time": 3.75, "of": "logprobs", "step": 1},
+        {"event": "metrics", "time": 3.75, "step": 1, "version": 1},
+        {"event": "logged", "time": 3.75, "step": 1, "s_sync": "0.5", "s_logprobs": "0.25", "s_total": "0.7505"},
+    ]
+    found = outcome("metrics_true", rows)
+    assert isinstance(found, Measured)
+    assert not found.value, found.why
+    for name, value in (
+        ("s_exposed_generation", "0.9"),
+        ("s_training", "1.5"),
+        ("s_sync", "0.002"),
+        ("s_total", "2.9"),
+    ):
+        wrong = [{**row, name: value} if row["event"] == "logged" and row["step"] == 0 else row for row in rows]
+        assert f"states {name} {value}" in violations(wrong)["metrics_true"]
+
+
 # -- rows and pipelines ---------------------------------------------------------------------------------------------------------
 
 
