@@ -18,7 +18,7 @@ Id = int | str
 ENDS = ("cleared", "evicted", "aborted", "failed", "dropped", "replaced")
 PERMITTED = ("place", "place_back", "slot", "slot_back")
 LIFE = {*ENDS, *PERMITTED, "reserved", "sent", "tokens", "completed", "ready", "selected", "trained", "filtered"}
-ANSWERS = ("completed", "cancelled", "failed")  # to a request
+ANSWERS = ("completed", "cancelled", "failed", "error")  # to a request
 STEP = ("selected", "begin", "microbatch", "finish", "trained", "bumped")
 ABOUT = ("group", "sample", "step", "update", "replica")
 
@@ -66,14 +66,14 @@ class Sample:
     sent: list[Row] = field(default_factory=list)
     spans: list[Row] = field(default_factory=list)
     completed: list[Row] = field(default_factory=list)
-    answers: int = 0
+    waiting: bool = False  # its last request has no answer
     fresh: bool = False  # nothing has come since it was sent
 
     def take(self, row: Row) -> None:
         asked = self.sent[-1].get("replica") if self.sent else None
         if row.event == "sent":
             self.sent.append(row)
-            self.fresh = True
+            self.fresh = self.waiting = True
         elif asked is not None and row.get("replica", asked) != asked:
             pass  # of a replica that the sample has left: nobody uses it
         elif row.event == "tokens":
@@ -81,7 +81,7 @@ class Sample:
             self.spans = [row] if begins_again else [*self.spans, row]
             self.fresh = False
         else:
-            self.answers += 1
+            self.waiting = False
             self.completed += [row] if row.event == "completed" else []
 
     @property

@@ -688,6 +688,8 @@ def ends_cleanly(ledger: Ledger) -> Finding:
     for step in ledger.steps if why != "error" else ():
         if step.abort is None and step.bumped is None and (ledger.by_event["bumped"] or not step.finished):
             yield f"step {step.id} is cut short by an end without an error; its last row is {step.rows[-1]}"
+    for row in _unanswered(ledger) if why != "error" and ledger.by_event["cancelled"] else ():
+        yield f"{row}: the request has no answer, and the loop ended"
     for row in ledger.by_event["aborted"] if why == "exhausted" else ():
         if row.time == end.time and any(one.event == "ready" for one in ledger.life[row["group"]]):
             yield f"{row}: a complete group was left over, so the end of the data is an error"
@@ -710,14 +712,19 @@ def dead_rollout_named(ledger: Ledger) -> Finding:
             if one.get("replica") == row["replica"] and row.at < one.at < min(back, default=len(ledger.rows)):
                 yield f"{one}: the replica died in row {row.at}"
     if not died:
-        waiting = [
-            one.sent[-1] for some in ledger.samples.values() for one in some.values() if one.sent and not one.answers
-        ]
+        waiting = _unanswered(ledger)
         reason = ledger.by_event["error"] or ledger.by_event["failed"] or (ledger.ended and ledger.ended.get("error"))
         if not ledger.error or reason or not waiting:
             raise NotMeasured("no replica died")
         yield f"the loop ended with an error while {waiting[0]} had no answer, and no row names what failed"
     return f"{many(len(died), 'replica')} died, named: {', '.join(str(row['replica']) for row in died)}"
+
+
+def _unanswered(ledger: Ledger) -> list[Row]:
+    """Requests without an answer, on replicas that did not go."""
+    gone = {row.get("replica") for name in ("died", "left") for row in ledger.by_event[name]}
+    samples = (one for some in ledger.samples.values() for one in some.values() if one.waiting)
+    return [one.sent[-1] for one in samples if one.sent[-1].get("replica") not in gone]
 
 
 def _asked(ledger: Ledger, replica: Id, died: Row) -> Iterator[tuple[Id, Id, Sample]]:

@@ -430,6 +430,12 @@ EDITS: list[tuple[str, Edit, str, dict[str, Any]]] = [
     ("permits_return", drop("release"), r"never given back", {}),
     ("permits_return", drop("acquire"), r"kind generation was not asked for", {}),
     ("ends_cleanly", repeat("ended"), r"the loop ended before", {}),
+    (
+        "ends_cleanly",
+        drop("cancelled", -1),
+        r"`sent` of group \d.* the request has no answer",
+        {"sampler": "windowed", "slow": (9, 10, 11)},
+    ),
     ("ends_cleanly", change("ended", why="tired"), r"states why='tired'", {}),
     (
         "ends_cleanly",
