@@ -138,7 +138,7 @@ CURRENT = ("reserved", "selected", "trained", "hold", "resume", "metrics")  # ev
 def _rises_once(ledger: Ledger, step: Step) -> Finding:
     """With the last finish of a step the version rises, once. An error may end a run between two updates of a step."""
     bumped, last = step.of("bumped"), max((rows[-1].at for rows in step.finished.values()), default=None)
-    cut = ledger.error and len(step.trained) != ledger.setting("groups_per_step")
+    cut = ledger.error and len(step.trained) != ledger.limit("groups_per_step")
     if len(bumped) > 1:
         yield f"{bumped[1]}: the version rose for this step before, in row {bumped[0].at}"
     if bumped and last is None:
@@ -418,10 +418,10 @@ def one_step_per_batch(ledger: Ledger) -> Finding:
 
 
 def _update_order(step: Step) -> Iterator[str]:
-    current: Id | None = None
-    done: list[Id] = []
+    current: int | None = None
+    done: list[int] = []
     for row in step.of("begin", "microbatch", "finish", "bumped"):
-        update = row.get("update", 0)
+        update = row.number("update", 0)
         if row.event == "bumped":
             if current is not None:
                 yield f"{row}: update {current} of the step has no finish"
@@ -445,7 +445,7 @@ def _batch_sizes(ledger: Ledger) -> Iterator[str]:
         for step in ledger.steps
         if step.bumped or (step.finished and not step.abort and ledger.ended and not ledger.error)
     ]
-    sizes = [Counter(row.get("update", 0) for row in step.of("trained")) for step in whole]
+    sizes = [Counter(row.number("update", 0) for row in step.of("trained")) for step in whole]
     filtered = {row["group"] for row in ledger.by_event["filtered"]}
     lost = {
         row["group"]: row.at
@@ -453,19 +453,18 @@ def _batch_sizes(ledger: Ledger) -> Iterator[str]:
         for row in ledger.by_event[name]
         if row.ends_group and row["group"] not in filtered
     }
-    batch, group, wanted = (ledger.setting(name) for name in ("train_global_batch_size", "group", "groups_per_step"))
-    most = (
-        int(batch) // int(group) if batch and group else max((max(one.values(), default=0) for one in sizes), default=0)
-    )
+    batch, group, wanted = (ledger.limit(name) for name in ("train_global_batch_size", "group", "groups_per_step"))
+    largest = max((max(one.values(), default=0) for one in sizes), default=0)
+    most = batch // group if batch and group else largest
     excused = 0
     for step, trained in zip(whole, sizes, strict=True):
-        updates = sorted(step.finished, key=str)
+        updates = sorted(step.finished)
         spare = sum(row["group"] in lost for row in step.of("selected"))
         for update in updates:
             if trained[update] > most or (update != updates[-1] and trained[update] + spare < most):
                 yield f"step {step.id} update {update} trained {many(trained[update], 'group')}; an optimizer step takes {most}"
         total = sum(trained.values())
-        short = 0 if wanted is None else int(wanted) - total
+        short = 0 if wanted is None else wanted - total
         excuses = sum(at < step.rows[-1].at for at in lost.values()) - excused
         if short < 0 or short > excuses:
             yield f"step {step.id} trained {many(total, 'group')} (row {step.rows[-1].at}); a step has {wanted}, {excuses} failed"
@@ -482,7 +481,7 @@ def one_clear_per_finish(ledger: Ledger) -> Finding:
         ledger.need("finish", "step")
     for step in ledger.steps:
         for row in step.of("trained"):
-            done = step.finished.get(row.get("update", 0), [])
+            done = step.finished.get(row.number("update", 0), [])
             mine = of_group.get(row["group"], [])
             if mine and (not done or mine[0].at < done[0].at):
                 yield f"{mine[0]}: cleared before its update was finished ({f'row {done[0].at}' if done else 'it never was'})"
@@ -505,7 +504,7 @@ def trains_before_straggler(ledger: Ledger) -> Finding:
     """Does a step begin while its last groups are still generated?"""
     ledger.need("trained", "group", "step")
     ledger.need("completed", "group", "sample")
-    least, free, judged = int(ledger.setting("min_groups") or 1), 0, 0
+    least, free, judged = ledger.limit("min_groups") or 1, 0, 0
     for step in ledger.steps:
         start = next(iter(step.of("selected") or step.of("begin", "microbatch")), None)
         rows = _completions(ledger, step)
@@ -623,17 +622,17 @@ def _occupied(ledger: Ledger, name: str, limit: int) -> Finding:
 
 def _admitted(ledger: Ledger) -> Finding:
     """The gate: at most (window + version + 1) batches since version 0, and no batch beyond version + window."""
-    sampler, window, batch = (ledger.setting(name) for name in ("sampler", "window", "groups_per_step"))
+    sampler, window, batch = ledger.setting("sampler"), ledger.limit("window"), ledger.limit("groups_per_step")
     if sampler not in GATED or window is None or batch is None or not ledger.by_event["bumped"]:
         return ""
     heirs = {row.get("by") for row in ledger.by_event["replaced"]}  # take the place of another in its batch
-    ahead, started = 0 if sampler == "strict" else int(window), ledger.start * int(batch)
+    ahead, started = 0 if sampler == "strict" else window, ledger.start * batch
     for row in ledger.rows:
         started -= row.ends_group and row.event in LOST
         if row.event == "reserved":
             started += row["group"] not in heirs
             now = ledger.version_at(row)
-            allowed = (ahead + now + 1) * int(batch)
+            allowed = (ahead + now + 1) * batch
             if started > allowed:
                 yield f"{row}: {many(started, 'group')} started by version {now}; the window allows {allowed}"
             elif sampler in TARGETED and not now <= row.number("target", now) <= now + ahead:
@@ -850,10 +849,10 @@ def resume_equals(whole: Ledger, resumed: Ledger) -> Finding:
         if after > before + 1:
             yield f"group {before + 1} is in neither run; groups {before} and {after} are"
     yield from _admitted(resumed)
-    if resumed.setting("sampler") not in NO_AGE_LIMIT and resumed.setting("window") is not None:
+    if resumed.setting("sampler") not in NO_AGE_LIMIT and resumed.limit("window") is not None:
         old = no_sample_too_old(resumed)
         yield from [old.why] if old.value else []
-    strict = resumed.setting("sampler") == "strict" or resumed.setting("window") == 0
+    strict = resumed.setting("sampler") == "strict" or resumed.limit("window") == 0
     mine, theirs = (_by_version(one) if strict else {} for one in (resumed, whole))
     both = sorted(mine.keys() & theirs.keys())
     for version in both:
