@@ -178,11 +178,20 @@ def publish_before_use(ledger: Ledger) -> Finding:
                 yield f"{row}: version {version} is used, the current one is {now}"
             elif version not in serves:
                 yield f"{row}: version {version} is used before it was published on replica {row['replica']}"
-    if held and ledger.ended and ledger.ended.get("why") == "done":
-        yield f"{ledger.ended}: dispatch is held since {held}, so the last version was never served"
+    if held:
+        yield from _still_held(ledger, held)
     if not used:
         raise Missing("no `tokens`, `started` or `completed` event has a `replica` and a `version`")
     return f"{many(len(published), 'publication')}, {many(used, 'use')}"
+
+
+def _still_held(ledger: Ledger, held: Row) -> Iterator[str]:
+    """Dispatch was held to the end: after an error during the sync it may be."""
+    end, synced = ledger.ended, [row for row in ledger.by_event["synced"] if row.at > held.at]
+    if end and end.get("why") == "done":
+        yield f"{end}: dispatch is held since {held}, so the last version was never served"
+    elif synced and (end is None or end.time > synced[-1].time + REACTION):
+        yield f"{held}: dispatch never went on, although the weights were published by row {synced[-1].at}"
 
 
 def _dispatched(row: Row, held: Row | None, serves: Sequence[int], now: int | None) -> Iterator[str]:

@@ -506,6 +506,9 @@ class System:
                     self.log("published", version=self.version, replica=replica)
             self.log("synced", version=self.version)
             self.syncing = None
+            if self.fault == "gate-never-opens" and self.version:
+                self.cut = True  # it hangs
+                return
             self.held = False
             self.log("resume", version=self.version)
             return

@@ -193,6 +193,12 @@ FAULTS: list[tuple[str, dict[str, Any], str, str]] = [  # fault, settings, the c
     ),
     ("slot-leak", {}, "permits_return", r"`slot` of group 2 .* never given back"),
     ("slot-twice", {}, "permits_return", r"`slot_back` of group 2 .* none to give back"),
+    (
+        "gate-never-opens",
+        {},
+        "publish_before_use",
+        r"`hold` .* never went on, although the weights were published by row \d+",
+    ),
     ("gate-checked-early", {}, "capacity_kept", r"of group 0 .* dispatched without a place"),
     ("waits-at-the-end", {"prompts": 6}, "ends_cleanly", r"the data ended and the loop did not"),
     ("partial-step", {"prompts": 7}, "ends_cleanly", r"step 3 is cut short by an end without an error"),
