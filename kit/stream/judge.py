@@ -13,12 +13,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kit.results.verdict import Measured, Missing, NotMeasured, Unjudged
-from kit.stream.history import ENDS, Id, Ledger, Row, Sample, Step
+from kit.stream.history import ENDS, Id, Ledger, Row, Sample, Step, pipelines
 
 if TYPE_CHECKING:
     from typing import ParamSpec
 
     P = ParamSpec("P")
+
+__all__ = ["CHECKS", "Ledger", "pipelines", "resume_equals"]
 
 NO_AGE_LIMIT = ("ready-first", "capacity")  # samplers that bound admission only
 GATED = ("strict", "in-order", "weight-fifo", "ready-first", "capacity")  # start at most (window + version + 1) batches
