@@ -18,7 +18,7 @@ Id = int | str
 ENDS = ("cleared", "evicted", "aborted", "failed", "dropped", "replaced")
 PERMITTED = ("place", "place_back", "slot", "slot_back")
 LIFE = {*ENDS, *PERMITTED, "reserved", "sent", "tokens", "completed", "ready", "selected", "trained", "filtered"}
-ANSWERS = ("completed", "cancelled", "failed")  # to a request
+ANSWERS = ("completed", "cancelled", "failed", "error")  # to a request
 STEP = ("selected", "begin", "microbatch", "finish", "trained", "bumped")
 ABOUT = ("group", "sample", "step", "update", "replica")
 
@@ -66,14 +66,14 @@ class Sample:
     sent: list[Row] = field(default_factory=list)
     spans: list[Row] = field(default_factory=list)
     completed: list[Row] = field(default_factory=list)
-    answers: int = 0
+    waiting: bool = False  # its last request has no answer
     fresh: bool = False  # nothing has come since it was sent
 
     def take(self, row: Row) -> None:
         asked = self.sent[-1].get("replica") if self.sent else None
         if row.event == "sent":
             self.sent.append(row)
-            self.fresh = True
+            self.fresh = self.waiting = True
         elif asked is not None and row.get("replica", asked) != asked:
             pass  # of a replica that the sample has left: nobody uses it
         elif row.event == "tokens":
@@ -81,7 +81,7 @@ class Sample:
             self.spans = [row] if begins_again else [*self.spans, row]
             self.fresh = False
         else:
-            self.answers += 1
+            self.waiting = False
             self.completed += [row] if row.event == "completed" else []
 
     @property
@@ -102,7 +102,7 @@ class Step:
     rows: list[Row] = field(default_factory=list)
     abort: Row | None = None
     errors: list[Row] = field(default_factory=list)
-    finished: dict[Id, list[Row]] = field(default_factory=dict)  # by update: finishes that were carried out
+    finished: dict[int, list[Row]] = field(default_factory=dict)  # by update: finishes that were carried out
 
     def of(self, *events: str) -> list[Row]:
         return [row for row in self.rows if row.event in events]
@@ -111,7 +111,7 @@ class Step:
     def trained(self) -> list[Row]:
         """Groups that are in the weights: an abort takes back those of an update without a finish."""
         rows = self.of("trained")
-        return rows if self.abort is None else [row for row in rows if row.get("update", 0) in self.finished]
+        return rows if self.abort is None else [row for row in rows if row.number("update", 0) in self.finished]
 
     @property
     def bumped(self) -> Row | None:
@@ -120,7 +120,7 @@ class Step:
     @property
     def is_open(self) -> bool:
         """An update has begun, and has neither finish nor abort."""
-        return self.abort is None and len({row.get("update", 0) for row in self.of("begin")}) > len(self.finished)
+        return self.abort is None and len({row.number("update", 0) for row in self.of("begin")}) > len(self.finished)
 
 
 class Ledger:
@@ -168,10 +168,14 @@ class Ledger:
         """Of the row `capacity`."""
         return next((row.get(name) for row in self.by_event["capacity"]), None)
 
+    def limit(self, name: str) -> int | None:
+        """A setting that is a number."""
+        return None if self.setting(name) is None else self.by_event["capacity"][0].number(name)
+
     def size(self, name: str) -> int:
-        if self.setting(name) is None:
+        if (found := self.limit(name)) is None:
             raise Missing(f"the ledger has no `capacity` event with `{name}`")
-        return self.by_event["capacity"][0].number(name)
+        return found
 
     # -- versions ---------------------------------------------------------------------------------------------------------
 
@@ -226,7 +230,7 @@ class Ledger:
         for row in self.rows:
             if "step" not in row.ids:
                 continue
-            step, of, update = latest.get(row["step"]), row.get("of"), row.get("update", 0)
+            step, of, update = latest.get(row["step"]), row.get("of"), row.number("update", 0)
             if row.event in STEP and (step is None or step.abort is not None):
                 step = latest[row["step"]] = Step(row["step"])
                 steps.append(step)

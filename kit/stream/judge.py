@@ -10,16 +10,17 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import isclose
 from typing import TYPE_CHECKING
 
 from kit.results.verdict import Measured, Missing, NotMeasured, Unjudged
-from kit.stream.history import ENDS, Id, Ledger, Row, Sample, Step
+from kit.stream.history import ENDS, Id, Ledger, Row, Sample, Step, pipelines
 
 if TYPE_CHECKING:
     from typing import ParamSpec
 
     P = ParamSpec("P")
+
+__all__ = ["CHECKS", "Ledger", "pipelines", "resume_equals"]
 
 NO_AGE_LIMIT = ("ready-first", "capacity")  # samplers that bound admission only
 GATED = ("strict", "in-order", "weight-fifo", "ready-first", "capacity")  # start at most (window + version + 1) batches
@@ -29,6 +30,7 @@ PERMITS = (("place", "place_back", "group"), ("slot", "slot_back", "group"), ("a
 FEWEST = 8  # tokens from which on equal samples are no coincidence
 REACTION = 0.005  # seconds that a controller may take to see that it can go on
 EXACT = 1e-9
+MILLISECOND = 1e-3
 
 Finding = Generator[str, None, str]  # yields violations, returns what was judged
 
@@ -138,7 +140,7 @@ CURRENT = ("reserved", "selected", "trained", "hold", "resume", "metrics")  # ev
 def _rises_once(ledger: Ledger, step: Step) -> Finding:
     """With the last finish of a step the version rises, once. An error may end a run between two updates of a step."""
     bumped, last = step.of("bumped"), max((rows[-1].at for rows in step.finished.values()), default=None)
-    cut = ledger.error and len(step.trained) != ledger.setting("groups_per_step")
+    cut = ledger.error and len(step.trained) != ledger.limit("groups_per_step")
     if len(bumped) > 1:
         yield f"{bumped[1]}: the version rose for this step before, in row {bumped[0].at}"
     if bumped and last is None:
@@ -178,11 +180,20 @@ def publish_before_use(ledger: Ledger) -> Finding:
                 yield f"{row}: version {version} is used, the current one is {now}"
             elif version not in serves:
                 yield f"{row}: version {version} is used before it was published on replica {row['replica']}"
-    if held and ledger.ended and ledger.ended.get("why") == "done":
-        yield f"{ledger.ended}: dispatch is held since {held}, so the last version was never served"
+    if held:
+        yield from _still_held(ledger, held)
     if not used:
         raise Missing("no `tokens`, `started` or `completed` event has a `replica` and a `version`")
     return f"{many(len(published), 'publication')}, {many(used, 'use')}"
+
+
+def _still_held(ledger: Ledger, held: Row) -> Iterator[str]:
+    """Dispatch was held to the end: after an error during the sync it may be."""
+    end, synced = ledger.ended, [row for row in ledger.by_event["synced"] if row.at > held.at]
+    if end and end.get("why") == "done":
+        yield f"{end}: dispatch is held since {held}, so the last version was never served"
+    elif synced and (end is None or end.time > synced[-1].time + REACTION):
+        yield f"{held}: dispatch never went on, although the weights were published by row {synced[-1].at}"
 
 
 def _dispatched(row: Row, held: Row | None, serves: Sequence[int], now: int | None) -> Iterator[str]:
@@ -418,10 +429,10 @@ def one_step_per_batch(ledger: Ledger) -> Finding:
 
 
 def _update_order(step: Step) -> Iterator[str]:
-    current: Id | None = None
-    done: list[Id] = []
+    current: int | None = None
+    done: list[int] = []
     for row in step.of("begin", "microbatch", "finish", "bumped"):
-        update = row.get("update", 0)
+        update = row.number("update", 0)
         if row.event == "bumped":
             if current is not None:
                 yield f"{row}: update {current} of the step has no finish"
@@ -445,7 +456,7 @@ def _batch_sizes(ledger: Ledger) -> Iterator[str]:
         for step in ledger.steps
         if step.bumped or (step.finished and not step.abort and ledger.ended and not ledger.error)
     ]
-    sizes = [Counter(row.get("update", 0) for row in step.of("trained")) for step in whole]
+    sizes = [Counter(row.number("update", 0) for row in step.of("trained")) for step in whole]
     filtered = {row["group"] for row in ledger.by_event["filtered"]}
     lost = {
         row["group"]: row.at
@@ -453,19 +464,18 @@ def _batch_sizes(ledger: Ledger) -> Iterator[str]:
         for row in ledger.by_event[name]
         if row.ends_group and row["group"] not in filtered
     }
-    batch, group, wanted = (ledger.setting(name) for name in ("train_global_batch_size", "group", "groups_per_step"))
-    most = (
-        int(batch) // int(group) if batch and group else max((max(one.values(), default=0) for one in sizes), default=0)
-    )
+    batch, group, wanted = (ledger.limit(name) for name in ("train_global_batch_size", "group", "groups_per_step"))
+    largest = max((max(one.values(), default=0) for one in sizes), default=0)
+    most = batch // group if batch and group else largest
     excused = 0
     for step, trained in zip(whole, sizes, strict=True):
-        updates = sorted(step.finished, key=str)
+        updates = sorted(step.finished)
         spare = sum(row["group"] in lost for row in step.of("selected"))
         for update in updates:
             if trained[update] > most or (update != updates[-1] and trained[update] + spare < most):
                 yield f"step {step.id} update {update} trained {many(trained[update], 'group')}; an optimizer step takes {most}"
         total = sum(trained.values())
-        short = 0 if wanted is None else int(wanted) - total
+        short = 0 if wanted is None else wanted - total
         excuses = sum(at < step.rows[-1].at for at in lost.values()) - excused
         if short < 0 or short > excuses:
             yield f"step {step.id} trained {many(total, 'group')} (row {step.rows[-1].at}); a step has {wanted}, {excuses} failed"
@@ -482,7 +492,7 @@ def one_clear_per_finish(ledger: Ledger) -> Finding:
         ledger.need("finish", "step")
     for step in ledger.steps:
         for row in step.of("trained"):
-            done = step.finished.get(row.get("update", 0), [])
+            done = step.finished.get(row.number("update", 0), [])
             mine = of_group.get(row["group"], [])
             if mine and (not done or mine[0].at < done[0].at):
                 yield f"{mine[0]}: cleared before its update was finished ({f'row {done[0].at}' if done else 'it never was'})"
@@ -505,7 +515,7 @@ def trains_before_straggler(ledger: Ledger) -> Finding:
     """Does a step begin while its last groups are still generated?"""
     ledger.need("trained", "group", "step")
     ledger.need("completed", "group", "sample")
-    least, free, judged = int(ledger.setting("min_groups") or 1), 0, 0
+    least, free, judged = ledger.limit("min_groups") or 1, 0, 0
     for step in ledger.steps:
         start = next(iter(step.of("selected") or step.of("begin", "microbatch")), None)
         rows = _completions(ledger, step)
@@ -623,17 +633,17 @@ def _occupied(ledger: Ledger, name: str, limit: int) -> Finding:
 
 def _admitted(ledger: Ledger) -> Finding:
     """The gate: at most (window + version + 1) batches since version 0, and no batch beyond version + window."""
-    sampler, window, batch = (ledger.setting(name) for name in ("sampler", "window", "groups_per_step"))
+    sampler, window, batch = ledger.setting("sampler"), ledger.limit("window"), ledger.limit("groups_per_step")
     if sampler not in GATED or window is None or batch is None or not ledger.by_event["bumped"]:
         return ""
     heirs = {row.get("by") for row in ledger.by_event["replaced"]}  # take the place of another in its batch
-    ahead, started = 0 if sampler == "strict" else int(window), ledger.start * int(batch)
+    ahead, started = 0 if sampler == "strict" else window, ledger.start * batch
     for row in ledger.rows:
         started -= row.ends_group and row.event in LOST
         if row.event == "reserved":
             started += row["group"] not in heirs
             now = ledger.version_at(row)
-            allowed = (ahead + now + 1) * int(batch)
+            allowed = (ahead + now + 1) * batch
             if started > allowed:
                 yield f"{row}: {many(started, 'group')} started by version {now}; the window allows {allowed}"
             elif sampler in TARGETED and not now <= row.number("target", now) <= now + ahead:
@@ -688,6 +698,8 @@ def ends_cleanly(ledger: Ledger) -> Finding:
     for step in ledger.steps if why != "error" else ():
         if step.abort is None and step.bumped is None and (ledger.by_event["bumped"] or not step.finished):
             yield f"step {step.id} is cut short by an end without an error; its last row is {step.rows[-1]}"
+    for row in _unanswered(ledger) if why != "error" and ledger.by_event["cancelled"] else ():
+        yield f"{row}: the request has no answer, and the loop ended"
     for row in ledger.by_event["aborted"] if why == "exhausted" else ():
         if row.time == end.time and any(one.event == "ready" for one in ledger.life[row["group"]]):
             yield f"{row}: a complete group was left over, so the end of the data is an error"
@@ -710,14 +722,19 @@ def dead_rollout_named(ledger: Ledger) -> Finding:
             if one.get("replica") == row["replica"] and row.at < one.at < min(back, default=len(ledger.rows)):
                 yield f"{one}: the replica died in row {row.at}"
     if not died:
-        waiting = [
-            one.sent[-1] for some in ledger.samples.values() for one in some.values() if one.sent and not one.answers
-        ]
+        waiting = _unanswered(ledger)
         reason = ledger.by_event["error"] or ledger.by_event["failed"] or (ledger.ended and ledger.ended.get("error"))
         if not ledger.error or reason or not waiting:
             raise NotMeasured("no replica died")
         yield f"the loop ended with an error while {waiting[0]} had no answer, and no row names what failed"
     return f"{many(len(died), 'replica')} died, named: {', '.join(str(row['replica']) for row in died)}"
+
+
+def _unanswered(ledger: Ledger) -> list[Row]:
+    """Requests without an answer, on replicas that did not go."""
+    gone = {row.get("replica") for name in ("died", "left") for row in ledger.by_event[name]}
+    samples = (one for some in ledger.samples.values() for one in some.values() if one.waiting)
+    return [one.sent[-1] for one in samples if one.sent[-1].get("replica") not in gone]
 
 
 def _asked(ledger: Ledger, replica: Id, died: Row) -> Iterator[tuple[Id, Id, Sample]]:
@@ -737,20 +754,28 @@ def _asked(ledger: Ledger, replica: Id, died: Row) -> Iterator[tuple[Id, Id, Sam
 def metrics_true(ledger: Ledger) -> Finding:
     """Do the logged numbers equal those counted from the ledger?"""
     rows, compared = ledger.need("metrics", "version"), 0
+    for counts, slack in ((_counts(ledger, rows[0]), EXACT), (_seconds(ledger), MILLISECOND)):
+        for row, true in counts:
+            for name in true.keys() & row.ids.keys():
+                compared += name != "version"
+                if abs(float(row[name]) - true[name]) > slack * max(1.0, abs(true[name])):
+                    yield f"{row} states {name} {row[name]}; {true[name]:g} by the rows"
+    if not compared:
+        raise Missing(f"no `metrics` event has one of groups, tokens, lag_max, lag_mean, queue, {', '.join(TOTALS)}")
+    return f"{many(compared, 'number')} in {many(len(rows), 'row')}"
+
+
+def _counts(ledger: Ledger, first: Row) -> Iterator[tuple[Row, dict[str, float]]]:
+    """What each row of metrics should state: of its update, and totals."""
     in_weights = {row.at for row in ledger.trained()}
     totals: dict[str, float] = dict.fromkeys(TOTALS, 0)
     ready: set[Id] = set()
     for row in ledger.rows:
         if row.event == "metrics":
-            if ledger.resumed and row is rows[0]:  # totals may go on from those of the run before
+            if ledger.resumed and row is first:  # totals may go on from those of the run before
                 totals |= {name: float(row[name]) for name in totals.keys() & row.ids.keys()}
-            true = {**totals, "version": ledger.version_at(row), "queue": len(ready), **_of_update(ledger, row)}
-            if not ledger.by_event["bumped"]:
-                del true["version"]
-            for name in true.keys() & row.ids.keys():
-                compared += name != "version"
-                if not isclose(float(row[name]), true[name], rel_tol=EXACT, abs_tol=EXACT):
-                    yield f"{row} states {name} {row[name]}; {true[name]:g} by the rows"
+            version = {"version": ledger.version_at(row)} if ledger.by_event["bumped"] else {}
+            yield row, {**totals, **version, "queue": len(ready), **_of_update(ledger, row)}
         if f"total_{row.event}" in totals and row.event != "trained" and "sample" not in row.ids:
             totals[f"total_{row.event}"] += 1
         totals["total_generated"] += row.number("count", 0) if row.event == "tokens" else 0
@@ -761,12 +786,38 @@ def metrics_true(ledger: Ledger) -> Finding:
             ready.add(row["group"])  # `place`: again, after its step was aborted
         elif row.event == "selected" or row.ends_group:
             ready.discard(row["group"])
-    if not compared:
-        raise Missing(f"no `metrics` event has one of groups, tokens, lag_max, lag_mean, queue, {', '.join(totals)}")
-    return f"{many(compared, 'number')} in {many(len(rows), 'row')}"
 
 
 TOTALS = [f"total_{name}" for name in ("reserved", *ENDS, "generated", "trained")]  # the last two are tokens
+
+
+def _seconds(ledger: Ledger) -> Iterator[tuple[Row, dict[str, float]]]:
+    """What the time between two rows of metrics went to, as the row `logged` should state it.
+
+    It is what the trainer was asked first and has not answered, else a sync, else waiting for generation.
+    """
+    logged = {(row.get("step"), row.get("update")): row for row in ledger.by_event["logged"]}
+    spent: dict[str, float] = dict.fromkeys(SECONDS, 0.0)
+    asked: list[str] = []
+    syncing, last = False, ledger.rows[0].time
+    for row in ledger.rows:
+        doing = f"s_{DOING[asked[0]]}" if asked else "s_sync" if syncing else "s_exposed_generation"
+        spent[doing] += row.time - last
+        last, of = row.time, str(row.get("of"))
+        if row.event in DOING:
+            asked.append(row.event)
+        elif row.event in ("done", "error") and of in asked:
+            asked.remove(of)
+        elif row.event in ("sync_begin", "synced") or of == "sync":
+            syncing = row.event == "sync_begin"
+        elif row.event == "metrics":
+            if told := logged.get((row.get("step"), row.get("update"))):
+                yield told, {**spent, "s_total": sum(spent.values())}
+            spent = dict.fromkeys(SECONDS, 0.0)
+
+
+DOING = {"begin": "training", "microbatch": "training", "finish": "training", "logprobs": "logprobs"}
+SECONDS = ("s_training", "s_logprobs", "s_sync", "s_exposed_generation")
 
 
 def _of_update(ledger: Ledger, metrics: Row) -> dict[str, float]:
@@ -809,10 +860,10 @@ def resume_equals(whole: Ledger, resumed: Ledger) -> Finding:
         if after > before + 1:
             yield f"group {before + 1} is in neither run; groups {before} and {after} are"
     yield from _admitted(resumed)
-    if resumed.setting("sampler") not in NO_AGE_LIMIT and resumed.setting("window") is not None:
+    if resumed.setting("sampler") not in NO_AGE_LIMIT and resumed.limit("window") is not None:
         old = no_sample_too_old(resumed)
         yield from [old.why] if old.value else []
-    strict = resumed.setting("sampler") == "strict" or resumed.setting("window") == 0
+    strict = resumed.setting("sampler") == "strict" or resumed.limit("window") == 0
     mine, theirs = (_by_version(one) if strict else {} for one in (resumed, whole))
     both = sorted(mine.keys() & theirs.keys())
     for version in both:

@@ -162,9 +162,6 @@ class System:
             for group in self.taken:
                 self.log("aborted", group=group.id, why="its step failed", version=self.version)
         for group in list(self.buffer.values()):
-            for number, one in enumerate(group.samples):
-                if one.replica is not None and one.replica not in self.dead and not one.complete:
-                    self.log("cancelled", group=group.id, sample=number)
             self.end(group, "aborted", "the run is over")
         for _, heir in self.owed:
             if heir is not None:
@@ -316,9 +313,8 @@ class System:
 
     def fail(self, group: Group, number: int) -> None:
         self.log("failed", group=group.id, sample=number, why="out of memory")
-        for other, one in enumerate(group.samples):
-            if other != number and not one.complete:
-                self.log("cancelled", group=group.id, sample=other)
+        group.samples[number].replica = None
+        self.cancel(group)
         if self.on_failed == "replace":
             self.leave(group)
             self.owed.append((group.target, group.id))
@@ -341,8 +337,15 @@ class System:
         if not group.ready:
             self.log("slot_back", group=group.id)
 
+    def cancel(self, group: Group) -> None:
+        for number, one in enumerate(group.samples):
+            if one.replica is not None and one.replica not in self.dead and not one.complete:
+                self.log("cancelled", group=group.id, sample=number)
+                one.replica = None
+
     def end(self, group: Group, how: str, why: str) -> None:
         if group.id in self.buffer:
+            self.cancel(group)
             self.leave(group)
         self.log(how, group=group.id, why=why, version=self.version)
 
@@ -503,6 +506,9 @@ class System:
                     self.log("published", version=self.version, replica=replica)
             self.log("synced", version=self.version)
             self.syncing = None
+            if self.fault == "gate-never-opens" and self.version:
+                self.cut = True  # it hangs
+                return
             self.held = False
             self.log("resume", version=self.version)
             return

@@ -193,6 +193,12 @@ FAULTS: list[tuple[str, dict[str, Any], str, str]] = [  # fault, settings, the c
     ),
     ("slot-leak", {}, "permits_return", r"`slot` of group 2 .* never given back"),
     ("slot-twice", {}, "permits_return", r"`slot_back` of group 2 .* none to give back"),
+    (
+        "gate-never-opens",
+        {},
+        "publish_before_use",
+        r"`hold` .* never went on, although the weights were published by row \d+",
+    ),
     ("gate-checked-early", {}, "capacity_kept", r"of group 0 .* dispatched without a place"),
     ("waits-at-the-end", {"prompts": 6}, "ends_cleanly", r"the data ended and the loop did not"),
     ("partial-step", {"prompts": 7}, "ends_cleanly", r"step 3 is cut short by an end without an error"),
@@ -430,6 +436,12 @@ EDITS: list[tuple[str, Edit, str, dict[str, Any]]] = [
     ("permits_return", drop("release"), r"never given back", {}),
     ("permits_return", drop("acquire"), r"kind generation was not asked for", {}),
     ("ends_cleanly", repeat("ended"), r"the loop ended before", {}),
+    (
+        "ends_cleanly",
+        drop("cancelled", -1),
+        r"`sent` of group \d.* the request has no answer",
+        {"sampler": "windowed", "slow": (9, 10, 11)},
+    ),
     ("ends_cleanly", change("ended", why="tired"), r"states why='tired'", {}),
     (
         "ends_cleanly",
@@ -572,7 +584,9 @@ def test_a_version_must_be_a_number_and_may_be_a_text_of_one() -> None:
     every("published", version="three")(rows)
     with pytest.raises(Unjudged, match="version='three', which is not a whole number"):
         CHECKS["publish_before_use"](Ledger(rows))
-    rows = [{name: str(value) if name == "version" else value for name, value in row.items()} for row in System().run()]
+    rows = [
+        {name: str(value) if isinstance(value, int) else value for name, value in row.items()} for row in System().run()
+    ]
     assert violations(rows) == {}
 
 
@@ -614,6 +628,46 @@ def test_answers_of_a_trainer_count_where_the_ledger_has_them() -> None:
         some(rows, "finish", 1) + 1, {**rows[some(rows, "finish", 1)], "event": "error", "of": "finish", "why": "NaN"}
     )
     assert "no update of the step was finished" in violations(rows)["version_monotone"]
+
+
+def test_logged_seconds_are_those_of_the_rows() -> None:
+    """Two updates: 1 s of waiting, 2 s of training; then a sync of 0.5 s and 0.25 s of log-probabilities."""
+    rows: list[Row] = [
+        {"event": "capacity", "time": 0.0},
+        {"event": "begin", "time": 1.0, "step": 0},
+        {"event": "microbatch", "time": 1.0, "step": 0},
+        {"event": "done", "time": 1.5, "of": "begin", "step": 0},
+        {"event": "done", "time": 2.5, "of": "microbatch", "step": 0},
+        {"event": "finish", "time": 2.5, "step": 0},
+        {"event": "done", "time": 3.0, "of": "finish", "step": 0},
+        {"event": "metrics", "time": 3.0, "step": 0, "version": 1},
+        {"event": "sync_begin", "time": 3.0, "version": 1},
+        {
+            "event": "logged",
+            "time": 3.0,
+            "step": 0,
+            "s_training": "2.0",
+            "s_exposed_generation": "1.0",
+            "s_sync": "0.0",
+            "s_total": "3.0",
+        },
+        {"event": "synced", "time": 3.5, "version": 1},
+        {"event": "logprobs", "time": 3.5, "step": 1},
+        {"event": "done", "time": 3.75, "of": "logprobs", "step": 1},
+        {"event": "metrics", "time": 3.75, "step": 1, "version": 1},
+        {"event": "logged", "time": 3.75, "step": 1, "s_sync": "0.5", "s_logprobs": "0.25", "s_total": "0.7505"},
+    ]
+    found = outcome("metrics_true", rows)
+    assert isinstance(found, Measured)
+    assert not found.value, found.why
+    for name, value in (
+        ("s_exposed_generation", "0.9"),
+        ("s_training", "1.5"),
+        ("s_sync", "0.002"),
+        ("s_total", "2.9"),
+    ):
+        wrong = [{**row, name: value} if row["event"] == "logged" and row["step"] == 0 else row for row in rows]
+        assert f"states {name} {value}" in violations(wrong)["metrics_true"]
 
 
 # -- rows and pipelines ---------------------------------------------------------------------------------------------------------
