@@ -76,7 +76,6 @@ class Received:
     version: int = BASE
     began: float = 0.0  # by the sender's clock
     applied: int = 0  # buckets
-    finalized: int = 0
     log: Log = field(default_factory=Log)
 
 
@@ -148,7 +147,7 @@ class Call:
         self.received = Received()
         self.log = self.received.log
         self.layout: Layout
-        self.slots = 0  # in the sender's memory, where it has not all buckets
+        self.slots: int  # in the sender's memory, where it has not all buckets
         self.applier: Applier
         self.transport: Transport | None = None
         self.digests: Digests | None = None
@@ -156,7 +155,7 @@ class Call:
         self.before: list[torch.Tensor] = []  # a copy of the weights, while a refresh can be undone
         self.was = receiver.version, receiver.routed
         self.changing = False  # weights that serve may be half new
-        self.mates = 0  # other ranks of its replica
+        self.mates: int  # other ranks of its replica
         self.in_doubt = False  # ready to run the version; whether all ranks of the replica are is not known yet
         self.woke = self.committed = False
         self.writing = contextlib.ExitStack()
@@ -224,7 +223,7 @@ class Call:
 
     def stream(self, transport: Transport) -> None:
         """Apply every bucket to the weights as it comes."""
-        place = self.receiver.device if getattr(transport, "on_device", False) else "cpu"
+        place = landing(transport, self.receiver.device)
         for index, into in enumerate(self.room(self.layout, len(self.layout.buckets), place)):
             with self.log.stage("receive"):
                 buffer = received(transport, index, into)
@@ -237,7 +236,8 @@ class Call:
 
     def store(self, transport: Transport) -> None:
         """Store every bucket until all have arrived."""
-        for index, into in enumerate(self.room(self.layout, None)):
+        place = landing(transport, self.receiver.device, sum(self.layout.sizes))
+        for index, into in enumerate(self.room(self.layout, None, place)):
             with self.log.stage("receive"):
                 buffer = received(transport, index, into)
             self.look(index, buffer)
@@ -278,7 +278,6 @@ class Call:
     def finalize(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as above
         with self.log.stage("finalize"):
             self.receiver.host.finalize()
-        self.received.finalized += 1
         self.link.send({"kind": "finalized"})
 
     def publish(self, said: dict[str, Any]) -> None:
@@ -314,12 +313,12 @@ class Call:
         if self.digests is not None and self.digests.count:
             self.digests.add(index, views(self.layout, index, buffer))
 
-    def room(self, layout: Layout, slots: int | None, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
+    def room(self, layout: Layout, slots: int | None, device: torch.device) -> Iterator[torch.Tensor]:
         """Memory for each bucket, allocated when it is first written: for all buckets, or one that is reused."""
         sizes = layout.sizes
         if slots is None:
             places, total = starts(sizes)
-            memory = torch.empty(total, dtype=torch.uint8)
+            memory = torch.empty(total, dtype=torch.uint8, device=device)
             for place, size in zip(places, sizes, strict=True):
                 yield memory[place : place + size]
         else:
@@ -377,6 +376,17 @@ class Call:
 
 
 STEPS = ("verify", "apply", "teardown", "finalize", "publish", "activate", "end")
+ROOMY = 2  # times the bytes of a version that a GPU must have free before a refresh stores it there
+
+
+def landing(transport: Transport, device: torch.device, stored: int = 0) -> torch.device:
+    """Where buckets arrive: on the device if the transport writes there and a GPU has room for what is stored, else in host memory."""
+    host = torch.device("cpu")
+    if not getattr(transport, "on_device", False):
+        return host
+    if stored and device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < ROOMY * stored:
+        return host
+    return device
 
 
 def failure_message(error: BaseException) -> dict[str, Any]:

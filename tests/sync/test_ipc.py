@@ -19,7 +19,7 @@ from kit.sync import sending
 from kit.sync.buckets import Bound
 from kit.sync.link import Listener
 from kit.sync.log import Log
-from kit.sync.receiver import Call
+from kit.sync.receiver import Call, landing
 from kit.sync.ring import Ring
 from kit.sync.sender import Report
 from kit.sync.transports import ipc, make
@@ -72,6 +72,17 @@ def test_what_is_applied_at_once_lands_where_the_transport_puts_it(on_device: bo
     call.stream(transport)
     assert {str(device) for device in landed} == {"meta" if on_device else "cpu"}
     assert Ipc.on_device
+
+
+@pytest.mark.parametrize(("free", "where"), [(99, "cpu"), (100, "cuda")])
+def test_what_is_stored_stays_on_a_gpu_with_twice_the_room(monkeypatch: Any, free: int, where: str) -> None:
+    """The driver's answer is made up, since no GPU is needed to decide."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 1000))
+    transport: Any = SimpleNamespace(on_device=True)
+    assert landing(transport, torch.device("cuda"), 50).type == where
+    assert landing(transport, torch.device("cuda")).type == "cuda"  # applied at once: one bucket
+    transport.on_device = False
+    assert landing(transport, torch.device("cuda"), 1).type == "cpu"
 
 
 def test_live_weights_are_packed_on_the_gpu_and_not_sent_from_the_host(gpu: None) -> None:

@@ -105,6 +105,8 @@ def problems(path: str, rows: pd.DataFrame, sender_closed: float) -> Iterator[st
         early = inside[inside["forward"] != WAITS]
         if len(early):
             yield f"a forward ran at {early['point'].iloc[0]}, between gate and end"
+        if WAITS in rows[rows["point"] == "end"]["forward"].to_numpy():
+            yield "forwards still waited after the end"
     if path != "base":
         mine = rows[rows["point"] == "close"]["value"]
         if len(mine) and mine.min() < sender_closed:

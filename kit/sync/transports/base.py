@@ -56,7 +56,7 @@ class TransportContext:
 class Transport(abc.ABC):
     """One end of a transport. The sender closes first; closing twice does nothing.
 
-    `on_device`: bytes arrive on the receiver's device, so buckets that it applies at once should be received there.
+    `on_device`: bytes arrive on the receiver's device, so buckets should be received there.
     """
 
     on_device = False

@@ -1,9 +1,9 @@
 """Memory of one GPU that two processes use: the sender's staging buffers, whose CUDA handles go over the links once.
 
 The sender packs live weights of that GPU straight into a buffer, and a bucket of its cache by a copy from the host. Receivers copy
-on the GPU and need not wait for each other: what a receiver applies at once stays on the GPU, what it stores goes to the host. Limits:
-this has never run on a GPU. Where PyTorch's allocator uses expandable segments, receivers need the right to take a descriptor from the
-sender's process, which containers often withhold: transport=auto does not choose `ipc` then.
+on the GPU and need not wait for each other: what a receiver applies at once stays there, and so does what it stores, if twice the room
+is free. Limits: this has never run on a GPU. Where PyTorch's allocator uses expandable segments, receivers need the right to take a
+descriptor from the sender's process, which containers often withhold: transport=auto does not choose `ipc` then.
 """
 
 from __future__ import annotations

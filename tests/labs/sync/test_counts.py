@@ -123,6 +123,7 @@ def drop(point: str) -> Callable[[Rows], None]:
         ("refresh", put("verify", routed=0), "no route at verify although the replica serves"),
         ("refresh", put("finalize", forward="version 1"), "a forward ran at finalize, between gate and end"),
         ("refresh", put("activate", forward="version 1"), "a forward ran at activate, between gate and end"),
+        ("refresh", put("end", forward="waits"), "forwards still waited after the end"),
         ("stream", put("open", routed=1), "a route at open, before the end"),
         ("stream", put("write", forward="no version"), "a forward ran at write, between gate and end"),
         ("expand", put("publish", routed=1), "a route at publish, before the end"),

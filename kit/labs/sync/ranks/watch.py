@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kit.sync.serving import Serving
 
 QUIET_S = 0.015  # if no forward is inside and none begins for this long, forwards wait
+SETTLED_S = 2.0  # after a sync a forward has this long to begin: nothing may hold it back any more
 LINGER_S = (
     0.02  # a forward stays inside this long when a writer arrives, so that a writer that does not wait is detected
 )
@@ -170,7 +171,8 @@ class Watch:
     def point(self, name: str, bucket: int = 0) -> None:
         when, version, routed = time.time(), self.version(), self.routed()
         serves = self.forwards is not None and self.serving is not None and self.serving.running
-        logits = self.forwards.attempt() if self.forwards is not None and serves else ""
+        quiet_s = SETTLED_S if name == "end" else QUIET_S
+        logits = self.forwards.attempt(quiet_s) if self.forwards is not None and serves else ""
         self.measure()
         self.points.append(Point(name, bucket, when, version, routed, logits))
 
