@@ -59,7 +59,9 @@ class Explorer:
     def after(self, state: State, commands: tuple[Command, ...], channels: dict[str, Any], failures: int) -> list[Any]:
         """The nodes after some commands: with all of them carried out, and with each one of them failed."""
         asked = [
-            one for one in commands if one.to not in ("ledger", "runner") and one.name not in ("progress", "metrics")
+            one
+            for one in commands
+            if one.to not in ("ledger", "runner") and one.name not in ("progress", "metrics", "discard")
         ]
         nodes = []
         for failing in (None, *(range(len(asked)) if failures else ())):
