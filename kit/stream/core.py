@@ -202,7 +202,7 @@ def on_error(t: Turn, event: Event) -> None:
         generation.on_sync_error(t, why)
     elif of == "metrics":
         on_logger_failed(t, event)
-    elif of in ("progress", "answer", "release"):
+    elif of in ("progress", "answer", "release", "discard"):
         t.count("ignored_errors")
     else:
         fail(t, f"{of} failed: {why}")

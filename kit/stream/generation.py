@@ -1,4 +1,14 @@
-"""Dispatch, samples and replicas: who may start, where, and what happens when one fails or a replica goes."""
+"""Dispatch, samples and replicas: who may start, where, and what happens when one fails or a replica goes.
+
+At a sync, with what is in flight:
+
+| at_sync | tokens so far | cache of keys and values | stamps | place and slot |
+|---|---|---|---|---|
+| keep | kept | kept: later tokens see what the old weights computed | of both versions | kept |
+| recompute | kept | computed again by the new weights | of both versions | kept |
+| abort | discarded, counted as wasted, sampled again with the same random numbers | none | of the new version | kept |
+| drain | the sync waits until nothing is in flight | none is left | of the old version | kept until selection |
+"""
 
 from __future__ import annotations
 
@@ -190,8 +200,11 @@ def on_failed(t: Turn, event: Event) -> None:
         end_if_idle(t, group)
         return
     why = f"group {group.id} sample {event.sample} failed: {event.why}"
+    t.failed_in_a_row += 1
     if t.settings.on_failed == "stop":
         fail(t, why)
+    elif t.failed_in_a_row > t.settings.slots + t.settings.groups:  # replacing them would go on for ever
+        fail(t, f"{t.failed_in_a_row} groups failed and none completed; the last: {why}")
     if t.settings.on_failed == "shrink":
         shrink(t, group)
     doom(t, group, "replaced" if t.settings.on_failed == "replace" else "failed", why)

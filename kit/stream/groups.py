@@ -28,10 +28,17 @@ def leave(t: Turn, group: Group) -> None:
         t.note("slot_back", group=group.id)
 
 
+def discard(t: Turn, group: Group) -> None:
+    """The rows of a group that will not be trained: those of its complete samples are dropped. Nobody waits for it."""
+    if any(sample.length for sample in group.samples):
+        t.do("discard", "trainer", group=group.id)
+
+
 def end(t: Turn, group: Group, how: str, why: str) -> None:
     """End a group otherwise than trained."""
     if group.id in t.buffer:
         leave(t, group)
+    discard(t, group)
     t.note(how, group=group.id, why=why, version=t.version)
     t.count(how)
     t.count("wasted", group.tokens)
@@ -60,6 +67,7 @@ def end_if_idle(t: Turn, group: Group) -> None:
     how, why = group.ends
     if how == "replaced" and not t.ending:
         leave(t, group)
+        discard(t, group)
         t.owed += (Owed(group.target, group),)
     else:
         end(t, group, "failed" if how == "replaced" else how, why)
@@ -72,6 +80,7 @@ def complete(t: Turn, group: Group) -> None:
         group = replace(group, oldest=group.version, newest=group.version)
     t.put(group)
     t.completed += 1
+    t.failed_in_a_row = 0
     t.accepted += 1
     t.unfinished -= 1
     t.note("slot_back", group=group.id)

@@ -175,7 +175,7 @@ class System(Simulated):
     ) -> None:
         own = {"next_prompt": self.prompt, "generate": self.generate, "cancel": self.cancel, "sync": self.sync}
         trainer = dict.fromkeys(TRAINER, self.trainer)
-        nothing = dict.fromkeys(("release", "progress", "answer"), lambda _: ())
+        nothing = dict.fromkeys(("release", "progress", "answer", "discard"), lambda _: ())
         super().__init__(clock, {**own, **trainer, **nothing, "acquire": self.acquire}, fail_at=fail_at)
         self.durations = durations
         self.pipeline = pipeline

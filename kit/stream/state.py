@@ -141,6 +141,7 @@ class Fields:
     position: int = 0
     completed: int = 0  # groups, all samples of which completed
     accepted: int = 0  # the same without those that were filtered out
+    failed_in_a_row: int = 0  # groups that failed since the last one that completed
     unfinished: int = 0
     in_flight: int = 0
     buffer: Map = field(default_factory=Map)  # Group by id, in order of id

@@ -80,7 +80,7 @@ class Chaos:
         elif name == "acquire":
             self.alone(Event("granted", pipeline, kind=command.kind))
         else:
-            assert name in ("release", "metrics", "progress", "answer"), name
+            assert name in ("release", "metrics", "progress", "answer", "discard"), name
 
     def generate(self, command: Command) -> None:
         ids = {"group": command.group, "sample": command.sample, "replica": command.replica}
@@ -270,6 +270,11 @@ def check_end(done: Run) -> None:
             assert one.version - ready[one.group].version <= settings.window, "too old"
     for one in done.notes("trained"):
         assert ready[one.group].version <= one.version
+    rows = {event.group for event in done.events if event.name == "completed" and event.length} & set(reserved)
+    cleared = {one.group for one in done.notes("trained")}
+    assert {one.group for one in done.notes("discard")} <= rows
+    if ended.why != "error":
+        assert {one.group for one in done.notes("discard")} | cleared >= rows - late_answers(done), "rows are left"
     total = sum(event.count for event in done.events if event.name == "tokens")
     count = dict(ended.ids)
     assert total == count.get("generated", 0)
@@ -281,3 +286,10 @@ def check_end(done: Run) -> None:
     if ended.why != "error":
         assert not last.in_flight
         assert all(one.status != RUNNING for group in last.buffer.values() for one in group.samples)
+
+
+def late_answers(done: Run) -> set[int]:
+    """Groups of which a sample completed although it was taken back: their rows may be of an attempt that nobody waits for."""
+    return {one.group for one in done.notes("cancel")} | {
+        event.group for event in done.events if event.name == "failed"
+    }

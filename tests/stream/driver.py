@@ -37,7 +37,7 @@ class Driver:
     def carry(self, commands: tuple[Command, ...]) -> None:
         self.log += commands
         for command in commands:
-            if command.to in ("ledger", "runner") or command.name in ("release", "metrics", "progress"):
+            if command.to in ("ledger", "runner") or command.name in ("release", "metrics", "progress", "discard"):
                 continue
             self.asked.append(command)
             if command.name in self.at_once:
@@ -65,6 +65,8 @@ class Driver:
         elif name == "generate":
             self.complete(command, **more)
         elif name == "cancel":
+            about = command.group, command.sample
+            self.asked = [one for one in self.asked if one.name != "generate" or (one.group, one.sample) != about]
             self.event("cancelled", group=command.group, sample=command.sample)
 
     def complete(

@@ -446,6 +446,38 @@ def test_a_group_that_cannot_be_replaced_any_more_ends_as_failed() -> None:
     assert driver.ended["error"] == "the data ended with 1 of 2 groups of a step taken and 0 in the buffer"
 
 
+def test_rows_of_groups_that_are_not_trained_are_discarded() -> None:
+    driver = Driver(small(filter=True, on_failed="replace", min_groups=2))
+    driver.finish_group(0, reward="1")
+    assert [one.group for one in driver.did("discard")] == [0]
+    one, other = [one for one in driver.wants("generate") if one.group == 1]
+    driver.answer(one)
+    driver.asked.remove(other)
+    driver.event("failed", group=1, sample=1, why="crashed")
+    assert [one.group for one in driver.did("discard")] == [0, 1]
+    driver.event("failed", group=2, sample=0, why="crashed")
+    driver.answer(driver.one("cancel"))
+    assert [one.group for one in driver.did("discard")] == [0, 1], "no sample of it was complete"
+    driver.event("error", of="discard", group=0, why="no such row")
+    assert not driver.state.ending
+
+
+def test_groups_are_not_replaced_for_ever() -> None:
+    driver = Driver(small(on_failed="replace", slots=2, window=0, sampler="strict"))
+    for _ in range(4):
+        driver.fail(driver.wants("generate")[0])
+        driver.answer(driver.wants("cancel")[0])
+    assert not driver.state.ending
+    driver.finish_group(driver.wants("generate")[0].group)
+    assert driver.state.failed_in_a_row == 0
+    driver = Driver(small(on_failed="replace", slots=2, window=0, sampler="strict"))
+    for _ in range(5):
+        driver.fail(driver.wants("generate")[0])
+        if driver.wants("cancel"):
+            driver.answer(driver.wants("cancel")[0])
+    assert driver.ended["error"].startswith("5 groups failed and none completed; the last: group ")
+
+
 def test_a_step_shrinks_by_the_failed_group_down_to_the_floor() -> None:
     settings = small(groups=3, train_global_batch_size=6, places=6, slots=6, on_failed="shrink", floor=2, window=1)
     driver = Driver(settings)

@@ -1,4 +1,4 @@
-"""Every order in which the answers of a small instance can come, with a failure at any one command: each ends, and loses nothing."""
+"""Every order in which the answers of a small instance can come, with one failed command or dead replica: each ends, and loses nothing."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ TINY = {
     "previous": "off",
 }
 
+BATCHES = {"groups": 2, "places": 4, "slots": 4, "train_global_batch_size": 4, "steps": 2}  # on top of TINY
+
 
 class Explorer:
     """Depth first over (state of the core, what is under way, failures left)."""
 
-    def __init__(self, settings: Settings, *, failures: int, prompts: int = 3) -> None:
+    def __init__(self, settings: Settings, *, failures: int, prompts: int = 6) -> None:
         self.core = Controller(settings)
         self.settings = settings
         self.prompts = prompts
@@ -55,11 +57,25 @@ class Explorer:
                     left[name] = events[1:]
                 after, commands = self.core.step(state, events[0])
                 self.todo += self.after(after, commands, left, failures)
+            if failures and self.settings.on_dead_replica == "go-on" and len(state.replicas) > 1:
+                for replica in state.replicas:
+                    self.todo += self.death(state, dict(channels), replica, failures)
+
+    def death(self, state: State, channels: dict[str, Any], replica: int, failures: int) -> list[Any]:
+        """A replica dies: what it had in flight gets no answer, a sync goes on without it."""
+        left = {
+            name: tuple(event for event in events if event.get("replica") != replica)
+            for name, events in channels.items()
+        }
+        after, commands = self.core.step(state, Event("died", replica=replica))
+        return self.after(after, commands, {name: events for name, events in left.items() if events}, failures - 1)
 
     def after(self, state: State, commands: tuple[Command, ...], channels: dict[str, Any], failures: int) -> list[Any]:
         """The nodes after some commands: with all of them carried out, and with each one of them failed."""
         asked = [
-            one for one in commands if one.to not in ("ledger", "runner") and one.name not in ("progress", "metrics")
+            one
+            for one in commands
+            if one.to not in ("ledger", "runner") and one.name not in ("progress", "metrics", "discard")
         ]
         nodes = []
         for failing in (None, *(range(len(asked)) if failures else ())):
@@ -93,7 +109,9 @@ class Explorer:
         elif name == "cancel":
             key = f"{command.group} {command.sample}"
             if key in channels:
-                channels[key] = (Event("cancelled", group=command.group, sample=command.sample),)
+                channels[key] = (
+                    Event("cancelled", group=command.group, sample=command.sample, replica=command.replica),
+                )
         elif name == "sync":
             published = [Event("published", version=command.version, replica=one) for one in numbers(command.replicas)]
             channels["sync"] = (*published, Event("synced", version=command.version))
@@ -115,6 +133,9 @@ class Explorer:
         ({"steps": 2, "window": 1}, 0),
         ({"steps": 1, "window": 0, "sampler": "strict", "places": 1, "step_retries": 1}, 1),
         ({"steps": 1, "sampler": "windowed"}, 0),
+        ({"steps": 2, "replicas": 2, "on_dead_replica": "go-on"}, 1),
+        (BATCHES, 0),
+        ({**BATCHES, "slots": 2}, 1),
     ],
 )
 def test_every_order_ends_and_loses_nothing(more: dict[str, Any], failures: int) -> None:
@@ -132,6 +153,15 @@ def test_every_order_ends_and_loses_nothing(more: dict[str, Any], failures: int)
         {"steps": 1, "sampler": "windowed", "on_failed": "replace"},
         {"steps": 2, "window": 1, "at_sync": "abort", "on_failed": "replace"},
         {"steps": 2, "sampler": "capacity", "at_sync": "drain", "step_retries": 1},
+        {
+            **BATCHES,
+            "slots": 2,
+            "at_sync": "abort",
+            "train_global_batch_size": 2,
+            "step_retries": 1,
+            "on_failed": "replace",
+        },
+        {**BATCHES, "slots": 2, "replicas": 2, "on_dead_replica": "go-on", "at_sync": "abort"},
     ],
 )
 def test_every_order_with_a_failure_anywhere(more: dict[str, Any]) -> None:
@@ -139,4 +169,3 @@ def test_every_order_with_a_failure_anywhere(more: dict[str, Any]) -> None:
     explorer.run()
     assert explorer.ends["done"]
     assert explorer.ends["error"]
-    print(len(explorer.seen), explorer.ends)

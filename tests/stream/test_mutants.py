@@ -153,6 +153,16 @@ MUTANTS = (
     mutant("groups:leave", "t.buffer = t.buffer.without(group.id)", "pass", "a place is lost"),
     mutant("groups:end", "leave(t, group)", "pass", "an end gives nothing back"),
     mutant("groups:end", 't.count("wasted", group.tokens)', "pass", "tokens of an end are not counted"),
+    mutant("groups:end", "discard(t, group)", "pass", "rows of an end are kept"),
+    mutant("groups:end_if_idle", "discard(t, group)", "pass", "rows of a replaced group are kept"),
+    mutant(
+        "groups:discard",
+        "if any(sample.length for sample in group.samples):",
+        "if True:",
+        "rows that never were are dropped",
+    ),
+    mutant("groups:complete", "t.failed_in_a_row = 0", "pass", "failures far apart end the run"),
+    mutant("generation:on_failed", "t.failed_in_a_row += 1", "pass", "groups are replaced for ever"),
     mutant("groups:doom", "if group.ends is not None:", "if False:", "a group is ended twice"),
     mutant("groups:doom", "group = group.put(number, status=CANCELLING)", "pass", "a sample is cancelled twice"),
     mutant(
