@@ -152,11 +152,9 @@ def on_gpus() -> tuple[Part, ...]:
             for way in ("ipc", "shm", "broadcast")
         ),
         lab("sync", 27, cycles=2, **gpu),
-        lab("split", 26, "split-float32", dtype="float32", **fewer),
         bench("offload", 28, "tensors.125m", called="125m", quick=True, **gpu),
         lab("smoke", 10, cycles=3, **gpu),
-        lab("stream", 40, **gpu),
-        bench("stream", 60, "lockstep", quick=True, **gpu),
+        lab("stream", 22, steps=2, **gpu),
         bench("world", 10, "step", "restart", called="steps", quick=True),
         bench("routing", 6, quick=True, **gpu),
     )

@@ -18,7 +18,7 @@ ALSO = {
     "lost-group": {"tokens_conserved", "capacity_kept"},
     "partial-group": {"tokens_conserved", "metrics_true"},
     "double-bump": {"no_sample_too_old", "publish_before_use", "capacity_kept", "metrics_true"},
-    "bump-on-abort": {"one_step_per_batch"},
+    "bump-on-abort": {"one_step_per_batch", "publish_before_use"},
     "no-abort": {"one_step_per_batch", "ends_cleanly"},
     "cleared-before-finish": {"every_group_once"},
     "clear-fails-after-finish": {"version_monotone"},
