@@ -11,9 +11,9 @@ import torch
 from kit.megatron import ownership, serve
 from kit.megatron.config import GEOMETRIES, ModelConfig
 from kit.megatron.generate import Answer, AtSync, Engine, PrefixCache, Request
-from kit.megatron.recompute import verify
 from kit.train.arithmetic import END, VOCAB, encode
 from tests.megatron.ranks.common import attempt
+from tests.megatron.ranks.recompute import verify
 
 SMALL = dataclasses.replace(GEOMETRIES["tiny"], layers=2, vocab=VOCAB)
 PROMPTS = ("3+4=", "9-2=", "8+8=")
