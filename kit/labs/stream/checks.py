@@ -113,7 +113,7 @@ def no_deadlock(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # 
     begun = [phase for phase in (*LOOPS, "resume", "rehearse") if ledger(frame, phase) is not None]
     if not begun:
         raise Missing("no phase recorded a ledger")
-    stuck = [phase for phase in begun if not frame[(frame["phase"] == phase) & (frame["metric"] == "ended")].shape[0]]
+    stuck = [phase for phase in begun if (rows := ledger(frame, phase)) is None or rows.ended is None]
     return Measured(
         float(len(stuck)), f"no end: {', '.join(stuck)}" if stuck else f"all {len(begun)} loops ended by themselves"
     )
@@ -206,8 +206,15 @@ ledger = _ledgers.of
 
 
 def read_ledger(frame: pd.DataFrame, phase: str) -> Ledger | None:
-    """What the controller and its ports did in a phase, in order."""
-    rows = frame[(frame["phase"] == phase) & (frame["rank"] == NOTEBOOK) & frame["value"].isna()]
+    """What the controller and its ports did in a phase, in order. If the run is not of this lab, all its events are one ledger, which
+    stands for the phase `stream`."""
+    events = frame[frame["value"].isna() & (frame["unit"] == "")]
+    if (frame["lab"] == "stream").any():
+        rows = events[(events["phase"] == phase) & (events["rank"] == NOTEBOOK)]
+    else:
+        rows = events[events["rank"] >= 0 if phase == "stream" else events["rank"] < NOTEBOOK].sort_values(
+            "time", kind="stable"
+        )
     if rows.empty:
         return None
     return Ledger(
