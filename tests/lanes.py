@@ -3,8 +3,8 @@
     python -m tests.lanes -m "not slow and not browser"
 
 Tests that start ranks run one after another, in one process: they share Worlds, wait for deadlines, and count processes, ports and
-shared memory of the machine. All others run beside them, on another core. So do notebooks and the browser: their ranks are children
-of other processes. `pytest` alone runs everything in one process, as ever.
+shared memory of the machine. All others run beside them, on another core. So do notebooks, the browser and a few more that start ranks and
+count nothing of the machine. `pytest` alone runs everything in one process, as ever.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parent.parent
 FIXTURES = {"nothing_left", "world", "worlds", "launch", "offload", "split", "sync", "client", "finished"}
 FILES = (
     "tests/bench/",
-    "tests/docs/test_pages.py",
     "tests/examples/",
     "tests/faults/",
     "tests/labs/offload/test_faults.py",
@@ -45,14 +44,20 @@ FILES = (
     "tests/sync/test_transports_on_ranks.py",
     "tests/test_cli.py",
     "tests/test_on_gpu.py",
-    "tests/test_public.py",
     "tests/test_routing.py",
     "tests/test_wheel.py",
-    "tests/view/panel/test_controller.py",
     "tests/view/test_worlds.py",
     "tests/world/",
 )
-SHOWN = ("tests/browser/", "tests/test_notebooks.py")
+# These start ranks and run beside the others all the same: they count nothing of the machine, and the first process has enough to do.
+SHOWN = (
+    "tests/browser/",
+    "tests/docs/test_pages.py",
+    "tests/test_notebooks.py",
+    "tests/test_public.py",
+    "tests/test_ways.py",
+    "tests/view/panel/",
+)
 
 
 def mark(items: Sequence[pytest.Item]) -> None:
