@@ -308,7 +308,7 @@ def test_loops_and_controllers_need_the_standard_library_only() -> None:
     for name in modules(path for path in rooms if path.name != "judge.py"):
         assert not {each.split(".")[0] for each in imports(modules(FILES)[name], typing=True)} & HEAVY, name
     seen = loaded_by(
-        "import kit.loop.calls, kit.loop.replay, kit.stream.simulated, kit.stream.what_if, kit.stream.foreign"
+        "import kit.loop.calls, kit.loop.replay, kit.stream.simulated, kit.stream.forecast, kit.stream.foreign"
     )
     assert {name for name in seen if name.startswith("kit.results.")} == {"kit.results.records"}
     assert not {name.split(".")[0] for name in seen} & HEAVY
