@@ -113,6 +113,7 @@ def settle(t: Turn) -> None:
     if not t.ending:
         if t.version >= t.last:
             abort_the_rest(t, "the run is over")
+        training.end_shrunk_step(t)
         generation.sync_if_due(t)
         training.choose(t)
         training.train(t)

@@ -217,6 +217,12 @@ def bump(t: Turn, step: Step) -> None:
     hold(t)
 
 
+def end_shrunk_step(t: Turn) -> None:
+    """A step that shrinks to what is in the weights already is over, although its last finish was not known to be the last."""
+    if t.step is not None and t.step.finished == t.need and not t.step.on_the_trainer:
+        bump(t, t.step)
+
+
 def log(t: Turn, step: Step, groups: tuple[Group, ...], during: int) -> None:
     """The counts of an optimizer step, under the version after it. The times of the same step come from the ledger."""
     lags = [during - group.oldest for group in groups]

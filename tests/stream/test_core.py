@@ -446,6 +446,16 @@ def test_a_group_that_cannot_be_replaced_any_more_ends_as_failed() -> None:
     assert driver.ended["error"] == "the data ended with 1 of 2 groups of a step taken and 0 in the buffer"
 
 
+def test_a_step_that_shrinks_to_what_is_in_the_weights_is_over() -> None:
+    driver = Driver(small(on_failed="shrink", train_global_batch_size=2, min_groups=1))
+    driver.finish_group(0)
+    train_step(driver)
+    assert (driver.state.updates, driver.state.version) == (1, 0)
+    driver.event("failed", group=1, sample=0, why="crashed")
+    assert (driver.state.updates, driver.state.version) == (1, 1)
+    assert not driver.state.held
+
+
 def test_rows_of_groups_that_are_not_trained_are_discarded() -> None:
     driver = Driver(small(filter=True, on_failed="replace", min_groups=2))
     driver.finish_group(0, reward="1")

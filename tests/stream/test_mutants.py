@@ -239,6 +239,7 @@ MUTANTS = (
     mutant("training:fail_step", "t.retried += 1", "pass", "retries have no limit"),
     mutant("training:fail_step", "abort(t, t.step)", "pass", "no abort"),
     mutant("training:on_aborted", "put_back(t)", "pass", "groups of an aborted step are lost"),
+    mutant("core:settle", "training.end_shrunk_step(t)", "pass", "a step that shrank to what is finished never ends"),
     mutant("core:settle", "generation.send(t)", "pass", "requests wait for ever"),
     mutant("core:is_done", " and not t.held", "", "the last version is not published"),
     mutant("core:is_stuck", "t.exhausted and ", "", "an idle loop ends as exhausted"),
