@@ -39,6 +39,7 @@ class Chaos:
     failed: str = ""
     channels: dict[Any, list[Event]] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
     serial: int = 0
     given: int = 0
 
@@ -108,7 +109,7 @@ class Chaos:
             raise Deadlock("nothing is under way")
         channel = self.random.choice(self.preferred(live))
         event = self.channels[channel].pop(0)
-        if event.name == "published":
+        if event.name == "published" and event.replica not in self.gone:
             self.versions[event.replica] = event.version
         if not self.channels[channel]:
             del self.channels[channel]
@@ -126,6 +127,7 @@ class Chaos:
         if len(there) > 1 and self.random.random() < 0.5:
             gone = self.random.choice(there)
             del self.versions[gone]
+            self.gone.add(gone)
             for channel, events in list(self.channels.items()):
                 if isinstance(channel, tuple) and events and events[-1].replica == gone:
                     self.channels[channel] = []

@@ -197,6 +197,9 @@ MUTANTS = (
         "the last chunk may not be small",
     ),
     mutant("training:limits", "min(t.settings.min_groups, most)", "1", "the minimum does not count"),
+    mutant(
+        "training:drop", "t.owed += (Owed(NO_TARGET),)", "pass", "a gated group that was dropped is not made up for"
+    ),
     mutant("training:select", "candidates[:most]", "candidates", "a selection takes all"),
     mutant("training:select", "leave(t, group)", "pass", "places are kept by what is trained"),
     mutant("training:select", "t.steps += 1", "pass", "two steps have one id"),
