@@ -324,6 +324,6 @@ def test_loops_and_controllers_need_the_standard_library_only() -> None:
     rooms = [path for path in FILES if room(path) in {"loop", "stream"}]
     for name in modules(path for path in rooms if path.name != "judge.py"):
         assert not {each.split(".")[0] for each in imports(modules(FILES)[name], typing=True)} & HEAVY, name
-    seen = loaded_by("import kit.loop.replay, kit.stream.simulated, kit.stream.what_if, kit.stream.foreign")
+    seen = loaded_by("import kit.loop.replay, kit.stream.simulated, kit.stream.forecast, kit.stream.foreign")
     assert {name for name in seen if name.startswith("kit.results.")} == {"kit.results.records"}
     assert not {name.split(".")[0] for name in seen} & HEAVY

@@ -2,6 +2,25 @@
 
 State and commands come from the event alone, so that a run can be replayed from its ledger. The rules lie in `generation` (dispatch,
 replicas, syncs), `training` (selection, steps) and `groups` (ends); here is when each applies, and how a run ends.
+
+| port | commands (ids) | events (ids) |
+|---|---|---|
+| data | next_prompt | prompt (group) or exhausted |
+| replica | generate (group, sample, replica, attempt) | started, tokens (.., version, first, count), then a last answer |
+| | | the last answer: completed (.., version, newest, length, reward), failed (.., why) or cancelled |
+| replica | cancel (group, sample, replica) | cancelled, where no last answer was given before |
+| replica | | joined, left, died (replica) |
+| trainer | begin, finish (step, update), microbatch, clear (.., groups) | done (of, the same ids) or error (.., why) |
+| trainer | logprobs (step, groups, which), abort (step) | the same |
+| trainer | discard (group) | none: the rows of a group that is not trained |
+| sync | sync (version, at_sync, replicas) | published (version, replica) for each, then synced (version), or error |
+| desk | acquire (kind) | granted (kind) |
+| desk | release (kind), progress (completed, target) | none; a release of what was not granted yet withdraws the request |
+| log | metrics (step, update, version, numbers) | logged or logger_failed |
+| sampler | admit (version), select (version, least, most) | admitted (target, -1: none), chosen (groups, evicted, aborted) |
+| any | answer | to the event ask (of, question, asker) |
+
+A port that raises is an `error` with the command's ids. Events about a sample have group, sample and replica; lists are texts ("3,4").
 """
 
 from __future__ import annotations
@@ -94,6 +113,7 @@ def settle(t: Turn) -> None:
     if not t.ending:
         if t.version >= t.last:
             abort_the_rest(t, "the run is over")
+        training.end_shrunk_step(t)
         generation.sync_if_due(t)
         training.choose(t)
         training.train(t)

@@ -73,7 +73,8 @@ Groups = tuple[int, ...]
 class Sampler:
     """`selects` gives every group that may be trained now, best first; the controller takes at least min or none, and at most max.
 
-    `places` is how many the buffer needs at least. With `stamps` a batch's index is its groups' target.
+    `places` is how many the buffer needs at least. With `stamps` a batch's index is its groups' target. With `refills` a group that is
+    dropped as too old is made up for without a passage of the gate, which would not let through more than the steps take.
     """
 
     admits: Callable[[View], bool]
@@ -82,6 +83,7 @@ class Sampler:
     aborts: Callable[[View], Groups]
     places: Callable[[int, int], int]
     stamps: bool = False
+    refills: bool = False
 
 
 def batch_may_start(view: View) -> bool:
@@ -152,7 +154,9 @@ _IN_ORDER = Sampler(batch_may_start, of_this_step, target_passed, nothing, a_bat
 SAMPLERS = {
     "strict": _IN_ORDER,  # its window is 0
     "in-order": _IN_ORDER,
-    "weight-fifo": Sampler(batch_may_start, oldest_start_first, start_too_old, nothing, a_batch_per_version),
+    "weight-fifo": Sampler(
+        batch_may_start, oldest_start_first, start_too_old, nothing, a_batch_per_version, refills=True
+    ),
     "windowed": Sampler(always, inside_the_window, start_too_old, unfinished_too_old, any_number),
     "ready-first": Sampler(batch_may_start, any_complete, nothing, nothing, a_batch_per_version),
     "capacity": Sampler(within_capacity, as_completed, nothing, nothing, any_number),

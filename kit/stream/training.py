@@ -13,7 +13,8 @@ from kit.errors import KitError
 from kit.loop.messages import Event, Map, listed, numbers
 from kit.stream.generation import hold
 from kit.stream.groups import doom, end, fail, leave, put_back
-from kit.stream.state import Step
+from kit.stream.samplers import NO_TARGET
+from kit.stream.state import Owed, Step
 
 if TYPE_CHECKING:
     from kit.stream.state import Group, Turn
@@ -53,6 +54,8 @@ def limits(t: Turn) -> tuple[int, int]:
 def drop(t: Turn, old: tuple[int, ...], unfinished: tuple[int, ...]) -> None:
     for number in old:
         end(t, t.buffer[number], "evicted", f"too old for version {t.version}")
+        if t.sampler is not None and t.sampler.refills:
+            t.owed += (Owed(NO_TARGET),)
     for number in unfinished:
         doom(t, t.buffer[number], "aborted", f"unfinished and too old for version {t.version}")
 
@@ -215,6 +218,12 @@ def bump(t: Turn, step: Step) -> None:
     t.progress = -1
     t.note("bumped", version=t.version, updates=t.updates, step=step.id)
     hold(t)
+
+
+def end_shrunk_step(t: Turn) -> None:
+    """A step that shrinks to what is in the weights already is over, although its last finish was not known to be the last."""
+    if t.step is not None and t.step.finished == t.need and not t.step.on_the_trainer:
+        bump(t, t.step)
 
 
 def log(t: Turn, step: Step, groups: tuple[Group, ...], during: int) -> None:

@@ -34,10 +34,12 @@ class Chaos:
     churn: float = 0.0
     flat: float = 0.0
     empty: float = 0.0
+    crash: float = 0.0  # how often a sample fails
     sent: int = 0
     failed: str = ""
     channels: dict[Any, list[Event]] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
     serial: int = 0
     given: int = 0
 
@@ -93,7 +95,10 @@ class Chaos:
             events.append(Event("tokens", command.pipeline, version=version, first=0, count=length, **ids))
         reward = "0.0" if flat else str(command.sample % 2)
         about = {"version": version, "newest": version, "length": length, "reward": reward}
-        events.append(Event("completed", command.pipeline, **ids, **about))
+        if random.Random(f"{self.seed} crash {command.group} {command.sample} {command.attempt}").random() < self.crash:
+            events.append(Event("failed", command.pipeline, **ids, why="crashed"))
+        else:
+            events.append(Event("completed", command.pipeline, **ids, **about))
         self.push((command.group, command.sample), *events)
 
     def next(self) -> Event:
@@ -102,19 +107,27 @@ class Chaos:
         live = [channel for channel, events in self.channels.items() if events]
         if not live:
             raise Deadlock("nothing is under way")
-        channel = self.random.choice(live)
+        channel = self.random.choice(self.preferred(live))
         event = self.channels[channel].pop(0)
-        if event.name == "published":
+        if event.name == "published" and event.replica not in self.gone:
             self.versions[event.replica] = event.version
         if not self.channels[channel]:
             del self.channels[channel]
         return event
+
+    def preferred(self, live: list[Any]) -> list[Any]:
+        """By its seed a schedule has replicas that are slow, or a trainer that is, or neither."""
+        samples = [channel for channel in live if isinstance(channel, tuple)]
+        others = [channel for channel in live if not isinstance(channel, tuple)]
+        first = ((), others, samples)[self.seed // 2 % 3]
+        return list(first) if first and self.random.random() < 0.9 else live
 
     def come_or_go(self) -> Event:
         there = sorted(self.versions)
         if len(there) > 1 and self.random.random() < 0.5:
             gone = self.random.choice(there)
             del self.versions[gone]
+            self.gone.add(gone)
             for channel, events in list(self.channels.items()):
                 if isinstance(channel, tuple) and events and events[-1].replica == gone:
                     self.channels[channel] = []

@@ -446,6 +446,30 @@ def test_a_group_that_cannot_be_replaced_any_more_ends_as_failed() -> None:
     assert driver.ended["error"] == "the data ended with 1 of 2 groups of a step taken and 0 in the buffer"
 
 
+def test_a_step_that_shrinks_to_what_is_in_the_weights_is_over() -> None:
+    driver = Driver(small(on_failed="shrink", train_global_batch_size=2, min_groups=1))
+    driver.finish_group(0)
+    train_step(driver)
+    assert (driver.state.updates, driver.state.version) == (1, 0)
+    driver.event("failed", group=1, sample=0, why="crashed")
+    assert (driver.state.updates, driver.state.version) == (1, 1)
+    assert not driver.state.held
+
+
+def test_a_gated_group_that_is_too_old_is_made_up_for() -> None:
+    driver = Driver(
+        small(sampler="weight-fifo", on_failed="shrink", min_groups=1, window=1, steps=4, slots=8, places=8)
+    )
+    driver.finish_group(0, 1)
+    train_step(driver)
+    driver.event("failed", group=4, sample=0, why="crashed")
+    driver.finish_group(2, 3, version=0)
+    train_step(driver)
+    assert driver.groups("trained") == [0, 1, 2], "the step of version 1 does without a group"
+    assert driver.groups("evicted") == [3]
+    assert driver.groups("reserved") == [*range(9)], "4 batches of 2, and one for the group that was too old"
+
+
 def test_rows_of_groups_that_are_not_trained_are_discarded() -> None:
     driver = Driver(small(filter=True, on_failed="replace", min_groups=2))
     driver.finish_group(0, reward="1")

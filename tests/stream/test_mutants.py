@@ -197,6 +197,9 @@ MUTANTS = (
         "the last chunk may not be small",
     ),
     mutant("training:limits", "min(t.settings.min_groups, most)", "1", "the minimum does not count"),
+    mutant(
+        "training:drop", "t.owed += (Owed(NO_TARGET),)", "pass", "a gated group that was dropped is not made up for"
+    ),
     mutant("training:select", "candidates[:most]", "candidates", "a selection takes all"),
     mutant("training:select", "leave(t, group)", "pass", "places are kept by what is trained"),
     mutant("training:select", "t.steps += 1", "pass", "two steps have one id"),
@@ -239,6 +242,7 @@ MUTANTS = (
     mutant("training:fail_step", "t.retried += 1", "pass", "retries have no limit"),
     mutant("training:fail_step", "abort(t, t.step)", "pass", "no abort"),
     mutant("training:on_aborted", "put_back(t)", "pass", "groups of an aborted step are lost"),
+    mutant("core:settle", "training.end_shrunk_step(t)", "pass", "a step that shrank to what is finished never ends"),
     mutant("core:settle", "generation.send(t)", "pass", "requests wait for ever"),
     mutant("core:is_done", " and not t.held", "", "the last version is not published"),
     mutant("core:is_stuck", "t.exhausted and ", "", "an idle loop ends as exhausted"),

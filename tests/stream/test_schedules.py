@@ -34,7 +34,8 @@ def settings(**more: Any) -> Settings:
 def chaos_of(found: Settings, seed: int, fail_at: int | None) -> Chaos:
     churn = 0.03 if found.on_dead_replica == "go-on" else 0.0
     prompts = (40, 40, 6, 4)[seed % 4]
-    return Chaos(seed, prompts, fail_at=fail_at, churn=churn, flat=0.3 if found.filter else 0.1, empty=0.1)
+    crash = 0.15 if found.on_failed != "stop" and seed % 2 else 0.0
+    return Chaos(seed, prompts, fail_at=fail_at, churn=churn, flat=0.3 if found.filter else 0.1, empty=0.1, crash=crash)
 
 
 def fail_everywhere(variant: dict[str, Any], seed: int) -> int:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kit.errors import BadInput
 from kit.loop.clock import VirtualClock
-from kit.loop.ledger import Memory
+from kit.loop.ledger import File, Memory
 from kit.loop.messages import Command, Event
 from kit.loop.replay import replay_rows
 from kit.loop.runner import Runner, Stalled
+from kit.stream import what_if
 from kit.stream.core import Controller, resume_from
+from kit.stream.forecast import forecast, measured
 from kit.stream.meter import Log, Meter
 from kit.stream.samplers import SAMPLERS
 from kit.stream.settings import Settings
 from kit.stream.simulated import ADDRESSES, Durations, System, drawn_length, simulate
-from kit.stream.what_if import measured, what_if
 
 PLAIN = Settings(steps=5, previous="off")
 EVEN = Durations(token_s=0.01, span=10, length=lambda group, sample: 10, train_s=0.4, finish_s=0.0, sync_s=0.0)
@@ -210,15 +213,33 @@ def test_durations_are_read_back_from_a_ledger() -> None:
     assert [found.length(3, one) for one in range(4)] == [true.length(3, one) for one in range(4)]
 
 
-def test_a_what_if_tells_what_another_window_would_take() -> None:
+def test_a_forecast_tells_what_another_window_would_take() -> None:
     durations = Durations(length=drawn_length(4, 40))
     strict = replace(PLAIN, sampler="strict", window=0)
     run = simulate(strict, durations)
-    guess = what_if(run.rows, strict, sampler="in-order", window=1)
+    guess = forecast(run.rows, strict, sampler="in-order", window=1)
     real = simulate(replace(strict, sampler="in-order", window=1), durations)
-    assert what_if(run.rows, strict).seconds == pytest.approx(run.seconds, rel=0.1)
+    assert forecast(run.rows, strict).seconds == pytest.approx(run.seconds, rel=0.1)
     assert guess.seconds == pytest.approx(real.seconds, rel=0.1)
     with pytest.raises(BadInput, match="strict has no window"):
-        what_if(run.rows, strict, window=2)
+        forecast(run.rows, strict, window=2)
     with pytest.raises(BadInput, match="no completed sample"):
-        what_if([], strict)
+        forecast([], strict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `what_if` takes of a run: its folder and its config, which holds settings of the lab too."""
+
+    dir: Path
+    config: dict[str, Any]
+
+
+def test_a_what_if_takes_a_run_from_its_folder(tmp_path: Path) -> None:
+    done = simulate(PLAIN)
+    with contextlib.closing(File(tmp_path / "records.jsonl", run="r", lab="stream", phase="stream")) as file:
+        for row in done.rows:
+            file.write(row)
+    run = Run(tmp_path, {**asdict(PLAIN), "timeout_s": 60, "ranks": 4})
+    assert what_if(run).seconds == forecast(done.rows, PLAIN).seconds
+    assert what_if(run, sampler="strict", window=0).seconds > what_if(run).seconds

@@ -1,4 +1,4 @@
-"""What if: the durations of a run, from its ledger, fed to the simulated system with another sampler or window.
+"""Forecasts: the durations of a run, from its ledger, fed to the simulated system with another sampler or window.
 
 A length that the run did not generate is drawn from those that it did. Limits: durations are medians (the trainer's per group), a replica's
 requests share its time, and what a replica does between two calls takes no time.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kit.stream.simulated import Simulation
 
 
-def what_if(rows: Iterable[Row], settings: Settings, **changes: Any) -> Simulation:
+def forecast(rows: Iterable[Row], settings: Settings, **changes: Any) -> Simulation:
     """Simulate the run of a ledger with some settings changed, such as `sampler` and `window`. Places grow to what the sampler needs."""
     changed = replace(settings, **changes)
     if "places" not in changes:
@@ -42,7 +42,7 @@ def measured(rows: Iterable[Row]) -> Durations:
     spent = _trainer(known)
     if not lengths or not spent["finish"]:
         raise BadInput(
-            "the ledger has no completed sample or no finished update; a what-if needs the durations of one step"
+            "the ledger has no completed sample or no finished update; a forecast needs the durations of one step"
         )
     token_s, span = _decoding(known)
     drawn = sorted(lengths.values())
