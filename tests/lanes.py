@@ -31,6 +31,8 @@ FILES = (
     "tests/labs/offload/test_faults.py",
     "tests/labs/offload/test_run.py",
     "tests/labs/split/test_faults.py",
+    "tests/labs/stream/test_faults.py",
+    "tests/labs/stream/test_run.py",
     "tests/labs/sync/test_faults.py",
     "tests/labs/sync/test_own.py",
     "tests/labs/sync/test_watch.py",

@@ -18,6 +18,7 @@ import contextlib
 import importlib
 import importlib.util
 import logging
+import multiprocessing.process
 import os
 import shutil
 import signal
@@ -35,6 +36,7 @@ from kit.world import leftovers, processes
 from kit.world.channel import ChannelClosed, Link, Message, connect
 
 ENTRY = Path(__file__).with_name("agent.py")
+STATUS_S = 1.0  # for another thread to note the status that it has just taken
 
 
 class Node:
@@ -87,14 +89,17 @@ class Node:
 
     def watch(self, rank: int, pid: int) -> None:
         """Tell the notebook how a rank ended, at once and without taking its status from torchrun."""
+        child = next((one for one in list(multiprocessing.process._children) if one.pid == pid), None)  # type: ignore[attr-defined]
         try:
             found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         except ChildProcessError:
-            found = None  # torchrun was quicker; it tells the status when it has ended the others
+            found = None  # torchrun was quicker, and its own handle has the status
         status = None
         if found is not None:
             killed = found.si_code in {os.CLD_KILLED, os.CLD_DUMPED}
             status = -found.si_status if killed else found.si_status
+        elif child is not None:
+            status = known_status(child)
         with contextlib.suppress(ChannelClosed):
             self.link.send({"exit": rank, "pid": pid, "status": status, "at": time.monotonic()})
 
@@ -111,6 +116,14 @@ class Node:
     def on_describe(self, rank: int) -> str:
         pid, started = self.ranks[rank]
         return processes.describe(pid, started, self.folder / f"stack{rank}")
+
+
+def known_status(child: multiprocessing.process.BaseProcess) -> int | None:
+    """How a child ended that another thread has just waited for; None if that thread does not say it soon."""
+    end = time.monotonic() + STATUS_S
+    while child.exitcode is None and time.monotonic() < end:
+        time.sleep(0.005)
+    return child.exitcode
 
 
 def read_log(logs: Path, rank: int, offset: int, limit: int) -> bytes:

@@ -84,10 +84,90 @@ OF_THE_CONTROLLER = exposed_by(
         "publish_before_use",
     ),
     Fault("caught-up-too-late", "lags are logged by a version that was looked up a step ago", "metrics_true"),
+    Fault("logger-raises", "the run ends when the logger raises", "logger_is_harmless", exit=3),
     Fault("waits-at-the-end", "the loop waits for groups after the data has ended", "ends_cleanly", exit=3),
 )
 
-FAULTS = OF_THE_CONTROLLER
+SMALL = {"ranks": 2, "replicas": 1, "steps": 3, "groups": 2, "group": 2, "lr": 3e-3}
+ACROSS = {"slots": 4, "answer": (8, 20), "decode": 2}  # many samples span a sync
+
+# Known bugs of ranks, in `ranks/broken.py`, and one of a port; each is seen by its check in a run on live ranks.
+OF_RANKS = exposed_by(
+    SMALL,
+    Fault(
+        "stamp-after-reply",
+        "all tokens of a sample are stamped with the version when the sample is complete",
+        "stamps_true",
+        set=ACROSS,
+    ),
+    Fault(
+        "stamp-at-publish",
+        "a replica stamps tokens with a new version one call after it has the weights",
+        "stamps_true",
+        set=ACROSS,
+    ),
+    Fault(
+        "one-stamp-per-group",
+        "all tokens of a sample are stamped with the version of the first",
+        "stamps_per_token",
+        set=ACROSS,
+    ),
+    Fault(
+        "temperature-mismatch",
+        "recorded log-probabilities are those of temperature 1",
+        "behaviour_logprob",
+        set={"temperature": 1.3},
+    ),
+    Fault(
+        "prefix-cache-survives",
+        "cached prompts have no version and survive a sync",
+        "no_stale_prefix",
+        set={**ACROSS, "at_sync": "recompute"},
+    ),
+    Fault(
+        "keeps-kv-silently",
+        "the KV cache is kept where the config says recompute",
+        "kv_policy_kept",
+        set={**ACROSS, "at_sync": "recompute"},
+    ),
+    Fault(
+        "torn-read",
+        "a replica decodes while half of its weights are still old",
+        "no_torn_generation",
+        set=ACROSS,
+    ),
+    Fault(
+        "rng-reset", "all samples of a group draw the same random numbers", "samples_differ", set={"answer": (8, 20)}
+    ),
+    Fault(
+        "prev-by-new-weights",
+        "previous log-probabilities are computed after an update of the same step",
+        "on_policy_ratio_one",
+        set={"batch": 2},
+    ),
+    Fault(
+        "positional-groups",
+        "advantages take samples as groups by their position",
+        "advantage_by_group",
+        set={"min_groups": 2},
+    ),
+    Fault("rejected-row-counts", "the baseline of a group counts a rejected sample", "advantage_by_group"),
+    Fault(
+        "wrong-denominator",
+        "importance weights divide by log-probabilities of a policy that did not generate the tokens",
+        "is_weight_right",
+    ),
+    Fault(
+        "blocks-the-loop",
+        "the controller waits for the trainer and answers nothing meanwhile",
+        "controller_answers",
+        set={"train_pace_ms": 400},
+    ),
+    Fault("rollout-dies", "a replica is killed while it decodes", "replicas_answer", exit=3),
+    Fault("rollout-stalls", "a replica stops answering", "replicas_answer", exit=3, set={"deadline_s": 6}),
+)
+
+FAULTS = (*OF_RANKS, *OF_THE_CONTROLLER)
 
 LAB = Definition(
     name="stream",
@@ -97,7 +177,7 @@ LAB = Definition(
     roles=roles,
     isolate=True,
     fits=fits,
-    phases="kit.labs.stream.ranks.trainer:Trainer",
+    phases="kit.labs.stream.ranks.broken:train",
     checks="kit.labs.stream.checks:CHECKS",
     presets="kit.labs.stream.checks:PRESETS",
     pictures="kit.labs.stream.pictures:PICTURES",

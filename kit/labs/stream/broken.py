@@ -1,4 +1,4 @@
-"""The faults of the controller: single rules of `kit.stream`, each with one bug. Switched on for a simulated run."""
+"""The faults of the controller and its ports: single rules of `kit.stream`, each with one bug, for the phase `stream`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
+from kit.labs.stream.ports import TRAINER, TrainerPort
 from kit.loop.messages import Event, listed
 from kit.stream import core, generation, groups, training
 from kit.stream.samplers import SAMPLERS, Sampler, View
 from kit.stream.state import DONE, RUNNING, Group, Owed, Step, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from types import ModuleType
+
+    from kit.loop.messages import Command
 
 
 class Swap(NamedTuple):
-    """What a fault puts in place of one name of a module."""
+    """What a fault puts in place of one name of a module or class."""
 
-    module: ModuleType
+    owner: ModuleType | type
     name: str
     wrong: Any
 
@@ -209,12 +212,32 @@ def logs_the_version_before(t: Turn, step: Step, chosen: tuple[Group, ...], duri
     log(t, step, chosen, max(0, during - 1))
 
 
+# -- ports ----------------------------------------------------------------------------------------------------------------
+
+send = TrainerPort.send
+
+
+def waits_for_the_trainer(port: TrainerPort, command: Command) -> Iterable[Event]:
+    """The controller waits until the trainer has carried out an order, and sees nothing else meanwhile."""
+    answers = send(port, command)
+    ranks = port.ranks
+    while True:
+        ranks.arrived = ranks.take()
+        if (pending := ranks.busy.get(TRAINER)) is None:
+            return answers
+        ranks.drive.wait([pending], timeout_s=ranks.drive.config.deadline_s)
+
+
 # -- ends -----------------------------------------------------------------------------------------------------------------
 
 
 def never_stuck(_: Turn) -> bool:
     """Nobody looks whether the data has ended."""
     return False
+
+
+def ends_with_the_logger(t: Turn, event: Event) -> None:
+    groups.fail(t, f"the logger raised: {event.why}")
 
 
 SWAPS: Mapping[str | None, tuple[Swap, ...]] = {
@@ -244,6 +267,8 @@ SWAPS: Mapping[str | None, tuple[Swap, ...]] = {
     ),
     "resumes-too-early": (handles("published", resumes_with_the_first),),
     "caught-up-too-late": (Swap(training, "log", logs_the_version_before),),
+    "blocks-the-loop": (Swap(TrainerPort, "send", waits_for_the_trainer),),
+    "logger-raises": (handles("logger_failed", ends_with_the_logger),),
     "waits-at-the-end": (Swap(core, "is_stuck", never_stuck),),
 }
 # What else a fault needs to show: arguments of `kit.labs.stream.simulated.simulate`.

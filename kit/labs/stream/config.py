@@ -175,7 +175,7 @@ def roles(config: StreamConfig) -> tuple[Role, ...]:
             name=name,
             ranks=tuple(range(first + number * size, first + (number + 1) * size)),
             world=number + 1,
-            phases="kit.labs.stream.ranks.replica:Replica",
+            phases="kit.labs.stream.ranks.broken:replica",
         )
         for number, name in enumerate(replica_names(config))
     ]

@@ -17,12 +17,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import KitError
+from kit.labs.stream import broken
 from kit.labs.stream.config import replica_names, settings
 from kit.labs.stream.ports import TRAINER, Ranks, ReplicaPort, SyncPort, TrainerPort, name_of, number_of
 from kit.loop.clock import RealClock
-from kit.loop.ledger import Row
 from kit.loop.messages import Command, Event, listed
-from kit.loop.runner import Runner, Stalled
+from kit.loop.runner import Runner
 from kit.results.records import new_row
 from kit.stream.core import Controller, resume_from
 from kit.stream.foreign import Foreign
@@ -71,8 +71,9 @@ def strict_core(config: StreamConfig, steps: int, start: Resume | None = None) -
 
 
 def stream(drive: Drive) -> None:
-    """The controller with the config."""
-    run(drive, load_callable(drive.config.implementation)(settings(drive.config)))
+    """The controller with the config, and with the fault that is on."""
+    with broken.switched_on(drive.fault):
+        run(drive, load_callable(drive.config.implementation)(settings(drive.config)))
 
 
 def rehearse(drive: Drive) -> None:
@@ -122,11 +123,12 @@ def run(
             ledger=Watched(Written(drive), meter, *own_sampler(drive.config, ports, scope)),
             deadline_s=drive.config.deadline_s,
         )
-        carry_out(runner, lambda: live.busy)
+        ended = runner.run()[PIPELINE]
     drive.record("controller_seconds", sum(runner.own), "s", events=len(runner.own))
     drive.record("answers", len(asker.seconds))
     drive.record("answer_seconds", statistics.median(asker.seconds or [math.nan]), "s")
-    raise_error(runner)
+    if ended.get("why") == "error":
+        raise KitError(f"the controller ended with an error: {ended.get('error', 'no reason given')}")
     return runner.states[PIPELINE]
 
 
@@ -138,23 +140,6 @@ def own_sampler(config: StreamConfig, ports: dict[str, Port], scope: contextlib.
     scope.callback(foreign.close)
     ports["sampler"] = foreign
     return [foreign]
-
-
-def carry_out(runner: Runner, busy: Callable[[], Iterable[str]] = tuple) -> None:
-    """Run the controller to its end. Where nothing happens any more, a row says so, and which roles are `busy`."""
-    try:
-        runner.run()
-    except Stalled as error:
-        waits = ", ".join(busy())
-        runner.ledger.write(Row("stalled", runner.clock.now(), {"why": str(error), "busy": waits}))
-        runner.ledger.flush()
-        raise KitError(f"{error}; without an answer: {waits}" if waits else str(error)) from error
-
-
-def raise_error(runner: Runner) -> None:
-    ended = runner.ended[PIPELINE]
-    if ended.get("why") == "error":
-        raise KitError(f"the controller ended with an error: {ended.get('error', 'no reason given')}")
 
 
 def silent(_: dict[str, float], __: int) -> None:
@@ -200,12 +185,14 @@ class Asker:
         return max(0.0, self.due - time.time())
 
     def take(self) -> Iterable[Event]:
-        if time.time() < self.due:
-            return []
-        number = len(self.asked)
-        self.asked[number] = self.due
-        self.due = max(self.due + self.every_s, time.time())
-        return [Event("ask", PIPELINE, of="status", question=number, asker="asker")]
+        """All that are due: a controller that was blocked is late with each of them."""
+        asked = []
+        while time.time() >= self.due:
+            number = len(self.asked)
+            self.asked[number] = self.due
+            self.due += self.every_s
+            asked.append(Event("ask", PIPELINE, of="status", question=number, asker="asker"))
+        return asked
 
     def send(self, command: Command) -> Iterable[Event]:
         self.seconds.append(time.time() - self.asked[command.question])

@@ -1,7 +1,7 @@
 """The phase `stream` without ranks: the controller against simulated ones on a virtual clock, in milliseconds. Notebook side.
 
 Every ledger check is judged as on live ranks; nothing is generated or trained, so nothing is recomputed. The trainer fails one microbatch,
-in the step of version 1, so that a step that is aborted is part of every simulated run; that step is tried again once.
+in the step of version 1, so that a step that is aborted is part of every simulated run; that step is tried again once. The logger raises.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
+from kit.errors import KitError
 from kit.labs.stream import broken
 from kit.labs.stream.config import settings
-from kit.labs.stream.drive import PIPELINE, carry_out, own_sampler, raise_error, silent
+from kit.labs.stream.drive import PIPELINE, broken_logger, own_sampler
 from kit.loop.clock import VirtualClock
 from kit.loop.ledger import Memory
 from kit.loop.messages import Event
@@ -75,13 +76,13 @@ def simulate(
         prompts=prompts,
     )
     system.fails = fails
-    ports: dict[str, Port] = {**dict.fromkeys(ADDRESSES, system), "log": Log(meter, silent)}
+    ports: dict[str, Port] = {**dict.fromkeys(ADDRESSES, system), "log": Log(meter, broken_logger)}
     core = load_callable(config.implementation)(plan)
     with contextlib.ExitStack() as scope:
         ledger = Watched(rows, meter, *own_sampler(config, ports, scope))
-        runner = Runner({PIPELINE: core}, ports, clock=clock, ledger=ledger, deadline_s=DEADLINE_S)
-        carry_out(runner)
-    raise_error(runner)
+        ended = Runner({PIPELINE: core}, ports, clock=clock, ledger=ledger, deadline_s=DEADLINE_S).run()[PIPELINE]
+    if ended.get("why") == "error":
+        raise KitError(f"the controller ended with an error: {ended.get('error', 'no reason given')}")
 
 
 def durations(config: StreamConfig) -> Durations:

@@ -18,9 +18,10 @@ from kit.results import Record, Verdict
 from kit.results.records import NOTEBOOK
 from kit.results.run import to_frame
 from kit.results.verdict import judge
+from kit.world.several import Worlds
 from tests.holdings import holdings, wait_for
 
-SMALL = {"steps": 3, "groups": 2, "group": 2, "layers": 1, "answer": [4, 10], "deadline_s": 20}
+SMALL = {"ranks": 2, "replicas": 1, "steps": 3, "groups": 2, "group": 2}
 
 
 class Notebook:
@@ -65,9 +66,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def on_ranks(places: None) -> Iterator[Callable[..., kit.Run]]:
-    """on_ranks(**config) -> the finished run, a small one; asked for again, the same one. Runs share their Worlds."""
+    """on_ranks(**config) -> the finished run, a small one of two ranks; asked for again, the same one. Runs share their Worlds."""
     made: dict[str, kit.Run] = {}
-    worlds: list[kit.Worlds] = []
+    worlds: list[Worlds] = []
 
     def run(fault: str | None = None, **config: object) -> kit.Run:
         given = {**SMALL, **config}
@@ -76,10 +77,10 @@ def on_ranks(places: None) -> Iterator[Callable[..., kit.Run]]:
             made[key] = kit.run("stream", fault=fault, world=shared(), **given)
         return made[key]
 
-    def shared() -> kit.Worlds:
+    def shared() -> Worlds:
         if not worlds:
             env = {"OMP_NUM_THREADS": "1"}
-            worlds.append(kit.Worlds((1, 1, 1), isolate=True, env=env, preload=("megatron.core",)))
+            worlds.append(Worlds((1, 1), isolate=True, env=env, preload=("megatron.core",)))
         return worlds[0]
 
     yield run

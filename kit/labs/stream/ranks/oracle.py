@@ -125,6 +125,39 @@ class Oracle:
         return table, other
 
     @torch.no_grad()
+    def from_stale_prompt(self, judged: Judged, noise: float) -> int:
+        """How many tokens follow from keys and values that an older version computed for the prompt, and not from their stamp's."""
+        row = judged.row
+        if max(judged.error, default=0.0) < APART * noise:
+            return 0
+        recorded, own = torch.tensor(row.logprobs, dtype=torch.float64), torch.tensor(judged.error)
+        older = [version for version in self.versions if version < max(row.versions)]
+        errors = [(self._after_prompt_of(version, row) - recorded).abs() for version in older]
+        if not errors:
+            return 0
+        nearest = torch.stack(errors).min(0).values
+        return int(((own >= APART * noise) & (nearest < noise)).sum())
+
+    def _after_prompt_of(self, version: int, row: Row) -> torch.Tensor:
+        """The answer's log-probabilities under its stamps, after a prompt that this version computed."""
+        begin = held = len(row.prompt)
+        prompt = self.models[0].empty_cache(1, len(row.tokens))
+        first = self.models[self._place(version)](torch.tensor(row.prompt)[None], cache=prompt, start=0)[0, -1:]
+        cache, found = copied(prompt), []
+        for span in spans(row.versions):
+            if not self.keeps:
+                cache, held = copied(prompt), begin
+            end = begin + span.end - 1
+            logits = first if held == begin else first[:0]
+            if end > held:
+                ids = torch.tensor(row.tokens[held:end])[None]
+                more = self.models[self._place(span.version)](ids, cache=cache, start=held)[0]
+                logits = torch.cat([logits, more])
+            found.append(self._chosen(logits[span.first - span.end :], row, span))
+            held = end
+        return torch.cat(found)
+
+    @torch.no_grad()
     def plain(self, version: int, row: Row) -> torch.Tensor:
         """What a trainer computes for the answer under a version: no temperature, no minimum length, no cache."""
         logits = self.models[self._place(version)](torch.tensor(row.tokens)[None])[0, len(row.prompt) - 1 : -1]
@@ -141,7 +174,11 @@ class Oracle:
     def _span(self, model: PlainModel, row: Row, span: Span, cache: list[Cache], fed: tuple[int, int]) -> torch.Tensor:
         """Feed these positions; the log-probabilities of the span's tokens as they were sampled."""
         ids = torch.tensor(row.tokens[slice(*fed)])[None]
-        after = model(ids, cache=cache, start=fed[0])[0, span.first - span.end :].double()
+        return self._chosen(model(ids, cache=cache, start=fed[0])[0, span.first - span.end :], row, span)
+
+    def _chosen(self, logits: torch.Tensor, row: Row, span: Span) -> torch.Tensor:
+        """Log-probabilities of the span's tokens as they were sampled."""
+        after = logits.double()
         after[: max(0, row.minimum - span.first), END] = -torch.inf
         chosen = torch.tensor(row.answer[span.first : span.end])[:, None]
         found: torch.Tensor = (after / self.temperature).log_softmax(-1).gather(1, chosen)[:, 0]

@@ -19,6 +19,7 @@ from kit.labs.stream.ranks.rows import Key, Outbox, Row
 from kit.labs.stream.ranks.side import base_weights, fill, rows_of, syncs_of
 from kit.megatron import serve, shards
 from kit.megatron.generate import Engine, Request
+from kit.megatron.groups import destroy
 from kit.sync.hashes import digest
 from kit.sync.link import address_of
 from kit.sync.receiver import Receiver
@@ -72,6 +73,7 @@ class Replica:
 
     def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.scope.close()
+        destroy()
 
     # -- calls ----------------------------------------------------------------------------------------------------------
 

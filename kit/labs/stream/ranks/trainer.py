@@ -34,6 +34,7 @@ from kit.labs.stream.ranks.side import (
     syncs_of,
 )
 from kit.megatron import model, score, shards, tensors
+from kit.megatron.groups import destroy
 from kit.megatron.split import MegatronSplit
 from kit.sync.cache import BASE, Cache
 from kit.sync.link import Listener
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from kit.labs.stream.ranks.rows import Row
 
 
+EXACT = 1e-5  # by which a log-probability may differ from that of its version
 NOISY = 16  # samples from which the noise of arithmetic is measured
 
 
@@ -148,6 +150,7 @@ class Trainer:
     def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.settle()
         self.scope.close()
+        destroy()
 
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:  # noqa: ARG002 - replicas look at it
         """Send the current weights to these replicas as this version; version 0 only compares digests."""
@@ -323,6 +326,8 @@ class Trainer:
             "shuffled": sum(sum(each.decidable(noise)) for each in shuffled),
             "shuffled_found": sum(len(each.wrong_stamps(noise)) for each in shuffled),
             "logprob_error": max((max(each.nearest) for each in judged), default=0.0),
+            "of_no_version": sum(sum(error > EXACT for error in each.nearest) for each in judged),
+            "stale_prefixes": sum(oracle.from_stale_prompt(each, noise) for each in judged),
             "policy_decidable": sum(shown for shown, _ in policies),
             "policy_wrong": sum(wrong for _, wrong in policies),
             "advantage_error": max(advantage_errors(self.fed, self.config.advantage), default=0.0),

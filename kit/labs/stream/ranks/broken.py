@@ -1,0 +1,256 @@
+"""The faults of ranks: a replica, its engine or a trainer with one bug each."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from kit.labs.stream.ranks import trainer
+from kit.labs.stream.ranks.advantage import advantages
+from kit.labs.stream.ranks.replica import Happened, Replica, name_of
+from kit.labs.stream.ranks.rows import Key
+from kit.labs.stream.ranks.trainer import Trainer
+from kit.megatron.generate import Engine, PrefixCache, Span, distribution, pick
+from kit.train.draws import uniform
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from kit.labs.rankside import Context
+    from kit.labs.stream.ranks.rows import Row
+    from kit.megatron.generate import Answer, AtSync, Ended, Flight, Prefix, Request
+    from kit.train.batch import Batch
+
+PLAIN = 1  # loops that run before the first with a controller
+
+
+def replica(ctx: Context) -> Replica:
+    """The right replica, or the fault's."""
+    return REPLICAS.get(ctx.fault, Replica)(ctx)
+
+
+def train(ctx: Context) -> Trainer:
+    """The right trainer, or the fault's."""
+    return TRAINERS.get(ctx.fault, Trainer)(ctx)
+
+
+# -- engines --------------------------------------------------------------------------------------------------------------
+
+
+class StampsReplies(Engine):
+    """All tokens of an answer are stamped with the version when it is complete."""
+
+    def _leave(self, name: str, ended: Ended) -> Answer:
+        flight = self._flights[name]
+        flight.spans = [Span(self.version, 0, len(flight.tokens))]
+        return super()._leave(name, ended)
+
+
+class StampsStarts(Engine):
+    """All tokens of an answer are stamped with the version of the first."""
+
+    def _leave(self, name: str, ended: Ended) -> Answer:
+        flight = self._flights[name]
+        flight.spans = [Span(flight.spans[0].version, 0, len(flight.tokens))] if flight.spans else []
+        return super()._leave(name, ended)
+
+
+class Untempered(Engine):
+    """Recorded log-probabilities are those of temperature 1."""
+
+    def _sample(self, flight: Flight) -> None:
+        asked, written = flight.request, len(flight.tokens)
+        logits = self._feed(flight)
+        number = uniform(asked.seed, asked.prompt, asked.sample, len(asked.prompt) + written)
+        token = pick(distribution(logits, asked, written), number)
+        recorded = distribution(logits, dataclasses.replace(asked, temperature=1.0), written)
+        flight.write(token, float(recorded[token]), self.version)
+
+
+class Unversioned(PrefixCache):
+    """Prefixes by tokens alone, which no sync clears."""
+
+    def get(self, version: int, tokens: tuple[int, ...]) -> Prefix | None:  # noqa: ARG002 - the fault ignores it
+        return super().get(0, tokens)
+
+    def put(self, version: int, tokens: tuple[int, ...], prefix: Prefix) -> None:  # noqa: ARG002 - as above
+        super().put(0, tokens, prefix)
+
+    def clear(self) -> None:
+        pass
+
+
+class KeepsPrefixes(Engine):
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.prefixes = Unversioned(self.prefixes.limit)
+
+
+class KeepsCache(Engine):
+    """Whatever a sync asks for, the KV cache stays."""
+
+    def weights_changed(self, version: int, at_sync: AtSync) -> list[Answer]:  # noqa: ARG002 - the fault ignores it
+        return super().weights_changed(version, "keep")
+
+
+# -- replicas -------------------------------------------------------------------------------------------------------------
+
+
+class Wrong(Replica):
+    """A replica with another engine."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.engine = ENGINES[str(self.ctx.fault)](self.replica)
+
+
+class StampsLate(Replica):
+    """The first call after a sync still has the old stamp."""
+
+    late = 0
+
+    def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
+        self.late = 0
+        before = self.engine.version
+        done = super().sync(version, at_sync, replicas)
+        if version:
+            self.late, self.engine.version = version, before
+        return done
+
+    def decode(self, orders: Sequence[dict[str, Any]]) -> list[Happened]:
+        happened = super().decode(orders)
+        if self.late and any(what["event"] == "tokens" for what in happened):
+            self.late, self.engine.version = 0, self.late
+        return happened
+
+
+class Torn(Replica):
+    """The first call after a sync runs with half of the weights still old."""
+
+    rest: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+
+    def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
+        self.mend()
+        half = [param.data for param in self.replica.chunks[0].parameters()][::2]
+        before = [one.clone() for one in half]
+        done = super().sync(version, at_sync, replicas)
+        if version:
+            self.rest = [(one, one.clone()) for one in half]
+            for one, old in zip(half, before, strict=True):
+                one.copy_(old)
+        return done
+
+    def decode(self, orders: Sequence[dict[str, Any]]) -> list[Happened]:
+        happened = super().decode(orders)
+        if any(what["event"] == "tokens" for what in happened):
+            self.mend()
+        return happened
+
+    def mend(self) -> None:
+        for one, new in self.rest:
+            one.copy_(new)
+        self.rest = ()
+
+
+class SameNumbers(Replica):
+    """Every sample of a group draws the random numbers of the first."""
+
+    def request(self, key: Key) -> Request:
+        return dataclasses.replace(super().request(Key(key.group, 0)), id=name_of(key))
+
+
+class Breaks(Replica):
+    """The last replica stops in the first loop with a controller, once it has new weights."""
+
+    loops = 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.loops += 1
+
+    def decode(self, orders: Sequence[dict[str, Any]]) -> list[Happened]:
+        last = f"replica {self.config.replicas - 1}"
+        if self.name == last and self.loops > PLAIN and self.engine.version:
+            self.stop()
+        return super().decode(orders)
+
+    def stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Stalls(Breaks):
+    def stop(self) -> None:
+        time.sleep(10 * self.config.deadline_s)
+
+
+# -- trainers -------------------------------------------------------------------------------------------------------------
+
+
+class ScoresAgain(Trainer):
+    """Previous log-probabilities are computed when a chunk is trained, so those of a later update by newer weights."""
+
+    def microbatch(self, step: int, update: int, groups: Sequence[int]) -> dict[str, Any]:
+        if update:
+            self.logprobs(step, groups, "previous")
+        return super().microbatch(step, update, groups)
+
+
+class OtherAdvantages(Trainer):
+    """Advantages by another function."""
+
+    def assemble(self, rows: Sequence[Row]) -> Batch:
+        with patch.object(trainer, "advantages", ADVANTAGES[str(self.ctx.fault)]):
+            return super().assemble(rows)
+
+
+def by_position(rewards: Mapping[Key, float], kind: str) -> dict[Key, float]:
+    """Samples in the order of their numbers, as those of many groups arrive, are cut into groups by position."""
+    arrived = sorted(rewards, key=lambda key: (key.sample, key.group))
+    size = len(rewards) // len({key.group for key in rewards})
+    places = {key: Key(*divmod(place, size)) for place, key in enumerate(arrived)}
+    found = advantages({places[key]: rewards[key] for key in arrived}, kind)
+    return {key: found[places[key]] for key in rewards}
+
+
+def with_rejected(rewards: Mapping[Key, float], kind: str) -> dict[Key, float]:
+    """Each group's baseline counts a sample that was rejected."""
+    rejected = {Key(key.group, -1): 0.0 for key in rewards}
+    found = advantages({**rewards, **rejected}, kind)
+    return {key: found[key] for key in rewards}
+
+
+class OtherDenominator(Trainer):
+    """The importance weights divide by the policy of the step's beginning, which did not generate stale tokens."""
+
+    def assemble(self, rows: Sequence[Row]) -> Batch:
+        batch = super().assemble(rows)
+        return {**batch, "generation_logprobs": batch["prev_logprobs"]}
+
+
+ENGINES: Mapping[str, type[Engine]] = {
+    "stamp-after-reply": StampsReplies,
+    "one-stamp-per-group": StampsStarts,
+    "temperature-mismatch": Untempered,
+    "prefix-cache-survives": KeepsPrefixes,
+    "keeps-kv-silently": KeepsCache,
+}
+REPLICAS: Mapping[str | None, type[Replica]] = {
+    **dict.fromkeys(ENGINES, Wrong),
+    "stamp-at-publish": StampsLate,
+    "torn-read": Torn,
+    "rng-reset": SameNumbers,
+    "rollout-dies": Breaks,
+    "rollout-stalls": Stalls,
+}
+ADVANTAGES = {"positional-groups": by_position, "rejected-row-counts": with_rejected}
+TRAINERS: Mapping[str | None, type[Trainer]] = {
+    **dict.fromkeys(ADVANTAGES, OtherAdvantages),
+    "prev-by-new-weights": ScoresAgain,
+    "wrong-denominator": OtherDenominator,
+}

@@ -1,0 +1,42 @@
+"""How a rank ended is known even where torchrun takes the status of its process first."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+from kit.world.agentside import Node
+
+
+class Sent:
+    """The agent's link to the notebook."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+
+
+def test_a_status_that_torchrun_took_first_is_told(monkeypatch: Any) -> None:
+    """The other thread wins every time: the call that would have seen the end says that there is no such child."""
+    node = Node.__new__(Node)
+    node.link = Sent()  # type: ignore[assignment]
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    joined = threading.Thread(target=child.join)
+
+    def nothing(*_: object) -> None:
+        joined.start()
+        os.kill(child.pid or 0, signal.SIGKILL)
+        raise ChildProcessError
+
+    monkeypatch.setattr(os, "waitid", nothing)
+    node.watch(3, child.pid or 0)
+    joined.join(10)
+    (message,) = node.link.messages  # type: ignore[attr-defined]
+    assert (message["exit"], message["status"]) == (3, -signal.SIGKILL)
