@@ -457,7 +457,9 @@ def test_a_step_that_shrinks_to_what_is_in_the_weights_is_over() -> None:
 
 
 def test_a_gated_group_that_is_too_old_is_made_up_for() -> None:
-    driver = Driver(small(sampler="weight-fifo", on_failed="shrink", min_groups=1, window=1, steps=4, slots=8, places=8))
+    driver = Driver(
+        small(sampler="weight-fifo", on_failed="shrink", min_groups=1, window=1, steps=4, slots=8, places=8)
+    )
     driver.finish_group(0, 1)
     train_step(driver)
     driver.event("failed", group=4, sample=0, why="crashed")
