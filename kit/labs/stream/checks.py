@@ -88,7 +88,7 @@ def logger_is_harmless(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measur
     if rows is None:
         raise Missing("no phase with a broken logger was recorded")
     failed = len(rows.by_event["logger_failed"])
-    ended = rows.ended is not None and rows.ended.get("why") == "done"
+    ended = rows.ended is not None and rows.ended.get("why") in ("done", "exhausted")
     wrong = float(not failed) + float(not ended)
     return Measured(
         wrong,
