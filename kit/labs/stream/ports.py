@@ -99,6 +99,8 @@ class Ranks:
                 answer = pending.result()[0]
             except KitError as error:
                 return self._failed(error, command)
+            if command.name == "discard":  # nothing waits for it
+                return []
             more = {"tokens": answer["tokens"]} if command.name == "microbatch" else {}
             return [Event("done", self.pipeline, **{**dict(command.ids), "of": command.name, **more})]
 
@@ -184,7 +186,7 @@ def number_of(name: str) -> int:
 
 
 class TrainerPort:
-    """begin, microbatch, finish, abort, clear, logprobs: one after the other."""
+    """begin, microbatch, finish, abort, clear, discard, logprobs: one after the other."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks

@@ -222,7 +222,10 @@ class Trainer:
         self.open = None
 
     def clear(self, step: int, update: int, groups: Sequence[int]) -> int:  # noqa: ARG002 - calls have the step's number
-        """Drop the samples of these groups; the number of samples that were dropped."""
+        """Drop the samples of these groups, which were trained; the number of samples that were dropped."""
+        return self.drop(groups)
+
+    def drop(self, groups: Sequence[int]) -> int:
         gone = set(groups)
         for kept in (self.previous, self.reference):
             for key in [key for key in kept if key.group in gone]:
