@@ -54,6 +54,7 @@ FILES = (
 # These start ranks and run beside the others all the same: they count nothing of the machine, and the first process has enough to do.
 SHOWN = (
     "tests/browser/",
+    "tests/docs/test_gallery.py",
     "tests/docs/test_pages.py",
     "tests/test_notebooks.py",
     "tests/test_public.py",
