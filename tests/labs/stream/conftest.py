@@ -74,7 +74,11 @@ def on_ranks(places: None) -> Iterator[Callable[..., kit.Run]]:
         given = {**SMALL, **config}
         key = repr((fault, sorted(given.items())))
         if key not in made:
-            made[key] = kit.run("stream", fault=fault, world=shared(), **given)
+            try:
+                made[key] = kit.run("stream", fault=fault, world=shared(), **given)
+            except KitError:
+                shared().restart()  # what a broken run left must not be the next one's
+                raise
         return made[key]
 
     def shared() -> Worlds:

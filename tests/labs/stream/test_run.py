@@ -13,12 +13,18 @@ from kit.labs.stream.checks import LOOPS, ledger
 from tests.labs.stream.conftest import failed
 
 # What so short a run, on a machine of any speed, may leave without an answer.
-TOO_SHORT = {"controller_answers", "nothing_piles_up", "trains_before_straggler", "kv_policy_kept", "no_torn_generation"}
+TOO_SHORT = {
+    "controller_answers",
+    "nothing_piles_up",
+    "trains_before_straggler",
+    "kv_policy_kept",
+    "no_torn_generation",
+}
 
 
 @pytest.fixture(scope="module")
 def run(places: None) -> kit.Run:
-    return kit.run("stream", steps=2, groups=2, group=2, layers=1, lr=3e-3, slots=4, answer=[8, 16], decode=2)
+    return kit.run("stream", steps=3, groups=2, group=2, layers=1, lr=3e-3, slots=4, answer=[8, 16], decode=2)
 
 
 def test_every_check_has_an_answer_and_none_fails(run: kit.Run) -> None:

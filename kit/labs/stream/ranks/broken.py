@@ -135,6 +135,10 @@ class Torn(Replica):
 
     rest: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
+    def reset(self) -> None:
+        self.rest = ()
+        super().reset()
+
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
         self.mend()
         half = [param.data for param in self.replica.chunks[0].parameters()][::2]
