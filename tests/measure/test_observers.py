@@ -207,6 +207,19 @@ def test_files_that_stay_in_a_temporary_folder(watched: None, monkeypatch: pytes
     assert more(before) == {}
 
 
+def test_a_file_without_a_name_does_not_make_its_folder_one(
+    watched: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Python opens the folder for such a file; a folder for temporary files may lie in another one."""
+    monkeypatch.setattr(holdings, "_made", set())
+    monkeypatch.setattr(holdings, "_places", ["/tmp/", f"{tmp_path}/"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with tempfile.TemporaryFile():
+        assert holdings.temp_files() == []
+    (tmp_path / "one").write_text("1")
+    assert holdings.temp_files() == [str(tmp_path / "one")]
+
+
 def test_child_processes_are_counted(watched: None) -> None:
     import subprocess
 

@@ -148,5 +148,6 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
     path = os.fspath(made) if isinstance(made, str | os.PathLike) else None
     if isinstance(path, str):
         path = os.path.abspath(path)  # noqa: PTH100 - the hook runs at every open of the process
-        if path.startswith(tuple(_places)) and "/__pycache__/" not in path:
+        ours = path.startswith(tuple(_places)) and "/__pycache__/" not in path
+        if ours and f"{path}/" not in _places:  # a file without a name opens the temporary folder
             _made.add(path)
