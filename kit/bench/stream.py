@@ -15,8 +15,6 @@ from kit.bench.session import Row, Session, progress, row
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    import pandas as pd
-
     from kit.results import Run
 
 RANKS: dict[str, Any] = {"ranks": 3, "replicas": 2, "groups": 4, "group": 4}
@@ -56,6 +54,8 @@ def lockstep(session: Session, sizes: Sizes) -> Iterator[Row]:
 
 def stamps(session: Session, sizes: Sizes) -> Iterator[Row]:
     """Runs with another seed each, until enough tokens were decidable."""
+    from kit.labs.stream.checks import verified  # here, as what tables are made of is not the ranks' to have
+
     total: dict[str, float] = {}
     turn = 0
     while total.get("decidable", 0.0) < sizes.decidable:
@@ -94,9 +94,3 @@ def seconds(run: Run) -> Mapping[str, float]:
     rows = frame[frame["metric"] == "seconds"]
     found: dict[Any, float] = rows.groupby("phase")["value"].max().to_dict()
     return found
-
-
-def verified(frame: pd.DataFrame) -> dict[str, float]:
-    """The numbers of the recomputation."""
-    rows = frame[(frame["phase"] == "verify") & (frame["ids"] == "")]
-    return dict(zip(rows["metric"], rows["value"].astype(float), strict=True))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kit.results import Check
 
     Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
+    Outcomes = Mapping[tuple[str, str], tuple[float | None, str]]
 
 LOOPS = ("lockstep", "stream")  # phases with a ledger
 SHUFFLED = 0.95  # share of wrong stamps, made for a control, that a run must find; many runs together find 99 %
@@ -44,17 +45,21 @@ def equals_plain(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     versions = sum(key[0] == "digest" for key in plain)
     if versions != config["steps"] + 1:
         incomplete(f"the plain loop has the weights of {versions} versions instead of {config['steps'] + 1}")
-    differ = [key for key in {**plain, **lockstep} if plain.get(key) != lockstep.get(key)]
+    return differing(plain, lockstep, f"over {counted(config['steps'], 'step')}")
+
+
+def differing(wanted: Outcomes, found: Outcomes, where: str) -> Measured:
+    """How many outcomes are not the same bit for bit, and the first of them."""
+    differ = [key for key in {**wanted, **found} if wanted.get(key) != found.get(key)]
     if differ:
         metric, ids = differ[0]
         return Measured(
-            float(len(differ)),
-            f"{len(differ)} of {len(plain)} outcomes differ from the plain loop; first: {metric} {ids}",
+            float(len(differ)), f"{len(differ)} of {len(wanted)} outcomes differ {where}; first: {metric} {ids}"
         )
-    return Measured(0.0, f"{len(plain)} outcomes over {counted(config['steps'], 'step')} are identical bit for bit")
+    return Measured(0.0, f"{len(wanted)} outcomes {where} are identical bit for bit")
 
 
-def outcomes(frame: pd.DataFrame, phase: str) -> dict[tuple[str, str], tuple[float | None, str]]:
+def outcomes(frame: pd.DataFrame, phase: str) -> Outcomes:
     rows = frame[(frame["phase"] == phase) & frame["metric"].isin(OUTCOMES)]
     if rows.empty:
         raise Missing(f"the phase {phase} recorded no weights")
@@ -65,13 +70,7 @@ def outcomes(frame: pd.DataFrame, phase: str) -> dict[tuple[str, str], tuple[flo
 def resumed_equals_whole(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Every outcome of the loop that was stopped and resumed, against the same loop that was not."""
     whole, resumed = (outcomes(frame, phase) for phase in ("lockstep", "resume"))
-    differ = [key for key in {**whole, **resumed} if whole.get(key) != resumed.get(key)]
-    if differ:
-        metric, ids = differ[0]
-        return Measured(
-            float(len(differ)), f"{len(differ)} of {len(whole)} outcomes differ after a resume; first: {metric} {ids}"
-        )
-    return Measured(0.0, f"{len(whole)} outcomes are the same with a stop after step {config['steps'] // 2}")
+    return differing(whole, resumed, f"with a stop after step {config['steps'] // 2}")
 
 
 def controller_answers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike

@@ -203,8 +203,7 @@ class Trainer:
         """Keep what the step was given, for the recomputation."""
         for place, row in enumerate(rows):
             self.fed.append(Fed(row, max(self.weights), {name: value[place] for name, value in batch.items()}))
-            told = repr((row.tokens, row.logprobs)).encode()
-            digest = hashlib.sha256(told).hexdigest()
+            digest = hashlib.sha256(repr((row.tokens, row.logprobs)).encode()).hexdigest()
             self.ctx.record("tokens_digest", None, text=digest, group=row.group, sample=row.sample)
 
     def finish(self, step: int, update: int) -> None:
