@@ -30,7 +30,7 @@ notebooks: env ## runs all notebooks and renders them to build/notebooks/*.html
 		$(IN_VENV) KIT_RUNS="$(CURDIR)/build/runs" python -m kit notebook $$file --to build/notebooks/$$(basename $$file .ipynb).html; \
 	done
 
-test: env ## the tests, under 7 minutes on two cores
+test: env ## the tests, about 7 minutes on two cores
 	$(IN_VENV) python -m tests.lanes -m "not slow and not browser"
 
 test-all: test ## every test: slow faults, notebooks and the browser too
