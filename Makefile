@@ -10,8 +10,10 @@ IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 # and listens on loopback only.
 ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
+# JupyterLab saves what it opens, so it opens copies: one set for each commit. What a person wrote into an older set stays there.
+COPIES := build/lab-$(shell git rev-parse --short HEAD 2>/dev/null || echo here)
 # As the server's default address, so that the printed URL leads to it as well.
-START := /lab/tree/notebooks/00_start.ipynb
+START := /lab/tree/$(COPIES)/notebooks/00_start.ipynb
 
 .PHONY: help env lab notebooks test test-all test-faults mutants lint pins
 help: ## this list
@@ -21,7 +23,8 @@ env: ## make or update .venv; instant when nothing changed
 	@$(PYTHON) -c '' || { echo "$(PYTHON) does not run here. Name a Python 3.11 or newer by its path: make env PYTHON=/path/to/python3.12"; exit 1; }
 	@$(PYTHON) .ci/env.py
 
-lab: env ## JupyterLab on the start notebook
+lab: env ## JupyterLab on copies of the notebooks, in build/
+	@test -d $(COPIES) || $(IN_VENV) python -m kit notebook --copy $(COPIES)
 	$(IN_VENV) JUPYTER_CONFIG_PATH="$(CURDIR)/.jupyter" python -m jupyterlab --ServerApp.ip=127.0.0.1 --LabApp.default_url=$(START) $(ROOT)
 
 notebooks: env ## runs all notebooks and renders them to build/notebooks/*.html

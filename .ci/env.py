@@ -30,6 +30,11 @@ def main() -> int:
     made, ready = VENV / ".made", VENV / ".ready"
     if text(made) == identity and text(ready) == dependencies:
         return 0
+    if VENV.is_symlink():  # to make it anew would empty what somebody else uses
+        sys.stderr.write(
+            f"{VENV} is a link to {VENV.resolve()}, which was not made for this folder. Remove the link, then run make env again.\n"
+        )
+        return 1
     if text(made) != identity:
         subprocess.check_call([sys.executable, "-m", "venv", "--clear", str(VENV)])
         made.write_text(identity)

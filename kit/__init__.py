@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kit.errors import BadInput, Cancelled, KitError, RankDied, RankError, RankTimeout
-    from kit.public import Pending, Run, World, lab, load, panel, run, wait
+    from kit.public import Pending, Run, World, lab, load, panel, run, runs, wait
 
     __version__: str
 
@@ -29,12 +29,13 @@ __all__ = [
     "load_ipython_extension",
     "panel",
     "run",
+    "runs",
     "wait",
 ]
 
 _HOMES = {
     **dict.fromkeys(("BadInput", "Cancelled", "KitError", "RankDied", "RankError", "RankTimeout"), "kit.errors"),
-    **dict.fromkeys(("Pending", "Run", "World", "lab", "load", "panel", "run", "wait"), "kit.public"),
+    **dict.fromkeys(("Pending", "Run", "World", "lab", "load", "panel", "run", "runs", "wait"), "kit.public"),
 }
 
 

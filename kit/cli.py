@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import pkgutil
 import re
@@ -27,9 +28,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import kit
-from kit import results
-from kit.errors import BadInput, KitError
+from kit import results, target
+from kit.errors import BadInput, KitError, hint
+from kit.labs.discover import discover, find
+from kit.labs.listed import ANSWERS, ENDS, described, select
+from kit.results.comparison import answers_changed, changed, compact, in_words, labelled, settings, warnings
+from kit.results.exports import plain, readable
+from kit.results.files import read_json, to_json
+from kit.results.frames import summary_of
+from kit.results.run import INDEX, find_run, memory_snapshots
+from kit.results.timeline import write_junit
 from kit.results.units import ROW, columns
+from kit.results.verdict import MARKS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,8 +63,6 @@ Command = Callable[[argparse.Namespace], Answer]
 
 
 def main(argv: list[str] | None = None) -> int:
-    from kit.results.files import to_json
-
     words = sys.argv[1:] if argv is None else argv
     as_json = "--json" in words
     try:
@@ -86,8 +94,6 @@ class Parser(argparse.ArgumentParser):
     """Every wrong word is bad input, with a hint."""
 
     def error(self, message: str) -> NoReturn:
-        from kit.labs.discover import hint
-
         if wrong := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
             allowed = re.findall(r"[\w-]+", wrong[2])
             message = f"there is no {message.split()[1].strip(':').lower()} {wrong[1]!r}; {hint(wrong[1], allowed)}"
@@ -108,8 +114,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def meant(args: argparse.Namespace, unknown: Sequence[str]) -> str:
     """What a person may have meant by words that a command does not take: a setting of the lab, or another option."""
-    from kit.labs.discover import discover, hint
-
     name, equals, value = unknown[0].partition("=")
     key = name.lstrip("-").replace("-", "_")
     if args.command is run and args.lab in discover().labs and key in settings_of(discover().labs[args.lab]):
@@ -146,8 +150,7 @@ def parser() -> Parser:
     made = add("labs", labs, "list the labs, or the settings of one lab", "", "split")
     named(made, "lab", "list the settings of this lab", lab_names, metavar="LAB", nargs="?")
     add_run(add)
-    made = add("runs", runs, "list the runs, newest first", "", "runs/smoke-sweep-20260101-120000-0a1b")
-    made.add_argument("dir", metavar="DIR", nargs="?", type=Path, help="a folder of runs, such as that of a sweep")
+    add_runs(add)
     made = add("check", check, "judge a run again from its records", "", "runs/mine --lab offload --junit checks.xml")
     one_run(made)
     named(made, "--lab", "judge by this lab's checks, whatever wrote the records", lab_names, metavar="LAB")
@@ -202,6 +205,7 @@ def add_run(add: Callable[..., Parser]) -> None:
         "run a lab from its first phase to its verdict",
         "smoke --set cycles=5 --fault leaked-group",
         "split --config run.yaml --set chunks=1,2",
+        "share --from pipeline1.yaml --from pipeline2.yaml",
         "offload --sweep tp=1,2 --sweep mode=exact,abort --repeat 3 --out runs/sweep",
         "sync --like sync-20260101-120000-0a1b --junit sync.xml",
     )
@@ -214,6 +218,10 @@ def add_run(add: Callable[..., Parser]) -> None:
     made.add_argument(
         "--config", metavar="FILE", type=Path, help="settings from a JSON or YAML file; --set overrides them"
     )
+    made.add_argument(
+        "--from", metavar="FILE", type=Path, action="append", default=[], dest="foreign",
+        help="settings from the YAML of another system; one file for each pipeline, so it may be repeated",
+    )  # fmt: skip
     named(made, "--like", "use the settings of this run; --config and --set override them", run_names, metavar="DIR")
     named(made, "--fault", "switch on a known bug (`kit faults` lists them), one per run", fault_names,
           metavar="NAME", action="append", default=[])  # fmt: skip
@@ -226,7 +234,6 @@ def add_run(add: Callable[..., Parser]) -> None:
 
 
 def measuring(add: Callable[..., Parser]) -> None:
-    """The commands that measure this machine."""
     devices = ("auto", "cpu", "cuda")
     made = add("bench", bench, "measure several ways side by side", "split --quick", "sync --part gpus")
     named(made, "name", f"one of {', '.join(benches())}", benches, metavar="NAME")
@@ -247,15 +254,34 @@ def measuring(add: Callable[..., Parser]) -> None:
     made.add_argument("--pack", metavar="FILE.tgz", type=Path, help="also write one archive of at most 16 MiB")
 
 
+def add_runs(add: Callable[..., Parser]) -> None:
+    examples = ("", "runs/smoke-sweep-20260101-120000-0a1b", "--lab offload --verdict failed --set tp=2")
+    made = add("runs", runs, "list the runs, newest first", *examples)
+    made.add_argument("dir", metavar="DIR", nargs="?", type=Path, help="a folder of runs, such as that of a sweep")
+    named(made, "--lab", "only runs of this lab", lab_names, metavar="LAB")
+    made.add_argument("--fault", metavar="NAME", help='only runs with this fault; "": only those without one')
+    made.add_argument("--status", metavar="WORD", help=f"only runs that are {', '.join(ENDS)}")
+    made.add_argument("--verdict", metavar="WORD", help=f"only runs whose verdict is {', '.join(ANSWERS)}")
+    only = "only runs with this setting; may be repeated"
+    made.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help=only)
+    made = add(
+        "label",
+        label,
+        "give a run a name or a note; an empty text takes it away",
+        'smoke-20260101-120000-0a1b "new driver"',
+    )
+    one_run(made, nargs=None)
+    made.add_argument("text", metavar="TEXT", help="at most 120 characters")
+
+
 def named(made: Parser, name: str, text: str, names: Callable[..., Iterable[str]], **options: Any) -> None:
     """An argument whose values a shell can complete."""
     made.add_argument(name, help=text, **options).completer = names  # type: ignore[attr-defined]
 
 
-def one_run(made: Parser) -> None:
-    named(
-        made, "dir", "folder or id of a run; default: the newest run", run_names, metavar="DIR", nargs="?", default=""
-    )
+def one_run(made: Parser, nargs: str | None = "?") -> None:
+    newest = "; default: the newest run" if nargs else ""
+    named(made, "dir", f"folder or id of a run{newest}", run_names, metavar="DIR", nargs=nargs, default="")
 
 
 def several_runs(made: Parser, nargs: str = "+") -> None:
@@ -264,20 +290,14 @@ def several_runs(made: Parser, nargs: str = "+") -> None:
 
 
 def lab_names(**_: Any) -> list[str]:
-    from kit.labs.discover import discover
-
     return list(discover().labs)
 
 
 def setting_names(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
-    from kit.labs.discover import find
-
     return [f"{name}=" for name in settings_of(find(parsed_args.lab))]
 
 
 def fault_names(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
-    from kit.labs.discover import find
-
     return [fault.name for fault in find(parsed_args.lab).faults]
 
 
@@ -301,8 +321,6 @@ def benches(**_: Any) -> list[str]:
 
 
 def labs(args: argparse.Namespace) -> Answer:
-    from kit.labs.discover import discover, find
-
     if args.lab is None:
         found, broken = discover()
         lines = {name: lab.summary for name, lab in found.items()} | broken
@@ -317,7 +335,7 @@ def labs(args: argparse.Namespace) -> Answer:
         }
         for field in settings_of(find(args.lab)).values()
     ]
-    cells = [[row["name"], spelled(row["default"]), f"{row['allowed']} {row['unit']}", row["help"]] for row in rows]
+    cells = [[row["name"], in_words(row["default"]), f"{row['allowed']} {row['unit']}", row["help"]] for row in rows]
     head = ["setting", "default", "allowed", "what it is"]
     return Answer({"lab": args.lab, "settings": rows}, columns([head, *cells]))
 
@@ -329,10 +347,9 @@ def settings_of(lab: Definition) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> Answer:
+
     from kit import sweeps
     from kit.labs.configure import from_text
-    from kit.labs.discover import find
-    from kit.results.timeline import write_junit
 
     lab, swept = find(args.lab), pairs("--sweep", args.sweep)
     texts = pairs("--set", args.set)
@@ -342,7 +359,13 @@ def run(args: argparse.Namespace) -> Answer:
         raise BadInput(f"one fault at a time, not {' and '.join(args.fault)}: two would hide each other")
     if args.repeat < 1:
         raise BadInput(f"--repeat must be at least 1, not {args.repeat}")
-    given = settings_like(args.like, args.lab) if args.like else {}
+    given: dict[str, Any] = {}
+    if args.like:
+        like = load(args.like)
+        if like.lab != args.lab:
+            raise BadInput(f"--like {args.like}: that is a run of lab {like.lab!r}, not {args.lab!r}")
+        given = like.config
+    given |= from_files(lab, args.foreign) if args.foreign else {}
     given |= sweeps.read_settings(args.config) if args.config else {}
     given |= from_text(lab, texts)
     tolerances = results.load_tolerances(args.tolerances) if args.tolerances else None
@@ -355,15 +378,32 @@ def run(args: argparse.Namespace) -> Answer:
         answer = once({}, args.out)
         folders = [Path(answer.data["run"])]
     else:
-        points = sweeps.points(lab, swept, args.repeat)
-        sweeps.check(lab, given, points, fault)
-        status, folder = sweeps.sweep(args.lab, points, args.out, lambda config, out: reported(once(config, out)))
+        found = sweeps.points(lab, swept, args.repeat)
+        sweeps.check(lab, given, found, fault)
+        status, folder = sweeps.sweep(args.lab, found, args.out, lambda config, out: reported(once(config, out)))
         answer = Answer(*index(folder, args.repeat), status)
         folders = sweeps.runs_of(folder)
     if args.junit:
         made = [(one, one.shown_verdict()) for one in map(kit.load, folders)]
         print(f"JUnit: {write_junit(made, args.junit)}", file=sys.stderr)
     return answer
+
+
+def from_files(lab: Definition, paths: Sequence[Path]) -> dict[str, Any]:
+    """Settings from files of other systems. Keys without a setting are listed on stderr, so that none is dropped silently."""
+    from kit import sweeps
+
+    if not lab.foreign:
+        raise BadInput(f"lab {lab.name!r} takes no --from FILE: it knows no files of other systems; use --config FILE")
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise BadInput(f"--from names {paths[0]} twice; give each pipeline a file of its own")
+    given, unknown = target.load_callable(lab.foreign)({str(path): sweeps.read_settings(path) for path in paths})
+    for line in (
+        f"from {', '.join(map(str, paths))}: {named_values(given)}",
+        *(f"no setting for {one}" for one in unknown),
+    ):
+        print(f"kit: {line}", file=sys.stderr)
+    return dict(given)
 
 
 def pairs(option: str, words: Sequence[str]) -> dict[str, str]:
@@ -378,16 +418,8 @@ def pairs(option: str, words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def settings_like(word: str, lab: str) -> dict[str, Any]:
-    like = load(word)
-    if like.lab != lab:
-        raise BadInput(f"--like {word}: that is a run of lab {like.lab!r}, not {lab!r}")
-    return like.config
-
-
 def run_once(lab_name: str, config: Mapping[str, Any], out: Path | None, **options: Any) -> Answer:
     from kit.public import prepare
-    from kit.results.run import memory_snapshots
 
     with contextlib.closing(prepare(lab_name, config, out=out, **options)) as lab:
         error, status = None, 3
@@ -409,26 +441,21 @@ def run_once(lab_name: str, config: Mapping[str, Any], out: Path | None, **optio
     if snapshots := memory_snapshots(kit.load(lab.dir)):
         lines.append(f"memory snapshots: {snapshots}")
     rows = verdict.to_json() if verdict is not None else None
-    state = "failed" if error else "finished"
+    state = "stopped" if status == 130 else "failed" if error else "finished"
     data = {"run": str(lab.dir), "status": state, "error": error, "verdict": rows, "exit": status}
     return Answer(data, "\n".join(lines), status)
 
 
 def reported(answer: Answer) -> tuple[int, dict[str, Any]]:
-    """A run of a sweep: its outcome in a line, and what the index keeps of it."""
     print(answer.text.partition("\n")[0], flush=True)
     return answer.status, {name: answer.data[name] for name in ("status", "error", "exit")}
 
 
 def index(folder: Path, repeat: int) -> tuple[dict[str, Any], str]:
-    """A sweep as JSON and for people."""
     import pandas as pd
 
-    from kit.results.files import read_json
-    from kit.results.run import INDEX
-
     data = read_json(folder / INDEX)
-    lines = [run_list([folder / row["dir"] for row in data["runs"]])[1]]
+    lines = [run_list([described(folder / row["dir"]) for row in data["runs"]])[1]]
     if repeat > 1:
         rows = [{**row, "set": named_values(row["set"])} for row in data["spread"]]
         heads = {"set": "settings", "what": "over the repeats", "count": "n"}
@@ -444,53 +471,44 @@ def runs(args: argparse.Namespace) -> Answer:
     folder = args.dir or results.runs_dir()
     if args.dir and not args.dir.is_dir():
         raise BadInput(f"there is no folder {args.dir}")
-    return Answer(*run_list(results.list_runs(folder), f"there is no run in {folder}"))
+    asked = {name: getattr(args, name) for name in ("lab", "fault", "status", "verdict")}
+    found = select(
+        results.list_runs(folder),
+        **asked,
+        config={name: value_of(text) for name, text in pairs("--set", args.set).items()},
+    )
+    such = " that is so" if any(value is not None for value in asked.values()) or args.set else ""
+    return Answer(*run_list(found, f"there is no run{such} in {folder}"))
 
 
-def run_list(folders: Sequence[Path], nothing: str = "") -> tuple[list[dict[str, Any]], str]:
-    """Runs as JSON and as a table."""
-    rows = [described(path) for path in folders]
-    head = ["run", "lab", "differs", "fault", "status", "verdict"]
-    cells = [[Path(row["run"]).name, row["lab"], named_values(row["set"]), row["fault"] or "", row["status"], row["verdict"]]
-             for row in rows]  # fmt: skip
+def value_of(text: str) -> Any:
+    """A setting as run.json has it: a number, true, false, null, a list, or the text itself."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    return text
+
+
+def run_list(rows: list[dict[str, Any]], nothing: str = "") -> tuple[list[dict[str, Any]], str]:
+    labels = ["label"] if any(row["label"] for row in rows) else []
+    head = ["run", *labels, "lab", "differs", "fault", "status", "verdict"]
+    cells = [[Path(row["run"]).name, *([row["label"]] if labels else []), row["lab"], named_values(row["set"]), row["fault"] or "",
+              row["status"], row["verdict"]] for row in rows]  # fmt: skip
     return rows, columns([head, *cells], width=WIDTH) if rows else nothing
 
 
-def described(path: Path) -> dict[str, Any]:
-    """A run in a line: what sets it apart, and how it ended."""
-    from kit.results.verdict import tally, without_parts
-
-    try:
-        found = kit.load(path)
-        stored = found.dir / "verdict.json"
-        answer = tally(without_parts(results.read_verdict(stored))) if stored.is_file() else "not judged"
-    except BadInput as error:
-        return {"run": str(path), "lab": "", "set": {}, "fault": None, "status": "damaged", "verdict": str(error)}
-    about = {"run": str(path), "id": found.id, "started": found.info().get("started"), "lab": found.lab}
-    return {**about, "set": own_settings(found), "fault": found.fault, "status": found.status, "verdict": answer}
-
-
-def own_settings(found: Run) -> dict[str, Any]:
-    """The settings that are not their lab's defaults; all of them where the lab is not known here."""
-    from kit.labs.configure import settled
-    from kit.labs.discover import discover
-
-    lab = discover().labs.get(found.lab)
-    defaults = {name: field.default for name, field in settings_of(lab).items()} if lab else {}
-    same = {name: list(value) if isinstance(value, tuple) else value for name, value in settled(defaults).items()}
-    return {name: value for name, value in found.config.items() if name not in same or value != same[name]}
+def label(args: argparse.Namespace) -> Answer:
+    found = load(args.dir)
+    found.label = args.text
+    words = f"{found.id} is now called {found.label!r}" if found.label else f"{found.id} has no label any more"
+    return Answer({"run": str(found.dir), "label": found.label}, words)
 
 
 def check(args: argparse.Namespace) -> Answer:
-    from kit.labs.discover import find
-    from kit.results.run import find_run
-    from kit.results.timeline import write_junit
-
     folder = find_run(args.dir)
-    found = results.load(folder, checks=lambda _: find(args.lab).all_checks()) if args.lab else kit.load(folder)
+    found = results.Run(folder, checks=lambda _: find(args.lab).all_checks()) if args.lab else kit.load(folder)
     verdict, stored = found.verdict(), found.stored_verdict()
     moved = verdict.changes(stored) if stored is not None and not args.lab else None
-    status = 3 if found.status == "failed" else results.exit_code(verdict)
+    status = 3 if found.broke else results.exit_code(verdict)
     if args.junit:
         print(f"JUnit: {write_junit([(found, verdict)], args.junit)}", file=sys.stderr)
     data, text = heading(found)
@@ -503,19 +521,19 @@ def check(args: argparse.Namespace) -> Answer:
 
 
 def heading(found: Run) -> tuple[dict[str, Any], str]:
-    """What a run is, as JSON and for people."""
-    from kit.results.run import memory_snapshots
-
     data = {"run": str(found.dir), "id": found.id, "lab": found.lab, "status": found.status, "fault": found.fault}
-    lines = [repr(found), *(f"note: {note}" for note in found.notes)]
+    data["label"] = found.label
+    lines = [
+        repr(found),
+        *([f"label: {found.label}"] if found.label else []),
+        *(f"note: {note}" for note in found.notes),
+    ]
     if snapshots := memory_snapshots(found):
         lines.append(f"memory snapshots: {snapshots}")
     return {**data, "config": found.config, "notes": found.notes}, "\n".join(lines)
 
 
 def show(args: argparse.Namespace) -> Answer:
-    from kit.results.frames import summary_of
-
     found = load(args.dir)
     data, text = heading(found)
     verdict, frame = found.shown_verdict(), found.frame()
@@ -530,27 +548,23 @@ def show(args: argparse.Namespace) -> Answer:
         text += "\n\nown numbers, over all ranks:\n" + table_text(
             own, dict.fromkeys(("first", "last", "min", "max"), ROW)
         )
-    return Answer({**data, "verdict": verdict.to_json(), "times": plain_rows(times), "own": plain_rows(own)}, text)
+    return Answer({**data, "verdict": verdict.to_json(), "times": plain(times), "own": plain(own)}, text)
 
 
 def compare(args: argparse.Namespace) -> Answer:
-    from kit.results.comparison import answers_changed, changed, compact, settings, sizes
-    from kit.results.verdict import MARKS
-
     found = load_all(args.dirs)
     base, *others = found
     table = results.compare(found)
     apart = settings(found)
     alike = "lab" not in apart
-    lines = [f"against {base.id}"]
-    warnings = [] if alike else [f"these are runs of different labs: {', '.join(map(str, apart['lab']))}"]
-    if alike and (names := sizes(apart)):
-        warnings.append(f"these runs differ in size ({', '.join(names)}): their times and memory cannot be compared")
-    warnings += [f"{one.id}: {note}" for one in found for note in one.notes]
-    warnings += [f"{one.id}: there are no records" for one in found if one.frame().empty]
-    lines += [f"warning: {text}" for text in warnings]
-    lines += [f"{name}: {' / '.join(map(spelled, values))}" for name, values in apart.items() if alike]
-    data: dict[str, Any] = {"base": base.id, "settings": apart, "warnings": warnings, "runs": []}
+    names = labelled(found)
+    lines = [f"against {names[base.id]}"]
+    warned = warnings(found)
+    warned += [f"{one.id}: {note}" for one in found for note in one.notes]
+    warned += [f"{one.id}: there are no records" for one in found if one.frame().empty]
+    lines += [f"warning: {text}" for text in warned]
+    lines += [f"{name}: {' / '.join(map(in_words, values))}" for name, values in apart.items() if alike]
+    data: dict[str, Any] = {"base": base.id, "settings": apart, "warnings": warned, "runs": []}
     moved = changed(table)
     for other in others:
         answers = answers_changed(base, other)
@@ -560,9 +574,9 @@ def compare(args: argparse.Namespace) -> Answer:
         rows = moved[moved["run"] == other.id]
         count, differ = results.outcomes(base, other) if alike else (0, 0)
         data["runs"].append(
-            {"run": other.id, "verdicts": verdicts, "outcomes": count, "differ": differ, "changed": plain_rows(rows)}
+            {"run": other.id, "verdicts": verdicts, "outcomes": count, "differ": differ, "changed": plain(rows)}
         )
-        lines.append(f"\n{other.id}\n{len(verdicts)} checks changed" if verdicts else f"\n{other.id}\nno check changed")
+        lines.append(f"\n{names[other.id]}\n{f'{len(verdicts)} checks' if verdicts else 'no check'} changed")
         if verdicts:
             lines.append(
                 columns([[f"{row['base']} -> {row['run']}", row["check"], row["why"]] for row in verdicts], width=WIDTH)
@@ -579,14 +593,12 @@ def compare(args: argparse.Namespace) -> Answer:
 
 def load(word: str) -> Run:
     """The run that a word means, or the newest."""
-    from kit.results.run import find_run
-
     return kit.load(find_run(word))
 
 
 def load_all(words: Sequence[str]) -> list[Run]:
     """Runs by their folders or ids; the newest where there is no word; all runs of a sweep."""
-    from kit.results.run import find_run
+
     from kit.sweeps import runs_of
 
     return [kit.load(path) for word in words or [""] for path in runs_of(find_run(word))]
@@ -654,8 +666,6 @@ def doctor(args: argparse.Namespace) -> Answer:
 
 
 def faults(args: argparse.Namespace) -> Answer:
-    from kit.labs.discover import discover, find
-
     names = ("name", "breaks", "check", "exit", "set", "devices")
     rows = [
         {"lab": lab.name, **{name: getattr(fault, name) for name in names}}
@@ -667,8 +677,6 @@ def faults(args: argparse.Namespace) -> Answer:
 
 
 def bench(args: argparse.Namespace) -> Answer:
-    from kit.labs.discover import hint
-
     names = benches()
     if args.name not in names:
         raise BadInput(f"there is no bench {args.name!r}; {hint(args.name, names)}")
@@ -698,25 +706,9 @@ def clean(args: argparse.Namespace) -> Answer:
 
 
 def table_text(frame: pd.DataFrame, units: Mapping[str, str]) -> str:
-    """A table as people read it, cut to the terminal's width."""
-    from kit.results.exports import readable
-
     texts = readable(frame, units)
     return columns([texts.columns.tolist(), *texts.to_numpy().tolist()], width=WIDTH)
 
 
 def named_values(values: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={spelled(value)}" for name, value in values.items())
-
-
-def spelled(value: object) -> str:
-    """As --set takes it."""
-    from kit.results.files import to_json
-
-    return value if isinstance(value, str) else to_json(value)
-
-
-def plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    from kit.results.exports import plain
-
-    return plain(frame)
+    return " ".join(f"{name}={in_words(value)}" for name, value in values.items())

@@ -104,36 +104,37 @@ def examine() -> Found:
 
 def ask_interpreters(problems: list[str]) -> tuple[list[Found], Found | None]:
     """The search for the ranks' interpreter, and what the chosen one has."""
+    chosen = ""
     try:
-        chosen = interpreter.find()
+        chosen = interpreter.find().path
     except BadInput as error:
         problems.append(str(error))
-        chosen = None
     rows = [
         {
             "path": one.path,
             "where": one.where,
             "verdict": one.verdict(),
             "fit": one.torch and one.megatron,
-            "chosen": chosen is not None and one.path == chosen.path,
+            "chosen": one.path == chosen,
         }
         for one in interpreter.search()
     ]
-    return rows, ask_ranks_python(chosen.path, problems) if chosen else None
+    return rows, ask_ranks_python(chosen, problems) if chosen else None
 
 
 def ask_ranks_python(path: str, problems: list[str]) -> Found:
     agent = Path(interpreter.__file__).with_name("agent.py")
-    command = [path, "-c", PROBE, str(agent)]
+    why = ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWERS_S, check=False)
+        done = subprocess.run(
+            [path, "-c", PROBE, str(agent)], capture_output=True, text=True, timeout=ANSWERS_S, check=False
+        )
+        if done.returncode:
+            why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
     except subprocess.TimeoutExpired:
         why = f"it did not answer within {ANSWERS_S:g} s"
+    if why:
         problems.append(f"the ranks' Python {path} fails: {why}; see what keeps it from importing torch")
-        return {"path": path, "why": why}
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        problems.append(f"the ranks' Python {path} fails: {why}")
         return {"path": path, "why": why}
     said: Found = {"path": path, **json.loads(done.stdout)}
     problems += [
@@ -144,7 +145,6 @@ def ask_ranks_python(path: str, problems: list[str]) -> Found:
 
 
 def without_code(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each kind of GPU that torch has no code for."""
     return [
         f"torch has no code for this box's GPU ({one['gpu']}), only for {' '.join(one['built_for'])}; install a build that has"
         for one in rows
@@ -173,7 +173,6 @@ def ask_runs(problems: list[str]) -> Found:
 
 
 def told(found: Found) -> str:
-    """The same for people."""
     lines = [f"{name:<12}{text}" for name, text in rows(found)]
     if found["problems"]:
         lines += ["", "What keeps labs from running:", *(f"- {problem}" for problem in found["problems"])]
@@ -221,7 +220,6 @@ def line_of(one: Mapping[str, Any]) -> str:
 
 
 def clean(*, dry_run: bool, yes: bool) -> Found:
-    """List what earlier Worlds left behind and, if asked to, end and remove it."""
     found = leftovers.find()
     sure = [one for one in found if one.sure]
     folders = leftovers.dead_folders(one for one in found if not one.sure)
@@ -231,7 +229,13 @@ def clean(*, dry_run: bool, yes: bool) -> Found:
         print(f"folder {folder}")
     listed = {"found": [one.to_json() for one in found], "folders": [str(folder) for folder in folders]}
     asked = f"End {len(sure)} processes and remove {len(folders)} folders?"
-    ends = bool(sure or folders) and not dry_run and (yes or agrees(asked))
+    ends = bool(sure or folders) and not dry_run
+    if ends and not yes:
+        if not sys.stdin.isatty():
+            raise BadInput(
+                "kit clean asks before it ends anything, which needs a terminal; use --yes, or --dry-run for the list"
+            )
+        ends = input(f"{asked} [y/N] ").strip().lower() in {"y", "yes"}
     if not sure and not folders:
         print("nothing to end or remove")
     elif ends:
@@ -241,17 +245,7 @@ def clean(*, dry_run: bool, yes: bool) -> Found:
     return {**listed, "ended": [one.pid for one in sure] if ends else []}
 
 
-def agrees(question: str) -> bool:
-    """Whether the person at the terminal answers yes."""
-    if not sys.stdin.isatty():
-        raise BadInput(
-            "kit clean asks before it ends anything, which needs a terminal; use --yes, or --dry-run for the list"
-        )
-    return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
-
-
 def gpus(gpu: Found) -> list[str]:
-    """A line for each GPU: what it is, what is free, and the link to it."""
     driver = f", driver {gpu['driver']}" if gpu["driver"] else ""
     return [
         f"{one['name']}, {one['memory_free_mib']} of {one['memory_mib']} MiB free, PCIe {one['pcie_gen_max']} x{one['pcie_width']}{driver}"
@@ -260,7 +254,6 @@ def gpus(gpu: Found) -> list[str]:
 
 
 def code(one: Mapping[str, Any]) -> str:
-    """Whether torch and NCCL have code for a kind of GPU."""
     has = "has code" if one["torch"] else "has no code"
     return (
         f"{one['gpu']}: torch {has} (built for {' '.join(one['built_for'])}); {one['nccl_why'] or 'NCCL has kernels'}"

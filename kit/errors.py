@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 
 class KitError(Exception):
     """Base of all errors raised by the kit."""
@@ -9,6 +14,15 @@ class KitError(Exception):
 
 class BadInput(KitError, ValueError):  # noqa: N818 - the contract's name
     """Something a person asked for cannot be; raised before any rank starts. One sentence: what was wrong, what is allowed."""
+
+
+def hint(name: str, allowed: Iterable[str]) -> str:
+    """What BadInput says of a name that is not there: the closest one, and all that are allowed."""
+    import difflib  # not for ranks
+
+    names = sorted(set(allowed))
+    near = difflib.get_close_matches(str(name), names, n=1)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"allowed are: {', '.join(names) or 'none'}"
 
 
 class Cancelled(KitError):  # noqa: N818 - the contract's name

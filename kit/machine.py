@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import socket
 import stat
 import subprocess
 import zlib
@@ -49,6 +50,19 @@ def start_time(pid: int) -> int | None:
 def alive(pid: int, started: int) -> bool:
     fields = stat_fields(pid)
     return fields is not None and int(fields[19]) == started and fields[0] not in "ZX"
+
+
+def owner() -> str:
+    """This process, named so that no other one on this machine is ever meant: namespace, pid and start time."""
+    return f"{namespace()}:{os.getpid()}:{start_time(os.getpid())}"
+
+
+def is_gone(owner: str) -> bool:
+    """Whether the process with this name is known to have ended. One of another machine, boot or namespace is never known to."""
+    place, _, rest = owner.partition(":")
+    pid, _, started = rest.partition(":")
+    known = place == namespace() and pid.isdecimal() and started.isdecimal()
+    return known and not alive(int(pid), int(started))
 
 
 def started_at(ticks: int) -> float:
@@ -93,6 +107,37 @@ def children() -> list[int] | None:
     return found
 
 
+def pin(cores: Iterable[int]) -> None:
+    """Have every thread of this process run on these cores only. A thread that starts later runs where the one that started it does."""
+    for task in os.listdir("/proc/self/task"):  # noqa: PTH208 - as above
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task), cores)
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Processor time that a process has used; None when there is no such process."""
+    fields = stat_fields(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else None
+
+
+def resident(pid: int) -> int | None:
+    """Resident bytes of a process; None when there is no such process."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def file_locks() -> dict[int, set[int]]:
+    """The processes that hold a lock on a whole file (flock), by the inode of the file. Empty where the kernel does not say."""
+    found: dict[int, set[int]] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if fields[1] == "FLOCK":  # one that waits for a lock has an arrow there
+                found.setdefault(int(fields[5].rpartition(":")[2]), set()).add(int(fields[4]))
+    return found
+
+
 def has_thread(native_id: int | None) -> bool:
     """Whether a thread of this process still exists for the kernel."""
     return Path(f"/proc/self/task/{native_id}").exists()
@@ -109,6 +154,11 @@ def namespace() -> str:
     """A name of this boot of this machine and of the pid namespace: only within it does a pid mean the same process."""
     space = Path("/proc/self/ns/pid")
     return f"{zlib.crc32(f'{boot_id()}{space.readlink() if space.is_symlink() else None}'.encode()):08x}"
+
+
+def host() -> str:
+    """An id of this machine: that of its boot, else its host name."""
+    return boot_id() or socket.gethostname()
 
 
 def boot_id() -> str:

@@ -64,7 +64,6 @@ def requested() -> bool:
 
 
 def available() -> bool:
-    """Whether this process's torch has the backend."""
     import torch.distributed as dist
 
     return hasattr(dist, "ProcessGroupNCCL2")
@@ -106,7 +105,6 @@ def install() -> None:
 
 
 def made(c10d: Any, given: dict[str, Any]) -> Any:
-    """The group of one call."""
     size = c10d.get_world_size()
     ranks = tuple(range(size) if given["ranks"] is None else sorted(given["ranks"]))
     mine = c10d.get_rank() in ranks

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +12,18 @@ from kit import world as room
 from kit.labs.discover import checks_of, find
 from kit.labs.lab import Lab
 from kit.results import Run, runs_dir
-from kit.results import load as load_run
-from kit.results.run import find_run
+from kit.results.run import find_run, unique
 from kit.view.progress import Progress
 from kit.world.pending import Pending, wait
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from kit.view.panel.panel import Panel
     from kit.world.pending import Observer
+    from kit.world.several import Worlds
 
-__all__ = ["Pending", "Run", "World", "lab", "load", "panel", "run", "wait"]
+__all__ = ["Pending", "Run", "World", "lab", "load", "panel", "run", "runs", "wait"]
 
 
 class World(room.World):
@@ -45,8 +45,7 @@ class World(room.World):
         observer: Observer | None = None,
         devices: Sequence[int] = (),
     ) -> None:
-        stamp = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-        self._own = None if logs is not None else runs_dir() / "worlds" / stamp
+        self._own = None if logs is not None else runs_dir() / "worlds" / unique()
         try:
             super().__init__(
                 ranks,
@@ -83,7 +82,7 @@ def prepare(
     fault: str | None = None,
     out: str | os.PathLike[str] | None = None,
     tolerances: Mapping[str, float] | None = None,
-    world: room.World | None = None,
+    world: room.World | Worlds | None = None,
 ) -> Lab:
     """Make a lab whose config is checked and whose folder is there; its ranks start with its first step."""
     return Lab(
@@ -105,7 +104,7 @@ def lab(
     fault: str | None = None,
     out: str | os.PathLike[str] | None = None,
     tolerances: Mapping[str, float] | None = None,
-    world: room.World | None = None,
+    world: room.World | Worlds | None = None,
     **config: Any,
 ) -> Lab:
     """Start a lab to step by hand. `config` sets its fields, `fault` switches a known bug on, `out` is the run's folder.
@@ -121,7 +120,7 @@ def run(
     fault: str | None = None,
     out: str | os.PathLike[str] | None = None,
     tolerances: Mapping[str, float] | None = None,
-    world: room.World | None = None,
+    world: room.World | Worlds | None = None,
     **config: Any,
 ) -> Run:
     """Run a lab from its first phase to its verdict; on the ranks of `world`, if one is given."""
@@ -145,7 +144,27 @@ def panel_of(lab: Lab) -> Panel:
 
 def load(path: str | os.PathLike[str]) -> Run:
     """A run from disk, complete or partial: its folder, or its id where it is among the runs."""
-    return load_run(find_run(Path(path)), checks=checks_of, plotter=plot)
+    return Run(find_run(Path(path)), checks=checks_of, plotter=plot)
+
+
+def runs(
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    lab: str | None = None,
+    fault: str | None = None,
+    status: str | None = None,
+    verdict: str | None = None,
+    **config: Any,
+) -> pd.DataFrame:
+    """The runs as a table, newest first: those of a lab, with a fault (`fault=""`: without one), a status, a verdict
+    (failed, passed, not judged), or a setting (`tp=2`). `folder` is the runs folder unless it is given.
+
+    The column `set` has the settings that are not the lab's defaults, `dir` what `kit.load` takes.
+    """
+    from kit.labs.listed import table
+
+    where = runs_dir() if folder is None else Path(folder)
+    return table(where, lab=lab, fault=fault, status=status, verdict=verdict, config=config)
 
 
 def plot(run: Run, name: str = "overview", **options: Any) -> object:

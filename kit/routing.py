@@ -82,7 +82,6 @@ def settings(group: Any) -> Any:
 
 
 def backends(group: Any) -> list[Any]:
-    """The group's backend objects, one for each device."""
     import torch
 
     return [group._get_backend(torch.device(device)) for device in group._device_types]

@@ -9,22 +9,20 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import secrets
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import yaml
 
 import kit
 from kit.errors import BadInput
 from kit.labs.configure import complaints, find_fault, from_text
+from kit.labs.definition import Definition
 from kit.results.exports import plain
 from kit.results.files import read_json, write_json
-from kit.results.run import INDEX, list_runs, runs_dir
+from kit.results.run import INDEX, list_runs, runs_dir, unique
 from kit.results.verdict import without_parts
-
-if TYPE_CHECKING:
-    from kit.labs.definition import Definition
 
 BETWEEN = re.compile(r",(?![^\[]*\])")  # commas, but not those of a list
 INTERRUPTED = 130
@@ -60,8 +58,7 @@ def sweep(
     lab: str, found: Sequence[Point], out: Path | None, run: Callable[[dict[str, Any], Path], Ended]
 ) -> tuple[int, Path]:
     """Run every point. Ends with the worst that a run ended with; an interrupt ends the sweep, and the index has what ran."""
-    stamp = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    folder = (out or runs_dir() / f"{lab}-sweep-{stamp}").expanduser().absolute()
+    folder = (out or runs_dir() / f"{lab}-sweep-{unique()}").expanduser().absolute()
     if (folder / INDEX).exists():
         raise BadInput(f"{folder} already holds a sweep; choose another folder")
     rows: list[dict[str, Any]] = []
@@ -101,22 +98,15 @@ def runs_of(folder: Path) -> list[Path]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Settings from a file: an object in JSON or YAML, by the file's ending."""
     kind = path.suffix.lower()
     if kind not in {".json", ".yaml", ".yml"}:
         raise BadInput(f"{path.name!r} has no known ending; settings are read from .json, .yaml or .yml")
-    found = read_json(path) if kind == ".json" else _read_yaml(path)
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise BadInput(f"{path} holds no settings; it must be one object such as {{cycles: 5}}")
-    return found
-
-
-def _read_yaml(path: Path) -> object:
-    import yaml
-
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = read_json(path) if kind == ".json" else yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror or error}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise BadInput(f"{path} is damaged: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise BadInput(f"{path} holds no settings; it must be one object such as {{cycles: 5}}")
+    return found

@@ -444,7 +444,7 @@ def test_ctrl_c_ends_the_ranks(cli: Cli) -> None:
     assert process.returncode == 130
     assert "interrupted" in err
     assert not [pid for pid in started if machine.stat_fields(pid) and of(process.pid, pid)]
-    assert json.loads((folder / "run.json").read_text())["status"] == "failed"
+    assert json.loads((folder / "run.json").read_text())["status"] == "stopped"
 
 
 @pytest.mark.slow
@@ -453,8 +453,8 @@ def test_a_killed_run_still_loads(cli: Cli, tmp_path: Path) -> None:
     process.kill()
     process.communicate(timeout=60)
     out, _ = cli("show", folder)
-    assert "running (partial)" in out
-    assert "note: the run has not finished, or was killed" in out
+    assert "interrupted (partial)" in out
+    assert "note: the run was interrupted: the process that wrote it is gone" in out
     cli("export", folder, "--to", tmp_path / "partial.parquet")
 
 

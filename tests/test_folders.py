@@ -46,7 +46,7 @@ def whole_run(folder: Path, dice: random.Random) -> None:
     )
     (folder / "logs" / "rank0.log").write_text("\x1b[31mlast words\x1b[0m\n")
     (folder / "logs" / "error.txt").write_bytes(b"RankDied: \xff\n")
-    dice.choice((writer.finish, lambda: writer.fail("RankDied: rank 1 \x1b[31m{$}"), lambda: None))()
+    dice.choice((writer.finish, lambda: writer.finish("RankDied: rank 1 \x1b[31m{$}"), lambda: None))()
 
 
 def damage(folder: Path, dice: random.Random) -> None:

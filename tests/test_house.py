@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "megatron": {"measure", "train"},
     "loop": {"results"},
     "stream": {"loop", "results"},
-    "labs": {"world", "results", "measure", "megatron", "train", "sync", "draw", "loop", "stream"},
+    "share": {"loop", "results"},
+    "labs": {"world", "results", "measure", "megatron", "train", "sync", "draw", "loop", "stream", "share"},
     "draw": {"results"},
     "view": {"labs", "draw", "results", FACE},
     "preflight": {"world", "results", "measure", "megatron"},
@@ -49,6 +50,7 @@ RANK_ROOMS = {"measure", "megatron", "train", "sync"}
 # A config's `fits` weighs it against the machine; plain arithmetic of the standard library, harmless where a rank loads it along.
 # The schema and the writer of records are the ranks' too.
 BOTH_SIDES = (
+    "kit.stream.drift.",
     "kit.stream.samplers.",
     "kit.stream.settings.",
     "kit.world.asked.",
@@ -321,9 +323,11 @@ def test_records_need_the_standard_library_only() -> None:
 
 
 def test_loops_and_controllers_need_the_standard_library_only() -> None:
-    rooms = [path for path in FILES if room(path) in {"loop", "stream"}]
+    rooms = [path for path in FILES if room(path) in {"loop", "stream", "share"}]
     for name in modules(path for path in rooms if path.name != "judge.py"):
         assert not {each.split(".")[0] for each in imports(modules(FILES)[name], typing=True)} & HEAVY, name
-    seen = loaded_by("import kit.loop.replay, kit.stream.simulated, kit.stream.forecast, kit.stream.foreign")
+    seen = loaded_by(
+        "import kit.loop.replay, kit.stream.simulated, kit.stream.forecast, kit.stream.foreign, kit.share.broken"
+    )
     assert {name for name in seen if name.startswith("kit.results.")} == {"kit.results.records"}
     assert not {name.split(".")[0] for name in seen} & HEAVY

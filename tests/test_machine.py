@@ -1,7 +1,14 @@
 """Limits are found in both versions of control groups, at whatever level they were set."""
 
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from kit import machine
 from kit.machine import cgroup_limits, free_memory, ptrace_scope
 
 
@@ -120,3 +127,33 @@ def test_without_yama_there_is_no_ptrace_scope(tmp_path):
     assert ptrace_scope(tmp_path / "none") is None
     (tmp_path / "scope").write_text("1\n")
     assert ptrace_scope(tmp_path / "scope") == 1
+
+
+def test_who_holds_the_lock_of_a_file_is_seen_from_outside(tmp_path):
+    hold = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(); sys.stdin.read()"
+    path = tmp_path / "lock"
+    path.touch()
+    inode = path.stat().st_ino
+    assert inode not in machine.file_locks()
+    command = [sys.executable, "-c", hold, path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        assert machine.file_locks()[inode] == {holder.pid}
+        assert machine.resident(holder.pid) > 1 << 20
+        assert 0 <= machine.cpu_seconds(holder.pid) < 60
+        with path.open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        holder.stdin.close()
+    assert (machine.resident(holder.pid), machine.cpu_seconds(holder.pid)) == (None, None)
+    assert inode not in machine.file_locks()
+
+
+def test_all_threads_run_on_the_cores_that_are_named():
+    before = os.sched_getaffinity(0)
+    try:
+        machine.pin([min(before)])
+        tasks = [int(task.name) for task in Path("/proc/self/task").iterdir()]
+        assert [os.sched_getaffinity(task) for task in tasks] == [{min(before)}] * len(tasks)
+    finally:
+        machine.pin(before)
+    assert os.sched_getaffinity(0) == before

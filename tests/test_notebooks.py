@@ -106,7 +106,7 @@ def offload_reload(notebook: nbformat.NotebookNode, runs: Path) -> None:
     for ident in ("plot", "modes-plot"):
         assert "image/png" in outputs(notebook, ident)[-1]["data"]
     assert "old_groups_dead - " in text(notebook, "own")
-    assert len(list(runs.glob("offload-*/verdict.json"))) == 5
+    assert len(list(runs.glob("offload-*/verdict.json"))) == 6  # the job, a fault, three modes, own code
 
 
 def weight_sync(notebook: nbformat.NotebookNode, runs: Path) -> None:
@@ -176,6 +176,26 @@ def streaming(notebook: nbformat.NotebookNode, runs: Path) -> None:
     assert len(list(runs.glob("stream-*/steps.csv"))) == len(list(runs.glob("stream-*/table.parquet"))) == 1
 
 
+def time_sharing(notebook: nbformat.NotebookNode, runs: Path) -> None:
+    panel(notebook, "share")
+    assert "0 failed" in (shown := text(notebook, "verdict")), shown
+    assert "same_numbers" in shown
+    assert "alone_a" in text(notebook, "same")
+    for ident, column in (("switches", "weights"), ("leases", "unused"), ("waits", "longest wait")):
+        assert column in outputs(notebook, ident)[-1]["data"]["text/html"]
+    states = re.findall(r"(waking|awake|sleeping|held)", text(notebook, "ledger"))
+    assert {"waking", "awake", "sleeping", "held"} == {*states}
+    ends = {
+        name: (float(a), float(b))
+        for name, a, b in re.findall(
+            r"([\w-]+) +a ends after +([\d.]+) s, b after +([\d.]+) s", text(notebook, "simulate")
+        )
+    }
+    assert max(ends["gap-ratio"]) < max(ends["static"])
+    assert "image/png" in outputs(notebook, "run")[-1]["data"]
+    assert len(list(runs.glob("share-*/switches.csv"))) == len(list(runs.glob("share-*/table.parquet"))) == 1
+
+
 def recorded(notebook: nbformat.NotebookNode) -> None:
     """Other machines' numbers, under their names."""
     assert re.search(r"recorded on [\w-]+, not here: ", outputs(notebook, "recorded")[-1]["data"]["text/html"])
@@ -187,6 +207,7 @@ PROMISES = {
     "02_weight_sync": weight_sync,
     "03_split_training": split_training,
     "04_streaming": streaming,
+    "05_time_sharing": time_sharing,
 }
 
 
@@ -223,7 +244,7 @@ def test_the_command_runs_one_with_other_parameters(tmp_path, monkeypatch):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'offload.html'}\n"), done.stderr
     cycles = [json.loads(path.read_text())["config"]["cycles"] for path in tmp_path.glob("runs/offload-*/run.json")]
-    assert sorted(cycles) == [1, 1, 5, 5, 5]  # a fault and somebody's own code need one
+    assert sorted(cycles) == [1, 1, 5, 5, 5, 5]  # a fault and somebody's own code need one
     page = (tmp_path / "offload.html").read_text()
     assert "injected-parameters" in page
     assert "<script" not in page

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -87,6 +89,19 @@ def test_the_two_commands_are_told_and_run_by_ci() -> None:
     (tests,) = [index for index, step in enumerate(steps) if "make test test-all" in step.split("#")[0]]
     assert steps.index("make lint") < tests
     assert steps[tests].startswith('HOME="$fresh" ')  # as on a machine where nobody ever ran anything
+
+
+def test_an_environment_that_a_link_leads_to_is_left_alone(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "constraints.txt", ".ci/env.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "pyvenv.cfg").touch()
+    (tmp_path / ".venv").symlink_to("theirs")
+    done = subprocess.run([sys.executable, tmp_path / ".ci" / "env.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "is a link to" in done.stderr
+    assert (tmp_path / "theirs" / "pyvenv.cfg").exists()
 
 
 def test_the_lanes_name_files_that_exist() -> None:

@@ -48,6 +48,7 @@ GALLERY = {
     "split-fault": Shot("split", [{"fault": "one-scalar-metrics", "level": "both"}], one),
     "sync": Shot("sync", [{}], one),
     "stream": Shot("stream", [{}], one),
+    "share": Shot("share", [{"rehearse": False}], one),
     "sync-fault": Shot("sync", [{"fault": "permuted-rows"}], one),
     "offload-modes": Shot(
         "offload", [{"mode": mode, "cycles": 3} for mode in ("exact", "manual", "official")], side_by_side

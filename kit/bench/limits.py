@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from kit.bench.reference import Part, bench, is_settled, lab, measure_factor, on_cpu, perform
+from kit import doctor
+from kit.bench.reference import Part, bench, is_settled, lab, on_cpu, perform, scale
 from kit.bench.session import row, unmeasured
+from kit.preflight.run import measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -40,12 +42,12 @@ QUICK = Sizes(
 
 
 def parts(sizes: Sizes, _: str) -> Mapping[str, Callable[[Session], Iterator[Row]]]:
-    factor = cache(measure_factor)
+    factor = cache(lambda: scale(measure(doctor.examine(), "cpu"), "cpu")[0])
     return {part.name: partial(against, part=part, factor=factor) for part in sizes.parts}
 
 
-def against(session: Session, part: Part, factor: Callable[[str], float]) -> Iterator[Row]:
-    times = factor("cpu")
+def against(session: Session, part: Part, factor: Callable[[], float]) -> Iterator[Row]:
+    times = factor()
     predicted = times * part.seconds
     ended = perform(session.logs / "reference", part, part.limit(times), predicted)
     if ended["timed_out"] or not is_settled(ended):

@@ -1,4 +1,4 @@
-"""What ranks do for `kit bench world`, and the job by which `kit reference` scales its times. Functions import what they need."""
+"""What ranks do for `kit bench world`. Functions import what they need."""
 
 from __future__ import annotations
 
@@ -44,14 +44,3 @@ def meter_cost(*, n: int, seconds: float) -> list[float]:
 def number() -> int:
     """Nothing but this rank's number."""
     return int(os.environ["KIT_RANK"])
-
-
-def tiny_job() -> None:
-    """Build a tiny job on these ranks, train one step and end it."""
-    from kit.megatron import groups, model
-    from kit.megatron.config import ModelConfig
-
-    job = model.build(ModelConfig(tp=2))
-    job.step(1)
-    job.mover.close()
-    groups.destroy()

@@ -2,8 +2,8 @@
 
 Each part is a process of its own, as a person would start it. Its files are written when it ends, and a part whose files exist does not
 run again, so an interrupted reference resumes. A part that reached its time limit with rows (a lab: with records) counts as run.
-A part's time limit is what it took on the machine named in `TIMED_ON`, times this box's factor, which one small job measures. The
-reference needs no Jupyter and no network.
+A part's time limit is what it took on the machine named in `TIMED_ON`, times this box's factor, which comes from the times of `kit doctor
+--deep`. The reference needs no Jupyter and no network.
 
     NAME.json, NAME.txt           rows of a bench, or of some of its parts, with provenance; the same as text
     NAME.json, NAME.png, -dark    a lab's verdict, its medians by phase and metric, provenance; its picture
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import io
 import json
-import platform
 import shutil
 import subprocess
 import sys
@@ -29,10 +28,11 @@ from kit import doctor
 from kit.bench.session import INTERRUPTED, read_rows, seat_of, seated
 from kit.errors import BadInput
 from kit.machine import free_memory
+from kit.preflight import run as preflight
+from kit.results import runs_dir
 from kit.results.files import make_folder, read_json, replacing, write_json, write_text
 from kit.results.frames import labels
 from kit.results.recorded import machine
-from kit.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,10 +45,16 @@ SUMMARY = "README.md"
 HEADS = ("part", "command", "ended", "s", "predicted s", "seats", "fell short")
 GPU_MINUTES = 8.0
 # One H200 with torch 2.11, in doctor's words.
+ASSUMED = (1.0, "assumed: no probe was asked")
 ASSUMED_BOX = {"ranks": {"suspend_why": "NCCL 2.28.9 cannot suspend communicators"}}
 TIMED_ON = {"cpu": "measured on two idle cores", "cuda": "assumed for one H200 with two ranks on it"}
-JOB_S = {"cpu": 3.2, "cuda": 11.0}  # what `factor` measures, there
-FACTOR = "factor.json"
+# What a probe of `kit doctor --deep` takes, there; their sum, measured here, over the sum there is this box's factor.
+PROBE_S: dict[str, dict[str, float]] = {
+    "cpu": {"world_megatron": 2.7, "layout": 0.17, "job": 0.015, "step": 0.05},
+    "cuda": {"world_megatron": 8.0, "layout": 1.5, "job": 1.0, "step": 0.5},
+}
+WORDS = {"world_megatron": "two ranks with Megatron", "layout": "groups", "job": "a tiny job", "step": "its step"}
+TIMES = "times.json"
 SLACK, LEAST_S = 2.5, 20.0  # a part's time limit: in predictions, and at least
 GIB = 2**30
 KIT = (sys.executable, "-m", "kit")
@@ -115,9 +121,14 @@ def on_cpu() -> tuple[Part, ...]:
         lab("split", 20, "split-fsdp2", backend="fsdp2", steps=2),
         lab("sync", 15, cycles=3),
         lab("stream", 23),
-        bench("stream", 25, "lockstep"),
-        bench("stream", 240, "stamps"),
-        bench("stream", 85, "paced"),
+        bench("stream", 14, "lockstep"),
+        bench("stream", 52, "stamps"),
+        bench("stream", 72, "paced"),
+        bench("stream", 140, "learns"),
+        lab("share", 25),
+        bench("share", 27, "together", "scheduler", called="together"),
+        bench("share", 380, "makespan"),
+        bench("share", 250, "switch"),
         bench("world", 50, "start", "megatron", called="start"),
         bench("world", 35, "step", "death", "restart", "calls", "notebook", "help", called="steps"),
         bench("world", 220, "peers"),
@@ -141,20 +152,21 @@ def on_gpus() -> tuple[Part, ...]:
     large |= {"microbatches": 1, **gpu}
     fewer: dict[str, Any] = {"steps": 2, "chunks": [1, 2], "microbatches": 4, "level": "tokens", **gpu}
     return (
-        lab("offload", 53, "offload-exact", mode="exact", cycles=3, **large),
+        lab("offload", 44, "offload-exact", mode="exact", cycles=2, **large),
         lab("offload", 44, "offload-suspend", needs="suspend", mode="suspend", cycles=2, **large),
         *(lab("offload", 44, f"offload-{mode}", mode=mode, cycles=2, **large) for mode in ("manual", "abort")),
         bench("release", 76, "groups.own", called="own", quick=True, **gpu),
         lab("split", 26, "split-bfloat16", dtype="bfloat16", **fewer),
-        bench("split", 42, "steps.megatron", "steps.pipeline", called="steps", quick=True, **gpu),
+        bench("split", 25, "steps.megatron", quick=True, **gpu),
         *(
             bench("sync", 22, f"gpus.{way}", called=f"gpus-{way}", quick=True, **gpu)
             for way in ("ipc", "shm", "broadcast")
         ),
-        lab("sync", 27, cycles=2, **gpu),
+        lab("sync", 22, cycles=1, **gpu),
         bench("offload", 28, "tensors.125m", called="125m", quick=True, **gpu),
         lab("smoke", 10, cycles=3, **gpu),
         lab("stream", 22, steps=2, **gpu),
+        lab("share", 28, scenario="A", steps_a=2, rehearse=False, **gpu),
         bench("world", 10, "step", "restart", called="steps", quick=True),
         bench("routing", 6, quick=True, **gpu),
     )
@@ -174,7 +186,7 @@ def make(
     out: Path,
     *,
     parts: Sequence[Part] | None = None,
-    factor: float | None = None,
+    factor: float = 1.0,
     device: str = "auto",
     assumed: bool = False,
     minutes: float | None = None,
@@ -188,13 +200,13 @@ def make(
     if pack is not None:
         make_folder(pack.parent)
     missing: dict[str, str] = {}
+    why = ""
     if parts is None:
-        device, parts, missing = sizes_here(out, device)
-    if factor is None:
-        factor = 1.0 if assumed else find_factor(out, device)
+        device, parts, missing, found = sizes_here(out, device)
+        factor, why = ASSUMED if assumed else scale(find_times(out, found, device), device)
     if minutes is None and device == "cuda":
         minutes = GPU_MINUTES
-    plan = plan_text(parts, factor, device, minutes)
+    plan = plan_text(parts, factor, device, minutes, why)
     say(plan)
     try:
         for number, part in enumerate(parts, start=1):
@@ -237,40 +249,50 @@ def keep(out: Path, parts: Sequence[Part], plan: str, missing: dict[str, str], p
 
 def plan(out: Path | None, *, device: str = "auto", assumed: bool = False, minutes: float | None = None) -> int:
     """Print what would run and its predicted seconds. Runs no part; measures the factor if none is known."""
+    factor, why = ASSUMED
     if assumed and device == "cuda":  # asks nothing of this box: a plan for one that is to be rented
         parts: Sequence[Part] = able(on_gpus(), ASSUMED_BOX)[0]
     else:
         if out is not None:
             make_folder(out)
-        device, parts, _ = sizes_here(out, device)
-    factor = 1.0 if assumed else find_factor(out, device)
-    print(plan_text(parts, factor, device, minutes or (GPU_MINUTES if device == "cuda" else None)))
+        device, parts, _, found = sizes_here(out, device)
+        if not assumed:
+            factor, why = scale(find_times(out, found, device), device)
+    print(plan_text(parts, factor, device, minutes or (GPU_MINUTES if device == "cuda" else None), why))
     return 0
 
 
-def find_factor(out: Path | None, device: str) -> float:
-    """How much longer this box takes than the machine that the parts' seconds are from; measured once and kept in the folder."""
-    here = {"device": device, "host": platform.node()}
-    if out is not None and (out / FACTOR).exists():
-        kept = read_json(out / FACTOR)
-        if {name: kept.get(name) for name in here} == here:
-            return float(kept["factor"])
-    factor = measure_factor(device)
+def find_times(out: Path | None, found: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """What probes measured on this box: kept in the folder, by `kit doctor --deep`, or else now, by one of its probes."""
+    here = preflight.box(found, device)
+    del here["measured"]
+    for path in [*([out / TIMES] if out is not None else []), runs_dir() / preflight.TIMES]:
+        kept = read_json(path) if path.exists() else {}
+        if {name: kept.get(name) for name in here} == here and known(kept, device):
+            break
+    else:
+        kept = preflight.measure(found, device)
     if out is not None:
-        write_json(out / FACTOR, {**here, "factor": factor})
-    return factor
+        write_json(out / TIMES, kept)
+    return kept
 
 
-def measure_factor(device: str) -> float:
-    """By one tiny job on two new ranks, which loads Megatron; less than 10 s on two idle cores."""
-    began = time.monotonic()
-    with World(2, device=device, env={"PYTHONWARNINGS": "ignore"}) as world:
-        world.call("kit.bench.onranks:tiny_job")
-    return round((time.monotonic() - began) / JOB_S[device], 2)
+def known(times: Mapping[str, Any], device: str) -> list[str]:
+    return [name for name in PROBE_S[device] if times.get(name)]
 
 
-def sizes_here(out: Path | None, device: str) -> tuple[str, Sequence[Part], dict[str, str]]:
-    """The device, its parts, and why some of them cannot run here; asked of doctor, whose answer is kept."""
+def scale(times: Mapping[str, Any], device: str) -> tuple[float, str]:
+    """How much longer this box takes than the machine that the parts' seconds are from, and by which arithmetic."""
+    names, there = known(times, device), PROBE_S[device]
+    if not names:
+        return 1.0, "no probe gave a time: `kit doctor --deep` says why"
+    factor = sum(times[name] for name in names) / sum(there[name] for name in names)
+    sums = (f"{WORDS[name]} {times[name]:.2f} s (there {there[name]:g} s)" for name in names)
+    return round(factor, 2), f"by `kit doctor --deep`: {', '.join(sums)}"
+
+
+def sizes_here(out: Path | None, device: str) -> tuple[str, Sequence[Part], dict[str, str], dict[str, Any]]:
+    """The device, its parts, why some of them cannot run here, and doctor's answer, which is kept."""
     found = doctor.examine()
     if found["problems"]:
         raise BadInput(f"labs cannot run here: {'; '.join(found['problems'])}")
@@ -280,8 +302,8 @@ def sizes_here(out: Path | None, device: str) -> tuple[str, Sequence[Part], dict
     if device == "cuda" and here != "cuda":
         raise BadInput(f"device=cuda cannot be had: {found['ranks'].get('device_why')}")
     if "cpu" in {device, here}:
-        return "cpu", on_cpu(), {}
-    return "cuda", *able(on_gpus(), found)
+        return "cpu", on_cpu(), {}, found
+    return "cuda", *able(on_gpus(), found), found
 
 
 # -- one part, and its files ------------------------------------------------------------------------------------------
@@ -465,13 +487,14 @@ def short_of(result: Mapping[str, Any]) -> list[str]:
     return checks + [row["what"] for row in result.get("rows", ()) if row["met"] is False]
 
 
-def plan_text(parts: Sequence[Part], factor: float, device: str, minutes: float | None = None) -> str:
+def plan_text(parts: Sequence[Part], factor: float, device: str, minutes: float | None = None, why: str = "") -> str:
     """A line per part with its predicted seconds and its time limit."""
     width = max((len(part.name) for part in parts), default=0)
     whole = sum(factor * part.seconds for part in parts)
     budget = f"; no part starts that would not end within {minutes:g} min" if minutes else ""
     lines = [
         f"seconds: {TIMED_ON[device]}, times {factor:.3g} for this box",
+        *([why] if why else []),
         f"a limit is {SLACK:g} times the prediction, and at least {LEAST_S:g} s{budget}",
         *(f"{one.name:<{width}}  {factor * one.seconds:6.1f} s, limit {one.limit(factor):5.0f} s" for one in parts),
     ]

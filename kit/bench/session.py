@@ -29,8 +29,9 @@ from kit.errors import BadInput, KitError
 from kit.gpu import has_driver
 from kit.nccl import SHARED_GPU
 from kit.results.recorded import machine
-from kit.results.units import columns
+from kit.results.units import columns, unit_word
 from kit.world import World
+from kit.world.several import Worlds
 
 if TYPE_CHECKING:
     from kit.results import Run
@@ -74,8 +75,9 @@ def row(what: str, samples: Sequence[float], **about: Any) -> Row:
     """A row from its samples, which are in the row's unit; without any it needs a note."""
     if not samples:
         return Row(what=what, **about)
-    middle = statistics.median(samples)
-    return Row(what=what, median=middle, low=min(samples), high=max(samples), n=len(samples), **about)
+    values = [float(one) for one in samples]  # numpy's numbers are not JSON's
+    middle = statistics.median(values)
+    return Row(what=what, median=middle, low=min(values), high=max(values), n=len(values), **about)
 
 
 def unmeasured(what: str, why: KitError | str, **about: Any) -> Row:
@@ -153,7 +155,8 @@ def _cells(one: Row) -> list[str]:
     judged = {None: "", True: "met", False: "NOT MET"}[one.met]
     low, high, n = (number(one.low), number(one.high), str(one.n)) if one.n else ("", "", "")
     median = number(one.median) if one.n else "-"
-    return [one.what, one.who, median, low, high, n, one.unit, *map(number, (one.limit, one.aim, one.ceiling)), judged]
+    unit = {"ratio": "x"}.get(one.unit, unit_word(one.unit))
+    return [one.what, one.who, median, low, high, n, unit, *map(number, (one.limit, one.aim, one.ceiling)), judged]
 
 
 def number(value: float | None) -> str:
@@ -195,6 +198,10 @@ class Session:
         if self.book.provenance is None:
             self.book.describe(world.call("kit.measure:provenance", ranks=[world.numbers[0]])[0])
 
+    def worlds(self, sizes: Sequence[int]) -> Worlds:
+        """Worlds for several runs of a lab with replicas of their own. `with` ends them."""
+        return Worlds(sizes, isolate=True, device=self.device, preload=("megatron.core",), logs=self.logs)
+
     def shared(self, ranks: int, *, fresh: bool = False, **options: Any) -> World:
         """The same World for every part that asks for the same; after a part that broke, a new one.
 
@@ -214,7 +221,7 @@ class Session:
             world.close()
         self._shared.clear()
 
-    def lab(self, name: str, out: Path, *, world: World | None = None, **config: Any) -> Run:
+    def lab(self, name: str, out: Path, *, world: World | Worlds | None = None, **config: Any) -> Run:
         """A run of a lab on the bench's device, or on the ranks of a World. What ranks print is in the run's logs."""
         from kit.public import run  # here, since the ranks import benches too and need not have what tables are made of
 

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import matplotlib as mpl
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from kit.draw.axes import grid_across
 from kit.draw.plots import Picture, message
-from kit.draw.style import MARKERS, theme
+from kit.draw.style import MARKERS, Theme, theme
 from kit.errors import BadInput
-from kit.results import compare
-from kit.results.comparison import told
+from kit.results import Run, compare
+from kit.results.comparison import labelled, told, warnings
 from kit.results.frames import labels
 from kit.results.units import amount, counted, samples
 
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.axes import Axes
-
-    from kit.draw.style import Theme
-    from kit.results import Run
-
 ROWS = 14
+LETTERS = 130  # that fit into a row of the legend
 EVEN = 1.02  # a ratio below it counts as no change
 
 
@@ -34,18 +30,26 @@ def plot_against(runs: Sequence[Run], *, theme_name: str = "light", table: pd.Da
     if len({run.id for run in runs}) < 2:
         raise BadInput("a comparison needs at least two different runs")
     look = theme(theme_name)
-    table = compare(runs) if table is None else table
-    table = table.assign(metric=labels(table))
-    shown = most(table, ROWS)
+    shown = most(compare(runs) if table is None else table, ROWS)
     with mpl.rc_context(look.rc()):
+        others = labelled(runs)
+        first = others.pop(runs[0].id)
         if shown.empty:
-            words = f"nothing that both measured changed by more than {EVEN - 1:.0%} against {runs[0].id}"
-            return message(words, look)
-        keys = list(dict.fromkeys(zip(shown["phase"], shown["metric"], shown["unit"], strict=True)))
-        picture = Picture(1.5 + (0.08 + 0.18 * (len(runs) - 1)) * len(keys))
-        draw(picture.subplots(), table, keys, runs, look)
+            return message(f"nothing that both measured changed by more than {EVEN - 1:.0%} against {first}", look)
+        beside = max(
+            1, min(3, len(others), LETTERS // max(map(len, others.values()), default=1))
+        )  # names in a row of the legend
+        warned = [f"Warning: {why}" for why in warnings(runs)]
+        picture = Picture(
+            1.5
+            + 0.2 * (len(warned) + math.ceil(len(others) / beside))
+            + (0.08 + 0.18 * len(others)) * shown["place"].nunique()
+        )
+        draw(picture.subplots(), shown, others, look, beside)
         picture.suptitle(
-            f"{runs[0].lab} · what changed most against {run_words(runs[0])} · {counted(len(runs) - 1, 'other run')}",
+            "\n".join(
+                [f"{runs[0].lab} · what changed most against {first} · {counted(len(others), 'other run')}", *warned]
+            ),
             x=0.01,
             ha="left",
             fontsize=11.5,
@@ -54,72 +58,60 @@ def plot_against(runs: Sequence[Run], *, theme_name: str = "light", table: pd.Da
 
 
 def most(table: pd.DataFrame, rows: int) -> pd.DataFrame:
-    """The phases and metrics that changed most, each at the rank where it did; what has no ratio is in the table only."""
+    """The phases and metrics that changed most, with their place; of each run the rank where it did. What has no ratio is left out."""
     table = told(table)
-    both = table[(table["found_in"] == "both") & (table["base"] > 0) & (table["value"] > 0)]
-    apart = both["ratio"].where(both["ratio"] >= 1, 1 / both["ratio"])
-    both = both.assign(apart=apart)[apart > EVEN]
-    both = both.sort_values("apart", ascending=False, kind="stable")
-    return both.drop_duplicates(["phase", "metric", "run"]).drop_duplicates(["phase", "metric"]).head(rows)
+    table = table[(table["found_in"] == "both") & (table["base"] > 0) & (table["value"] > 0)]
+    table = table.assign(metric=labels(table), apart=table["ratio"].where(table["ratio"] >= 1, 1 / table["ratio"]))
+    table = table.sort_values("apart", ascending=False, kind="stable").drop_duplicates(["phase", "metric", "run"])
+    names = table["phase"] + "  " + table["metric"]
+    places = {name: place for place, name in enumerate(names[table["apart"] > EVEN].unique()[:rows])}
+    return table.assign(name=names, place=names.map(places)).dropna(subset="place")
 
 
-def draw(ax: Axes, table: pd.DataFrame, keys: Sequence[tuple[str, str, str]], runs: Sequence[Run], look: Theme) -> None:
-    """A line at 1 is the first run. A bar is from the least to the greatest that the spreads allow."""
-    others = [run.id for run in runs[1:]]
-    low, high = 1.0, 1.0
-    numbers: set[int] = set()
-    for place, (phase, metric, unit) in enumerate(keys):
-        mine = table[(table["phase"] == phase) & (table["metric"] == metric) & (table["found_in"] == "both")]
-        for lane, other in enumerate(others):
-            rows = mine[(mine["run"] == other) & (mine["base"] > 0) & (mine["value"] > 0)]
-            if rows.empty:
-                continue
-            row = rows.iloc[int(rows["ratio"].map(math.log).abs().to_numpy().argmax())]
-            numbers |= {int(row["n"]), int(row["base_n"])}
-            y = place + (lane - (len(others) - 1) / 2) * 0.6 / len(others)
-            base, value, ratio = float(row["base"]), float(row["value"]), float(row["ratio"])
-            half = float(row["spread"]) / 2 / base
-            left, right = max(ratio - half, ratio / 10), ratio + half
-            colour = look.colour(lane)
-            ax.plot([left, right], [y, y], color=colour, linewidth=5, alpha=0.3, solid_capstyle="round")
-            ax.plot(ratio, y, MARKERS[lane % len(MARKERS)], color=colour, markersize=6, markeredgecolor=look.paper)
-            words = f"{amount(base, unit)} → {amount(value, unit)}, rank {row['rank']}"
-            where = ax.get_yaxis_transform()
-            ax.text(1.01, y, words, transform=where, va="center", fontsize=8, color=look.ink)
-            low, high = min(low, left), max(high, right)
-    base_spread(ax, table, keys, look)
+def draw(ax: Axes, shown: pd.DataFrame, others: Mapping[str, str], look: Theme, beside: int) -> None:
+    """A line at 1 is the first run, with its own spread in grey. A bar is from the least to the greatest that the spreads allow."""
+    ends = [1.0]
+    for place, mine in shown.groupby("place"):
+        half = float((mine["base_spread"] / mine["base"]).max()) / 2
+        if half > 0:
+            own = [max(1 - half, 0.1), 1 + half]
+            ax.plot(
+                own, [float(str(place))] * 2, color=look.faint, linewidth=9, alpha=0.25, solid_capstyle="butt", zorder=1
+            )
+    lanes = {run: lane for lane, run in enumerate(others)}
+    rows: Iterable[Any] = shown.itertuples()
+    for row in rows:
+        lane = lanes[row.run]
+        y = row.place + (lane - (len(others) - 1) / 2) * 0.6 / len(others)
+        half = row.spread / 2 / row.base
+        span = [max(row.ratio - half, row.ratio / 10), row.ratio + half]
+        ax.plot(span, [y, y], color=look.colour(lane), linewidth=5, alpha=0.3, solid_capstyle="round")
+        style: dict[str, Any] = {"color": look.colour(lane), "markersize": 6, "markeredgecolor": look.paper}
+        ax.plot(row.ratio, y, MARKERS[lane % len(MARKERS)], **style)
+        words = f"{amount(row.base, row.unit)} → {amount(row.value, row.unit)}, rank {row.rank}"
+        ax.text(1.01, y, words, transform=ax.get_yaxis_transform(), va="center", fontsize=8, color=look.ink)
+        ends += span
     ax.axvline(1, color=look.ink, linewidth=1.2)
     ax.set_xscale("log")
-    reach = max(high / low, 1.5)
-    ax.set_xlim(low / reach**0.04, high * reach**0.04)
-    ticks = ratios(*ax.get_xlim())
-    ax.xaxis.set_major_locator(FixedLocator(ticks))
+    margin = max(max(ends) / min(ends), 1.5) ** 0.04
+    ax.set_xlim(min(ends) / margin, max(ends) * margin)
+    ax.xaxis.set_major_locator(FixedLocator(ratios(*ax.get_xlim())))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} x"))
-    ax.set_yticks(range(len(keys)), [f"{phase}  {metric}" for phase, metric, _ in keys])
-    ax.set_ylim(len(keys) - 0.4, -0.6)
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g} x")
+    names = shown.drop_duplicates("place").sort_values("place")["name"]
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.4, -0.6)
     grid_across(ax)
+    numbers = samples({*shown["n"], *shown["base_n"]})
     ax.set_xlabel(
-        f"ratio of medians over cycles ({samples(numbers)}); bars: their spread around it; grey: that of the first run"
+        f"ratio of medians over cycles ({numbers}); bars: their spread around it; grey: that of the first run"
     )
-    if len(others) > 1:
-        for lane, run in enumerate(runs[1:]):
-            ax.plot([], [], MARKERS[lane % len(MARKERS)], color=look.colour(lane), label=run_words(run))
-        ax.legend(
-            loc="lower left", bbox_to_anchor=(0, 1), ncols=min(3, len(others)), handletextpad=0.3, borderaxespad=0.3
-        )
-    else:
-        ax.set_title(run_words(runs[1]))
-
-
-def base_spread(ax: Axes, table: pd.DataFrame, keys: Sequence[tuple[str, str, str]], look: Theme) -> None:
-    """How far the first run is from its own median: a change within it may be none."""
-    for place, (phase, metric, _) in enumerate(keys):
-        rows = table[(table["phase"] == phase) & (table["metric"] == metric) & (table["base"] > 0)]
-        half = float((rows["base_spread"] / rows["base"]).max()) / 2
-        if half > 0:
-            ends = [max(1 - half, 0.1), 1 + half]
-            ax.plot(ends, [place, place], color=look.faint, linewidth=9, alpha=0.25, solid_capstyle="butt", zorder=1)
+    if len(others) == 1:
+        ax.set_title(next(iter(others.values())))
+        return
+    for lane, words in enumerate(others.values()):
+        ax.plot([], [], MARKERS[lane % len(MARKERS)], color=look.colour(lane), label=words)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=beside, handletextpad=0.3, borderaxespad=0.3)
 
 
 def ratios(low: float, high: float) -> list[float]:
@@ -130,7 +122,3 @@ def ratios(low: float, high: float) -> list[float]:
         if math.log(step / max(found)) >= apart:
             found = [1 / step, *found, step]
     return [float(f"{tick:.3g}") for tick in found if low <= tick <= high]
-
-
-def run_words(run: Run) -> str:
-    return run.id + (f", fault {run.fault}" if run.fault else "")

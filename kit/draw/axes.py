@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
+from kit.draw.plots import Level, RunData
 from kit.draw.style import LINES, Theme
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.axes import Axes
-
-    from kit.draw.plots import Level, RunData
-    from kit.results import Verdict
+from kit.results import Verdict
 
 SEPARATE = 4  # up to this many ranks are drawn one by one; more are drawn as one cloud
 
@@ -72,7 +70,6 @@ def limit_of(verdict: Verdict, *checks: str) -> float | None:
 
 
 def draw_limit(ax: Axes, limit: float, word: str, theme: Theme) -> None:
-    """A limit across the plot, named at its right end."""
     ax.axhline(limit, color=theme.bad, linewidth=1.4, linestyle=LINES[2], gid="limit")
     ax.annotate(
         word,
@@ -96,14 +93,12 @@ def widen(ax: Axes, *, least: float) -> None:
 
 
 def log_scale(ax: Axes) -> None:
-    """Decades, written as plain numbers."""
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def grid_across(ax: Axes) -> None:
-    """Vertical grid lines, for horizontal bars."""
     ax.grid(visible=False, axis="y")
     ax.grid(visible=True, axis="x")
 
@@ -117,7 +112,6 @@ def marks_of(looks: Mapping[str, Mapping[str, Any]]) -> list[Any]:
 
 
 def legend_of(ax: Axes, handles: Sequence[Any], **options: Any) -> None:
-    """A legend in one row, alone on its axes."""
     ax.set_axis_off()
     ax.legend(handles=handles, **{"ncols": len(handles), "loc": "center left", "borderaxespad": 0, **options})
 
@@ -136,17 +130,28 @@ def step_axis(ax: Axes, data: RunData, theme: Theme) -> None:
     if len(data.cycles) <= 1:
         ax.set_xticks(range(len(data.order)), [phase for _, phase in data.order], rotation=25, ha="right")
         return
-    where: dict[int, list[int]] = {}
-    for index, (cycle, _) in enumerate(data.order):
-        where.setdefault(cycle, []).append(index)
+    where = stretches(data.order, data.cycles)
     every = math.ceil(len(where) / 10)
     for number, places in enumerate(where.values()):
         if number % 2 and len(where) <= 20:
             ax.axvspan(places[0] - 0.5, places[-1] + 0.5, color=theme.shade, zorder=0, linewidth=0)
-    shown = [(cycle, where[cycle]) for cycle in data.cycles[::every]]
-    ax.set_xticks([(places[0] + places[-1]) / 2 for _, places in shown], [str(cycle) for cycle, _ in shown])
+    shown = list(where.items())[::every]
+    ax.set_xticks(
+        [(places[0] + places[-1]) / 2 for _, places in shown],
+        [data.cycle_words.get(cycle, str(cycle)) for cycle, _ in shown],
+    )
     ax.tick_params(axis="x", length=0)
-    ax.set_xlabel("cycle (a point per phase)")
+    ax.set_xlabel(f"{data.cycle} (a point per phase)")
+
+
+def stretches(order: Sequence[tuple[int, str]], cycles: Sequence[int]) -> dict[int, list[int]]:
+    """The longest stretch of neighbouring steps of each of these cycles: a control has the same numbers elsewhere."""
+    longest: dict[int, list[int]] = {}
+    for cycle, steps in itertools.groupby(enumerate(order), key=lambda step: step[1][0]):
+        places = [place for place, _ in steps]
+        if cycle in cycles and len(places) >= len(longest.get(cycle, [])):
+            longest[cycle] = places
+    return dict(sorted(longest.items()))
 
 
 def name_ends(ax: Axes, ends: Sequence[tuple[float, str]], last: int, theme: Theme) -> None:
@@ -167,7 +172,6 @@ def phase_columns(data: RunData) -> int:
 
 
 def phase_legend(ax: Axes, data: RunData, theme: Theme) -> None:
-    """What the colours mean."""
     marks = [
         Patch(facecolor=theme.colour(index), hatch=theme.hatch(index), label=phase)
         for index, phase in enumerate(data.phases)

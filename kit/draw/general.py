@@ -6,8 +6,10 @@ import itertools
 import math
 import textwrap
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
@@ -27,19 +29,13 @@ from kit.draw.axes import (
     step_axis,
     widen,
 )
-from kit.draw.plots import ALL, Pictures, Plot, Table
+from kit.draw.plots import ALL, Pictures, Plot, RunData, Scene, Table
 from kit.draw.style import LINES, MARKERS, Theme
+from kit.results import Run, Verdict
 from kit.results.frames import own_numbers, summary_of, without_empty
 from kit.results.records import rank_name
-from kit.results.units import ROW, amount, samples, size_unit, time_unit
-from kit.results.verdict import MARKS, without_parts, worst_first
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.axes import Axes
-
-    from kit.draw.plots import RunData, Scene
-    from kit.results import Run, Verdict
+from kit.results.units import ROW, samples, size_unit, time_unit
+from kit.results.verdict import MARKS, cells, folded, without_parts
 
 MIB = 2**20
 HOST = {"peak_rss": "peak", "rss": "resident", "anon_rss": "anonymous"}
@@ -71,7 +67,6 @@ def memory_of(data: RunData) -> list[str]:
 
 
 def memory(scene: Scene) -> None:
-    """By source through the phases, the host's above the GPU's."""
     shared = "each GPU shared by ranks" if scene.data.memory.gpu_of else ""
     about = {
         "host": (HOST, "Host memory of the ranks"),
@@ -147,8 +142,11 @@ def draw_drift(ax: Axes, scene: Scene, phase: str, when: str) -> None:
     ax.set_ylim(min(low, -2), max(high, 2) * (15 if ax.get_yscale() == "symlog" else 1.3))
     ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)
     cycle_axis(ax)
-    ax.set_xlabel("cycle (a point is one sample)")
-    ax.set_ylabel(f"since cycle {table.index[0]} [MiB]")
+    if data.cycle_words:
+        ax.set_xticks(list(table.index), [data.cycle_words.get(int(cycle), str(cycle)) for cycle in table.index])
+    ax.set_xlabel(f"{data.cycle} (a point is one sample)")
+    first = " ".join(data.cycle_words.get(int(table.index[0]), f"cycle {table.index[0]}").split())
+    ax.set_ylabel(f"since {first} [MiB]")
     word = "anonymous memory" if data.memory.metric == "anon_rss" else "GPU memory"
     ax.set_title(f"Drift of {word} {when}")
     ax.legend(loc="upper left", ncols=3, handletextpad=0.4, columnspacing=0.9)
@@ -194,7 +192,6 @@ def numbers(scene: Scene) -> None:
 
 
 def times(scene: Scene) -> None:
-    """Seconds per phase and rank: a point per cycle."""
     ax, data, theme = scene.figure.subplots(), scene.data, scene.theme
     seconds = data.of("seconds")
     scale, unit = time_unit(float(seconds["value"].max()))
@@ -219,7 +216,7 @@ def times(scene: Scene) -> None:
             for lane, ranks in enumerate(lanes)
         ]
         ax.legend(handles=shapes, ncols=len(shapes), loc="upper right", handletextpad=0.2, columnspacing=1.0)
-        ax.set_ylim(top=high * scale * (2.5 if logarithmic else 1.25))  # room for the legend
+        ax.set_ylim(top=high * scale * (5 if logarithmic else 1.25))  # room for the legend
     ax.set_ylabel(f"time [{unit}]")
     slant = {"rotation": 25, "ha": "right"} if len(data.phases) > 5 or max(map(len, data.phases)) > 11 else {}
     ax.set_xticks(range(len(data.phases)), data.phases, **slant)
@@ -243,7 +240,6 @@ def phase_legend_height(data: RunData) -> float:
 
 
 def census(scene: Scene) -> None:
-    """A count per metric side by side, below the legend of the phases."""
     counts, high = counts_of(scene.data), phase_legend_height(scene.data)
     axes = scene.figure.subplot_mosaic([["legend"] * len(counts), counts], height_ratios=[high, 2.2])
     phase_legend(axes["legend"], scene.data, scene.theme)
@@ -265,7 +261,7 @@ def draw_count(ax: Axes, scene: Scene, metric: str) -> None:
     ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     ax.set_ylabel("count" if len(data.ranks) == 1 else f"count (range of {len(data.ranks)} ranks)")
     limit = "" if level.start is None or more is None else f", limit {more:+g}"
-    ax.set_title(COUNTS[metric] + ("" if level.start is None else f" (at start {level.start:g}{limit})"))
+    ax.set_title(COUNTS[metric] + ("" if level.start is None else f": start {level.start:g}{limit}"))
     step_axis(ax, data, theme)
 
 
@@ -273,12 +269,8 @@ def timeline(scene: Scene) -> None:
     """What each rank did when: a lane per rank, a bar per phase. A phase that raised has a frame."""
     data, theme = scene.data, scene.theme
     high = phase_legend_height(data)
-    rows = 2 if scene.alone else 1  # in the overview the counts have the legend already
-    *above, ax = scene.figure.subplots(
-        rows, 1, height_ratios=(high, timeline_height(data) - high)[-rows:], squeeze=False
-    )[:, 0]
-    for legend in above:
-        phase_legend(legend, data, theme)
+    legend, ax = scene.figure.subplots(2, 1, height_ratios=(high, timeline_height(data) - high))
+    phase_legend(legend, data, theme)
     seconds = data.of("seconds").sort_values("value", ascending=False)  # so that an inner phase lies on top
     failed = data.of("failed")
     raised = set(zip(failed["step"].tolist(), failed["rank"].tolist(), strict=True))
@@ -313,28 +305,29 @@ def timeline_height(data: RunData) -> float:
 
 
 def verdict_lines(verdict: Verdict) -> int:
-    """Lines that the verdict takes: one per check that did not pass, and the names of the others in columns."""
-    rows = without_parts(verdict)
-    passed = sum(row.passed is True for row in rows)
-    return len(rows) - passed + math.ceil(passed / PASSED_COLUMNS)
+    """Lines that the verdict takes: one per check that failed, one per reason of a null, and the names of the others in columns."""
+    groups = folded(without_parts(verdict))
+    passed = sum(group[0].passed is True for group in groups)
+    return len(groups) - passed + math.ceil(passed / PASSED_COLUMNS)
 
 
 def verdict(scene: Scene) -> None:
     """Checks that failed and those not measured first, with the reason; of those that passed the names."""
     ax, theme = scene.figure.subplots(), scene.theme
-    rows = worst_first(without_parts(scene.verdict))
-    passed, others = [row for row in rows if row.passed], [row for row in rows if not row.passed]
+    groups = folded(without_parts(scene.verdict))
+    passed, others = [one[0] for one in groups if one[0].passed], [one for one in groups if not one[0].passed]
     lines = verdict_lines(scene.verdict)
     ax.set_axis_off()
 
     def write(x: float, line: float, text: str, **style: Any) -> None:
         ax.text(x, 1 - (line + 0.5) / lines, text, va="center", transform=ax.transAxes, fontsize=8.5, **style)
 
-    for line, row in enumerate(others):
-        held = "" if row.measured is None else f"{amount(row.measured, row.unit)}, limit {amount(row.limit, row.unit)}"
-        why = textwrap.shorten(row.why.removeprefix("not measured: "), 84 if held else 110, placeholder=" ...")
-        write(0.0, line, str(MARKS[row.passed]), color=theme.answer(row.passed), fontweight="bold")
-        for x, text in ((0.12, row.check), (0.34, held), (0.5 if held else 0.34, why)):
+    for line, group in enumerate(others):
+        check, measured, limit, reason = cells(group)
+        held = "" if group[0].measured is None else f"{measured}, limit {limit}"
+        why = textwrap.shorten(reason.removeprefix("not measured: "), 84 if held else 110, placeholder=" ...")
+        write(0.0, line, str(MARKS[group[0].passed]), color=theme.answer(group[0].passed), fontweight="bold")
+        for x, text in ((0.12, check), (0.34, held), (0.5 if held else 0.34, why)):
             write(x, line, text)
     deep = math.ceil(len(passed) / PASSED_COLUMNS)
     for index, row in enumerate(passed):
@@ -356,20 +349,13 @@ def records_table(run: Run) -> pd.DataFrame:
 
 
 def times_table(run: Run) -> pd.DataFrame:
-    """Seconds of each phase on each rank over the cycles."""
     frame = run.frame()
     seconds = frame[(frame["metric"] == "seconds") & frame["value"].notna()].groupby(["phase", "rank"], sort=False)
     found = seconds["value"].agg(["count", "median", "min", "max"]).reset_index()
     return found.assign(rank=[rank_name(int(rank), run.roles) for rank in found["rank"]]).rename(columns={"count": "n"})
 
 
-def numbers_table(run: Run) -> pd.DataFrame:
-    """The numbers that somebody's own job recorded."""
-    return summary_of(run.frame())
-
-
 def levels_table(run: Run) -> pd.DataFrame:
-    """Memory and counts at the end of each phase, over all ranks and cycles."""
     frame = run.frame()
     frame = frame[frame["metric"].isin([*MEMORY_METRICS, *COUNTS]) & frame["value"].notna()]
     grouped = frame.groupby(["phase", "metric", "unit"], sort=False)["value"]
@@ -408,7 +394,11 @@ GENERAL = Pictures(
     overview=(("numbers",), ("times", "memory"), ("census",), ("timeline",), ("verdict",)),
     tables={
         "times": Table("Time per phase and rank", times_table, "median", dict.fromkeys(("median", "min", "max"), "s")),
-        "numbers": Table("Own numbers", numbers_table, units=dict.fromkeys(("first", "last", "min", "max"), ROW)),
+        "numbers": Table(
+            "Own numbers",
+            lambda run: summary_of(run.frame()),
+            units=dict.fromkeys(("first", "last", "min", "max"), ROW),
+        ),
         "memory": Table("Memory and counts per phase", levels_table, units=SPREAD),
         "records": Table("Every record", records_table),
     },

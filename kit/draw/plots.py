@@ -5,35 +5,34 @@ A notebook shows a picture and a file keeps it; in a page whose theme may change
 
 from __future__ import annotations
 
+import contextlib
 import html
 import io
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from kit.draw.style import DARK, LIGHT, Theme, theme
 from kit.errors import BadInput
+from kit.results import Run, Verdict
 from kit.results.frames import Source, gpu_numbers, source
 from kit.results.units import counted
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from kit.results import Run, Verdict
 
 ALL = "*"  # every check's limit is in the plot
 OVERVIEW = "overview"  # all of a run's main plots in one picture
 FORMATS = (".png", ".svg", ".pdf")
 WIDTH = 11.0  # inches
-FOLLOW = 'body[data-jp-theme-light="false"] .kit-picture.kit-auto, body.vscode-dark .kit-picture.kit-auto'
+DARK_PAGE = 'body[data-jp-theme-light="false"] .kit-picture, body.vscode-dark .kit-picture'
 COLOURED = re.compile(r"#[0-9a-f]{6}\b")
 BASELINE = "baseline"  # the phase after which a lab wants its levels to be the same again
 
@@ -68,6 +67,10 @@ class RunData:
     ranks: list[int]
     gpus: Mapping[int, int]
     memory: Source
+    cycle: str = "cycle"  # what a cycle is, in words
+    cycle_words: Mapping[int, str] = field(
+        default_factory=dict
+    )  # the name of each, where a lab has better ones than numbers
 
     def verdict(self, tolerances: Mapping[str, float] | None = None) -> Verdict:
         """The checks' answers. A run without checks here has those that it stored, and takes no tolerances."""
@@ -109,6 +112,13 @@ class RunData:
         return counted(len(self.cycles), "cycle")
 
 
+def cycles_of(order: Sequence[tuple[int, str]]) -> list[int]:
+    """Cycle 0 of a lab is what is done once, such as its end; in a loop that counts from 0 it has phases that come again."""
+    steps = [(cycle, phase) for cycle, phase in order if phase != BASELINE]
+    again = {phase for cycle, phase in steps if cycle}
+    return sorted({cycle for cycle, phase in steps if cycle or not again or phase in again})
+
+
 def read(run: Run) -> RunData:
     """Read a run. A record outside any timed phase belongs to no step."""
     records = run.frame()
@@ -127,7 +137,7 @@ def read(run: Run) -> RunData:
         frame=frame,
         order=order,
         phases=list(dict.fromkeys(phase for _, phase in order)),
-        cycles=sorted({cycle for cycle, phase in order if phase != BASELINE}),
+        cycles=cycles_of(order),
         ranks=sorted(int(rank) for rank in frame["rank"].unique()),
         gpus=gpu_numbers(records),
         memory=source(records),
@@ -149,7 +159,6 @@ class Picture(Figure):
         return buffer.getvalue()
 
     def save(self, path: str | Path) -> Path:
-        """Write a .png, .svg or .pdf."""
         path = Path(path)
         if path.suffix not in FORMATS:
             raise BadInput(f"a picture is saved as {', '.join(FORMATS)}, not {path.name!r}")
@@ -185,7 +194,6 @@ class Picture(Figure):
 
 
 def message(words: str, theme: Theme) -> Picture:
-    """A sentence where there is nothing to draw."""
     picture = Picture(width=8)
     picture.text(0.5, 0.5, words, ha="center", va="center", color=theme.faint)
     return picture
@@ -196,13 +204,12 @@ def message(words: str, theme: Theme) -> Picture:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a plot is painted from, and the figure that it is painted onto: `alone`, or a part of one beside other plots."""
+    """What a plot is painted from, and the figure, or a part of one, that it is painted onto."""
 
     data: RunData
     verdict: Verdict
     theme: Theme
     figure: Any
-    alone: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +237,22 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """What a run would have been with other settings: a table that follows its controls.
+
+    `names` are settings to choose by name, `numbers` those between two whole numbers; a run's own values come first. `prepare` reads a run
+    once; what it returns takes a value for each control. Both raise `KitError` where a run or the values cannot be forecast.
+    """
+
+    title: str
+    names: Mapping[str, Sequence[str]]
+    numbers: Mapping[str, tuple[int, int]]
+    prepare: Callable[[Run], Callable[..., pd.DataFrame]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pictures:
-    """What a lab shows of its runs: plots and tables by name, the rows of plots in its overview, and words for the heading.
+    """What a lab shows of its runs: plots and tables by name, the rows of plots in its overview, words for the heading, and forecasts.
 
     A plot with the name of a general one takes its place. A run that is not `ready` is drawn as any run.
     """
@@ -241,14 +262,20 @@ class Pictures:
     words: Callable[[RunData], list[str]] | None = None
     ready: Callable[[RunData], bool] = lambda _: True
     tables: Mapping[str, Table] = field(default_factory=dict)
+    what_if: WhatIf | None = None
+    cycle: str = "cycle"
+    cycle_words: Callable[[Mapping[str, Any]], Mapping[int, str]] | None = None  # of a config
 
 
 class Album:
-    """The plots that one run has something for, by name."""
-
     def __init__(self, run: Run, *sources: Pictures) -> None:
         """Read the records, once. The first of `sources` that is ready leads; the last has what every run has."""
-        self.data = data = read(run)
+        data = read(run)
+        for one in sources:
+            if one.cycle_words is not None:
+                with contextlib.suppress(LookupError, TypeError, AttributeError):  # an older or damaged config
+                    data = replace(data, cycle=one.cycle, cycle_words=one.cycle_words(data.config))
+        self.data = data
         self.lead = next(one for one in sources if one.ready(data))
         every = {**sources[-1].plots, **self.lead.plots}
         order = dict.fromkeys([*self.lead.plots, *every])
@@ -284,7 +311,7 @@ class Album:
             picture = Picture(sum(heights) + 0.35)  # the heading
             for figures, row in zip(split(picture, heights), rows, strict=True):
                 for figure, one in zip(across(figures, len(row)), row, strict=True):
-                    self.plots[one].paint(Scene(self.data, verdict, look, figure, alone=name != OVERVIEW))
+                    self.plots[one].paint(Scene(self.data, verdict, look, figure))
             picture.suptitle(
                 self.heading(tolerances), x=0.01, ha="left", fontsize=11.5 if name == OVERVIEW else 9, color=look.ink
             )
@@ -320,7 +347,6 @@ def split(figure: Any, heights: Sequence[float]) -> list[Any]:
 
 
 def across(figure: Any, count: int) -> list[Any]:
-    """Parts side by side."""
     return [figure] if count == 1 else list(figure.subfigures(1, count))
 
 
@@ -334,24 +360,18 @@ def colours(look: Theme) -> list[str]:
 PLACES = {colour: f"--kit-{index}" for index, colour in enumerate(colours(LIGHT))}
 
 
-def declared(look: Theme) -> str:
-    return "".join(f"{name}:{colour};" for name, colour in zip(PLACES.values(), colours(look), strict=True))
+SHEET = "".join(
+    f"{where} {{{''.join(f'{name}:{colour};' for name, colour in zip(PLACES.values(), colours(look), strict=True))}}}\n"
+    for where, look in ((".kit-picture", LIGHT), (DARK_PAGE, DARK))
+) + (".kit-picture svg { display:block; width:100%; height:auto; stroke-linejoin:round; stroke-linecap:butt; }")
 
 
-SHEET = (
-    f".kit-picture {{{declared(LIGHT)}}}\n{FOLLOW}, .kit-picture.kit-dark {{{declared(DARK)}}}\n"
-    ".kit-picture svg { display:block; width:100%; height:auto; stroke-linejoin:round; stroke-linecap:butt; }"
-)
-
-
-def inline(picture: Picture, label: str, *, theme_name: str = "auto", salt: str = "kit") -> str:
-    """A picture that was drawn in the light theme, as SVG for a page that has `SHEET`.
-
-    `theme_name` is auto, light or dark. A screen reader reads the `label`. `salt` keeps the names in two pictures of one page apart.
-    """
+def inline(picture: Picture, label: str) -> str:
+    """A picture that was drawn in the light theme, as SVG in the colours of a page with `SHEET`. The label is for screen readers."""
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": salt}):
+    # Names in two pictures of one page must differ.
+    with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": secrets.token_hex(4)}):
         canvas: Any = FigureCanvasSVG(picture)
         canvas.print_svg(buffer, metadata=nothing)  # `savefig` would draw a second time
     text = buffer.getvalue()
@@ -363,4 +383,4 @@ def inline(picture: Picture, label: str, *, theme_name: str = "auto", salt: str 
     head = re.sub(r' (?:width|height)="[^"]*pt"', "", head)
     named = f'{head} role="img" aria-label="{html.escape(label, quote=True)}">'
     width = round(picture.get_size_inches()[0] * 96)
-    return f'<div class="kit-picture kit-{theme_name}" style="max-width:{width}px">{named}{rest}</div>'
+    return f'<div class="kit-picture" style="max-width:{width}px">{named}{rest}</div>'

@@ -26,8 +26,6 @@ HATCHES = ("", "//", "..", "xx")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Theme:
-    """Colours of one look."""
-
     paper: str
     ink: str
     faint: str
@@ -45,11 +43,9 @@ class Theme:
         return HATCHES[index // len(self.series) % len(HATCHES)]
 
     def answer(self, passed: bool | None) -> str:
-        """The colour of a check that passed, failed or was not measured."""
         return {True: self.good, False: self.bad, None: self.faint}[passed]
 
     def rc(self) -> dict[Any, Any]:
-        """Settings for matplotlib."""
         return {
             **FONT,
             "figure.facecolor": self.paper,

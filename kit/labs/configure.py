@@ -10,22 +10,17 @@ import subprocess
 import typing
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from kit import machine, nccl2
 from kit import target as targets
-from kit.errors import BadInput
+from kit.errors import BadInput, hint
 from kit.gpu import has_driver
-from kit.labs.discover import hint
-from kit.labs.options import Field, fields
+from kit.labs.definition import Definition, Fault
+from kit.labs.options import Field, LabConfig, fields
 from kit.megatron.config import dtype_on, forced_tf32
-from kit.world import interpreter
+from kit.world import World, interpreter
 from kit.world.asked import check_ranks
-
-if TYPE_CHECKING:
-    from kit.labs.definition import Definition, Fault
-    from kit.labs.options import LabConfig
-    from kit.world import World
 
 PROBE = """
 import importlib.util, runpy, sys
@@ -149,7 +144,6 @@ def complaints(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -
 
 
 def validate(lab: Definition, values: Mapping[str, Any]) -> LabConfig:
-    """A config of the lab from plain values."""
     config = _read(lab, values)
     if isinstance(config, dict):
         raise BadInput("; ".join(dict.fromkeys(config.values())))
@@ -192,14 +186,17 @@ def _adapter(config: Any) -> Any:
 
 
 def from_text(lab: Definition, pairs: Mapping[str, str]) -> dict[str, Any]:
-    """Values from the command line: text where the field is text, else JSON, else the text itself for the check to refuse.
+    """Values from the command line: text where the field is text or one of some texts, else JSON, else the text itself for the check
+    to refuse.
 
     A list may be written without its brackets."""
     kinds = {field.name: field.kind for field in fields(lab.config)}
     lists = {name for name, kind in kinds.items() if typing.get_origin(kind) is tuple}
     bare = {name for name, text in pairs.items() if name in lists and not text.startswith("[")}
     texts = {name: f"[{text}]" if name in bare else text for name, text in pairs.items()}
-    return {name: text if kinds.get(name) is str else _json_or_text(text) for name, text in texts.items()}
+    plain = {name for name, kind in kinds.items() if kind is str}
+    chosen = {name for name, text in texts.items() if text in typing.get_args(kinds.get(name))}
+    return {name: text if name in plain | chosen else _json_or_text(text) for name, text in texts.items()}
 
 
 def refuse_device(fault: Fault, device: str) -> None:
@@ -266,7 +263,6 @@ def _json_or_text(text: str) -> Any:
 
 
 def _spelled(value: Any) -> str:
-    """As the command line takes it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

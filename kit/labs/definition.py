@@ -41,12 +41,10 @@ class Role:
 
 
 def working(step: Step, roles: Sequence[Role]) -> list[int]:
-    """The ranks that have work in a step."""
     return sorted(rank for role in roles if not step.roles or role.name in step.roles for rank in role.ranks)
 
 
 def role_names(roles: Sequence[Role]) -> dict[int, str]:
-    """The role of each rank, where roles have names."""
     return {rank: role.name for role in roles if role.name for rank in role.ranks}
 
 
@@ -82,6 +80,8 @@ class Definition:
     `first` names the settings that its panel shows first; without it all are.
     `roles` gives the roles of a config's ranks, which live in one World or in several, in rank order; without it all ranks are alike.
     With `isolate` a World that dies ends alone.
+    `foreign` names (`module:attr`) what turns files of other systems into settings: called with their contents by name, it returns the
+    settings, and the keys that it has none for.
     `fits` is called on the notebook's side and raises BadInput, with the arithmetic, where this machine cannot carry a config.
     """
 
@@ -93,6 +93,7 @@ class Definition:
     checks: str
     presets: str = ""
     pictures: str = ""
+    foreign: str = ""
     first: tuple[str, ...] = ()
     roles: Callable[[Any], Sequence[Role]] | None = None
     isolate: bool = False
@@ -129,6 +130,5 @@ class Definition:
         return [*self.load_checks(), *common]
 
     def load_presets(self) -> Mapping[str, Mapping[str, float]]:
-        """Sets of tolerances by name; none where the lab names none."""
         presets: Mapping[str, Mapping[str, float]] = load(self.presets) if self.presets else {}
         return presets

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import pkgutil
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
-from kit.errors import BadInput
+from kit.errors import BadInput, hint
 from kit.labs.definition import Definition
 from kit.target import load
 
@@ -68,13 +67,6 @@ def checks_of(name: str) -> Sequence[Check]:
 
 
 def pictures_of(name: str) -> Pictures | None:
-    """The plots and tables of a lab, if it is known here and has any."""
     lab = discover().labs.get(name)
     pictures: Pictures | None = load(lab.pictures) if lab and lab.pictures else None
     return pictures
-
-
-def hint(name: str, allowed: Sequence[str] | dict[str, Definition]) -> str:
-    """The closest allowed name, and all allowed names."""
-    near = difflib.get_close_matches(str(name), allowed, n=1)
-    return (f"did you mean {near[0]!r}? " if near else "") + f"allowed are: {', '.join(sorted(allowed)) or 'none'}"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from kit.errors import BadInput, KitError
+from kit.labs.definition import Role
 from kit.results.records import NOTEBOOK, Recording
-from kit.world.pending import Pending, wait
+from kit.world import World
+from kit.world.pending import Observer, Pending, wait
+from kit.world.several import Worlds
 from kit.world.world import Printer
-
-if TYPE_CHECKING:
-    from kit.labs.definition import Role
-    from kit.world import World
-    from kit.world.pending import Observer
-    from kit.world.several import Worlds
 
 RANKSIDE = "kit.labs.rankside"
 Write = Callable[[int, list[dict[str, Any]]], None]
@@ -47,12 +45,14 @@ class Drive(Recording):
         roles: Sequence[Role],
         observer: Observer,
         write: Write,
+        folder: Path,
     ) -> None:
         self.world = world
         self.config = config
         self.fault = fault
         self.cycle = cycle
         self.phase = phase
+        self.folder = folder  # the run's, with everything that was recorded so far
         self.roles: Mapping[str, tuple[int, ...]] = {role.name: role.ranks for role in roles}
         self.lost: set[int] = set()  # ranks that the step ended on purpose; nothing is asked of them afterwards
         self._observer = Quiet(observer)
@@ -86,29 +86,24 @@ class Drive(Recording):
         return pending
 
     def wait(self, pendings: Iterable[Pending], *, first: bool = True, timeout_s: float | None = None) -> list[Pending]:
-        """As kit.wait."""
         return wait(pendings, first=first, timeout_s=timeout_s)
 
     def _send(self, row: dict[str, Any]) -> None:
         self.append([row])
 
     def append(self, rows: list[dict[str, Any]]) -> None:
-        """Write rows that `new_row` made."""
         self._write(NOTEBOOK, rows)
 
-    def finish(self) -> None:
-        """Cancel what is still in flight; a driver that returns before its calls are over has a bug."""
+    def cancel(self) -> list[Pending]:
+        """Cancel what is still in flight."""
         left = [one for one in self._flying if not one.settled]
         for one in left:
             one.cancel()
-        if left:
-            calls = ", ".join(f"{one.phase} on ranks {one.ranks}" for one in left)
+        return left
+
+    def finish(self) -> None:
+        """A driver that returns before its calls are over has a bug."""
+        if calls := ", ".join(f"{one.phase} on ranks {one.ranks}" for one in self.cancel()):
             raise KitError(
                 f"the driver of {self.phase!r} returned while calls were in flight ({calls}); wait for them first"
             )
-
-    def abandon(self) -> None:
-        """Cancel what is in flight after an error, which stays the one that is raised."""
-        for one in self._flying:
-            if not one.settled:
-                one.cancel()

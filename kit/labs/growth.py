@@ -95,7 +95,6 @@ def others_untouched(first: str) -> Measure:
 
 
 def on_cuda(ask: Measure) -> Measure:
-    """A check that is measured only with a GPU driver."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         if not (frame["metric"] == "driver_used").any():
@@ -262,7 +261,6 @@ def left(after: str, base: str) -> Measure:
 
 
 def _more(before: pd.Series, now: pd.Series, then: str, at_last: str) -> Measured:
-    """What there is more of, by (metric, rank)."""
     more = (now - before).dropna()
     worst = more.groupby(level="metric").idxmax()
     grown = [place for place in worst if more[place] > 0]

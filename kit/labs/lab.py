@@ -14,44 +14,32 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 from kit import nccl2, routing
 from kit.errors import BadInput, KitError, RankDied, RankError
 from kit.labs.configure import configure, find_fault, refuse_device
-from kit.labs.definition import role_names, working
+from kit.labs.definition import Definition, Role, Step, role_names, working
 from kit.labs.drive import RANKSIDE, Drive, Quiet, Write
 from kit.labs.growth import gpus
+from kit.labs.options import LabConfig
 from kit.labs.stepped import Stepped
 from kit.measure.provenance import provenance
 from kit.results import Record, Run, create_run, runs_dir
 from kit.results.files import write_text
 from kit.results.frames import GPU
-from kit.results.run import SNAPSHOTS
+from kit.results.run import SNAPSHOTS, Plotter
 from kit.results.verdict import asked, checked_tolerances
 from kit.target import load_callable
 from kit.world import World
+from kit.world.pending import Observer
 from kit.world.several import Worlds
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from kit.labs.definition import Definition, Role, Step
-    from kit.labs.options import LabConfig
-    from kit.results.run import Plotter
-    from kit.world.pending import Observer
 
 BOUNDARY = "run"  # the phase of what is measured once, before the first phase and after the last
 # The parts of a rank's answer on its routing that become records: at the start, and of the groups at the end.
 ROUTING_BEFORE = ("requested", "importable", "effective", "reason")
 ROUTING_AFTER = ("groups", "groups_effective", "options_lost")
-
-
-@runtime_checkable
-class Counts(Protocol):
-    """An observer that also wants to know how many records a phase has so far."""
-
-    def recorded(self, count: int) -> None: ...
 
 
 class PhaseRow(NamedTuple):
@@ -98,12 +86,12 @@ class Lab:
         self._settings = dataclasses.asdict(self.config)
         self._checks = asked(definition.all_checks(), self._settings)
         self.tolerances = checked_tolerances(tolerances or {}, [check.tolerance for check in self._checks])
-        self._plan: Sequence[Step] = definition.plan(self.config)
-        check_roles(self._plan, self.roles)
-        self._done = 0
+        self.steps: Sequence[Step] = definition.plan(self.config)
+        check_roles(self.steps, self.roles)
+        self.done = 0  # phases
         self._lost: set[int] = set()  # ranks whose death was rehearsed
-        self._error = ""
-        self._run: Run | None = None
+        self.error = ""  # what ended it, in one line
+        self.judged: Run | None = None  # the run, once it has its verdict
         self.observe = observe
         self._observer: Observer | None = None
         self._about = provenance()
@@ -132,14 +120,8 @@ class Lab:
 
     @property
     def phases(self) -> list[PhaseRow]:
-        """The plan, and how far it is."""
-        marks = ["done"] * self._done + ["failed" if self._error else "next"] + ["to do"] * len(self._plan)
-        return [PhaseRow(step.cycle, step.phase, mark) for step, mark in zip(self._plan, marks, strict=False)]
-
-    @property
-    def steps(self) -> Sequence[Step]:
-        """The plan."""
-        return self._plan
+        marks = ["done"] * self.done + ["failed" if self.error else "next"] + ["to do"] * len(self.steps)
+        return [PhaseRow(step.cycle, step.phase, mark) for step, mark in zip(self.steps, marks, strict=False)]
 
     def step(self) -> Stepped:
         """Run the next phase on every rank that has work in it."""
@@ -148,12 +130,12 @@ class Lab:
 
     def run(self) -> Run:
         """Run the phases that are left, judge, and write the verdict. Once done, the same Run again."""
-        if self._run is not None:
-            return self._run
+        if self.judged is not None:
+            return self.judged
         self._check_going()
-        self._watch(len(self._plan) - self._done + 2)
+        self._watch(len(self.steps) - self.done + 2)
         self.start()
-        while self._done < len(self._plan):
+        while self.done < len(self.steps):
             self._step()
         try:
             left = self._left(range(self.config.ranks))
@@ -166,23 +148,12 @@ class Lab:
         except BaseException as error:
             self._failed(error)
             raise
-        self._run = run
+        self.judged = run
         return run
 
     @property
     def started(self) -> bool:
-        """Whether its ranks were started, however they are now."""
         return "world" in vars(self)
-
-    @property
-    def error(self) -> str:
-        """What ended it, in one line; empty where nothing did."""
-        return self._error
-
-    @property
-    def judged(self) -> Run | None:
-        """The run, once it has its verdict."""
-        return self._run
 
     def panel(self) -> object:
         """A panel of this lab in its current state, for a notebook."""
@@ -192,8 +163,8 @@ class Lab:
 
     def close(self) -> None:
         """End the ranks, unless their World was given. A run that had not come to its verdict is marked as failed. May be called again."""
-        if self._run is None and not self._error:
-            self._failed(KitError(f"closed before its end: {self._done} of {len(self._plan)} phases were done"))
+        if self.judged is None and not self.error:
+            self._failed(KitError(f"closed before its end: {self.done} of {len(self.steps)} phases were done"))
         if self.started and self._given is None:
             self.world.close()
 
@@ -204,9 +175,9 @@ class Lab:
         self.close()
 
     def __repr__(self) -> str:
-        state = "judged" if self._run else f"failed: {self._error}" if self._error else "under way"
+        state = "judged" if self.judged else f"failed: {self.error}" if self.error else "under way"
         fault = f", fault {self.fault}" if self.fault else ""
-        return f"<lab {self.name}{fault}: {self._done} of {len(self._plan)} phases done, {state}; {self.dir}>"
+        return f"<lab {self.name}{fault}: {self.done} of {len(self.steps)} phases done, {state}; {self.dir}>"
 
     # -- how --------------------------------------------------------------------------------------------------------
 
@@ -236,16 +207,15 @@ class Lab:
     def _step(self) -> Stepped:
         self._check_going()
         self.start()
-        if self._done == len(self._plan):
+        if self.done == len(self.steps):
             raise KitError("every phase is done; call run() for the verdict")
-        step = self._plan[self._done]
+        step = self.steps[self.done]
         rows: list[Record] = []
 
         def write(rank: int, found: list[dict[str, Any]]) -> None:
             rows.extend(self._append(step.cycle, step.phase, {rank: found}))
-            watching: object = self._observer
-            if isinstance(watching, Counts):
-                watching.recorded(len(rows))
+            if recorded := getattr(self._observer, "recorded", None):  # not every observer wants to know
+                recorded(len(rows))
 
         try:
             (self._drive if step.driver else self._call)(step, write)
@@ -255,9 +225,9 @@ class Lab:
                     write(error.rank, [{"metric": "failed", "value": 1.0, "unit": "1", "time": time.time()}])
             self._failed(error)
             raise
-        self._done += 1
+        self.done += 1
         return Stepped(
-            step.cycle, step.phase, rows, done=self._done, planned=len(self._plan), roles=role_names(self.roles)
+            step.cycle, step.phase, rows, done=self.done, planned=len(self.steps), roles=role_names(self.roles)
         )
 
     def _call(self, step: Step, write: Write) -> None:
@@ -284,6 +254,7 @@ class Lab:
             roles=wanted,
             observer=observer,
             write=write,
+            folder=self.dir,
         )
         quiet: dict[str, Any] = {"phase": step.phase, "observer": Quiet(observer), "on_news": write}
         observer.started(step.phase, ranks)
@@ -293,7 +264,7 @@ class Lab:
                 load_callable(step.driver)(drive)
                 drive.finish()
             except BaseException:
-                drive.abandon()
+                drive.cancel()
                 raise
             finally:
                 self._lost |= drive.lost
@@ -340,13 +311,12 @@ class Lab:
         return self.config.memory_snapshot and self.started and self.world.device.startswith("cuda")
 
     def _check_going(self) -> None:
-        if self._error:
-            raise KitError(f"this run has failed ({self._error}); make a new lab")
-        if self._run is not None:
+        if self.error:
+            raise KitError(f"this run has failed ({self.error}); make a new lab")
+        if self.judged is not None:
             raise KitError("this run is judged; make a new lab")
 
     def _append(self, cycle: int, phase: str, found: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Record]:
-        """Write what ranks measured, at once."""
         records = [
             Record(run=self._writer.id, lab=self.name, cycle=cycle, phase=phase, rank=rank, **row)
             for rank, rows in found.items()
@@ -381,7 +351,7 @@ class Lab:
         text = str(error)
         name = "stopped" if isinstance(error, KeyboardInterrupt) else type(error).__name__
         said = f"{name}: {text}" if text else name
-        self._error = said.partition("\n")[0]
+        self.error = said.partition("\n")[0]
         with contextlib.suppress(KitError):
             if self._snapshots:
                 self.world.call(f"{RANKSIDE}:snapshot", ranks=self._idle(range(self.config.ranks)), timeout_s=60)
@@ -390,7 +360,7 @@ class Lab:
         with contextlib.suppress(KitError, OSError):  # as far as the records go
             self._writer.write_verdict(Run(self.dir, checks=lambda _: self._checks).verdict(**self.tolerances))
         with contextlib.suppress(KitError, OSError):
-            self._writer.fail(self._error)
+            self._writer.finish(self.error, stopped=isinstance(error, KeyboardInterrupt))
 
     def _left(self, ranks: Iterable[int]) -> list[int]:
         return [rank for rank in ranks if rank not in self._lost]
@@ -401,7 +371,6 @@ class Lab:
 
 
 def sizes(roles: Sequence[Role]) -> tuple[int, ...]:
-    """How many ranks each World has."""
     count = 1 + max(role.world for role in roles)
     return tuple(sum(len(role.ranks) for role in roles if role.world == number) for number in range(count))
 
@@ -426,7 +395,6 @@ def check_roles(plan: Sequence[Step], roles: Sequence[Role]) -> None:
 
 
 def check_given(world: World | Worlds, ranks: int, sizes: tuple[int, ...], *, isolate: bool) -> None:
-    """Whether the Worlds that were given are those that the config needs."""
     given = world.sizes if isinstance(world, Worlds) else (world.ranks,)
     if ranks != world.ranks:
         raise BadInput(f"ranks={ranks}, but the given World has {world.ranks}")
@@ -460,5 +428,4 @@ def refuse_unrouted(world: World | Worlds, name: str) -> None:
 
 
 def _number(value: Any) -> float | str:
-    """As a record has it; a list becomes its length."""
     return value if isinstance(value, str) else float(len(value) if isinstance(value, list) else value)

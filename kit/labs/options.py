@@ -84,8 +84,6 @@ class LabConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobConfig(LabConfig):
-    """What the configs of labs with a Megatron job have."""
-
     size: Annotated[Literal["tiny", "125m", "qwen2.5-0.5b"], Option("model size")] = "tiny"
     layers: Annotated[int | None, Option("number of layers; null: that of the size", low=1, high=200)] = None
     dtype: Annotated[
@@ -103,8 +101,6 @@ def model_of(config: JobConfig, **more: Any) -> ModelConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a config, as a person or a widget wants to see it."""
-
     name: str
     kind: Any
     default: Any
@@ -115,21 +111,23 @@ class Field:
         return typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
 
     @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The kinds of a union, or the one."""
+        union = typing.get_origin(self.kind) in {typing.Union, types.UnionType}
+        return typing.get_args(self.kind) if union else (self.kind,)
+
+    @property
     def optional(self) -> bool:
-        return typing.get_origin(self.kind) in {typing.Union, types.UnionType} and type(None) in typing.get_args(
-            self.kind
-        )
+        return type(None) in self.kinds
 
     def allowed(self) -> str:
-        """What the field may be, in words."""
         if self.choices:
             return f"one of {', '.join(map(str, self.choices))}"
-        if self.option.names:
-            return " ".join(filter(None, [self.option.range(), "or null" if self.optional else ""]))
-        plain = (
-            [kind for kind in typing.get_args(self.kind) if kind is not type(None)] if self.optional else [self.kind]
+        words = (
+            ""
+            if self.option.names
+            else " or ".join(_WORDS.get(kind, str(kind)) for kind in self.kinds if kind is not type(None))
         )
-        words = " or ".join(_WORDS.get(kind, str(kind)) for kind in plain)
         return " ".join(filter(None, [words, self.option.range(), "or null" if self.optional else ""]))
 
 
@@ -143,17 +141,15 @@ _WORDS = {
 
 
 def fields(config: type) -> list[Field]:
-    """The fields of a lab's config in order."""
     hints = typing.get_type_hints(config, include_extras=True)
-    return [_field(field, hints[field.name]) for field in dataclasses.fields(config)]
-
-
-def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
-    kind, *marks = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
-    options = [mark for mark in marks if isinstance(mark, Option)]
-    if not options:
-        raise TypeError(f"config field {field.name!r} has no Option: say what it is for")
-    return Field(field.name, kind, field.default, options[0])
+    found = []
+    for field in dataclasses.fields(config):
+        kind, *marks = typing.get_args(hints[field.name]) or (None,)
+        option = next((mark for mark in marks if isinstance(mark, Option)), None)
+        if option is None:
+            raise TypeError(f"config field {field.name!r} has no Option: say what it is for")
+        found.append(Field(field.name, kind, field.default, option))
+    return found
 
 
 # -- whether a job fits this machine ------------------------------------------------------------------------------------

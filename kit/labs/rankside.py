@@ -6,6 +6,7 @@ measured is published (`kit.world.channel.publish`) and reaches the run's folder
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import os
@@ -20,6 +21,7 @@ import torch
 from kit import nccl2, routing
 from kit.errors import BadInput
 from kit.measure import Metric, PhaseMeter, provenance, pss
+from kit.measure.host import trim
 from kit.measure.memory import History
 from kit.measure.observers.holdings import watch
 from kit.measure.phase import between_phases
@@ -56,13 +58,16 @@ class Context(Recording):
     def _send(self, row: dict[str, Any]) -> None:
         channel.publish(row)
 
+    def world_of(self, rank: int) -> str:
+        """The name of the World that a rank is in."""
+        worlds = [world for world, size in enumerate(self.world_sizes) for _ in range(size)]
+        return f"{self.meeting} {worlds[rank]}"
+
     def implementation(self, target: str) -> Any:
-        """The code under test: `module:attr`, called once with this context."""
         return load(target)(self)
 
 
 def publish(metric: str, value: float, unit: str, when: float, **about: Any) -> None:
-    """Send a record to the notebook."""
     channel.publish(new_row(metric, value, unit, when, **about))
 
 
@@ -171,7 +176,6 @@ def act(*, method: str, args: dict[str, Any]) -> Any:
 
 
 def close_step() -> None:
-    """A driven step has ended."""
     session = _running()
     meter, session.meter = session.meter, None
     if meter is not None:
@@ -195,14 +199,17 @@ def snapshot() -> None:
 
 
 def end() -> dict[str, Any]:
-    """Let go of the lab."""
     global _session  # noqa: PLW0603 - as above
     snapshot()
     session = _running()
     about = routed(session.context.config)
     session.found.restore()
     _session = None
-    return {"pss": pss(), **about}
+    answer = {"pss": pss(), **about}
+    del session
+    gc.collect()  # ranks may go on to another lab, which has to fit beside what this one leaves
+    trim()
+    return answer
 
 
 def routed(config: Any) -> dict[str, Any]:
@@ -219,6 +226,5 @@ def _running() -> Session:
 
 
 def digest(hashes: Mapping[str, str]) -> str:
-    """The SHA-256 of all of a rank's tensors: of their names and hashes."""
     text = "\n".join(f"{name} {value}" for name, value in sorted(hashes.items()))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from kit.errors import BadInput
 from kit.loop.messages import Command, Event
 from kit.results.records import NOTEBOOK, Record, RecordWriter, note, parse, read_bytes
 
@@ -75,15 +76,23 @@ def event_row(event: Event, core: str, when: float) -> Row:
 
 
 def command_row(command: Command, when: float) -> Row:
+    if {"core", "to"} & dict(command.ids).keys():
+        raise BadInput(
+            f"{command.name} has an id `core` or `to`; these say what passed a port, and only the runner writes them"
+        )
     address = {} if command.to == NOTES else {"to": command.to}
     return Row(command.name, when, {**dict(command.ids), "pipeline": command.pipeline, **address})
 
 
-def read(path: Path) -> tuple[list[Row], str]:
-    """The rows of a file of records that are events, and a sentence about unreadable lines (empty without any)."""
+def read(path: Path, phase: str | None = None) -> tuple[list[Row], str]:
+    """The rows of a file of records that are events, and a sentence about unreadable lines (empty without any). `phase`: only its rows."""
     columns, dropped = parse(read_bytes(path))
-    events = zip(columns["metric"], columns["time"], columns["ids"], columns["value"], strict=True)
-    rows = [Row(name, when, ids) for name, when, ids, value in events if value is None]
+    events = zip(*(columns[name] for name in ("metric", "time", "ids", "value", "text", "phase")), strict=True)
+    rows = [
+        Row(name, when, ids)
+        for name, when, ids, value, text, of in events
+        if value is None and not text and phase in (None, of)
+    ]
     return rows, note(path.name, dropped) if dropped else ""
 
 

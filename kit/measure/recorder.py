@@ -173,7 +173,7 @@ class Recorder:
             self._one(name, time.perf_counter() - began, "s", ids, text=text or raised, start=start)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the run as "finished", or as "failed" with `error`. A second call does nothing."""
+        """End the run as "finished", with `error` as "failed", or "stopped" for Ctrl-C. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -185,7 +185,8 @@ class Recorder:
         self._writer.close()
         if self._run is None:
             return
-        self._run["status"] = "finished" if error is None else "failed"
+        stopped = isinstance(error, KeyboardInterrupt)
+        self._run["status"] = "stopped" if stopped else "finished" if error is None else "failed"
         self._run["finished"] = utc()
         if error is not None:
             self._run["error"] = f"{type(error).__name__}: {error}"
@@ -251,6 +252,7 @@ class Recorder:
             **self._head,
             "config": {"ranks": self.world_size, **config},
             "status": "running",
+            "owner": machine.owner(),
             "started": utc(),
             "finished": None,
             "fault": None,

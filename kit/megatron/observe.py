@@ -12,7 +12,7 @@ import functools
 import types
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ import torch.distributed as dist
 from kit.measure.observers import births, tensors
 from kit.measure.observers.births import is_group
 from kit.measure.observers.tensors import children
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PATIENCE = dt.timedelta(seconds=10)  # for one collective over a group
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
@@ -214,7 +217,7 @@ def moved(before: Seen, after: Seen) -> list[str]:
 def changed(before: Seen, after: Seen) -> list[str]:
     """Groups that say something else of themselves than before: timeout, backend, options, description."""
     named = [
-        f"{name}: {_apart(old, after.options[name])}"
+        f"{name}: {'; '.join(_apart(old, after.options[name]))}"
         for name, old in before.options.items()
         if name in after.options and after.options[name] != old
     ]
@@ -222,8 +225,14 @@ def changed(before: Seen, after: Seen) -> list[str]:
     return named + [f"a group that no name leads to came back otherwise: {one}" for one in lost.elements()]
 
 
-def _apart(old: dict[str, Any], new: dict[str, Any]) -> str:
-    return "; ".join(f"{key} {old[key]!r} became {new.get(key)!r}" for key in old if old[key] != new.get(key))
+def _apart(old: dict[str, Any], new: dict[str, Any], within: str = "") -> Iterator[str]:
+    """Each value that differs, however deep it lies."""
+    for key in dict.fromkeys([*old, *new]):
+        was, now = old.get(key), new.get(key)
+        if isinstance(was, dict) and isinstance(now, dict):
+            yield from _apart(was, now, f"{within}{key} ")
+        elif was != now:
+            yield f"{within}{key} {was!r} became {now!r}"
 
 
 def stale(before: Seen, after: Seen) -> list[str]:

@@ -88,7 +88,7 @@ def as_found(*, timeout_s: float = 60.0) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        log.error("leaving after %s: %s", type(error).__name__, error, exc_info=error)  # noqa: TRY400 - told with its trace
+        log.error("leaving after %s: %s", type(error).__name__, error, exc_info=error)  # noqa: TRY400 - logged with its trace
         try:
             _abort(found)
             _put_back(found)

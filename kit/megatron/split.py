@@ -29,7 +29,7 @@ from kit.train.stream import Misuse, SplitStep
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kit.train.protocol import Loss, StepResult
+    from kit.train.protocol import Loss, SplitContext, StepResult
 
 HOOKS = ("grad_sync_func", "no_sync_func", "finalize_model_grads_func")
 Row = dict[str, torch.Tensor]
@@ -192,6 +192,11 @@ class MegatronSplit(SplitStep):
         self.fed = []
         if self.random:
             set_random_states(self.random)
+
+
+def split_step(ctx: SplitContext) -> MegatronSplit:
+    """The kit's split step, made as one of your own is."""
+    return MegatronSplit(ctx.job)
 
 
 class MegatronSync:

@@ -27,7 +27,7 @@ START_S = 3600.0  # the probe's own limit ends a start that takes too long
 DEADLINE_S = 3.0
 NVIDIA_SMI_S = 3.0
 DRIVER_SLACK = 16 * MIB  # of two ranks on one GPU: the driver hands out memory in 2 MiB pages
-GIVES_BACK = 0.9  # of a buffer's bytes, as the driver tells it
+GIVES_BACK = 0.9  # of a buffer's bytes, as the driver reports it
 REGISTERED_SHARE = 0.8  # of the rate of torch's own pinned memory
 Settings = dict[str, Any]
 Seen = Mapping[str, Any]  # what a rank measured
@@ -117,7 +117,7 @@ def all_reduces(report: Report, device: str, settings: Settings) -> None:
     with started(report, device, settings) as world:
         report.at("WORLD's communicator")
         eager = on_ranks(world, ":ready_at_once")
-        unknown = "only NCCL tells, and only where torch shows it" if None in eager else ""
+        unknown = "only NCCL knows, and only some versions of torch show it" if None in eager else ""
         report.row("WORLD ready before its first collective", None if unknown else all(eager), unknown)
         report.at("100 small all-reduces on the device and on the host")
         measured = on_ranks(world, ":all_reduces", n=100)
@@ -251,7 +251,7 @@ def idle_again(world: World, seconds: float) -> None:
             return
 
 
-# -- probes 6 to 9: host memory, resized storage, what the driver tells, memory of one GPU in two ranks ---------------
+# -- probes 6 to 9: host memory, resized storage, what the driver reports, memory of one GPU in two ranks ---------------
 
 
 def host_memory(report: Report, device: str, settings: Settings) -> None:
@@ -308,12 +308,12 @@ def resize(report: Report, device: str, settings: Settings) -> None:
 
 
 def driver_memory(report: Report, device: str, settings: Settings) -> None:
-    """8: whose memory the driver tells, and what a rank has beside its tensors."""
+    """8: which process's memory the driver reports, and what a rank holds besides tensors."""
     if device == "cpu":
         report.needs_gpu("NVML lists the rank's process", "residual of a rank")
         return
     with started(report, device, settings) as world:
-        report.at("what the driver tells of each rank")
+        report.at("what the driver reports for each rank")
         seen = on_ranks(world, ".memory:driver_view")
     for rows in driver_rows(seen):
         report.row(*rows)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kit import machine
 from kit.preflight.report import Findings, Result, Row
+from kit.results import runs_dir
+from kit.results.files import make_folder, write_json
 from kit.results.records import utc
 from kit.world import leftovers
 from kit.world.members import signal_name
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 Ended = Literal["finished", "cut", "crashed", "interrupted", "not run"]
 TOTAL_S = 130.0
+TIMES = "preflight.json"  # in the runs folder: what the last `kit doctor --deep` measured, for `kit reference`
 SLOWER_ON_CPU = 5.0  # the limits are for a box with a GPU; one without is a laptop
 BUSIEST = 4.0  # times as long again where others use its cores
 NAMED = ("cut", "crashed", "interrupted", "not run")
@@ -133,7 +136,15 @@ def deep(
         "probes": [asdict(one) for one in outcomes],
         "times": {**box(found, device), **times},
     }
+    make_folder(runs_dir())
+    write_json(runs_dir() / TIMES, result["times"])
     return result, 130 if stopped else exit_status(outcomes)
+
+
+def measure(found: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """The times of the last probe alone, which takes the longest and does most of what labs do; and whose they are."""
+    limit = 2 * PROBES[-1].limit_s * pace(device)
+    return {**box(found, device), **run(PROBES[-1], device, limit, megatron=True)[1]}
 
 
 def allowed(own_s: float, later_s: float, left_s: float) -> float:

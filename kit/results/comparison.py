@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
+from kit.results.files import to_json
 from kit.results.frames import labels, with_ids
+from kit.results.run import Run
 from kit.results.units import ROW
 from kit.results.verdict import VerdictRow, without_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import pandas as pd
-
-    from kit.results.run import Run
 
 # The outcome of a job, as the name of a metric or as the id `name`: identical to the last bit in two runs that did the same.
 OUTCOMES = ("loss", "global_loss", "grad_norm", "digest")
@@ -23,6 +22,7 @@ OUTCOMES = ("loss", "global_loss", "grad_norm", "digest")
 NOISE = ("_before", "overhead_seconds", "observers_seconds")
 # By how much of itself a measured amount may differ between two runs that did the same: with several readings, and with one.
 EVEN, EVEN_SINGLE = 0.02, 0.25
+NAMED = 3  # settings in the label of a run
 MEASURED = ("s", "B", "B/s")  # units of such amounts; all else is counted, and differs or does not
 KEYS = ["phase", "rank", "metric", "ids", "unit"]
 COLUMNS = [
@@ -81,6 +81,39 @@ def sizes(apart: Mapping[str, Sequence[Any]]) -> list[str]:
     ]
 
 
+def warnings(runs: Sequence[Run]) -> list[str]:
+    """Why numbers of these runs cannot be compared, a sentence each."""
+    apart = settings(runs)
+    if "lab" in apart:
+        return [f"these are runs of different labs: {', '.join(dict.fromkeys(map(str, apart['lab'])))}"]
+    names = sizes(apart)
+    return (
+        [f"these runs differ in size ({', '.join(names)}): their times and memory cannot be compared"] if names else []
+    )
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """What sets each run apart from the others of its lab, in words: the settings that differ, a few of them, and its fault."""
+    return [_apart(run, settings([run, *(other for other in runs if other.lab == run.lab)])) for run in runs]
+
+
+def _apart(run: Run, apart: Mapping[str, Sequence[Any]]) -> str:
+    names = [name for name in apart if name != "fault"]
+    words = [f"{name}={in_words(apart[name][0])}" for name in names[:NAMED]]
+    more = [f"{len(names) - NAMED} more settings"] if len(names) > NAMED else []
+    return ", ".join([*words, *more, *([f"fault {run.fault}"] if run.fault else [])])
+
+
+def labelled(runs: Sequence[Run]) -> dict[str, str]:
+    """Each run's label or id with what sets it apart: what legends, headings and lists call it."""
+    words = zip(runs, differing(runs), strict=True)
+    return {run.id: ", ".join(filter(None, [run.label or run.id, what])) for run, what in words}
+
+
+def in_words(value: Any) -> str:
+    return value if isinstance(value, str) else to_json(value)
+
+
 def answers_changed(base: Run, run: Run) -> list[tuple[str, VerdictRow | None, VerdictRow | None]]:
     """The checks with another answer in `run`: their name and both rows, failures first; None where a run does not ask one."""
     one, other = ({row.check: row for row in without_parts(each.shown_verdict())} for each in (base, run))
@@ -94,11 +127,11 @@ def told(table: pd.DataFrame) -> pd.DataFrame:
     return table[~table["metric"].str.endswith(NOISE)]
 
 
-def compact(table: pd.DataFrame) -> pd.DataFrame:
-    """The columns of a comparison that fit a screen, with the ids in the metric's name."""
-    several = ["run"] if table["run"].nunique() > 1 else []
+def compact(table: pd.DataFrame, *, several: bool = False) -> pd.DataFrame:
+    """The columns of a comparison that fit a screen, with the ids in the metric's name. `several` says whose each row is."""
+    run = ["run"] if several or table["run"].nunique() > 1 else []
     return table.assign(metric=labels(table), ratio=table["ratio"].round(3))[
-        [*several, "phase", "metric", "rank", "base", "value", "ratio", "n", "unit"]
+        [*run, "phase", "metric", "rank", "base", "value", "ratio", "n", "unit"]
     ]
 
 
@@ -122,7 +155,6 @@ def outcomes(base: Run, run: Run) -> tuple[int, int]:
 
 
 def _outcomes(run: Run) -> dict[tuple[object, ...], tuple[str, float]]:
-    """The text and the value of each outcome."""
     frame = run.frame()
     named = with_ids(frame, "name")
     known = frame["metric"].isin(OUTCOMES)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import html
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,6 @@ from kit.results.frames import without_empty
 from kit.results.units import ROW, amount
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import pandas as pd
 
 PROGRAMS = (".csv", ".parquet", ".json")
@@ -71,8 +70,8 @@ def export(
 
 def plain(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows as JSON has them: null for a missing value."""
-    rows = frame.to_dict("records")
-    return [{str(key): None if _missing(item) else item for key, item in row.items()} for row in rows]
+    rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    return [{str(key): item for key, item in row.items()} for row in rows]
 
 
 def readable(frame: pd.DataFrame, units: Mapping[str, str]) -> pd.DataFrame:
@@ -123,10 +122,6 @@ def _write_parquet(frame: pd.DataFrame, provenance: Mapping[str, Any], target: P
         pq.write_table(table, temporary)
 
 
-def _tex_column(right: bool, widest: int) -> str:
-    return "r" if right else "l" if widest <= WORDS else r"p{0.4\linewidth}"
-
-
 def _for_people(kind: str, texts: pd.DataFrame, provenance: Mapping[str, Any], title: str, stem: str) -> str:
     """Markdown, LaTeX (to be \\input; it needs booktabs, and longtable for a long table) or an HTML page; all escaped."""
     import pandas as pd
@@ -146,7 +141,10 @@ def _for_people(kind: str, texts: pd.DataFrame, provenance: Mapping[str, Any], t
             index=False,
             escape=True,
             longtable=len(texts) > SCREEN,
-            column_format="".join(map(_tex_column, right, widths)),
+            column_format="".join(
+                "r" if one else "l" if widest <= WORDS else r"p{0.4\linewidth}"
+                for one, widest in zip(right, widths, strict=True)
+            ),
             caption=re.sub(r"([_&%#$])", r"\\\1", title),
             label=f"tab:{re.sub(r'[^a-zA-Z0-9:.-]+', '-', stem)}",
         )

@@ -24,7 +24,6 @@ ROOM = f"{' ' * 512}\n"
 
 
 def spelled(value: Any) -> Any:
-    """A JSON-like value with every NaN and infinity inside it spelled as a word."""
     if isinstance(value, float):
         return spell(value)
     if isinstance(value, Mapping):

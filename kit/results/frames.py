@@ -99,7 +99,6 @@ class Source(NamedTuple):
 
 
 def gpu_numbers(frame: pd.DataFrame) -> dict[int, int]:
-    """The GPU that each rank works on, where the run recorded it."""
     rows = frame[(frame["metric"] == GPU) & (frame["value"].abs() < math.inf)]
     return dict(zip(rows["rank"].astype(int), rows["value"].astype(int), strict=True))
 

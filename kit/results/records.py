@@ -44,6 +44,7 @@ COLUMNS = tuple(TYPES)
 OPTIONAL = ("text", "ids", "start")
 REQUIRED = COLUMNS[: -len(OPTIONAL)]
 SCHEMA = 2  # in run.json; runs without it coded texts and ids in the names of metrics
+STEP_LINE = "kit: step "  # begins the line of a training step in a rank's log; a screen does not show it
 NOTEBOOK = -1  # the rank of what the notebook side recorded
 PATTERN = "records*.jsonl"
 MISSING = "records.jsonl is missing: the records of this run are lost"
@@ -99,14 +100,12 @@ class Record:
 
 
 def spell(number: float) -> float | str:
-    """The number itself, or the word that stands for it in JSON."""
     if math.isfinite(number):
         return number
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
 def label(metric: str, ids: Mapping[str, str | int]) -> str:
-    """A metric with its ids, in words."""
     return " ".join([metric, *(f"{name}={value}" for name, value in ids.items())])
 
 
@@ -179,7 +178,6 @@ def new_row(
 
 
 def utc() -> str:
-    """The time of day as ISO 8601, UTC, to the millisecond."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")  # noqa: UP017 - ranks may run Python 3.10
 
 
@@ -251,7 +249,6 @@ class RecordWriter:
 
 
 def read_bytes(path: Path, start: int = 0) -> bytes:
-    """A file of records from a place on."""
     try:
         with path.open("rb") as file:
             file.seek(start)
@@ -263,33 +260,20 @@ def read_bytes(path: Path, start: int = 0) -> bytes:
 def parse(data: bytes) -> tuple[Columns, list[int]]:
     """Columns of the readable lines, and the positions of the unreadable ones. Empty lines are ignored."""
     # A line torn inside a character must not make the others unreadable, hence "replace".
-    text = data.decode(errors="replace").removesuffix("\n")
-    try:  # all at once is several times as fast as one by one
-        return _columns(_rows(text.replace("\n", ","), text.count("\n") + 1), exact=False), []
+    return _parse(data.decode(errors="replace").removesuffix("\n").split("\n"))
+
+
+def _parse(lines: Sequence[str]) -> tuple[Columns, list[int]]:
+    """All lines at once, which is several times as fast as one by one; lines with an unreadable one among them in halves."""
+    full = [line for line in lines if line]
+    try:
+        return _columns(_rows(",".join(full), len(full)), exact=len(full) == 1), []
     except UNREADABLE:
-        return _parse_in_parts(text.split("\n"))
-
-
-def _parse_in_parts(lines: Sequence[str]) -> tuple[Columns, list[int]]:
-    """The same if some lines are no records: a part with a bad line is parsed in halves."""
-    columns: Columns = {name: [] for name in COLUMNS}
-    dropped: list[int] = []
-    left = [(0, lines)]
-    while left:
-        first, part = left.pop()
-        full = [line for line in part if line]
-        try:
-            found = _columns(_rows(",".join(full), len(full)), exact=len(full) == 1)
-        except UNREADABLE:
-            if len(part) == 1:
-                dropped.append(first)
-            else:
-                middle = len(part) // 2
-                left += [(first + middle, part[middle:]), (first, part[:middle])]
-        else:
-            for name in COLUMNS:
-                columns[name] += found[name]
-    return columns, dropped
+        if len(lines) == 1:
+            return {name: [] for name in COLUMNS}, [0]
+    middle = len(lines) // 2
+    (first, lost), (second, more) = _parse(lines[:middle]), _parse(lines[middle:])
+    return {name: first[name] + second[name] for name in COLUMNS}, lost + [middle + index for index in more]
 
 
 def note(name: str, lines: list[int]) -> str:

@@ -8,7 +8,6 @@ plotter come from the caller, since this room knows neither labs nor views.
 from __future__ import annotations
 
 import contextlib
-import html
 import itertools
 import json
 import math
@@ -21,14 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput, KitError
+from kit.machine import is_gone, owner
 from kit.results.exports import export
-from kit.results.files import read_json, rewrite_json
+from kit.results.files import read_json, rewrite_json, write_json
 from kit.results.records import (
     COLUMNS,
     MISSING,
     PATTERN,
     SCHEMA,
     TYPES,
+    Columns,
     Record,
     RecordWriter,
     note,
@@ -41,8 +42,6 @@ from kit.results.verdict import (
     Answer,
     Check,
     Verdict,
-    VerdictRow,
-    again,
     asked,
     checked_tolerances,
     hold,
@@ -55,18 +54,17 @@ from kit.version import kit_version
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kit.results.records import Columns
-
 Checks = Callable[[str], Sequence[Check]]
 Plotter = Callable[..., object]  # of a run, a drawing's name, and how it is to look
 Stamp = tuple[tuple[str, int, int], ...]
 
 INDEX = "index.json"  # of a folder that holds the runs of one sweep
+LABEL = "label.json"  # in a run's folder, where a person has named the run
 SNAPSHOTS = "memory"  # the folder in a run's folder
 VIEWER = "drop one on https://pytorch.org/memory_viz, which opens it in the browser and uploads nothing"
 NAMED = re.compile(r"(?P<lab>.+)-\d{8}-\d{6}-[0-9a-f]{4}")  # as create_run names them
-MOVED = re.compile(r"^(kit\.labs\.\w+)\.(\w+:\w+)$")  # what ranks load of a lab lies in its folder `ranks`
-STATUSES = ("running", "finished", "failed")
+LONGEST = 120  # characters of a label
+STATUSES = ("running", "finished", "stopped", "failed")  # what a file says; a reader also knows `interrupted`
 
 
 class Run:
@@ -89,13 +87,12 @@ class Run:
         self._checks = checks
         self._plotter = plotter
         self._info: tuple[Stamp, dict[str, Any]] | None = None
-        self._reader = Reader(self.dir)
+        self._files: dict[str, File] = {}
         self._loaded: tuple[Stamp, pd.DataFrame, list[str]] | None = None
-        self._answers: tuple[pd.DataFrame, tuple[dict[str, Any], bool], Sequence[Answer]] | None = None
+        self._answers: tuple[pd.DataFrame, tuple[dict[str, Any], bool], list[Answer]] | None = None
         self.info()
 
     def info(self) -> dict[str, Any]:
-        """`run.json` as it is now."""
         path = self.dir / "run.json"
         if not self.dir.is_dir():
             raise BadInput(f"there is no run folder {self.dir}")
@@ -122,12 +119,7 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The settings. The kit's own code under test has the name of today in them, as runs have it that were recorded before it moved."""
-        config = self.info().get("config") or {}
-        return {
-            name: MOVED.sub(r"\1.ranks.\2", value) if isinstance(value, str) else value
-            for name, value in config.items()
-        }
+        return dict(self.info().get("config") or {})
 
     @property
     def provenance(self) -> dict[str, Any]:
@@ -135,15 +127,23 @@ class Run:
 
     @property
     def roles(self) -> dict[int, str]:
-        """The role of each rank, in a lab whose ranks have roles."""
         about = self.provenance.get("world")
         roles = about.get("roles") if isinstance(about, dict) else None
         return {int(rank): str(name) for name, ranks in (roles or {}).items() for rank in ranks}
 
     @property
     def status(self) -> str:
-        """running, finished or failed. A run that was killed stays `running`: no process was left to change it."""
-        return str(self.info()["status"])
+        """running, finished, stopped (by a person), interrupted or failed.
+
+        The file of a run that was killed says `running` for ever; it is interrupted once the process that wrote it is gone.
+        """
+        info = self.info()
+        return "interrupted" if info["status"] == "running" and is_gone(str(info.get("owner"))) else str(info["status"])
+
+    @property
+    def broke(self) -> bool:
+        """It came to an end that was not its own."""
+        return self.status in {"stopped", "interrupted", "failed"}
 
     @property
     def fault(self) -> str | None:
@@ -159,20 +159,33 @@ class Run:
         return self.lab == "own" or "launch" in self.info()
 
     @property
-    def older(self) -> bool:
-        """An older kit wrote it and coded texts and ids in the names of metrics."""
-        return "schema" not in self.info()
-
-    @property
     def partial(self) -> bool:
         """The run did not finish, or some of its records are torn or gone."""
         return self.status != "finished" or bool(self._load()[1])
 
     @property
+    def label(self) -> str:
+        """What a person calls the run, or has noted of it; set it with `run.label = "..."`. Empty where nobody has."""
+        path = self.dir / LABEL
+        found = read_json(path) if path.is_file() else ""
+        return " ".join(found.split()) if isinstance(found, str) else ""
+
+    @label.setter
+    def label(self, text: str) -> None:
+        if len(text := " ".join(text.split())) > LONGEST:
+            raise BadInput(f"the label has {len(text)} characters; at most {LONGEST} fit beside a run")
+        write_json(self.dir / LABEL, text)
+
+    @property
     def notes(self) -> list[str]:
         """What a reader of the numbers should know, one sentence each."""
-        status = {"finished": [], "failed": [f"the run failed: {self.error or 'no reason was recorded'}"]}
-        return [*status.get(self.status, ["the run has not finished, or was killed"]), *self._load()[1]]
+        status = {
+            "running": ["the run has not finished"],
+            "stopped": ["a person stopped the run"],
+            "interrupted": ["the run was interrupted: the process that wrote it is gone"],
+            "failed": [f"the run failed: {self.error or 'no reason was recorded'}"],
+        }
+        return [*status.get(self.status, []), *self._load()[1]]
 
     def frame(self) -> pd.DataFrame:
         """The records as a table: run, lab, cycle, phase, rank, metric, value, unit, time, text, ids, start. Yours to change."""
@@ -186,8 +199,7 @@ class Run:
         checks = self._checks(self.lab) if self._checks else ()
         if questions := asked(checks, self.config):
             moved = checked_tolerances(tolerances, allowed=[check.tolerance for check in checks])
-            verdict = hold(self._measured(questions), self.config, moved)
-            return self._with_stored(verdict, questions) if self.older else verdict
+            return hold(self._measured(questions), self.config, moved)
         if tolerances:
             raise BadInput(
                 f"lab {self.lab!r} has no checks here, so it takes no tolerances (got {', '.join(tolerances)})"
@@ -195,30 +207,18 @@ class Run:
         return self.stored_verdict() or Verdict([])
 
     def stored_verdict(self) -> Verdict | None:
-        """The verdict that the run wrote at its end, if it did."""
         path = self.dir / "verdict.json"
         return read_verdict(path) if path.is_file() else None
 
-    def _with_stored(self, verdict: Verdict, checks: Sequence[Check]) -> Verdict:
-        """The verdict of an older kit's run: checks that find nothing under today's names answer as they did at its end."""
-        stored = self.stored_verdict() or Verdict([])
-        rows: list[VerdictRow] = []
-        for check in checks:
-            now, before = (
-                [row for row in one if row.check.partition("/")[0] == check.name] for one in (verdict, stored)
-            )
-            if now[0].passed is None and before and before[0].passed is not None:
-                now = [again(check, row, now[0].limit) for row in before]
-            rows += now
-        return Verdict(rows)
-
-    def _measured(self, checks: Sequence[Check]) -> Sequence[Answer]:
+    def _measured(self, checks: Sequence[Check]) -> list[Answer]:
         """What the checks found, cached until the records grow: limits move far more often than records arrive."""
         frame, about = self._load()[0], (self.config, self._whole)
         known = self._answers
         if known is None or known[0] is not frame or known[1] != about:
             suspect = suspect_in(self.config, self.fault) if self._whole else ""
-            answers = measure(frame.copy(), self.config, checks, suspect, whole=self._whole)
+            given = frame.copy()
+            given.attrs["folder"] = str(self.dir)  # for checks of other files that a system wrote beside its records
+            answers = measure(given, self.config, checks, suspect, whole=self._whole)
             known = self._answers = frame, about, answers
         return known[2]
 
@@ -226,7 +226,9 @@ class Run:
     def _whole(self) -> bool:
         """No record will follow, and this kit's labs wrote them: if a check lacks records, something kept them away."""
         own = self.status == "finished" and self.info().get("kit") == kit_version()
-        return (self._complete or own) and not self.older
+        return (
+            self._complete or own
+        ) and "schema" in self.info()  # older kits coded texts and ids in the names of metrics
 
     def shown_verdict(self) -> Verdict:
         """The verdict as it was given at the run's end; without one, what the checks say of its records now."""
@@ -248,21 +250,21 @@ class Run:
         return self._plotter(self, name, **options)
 
     def __repr__(self) -> str:
-        return f"Run({self.id!r}, lab={self.lab!r}, {self._state()}, {len(self._load()[0])} records, {self.dir})"
-
-    def _repr_html_(self) -> str:
-        rows = {"run": self.id, "lab": self.lab, "status": self._state(), "folder": str(self.dir)}
-        rows |= {"records": str(len(self._load()[0])), "notes": "; ".join(self.notes)}
-        cells = (f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in rows.items() if value)
-        return f"<table>{''.join(cells)}</table>"
-
-    def _state(self) -> str:
-        return f"{self.status} (partial)" if self.partial else self.status
+        state = f"{self.status} (partial)" if self.partial else self.status
+        return f"Run({self.id!r}, lab={self.lab!r}, {state}, {len(self._load()[0])} records, {self.dir})"
 
     def _load(self) -> tuple[pd.DataFrame, list[str]]:
-        stamp = _stamp(sorted(self.dir.glob(PATTERN)))
+        """All records, in the order of their files, and a sentence for each loss."""
+        import pandas as pd
+
+        paths = sorted(self.dir.glob(PATTERN))
+        stamp = _stamp(paths)
         if self._loaded is None or self._loaded[0] != stamp:
-            self._loaded = stamp, *self._reader.read()
+            self._files = {path.name: self._files.get(path.name) or File(path) for path in paths}
+            frames = [file.read() for file in self._files.values()] or [to_frame([])]
+            notes = [note(name, file.dropped) for name, file in self._files.items() if file.dropped]
+            frame = frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
+            self._loaded = stamp, frame, notes if paths else [MISSING]
         return self._loaded[1:]
 
 
@@ -277,11 +279,6 @@ def memory_snapshots(run: Run) -> str:
     if device == "cpu":
         return "none: the ranks worked on the CPU, and PyTorch keeps a history of its CUDA allocator only"
     return "none: no rank came to write one; its log says why where something prevented it"
-
-
-def load(path: str | Path, *, checks: Checks | None = None, plotter: Plotter | None = None) -> Run:
-    """A run from disk, complete or partial."""
-    return Run(path, checks=checks, plotter=plotter)
 
 
 def list_runs(folder: str | Path) -> list[Path]:
@@ -302,28 +299,22 @@ def find_run(word: str | Path = "") -> Path:
     runs = list_runs(root)
     if not word and not runs:
         raise BadInput(f"there is no run in {root}; name a folder")
-    return next((run for run in runs if not word or str(word) in (run.name, _identity(run))), path)
-
-
-def _identity(folder: Path) -> str:
-    """The id of a run, whatever the name of its folder."""
-    with contextlib.suppress(BadInput):
-        return str(read_json(folder / "run.json").get("run"))
-    return ""
+    return next((run for run in runs if not word or str(word) in (run.name, _told(run, "run"))), path)
 
 
 def newest_run(folder: str | Path, lab: str) -> Path | None:
     """The newest run of a lab, if there is one. A folder whose name tells another lab is not opened."""
     for path in list_runs(folder):
         named = NAMED.fullmatch(path.name)
-        if named:
-            if named["lab"] == lab:
-                return path
-        else:
-            with contextlib.suppress(BadInput):
-                if read_json(path / "run.json").get("lab") == lab:
-                    return path
+        if (named["lab"] if named else _told(path, "lab")) == lab:
+            return path
     return None
+
+
+def _told(folder: Path, key: str) -> str:
+    with contextlib.suppress(BadInput, AttributeError):
+        return str(read_json(folder / "run.json").get(key))
+    return ""
 
 
 def _stamp(paths: Sequence[Path]) -> Stamp:
@@ -336,12 +327,12 @@ def _checked_info(path: Path, info: object) -> dict[str, Any]:
         raise BadInput(f"{path} is damaged: it must be a JSON object with run, lab and status")
     if info["status"] not in STATUSES:
         raise BadInput(f"{path} is damaged: status is {info['status']!r}, allowed are {', '.join(STATUSES)}")
-    for key in ("config", "provenance"):
-        if not isinstance(info.get(key), dict | None):
-            raise BadInput(f"{path} is damaged: {key} must be a JSON object")
-    for key in ("started", "finished", "fault", "error"):
-        if not isinstance(info.get(key), str | None):
-            raise BadInput(f"{path} is damaged: {key} must be text or null")
+    for keys, kind, words in (
+        (("config", "provenance"), dict, "a JSON object"),
+        (("started", "finished", "fault", "error"), str, "text or null"),
+    ):
+        if wrong := [key for key in keys if not isinstance(info.get(key), kind | None)]:
+            raise BadInput(f"{path} is damaged: {wrong[0]} must be {words}")
     return info
 
 
@@ -349,7 +340,6 @@ def _checked_info(path: Path, info: object) -> dict[str, Any]:
 
 
 def to_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Records as a table with a column for each key."""
     rows = list(records)
     return frame_of({name: [getattr(row, name) for row in rows] for name in COLUMNS})
 
@@ -389,10 +379,9 @@ class File:
         self.size = self.lines = 0
         self.last = b""
         self.dropped: list[int] = []
-        self.frame = frame_of({name: [] for name in COLUMNS})
+        self.frame = to_frame([])
 
     def read(self) -> pd.DataFrame:
-        """All of it. A table returned earlier is never changed."""
         import pandas as pd
 
         data = read_bytes(self.path, self.size - len(self.last))
@@ -409,25 +398,6 @@ class File:
         if len(more):
             self.frame = pd.concat([self.frame, more], ignore_index=True) if len(self.frame) else more
         return self.frame
-
-
-class Reader:
-    """A run folder's records as a table, and a sentence for each loss."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[str, File] = {}
-
-    def read(self) -> tuple[pd.DataFrame, list[str]]:
-        """All records, in the order of their files."""
-        import pandas as pd
-
-        paths = sorted(self._folder.glob(PATTERN))
-        self._files = {path.name: self._files.get(path.name) or File(path) for path in paths}
-        frames = [file.read() for file in self._files.values()] or [frame_of({name: [] for name in COLUMNS})]
-        notes = [note(name, file.dropped) for name, file in self._files.items() if file.dropped]
-        whole = frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
-        return whole, notes if paths else [MISSING]
 
 
 # -- making a run ----------------------------------------------------------------------------------------------------------
@@ -455,15 +425,11 @@ class RunWriter:
     def write_verdict(self, verdict: Verdict) -> None:
         verdict.write(self.dir / "verdict.json")
 
-    def finish(self) -> None:
-        self._end(status="finished")
-
-    def fail(self, error: str) -> None:
-        self._end(status="failed", error=error)
-
-    def _end(self, **fields: Any) -> None:
+    def finish(self, error: str | None = None, *, stopped: bool = False) -> None:
+        """No record will follow. `error` is what broke the run; `stopped`: a person did."""
         self._records.close()
-        self._update(finished=utc(), **fields)
+        status = "stopped" if stopped else "finished" if error is None else "failed"
+        self._update(finished=utc(), status=status, error=error)
 
     def _update(self, **fields: Any) -> None:
         self._info |= fields
@@ -480,10 +446,9 @@ def create_run(
     fault: str | None = None,
 ) -> RunWriter:
     """Make a run folder, `out` or a new one in `runs_dir`, for its owner only. A folder that cannot be written is a `BadInput`."""
-    stamp = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     folder = None
     while folder is None:
-        identity = f"{lab}-{stamp}-{secrets.token_hex(2)}"
+        identity = f"{lab}-{unique()}"
         folder = _make_folder(Path(runs_dir) / identity if out is None else Path(out), exist_ok=out is not None)
     if (folder / "run.json").exists() or any(folder.glob(PATTERN)):
         raise BadInput(f"{folder} already holds a run; choose another folder")
@@ -492,6 +457,7 @@ def create_run(
         "lab": lab,
         "config": dict(config),
         "status": "running",
+        "owner": owner(),
         "started": utc(),
         "finished": None,
         "fault": fault,
@@ -504,6 +470,11 @@ def create_run(
         return RunWriter(folder, info)
     except (OSError, KitError) as error:
         raise BadInput(f"cannot write a run to {folder}: {error}") from error
+
+
+def unique() -> str:
+    """The end of a name in the runs folder: the time and four random digits."""
+    return f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def runs_dir() -> Path:

@@ -10,7 +10,7 @@ ROW = "*"  # of a table's column: the unit that each row's own column `unit` nam
 
 
 def amount(value: float | None, unit: str = "") -> str:
-    """12.3 ms, 2.0 MiB, 9.5 GB/s, 3; "1" is the unit of a count and is left out. A missing number is "-"."""
+    """12.3 ms, 2.0 MiB, 9.5 GB/s, 3; counts and ratios have no unit. A missing number is "-"."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -19,12 +19,21 @@ def amount(value: float | None, unit: str = "") -> str:
         # Compared with 0.99, since what rounds up to a second would read 1e+03 ms.
         size = abs(value)
         scale, unit = (1.0, "s") if size > 0.99 else (1e3, "ms") if size > 0.99e-3 or not size else (1e6, "µs")
-        return f"{value * scale:.3g} {unit}"
+        return f"{digits(value * scale)} {unit}"
     if unit == "B":
         return f"{value / 2**20:.1f} MiB"
     if unit == "B/s":
-        return f"{value / 1e9:.3g} GB/s"
-    return " ".join(filter(None, [f"{value:.6g}", unit_word(unit)]))
+        return f"{digits(value / 1e9)} GB/s"
+    word = unit_word(unit)
+    return f"{digits(value)} {word}" if word else digits(value, 4)
+
+
+def digits(value: float, most: int = 3) -> str:
+    """So many digits, of a whole number or one above them all those before the point: 0.0123, 1450, 1234567, never 1.45e+03."""
+    if abs(value) >= 1e15 or 0 < abs(value) < 1e-4:
+        return f"{value:.3g}"
+    rounded = f"{value:.{most}g}"
+    return f"{value:.0f}" if "e+" in rounded or float(value).is_integer() else rounded
 
 
 def duration(seconds: float) -> str:
@@ -56,16 +65,15 @@ def size(value: float) -> str:
 
 
 def unit_word(unit: str) -> str:
-    return "" if unit == "1" else unit
+    """The unit as it stands beside a number; that of a count or a ratio says nothing and is left out."""
+    return "" if unit in {"1", "ratio"} else unit
 
 
 def counted(number: int, noun: str) -> str:
-    """1 rank, 2 ranks."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def samples(counts: AbstractSet[int]) -> str:
-    """How many samples a number is made of: n = 3, or n = 2 to 3."""
     return f"n = {min(counts)}" if len(counts) == 1 else f"n = {min(counts)} to {max(counts)}"
 
 

@@ -7,7 +7,6 @@ judge decides it for missing records when it is given a `suspect`. A measured Na
 
 from __future__ import annotations
 
-import difflib
 import html
 import math
 import re
@@ -16,16 +15,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields, replace
 from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
-from kit.errors import BadInput, KitError
+from kit.errors import BadInput, KitError, hint
 from kit.results.files import make_folder, read_json, spelled, write_json
 from kit.results.records import WORDS
 from kit.results.units import ROW, amount, columns, table_html, unit_word
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pandas as pd
 
 
@@ -43,14 +41,13 @@ class Unjudged(KitError):  # noqa: N818 - as above
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a check measured; `None` and the reason where it could not."""
-
     value: float | None
     why: str = ""
     of: str = ""  # of several answers: what this one is about
     if_passed: str = ""  # added to `why` only where the row passes: why a value that is not perfect is good enough
     lacking: str = ""  # records that are not there: what is there can fail the row, and cannot pass it
     suspect: str = ""  # what may have kept them away
+    failed: bool = False  # without a number, and failed all the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +92,7 @@ class Check:
         return measured >= limit if self.better == ">=" else measured == limit
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A check and what it found in the records of one run."""
-
-    check: Check
-    found: Measured | Sequence[Measured]
+Answer = tuple[Check, Measured | Sequence[Measured]]  # a check, and what it found in the records of one run
 
 
 def judge(
@@ -126,11 +118,10 @@ def measure(
 
     `whole`: the run came to its end. On the records of one that broke a check may raise anything, and is null then.
     """
-    return [Answer(check, _ask(check, frame, config, suspect, whole=whole)) for check in checks]
+    return [(check, _ask(check, frame, config, suspect, whole=whole)) for check in checks]
 
 
 def asked(checks: Sequence[Check], config: Mapping[str, Any]) -> list[Check]:
-    """The checks that apply to a run of this config."""
     return [check for check in checks if check.asked(config)]
 
 
@@ -142,13 +133,18 @@ def suspect_in(config: Mapping[str, Any], fault: str | None) -> str:
 
 def hold(answers: Sequence[Answer], config: Mapping[str, Any], moved: Mapping[str, float]) -> Verdict:
     """Compare what was found with the limits; `moved` has the limits that a person moved, by keyword."""
-    return Verdict([row for answer in answers for row in _held(answer, config, moved)])
-
-
-def again(check: Check, row: VerdictRow, limit: float) -> VerdictRow:
-    """A row of an earlier verdict against today's limit."""
-    passed = row.passed if row.passed is None or row.measured is None else check.holds(row.measured, limit)
-    return replace(row, limit=limit, passed=passed, why=f"{row.why} (as judged when it ran)".strip())
+    rows: list[VerdictRow] = []
+    for check, measured in answers:
+        try:
+            limit = moved[check.tolerance] if check.tolerance in moved else check.limit_for(config)
+        except NotMeasured as missing:  # a config of an older kit: neither the limit nor the answer is to be had
+            limit, measured = math.nan, Measured(None, str(missing))  # noqa: PLW2901
+        if isinstance(measured, Measured):
+            rows.append(_row(check, measured, limit))
+        else:
+            parts = [_row(check, one, limit) for one in measured]
+            rows += [_worst_of(check, parts, limit), *parts]
+    return Verdict(rows)
 
 
 def select(frame: pd.DataFrame, **wanted: object) -> pd.DataFrame:
@@ -171,71 +167,43 @@ def incomplete(what: str) -> None:
 _LACKS: ContextVar[list[str]] = ContextVar("lacks")  # of the check that is being asked
 
 
-@dataclass(frozen=True, slots=True)
-class _Failed(Measured):
-    """Without a number, and failed all the same."""
-
-
 def _ask(
     check: Check, frame: pd.DataFrame, config: Mapping[str, Any], suspect: str, *, whole: bool
 ) -> Measured | Sequence[Measured]:
     lacks: list[str] = []
     _LACKS.set(lacks)
-    found = _find(check, frame, config, suspect, whole=whole)
-    if not lacks:
-        return found
-    some = [found] if isinstance(found, Measured) else found
-    marked = [replace(one, lacking="; ".join(dict.fromkeys(lacks)), suspect=suspect) for one in some]
-    return marked[0] if isinstance(found, Measured) else marked
-
-
-def _find(
-    check: Check, frame: pd.DataFrame, config: Mapping[str, Any], suspect: str, *, whole: bool
-) -> Measured | Sequence[Measured]:
     try:
         if reason := check.unanswerable(config):
             return Measured(None, reason)
         found = check.measure(frame, _Config(config))
-        return found if isinstance(found, Measured) or found else _lacking("there was nothing to ask about", suspect)
+        if not isinstance(found, Measured) and not found:
+            found = _lacking("there was nothing to ask about", suspect)
     except Missing as missing:
-        return _lacking(str(missing), suspect)
+        found = _lacking(str(missing), suspect)
     except NotMeasured as missing:
-        return Measured(None, str(missing))
+        found = Measured(None, str(missing))
     except Unjudged as kept:
-        return _Failed(None, str(kept))
+        found = Measured(None, str(kept), failed=True)
     except Exception as error:  # noqa: BLE001 - checks may be anybody's, records too, and one must not hide the answers of the others
-        return _raised(error, whole=whole and not _LACKS.get())
+        raised = f"{type(error).__name__}: {error}"
+        if whole and not lacks:
+            return Measured(None, f"the check raised {raised} {place(error)}", failed=True)
+        found = Measured(None, f"the records of this run lack what the check needs ({raised})")
+    if not lacks:
+        return found
+    why = "; ".join(dict.fromkeys(lacks))
+    if isinstance(found, Measured):
+        return replace(found, lacking=why, suspect=suspect)
+    return [replace(one, lacking=why, suspect=suspect) for one in found]
 
 
 def _lacking(what: str, suspect: str) -> Measured:
-    return _Failed(None, f"{what}; {suspect} may have kept them away") if suspect else Measured(None, what)
-
-
-def _raised(error: Exception, *, whole: bool) -> Measured:
-    raised = f"{type(error).__name__}: {error}"
-    if whole:
-        return _Failed(None, f"the check raised {raised} {place(error)}")
-    return Measured(None, f"the records of this run lack what the check needs ({raised})")
+    return Measured(None, f"{what}; {suspect} may have kept them away" if suspect else what, failed=bool(suspect))
 
 
 def place(error: Exception) -> str:
-    """Where an exception was raised, as file and line."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"at {last.filename.rpartition('/')[2]}:{last.lineno}"
-
-
-def _held(answer: Answer, config: Mapping[str, Any], moved: Mapping[str, float]) -> list[VerdictRow]:
-    check, measured = answer.check, answer.found
-    limit = moved.get(check.tolerance)
-    if limit is None:
-        try:
-            limit = check.limit_for(config)
-        except NotMeasured as missing:  # a config of an older kit: neither the limit nor the answer is to be had
-            limit, measured = math.nan, Measured(None, str(missing))
-    if isinstance(measured, Measured):
-        return [_row(check, measured, limit)]
-    rows = [_row(check, one, limit) for one in measured]
-    return [_worst_of(check, rows, limit), *rows]
 
 
 def _worst_of(check: Check, rows: Sequence[VerdictRow], limit: float) -> VerdictRow:
@@ -252,13 +220,13 @@ def _worst_of(check: Check, rows: Sequence[VerdictRow], limit: float) -> Verdict
 
 def _row(check: Check, measured: Measured, limit: float) -> VerdictRow:
     passed: bool | None
-    if measured.lacking and not isinstance(measured, _Failed):
+    if measured.lacking and not measured.failed:
         there = math.nan if measured.value is None else float(measured.value)
         if math.isnan(there):
             measured = _lacking(measured.lacking, measured.suspect)
         elif check.holds(there, limit):
             measured = _lacking(f"{measured.lacking}; those that are there hold ({number(there)})", measured.suspect)
-    if isinstance(measured, _Failed):
+    if measured.failed:
         value, passed, why = None, False, f"could not be judged: {measured.why}"
     elif measured.value is None:
         value, passed, why = None, None, f"not measured: {measured.why or 'no records for it'}"
@@ -303,6 +271,7 @@ MARKS: dict[bool | None, Mark] = {
     None: Mark("-", "not measured", "open", f"var(--jp-ui-font-color2, {FAINT})"),
     True: Mark("✓", "pass", "good", f"var(--jp-success-color1, {GOOD})"),
 }
+HEADS = 3  # failed checks that a sentence names
 SIGNS = {"<=": "≤", ">=": "≥", "==": "="}
 
 
@@ -322,10 +291,44 @@ def worst_first(rows: Iterable[VerdictRow]) -> list[VerdictRow]:
     return sorted(rows, key=lambda row: list(MARKS).index(row.passed))
 
 
+def folded(rows: Iterable[VerdictRow]) -> list[list[VerdictRow]]:
+    """The rows as people read them, worst first: what was not measured for one reason is together; parts that passed are left out."""
+    groups: dict[str, list[VerdictRow]] = {}
+    for row in worst_first(rows):
+        if not (row.passed and "/" in row.check):
+            groups.setdefault(f"because {row.why}" if row.passed is None else row.check, []).append(row)
+    return list(groups.values())
+
+
+def cells(rows: Sequence[VerdictRow]) -> tuple[str, str, str, str]:
+    """The check, what was measured, the limit and why, of a row or of several that were not measured for one reason."""
+    row = rows[0]
+    if len(rows) > 1:
+        names = ", ".join(one.check for one in rows)
+        return f"{len(rows)} checks", "-", "", f"{row.why} ({names})"
+    measured, limit = amount(row.measured, row.unit), amount(row.limit, row.unit)
+    if measured == limit and row.measured != row.limit:  # what lies just beside its limit needs more digits
+        measured = f"{row.measured!r} {unit_word(row.unit)}".rstrip()
+    return row.check, measured, limit, row.why
+
+
 def tally(rows: Sequence[VerdictRow]) -> str:
-    """1 failed, 30 passed, 2 not measured."""
     failed, unmeasured, passed = (sum(row.passed is answer for row in rows) for answer in MARKS)
     return f"{failed} failed, {passed} passed, {unmeasured} not measured" if rows else "no checks"
+
+
+def headline(rows: Iterable[VerdictRow]) -> str:
+    """The verdict as a sentence: "2 of 9 checks fail: fds_return, threads_return"."""
+    heads = without_parts(rows)
+    failed = [row.check for row in heads if row.passed is False]
+    asked = sum(row.passed is not None for row in heads)
+    if not asked:
+        return "nothing is judged yet"
+    if failed:
+        more = f" and {len(failed) - HEADS} more" if len(failed) > HEADS else ""
+        return f"{len(failed)} of {asked} checks {'fails' if len(failed) == 1 else 'fail'}: {', '.join(failed[:HEADS])}{more}"
+    left = f"; {len(heads) - asked} could not be measured" if len(heads) > asked else ""
+    return f"{f'all {asked} checks pass' if asked > 1 else 'the one check passes'}{left}"
 
 
 def without_parts(rows: Iterable[VerdictRow]) -> list[VerdictRow]:
@@ -340,7 +343,6 @@ class Verdict(tuple[VerdictRow, ...]):
 
     @property
     def passed(self) -> bool:
-        """No check failed."""
         return not self.failed
 
     @property
@@ -354,7 +356,6 @@ class Verdict(tuple[VerdictRow, ...]):
         write_json(path, self.to_json())
 
     def frame(self) -> pd.DataFrame:
-        """The rows as a table, worst first."""
         import pandas as pd
 
         rows = [asdict(row) for row in worst_first(self)]
@@ -367,11 +368,15 @@ class Verdict(tuple[VerdictRow, ...]):
         return export(self.frame(), {}, path, units=UNITS, title=self.summary())
 
     def __repr__(self) -> str:
-        cells = [_HEAD, *map(_cells, worst_first(self))]
-        return "\n".join([self.summary(), *([columns(cells, right=(2, 3))] if self else [])])
+        words = {answer: "-" if answer is None else mark.word for answer, mark in MARKS.items()}
+        table = [_HEAD, *((words[group[0].passed], *cells(group)) for group in folded(self))]
+        return "\n".join([self.summary(), *([columns(table, right=(2, 3))] if self else [])])
 
     def _repr_html_(self) -> str:
-        rows = [[_marked(row), *map(html.escape, _amounts(row))] for row in worst_first(self)]
+        rows = []
+        for group in folded(self):
+            mark = MARKS[group[0].passed]
+            rows.append([f'<b style="color:{mark.css};white-space:nowrap">{mark}</b>', *map(html.escape, cells(group))])
         return table_html(("", "check", "measured", "limit", "why"), rows, right=(2, 3), caption=self.summary())
 
     def changes(self, before: Verdict) -> list[str]:
@@ -387,28 +392,11 @@ class Verdict(tuple[VerdictRow, ...]):
         return [*found, *(f"{name}: not asked now; stored: {_in_short(old)}" for name, old in rows.items())]
 
     def summary(self) -> str:
-        """How many failed, passed and were not measured."""
         return tally(self)
 
 
 UNITS = {"measured": ROW, "limit": ROW}  # of the columns of a verdict's table
-_HEAD = ("", "check", "measured", "limit", "unit", "why")
-
-
-def _cells(row: VerdictRow) -> tuple[str, ...]:
-    mark = "-" if row.passed is None else MARKS[row.passed].word
-    measured = "-" if row.measured is None else number(row.measured)
-    return mark, row.check, measured, number(row.limit), unit_word(row.unit), row.why
-
-
-def _marked(row: VerdictRow) -> str:
-    mark = MARKS[row.passed]
-    return f'<b style="color:{mark.css};white-space:nowrap">{mark}</b>'
-
-
-def _amounts(row: VerdictRow) -> tuple[str, ...]:
-    measured = "" if row.measured is None else amount(row.measured, row.unit)
-    return row.check, measured, amount(row.limit, row.unit), row.why
+_HEAD = ("", "check", "measured", "limit", "why")
 
 
 def _in_short(row: VerdictRow) -> str:
@@ -446,7 +434,6 @@ def _text(value: object) -> str:
 
 
 def exit_code(verdict: Verdict) -> int:
-    """0 where no check failed, 1 where one did."""
     return 0 if verdict.passed else 1
 
 
@@ -460,10 +447,7 @@ def checked_tolerances(tolerances: Mapping[str, Any], allowed: Sequence[str] | N
     result: dict[str, float] = {}
     for name, value in tolerances.items():
         if allowed is not None and name not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            names = ", ".join(sorted(set(allowed))) or "none"
-            raise BadInput(f"unknown tolerance {name!r}; {hint}allowed are: {names}")
+            raise BadInput(f"unknown tolerance {name!r}; {hint(name, allowed)}")
         if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
             raise BadInput(f"tolerance {name!r} is {value!r}; it must be a number")
         result[name] = float(value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
     from typing import Protocol
 
@@ -18,20 +17,13 @@ if TYPE_CHECKING:
     class Run(Protocol):
         @property
         def dir(self) -> Path: ...
-        @property
-        def config(self) -> Mapping[str, Any]: ...
 
 
-def what_if(run: Run, **changes: Any) -> Simulation:
-    """Simulate a run with its own durations and some settings changed: `what_if(run, sampler="windowed", window=2).seconds`."""
-    from dataclasses import fields
+def what_if(run: Run, phase: str | None = "stream", **changes: Any) -> Simulation:
+    """Simulate a run with its own durations and some settings changed: `what_if(run, sampler="windowed", window=2).seconds`.
 
-    from kit.loop.ledger import read
-    from kit.results.records import PATTERN
-    from kit.stream.forecast import forecast
-    from kit.stream.settings import Settings
+    `phase` is the loop whose ledger tells settings and durations; None takes all rows of the run.
+    """
+    from kit.stream.forecast import forecast, rows_of
 
-    known = {field.name for field in fields(Settings)}
-    settings = Settings(**{name: value for name, value in run.config.items() if name in known})
-    rows = [row for path in sorted(run.dir.glob(PATTERN)) for row in read(path)[0]]
-    return forecast(rows, settings, **changes)
+    return forecast(rows_of(run.dir, phase), **changes)

@@ -26,29 +26,17 @@ A port that raises is an `error` with the command's ids. Events about a sample h
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kit.errors import BadInput
 from kit.loop.messages import Command, Event, Map, listed
 from kit.stream import generation, training
 from kit.stream.groups import doom, end, fail, put_back
 from kit.stream.samplers import SAMPLERS
-from kit.stream.settings import Settings, refusals
+from kit.stream.settings import Resume, Settings, refusals
 from kit.stream.state import Fields, Replica, State, Turn
 
 Handler = Callable[[Turn, Event], None]
 TRAINERS = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")  # commands
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
-    """Where a run goes on, after any step. `open` are groups that were given prompts and did not end: the data gives them again."""
-
-    version: int
-    updates: int
-    steps: int
-    next: int
-    open: tuple[int, ...] = ()
 
 
 def resume_from(state: State) -> Resume:
@@ -86,12 +74,8 @@ class Controller:
             fields.updates_at = Map({start.version: start.updates})
             fields.counts = Map({"reserved": start.next - len(start.open)})
         t = Turn(fields, settings, self.sampler, self.pipeline)
-        names = ("places", "slots", "window", "group", "sampler", "min_groups")
-        t.note("capacity", groups_per_step=settings.groups, **{name: getattr(settings, name) for name in names})
         for replica in t.replicas:
             t.note("joined", replica=replica)
-        if start is not None:
-            t.note("resumed", step=start.steps, version=start.version)
         t.note("hold", version=t.version)
         report_progress(t)
         training.has(t, "generation")

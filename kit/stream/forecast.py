@@ -13,25 +13,51 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
+from kit.loop.ledger import read
 from kit.loop.messages import numbers
-from kit.stream.settings import Settings, refusals
+from kit.results.records import PATTERN
+from kit.stream.meter import Meter
+from kit.stream.settings import read_settings, refusals
 from kit.stream.simulated import Durations, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from kit.loop.ledger import Row
     from kit.stream.simulated import Simulation
 
 
-def forecast(rows: Iterable[Row], settings: Settings, **changes: Any) -> Simulation:
+def rows_of(folder: Path, phase: str | None) -> list[Row]:
+    """The ledger of a loop in a run's folder."""
+    return [row for path in sorted(folder.glob(PATTERN)) for row in read(path, phase)[0]]
+
+
+def forecast(rows: Iterable[Row], **changes: Any) -> Simulation:
     """Simulate the run of a ledger with some settings changed, such as `sampler` and `window`. Places grow to what the sampler needs."""
+    known = list(rows)
+    settings = read_settings(next((row.ids for row in known if row.name == "capacity"), {}))
     changed = replace(settings, **changes)
-    if "places" not in changes:
-        changed = replace(changed, places=max(changed.places, changed.groups * (changed.window + 1)))
+    if changes and "places" not in changes:
+        places = max(changed.places, changed.groups * (changed.window + 1))
+        slots = places if settings.slots == settings.places else changed.slots
+        changed = replace(changed, places=places, slots=slots)
     if found := refusals(changed):
         raise BadInput("; ".join(found))
-    return simulate(changed, measured(rows))
+    return simulate(changed, measured(known))
+
+
+def pace(rows: Iterable[Row]) -> dict[str, float]:
+    """What a loop reached: steps per second, and the seconds in which it only waited for samples."""
+    meter, steps = Meter(), 0
+    for row in rows:
+        meter.see(row)
+        steps += row.name == "bumped"
+    seconds = meter.take()
+    return {
+        "steps_per_second": steps / seconds["total"] if seconds["total"] else 0.0,
+        "exposed_generation": seconds["exposed_generation"],
+    }
 
 
 def measured(rows: Iterable[Row]) -> Durations:

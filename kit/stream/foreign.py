@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from kit.loop.ledger import Row
     from kit.loop.messages import Command
-    from kit.stream.core import Resume
-    from kit.stream.settings import Settings
+    from kit.stream.settings import Resume, Settings
 
 WINDOWS = ("max_staleness_versions", "max_lookahead_versions", "window")
 TICK_S = 1.0  # by how much the sampler's clock moves with each poll

@@ -89,6 +89,11 @@ class Sample:
         return sum(row.number("count") for row in self.spans)
 
     @property
+    def is_empty(self) -> bool:
+        """Completed without a token, so that it has no version."""
+        return bool(self.completed) and not self.completed[-1].number("length", 1)
+
+    @property
     def repeated(self) -> bool:
         """Completed again without being sent again."""
         return len(self.completed) > max(1, len(self.sent))
@@ -189,9 +194,16 @@ class Ledger:
         return trained.number("version") if step is None or not self._bumps else self.version_at(step.rows[0])
 
     def oldest(self, group: Id) -> dict[Id, int]:
-        """The oldest version of any token of each sample, by its spans and by what `completed` states."""
-        rows = {name: [*one.spans, *one.completed[-1:]] for name, one in self.samples[group].items()}
+        """The oldest version of any token of each sample, by its spans and by what `completed` states. One without tokens has none."""
+        rows = {
+            name: [*one.spans, *one.completed[-1:]] for name, one in self.samples[group].items() if not one.is_empty
+        }
         return {name: min(row.number("version") for row in some) for name, some in rows.items() if some}
+
+    def is_empty(self, group: Id) -> bool:
+        """Whether all samples of a group are complete and have no token, so that it has no lag."""
+        samples = self.samples[group].values()
+        return bool(samples) and all(one.is_empty for one in samples)
 
     # -- groups and samples -----------------------------------------------------------------------------------------------
 
@@ -247,6 +259,11 @@ class Ledger:
             elif row.event == "finish" if not answered else row.event == "done" and of == "finish":
                 step.finished.setdefault(update, []).append(row)
         return steps
+
+
+def listed(groups: Id) -> list[Id]:
+    """The groups of a command: numbers with commas between."""
+    return [int(one) for one in str(groups).split(",") if one]
 
 
 def _rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
 
 from kit.stream.samplers import SAMPLERS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 AtSync = Literal["keep", "recompute", "abort", "drain"]
 OnFailed = Literal["stop", "replace", "shrink"]
@@ -54,6 +57,44 @@ class Settings:
         """The log-probabilities that the trainer recomputes before it trains a chunk."""
         flags = {"previous": self.previous, "reference": self.reference}
         return tuple(name for name, how in flags.items() if how == "recomputed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Where a run goes on, after any step. `open` are groups that were given prompts and did not end: the data gives them again."""
+
+    version: int
+    updates: int
+    steps: int
+    next: int
+    open: tuple[int, ...] = ()
+
+
+def opening(settings: Settings, start: Resume | None = None) -> Iterator[tuple[str, dict[str, int | str]]]:
+    """The rows with which a ledger begins, by who starts a controller: checks compare the controller with them."""
+    found = {one.name: getattr(settings, one.name) for one in fields(Settings)}
+    yield (
+        "capacity",
+        {
+            "groups_per_step" if name == "groups" else name: value if isinstance(value, str) else int(value)
+            for name, value in found.items()
+        },
+    )
+    if start is not None:
+        yield "resumed", {"step": start.steps, "version": start.version}
+
+
+def read_settings(ids: Mapping[str, int | str]) -> Settings:
+    """The settings of a row `capacity`. What it lacks is a default."""
+    given: dict[str, Any] = {**ids, **({"groups": ids["groups_per_step"]} if "groups_per_step" in ids else {})}
+    defaults = Settings()
+    return Settings(
+        **{
+            one.name: type(getattr(defaults, one.name))(given[one.name])
+            for one in fields(Settings)
+            if one.name in given
+        }
+    )
 
 
 AT_LEAST_ONE = (

@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kit.loop.clock import Simulated, VirtualClock
-from kit.loop.ledger import Memory
+from kit.loop.ledger import Memory, Row
 from kit.loop.messages import Command, Event, numbers
 from kit.loop.runner import Runner
 from kit.stream.core import Controller
 from kit.stream.foreign import Foreign
 from kit.stream.meter import Log, Meter, Watched
+from kit.stream.settings import Settings, opening
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kit.loop.runner import Core, Port
-    from kit.stream.core import Resume
     from kit.stream.meter import Watcher
-    from kit.stream.settings import Settings
+    from kit.stream.settings import Resume
 
     Answers = Iterable[tuple[float, Event]]
 
@@ -182,6 +182,8 @@ class System(Simulated):
         self.replicas = {number: Replica(number, self) for number in range(replicas)}
         self.prompts = itertools.chain(again, range(first, prompts) if prompts is not None else itertools.count(first))
         self.trainer_free = 0.0
+        self.syncing: set[int] = set()  # replicas that the sync under way has not reached
+        self.sync_version = -1
 
     def say(self, name: str, **ids: int | str) -> None:
         self.arrived.append(Event(name, self.pipeline, **ids))
@@ -209,7 +211,7 @@ class System(Simulated):
 
     def sync(self, command: Command) -> Answers:
         left = {number for number in numbers(command.replicas) if not self.replicas[number].gone}
-        self.syncing = left
+        self.syncing, self.sync_version = left, command.version
         self.sync_over(command.version, left)
         for replica in [self.replicas[number] for number in sorted(left)]:
             replica.order(lambda replica=replica: replica.publish(command.version, left))  # type: ignore[misc]
@@ -222,23 +224,29 @@ class System(Simulated):
     def acquire(self, command: Command) -> Answers:
         yield 0.0, Event("granted", command.pipeline, kind=command.kind)
 
+    def add(self, number: int) -> None:
+        self.replicas[number] = Replica(number, self)
+
+    def remove(self, number: int) -> None:
+        """A replica is gone. A sync under way goes on without it."""
+        self.replicas[number].gone = True
+        if number in self.syncing:
+            self.syncing.discard(number)
+            self.sync_over(self.sync_version, self.syncing)
+
     def joins(self, number: int, at: float) -> None:
         def join() -> None:
-            self.replicas[number] = Replica(number, self)
+            self.add(number)
             self.say("joined", replica=number)
 
         self.clock.after(at, join)
 
     def goes(self, number: int, at: float, how: str = "died") -> None:
-        """A replica dies, or leaves. A sync under way goes on without it."""
+        """A replica dies, or leaves."""
 
         def go() -> None:
-            replica = self.replicas[number]
-            replica.gone = True
             self.say(how, replica=number)
-            if number in getattr(self, "syncing", ()):
-                self.syncing.discard(number)
-                self.sync_over(max(one.version for one in self.replicas.values()), self.syncing)
+            self.remove(number)
 
         self.clock.after(at, go)
 
@@ -272,7 +280,7 @@ def simulate(
 
     `core` is another controller than ours, `sampler` a class with NeMo-RL's protocol; `prepare` may schedule deaths and joins.
     """
-    clock, meter, rows = VirtualClock(), Meter(), Memory()
+    clock, meter, rows = VirtualClock(), Meter(), Memory(Row(name, 0.0, ids) for name, ids in opening(settings, resume))
     first, again = (0, ()) if resume is None else (resume.next, resume.open)
     system = System(
         clock,

@@ -228,8 +228,9 @@ def end_shrunk_step(t: Turn) -> None:
 
 def log(t: Turn, step: Step, groups: tuple[Group, ...], during: int) -> None:
     """The counts of an optimizer step, under the version after it. The times of the same step come from the ledger."""
-    lags = [during - group.oldest for group in groups]
-    behind = [t.updates - 1 - t.updates_at.get(group.oldest, 0) for group in groups]
+    oldest = [group.oldest for group in groups if group.length]  # a group without tokens has no lag
+    lags = [during - version for version in oldest]
+    behind = [t.updates - 1 - t.updates_at.get(version, 0) for version in oldest]
     values = {
         "groups": len(groups),
         "tokens": sum(group.length for group in groups),

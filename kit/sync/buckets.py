@@ -70,20 +70,6 @@ def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> lis
     return found
 
 
-def pack(
-    layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor], out: torch.Tensor, *, fresh: bool = False
-) -> None:
-    """Copy the tensors of a bucket into `out`. `fresh`: its pages are not allocated yet."""
-    _check_buffer(layout, index, out)
-    _into_bucket(_plan(layout, index, tensors, out, target=False), out, fresh=fresh, hot=False)
-
-
-def apply(layout: Layout, index: int, buffer: torch.Tensor, targets: Mapping[Key, torch.Tensor]) -> None:
-    """Copy the tensors of a bucket into the targets, or raise `Mismatch` and change none."""
-    _check_buffer(layout, index, buffer)
-    _out_of_bucket(_plan(layout, index, targets, buffer, target=True), buffer)
-
-
 class Bound:
     """`pack` and `apply` for tensors that stay: they are looked up and checked once, and again if one has moved.
 
@@ -230,11 +216,15 @@ def _unlike(spec: Spec, tensor: torch.Tensor | None) -> str:
     return f"is {here} here and {there} in the bucket"
 
 
+PROBLEMS = 5  # tensors that an error names; it has the keys of all of them
+
+
 def _mismatch(index: int, tensors: Mapping[Key, torch.Tensor], problems: list[tuple[Key, str]]) -> Mismatch:
-    problem_list = "; ".join(f"{name} (shard {shard}) {problem}" for (name, shard), problem in problems)
+    named = [f"{name} (shard {shard}) {problem}" for (name, shard), problem in problems[:PROBLEMS]]
+    more = [f"and {len(problems) - PROBLEMS} more"] if len(problems) > PROBLEMS else []
     keys = [key for key, _ in problems]
     return Mismatch(
-        f"bucket {index}: {problem_list}",
+        f"bucket {index}: {'; '.join([*named, *more])}",
         bucket=index,
         missing=tuple(key for key in keys if key not in tensors),
         failed=tuple(key for key in keys if key in tensors),

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 BASE = -1
 SHARE = 0.8  # of the free memory, for both copies
 _PAGE = 4096
+SLOTS = 2  # one is packed while the other is applied; measured: more do not help, and fill the processor's cache
+# For a bucket. Measured: smaller ones cost more messages, of larger ones less is still in the cache.
+LARGEST = 4 * 2**20
 
 
 class CacheBusy(KitError):  # noqa: N818 - it is a state
@@ -60,7 +63,7 @@ class _Place:
 class Cache:
     """`latest` was built last, `active` is the version that receivers run; both start as the base, -1.
 
-    Both copies must fit into `share` of the free memory, `room()`. With `keep`, the memory of a discarded version stays allocated for the
+    Both copies must fit into `SHARE` of the free memory. With `keep`, the memory of a discarded version stays allocated for the
     next build, which costs one model between syncs. `slots`: the number of buckets with memory; 0: all.
     """
 
@@ -70,17 +73,13 @@ class Cache:
         self,
         layout: Layout,
         *,
-        share: float = SHARE,
-        room: Callable[[], int] = free_memory,
         keep: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
         self.layout = layout
         self.latest = self.active = BASE
-        self.share = share
         self.keep = keep
         self.timeout_s = timeout_s
-        self._room = room
         self._sizes = layout.sizes
         self._starts, self._size = starts(self._sizes, self.slots)
         self._places: dict[int, _Place] = {}  # by version; places kept for the next build are in _spare
@@ -271,13 +270,47 @@ class Cache:
 
     def _check_room(self) -> None:
         """Refuse two copies, less the memory allocated already, that exceed the share of the free memory."""
-        wanted, free = 2 * self._size - self.nbytes, self._room()
-        if wanted > self.share * free:
+        wanted, free = 2 * self._size - self.nbytes, free_memory()
+        if wanted > SHARE * free:
             held = f", {_gib(self.nbytes)} of it allocated already" if self.nbytes else ""
             raise BadInput(
                 f"two copies of {_gib(self._size)} do not fit: they need {_gib(2 * self._size)}{held}; {_gib(wanted)} exceeds "
-                f"{_gib(self.share * free)}, which is {self.share:.0%} of the {_gib(free)} of free memory"
+                f"{_gib(SHARE * free)}, which is {SHARE:.0%} of the {_gib(free)} of free memory"
             )
+
+
+class Ring(Cache):
+    """Shared memory for a few buckets, through which versions stream: of none is anything kept. In the cache's place at a sender where all
+    receivers pause and none sleeps: the host holds no copy of the weights then, and what has been packed is still in the processor's
+    cache when receivers on the same host copy it out. `latest` and `active` are the versions that were sent, whose bytes are gone.
+
+    Limits: a version goes out once, as it is built: receivers that wake would need it later, and those that serve need all buckets at once.
+    """
+
+    def __init__(self, layout: Layout, *, slots: int = SLOTS, timeout_s: float = 60.0) -> None:
+        if slots < 1:
+            raise BadInput(f"a ring of {slots} slots is too small: use at least 1")
+        self.slots = slots
+        super().__init__(layout, keep=True, timeout_s=timeout_s)
+
+    def build(
+        self,
+        version: int,
+        tensors: Mapping[Key, torch.Tensor] | Bound,
+        dirty: Iterable[str] | None = None,  # noqa: ARG002 - there is nothing to take clean buckets from
+        packed: Callable[[int], None] | None = None,
+    ) -> None:
+        """Pack every bucket; `packed` returns when the place of the next one is free."""
+        super().build(version, tensors, None, packed)
+
+    def _free_place(self) -> tuple[_Place, bool]:
+        for version in list(self._places):
+            self._give_up(version)
+        self.latest = self.active
+        place, fresh = super()._free_place()
+        if fresh and place.segment is not None:
+            place.segment.populate()
+        return place, False
 
 
 def starts(sizes: Sequence[int], slots: int = 0) -> tuple[list[int], int]:

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from typing import TYPE_CHECKING, Any
+import time
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,9 +26,13 @@ except ModuleNotFoundError:
     xxhash = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from kit.sync.buckets import View
+    from kit.sync.layout import Layout
 
 
+NONE = "none"
 AUTO = "auto"  # the fastest that this rank has
 
 
@@ -47,22 +54,90 @@ def digest(tensor: torch.Tensor, algorithm: str) -> str:
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     header = f"{flat.nbytes} {flat.dtype} {tuple(flat.shape)}\n".encode()
     raw = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr()) if flat.nbytes else b""
-    return _ALGORITHMS[algorithm](header, raw)
-
-
-def _sha256(header: bytes, raw: Any) -> str:
-    hashed = hashlib.sha256(header)
-    hashed.update(raw)
-    return hashed.hexdigest()
-
-
-def _xxh3(header: bytes, raw: Any) -> str:
-    hashed = xxhash.xxh3_128(header)
+    hashed = _ALGORITHMS[algorithm](header)
     hashed.update(raw)
     return str(hashed.hexdigest())
 
 
-_ALGORITHMS: dict[str, Callable[[bytes, Any], str]] = {
-    **({"xxh3": _xxh3} if xxhash else {}),
-    "sha256": _sha256,
+_ALGORITHMS: dict[str, Callable[[bytes], Any]] = {
+    **({"xxh3": xxhash.xxh3_128} if xxhash else {}),
+    "sha256": hashlib.sha256,
 }
+
+
+class Difference(NamedTuple):
+    """A tensor whose bytes differ from what was sent."""
+
+    bucket: int
+    name: str
+
+
+class Digests:
+    """Digests of live tensors on the sender and of received bytes on the receiver, computed on a separate thread: `add` the pieces of
+    each bucket, then `table()`; `seconds` is the time spent hashing.
+
+    Each piece of a tensor in a bucket has one digest. With a share below 1 only some tensors are hashed, other ones with every version;
+    both ends select the same ones by version and name.
+    """
+
+    def __init__(self, layout: Layout, version: int, *, algorithm: str, share: float = 1.0) -> None:
+        if algorithm not in (NONE, *algorithms()):
+            raise BadInput(f"verify={algorithm} is not available on this rank: use {', '.join((NONE, *algorithms()))}")
+        self.seconds = 0.0
+        self._algorithm = algorithm
+        self._wanted = {
+            spec.name
+            for spec in layout.specs
+            if algorithm != NONE and zlib.crc32(f"{version} {spec.name}".encode()) < share * 2**32
+        }
+        self._all = len({spec.name for spec in layout.specs})
+        self._pool = ThreadPoolExecutor(1, "kit-digests")
+        self._made: dict[int, Future[list[str]]] = {}
+
+    @property
+    def said(self) -> str:
+        """How many tensors were verified, in words."""
+        if not self._wanted:
+            return "no tensor was verified in transit"
+        return f"{len(self._wanted)} of {self._all} tensors verified in transit ({self._algorithm})"
+
+    @property
+    def count(self) -> int:
+        return len(self._wanted)
+
+    def add(self, index: int, pieces: Sequence[View]) -> None:
+        """Start hashing a bucket; its bytes must not change until `table` or `wait`."""
+        if self._wanted:
+            self._made[index] = self._pool.submit(self._of, pieces)
+
+    def wait(self, index: int) -> None:
+        """Wait until a bucket is hashed."""
+        if index in self._made:
+            self._made[index].result()
+
+    def table(self) -> dict[str, list[str]]:
+        """The digests of every bucket by its number; waits for those in progress."""
+        return {str(index): made.result() for index, made in self._made.items()}
+
+    def differences(self, layout: Layout, other: dict[str, list[str]]) -> list[Difference]:
+        """The differences to the digests of the other end."""
+        mine, found = self.table(), []
+        for key in sorted({*mine, *other}, key=int):
+            names = [layout.specs[piece.spec].name for piece in layout.buckets[int(key)]]
+            names = [name for name in names if name in self._wanted]
+            ours, theirs = mine.get(key, []), other.get(key, [])
+            found += [
+                Difference(int(key), name)
+                for place, name in enumerate(names)
+                if ours[place : place + 1] != theirs[place : place + 1]
+            ]
+        return found
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _of(self, pieces: Sequence[View]) -> list[str]:
+        started = time.perf_counter()
+        made = [digest(piece.tensor, self._algorithm) for piece in pieces if piece.spec.name in self._wanted]
+        self.seconds += time.perf_counter() - started
+        return made

@@ -81,7 +81,8 @@ class Layout:
         wanted = set(names)
         unknown = wanted - {spec.name for spec in self.specs}
         if unknown:
-            raise BadInput(f"the layout has no tensor named {', '.join(sorted(unknown))}")
+            more = f", and {len(unknown) - 1} more are unknown" if len(unknown) > 1 else ""
+            raise BadInput(f"the layout has no tensor named {min(unknown)}{more}")
         return {
             index
             for index, bucket in enumerate(self.buckets)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import math
 import os
 import secrets
 import select
@@ -119,31 +120,19 @@ class Link:
         """Whether there is something to receive, the end of the connection included."""
         return bool(ready([self], 0.0))
 
-    def last_words(self, awaited: str) -> PeerFailed | None:
-        """Why the other end left, if it said so."""
-        with contextlib.suppress(KitError, ValueError):
-            while True:
-                if words := self._failure(awaited):
-                    return words
-        return None
-
-    def words_so_far(self, awaited: str) -> PeerFailed | None:
-        """Why the other end cannot go on, if it has said so by now; it may still be there. The link is of no other use afterwards."""
+    def last_words(self, awaited: str, within_s: float = math.inf) -> PeerFailed | None:
+        """Why the other end cannot go on or left, if it has said so by now. The link is of no other use afterwards. `within_s` is for an
+        end that may still be there and talk on."""
         self.wait_at_most(BRIEF_S)  # what lies there may be raw bytes, which are no message
-        end = time.monotonic() + BRIEF_S
+        end = time.monotonic() + within_s
         with contextlib.suppress(KitError, ValueError):
             while self.waits() and time.monotonic() < end:
-                if words := self._failure(awaited):
-                    return words
+                said, fds = self.receive(awaited)
+                for fd in fds:
+                    os.close(fd)
+                if isinstance(said, dict) and said.get("kind") == FAILED:
+                    return PeerFailed(self.peer, awaited, said)
         return None
-
-    def _failure(self, awaited: str) -> PeerFailed | None:
-        """The next message, if it is one of a failure."""
-        said, fds = self.receive(awaited)
-        for fd in fds:
-            os.close(fd)
-        failed = isinstance(said, dict) and said.get("kind") == FAILED
-        return PeerFailed(self.peer, awaited, said) if failed else None
 
     def send_bytes(self, data: memoryview) -> None:
         with self._named("room for bytes"):

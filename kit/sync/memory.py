@@ -72,12 +72,6 @@ class Segment:
             os.close(self.fd)
             self.fd, self._tensor = -1, None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class Kept:
     """Mappings that stay, the last used ones: as many as a sender's cache has places. Its owner closes it. Only for a sender that

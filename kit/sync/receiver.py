@@ -11,6 +11,7 @@ transport except shm, memory for all buckets.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,13 +21,13 @@ import torch
 from kit.errors import KitError
 from kit.sync.buckets import Mismatch, views
 from kit.sync.cache import BASE, starts
+from kit.sync.hashes import Digests
 from kit.sync.layout import Layout
-from kit.sync.link import FAILED, Link, PeerFailed, PeerGone, call
+from kit.sync.link import BRIEF_S, FAILED, Link, PeerFailed, PeerGone, call
 from kit.sync.log import Log
 from kit.sync.sending import KEEP, LAYOUT
 from kit.sync.transports import make
 from kit.sync.transports.base import TransportContext, received
-from kit.sync.verify import Digests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -125,11 +126,11 @@ class Receiver:
                     error.add_note(f"the undo failed too, and this receiver has no route any more: {worse}")
                 # A transport raises an error of its own when the sender has given up; the sender's reason is then on the link.
                 known = isinstance(error, KitError)
-                words = None if known else link.words_so_far("the sender's next step")
+                words = None
+                if not known or isinstance(error, PeerGone):
+                    words = link.last_words("the sender's next step", math.inf if known else BRIEF_S)
                 with contextlib.suppress(KitError):
                     link.send(failure_message(error))
-                if isinstance(error, PeerGone):
-                    words = link.last_words("the sender's next step")
                 if words is not None:
                     raise words from (None if known else error)
                 raise

@@ -28,11 +28,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from kit.errors import BadInput, KitError
+from kit.sync.buckets import live
 from kit.sync.cache import BASE
-from kit.sync.hashes import AUTO, algorithms
+from kit.sync.hashes import AUTO, Digests, algorithms
 from kit.sync.link import PeerFailed
 from kit.sync.log import Log
-from kit.sync.sending import BUILDS, Sending
+from kit.sync.sending import BUILDS, Sending, named
 from kit.sync.transports import make
 
 if TYPE_CHECKING:
@@ -171,6 +172,21 @@ class Sender:
         report.copies = max(report.copies, self.cache.copies)
         report.wall = time.perf_counter() - started
         return report
+
+    def build(self, version: int, tensors: Gathered) -> None:
+        """Make a version that no receiver has yet, while the live weights are there; expansions send it."""
+        digests = Digests(self.cache.layout, version, algorithm=self.verify, share=self.share)
+
+        def packed(index: int) -> None:
+            if digests.count:
+                digests.add(index, live(self.cache.layout, index, named(tensors)))
+
+        try:
+            self.cache.build(version, tensors, packed=packed)
+            self.digests = digests.table()
+        finally:
+            digests.close()
+        self.cache.activate(version)
 
     def published(self, path: str, version: int) -> int:  # noqa: ARG002 - a fault looks at the path
         """The version that receivers publish."""

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from kit.errors import BadInput, KitError
 from kit.sync.buckets import Bound, live
 from kit.sync.cache import BASE
-from kit.sync.hashes import digest
+from kit.sync.hashes import NONE, Digests, digest
 from kit.sync.link import FAILED, PeerFailed, PeerGone, PeerSilent, ready
 from kit.sync.transports import choose
 from kit.sync.transports.base import GRACE_S, TransportContext
-from kit.sync.verify import NONE, Digests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

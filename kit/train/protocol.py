@@ -5,7 +5,11 @@ begin(loss, gbs, mbs) -> microbatch(data) ... -> finish() -> result, or abort().
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, TypedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
+
+from kit.errors import BadInput
+from kit.target import load
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from kit.train.batch import Batch
+    from kit.train.options import Settings
 
 Normalizer = Literal["tokens", "sequences"] | None
 
@@ -61,3 +66,30 @@ class Split(Protocol):
     def microbatch(self, data: Batch) -> None: ...
     def finish(self) -> StepResult: ...
     def abort(self) -> None: ...
+
+
+CALLS = ("begin", "microbatch", "finish", "abort", "version")
+
+
+@dataclass(kw_only=True, slots=True)
+class SplitContext:
+    """`ctx` for a split step. `settings` are those of the kit's optimizers, with clipping; `groups` are Megatron's as JSON."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    config: Any
+    chunks: list[Any]
+    optimizer: Any
+    scheduler: Any
+    settings: Settings
+    groups: list[dict[str, Any]]
+    job: Any
+
+
+def make_split(target: str, ctx: SplitContext, setting: str) -> Split:
+    """The split step that a lab's setting names as module:attr."""
+    made: Split = load(target)(ctx)
+    if missing := [name for name in CALLS if not hasattr(made, name)]:
+        raise BadInput(f"{setting}={target}: the object it returned lacks {', '.join(missing)}")
+    return made

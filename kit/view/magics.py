@@ -9,7 +9,6 @@
 %ranks stacks           what each rank is doing right now
 %ranks restart          fresh ranks, whatever the old ones do
 %ranks stop             close the World
-%ranks start 4 --device cpu
 
 They work on the World that was made last in this kernel, by a name of the notebook or by a lab with such a name, and is
 still open. With none, the first `%%ranks` starts one of two ranks.
@@ -22,10 +21,9 @@ import inspect
 import sys
 import traceback
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import IPython
 from IPython.core.error import UsageError
@@ -33,14 +31,11 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from kit import errors
 from kit.errors import BadInput, KitError
-from kit.public import World, wait
+from kit.public import Pending, World, wait
 from kit.view.progress import Progress, ranks_short
 
-if TYPE_CHECKING:
-    from kit.world.pending import Pending
-
 OWN = tuple(f"{Path(inspect.getfile(module)).parent}/" for module in (errors, IPython))
-ACTIONS = ("status", "stacks", "wait", "restart", "stop", "start")
+ACTIONS = ("status", "stacks", "wait", "restart", "stop")
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,26 +45,12 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message}; allowed is {self.usage}")
 
 
-def seconds(text: str) -> float:
-    """A type for argparse, whose message names it."""
-    return float(text)
-
-
 def cell_parser() -> Parser:
     usage = "%%ranks [0,2-3] [--timeout SECONDS] [--background]"
     parser = Parser("%%ranks", usage=usage, add_help=False, allow_abbrev=False)
     parser.add_argument("ranks", nargs="*")
-    parser.add_argument("--timeout", type=seconds)
+    parser.add_argument("--timeout", type=float)
     parser.add_argument("--background", action="store_true")
-    return parser
-
-
-def start_parser() -> Parser:
-    usage = "%ranks start [RANKS] [--device auto|cpu|cuda] [--timeout SECONDS]"
-    parser = Parser("%ranks start", usage=usage, add_help=False, allow_abbrev=False)
-    parser.add_argument("ranks", nargs="?", type=int, default=2)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--timeout", type=seconds, default=60.0)
     return parser
 
 
@@ -91,8 +72,6 @@ def parse_ranks(words: list[str], size: int) -> list[int]:
 
 @magics_class
 class RankMagics(Magics):
-    """The magics of one shell."""
-
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
         self._names: dict[str, Any] = shell.user_ns
@@ -126,15 +105,13 @@ class RankMagics(Magics):
             raise UsageError(
                 f"%ranks takes {', '.join(ACTIONS)}, not {action!r}; code for the ranks goes into a %%ranks cell"
             )
-        if rest and action != "start":
+        if rest:
             raise UsageError(f"%ranks {action} takes nothing more, not {' '.join(rest)!r}")
-        if action == "wait":
-            return self._wait()
-        return self._start(rest) if action == "start" else self._act(action)
+        return self._wait() if action == "wait" else self._act(action)
 
     def _run(self, line: str, cell: str) -> RankValues | None:
         wanted = cell_parser().parse_args(line.split())
-        world = self.world() or self._make(2)
+        world = self.world() or self._make()
         chosen = parse_ranks(wanted.ranks, world.ranks)
         before, world.observer = world.observer, Progress()
         try:
@@ -150,7 +127,7 @@ class RankMagics(Magics):
             raise Stopped(AFTER_INTERRUPT[world.state]) from None
         finally:
             world.observer = before
-        return RankValues(chosen, texts) if any(text is not None for text in texts) else None
+        return shown_values(dict(zip(chosen, texts, strict=True)))
 
     def _wait(self) -> RankValues | None:
         """Wait for all that is in the background; the first error is raised once all are over."""
@@ -171,31 +148,25 @@ class RankMagics(Magics):
             raise Stopped(AFTER_INTERRUPT[waiting[-1][0].state]) from None
         if failed:
             raise failed[0]
-        texts = [shown[rank] for rank in sorted(shown)]
-        return RankValues(sorted(shown), texts) if any(text is not None for text in texts) else None
+        return shown_values(dict(sorted(shown.items())))
 
-    def _make(self, ranks: int, **options: Any) -> World:
-        """Make a World; the notebook gets the name `world` for it where that takes nothing away."""
-        self._made = made = World(ranks, **options)
+    def _make(self) -> World:
+        """A World of two ranks; the notebook gets the name `world` for it where that takes nothing away."""
+        self._made = made = World(2)
         self._seen.append(weakref.ref(made))
         taken = self._names.get("world")
         named = taken is None or getattr(taken, "state", "") == "closed"
         if named:
             self._names["world"] = made
-        size = f"{ranks} rank{'s' * (ranks > 1)}"
-        print(f"started a World of {size} on {made.device}" + ("; its name is `world`" if named else ""))
+        print(f"started a World of 2 ranks on {made.device}" + ("; its name is `world`" if named else ""))
         return made
-
-    def _start(self, words: list[str]) -> World:
-        wanted = start_parser().parse_args(words)
-        return self._make(wanted.ranks, device=wanted.device, timeout_s=wanted.timeout)
 
     def _act(self, action: str) -> World | None:
         world = self.world()
         if world is None:
             if action in {"stacks", "restart"}:
-                raise UsageError(f"%ranks {action}: no World is open; %ranks start or a %%ranks cell starts one")
-            print("no World is open; %ranks start or a %%ranks cell starts one")
+                raise UsageError(f"%ranks {action}: no World is open; a %%ranks cell starts one")
+            print("no World is open; a %%ranks cell starts one")
             return None
         if action == "stop":
             world.close()
@@ -224,24 +195,22 @@ def is_lab(value: object) -> bool:
 # -- what a cell shows ----------------------------------------------------------------------------------------------------
 
 
-class RankValues:
-    """The shown values by rank; `values[rank]` is the text, or None where a rank's last line had none."""
-
-    def __init__(self, ranks: Sequence[int], texts: Sequence[str | None]) -> None:
-        self.values = dict(zip(ranks, texts, strict=True))
-
-    def __getitem__(self, rank: int) -> str | None:
-        return self.values[rank]
+class RankValues(dict[int, str | None]):
+    """The shown values by rank; None where a rank's last line had none."""
 
     def __repr__(self) -> str:
         same: dict[str, list[int]] = {}
-        for rank, text in self.values.items():
+        for rank, text in self.items():
             if text is not None:
                 same.setdefault(text, []).append(rank)
         marks = {text: f"[{ranks_short(ranks)}] " for text, ranks in same.items()}
         width = max(map(len, marks.values()), default=0)
         indent = "\n" + " " * width  # so that a tensor's rows stay under each other
         return "\n".join(f"{marks[text]:<{width}}{text.replace(chr(10), indent)}" for text in same)
+
+
+def shown_values(texts: dict[int, str | None]) -> RankValues | None:
+    return RankValues(texts) if any(text is not None for text in texts.values()) else None
 
 
 class Stopped(KeyboardInterrupt):
@@ -252,7 +221,6 @@ class Stopped(KeyboardInterrupt):
 
 
 def render(error: KitError) -> list[str]:
-    """The lines that IPython shows."""
     head, *rest = (str(error) or type(error).__name__).split("\n")
     lines = [f"\x1b[31m{type(error).__name__}\x1b[0m: {head}", *rest]
     where = asked_at(error.__traceback__)
@@ -271,7 +239,6 @@ def asked_at(stack: TracebackType | None) -> str:
 
 
 def load(ipython: Any) -> None:
-    """What `%load_ext kit` does."""
     magics = RankMagics(ipython)
     ipython.register_magics(magics)
     ipython.events.register("post_run_cell", magics.notice)

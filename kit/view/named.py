@@ -7,27 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from kit.draw.general import GENERAL
-from kit.draw.plots import OVERVIEW, Album
-from kit.errors import BadInput
-from kit.labs.discover import hint, pictures_of
-from kit.results import compare
+from kit.draw.plots import OVERVIEW, Album, Picture, Table, WhatIf
+from kit.errors import BadInput, hint
+from kit.labs.discover import pictures_of
+from kit.results import Run, compare
 from kit.results.comparison import UNITS, compact, told
 from kit.results.exports import PROGRAMS, export
 from kit.results.units import ROW
 from kit.results.verdict import UNITS as VERDICT_UNITS
 
-if TYPE_CHECKING:
-    from kit.draw.plots import Picture, Table
-    from kit.results import Run
-
 
 def album(run: Run) -> Album:
-    """The run's plots, ready to be drawn: reads its records once."""
     own = pictures_of(run.lab)
     return Album(run, *([own] if own else []), GENERAL)
 
@@ -39,8 +33,13 @@ def tables(run: Run) -> dict[str, Table]:
     return {**general, **(own.tables if own else {})}
 
 
+def what_if(lab: str) -> WhatIf | None:
+    """How a lab forecasts its runs with other settings; most labs do not."""
+    own = pictures_of(lab)
+    return own.what_if if own else None
+
+
 def names(run: Run) -> list[str]:
-    """The plots that this run has something for."""
     return album(run).names
 
 

@@ -7,13 +7,13 @@ papermill runs the same notebooks; here names and kinds of values are checked be
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import logging
 import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,14 +25,14 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbformat.v4 import new_code_cell
 from pydantic import TypeAdapter, ValidationError
 
-from kit.errors import BadInput, KitError
-from kit.labs.discover import hint
+from kit.errors import BadInput, KitError, hint
 from kit.results import runs_dir
 from kit.results.files import make_folder, write_text
+from kit.results.run import unique
 from kit.version import shipped
 
 SUFFIXES = (".ipynb", ".html")
-KINDS = {kind.__name__: kind for kind in (int, float, bool, str, list, dict)}
+KINDS = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "tuple": list, "dict": dict}
 GIVEN = "injected-parameters"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 # nbconvert's page without what it would load from elsewhere: require.js, MathJax, mermaid, the manager of widgets.
@@ -48,8 +48,6 @@ PAGE = """{%- extends 'lab/index.html.j2' -%}
 
 
 class Parameter(NamedTuple):
-    """What a notebook may be given, and its type as the notebook spells it."""
-
     name: str
     kind: Any
     spelled: str
@@ -119,7 +117,7 @@ def place(path: Path, to: Path | None) -> Path:
     if to is None:
         folder = runs_dir() / "notebooks"
         make_folder(folder)
-        return folder / f"{path.stem}-{datetime.now().astimezone():%Y%m%d-%H%M%S}.ipynb"
+        return folder / f"{path.stem}-{unique()}.ipynb"
     target = to.expanduser().absolute()
     if target.suffix not in SUFFIXES:
         raise BadInput(f"a notebook is written as {' or '.join(SUFFIXES)}, not {target.name!r}")
@@ -149,18 +147,11 @@ def parameters(notebook: nbformat.NotebookNode) -> list[Parameter]:
                     kind = eval(spelled, {"__builtins__": {}}, KINDS)  # noqa: S307 - the notebook's own code, which is about to run
                     found.append(Parameter(name, kind, spelled))
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    kind = kind_of(value)
+                    kind = Any  # of a default that is computed, and of None, which says nothing of what else it may be
+                    with contextlib.suppress(ValueError):
+                        kind = KINDS.get(type(ast.literal_eval(value)).__name__, Any)
                     found.append(Parameter(name, kind, getattr(kind, "__name__", "anything")))
     return found
-
-
-def kind_of(node: ast.expr) -> Any:
-    """The type of a default that is written out. None says nothing of what else it may be, nor does a call."""
-    try:
-        kind = type(ast.literal_eval(node))
-    except ValueError:
-        return Any
-    return list if kind is tuple else kind if kind in KINDS.values() else Any
 
 
 def checked(path: Path, notebook: nbformat.NotebookNode, given: Mapping[str, str]) -> dict[str, Any]:
@@ -170,20 +161,16 @@ def checked(path: Path, notebook: nbformat.NotebookNode, given: Mapping[str, str
     for name, text in given.items():
         if name not in known:
             raise BadInput(f"{path.name} has no parameter {name!r}; {hint(name, list(known))}")
-        value = text if known[name].kind is str else plain(text)
+        value: Any = text
+        if known[name].kind is not str:
+            with contextlib.suppress(ValueError):
+                value = json.loads(text)
         try:
             TypeAdapter(known[name].kind).validate_python(value, strict=True)
         except ValidationError:
             raise BadInput(f"{name} must be {known[name].spelled}, not {text!r}") from None
         values[name] = value
     return values
-
-
-def plain(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def inject(notebook: nbformat.NotebookNode, values: Mapping[str, Any]) -> None:
@@ -256,7 +243,6 @@ def save(notebook: nbformat.NotebookNode, target: Path, title: str) -> None:
 
 
 def to_html(notebook: nbformat.NotebookNode, title: str) -> str:
-    """One page that loads nothing from anywhere."""
     from jinja2 import DictLoader
     from nbconvert import HTMLExporter
 

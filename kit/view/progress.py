@@ -8,17 +8,17 @@ Everything happens in the thread of the call: there is no timer, so a bar moves 
 from __future__ import annotations
 
 import html
-import os
 import shutil
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from kit.results.records import STEP_LINE
+
 AFTER_S = 2.0  # work that is done sooner needs no bar
 EVERY_S = 0.25  # a page that is redrawn more often only costs
 WIDTH = 20
-COLOURS = (36, 33, 35, 32, 34, 31)  # ANSI, by rank; the number beside it says the same without colour
 
 
 def ranks_short(ranks: Sequence[int]) -> str:
@@ -35,40 +35,26 @@ def ranks_short(ranks: Sequence[int]) -> str:
 class Line:
     """Where a bar is drawn: nowhere, where nobody watches."""
 
-    coloured = False
-
     def draw(self, fraction: float, text: str) -> None: ...
     def clear(self) -> None: ...
 
 
 class Terminal(Line):
-    """The last line of a terminal, on stderr: stdout, to which the ranks' lines go, may be a pipe without colours."""
-
-    @property
-    def coloured(self) -> bool:  # type: ignore[override]
-        return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-    def __init__(self) -> None:
-        self._drawn = False
+    """The last line of a terminal, on stderr: stdout, to which the ranks' lines go, may be a pipe."""
 
     def draw(self, fraction: float, text: str) -> None:
         full = round(fraction * WIDTH)
         line = f"{'█' * full}{'░' * (WIDTH - full)} {text}"
         sys.stderr.write(f"\r\x1b[2K{line[: shutil.get_terminal_size().columns - 1]}")
         sys.stderr.flush()
-        self._drawn = True
 
     def clear(self) -> None:
-        if self._drawn:
-            sys.stderr.write("\r\x1b[2K")
-            sys.stderr.flush()
-            self._drawn = False
+        sys.stderr.write("\r\x1b[2K")
+        sys.stderr.flush()
 
 
 class Notebook(Line):
     """One display in the output of the cell. It stays with its last text, since a display cannot be removed."""
-
-    coloured = True
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -84,14 +70,12 @@ class Notebook(Line):
 
 
 def bar_html(fraction: float, text: str) -> str:
-    """A bar and its words; only the words once it is full."""
     words = html.escape(text, quote=True)
     bar = f'<progress value="{fraction:.3f}" max="1" aria-label="{words}"></progress>' if fraction < 1 else ""
     return f'<div class="kit-progress" style="display:flex;gap:.8em;align-items:center">{bar}<span>{words}</span></div>'
 
 
 def watched() -> Line:
-    """The line for where this process runs."""
     if "ipykernel" in sys.modules:
         from IPython import get_ipython
 
@@ -122,19 +106,17 @@ class Progress:
         self._draw()
 
     def output(self, rank: int, text: str) -> None:
-        self._line.clear()
-        mark = f"[{rank}]"
-        if self._line.coloured:
-            mark = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{mark}\x1b[0m"
-        sys.stdout.write("".join(f"{mark} {line}\n" for line in text.split("\n")))
-        sys.stdout.flush()
+        lines = [line for line in text.split("\n") if not line.startswith(STEP_LINE)]
+        if lines:
+            self._line.clear()
+            sys.stdout.write("".join(f"[{rank}] {line}\n" for line in lines))
+            sys.stdout.flush()
 
     def tick(self, answered: Sequence[int]) -> None:
         self._answered = list(answered)
         self._draw()
 
     def recorded(self, count: int) -> None:
-        """How many records of this phase are in the run's folder."""
         self._recorded = count
 
     def ended(self) -> None:
@@ -152,17 +134,16 @@ class Progress:
         self._drew = clock
         share = len(self._answered) / len(self._ranks) if self._ranks else 0.0
         fraction = min(1.0, (self._calls + share) / self._total)
-        self._line.draw(fraction, " · ".join(self._words(elapsed)))
+        self._line.draw(fraction, " · ".join(filter(None, self._words(elapsed))))
 
     def _words(self, elapsed: float) -> list[str]:
-        words = [self._phase]
-        if self._total > 1:
-            words.append(f"{min(self._calls + bool(self._ranks), self._total)} of {self._total}")
         silent = [rank for rank in self._ranks if rank not in self._answered]
-        if self._answered:
-            words.append(f"answered: {ranks_short(self._answered)}")
-        if silent:
-            words.append(f"waiting for: {ranks_short(silent)}")
-        if self._recorded:
-            words.append(f"{self._recorded} records so far")
-        return [*words, f"{elapsed:.0f} s"]
+        call = min(self._calls + bool(self._ranks), self._total)
+        return [
+            self._phase,
+            f"{call} of {self._total}" if self._total > 1 else "",
+            f"answered: {ranks_short(self._answered)}" if self._answered else "",
+            f"waiting for: {ranks_short(silent)}" if silent else "",
+            f"{self._recorded} records so far" if self._recorded else "",
+            f"{elapsed:.0f} s",
+        ]

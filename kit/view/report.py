@@ -7,38 +7,34 @@ to), reads without scripts, on a phone, light and dark.
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
 import kit
 from kit.draw.against import plot_against
+from kit.draw.plots import Album, Picture
 from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.labs.discover import checks_of
-from kit.labs.stepped import HIDDEN
-from kit.results import NotMeasured, compare
-from kit.results.comparison import settings
+from kit.results import Check, NotMeasured, Run, Verdict, VerdictRow, compare, trace
+from kit.results.comparison import changed, compact, differing, in_words, settings, warnings
 from kit.results.exports import readable
 from kit.results.files import make_folder, to_json, write_text
-from kit.results.frames import labels
+from kit.results.recorded import machine
 from kit.results.records import ESCAPES, PATTERN
 from kit.results.run import memory_snapshots
 from kit.results.units import ROW, amount
-from kit.results.verdict import MARKS, SIGNS, tally, without_parts, worst_first
+from kit.results.verdict import MARKS, SIGNS, cells, folded, tally, without_parts, worst_first
 from kit.view.named import album, tables
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from kit.draw.plots import Picture
-    from kit.results import Check, Run, Verdict, VerdictRow
 
 SUFFIXES = (".html", ".htm")
 TAIL = 60  # lines of a rank's log
@@ -46,10 +42,10 @@ WIDE = 2000  # characters of a line of it
 DPI = 120
 MOST = 200  # rows of a table on the page
 CHANGES = 60  # of a comparison
+LARGEST = 2**20  # bytes of a timeline on the page
 
 
 def write_report(runs: Sequence[Run], to: str | Path) -> Path:
-    """Write the page. The file is whole or not there."""
     target = Path(to).expanduser()
     if target.suffix.lower() not in SUFFIXES:
         raise BadInput(f"a report is written as {' or '.join(SUFFIXES)}, not {target.name!r}")
@@ -59,7 +55,6 @@ def write_report(runs: Sequence[Run], to: str | Path) -> Path:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The whole report as one HTML document."""
     if not runs:
         raise BadInput("a report needs at least one run")
     loader = FileSystemLoader(Path(__file__).parent)
@@ -67,24 +62,28 @@ def page(runs: Sequence[Run]) -> str:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     runs = list({run.dir: run for run in runs}.values())  # a run that is given twice is shown once
-    chapters = [chapter(run, number) for number, run in enumerate(runs, start=1)]
+    chapters = [
+        {**chapter(run, number), "differs": differs}
+        for number, (run, differs) in enumerate(zip(runs, differing(runs), strict=True), start=1)
+    ]
     return environment.get_template("report.html").render(
         title=f"Lifecycle Kit: {', '.join(dict.fromkeys(run.lab for run in runs))}",
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         kit=kit.__version__,
         themes=THEMES,
-        chapters=chapters,
-        worst_first=sorted(chapters, key=lambda chapter: chapter["weight"]),
+        chapters=sorted(chapters, key=lambda chapter: chapter["weight"]),
         compared=comparison(runs) if len({run.id for run in runs}) > 1 else None,
     )
 
 
 def comparison(runs: Sequence[Run]) -> dict[str, Any]:
     """What changed most, as a picture and as a table, and what was set otherwise."""
-    labs = list(dict.fromkeys(run.lab for run in runs))
+    labs = {run.lab for run in runs}
     return {
-        "note": f"These are runs of different labs: {', '.join(labs)}." if len(labs) > 1 else "",
-        "settings": {name: [to_json(value) for value in values] for name, values in settings(runs).items()},
+        "warnings": warnings(runs),
+        "settings": {}
+        if len(labs) > 1
+        else {name: list(map(in_words, values)) for name, values in settings(runs).items()},
         "ids": [run.id for run in runs],
         "pictures": {name: data_uri(plot_against(runs, theme_name=name)) for name in THEMES},
         "table": changes(runs),
@@ -92,11 +91,10 @@ def comparison(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def chapter(run: Run, number: int) -> dict[str, Any]:
-    """What the page shows of one run."""
     refuse_links(run)
     verdict = run.shown_verdict()
     words, kind, weight = outcome(run, verdict)
-    limits, drawn = moved(run, verdict), album(run)
+    limits, drawn, rows = moved(run, verdict), album(run), answers(run, verdict)
     return {
         "anchor": f"run-{number}",
         "id": run.id,
@@ -107,13 +105,25 @@ def chapter(run: Run, number: int) -> dict[str, Any]:
         "partial": run.partial,
         "notes": run.notes,
         "facts": facts(run),
-        "checks": answers(run, verdict),
-        "pictures": {name: data_uri(drawn.draw(theme_name=name, tolerances=limits)) for name in THEMES},
+        "checks": [row for row in rows if row["kind"] != MARKS[True].kind],
+        "passed": [row for row in rows if row["kind"] == MARKS[True].kind],
+        "parts": [row for row in rows if row["parts"]],
+        "trace": trace_of(run),
+        "pictures": pictures(drawn, limits),
         "tables": chapter_tables(run),
-        "logs": logs(run) if run.status == "failed" else [],
+        "logs": logs(run) if run.broke else [],
         "config": {name: to_json(value) for name, value in run.config.items()},
         "provenance": to_json(run.provenance, indent=1),
     }
+
+
+def trace_of(run: Run) -> str:
+    """The run's timeline for the page's button, gzipped, as base64; empty where there is none, or where it is too large for a page."""
+    try:
+        packed = gzip.compress(to_json(trace(run)).encode(), mtime=0)
+    except BadInput:  # no timed phase
+        return ""
+    return base64.b64encode(packed).decode() if len(packed) <= LARGEST else ""
 
 
 def refuse_links(run: Run) -> None:
@@ -132,33 +142,27 @@ def outcome(run: Run, verdict: Verdict) -> tuple[str, str, int]:
     words = tally(rows)
     if run.status == "failed":
         return f"the run broke; {words}", "bad", 0
+    words = words if run.status == "finished" else f"{run.status}; {words}"
     if False in answers:
         return words, "bad", 1
-    if run.status == "running":
-        return f"unfinished; {words}", "open", 2
+    if run.status != "finished":
+        return words, "open", 2
     return words, "open" if None in answers or not rows else "good", 3
 
 
 def facts(run: Run) -> dict[str, str]:
-    """When and where, as far as the run knows."""
     info, about = run.info(), run.provenance
     on = about.get("rank0") or about
-    cpu, gpu, world = (on.get(name) or {} for name in ("cpu", "gpu", "world"))
-    world = about.get("world") or world
-    models = [str(each.get("name")) for each in gpu.get("gpus") or []]
-    cores = f"{cpu['affinity']} cores" if cpu.get("affinity") else ""
-    versions = {"kit": info.get("kit"), **(on.get("versions") or {}), "Python": on.get("python")}
-    commit = (about.get("git") or {}).get("commit")
+    world = about.get("world") or on.get("world") or {}
     found = {
         "lab": run.lab,
         "fault": f"{run.fault} (a known bug, switched on)" if run.fault else "",
         "when": when(info.get("started"), info.get("finished")),
-        "where": ", ".join(filter(None, [on.get("host"), cpu.get("model"), cores, *models])),
+        "where": str(on.get("host") or ""),
+        "machine": machine({**on, "kit": info.get("kit"), "git": about.get("git"), "time": None}),
         "ranks": f"{world['ranks']} on {world['device']}: {world['why']}"
         if {"ranks", "device", "why"} <= set(world)
         else "",
-        "software": ", ".join([f"{name} {version}" for name, version in versions.items() if version]),
-        "commit": f"{commit[:12]}{' with local changes' if about['git'].get('dirty') else ''}" if commit else "",
         "memory snapshots": memory_snapshots(run),
     }
     return {name: value for name, value in found.items() if value}
@@ -193,29 +197,34 @@ def own_limit(check: Check, run: Run, shown: float) -> float:
 
 
 def answers(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
-    """The checks, worst first, each with its question and the rows that say what it is about in detail."""
+    """The checks, worst first, each with its question and the rows that say what it is about in detail.
+
+    Those that were not measured for one reason are one row."""
     asked = {check.name: check for check in checks_of(run.lab)}
-    made = []
-    for row in worst_first(without_parts(verdict)):
-        check = asked.get(row.check)
+    made: list[dict[str, Any]] = []
+    for group in folded(without_parts(verdict)):
+        row, check = group[0], asked.get(group[0].check)
+        if len(group) > 1:
+            made.append({**cells_of(group), "question": "", "better": "", "moved": "", "parts": []})
+            continue
         parts = [part for part in verdict if part.check.startswith(f"{row.check}/")]
         own = own_limit(check, run, row.limit) if check else row.limit
         made.append(
             {
-                **cells_of(row),
+                **cells_of([row]),
                 "question": check.question if check else "",
                 "better": SIGNS[check.better] if check else "",
                 "moved": f"moved: the lab's own is {amount(own, row.unit)}" if own != row.limit else "",
-                "parts": [cells_of(part) for part in worst_first(parts)],
+                "parts": [cells_of([part]) for part in worst_first(parts)],
             }
         )
     return made
 
 
-def cells_of(row: VerdictRow) -> dict[str, str]:
-    mark = MARKS[row.passed]
-    limits = {"measured": amount(row.measured, row.unit), "limit": amount(row.limit, row.unit)}
-    return {"kind": mark.kind, "mark": str(mark), "check": row.check, "why": row.why, **limits}
+def cells_of(rows: Sequence[VerdictRow]) -> dict[str, str]:
+    mark = MARKS[rows[0].passed]
+    named = dict(zip(("check", "measured", "limit", "why"), cells(rows), strict=True))
+    return {"kind": mark.kind, "mark": str(mark), **named}
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -256,29 +265,39 @@ def table_cells(
 
 
 def changes(runs: Sequence[Run]) -> dict[str, Any]:
-    """What changed most against the first run, as medians over the cycles."""
-    found = compare(runs)
-    found = found.assign(metric=labels(found))
-    found = found[(found["found_in"] == "both") & (found["base"] != found["value"]) & found["value"].notna()]
-    found = found[~found["metric"].str.endswith("_before") & ~found["metric"].isin(HIDDEN)]
-    columns = ["run", "phase", "rank", "metric", "unit", "base", "value", "ratio", "base_n", "n"]
-    return table_cells(found[columns], "What changed most", {"base": ROW, "value": ROW}, most=CHANGES)
+    """What changed by more than the spread against the first run, as medians over the cycles."""
+    shown = compact(changed(compare(runs)), several=len(runs) > 2)
+    return table_cells(shown, "What changed most", {"base": ROW, "value": ROW}, most=CHANGES)
 
 
 # -- pictures and logs -------------------------------------------------------------------------------------------------
 
 
+def pictures(drawn: Album, limits: Mapping[str, float]) -> dict[str, str]:
+    """The run's overview by theme. The second is laid out as the first, which takes half the time."""
+    first, made = None, {}
+    for name in THEMES:
+        picture = drawn.draw(theme_name=name, tolerances=limits, like=first)
+        made[name] = data_uri(picture)
+        first = first or picture
+    return made
+
+
 def data_uri(picture: Picture) -> str:
     """The picture inside the page, in 128 colours: half the bytes and no visible difference."""
     buffer = io.BytesIO()
-    picture.savefig(buffer, format="png", dpi=DPI)
-    small = io.BytesIO()
-    Image.open(buffer).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+    picture.savefig(buffer, format="png", dpi=DPI, pil_kwargs={"compress_level": 0})  # it is read back at once
+    plain, small = Image.open(buffer).convert("RGB"), io.BytesIO()
+    few = plain.quantize(128, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    corner = (0, 0, 1, 1)
+    paper, colours = few.crop(corner).tobytes()[0], few.getpalette() or []
+    colours[3 * paper : 3 * paper + 3] = plain.crop(corner).tobytes()  # as the page's, to the last bit
+    few.putpalette(colours)
+    few.save(small, format="png")
     return f"data:image/png;base64,{base64.b64encode(small.getvalue()).decode()}"
 
 
 def logs(run: Run) -> list[tuple[str, str]]:
-    """The error that broke the run, and the last lines of each rank."""
     files = [
         run.dir / "logs" / "error.txt",
         *sorted(run.dir.glob("logs/rank*.log"), key=lambda path: (len(path.name), path.name)),

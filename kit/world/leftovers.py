@@ -24,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 
 from kit.errors import BadInput
-from kit.machine import alive, command, marked, namespace, pids, start_time, started_at, stat_fields
+from kit.machine import alive, command, is_gone, marked, owner, pids, started_at, stat_fields
 from kit.world import processes
 
 SESSION = "session"  # the file in a World's folder
@@ -50,16 +50,13 @@ class Leftover:
 
 def mark(world: str) -> str:
     """The value of KIT_WORLD for a World of this process, and the name of its folder."""
-    pid = os.getpid()
-    return f"{world}@{namespace()}:{pid}:{start_time(pid)}"
+    return f"{world}@{owner()}"
 
 
 def is_dead(value: str) -> bool:
     """Whether the notebook that this mark names is known to be gone."""
-    world, _, owner = value.partition(":")
-    pid, _, started = owner.partition(":")
-    known = world.endswith(f"@{namespace()}") and "/" not in world and pid.isdecimal() and started.isdecimal()
-    return known and not alive(int(pid), int(started))
+    world, _, owner = value.rpartition("@")
+    return "/" not in world and is_gone(owner)
 
 
 def find() -> list[Leftover]:

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from kit.errors import BadInput, Cancelled, KitError, RankDied, RankError, RankTimeout
-from kit.world.calls import Call, interrupt
+from kit.world.calls import Call, interrupt, ranks_word
 from kit.world.channel import readable
-from kit.world.silence import ranks_word
 
 TICK_S = 0.05  # how often logs are read and who looks on is asked, while ranks work
 INTERRUPT_S = 3.0

@@ -78,9 +78,14 @@ def end_children() -> bool:
         return False
 
     def living() -> list[int]:
-        found = ((pid, stat_fields(pid)) for pid in children() or ())
-        # A zombie with threads left has not given up its children yet.
-        return [pid for pid, fields in found if fields and (fields[0] not in "ZX" or int(fields[17]) > 1)]
+        """Trusted once two looks list the same: between list and state one may be handed on, and the list skips where one vanishes."""
+        before: list[int] | None = None
+        while (listed := children() or []) != before:
+            before, found = listed, [(pid, stat_fields(pid)) for pid in listed]
+            # A zombie with threads left has not given up its children yet.
+            if alive := [pid for pid, fields in found if fields and (fields[0] not in "ZX" or int(fields[17]) > 1)]:
+                return alive
+        return []
 
     end(living)
     reap_orphans()

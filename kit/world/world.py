@@ -27,11 +27,10 @@ from kit.world.asked import (
     check_seconds,
     writable_folder,
 )
-from kit.world.calls import Call
+from kit.world.calls import Call, looks, ranks_word
 from kit.world.crew import Crew
 from kit.world.members import Member, Part, Plan
 from kit.world.pending import Observer, Pending
-from kit.world.silence import looks, ranks_word
 
 DEVICES = ("auto", "cpu", "cuda")
 TIMEOUT_S = 60.0

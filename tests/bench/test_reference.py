@@ -17,14 +17,13 @@ import pytest
 from kit.bench import reference
 from kit.bench.reference import (
     ASSUMED_BOX,
-    FACTOR,
     GPU_MINUTES,
     LEAST_S,
     LEFT_OUT,
     Part,
     able,
     bench,
-    find_factor,
+    find_times,
     is_settled,
     lab,
     make,
@@ -34,6 +33,7 @@ from kit.bench.reference import (
     perform,
     plan,
     plan_text,
+    scale,
     settled,
     short_of,
     sizes_here,
@@ -44,6 +44,7 @@ from kit.cli import benches
 from kit.errors import BadInput
 from kit.labs.configure import validate
 from kit.labs.discover import discover, find
+from kit.preflight import run as preflight
 from kit.results.files import read_json, write_json
 
 SLOW_BOX = 60.0  # limits that a busy machine keeps, where real parts run
@@ -345,9 +346,9 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path) -> None:
 
 @pytest.mark.parametrize("parts", [on_cpu(), on_gpus()], ids=["cpu", "gpus"])
 def test_every_lab_and_bench_has_its_part_with_settings_that_are_there(parts) -> None:
-    """What people look at needs their environment, `limits` runs the parts itself, and the waits of `stream` are no times of a GPU."""
+    """What people look at needs their environment, `limits` runs the parts itself, and waits of two labs are no times of a GPU."""
     assert {part.lab for part in parts if part.lab} == set(discover().labs)
-    wanted = set(benches()) - {"view", "limits"} - ({"stream"} if parts == on_gpus() else set())
+    wanted = set(benches()) - {"view", "limits"} - ({"stream", "share"} if parts == on_gpus() else set())
     assert {part.command[1] for part in parts if not part.lab} == wanted
     assert len({part.name for part in parts}) == len(parts)
     for part in parts:
@@ -368,7 +369,7 @@ def test_sizes_are_those_of_the_box(tmp_path, monkeypatch, here, asked, device) 
     found = {"problems": [], "ranks": {"device": here, "suspend_why": None}}
     monkeypatch.setattr(reference.doctor, "examine", lambda: found)
     parts = on_cpu() if device == "cpu" else list(on_gpus())
-    assert sizes_here(tmp_path, asked) == (device, parts, {})
+    assert sizes_here(tmp_path, asked) == (device, parts, {}, found)
     assert read_json(tmp_path / "doctor.json")["ranks"]["device"] == here
 
 
@@ -391,7 +392,7 @@ def test_a_plan_for_a_gpu_asks_nothing_of_this_box_and_is_the_one_in_the_docs(ca
     said = capsys.readouterr().out
     lines = said.splitlines()
     assert lines[0] == "seconds: assumed for one H200 with two ranks on it, times 1 for this box"
-    assert [line.split()[0] for line in lines[2:-1]] == [part.name for part in on_gpus() if not part.needs]
+    assert [line.split()[0] for line in lines[3:-1]] == [part.name for part in on_gpus() if not part.needs]
     docs = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
     assert f"```\n{said}```" in docs.read_text()
 
@@ -436,22 +437,51 @@ def test_a_plan_has_a_line_for_each_part_and_their_sum() -> None:
     assert lines[-1].split()[:4] == ["in", "all", "44.0", "s,"]
 
 
-def test_a_factor_is_measured_once_for_a_box_and_kept_with_the_reference(
+FOUND: dict[str, Any] = {"ranks": {"torch": "2.13.0", "nccl": None}, "gpu": {"gpus": []}}
+
+
+def times(device: str, by: float) -> dict[str, Any]:
+    return {**preflight.box(FOUND, device), **{name: by * one for name, one in reference.PROBE_S[device].items()}}
+
+
+def test_times_come_from_the_folder_then_from_doctor_and_then_from_a_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measuring is made up: it would start ranks."""
-    measured = []
-    monkeypatch.setattr(reference, "measure_factor", lambda device: measured.append(device) or 2.0 + len(measured))
-    assert find_factor(tmp_path, "cpu") == find_factor(tmp_path, "cpu") == 3.0
-    assert measured == ["cpu"]
-    assert find_factor(tmp_path, "cuda") == 4.0
-    write_json(tmp_path / FACTOR, {**read_json(tmp_path / FACTOR), "host": "elsewhere"})
-    assert find_factor(tmp_path, "cuda") == 5.0
+    """The probe is made up: it would start ranks."""
+    asked: list[str] = []
+    monkeypatch.setattr(preflight, "measure", lambda _, device: asked.append(device) or times(device, len(asked)))
+    monkeypatch.setattr(reference, "runs_dir", lambda: tmp_path)
+
+    def factor(folder: str, device: str = "cpu") -> float:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        return scale(find_times(tmp_path / folder, FOUND, device), device)[0]
+
+    assert (factor("a"), factor("a"), asked) == (1.0, 1.0, ["cpu"])
+    assert (factor("a", "cuda"), asked) == (2.0, ["cpu", "cuda"])
+    write_json(tmp_path / preflight.TIMES, times("cpu", 5))
+    assert factor("b") == 5.0
+    write_json(tmp_path / preflight.TIMES, {**times("cpu", 6), "host": "elsewhere"})
+    assert (factor("b"), factor("c"), len(asked)) == (5.0, 3.0, 3)
+    unmeasured = {name: value for name, value in times("cpu", 7).items() if name not in reference.PROBE_S["cpu"]}
+    write_json(tmp_path / preflight.TIMES, unmeasured)
+    assert factor("d") == 4.0
+
+
+def test_a_factor_is_a_sum_over_a_sum_of_what_was_measured_and_shown() -> None:
+    one = reference.PROBE_S["cpu"]
+    name = next(iter(one))
+    assert scale({name: 3 * one[name]}, "cpu")[0] == 3.0
+    factor, why = scale(times("cpu", 2), "cpu")
+    assert factor == 2.0
+    assert all(f"{2 * one[name]:.2f} s (there {one[name]:g} s)" in why for name in one)
+    assert scale({}, "cpu") == (1.0, "no probe gave a time: `kit doctor --deep` says why")
+    assert why in plan_text([lab("smoke", 2)], factor, "cpu", None, why).splitlines()
 
 
 @pytest.mark.slow
-def test_a_factor_is_measured_on_real_ranks(nothing_left: None) -> None:
-    assert reference.measure_factor("cpu") > 0
+def test_a_probe_measures_every_time_that_scales_the_parts(nothing_left: None) -> None:
+    found = {**FOUND, "ranks": {**FOUND["ranks"], "device": "cpu"}}
+    assert reference.known(preflight.measure(found, "cpu"), "cpu") == list(reference.PROBE_S["cpu"])
 
 
 def test_names_are_those_of_files() -> None:

@@ -22,6 +22,11 @@ def test_a_row_without_samples_says_why() -> None:
     assert "somebody, it: not installed" in table([one]).splitlines()
 
 
+def test_a_count_has_no_unit_and_a_ratio_is_so_many_times() -> None:
+    lines = table([row("count", [3.0], unit="1"), row("of", [1.5], unit="ratio"), row("took", [2.0])]).splitlines()
+    assert [line.split()[-1] for line in lines[1:]] == ["1", "x", "s"]  # of the first, n is the last word
+
+
 def test_a_limit_that_is_not_met_is_told_as_it_is() -> None:
     lines = table([row("fast", [0.1], limit=1), row("slow", [1234.5], limit=1)]).splitlines()
     assert lines[1].endswith("  met")

@@ -6,7 +6,7 @@ import pytest
 
 from kit.bench.session import Book, Session
 from kit.bench.sync import gpus
-from kit.results import Record, create_run, load
+from kit.results import Record, Run, create_run
 
 GPU = {gpus.HOST: [0.05], gpus.WITHIN: [0.001], gpus.OUT: [0.005], gpus.BACK: [0.004]}
 PEER = f"{gpus.PEER} 1"
@@ -40,7 +40,7 @@ def run(tmp_path):
         }
         writer.append([Record(**about, metric=name, value=value, ids=ids) for name, value, ids in rows])
     writer.finish()
-    return load(writer.dir)
+    return Run(writer.dir)
 
 
 def test_the_first_version_is_not_told_and_the_slower_copy_is_the_ceiling(run):

@@ -73,7 +73,7 @@ def test_offload_is_shown(page, server, artefacts):
     panel_waits(page, artefacts, "offload")
     judged = cell_with(page, "run.verdict()")
     judged.locator(".jp-OutputArea", has_text="0 failed,").wait_for(timeout=180_000)
-    modes = cell_with(page, "plot_modes([run, *others])").locator(".jp-OutputArea img")
+    modes = cell_with(page, "plot_modes(compared)").locator(".jp-OutputArea img")
     modes.wait_for(timeout=180_000)
     run = cell_with(page, "run.plot()").locator(".jp-OutputArea img")
     for name, picture in (("run", run), ("modes", modes)):

@@ -77,7 +77,7 @@ def shown(page):
 
 
 def press(panel, name: str) -> None:
-    panel.locator("button.jupyter-button", has_text=name).first.click()
+    panel.locator("button.jupyter-button:not(.kit-line)", has_text=name).first.click()
 
 
 def said(panel, words: str, *, timeout_s: float = 60) -> None:
@@ -97,11 +97,20 @@ def row(panel, check: str):
     return panel.locator(".kit-check", has_text=check)
 
 
+def unfold(panel) -> None:
+    """The settings, which are one line once there is a run."""
+    if panel.locator(".kit-line .fa-caret-right").count():
+        panel.locator(".kit-line").click()
+    panel.locator(".kit-fields").first.wait_for(timeout=10_000)
+
+
 def choose(panel, label: str, choice: str) -> None:
+    unfold(panel)
     panel.locator(".widget-dropdown", has_text=label).first.locator("select").select_option(choice)
 
 
 def write(panel, label: str, words: str) -> None:
+    unfold(panel)
     box = panel.locator(".widget-text", has_text=label).first.locator("input")
     box.fill(words)
     box.press("Enter")
@@ -167,6 +176,8 @@ def test_a_lab_is_stepped_a_fault_is_seen_and_a_limit_flips_the_verdict(page, se
     press(panel, "Run all")
     leak = row(panel, "groups_return_to_baseline")
     leak.locator(".kit-bad", has_text="FAIL").wait_for(timeout=60_000)
+    said(panel, "checks fail: groups_return_to_baseline")
+    panel.locator(".kit-line", has_text="size 1024, fault leaked-group").wait_for(timeout=10_000)
     snap(page, artefacts, "fault", leak)
     handle = leak.locator(".noUi-handle")
     handle.focus()
@@ -284,7 +295,7 @@ def test_a_rank_that_hangs_is_stopped_and_one_that_raises_is_named(page, server,
 
     write(panel, "implementation", "nowhere:Nothing")
     press(panel, "Run all")
-    panel.locator(".kit-bad", has_text="cannot be loaded").first.wait_for(timeout=30_000)
+    panel.locator(".kit-failure", has_text="cannot be loaded").wait_for(timeout=30_000)
     snap(page, artefacts, "refused", panel)
     clean(page)
 
@@ -314,4 +325,25 @@ def test_a_restarted_kernel_leaves_no_ranks_and_the_last_run_is_shown_again(page
     panel.locator(".kit-strip td.kit-done").nth(1).wait_for(timeout=60_000)
     press(panel, "Stop")
     said(panel, "stopped")
+    clean(page)
+
+
+def test_a_notebook_that_is_opened_without_its_kernel_shows_the_last_picture_and_verdict(page, server, artefacts):
+    panel = opened(page, server, "later", 'import kit\npanel = kit.panel("smoke", cycles=1)\npanel')
+    assert not panel.locator(".kit-gone").is_visible()
+    press(panel, "Run all")
+    said(panel, "checks pass")
+    contents(panel).locator("svg, img").first.wait_for(timeout=30_000)
+    menu(page, "File", "Save Notebook")
+    page.locator(".jp-mod-dirty").first.wait_for(state="detached", timeout=30_000)
+    page.goto("about:blank")
+    for kernel in page.request.get(f"{server.url}api/kernels?token={server.token}").json():
+        page.request.delete(f"{server.url}api/kernels/{kernel['id']}?token={server.token}")
+    page.goto(server.page("later.ipynb"))
+    panel = page.locator(".kit-panel")
+    panel.wait_for(timeout=60_000)
+    said(panel, "checks pass")
+    contents(panel).locator("svg, img").first.wait_for(timeout=30_000)
+    assert panel.locator(".kit-gone").is_visible()
+    snap(page, artefacts, "later", panel)
     clean(page)

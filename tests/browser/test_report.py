@@ -21,7 +21,8 @@ def report(tmp_path_factory):
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_it_is_readable(page, report, artefacts, width):
-    """The page itself never scrolls sideways; wide things do so inside of their boxes, and keep a size that can be read."""
+    """The page itself never scrolls sideways; wide things do so inside of their boxes, and keep a size that can be read. On a
+    phone a picture fits the screen, until it is tapped."""
     page.set_viewport_size({"width": width, "height": 844})
     requests: list[str] = []
     page.on("request", lambda request: requests.append(request.url))
@@ -40,6 +41,9 @@ def test_it_is_readable(page, report, artefacts, width):
         assert min(sizes) >= 13
         image = page.locator("section img").first
         assert image.evaluate("image => image.complete && image.naturalWidth") >= 1000
+        if width < 640:
+            assert image.bounding_box()["width"] <= width
+            image.click()
         assert image.bounding_box()["width"] >= 700
         paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 27, 34)"}[scheme]
@@ -72,6 +76,25 @@ def test_a_table_sorts_by_mouse_and_keyboard(page, report):
     head.press("Enter")
     assert seconds() == sorted(written, reverse=True)
     assert table.locator("th").nth(3).get_attribute("aria-sort") == "descending"
+
+
+def test_a_timeline_opens_in_perfetto(page, report):
+    """A stand-in for Perfetto's page, with its protocol: it answers PING with PONG, then it is given the trace."""
+    viewer = """<script>
+      addEventListener("message", (event) => {
+        if (event.data === "PING") event.source.postMessage("PONG", "*");
+        else document.title = `${event.data.perfetto.title} ${event.data.perfetto.buffer.byteLength}`;
+      });
+    </script>"""
+    page.context.route("https://ui.perfetto.dev/**", lambda route: route.fulfill(body=viewer, content_type="text/html"))
+    page.goto(report.as_uri())
+    button = page.locator("button.trace").first
+    with page.expect_popup() as opened:
+        button.click()
+    opened.value.wait_for_function("document.title")
+    name, size = opened.value.title().split()
+    assert name == button.get_attribute("data-title")
+    assert int(size) == button.evaluate("one => atob(one.dataset.trace).length") > 500
 
 
 def test_it_needs_no_scripts(page, report):

@@ -10,8 +10,8 @@ import pytest
 from kit.draw.against import most, plot_against, ratios
 from kit.draw.style import THEMES
 from kit.errors import BadInput
-from kit.results import Record, compare, create_run, load
-from kit.results.comparison import settings
+from kit.results import Record, Run, compare, create_run
+from kit.results.comparison import labelled, settings
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def make(tmp_path):
             ]
         )
         writer.finish()
-        return load(writer.dir)
+        return Run(writer.dir)
 
     return make
 
@@ -110,6 +110,21 @@ def test_the_table_that_is_known_is_taken(make):
 def test_settings_that_differ_are_told(make):
     runs = [make(BASE, tp=2), make(BASE, tp=2, mode="manual", fault="leak-gloo")]
     assert settings(runs) == {"mode": ["exact", "manual"], "fault": [None, "leak-gloo"]}
+
+
+def test_each_run_is_labelled_by_what_differs_and_a_difference_in_size_warns(make):
+    runs = [make(BASE, tp=1, fault="leak-gloo"), make(MORE, tp=2), make(MORE, tp=2, mode="manual")]
+    assert list(labelled(runs).values()) == [
+        f"{runs[0].id}, mode=exact, tp=1, fault leak-gloo",
+        f"{runs[1].id}, mode=exact, tp=2",
+        f"{runs[2].id}, mode=manual, tp=2",
+    ]
+    picture = plot_against(runs)
+    assert {*labelled(runs[1:]).values()} == {f"{runs[1].id}, mode=exact", f"{runs[2].id}, mode=manual"}
+    assert {f"{runs[1].id}, mode=exact, tp=2", f"{runs[2].id}, mode=manual, tp=2"} <= words(picture)
+    warning = "these runs differ in size (tp): their times and memory cannot be compared"
+    assert picture.get_suptitle().endswith(f"\nWarning: {warning}")
+    assert "Warning" not in plot_against(runs[1:]).get_suptitle()
 
 
 def test_ticks_are_round():

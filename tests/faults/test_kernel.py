@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from jupyter_client import BlockingKernelClient, KernelManager
 
+from kit import machine
 from kit.world import leftovers
 from tests.holdings import holdings, wait_for
 
@@ -91,10 +92,12 @@ def test_sigkill_of_kernel_and_torchrun_at_once(kernel: Kernel) -> None:
     torchrun = next(
         pid for pid in holdings(kernel.pid)["processes"] if b"agent.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )  # type: ignore[attr-defined]
+    started = machine.start_time(kernel.pid)
     os.kill(kernel.pid, signal.SIGSTOP)  # so that it cannot tidy up in between
     os.kill(torchrun, signal.SIGKILL)
     os.kill(kernel.pid, signal.SIGKILL)
-    assert wait_for(lambda: holdings(kernel.pid)["processes"] == [])
+    # The ranks can be gone first: a killed kernel is there until the last of its memory is.
+    assert wait_for(lambda: not machine.alive(kernel.pid, started) and holdings(kernel.pid)["processes"] == [])
     leftovers.end(leftovers.find())  # nobody was left to remove the folder
     assert holdings(kernel.pid)["folders"] == []
 

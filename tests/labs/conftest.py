@@ -34,6 +34,7 @@ class Phases:
     def __init__(self, ctx):
         self.ctx = ctx
         self.seen = []
+        self.me = self  # a job's hooks make such circles: only the garbage collector frees it
     def first(self, cycle):
         self.seen.append(cycle)
         self.ctx.record("words", len(self.ctx.config.words))

@@ -1,12 +1,15 @@
-"""Runs that broke: the records of a good run, cut off where a rank or a phase ended."""
+"""What tests of several labs ask of a run: how it is judged where it broke, and the training steps in its ranks' logs."""
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import kit
 from kit.labs.discover import checks_of
 from kit.results import judge
+from kit.results.records import STEP_LINE
 
 
 def failing_parts(run: kit.Run) -> list[tuple[str, str]]:
@@ -21,3 +24,17 @@ def failing_parts(run: kit.Run) -> list[tuple[str, str]]:
         for row in judge(frame.head(cut), run.config, checks).failed:
             failed.setdefault(row.check, row.why)
     return list(failed.items())
+
+
+def logged_steps(logs: Path, rank: int) -> list[tuple[int, str, float]]:
+    """Step, what was trained, and loss of each training step in a rank's log. Every line has all that a trainer prints."""
+    lines = [line for line in (logs / f"rank{rank}.log").read_text().splitlines() if line.startswith(STEP_LINE)]
+    found = [re.fullmatch(STEP, line) for line in lines]
+    assert all(found), lines
+    return [(int(one["step"]), one["what"] or "", float(one["loss"])) for one in found if one]
+
+
+STEP = (
+    rf"{STEP_LINE}(?P<step>\d+)( \((?P<what>.+)\))?: loss (?P<loss>\S+), grad norm \S+, "
+    r"(resident|allocated) [\d.]+ MiB, [\d.]+ ms"
+)

@@ -352,6 +352,12 @@ def test_nccl2_is_refused_where_the_ranks_torch_has_none(monkeypatch: pytest.Mon
     assert configure(find("smoke"), {"routing": "nccl2"}, None).routing == "nccl2"
 
 
+def test_a_choice_that_looks_like_a_number_is_the_text_that_it_is() -> None:
+    found = from_text(find("share"), {"gate": "1", "sleep_level": "1", "ranks": "6"})
+    assert found == {"gate": "1", "sleep_level": 1, "ranks": 6}
+    assert configure(find("share"), found | {"simulated": True, "ranks": 0}, None).gate == "1"
+
+
 @pytest.mark.parametrize("text", ["1,2", "[1,2]", "1, 2"])
 def test_a_list_needs_no_brackets_on_the_command_line(text: str) -> None:
     assert from_text(find("split"), {"chunks": text}) == {"chunks": [1, 2]}

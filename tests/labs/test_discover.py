@@ -130,7 +130,7 @@ def test_another_packages_lab_has_its_own_pictures_tables_and_panel(
         assert picture.get_suptitle() == "own · 1 rank · from elsewhere · finished"
     assert "Every sight" in page([run])
     panel = kit.panel("own")
-    first = panel.parameters.widget.children[0].children
+    first = panel.parameters.form.children[0].children
     assert [control.description for control in first] == ["low", "high", "fault"]
     panel.tab.selected_index = list(panel.tabs).index("Records")
     records = panel.tabs["Records"]

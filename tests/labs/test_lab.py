@@ -187,6 +187,8 @@ def test_a_world_that_is_given_is_used_and_left_alive(own: Definition, runs: Pat
             assert (run.status, run.config["ranks"]) == ("finished", 3)
             assert set(run.frame().query("phase == 'second'")["rank"]) == {0, 1, 2}
         assert lab.world is world
+        left = "[one for one in __import__('gc').get_objects() if type(one).__name__ == 'Phases']"
+        assert world.eval(f"len({left})") == [0, 0, 0]  # the next lab has the memory
         with pytest.raises(RankError, match="told to raise"):
             Lab(own, {}, fault="breaks", world=world).run()
         assert (world.state, world.pids) == ("idle", pids)

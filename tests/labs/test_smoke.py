@@ -93,7 +93,7 @@ def test_a_wrong_sum(runs: Path, nothing_left: None) -> None:
     assert outcome(run) == {**dict.fromkeys(CHECKS, True), **TOO_SHORT, "every_group_communicates": False}
     row = next(row for row in run.verdict() if row.check == "every_group_communicates")
     assert row.measured == 2.0
-    assert row.why == "wrong sums: rank 0 in cycle 2, rank 1 in cycle 2"
+    assert row.why == "wrong sums in 2 rounds, first: rank 0 in cycle 2"
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import kit
 from kit import cli
 from kit.errors import BadInput
 from kit.measure import Recorder
-from kit.results import load
+from kit.results import Run
 from kit.view.report import chapter_tables
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +70,20 @@ def test_a_run_from_start_to_end(tmp_path):
     assert len({r["time"] for r in phase}) == 1
     described = run_json(folder)
     assert list(described) == [
-        *("run", "lab", "config", "status", "started", "finished", "fault", "error", "provenance", "kit", "schema"),
+        *(
+            "run",
+            "lab",
+            "config",
+            "status",
+            "owner",
+            "started",
+            "finished",
+            "fault",
+            "error",
+            "provenance",
+            "kit",
+            "schema",
+        ),
         "launch",
     ]
     assert described["config"] == {"ranks": 1, "tp": 2}
@@ -83,7 +96,7 @@ def test_values_that_are_not_finite_survive(tmp_path):
         for value in (math.nan, math.inf, -math.inf):
             rec.record("x", value)
     assert [row["value"] for row in rows(tmp_path / "r")] == ["NaN", "Infinity", "-Infinity"]  # strict JSON
-    assert str(load(tmp_path / "r").frame()["value"].tolist()) == "[nan, inf, -inf]"
+    assert str(Run(tmp_path / "r").frame()["value"].tolist()) == "[nan, inf, -inf]"
 
 
 def test_events_and_spans_carry_ids_and_times(tmp_path):
@@ -115,7 +128,7 @@ def test_events_and_spans_carry_ids_and_times(tmp_path):
         assert 0 <= row["value"] < 60
     assert (waited["value"], waited["start"], waited["cycle"]) == (None, before, 9)
     assert (loss["value"], loss["start"], loss["ids"]) == (0.5, before, {"tensor": "embedding"})
-    assert len(load(tmp_path / "r").frame()) == len(rows(tmp_path / "r"))
+    assert len(Run(tmp_path / "r").frame()) == len(rows(tmp_path / "r"))
 
 
 def test_a_phase_that_raises_is_recorded_and_raises_the_same(tmp_path):
@@ -136,6 +149,7 @@ def test_a_phase_that_raises_is_recorded_and_raises_the_same(tmp_path):
         ("rec = Recorder(folder); 1 / 0", "failed", "ZeroDivisionError: division by zero"),
         ("with Recorder(folder): sys.exit(3)", "failed", "SystemExit: 3"),
         ("with Recorder(folder): sys.exit()", "finished", None),
+        ("with Recorder(folder): raise KeyboardInterrupt", "stopped", "KeyboardInterrupt: "),
         ("rec = Recorder(folder)\nif os.fork() == 0: sys.exit()\nos.wait()\nos.kill(os.getpid(), 9)", "running", None),
     ],
 )
@@ -144,6 +158,7 @@ def test_how_the_process_ended_is_in_run_json(tmp_path, body, status, error):
     told = run_json(tmp_path / "r")
     assert (told["status"], told["error"]) == (status, error)
     assert (told["finished"] is None) == (status == "running")
+    assert Run(tmp_path / "r").status == ("interrupted" if status == "running" else status)
 
 
 def test_a_killed_run_keeps_the_phases_it_had(tmp_path):

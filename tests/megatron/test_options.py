@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from kit.megatron.groups.snapshot import _settings, make_options
+from kit.megatron.observe import Seen, changed
 
 
 def test_every_setting_is_kept_whatever_this_torch_calls_it() -> None:
@@ -31,3 +32,13 @@ def test_options_come_back_as_they_were() -> None:
 
 def test_gloo_takes_none() -> None:
     assert make_options({"cpu": {}}, 60.0) is None
+
+
+def test_only_the_values_that_differ_are_named() -> None:
+    def seen(seconds: float, **more: int) -> Seen:
+        backends = {"cpu": {"backend": "ProcessGroupGloo", "timeout_s": seconds, **more}}
+        return Seen(options={"TP": {"backends": backends, "description": "tp"}})
+
+    assert changed(seen(23.0), seen(23.0)) == []
+    assert changed(seen(23.0), seen(30.0)) == ["TP: backends cpu timeout_s 23.0 became 30.0"]
+    assert changed(seen(23.0), seen(23.0, min_ctas=4)) == ["TP: backends cpu min_ctas None became 4"]

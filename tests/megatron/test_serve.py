@@ -24,6 +24,9 @@ QUICK = ("tp2 to tp1", "tp2 to tp2")
 ALIKE = [name for name in PAIRS if "tp2 to tp2" in name or "dp2" in name]
 
 
+pytestmark = pytest.mark.slow  # `make test` has a run of the sync lab, which serves, sleeps and wakes
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -197,7 +197,7 @@ TARGETS = (
         "kit.sync.buckets",
         "bit_exact",
         left_out=leave_out(
-            UNUSED="pack apply Bound.apply _Plan.holds _out_of_bucket _copy_by_torch _part",
+            UNUSED="Bound.apply _Plan.holds _out_of_bucket _copy_by_torch _part",
             REFUSES="_check_buffer _unlike _mismatch",
         ),
     ),
@@ -205,32 +205,38 @@ TARGETS = (
         "sync",
         "kit.sync.cache",
         "bit_exact",
+        others=dict.fromkeys(("Ring.__init__", "Ring.build", "Ring._free_place"), ("sync:paused", "bit_exact")),
         left_out=leave_out(
             REFUSES="Cache._check_room Cache._refuse_emptied Cache._refuse_closed",
             TEXT="_gib",
             UNUSED="CacheBusy.__init__",
         ),
     ),
-    Target("sync:paused", "kit.sync.ring", "bit_exact"),
     Target("sync", "kit.sync.sender", "version_order"),
     Target("sync", "kit.sync.sending", "failure_is_clean", left_out=leave_out(UNUSED="OtherBase.__init__")),
     Target("sync", "kit.sync.receiver", "failure_is_clean", left_out=leave_out(GPU="landing")),
-    Target("sync:shards", "kit.sync.serving", "no_torn_reads", left_out=leave_out(UNUSED="Serving.running")),
-    Target("sync", "kit.sync.gate", "no_torn_reads", left_out=leave_out(TEXT="GateTimeout.__init__")),
+    Target(
+        "sync:shards",
+        "kit.sync.serving",
+        "no_torn_reads",
+        others=dict.fromkeys(
+            ("Gate.__init__", "Gate.reading", "Gate.writing", "Gate._wait"), ("sync", "no_torn_reads")
+        ),
+        left_out=leave_out(UNUSED="Serving.running", TEXT="GateTimeout.__init__"),
+    ),
     Target(
         "sync:buckets",
         "kit.sync.weights",
         "bit_exact",
         left_out=leave_out(UNUSED="Whole.__init__ Whole.bind Whole.own", REFUSES="_refuse _unlike _uncut _emptied"),
     ),
-    Target("sync", "kit.sync.verify", "failure_is_clean", others={"Digests.wait": ("sync:paused", "bit_exact")}),
-    Target("sync", "kit.sync.hashes", "failure_is_clean", left_out=leave_out(UNUSED="_sha256")),
+    Target("sync", "kit.sync.hashes", "failure_is_clean", others={"Digests.wait": ("sync:paused", "bit_exact")}),
     Target(
         "sync",
         "kit.sync.memory",
         "segments_return_to_baseline",
         left_out=leave_out(
-            UNUSED="Segment.__exit__ Kept.__init__ Kept.attach Kept.close",
+            UNUSED="Kept.__init__ Kept.attach Kept.close",
             SPEED="Segment.populate",
         ),
     ),
@@ -245,16 +251,21 @@ TARGETS = (
         "sync",
         "kit.sync.transports.base",
         "bit_exact",
-        left_out=leave_out(UNUSED="Transport.trouble Transport.absent Transport.__exit__"),
+        left_out=leave_out(UNUSED="Transport.trouble Transport.absent"),
     ),
     Target(
         "sync:broadcast",
         "kit.sync.transports.groups",
         "groups_return_to_baseline",
-        others={"PerTensor.broadcast": ("sync:per-tensor", "receivers_answer")},
+        others={
+            "PerTensor.broadcast": ("sync:per-tensor", "receivers_answer"),
+            **dict.fromkeys(
+                ("Rendezvous.offer", "Rendezvous.join", "Rendezvous.leave", "Rendezvous.close"),
+                ("sync:rendezvous", "groups_return_to_baseline"),
+            ),
+        },
         left_out=leave_out(GPU="Grouped.slot", UNUSED="Grouped.explained", TEXT="Grouped.described"),
     ),
-    Target("sync:rendezvous", "kit.sync.transports.rendezvous", "groups_return_to_baseline"),
     Target(
         "sync:serialize",
         "kit.sync.transports.serialize",

@@ -13,9 +13,7 @@ SENDER = "kit.sync.sender"
 SENDING = "kit.sync.sending"
 RECEIVER = "kit.sync.receiver"
 SERVING = "kit.sync.serving"
-GATE = "kit.sync.gate"
 WEIGHTS = "kit.sync.weights"
-VERIFY = "kit.sync.verify"
 HASHES = "kit.sync.hashes"
 MEMORY = "kit.sync.memory"
 LINK = "kit.sync.link"
@@ -611,7 +609,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        GATE,
+        SERVING,
         "Gate.writing",
         old="lambda: self._writer is None and not self._readers",
         new="lambda: self._writer is None",
@@ -621,7 +619,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        GATE,
+        SERVING,
         "Gate.reading",
         old="lambda: self._writer is None and not self._waiting_writers",
         new="lambda: True",
@@ -631,7 +629,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        GATE,
+        SERVING,
         "Gate.reading",
         old=" and not self._waiting_writers",
         new="",
@@ -641,7 +639,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        GATE,
+        SERVING,
         "Gate.writing",
         old="                self._writer = None\n",
         new="                pass\n",
@@ -651,7 +649,7 @@ MUTANTS = (
     # -- verification ----------------------------------------------------------------------------------------------------------
     Mutant(
         "sync",
-        VERIFY,
+        HASHES,
         "Digests.differences",
         old="sorted({*mine, *other}, key=int)",
         new="sorted(mine, key=int)[:1]",
@@ -660,7 +658,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        VERIFY,
+        HASHES,
         "Digests.differences",
         old="mine, found = self.table(), []",
         new="mine, found = other, []",
@@ -757,7 +755,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync:rendezvous",
-        "kit.sync.transports.rendezvous",
+        GROUPS,
         "Rendezvous.leave",
         old="        group.shutdown()\n",
         new='        type(self).leave.__dict__.setdefault("kept", []).append(group)\n',

@@ -136,7 +136,8 @@ def test_a_probe_that_crashes_says_how(name, why):
     assert run.exit_status([outcome]) == 3
 
 
-def test_an_interrupt_keeps_what_was_measured_and_runs_no_more():
+def test_an_interrupt_keeps_what_was_measured_and_runs_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "runs_dir", lambda: tmp_path)
     lines: list[str] = []
     probes = [odd_probe("interrupted"), odd_probe("fine")]
     told, status = run.deep(FOUND, lines.append, time.monotonic(), probes)
@@ -144,9 +145,11 @@ def test_an_interrupt_keeps_what_was_measured_and_runs_no_more():
     assert [one["ended"] for one in told["probes"]] == ["interrupted", "not run"]
     assert [row["what"] for row in told["probes"][0]["rows"]] == ["before"]
     assert "interrupted: 1 interrupted" in lines[-1]
+    assert json.loads((tmp_path / run.TIMES).read_text()) == told["times"]
 
 
-def test_the_total_is_held_and_what_did_not_run_is_named(monkeypatch):
+def test_the_total_is_held_and_what_did_not_run_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "runs_dir", lambda: tmp_path)
     monkeypatch.setattr(run, "pace", lambda device: 1.0)
     lines: list[str] = []
     long_ago = time.monotonic() - TOTAL_S

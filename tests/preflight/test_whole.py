@@ -58,6 +58,7 @@ def test_without_a_gpu_all_that_can_be_measured_passes(tmp_path, nothing_left):
     )
     assert all(kept[name] > 0 for name in numbers)
     assert all(name not in kept for name in unknown)
+    assert json.loads((tmp_path / "preflight.json").read_text()) == kept
 
 
 @pytest.mark.gpu

@@ -11,8 +11,8 @@ import pytest
 
 from kit.results import Record, create_run
 from kit.results.exports import METADATA
-from kit.results.records import COLUMNS, PATTERN, parse
-from kit.results.run import Reader
+from kit.results.records import COLUMNS, PATTERN, note, parse
+from kit.results.run import File
 
 
 class Loaded(NamedTuple):
@@ -24,12 +24,15 @@ class Loaded(NamedTuple):
 
 
 def read_records(folder):
-    records, torn = [], 0
+    records, torn, notes = [], 0, []
     for path in sorted(folder.glob(PATTERN)):
         columns, dropped = parse(path.read_bytes())
         records += [Record(**dict(zip(COLUMNS, row, strict=True))) for row in zip(*columns.values(), strict=True)]
         torn += len(dropped)
-    return Loaded(records, torn, Reader(folder).read()[1])
+        file = File(path)
+        file.read()
+        notes += [note(path.name, file.dropped)] if file.dropped else []
+    return Loaded(records, torn, notes)
 
 
 def beside(path):

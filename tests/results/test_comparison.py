@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kit.errors import BadInput
-from kit.results import VerdictRow, compare, load, outcomes
+from kit.results import Run, VerdictRow, compare, outcomes
 from kit.results.comparison import answers_changed, changed, compact, sizes
 from kit.results.verdict import Verdict
 
@@ -23,7 +23,7 @@ def two(make_run, record):
     second = [record(cycle=c, value=v) for c, v in enumerate([4.0, 6.0])]
     second += [record(metric="rss", value=25.0, unit="B"), record(metric="groups", value=3.0, unit="1")]
     second += [record(metric="new", value=1.0, unit="1"), record(metric="same", value=3.0, unit="1")]
-    return [load(make_run(first, "first")), load(make_run(second, "second"))]
+    return [Run(make_run(first, "first")), Run(make_run(second, "second"))]
 
 
 def test_medians_difference_ratio_n_and_spread(two):
@@ -46,26 +46,26 @@ def test_what_changed_most_comes_first_and_nothing_is_lost(two):
 
 def test_ids_are_kept_apart(make_run, record):
     def run(name, **values):
-        return load(make_run([record(metric="error", value=v, ids={"tensor": t}) for t, v in values.items()], name))
+        return Run(make_run([record(metric="error", value=v, ids={"tensor": t}) for t, v in values.items()], name))
 
     table = compare([run("x", a=1.0, b=1.0), run("y", a=1.0, b=3.0)])
     assert table[["ids", "ratio"]].values.tolist() == [['{"tensor":"b"}', 3.0], ['{"tensor":"a"}', 1.0]]
 
 
 def test_ranks_and_phases_are_kept_apart(make_run, record):
-    runs = [load(make_run([record(rank=r, phase=p) for r in (0, 1) for p in "ab"], name)) for name in ("x", "y")]
+    runs = [Run(make_run([record(rank=r, phase=p) for r in (0, 1) for p in "ab"], name)) for name in ("x", "y")]
     assert len(compare(runs)) == 4
 
 
 def test_three_runs_are_each_put_against_the_first(two, make_run, record):
-    third = load(make_run([record(value=2.0)], "third"))
+    third = Run(make_run([record(value=2.0)], "third"))
     table = compare([*two, third])
     seconds = table[table["metric"] == "seconds"]
     assert dict(zip(seconds["run"], seconds["ratio"], strict=True)) == {two[1].id: 2.5, third.id: 1.0}
 
 
 def test_empty_runs_compare_to_an_empty_table(make_run):
-    assert compare([load(make_run([], "a")), load(make_run([], "b"))]).empty
+    assert compare([Run(make_run([], "a")), Run(make_run([], "b"))]).empty
 
 
 def test_one_run_is_not_a_comparison(two):
@@ -78,7 +78,7 @@ def test_outcomes_are_held_against_each_other_to_the_last_bit(make_run, record):
         rows = [record(cycle=c, metric="loss", value=v, unit="1") for c, v in enumerate(losses)]
         rows += [record(metric="result", ids={"name": name, "step": 1}, value=v, unit="1") for name, v in other.items()]
         rows.append(record(metric="digest", value=None, text=digest))
-        return load(make_run([*rows, record(metric="seconds", value=len(name))], name))
+        return Run(make_run([*rows, record(metric="seconds", value=len(name))], name))
 
     base = run("base", 1.0, 2.0, grad_norm=3.0)
     assert outcomes(base, run("the same", 1.0, 2.0, grad_norm=3.0)) == (4, 0)
@@ -87,7 +87,7 @@ def test_outcomes_are_held_against_each_other_to_the_last_bit(make_run, record):
     assert outcomes(base, run("last bit", 1.0, math.nextafter(2.0, 3.0), grad_norm=3.0)) == (4, 1)
     assert outcomes(base, run("no longer", 1.0, grad_norm=3.0)) == (4, 1)
     assert outcomes(base, run("nan", 1.0, math.nan, grad_norm=3.0)) == (4, 1)
-    assert outcomes(load(make_run([record()], "none")), load(make_run([record()], "nor here"))) == (0, 0)
+    assert outcomes(Run(make_run([record()], "none")), Run(make_run([record()], "nor here"))) == (0, 0)
 
 
 def test_only_what_changed_by_more_than_the_spread_is_told(make_run, record):
@@ -98,7 +98,7 @@ def test_only_what_changed_by_more_than_the_spread_is_told(make_run, record):
             for cycle, value in enumerate(readings)
             for rank in (0, 1)
         ]
-        return load(make_run(rows, name))
+        return Run(make_run(rows, name))
 
     steady = {"groups_before": [1.0], "overhead_seconds": [1.0, 1.0]}
     one = run(
@@ -124,12 +124,12 @@ def test_only_what_changed_by_more_than_the_spread_is_told(make_run, record):
     assert found["metric"].tolist() == ["leak", "seconds", "groups"]  # once each, not once for each rank
     assert compact(found)["ratio"].tolist() == [3.0, 1.952, 1.5]
     assert changed(compare([one, one])).empty
-    assert changed(compare([load(make_run([], "a")), one])).empty
+    assert changed(compare([Run(make_run([], "a")), one])).empty
 
 
 def test_changed_answers_come_with_the_failures_first(make_run):
     def run(name, **answers):
-        found = load(make_run([], name))
+        found = Run(make_run([], name))
         Verdict(VerdictRow(check, None, 0, "1", passed, check) for check, passed in answers.items()).write(
             found.dir / "verdict.json"
         )

@@ -8,7 +8,7 @@ import pytest
 
 import kit
 from kit.errors import BadInput
-from kit.results import create_run, load, runs_dir
+from kit.results import Run, create_run, runs_dir
 
 
 def test_a_run_goes_from_running_to_finished(tmp_path, record):
@@ -16,7 +16,7 @@ def test_a_run_goes_from_running_to_finished(tmp_path, record):
     assert re.fullmatch(r"smoke-\d{8}-\d{6}-[0-9a-f]{4}", writer.id)
     assert writer.dir == tmp_path / "runs" / writer.id
     assert (writer.dir / "logs").is_dir()
-    run = load(writer.dir)
+    run = Run(writer.dir)
     assert (run.status, run.partial, run.fault) == ("running", True, "leaked-group")
     writer.set_provenance({"late": 2})
     writer.append([record(run=writer.id)])
@@ -24,7 +24,20 @@ def test_a_run_goes_from_running_to_finished(tmp_path, record):
     assert (run.status, run.partial, run.provenance) == ("finished", False, {"late": 2})
     info = json.loads((writer.dir / "run.json").read_text())
     assert set(info) == {
-        *("run", "lab", "config", "status", "started", "finished", "fault", "error", "provenance", "kit", "schema")
+        *(
+            "run",
+            "lab",
+            "config",
+            "status",
+            "owner",
+            "started",
+            "finished",
+            "fault",
+            "error",
+            "provenance",
+            "kit",
+            "schema",
+        )
     }
     assert info["finished"] >= info["started"]
     assert sorted(path.name for path in writer.dir.iterdir()) == ["logs", "records.jsonl", "run.json"]
@@ -32,8 +45,8 @@ def test_a_run_goes_from_running_to_finished(tmp_path, record):
 
 def test_a_failed_run_says_why(tmp_path):
     writer = create_run(tmp_path, "smoke", {}, {})
-    writer.fail("rank 1 died in reload: SIGKILL")
-    run = load(writer.dir)
+    writer.finish("rank 1 died in reload: SIGKILL")
+    run = Run(writer.dir)
     assert (run.status, run.error) == ("failed", "rank 1 died in reload: SIGKILL")
     assert run.notes == ["the run failed: rank 1 died in reload: SIGKILL"]
 

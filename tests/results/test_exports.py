@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from kit.errors import BadInput, KitError
-from kit.results import VerdictRow, compare, export, load, to_frame
+from kit.results import Run, VerdictRow, compare, export, to_frame
 from kit.results.units import ROW
 from kit.results.verdict import Verdict
 from tests.results.conftest import read_back
@@ -75,8 +75,8 @@ def test_an_empty_table_comes_back_empty(tmp_path, suffix):
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet", "json"])
 def test_a_comparison_round_trips_too(tmp_path, make_run, record, suffix):
-    first = load(make_run([record(), record(metric="rss", value=0.0), record(metric="old")], "a"))
-    second = load(make_run([record(value=0.7), record(metric="rss", value=1.0)], "b"))
+    first = Run(make_run([record(), record(metric="rss", value=0.0), record(metric="old")], "a"))
+    second = Run(make_run([record(value=0.7), record(metric="rss", value=1.0)], "b"))
     table = compare([first, second])
     back, _ = read_back(export(table, {}, tmp_path / f"t.{suffix}"), table)
     pd.testing.assert_frame_equal(back, table, check_exact=True)
@@ -125,7 +125,7 @@ def test_tables_for_people_are_rounded_and_have_units_beside_the_numbers(tmp_pat
     text = export(to_frame(rows), {}, tmp_path / "t.md", units={"value": ROW}).read_text()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[:6]]
     assert "unit" not in cells[0]
-    assert [line[cells[0].index("value")] for line in cells[2:]] == ["12.3 ms", "2.0 MiB", "3", "0.04297 MiB"]
+    assert [line[cells[0].index("value")] for line in cells[2:]] == ["12.3 ms", "2.0 MiB", "3", "0.043 MiB"]
 
 
 def test_markdown_is_one_screen_and_says_what_is_left_out(tmp_path, record):

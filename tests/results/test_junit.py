@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree as ET
 
-from kit.results import VerdictRow, load
+from kit.results import Run, VerdictRow
 from kit.results.timeline import write_junit
 from kit.results.verdict import Verdict
 
@@ -12,7 +12,7 @@ from kit.results.verdict import Verdict
 def test_a_case_for_each_check_and_an_error_for_a_run_that_did_not_finish(make_run, tmp_path):
     rows = [VerdictRow("fine", 0, 0, "1", True, ""), VerdictRow("leak", 3, 0, "1", False, 'rank <0>\x1b["')]
     verdict = Verdict([*rows, VerdictRow("gpu", None, 0, "B", None, "no GPU")])
-    finished, broken = load(make_run([], "one")), load(make_run([], "two"))
+    finished, broken = Run(make_run([], "one")), Run(make_run([], "two"))
     info = (broken.dir / "run.json").read_text()
     (broken.dir / "run.json").write_text(info.replace('"finished",', '"failed",', 1))
     path = write_junit([(finished, verdict), (broken, Verdict([]))], tmp_path / "new" / "checks.xml")

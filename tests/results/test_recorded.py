@@ -13,8 +13,6 @@ from kit.errors import BadInput
 from kit.measure import provenance
 from kit.results.recorded import FOLDER, recorded
 
-CHECK = {"check": "fds_return", "measured": 2.0, "limit": 0.0, "unit": "1", "passed": False, "why": "rank <0>: 2 more"}
-
 
 def keep(folder: Path, part: str, **told: Any) -> None:
     folder.mkdir(exist_ok=True)
@@ -29,7 +27,7 @@ def references(tmp_path: Path) -> Path:
     ]
     keep(tmp_path / "one", "bench-sync", rows=[one.to_json() for one in rows])
     keep(tmp_path / "two", "bench-sync", rows=[rows[0].to_json()])
-    keep(tmp_path / "two", "lab-smoke", verdict=[CHECK])
+    keep(tmp_path / "two", "bench-view", rows=[row("<b>", [1.0]).to_json()])
     return tmp_path
 
 
@@ -56,26 +54,38 @@ def test_rows_are_chosen_by_a_text(references: Path) -> None:
 
 @pytest.mark.parametrize(("part", "text"), [("bench-nothing", ""), ("bench-sync", "no such row")])
 def test_what_is_not_there_is_refused_with_what_is(references: Path, part: str, text: str) -> None:
-    with pytest.raises(BadInput, match="there is bench-sync, lab-smoke"):
+    with pytest.raises(BadInput, match="there is bench-sync, bench-view"):
         recorded(part, text, folder=references)
 
 
 def test_a_bench_is_shown_with_its_spread_and_its_notes(references: Path) -> None:
     lines = repr(recorded("bench-sync", folder=references)).splitlines()
-    assert lines[2] == "a copy | kit | 2 ms | 1 to 9 | 3 | 1.5 | not met"
-    assert lines[3] == "a far copy | kit | - | not measured: there is one GPU"
+    assert " ".join(lines[2].split()) == "a copy kit 2 ms 1 ms to 9 ms 3 1.5 ms not met"
+    assert " ".join(lines[3].split()) == "a far copy kit - not measured: there is one GPU"
     assert [line[:16] for line in lines if line.startswith("recorded")] == ["recorded on one,", "recorded on two,"]
 
 
-def test_a_labs_verdict_is_shown_and_escaped(references: Path) -> None:
-    page = recorded("lab-smoke", folder=references)._repr_html_()
+def test_ways_that_did_the_same_are_columns(tmp_path: Path) -> None:
+    rows = [
+        row("release", [12.345], unit="ms", who="exact"),
+        row("release", [30.0], unit="ms", who="abort", limit=10.0),
+        row("back", [2.0], unit="ms", who="exact"),
+        Row(what="back", who="abort", note="not measured"),
+    ]
+    keep(tmp_path / "one", "bench-release", rows=[one.to_json() for one in rows])
+    head, cells = recorded("bench-release", folder=tmp_path)[0].table
+    assert head == ("what, median", "exact", "abort")
+    assert cells == [["release", "12.3 ms", "30 ms (not met)"], ["back", "2 ms", "-"]]
+
+
+def test_a_page_names_the_machine_and_is_escaped(references: Path) -> None:
+    page = recorded("bench-view", folder=references)._repr_html_()
     assert "recorded on two, not here" in page
-    assert "rank &lt;0&gt;: 2 more" in page
-    assert "FAIL" in page
+    assert "&lt;b&gt;" in page
 
 
 def test_all_that_comes_with_the_kit_can_be_recorded() -> None:
-    parts = sorted({path.stem for path in FOLDER.glob("*/*-*.json")})
+    parts = sorted({path.stem for path in FOLDER.glob("*/bench-*.json")})
     assert parts
     for part in parts:
         assert repr(recorded(part)).startswith("recorded on ")

@@ -23,7 +23,7 @@ from kit.results import (
     select,
     to_frame,
 )
-from kit.results.verdict import hold, measure, suspect_in
+from kit.results.verdict import cells, headline, hold, measure, suspect_in
 
 
 def check(value, *, limit=10.0, better="<=", why="", name="drift", tolerance="drift_mib"):
@@ -208,8 +208,46 @@ def test_the_table_is_aligned_and_worst_first():
     lines = repr(judge(to_frame([]), {}, checks)).splitlines()
     assert lines[0] == "1 failed, 1 passed, 1 not measured"
     assert [line.split()[0] for line in lines[2:]] == ["FAIL", "-", "pass"]
-    assert len({line.index("MiB") for line in lines[2:]}) == 1
-    assert "1234.57" in lines[2]
+    assert len({line.rindex("MiB") for line in lines[2:]}) == 1
+    assert "1235 MiB" in lines[2]
+
+
+def test_what_was_not_measured_for_one_reason_is_one_line_and_parts_that_passed_are_none():
+    rows = [VerdictRow(name, None, 1.0, "ratio", None, "not measured: no CUDA device") for name in ("residual", "comm")]
+    rows += [VerdictRow("lone", None, 1.0, "1", None, "not measured: too short")]
+    rows += [VerdictRow(name, 0.0, 0.0, "1", True, "") for name in ("family", "family/one")]
+    rows += [VerdictRow("family/two", 1.0, 0.0, "1", False, "bad")]
+    lines = repr(Verdict(rows)).splitlines()
+    assert [" ".join(line.split()) for line in lines[2:]] == [
+        "FAIL family/two 1 0 bad",
+        "- 2 checks - not measured: no CUDA device (residual, comm)",
+        "- lone - 1 not measured: too short",
+        "pass family 0 0",
+    ]
+    page = Verdict(rows)._repr_html_()
+    assert "no CUDA device (residual, comm)" in page
+    assert "family/one" not in page
+
+
+def test_a_value_just_beside_its_limit_shows_the_digits_that_differ():
+    row = VerdictRow("share", 0.89999, 0.9, "ratio", False, "")
+    assert cells([row])[1:3] == ("0.89999", "0.9")
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ([], "nothing is judged yet"),
+        ([None, None], "nothing is judged yet"),
+        ([True, True], "all 2 checks pass"),
+        ([True, None], "the one check passes; 1 could not be measured"),
+        ([False, True, None], "1 of 2 checks fails: c0"),
+        ([False] * 5, "5 of 5 checks fail: c0, c1, c2 and 2 more"),
+    ],
+)
+def test_a_verdict_in_words(answers, said):
+    rows = [VerdictRow(f"c{n}", None, 1.0, "1", passed, "") for n, passed in enumerate(answers)]
+    assert headline([*rows, VerdictRow("c0/part", None, 1.0, "1", False, "")] if rows else rows) == said
 
 
 def test_the_html_is_escaped():

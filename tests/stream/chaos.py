@@ -104,10 +104,17 @@ class Chaos:
     def next(self) -> Event:
         if self.churn and self.random.random() < self.churn:
             return self.come_or_go()
-        live = [channel for channel, events in self.channels.items() if events]
-        if not live:
+        return self.take(self.random.choice(self.preferred(self.live())))
+
+    def live(self) -> list[Any]:
+        """Where an answer is under way."""
+        found = [channel for channel, events in self.channels.items() if events]
+        if not found:
             raise Deadlock("nothing is under way")
-        channel = self.random.choice(self.preferred(live))
+        return found
+
+    def take(self, channel: Any) -> Event:
+        """The next answer of a channel."""
         event = self.channels[channel].pop(0)
         if event.name == "published" and event.replica not in self.gone:
             self.versions[event.replica] = event.version
@@ -148,29 +155,43 @@ class Run:
         return [one for one in self.commands if one.name in names]
 
 
-def run(settings: Settings, chaos: Chaos, *, limit: int = 20_000, core: Controller | None = None) -> Run:
-    """A whole run; every state on the way is checked."""
-    core = core or Controller(settings)
-    chaos.versions = dict.fromkeys(range(settings.replicas), 0)
-    state, commands = core.begin()
-    done = Run(settings, [state], [], list(commands), commands[0])
-    watch = Watch(settings)
-    watch.see(commands)
-    carry(chaos, commands)
-    while not state.closed:
-        event = chaos.next()
-        state, commands = core.step(state, event)
-        done.events.append(event)
-        done.commands += commands
-        watch.see(commands)
-        check_state(state, settings)
+class Play:
+    """A run under way, event by event; every state on the way is checked."""
+
+    def __init__(self, settings: Settings, chaos: Chaos, core: Controller | None = None) -> None:
+        self.chaos = chaos
+        self.core = core or Controller(settings)
+        self.watch = Watch(settings)
+        chaos.versions = dict.fromkeys(range(settings.replicas), 0)
+        self.state, commands = self.core.begin()
+        self.done = Run(settings, [self.state], [], list(commands), commands[0])
+        self.watch.see(commands)
         carry(chaos, commands)
-        assert len(done.events) < limit, "it does not end"
-    done.states.append(state)
-    done.ended = done.commands[-1]
-    assert done.ended.name == "ended"
-    check_end(done)
-    return done
+
+    def step(self, event: Event) -> None:
+        self.state, commands = self.core.step(self.state, event)
+        self.done.events.append(event)
+        self.done.commands += commands
+        self.watch.see(commands)
+        check_state(self.state, self.done.settings)
+        carry(self.chaos, commands)
+
+    def finish(self, limit: int = 20_000) -> Run:
+        """Go on until it ends, by the schedule's own choices, and judge the whole."""
+        done = self.done
+        while not self.state.closed:
+            self.step(self.chaos.next())
+            assert len(done.events) < limit, "it does not end"
+        done.states.append(self.state)
+        done.ended = done.commands[-1]
+        assert done.ended.name == "ended"
+        check_end(done)
+        return done
+
+
+def run(settings: Settings, chaos: Chaos, *, limit: int = 20_000, core: Controller | None = None) -> Run:
+    """A whole run."""
+    return Play(settings, chaos, core).finish(limit)
 
 
 def carry(chaos: Chaos, commands: tuple[Command, ...]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kit.loop.messages import Command, Event, numbers
-from kit.stream.core import Controller, Resume
-from kit.stream.settings import Settings
+from kit.stream.core import Controller
+from kit.stream.settings import Resume, Settings
 from kit.stream.state import State
 
 TRAINER = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")

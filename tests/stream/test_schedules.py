@@ -103,19 +103,6 @@ def check_drawn(seed: int) -> None:
     assert replay(Controller(found), done.events)[1] == done.commands
 
 
-@pytest.mark.parametrize("first", range(0, 60, 20))
-def test_drawn_settings_lose_no_permit(first: int) -> None:
-    for seed in range(first, first + 20):
-        check_drawn(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_many_drawn_settings_lose_no_permit() -> None:
-    for seed in range(1000, 1600):
-        check_drawn(seed)
-
-
 @pytest.mark.parametrize("variant", VARIANTS[:4], ids=lambda one: "-".join(map(str, one.values())))
 def test_other_names_for_groups_pipelines_and_replicas_change_nothing_else(variant: dict[str, Any]) -> None:
     found = settings(**variant)
@@ -130,9 +117,6 @@ def test_other_names_for_groups_pipelines_and_replicas_change_nothing_else(varia
 
     events = [Event(one.name, "b", **renamed(dict(one.ids))) for one in done.events]
     told = [Command(one.name, one.to, "b", **renamed(dict(one.ids))) for one in done.commands]
-    for one in told[:1]:
-        assert one.name == "capacity"
-    told[0] = Command("capacity", "ledger", "b", **dict(done.commands[0].ids))
     told = [restated(new, old) for new, old in zip(told, done.commands, strict=True)]
     assert replay(Controller(found, pipeline="b"), events)[1] == told
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -217,29 +217,30 @@ def test_a_forecast_tells_what_another_window_would_take() -> None:
     durations = Durations(length=drawn_length(4, 40))
     strict = replace(PLAIN, sampler="strict", window=0)
     run = simulate(strict, durations)
-    guess = forecast(run.rows, strict, sampler="in-order", window=1)
+    guess = forecast(run.rows, sampler="in-order", window=1)
     real = simulate(replace(strict, sampler="in-order", window=1), durations)
-    assert forecast(run.rows, strict).seconds == pytest.approx(run.seconds, rel=0.1)
+    assert forecast(run.rows).seconds == pytest.approx(run.seconds, rel=0.1)
     assert guess.seconds == pytest.approx(real.seconds, rel=0.1)
     with pytest.raises(BadInput, match="strict has no window"):
-        forecast(run.rows, strict, window=2)
+        forecast(run.rows, window=2)
     with pytest.raises(BadInput, match="no completed sample"):
-        forecast([], strict)
+        forecast([])
 
 
 @dataclass(frozen=True)
 class Run:
-    """What `what_if` takes of a run: its folder and its config, which holds settings of the lab too."""
+    """What `what_if` takes of a run."""
 
     dir: Path
-    config: dict[str, Any]
 
 
 def test_a_what_if_takes_a_run_from_its_folder(tmp_path: Path) -> None:
-    done = simulate(PLAIN)
-    with contextlib.closing(File(tmp_path / "records.jsonl", run="r", lab="stream", phase="stream")) as file:
-        for row in done.rows:
-            file.write(row)
-    run = Run(tmp_path, {**asdict(PLAIN), "timeout_s": 60, "ranks": 4})
-    assert what_if(run).seconds == forecast(done.rows, PLAIN).seconds
+    done, other = simulate(PLAIN), simulate(replace(PLAIN, sampler="strict", window=0, steps=2))
+    for phase, rows in {"lockstep": other.rows, "stream": done.rows}.items():
+        with contextlib.closing(File(tmp_path / f"records-{phase}.jsonl", run="r", lab="stream", phase=phase)) as file:
+            for row in rows:
+                file.write(row)
+    run = Run(tmp_path)
+    assert what_if(run).seconds == forecast(done.rows).seconds
+    assert what_if(run, "lockstep").seconds == forecast(other.rows).seconds
     assert what_if(run, sampler="strict", window=0).seconds > what_if(run).seconds

@@ -8,7 +8,7 @@ import torch
 
 from kit.errors import BadInput
 from kit.sync import buckets
-from kit.sync.buckets import Bound, Mismatch, apply, pack, views
+from kit.sync.buckets import Bound, Mismatch, views
 from kit.sync.layout import ALIGN, Layout, Piece, Spec, automatic, lay_out, specs_of
 
 MIB = 2**20
@@ -35,6 +35,14 @@ def filled(described=MIXED, seed=0):
 
 def raw(tensor):
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def pack(layout, index, tensors, out):
+    Bound(layout, tensors).pack(index, out)
+
+
+def apply(layout, index, buffer, targets):
+    Bound(layout, targets).apply(index, buffer)
 
 
 def packed(layout, tensors):
@@ -262,6 +270,13 @@ def test_a_mismatch_names_all_and_changes_nothing():
         assert torch.equal(raw(targets[key]), raw(before[key]))
 
 
+def test_an_error_about_many_tensors_names_the_first_few() -> None:
+    layout = lay_out(specs_of({(f"w{number}", 0): torch.zeros(2) for number in range(8)}), 1 << 12)
+    with pytest.raises(Mismatch, match=r"w4 \(shard 0\) is missing; and 3 more$") as caught:
+        apply(layout, 0, torch.zeros(1 << 12, dtype=torch.uint8), {})
+    assert len(caught.value.missing) == 8
+
+
 @pytest.mark.parametrize(
     ("buffer", "sentence"),
     [
@@ -290,7 +305,7 @@ def test_which_buckets_hold_a_name():
     assert layout.holding(["embed"]) == holding
     assert len(holding) > 2
     assert layout.holding([]) == set()
-    with pytest.raises(BadInput, match="the layout has no tensor named embedd, x"):
+    with pytest.raises(BadInput, match="the layout has no tensor named embedd, and 1 more are unknown"):
         layout.holding(["x", "embedd", "mask"])
 
 

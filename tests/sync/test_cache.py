@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from kit import machine
 from kit.errors import BadInput, KitError
 from kit.sync import cache as module
 from kit.sync.buckets import Bound, Mismatch, views
@@ -241,20 +242,22 @@ def test_weights_that_were_offloaded_are_named(make):
     assert (cache.latest, held(cache, 1)) == (1, [1] * 6)
 
 
-def test_two_copies_must_fit_into_their_share():
+def test_two_copies_must_fit_into_their_share(monkeypatch):
     layout = lay_out(specs_of({("w", 0): torch.empty(3 * GIB, dtype=torch.uint8, device="meta")}), 3 * GIB)
+    monkeypatch.setattr(module, "free_memory", lambda: 7 * GIB)
     with pytest.raises(BadInput) as caught:
-        Cache(layout, room=lambda: 7 * GIB)
+        Cache(layout)
     assert str(caught.value) == (
         "two copies of 3 GiB do not fit: they need 6 GiB; 6 GiB exceeds 5.6 GiB, which is 80% of the 7 GiB of free memory"
     )
-    Cache(layout, room=lambda: 8 * GIB).close()
-    Cache(layout, room=lambda: 7 * GIB, share=0.9).close()
+    monkeypatch.setattr(module, "free_memory", lambda: 8 * GIB)
+    Cache(layout).close()
 
 
-def test_what_is_held_already_is_not_wanted_again(make):
+def test_what_is_held_already_is_not_wanted_again(make, monkeypatch):
     free = [2 * 3 * 4096 / 0.8]
-    cache = make(room=lambda: free[0])
+    monkeypatch.setattr(module, "free_memory", lambda: free[0])
+    cache = make()
     cache.build(1, model(1))
     cache.activate(1)
     free[0] = 3 * 4096 / 0.8 - 1
@@ -265,8 +268,8 @@ def test_what_is_held_already_is_not_wanted_again(make):
     cache.build(2, model(2))
 
 
-def test_the_cgroups_limit_counts(make):
-    assert make()._room is module.free_memory
+def test_the_cgroups_limit_counts():
+    assert module.free_memory is machine.free_memory
 
 
 def on_thread(work):

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kit.errors import BadInput, KitError
-from kit.sync.gate import Gate, GateTimeout
+from kit.sync.serving import Gate, GateTimeout
 
 LIMIT = 20.0
 

@@ -23,8 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from kit.errors import KitError
 from kit.sync.link import PeerSilent
 from kit.sync.transports import groups
-from kit.sync.transports.groups import hurried, settle, within
-from kit.sync.transports.rendezvous import Rendezvous
+from kit.sync.transports.groups import Rendezvous, hurried, settle, within
 from tests.sync.ranks.transports import SIZES, receive, send
 from tests.sync.test_transports import between
 
@@ -141,7 +140,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     stand_in = SimpleNamespace(cuda=cuda, empty=on_host, zeros=on_host, uint8=torch.uint8)
     monkeypatch.setattr(groups, "torch", stand_in)
-    monkeypatch.setattr("kit.sync.transports.rendezvous.dist", SimpleNamespace(ProcessGroupNCCL=dist.ProcessGroupGloo))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", dist.ProcessGroupGloo, raising=False)
 
 
 def on_gpus(kind: Any, *acts: Any, timeout_s: float = 5.0) -> list[Any]:

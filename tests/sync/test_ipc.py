@@ -17,10 +17,10 @@ import torch
 from kit.errors import KitError
 from kit.sync import sending
 from kit.sync.buckets import Bound
+from kit.sync.cache import Ring
 from kit.sync.link import Listener
 from kit.sync.log import Log
 from kit.sync.receiver import Call, landing
-from kit.sync.ring import Ring
 from kit.sync.sender import Report
 from kit.sync.transports import ipc, make
 from kit.sync.transports.base import Transport, TransportContext

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_another_process_attaches_by_descriptor_and_both_see_what_is_written():
 
     def other():
         _, fds, _, _ = socket.recv_fds(there, 1, 1)
-        with Segment.attach(fds[0]) as segment:
+        with closing(Segment.attach(fds[0])) as segment:
             assert segment.size == 3 * MIB + 5
             assert segment.tensor[-1] == 7
             segment.tensor[0] = 9
@@ -49,7 +50,7 @@ def test_another_process_attaches_by_descriptor_and_both_see_what_is_written():
 
     with here, there:
         went_well = forked(other)  # before the segment is there: nothing is inherited
-        with Segment(3 * MIB + 5) as segment:
+        with closing(Segment(3 * MIB + 5)) as segment:
             assert segment.tensor.dtype == torch.uint8
             assert not segment.tensor.any()
             segment.tensor[-1] = 7
@@ -94,14 +95,14 @@ def test_a_descriptor_that_was_forgotten_is_counted():
 
 
 def test_nobody_can_cut_it_short():
-    with Segment(8192) as segment:
+    with closing(Segment(8192)) as segment:
         for size in (0, 4096, 16384):
             with pytest.raises(PermissionError):
                 os.ftruncate(segment.fd, size)
 
 
 def test_populating_supplies_the_pages_and_keeps_what_is_in_them():
-    with Segment(16 * MIB) as segment:
+    with closing(Segment(16 * MIB)) as segment:
         segment.tensor[MIB] = 5
         assert os.fstat(segment.fd).st_blocks * 512 < 8 * MIB
         segment.populate()

@@ -11,10 +11,9 @@ import torch
 from kit.errors import BadInput, KitError
 from kit.sync import buckets
 from kit.sync.buckets import Bound
-from kit.sync.cache import starts
+from kit.sync.cache import Ring, starts
 from kit.sync.link import Listener
 from kit.sync.receiver import Call
-from kit.sync.ring import Ring
 from kit.sync.sender import Report, Sender, SyncFailed
 from tests.sync.ranks.service import LAYOUT, Host, at_once, nothing_kept, receiver_of, sender_of, target, tensors
 

@@ -21,13 +21,13 @@ import torch
 import kit.sync.sending as module
 from kit.errors import BadInput, KitError
 from kit.sync.cache import BASE
+from kit.sync.hashes import Digests
 from kit.sync.link import Listener, PeerFailed, PeerSilent
 from kit.sync.receiver import Call
 from kit.sync.sender import Report, SyncFailed
 from kit.sync.sending import Sending
 from kit.sync.transports.base import TransportContext
 from kit.sync.transports.shm import Shm
-from kit.sync.verify import Digests
 from tests.holdings import wait_for
 from tests.sync.ranks.service import (
     HERE,
@@ -180,6 +180,18 @@ def test_memory_is_kept_from_version_to_version(scene: Scene) -> None:
             before = held()
     assert len(seen) == 2
     assert wait_for(lambda: held() == before)
+
+
+def test_a_version_that_was_built_without_receivers_reaches_those_that_wake(scene: Scene) -> None:
+    scene.sender.build(1, tensors(1))
+    assert scene.sender.version == 1
+    for name in scene.hosts:
+        scene.hosts[name].sleep()
+        report = scene.works(1, "asleep", name, gather=None)
+        assert (report.path, report.verified) == ("expand", len(LAYOUT.specs))
+    with pytest.raises(BadInput, match="version 1 cannot be built: version 1 exists"):
+        scene.sender.build(1, tensors(1))
+    assert scene.sender.version == 1
 
 
 def test_an_expansion_needs_no_live_weights(scene: Scene) -> None:

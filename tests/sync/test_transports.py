@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -163,7 +164,7 @@ def test_another_bucket_than_the_awaited_one_is_refused() -> None:
 
 def test_a_segment_that_is_too_small_is_refused() -> None:
     def short(ctx: Any) -> Transport:
-        with Segment(4096) as segment:
+        with closing(Segment(4096)) as segment:
             return shm.Shm(context("sender", ctx.links, 5.0, segment=segment))
 
     class Ends:

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from kit.errors import BadInput
-from kit.sync.buckets import Mismatch, live, pack, views
+from kit.sync.buckets import Bound, Mismatch, live, views
+from kit.sync.hashes import Difference, Digests
 from kit.sync.layout import Layout
-from kit.sync.verify import Difference, Digests
 from tests.sync.ranks.service import KINDS, LAYOUT, Tensors, tensors
 
 
 def packed(layout: Layout, source: Tensors) -> list[torch.Tensor]:
     made = [torch.zeros(size, dtype=torch.uint8) for size in layout.sizes]
     for index, buffer in enumerate(made):
-        pack(layout, index, source, buffer)
+        Bound(layout, source).pack(index, buffer)
     return made
 
 

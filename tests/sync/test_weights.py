@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kit.errors import KitError
-from kit.sync.buckets import Mismatch, pack
+from kit.sync.buckets import Bound, Mismatch
 from kit.sync.layout import Layout, lay_out, specs_of
 from kit.sync.weights import Cut, Whole
 from tests.sync.ranks.service import LAYOUT, Tensors, table, tensors
@@ -18,7 +18,7 @@ from tests.sync.ranks.service import LAYOUT, Tensors, table, tensors
 def bring(layout: Layout, source: Tensors, applier: Any, order: list[int] | None = None) -> None:
     for index in order or range(len(layout.buckets)):
         buffer = torch.zeros(layout.sizes[index], dtype=torch.uint8)
-        pack(layout, index, source, buffer)
+        Bound(layout, source).pack(index, buffer)
         applier.apply(index, buffer)
 
 

@@ -55,7 +55,7 @@ def make_run(tmp_path):
     """A run with records of every source, as a lab would leave it."""
 
     def make(*, ranks=2, cycles=3, phases=("create", "talk", "destroy"), more=(), finish=True, fault=None):
-        from kit.results import load
+        from kit.results import Run
 
         writer = create_run(tmp_path, "smoke", {"ranks": ranks, "cycles": cycles}, {}, fault=fault)
         clock = 1.8e9
@@ -75,6 +75,6 @@ def make_run(tmp_path):
                     )  # fmt: skip
         if finish:
             writer.finish()
-        return load(writer.dir)
+        return Run(writer.dir)
 
     return make

@@ -53,8 +53,8 @@ def test_an_afternoon_in_a_kernel(client):
     reply, streamed, outputs = execute(client, "%%ranks\nprint('here')\nrank // 2")
     assert reply["status"] == "ok"
     assert "started a World of 2 ranks" in streamed
-    assert "[0]\x1b[0m here" in streamed
-    assert "[1]\x1b[0m here" in streamed
+    assert "[0] here" in streamed
+    assert "[1] here" in streamed
     assert outputs[-1][1]["data"]["text/plain"] == "[0-1] 0"
 
     reply, _, outputs = execute(client, "%%ranks\nraise ValueError('on purpose')")

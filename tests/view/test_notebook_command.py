@@ -192,7 +192,7 @@ def test_places_that_cannot_be(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
     place = notebooks.place(tiny, None)
     assert place.parent == tmp_path / "runs" / "notebooks"
-    assert re.fullmatch(r"tiny-\d{8}-\d{6}\.ipynb", place.name)
+    assert re.fullmatch(r"tiny-\d{8}-\d{6}-[0-9a-f]{4}\.ipynb", place.name)
 
 
 def test_an_installation_without_notebooks_says_so(tmp_path, monkeypatch):

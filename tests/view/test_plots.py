@@ -12,7 +12,7 @@ from kit.draw.plots import Picture, read
 from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.measure import Recorder
-from kit.results import Verdict, VerdictRow, load
+from kit.results import Run, Verdict, VerdictRow
 from kit.view.named import plot
 
 
@@ -38,7 +38,7 @@ def test_a_run_shows_time_memory_census_and_timeline(make_run, theme_name):
     assert [title for title in titles(picture) if title] == [
         "Time per phase and rank (n = 3 each, median and range)",
         "Host memory of the ranks (median and range of 2 ranks)",
-        "Process groups (at start 1)",
+        "Process groups: start 1",
         "Open files",
         "Threads",
         "Timeline of ranks",
@@ -76,9 +76,9 @@ def test_limits_are_drawn_above_the_start(make_run):
     Verdict([row, VerdictRow("fds_return", 9, 4, "1", False, "rank 1: 20 at the baseline, 29 after")]).write(
         run.dir / "verdict.json"
     )
-    picture = plot(load(run.dir))
+    picture = plot(Run(run.dir))
     groups = next(axes for axes in picture.axes if axes.get_title(loc="left").startswith("Process groups"))
-    assert groups.get_title(loc="left") == "Process groups (at start 1, limit +2)"
+    assert groups.get_title(loc="left") == "Process groups: start 1, limit +2"
     assert {line.get_ydata()[0] for line in groups.lines if len(set(line.get_ydata())) == 1} >= {1, 3}
     assert {"✗ FAIL", "9, limit 4", "rank 1: 20 at the baseline, 29 after"} <= {word.strip() for word in words(picture)}
 
@@ -103,7 +103,7 @@ def test_a_run_of_ones_own(tmp_path):
         recorder.record("anything", 3.0)
         with pytest.raises(ZeroDivisionError), recorder.phase("broken"):
             1 / 0  # noqa: B018
-    picture = plot(load(tmp_path / "mine"))
+    picture = plot(Run(tmp_path / "mine"))
     assert picture.get_suptitle() == "own mine · 1 rank · 2 cycles · finished"
     assert "Timeline of ranks (framed: raised)" in titles(picture)
 

@@ -9,12 +9,11 @@ import sys
 
 import pytest
 
+from kit.results.records import STEP_LINE
 from kit.view.progress import Line, Progress, bar_html, ranks_short, watched
 
 
 class Notes:
-    coloured = False
-
     def __init__(self):
         self.lines: list[tuple[float, str]] = []
         self.cleared = 0
@@ -54,6 +53,12 @@ def test_a_bar_counts_what_is_recorded_while_a_phase_lasts():
             watch.recorded(2)
         watch.tick([])
         assert words in notes.lines[-1][1]
+
+
+def test_lines_of_training_steps_stay_in_the_log(capsys):
+    watch = Progress(line=Notes())
+    watch.output(1, f"{STEP_LINE}1: loss 5.5, grad norm 1, resident 2.0 MiB, 3 ms\nmy own step 1")
+    assert capsys.readouterr().out == "[1] my own step 1\n"
 
 
 def test_quick_work_has_no_bar():
@@ -119,23 +124,6 @@ def test_a_terminal_has_its_line_back_at_the_end():
     assert "waiting for: 0-1" in shown
     assert shown.endswith("\r\x1b[2K")
     assert b"hello" in done.stdout
-
-
-@pytest.mark.parametrize(("terminals", "no_color", "coloured"), [
-    ({"stdout"}, "", False), ({"stderr"}, "", False), ({"stdout", "stderr"}, "", True), ({"stdout", "stderr"}, "1", False),
-])  # fmt: skip
-def test_ranks_lines_are_coloured_where_they_go_to_a_terminal(terminals, no_color, coloured):
-    """The lines go to stdout: a bar on stderr's terminal does not make them coloured."""
-    master, slave = pty.openpty()
-    streams = {name: slave if name in terminals else subprocess.PIPE for name in ("stdout", "stderr")}
-    script = SCRIPT.replace("assert isinstance", "isinstance")
-    env = {**os.environ, "NO_COLOR": no_color}
-    done = subprocess.run([sys.executable, "-c", script], env=env, timeout=60, **streams)
-    os.close(slave)
-    shown = os.read(master, 10_000) + (done.stdout or b"")
-    os.close(master)
-    assert b"hello" in shown
-    assert (b"\x1b[36m[0]" in shown) is coloured
 
 
 def test_a_real_world_is_watched(world, capsys):

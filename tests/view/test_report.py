@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import io
 import json
 import re
 from html.parser import HTMLParser
 
 import pytest
+from PIL import Image
 
 import kit
 from kit.draw.general import times_table
 from kit.errors import BadInput
 from kit.labs.discover import checks_of
-from kit.results import VerdictRow
+from kit.results import VerdictRow, trace
+from kit.results.comparison import differing
+from kit.results.files import to_json
 from kit.results.units import ROW
 from kit.results.verdict import Verdict
 from kit.view.report import CHANGES, MOST, changes, page, table_cells, tail, write_report
@@ -52,6 +58,12 @@ def test_everything_is_inside_the_page(make_run):
     read = Reader(text)
     assert all(load.startswith(("data:image/png;base64,", "#")) for load in read.loads)
     assert sum(load.startswith("data:") for load in read.loads) == 2  # light and dark
+    papers = set()
+    for load in read.loads:
+        if load.startswith("data:"):
+            with Image.open(io.BytesIO(base64.b64decode(load.partition(",")[2]))) as picture:
+                papers.add(picture.convert("RGB").getpixel((0, 0)))
+    assert papers == {(255, 255, 255), (22, 27, 34)}  # the page's own
     assert "@import" not in text
     assert "url(" not in text
     assert "default-src 'none'" in text
@@ -129,16 +141,48 @@ def test_runs_are_told_worst_first_and_compared(make_run, tmp_path):
         good.id
     )  # given twice, told once
     table = changes([good, slow, broken])
-    assert [text for text, _ in table["rows"][0]][:4] == [slow.id, "create", "0", "fds"]
+    assert [text for text, _ in table["rows"][0]][:4] == [slow.id, "create", "fds", "0"]
     assert table["rows"][0][6] == ("2", 2.0)
     assert len(table["rows"]) <= CHANGES
+
+
+def test_what_passed_is_folded_and_what_was_not_measured_for_one_reason_is_one_row(make_run):
+    run = make_run()
+    null = [VerdictRow(name, None, 0.0, "1", None, "not measured: no GPU") for name in ("fds_return", "threads_return")]
+    bad = VerdictRow("groups_return_to_baseline", 3.0, 0.0, "1", False, "rank 1 keeps three")
+    Verdict([VerdictRow("memory_drift", 1.0, 50.0, "MiB", True, "fine"), *null, bad]).write(run.dir / "verdict.json")
+    text = page([run])
+    above, passed = text.split("<summary>1 check passed</summary>")
+    assert "rank 1 keeps three" in above
+    assert "not measured: no GPU (fds_return, threads_return)" in above
+    assert "<td>memory_drift" not in above
+    assert "<td>memory_drift" in passed.split("</details>")[0]
+
+
+def test_the_runs_stand_worst_first_and_the_index_says_what_differs(make_run):
+    good, bad = make_run(), make_run(cycles=4, fault="leaked-group")
+    Verdict([VerdictRow("fds_return", 0.0, 0.0, "1", True, "")]).write(good.dir / "verdict.json")
+    Verdict([VerdictRow("fds_return", 3.0, 0.0, "1", False, "")]).write(bad.dir / "verdict.json")
+    text = page([good, bad])
+    assert text.index(f">{bad.id}</h2>") < text.index(f">{good.id}</h2>")
+    (first, second) = differing([good, bad])
+    assert f'data-label="differs in">{second}<' in text
+    assert second.endswith("fault leaked-group")
+    assert first != second
+
+
+def test_the_timeline_is_on_the_page_for_perfetto(make_run):
+    run = make_run()
+    (packed,) = re.findall(r'data-trace="([^"]+)"', page([run]))
+    assert json.loads(gzip.decompress(base64.b64decode(packed))) == json.loads(to_json(trace(run)))
+    assert "data-trace=" not in page([make_run(cycles=0, finish=False)])  # nothing was timed
 
 
 def test_a_run_that_has_only_begun_and_one_of_a_script(make_run, tmp_path):
     empty = make_run(cycles=0, finish=False)
     words = Reader(page([empty])).words()
-    assert "unfinished" in words
-    assert "the run has not finished, or was killed" in words
+    assert "running" in words
+    assert "the run has not finished" in words
     info = json.loads((empty.dir / "run.json").read_text())
     (empty.dir / "run.json").write_text(json.dumps({**info, "lab": "mine", "status": "finished"}))
     assert "no checks" in Reader(page([empty])).words()

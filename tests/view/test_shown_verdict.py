@@ -17,7 +17,7 @@ def test_worst_first_and_escaped():
     page = VERDICT._repr_html_()
     assert page.index("broken") < page.index("unknown") < page.index("fine")
     assert "1 failed, 1 passed, 1 not measured" in page
-    assert "51.25 MiB" in page
+    assert "51.2 MiB" in page
     assert "rank 1 &amp; 2" in page
     assert "&lt;records&gt;" in page
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -40,3 +42,25 @@ def test_a_status_that_torchrun_took_first_is_told(monkeypatch: Any) -> None:
     joined.join(10)
     (message,) = node.link.messages  # type: ignore[attr-defined]
     assert (message["exit"], message["status"]) == (3, -signal.SIGKILL)
+
+
+SKIPPED = """
+import subprocess
+from kit.machine import alive, start_time
+from kit.world import processes
+
+child = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+gone = subprocess.Popen(["true"])
+gone.wait()
+started, listed = start_time(child.pid), processes.children
+processes.children = lambda: next(looks, None) or listed()
+looks = iter([listed(), [gone.pid]])
+assert processes.end_children()
+assert not alive(child.pid, started)
+"""
+
+
+def test_a_child_that_the_kernels_list_skips_is_ended_too() -> None:
+    """A child that is reaped while the kernel lists makes it skip the next: a look in which one has vanished says nothing."""
+    done = subprocess.run([sys.executable, "-c", SKIPPED], capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ import kit
 from kit.errors import BadInput, Cancelled, KitError, RankDied, RankError, RankTimeout
 from kit.world import World
 from kit.world.several import Worlds
+from tests.holdings import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -131,8 +132,11 @@ def test_what_is_over_cannot_be_cancelled(world: World) -> None:
     assert pending.result() == [0, 1]
 
 
-def test_a_rank_that_does_not_stop_ends_with_its_world(usable: World, capsys: pytest.CaptureFixture[str]) -> None:
-    pending = usable.submit(f"{FLIGHT}:stubborn", ranks=[1])
+def test_a_rank_that_does_not_stop_ends_with_its_world(
+    usable: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pending = usable.submit(f"{FLIGHT}:stubborn", args={"begun": str(tmp_path / "begun")}, ranks=[1])
+    assert wait_for((tmp_path / "begun").exists)  # an order that has not begun is simply dropped
     other = usable.submit(f"{FLIGHT}:nap", ranks=[0])
     assert pending.cancel() is True
     with pytest.raises(Cancelled):

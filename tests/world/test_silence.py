@@ -8,8 +8,8 @@ from types import FrameType
 
 import pytest
 
+from kit.world.calls import Look, blame
 from kit.world.members import Exit
-from kit.world.silence import Look, blame
 from kit.world.stacks import in_collective, users_part
 
 

@@ -19,15 +19,13 @@ from kit.bench.sync import gpus, others
 from kit.errors import KitError
 from kit.megatron.config import GEOMETRIES
 from kit.sync.buckets import Bound, live, views
-from kit.sync.cache import Cache, starts
-from kit.sync.hashes import algorithms, digest
+from kit.sync.cache import LARGEST, SLOTS, Cache, starts
+from kit.sync.hashes import NONE, Digests, algorithms, digest
 from kit.sync.layout import Layout, automatic, lay_out, specs_of
 from kit.sync.link import Listener, address_of, call
 from kit.sync.memory import Kept, Segment
-from kit.sync.ring import LARGEST, SLOTS
 from kit.sync.transports import make
 from kit.sync.transports.base import TransportContext
-from kit.sync.verify import NONE, Digests
 from kit.train.plain import PlainModel
 
 if TYPE_CHECKING:

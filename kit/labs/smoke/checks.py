@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.labs.growth import at_most, few_cycles, one_cycle, slopes
 from kit.results import Measured, Missing, Unjudged, incomplete, select
+from kit.results.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,9 +42,10 @@ def wrong_values(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     if (talked["value"] != config["groups"]).any():
         raise Unjudged(f"a rank used fewer than {config['groups']} groups")
     bad = wrong[wrong["value"] != 0].sort_values(["cycle", "rank"])  # they come as ranks answer
-    where = ", ".join(f"rank {row.rank} in cycle {row.cycle}" for row in bad.itertuples())
-    talks = f"{len(wrong)} rounds over {config['groups']} groups, all sums exact"
-    return Measured(float(wrong["value"].sum()), f"wrong sums: {where}" if where else talks)
+    if bad.empty:
+        return Measured(0.0, f"{len(wrong)} rounds over {config['groups']} groups, all sums exact")
+    first = f"first: rank {bad.iloc[0]['rank']} in cycle {bad.iloc[0]['cycle']}"
+    return Measured(float(bad["value"].sum()), f"wrong sums in {counted(len(bad), 'round')}, {first}")
 
 
 def groups_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:

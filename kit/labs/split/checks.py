@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -98,10 +99,12 @@ def ranks(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         numbers = len(results[["step", "name"]].drop_duplicates())
         return Measured(0, f"{numbers} numbers are identical bit for bit on {config['ranks']} ranks")
     cycle, step, name = differing.index[0]
-    values = ", ".join(f"{value:.9g}" for value in differing.iloc[0])
+    row = differing.iloc[0]
+    odd = next(rank for rank in row.index[1:] if row[rank] != row[0] and not (isnan(row[rank]) and isnan(row[0])))
     return Measured(
         len(differing),
-        f"{name} differs between ranks in step {step}: {values} on ranks 0, 1, ...; {parity.where(config, cycle)}",
+        f"{name} differs between ranks in step {step}: {row[0]:.9g} on rank 0, {row[odd]:.9g} on rank {odd}; "
+        f"{parity.where(config, cycle)}",
     )
 
 

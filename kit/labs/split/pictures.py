@@ -286,7 +286,14 @@ def words(data: RunData) -> list[str]:
     return [job, config["recipe"], *own, every_chunks(config), counted(config["steps"], "step")]
 
 
+def cycle_words(config: Mapping[str, Any]) -> dict[int, str]:
+    each = "one per\nmicrobatch"
+    return {case.cycle: f"{case.level}\n{case.chunks or each}" for case in cases_of(config)}
+
+
 PICTURES = Pictures(
+    cycle="level and chunks",
+    cycle_words=cycle_words,
     plots={
         "metrics": Plot(
             "Metrics against the plain step",

@@ -47,6 +47,9 @@ PROMISES = {
 }
 
 
+PLACES = 3  # of a broken promise that are named
+
+
 def promised(*names: str, phases: Sequence[str] = ("rehearse",), right: str, uncounted: Sequence[str] = ()) -> Measure:
     """The number of broken promises, on the worst rank of each. `right` is the reason if there is none; `uncounted` are only shown."""
 
@@ -67,7 +70,10 @@ def promised(*names: str, phases: Sequence[str] = ("rehearse",), right: str, unc
             if name in names:
                 total += float(broken["value"].sum())
             if not broken.empty:
-                where = "; ".join(filter(None, map(place_of, broken["ids"], broken["text"])))
+                places = [*filter(None, map(place_of, broken["ids"], broken["text"]))]
+                where = "; ".join(
+                    [*places[:PLACES], *([f"and {len(places) - PLACES} more"] if places[PLACES:] else [])]
+                )
                 reasons.append(f"{PROMISES[name]}: {broken['value'].sum():g}" + (f" ({where})" if where else ""))
         return Measured(total, ", ".join(reasons) if total else "; ".join([right, *reasons]))
 

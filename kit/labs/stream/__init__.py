@@ -85,6 +85,19 @@ OF_THE_CONTROLLER = exposed_by(
     ),
     Fault("caught-up-too-late", "lags are logged by a version that was looked up a step ago", "metrics_true"),
     Fault("logger-raises", "the run ends when the logger raises", "logger_is_harmless", exit=3),
+    Fault(
+        "marks-untrained",
+        "a group that was left out of its microbatch is marked trained",
+        "notes_backed",
+    ),
+    Fault("bumps-unfinished", "the version rises although no optimizer step was ordered", "notes_backed"),
+    Fault("resume-replays", "after a resume, groups that were trained before are trained again", "resume_equals"),
+    Fault(
+        "accepted-from-zero",
+        "after a resume, groups that were accepted before are not counted, so that too many start",
+        "resume_equals",
+        set={"sampler": "capacity", "places": 32},
+    ),
     Fault("waits-at-the-end", "the loop waits for groups after the data has ended", "ends_cleanly", exit=3),
 )
 
@@ -156,6 +169,12 @@ OF_RANKS = exposed_by(
         "wrong-denominator",
         "importance weights divide by log-probabilities of a policy that did not generate the tokens",
         "is_weight_right",
+    ),
+    Fault(
+        "rescores-samples",
+        "the trainer puts its own version and log-probabilities into the samples that it trains on",
+        "recomputed_as_sampled",
+        set=ACROSS,
     ),
     Fault(
         "blocks-the-loop",

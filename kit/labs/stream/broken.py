@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 from kit.labs.stream.ports import TRAINER, TrainerPort
-from kit.loop.messages import Event, listed
+from kit.loop.messages import Event, listed, numbers
 from kit.stream import core, generation, groups, training
 from kit.stream.samplers import SAMPLERS, Sampler, View
-from kit.stream.state import DONE, RUNNING, Group, Owed, Step, Turn
+from kit.stream.state import DONE, RUNNING, Group, Owed, State, Step, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from types import ModuleType
 
     from kit.loop.messages import Command
+    from kit.stream.settings import Resume
 
 
 class Swap(NamedTuple):
@@ -200,6 +201,24 @@ def bumps_when_cleared(t: Turn, event: Event, failed: bool) -> None:
         bump(t, t.step)
 
 
+do = Turn.do
+
+
+def skips_some(t: Turn, name: str, to: str, **ids: Any) -> None:
+    """Every fifth group is left out of its microbatch, and marked trained all the same."""
+    if name == "microbatch":
+        ids["groups"] = listed(group for group in numbers(ids["groups"]) if group % LOST_EVERY)
+    do(t, name, to, **ids)
+
+
+def pretends_the_finish(t: Turn) -> None:
+    """The optimizer step is not ordered, and counted as done."""
+    finish(t)
+    if t.step is not None and t.step.finishing:
+        t.commands.pop()
+        on_finished(t, t.step)
+
+
 def resumes_with_the_first(t: Turn, event: Event) -> None:
     """Dispatch goes on as soon as one replica has the new version."""
     generation.on_published(t, event)
@@ -210,6 +229,23 @@ def resumes_with_the_first(t: Turn, event: Event) -> None:
 def logs_the_version_before(t: Turn, step: Step, chosen: tuple[Group, ...], during: int) -> None:
     """Lags are those by a version that was looked up a step ago."""
     log(t, step, chosen, max(0, during - 1))
+
+
+# -- resume ---------------------------------------------------------------------------------------------------------------
+
+begin, resume_from = core.Controller.begin, core.resume_from
+
+
+def all_prompts_again(state: State) -> Resume:
+    """The data begins again with its first prompt."""
+    return dataclasses.replace(resume_from(state), next=0, open=())
+
+
+def counts_from_zero(controller: core.Controller) -> tuple[State, tuple[Command, ...]]:
+    """What was accepted before the stop is forgotten, so that too much may start."""
+    state, commands = begin(controller)
+    object.__setattr__(state, "accepted", 0)
+    return state, commands
 
 
 # -- ports ----------------------------------------------------------------------------------------------------------------
@@ -223,6 +259,7 @@ def waits_for_the_trainer(port: TrainerPort, command: Command) -> Iterable[Event
     ranks = port.ranks
     while True:
         ranks.arrived = ranks.take()
+        ranks.start()
         if (pending := ranks.busy.get(TRAINER)) is None:
             return answers
         ranks.drive.wait([pending], timeout_s=ranks.drive.config.deadline_s)
@@ -269,6 +306,10 @@ SWAPS: Mapping[str | None, tuple[Swap, ...]] = {
     "caught-up-too-late": (Swap(training, "log", logs_the_version_before),),
     "blocks-the-loop": (Swap(TrainerPort, "send", waits_for_the_trainer),),
     "logger-raises": (handles("logger_failed", ends_with_the_logger),),
+    "resume-replays": (Swap(core, "resume_from", all_prompts_again),),
+    "accepted-from-zero": (Swap(core.Controller, "begin", counts_from_zero),),
+    "marks-untrained": (Swap(Turn, "do", skips_some),),
+    "bumps-unfinished": (Swap(training, "finish", pretends_the_finish),),
     "waits-at-the-end": (Swap(core, "is_stuck", never_stuck),),
 }
 # What else a fault needs to show: arguments of `kit.labs.stream.simulated.simulate`.

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import bisect
 import json
-import math
-import statistics
-import weakref
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kit.labs.growth import at_most
+from kit.labs.stream.config import ALL, wanted
+from kit.labs.stream.ledgers import LOOPS, ledger, no_length_bias, of_ledger, replicas_answer
+from kit.labs.stream.tokens import tokens_match
 from kit.results import Measured, Missing, NotMeasured, incomplete, select
-from kit.results.records import NOTEBOOK
 from kit.results.units import counted
 from kit.stream import judge
-from kit.stream.history import Ledger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     import pandas as pd
 
@@ -27,10 +23,7 @@ if TYPE_CHECKING:
     Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
     Outcomes = Mapping[tuple[str, str], tuple[float | None, str]]
 
-LOOPS = ("lockstep", "stream")  # phases with a ledger
 SHUFFLED = 0.95  # share of wrong stamps, made for a control, that a run must find; many runs together find 99 %
-ABORTS_SLOW = ("windowed",)  # samplers that end unfinished groups
-MANY = 100  # groups whose lengths show a bias
 QUESTIONS_ASKED = 50
 ENOUGH = 0.5  # share of the tokens whose version can be told
 OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
@@ -68,9 +61,17 @@ def outcomes(frame: pd.DataFrame, phase: str) -> Outcomes:
 
 
 def resumed_equals_whole(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Every outcome of the loop that was stopped and resumed, against the same loop that was not."""
-    whole, resumed = (outcomes(frame, phase) for phase in ("lockstep", "resume"))
-    return differing(whole, resumed, f"with a stop after step {config['steps'] // 2}")
+    """The ledger of the loop that was stopped and resumed, and on ranks every outcome, against the same loop that was not."""
+    before = "stream" if config["simulated"] else "lockstep"
+    whole, resumed = (ledger(frame, phase) for phase in (before, "resume"))
+    if whole is None or resumed is None:
+        raise Missing(f"the phase {'resume' if whole else before} recorded no ledger")
+    told = judge.resume_equals(whole, resumed)
+    if told.value or config["simulated"]:
+        return told
+    wanted, found = (outcomes(frame, phase) for phase in (before, "resume"))
+    same = differing(wanted, found, f"with a stop after step {config['steps'] // 2}")
+    return Measured(same.value, f"{same.why}; {told.why}")
 
 
 def controller_answers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
@@ -104,9 +105,11 @@ def death_is_named(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured: 
 
 
 def alone(config: Mapping[str, Any]) -> str:
-    return (
-        "" if config["replicas"] > 1 or config["simulated"] else "one replica alone is not killed: nothing could go on"
-    )
+    if config["simulated"]:
+        return ""
+    if "rehearse" not in phases_in(config):
+        return "the setting phases leaves out rehearse"
+    return "" if config["replicas"] > 1 else "one replica alone is not killed: nothing could go on"
 
 
 def no_deadlock(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
@@ -182,6 +185,35 @@ def verified(frame: pd.DataFrame) -> dict[str, float]:
     return dict(zip(rows["metric"], rows["value"].astype(float), strict=True))
 
 
+def recomputed_as_sampled(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+    """Samples that were trained, and weights: digests at the recomputation against those that the replicas noted."""
+    rows = ledger(frame, "stream")
+    if rows is None:
+        raise Missing("no phase recorded a ledger")
+    sampled, recomputed = digests(frame, "stream", "sampled"), digests(frame, "verify", "recomputed")
+    served, used = digests(frame, "stream", "served"), digests(frame, "verify", "recomputed_by")
+    there = {(ids["group"], ids["sample"]) for ids in map(json.loads, recomputed)}
+    trained = {(row["group"], sample) for row in rows.trained() for sample in rows.samples[row["group"]]}
+    wrong = [f"sample {ids}" for ids, found in recomputed.items() if not found <= sampled.get(ids, set())]
+    wrong += [f"group {group}, sample {sample} (left out)" for group, sample in sorted(trained - there)]
+    wrong += [f"weights {ids}" for ids, found in served.items() if found != used.get(ids)]
+    return Measured(
+        float(len(wrong)),
+        f"{len(recomputed)} samples and the weights of {len(served)} versions, by their digests at the replicas and where they were "
+        f"recomputed: {len(wrong)} differ{f'; first: {wrong[0]}' if wrong else ''}",
+    )
+
+
+def digests(frame: pd.DataFrame, phase: str, metric: str) -> dict[str, set[str]]:
+    rows = frame[(frame["phase"] == phase) & (frame["metric"] == metric)]
+    if rows.empty:
+        raise Missing(f"the phase {phase} recorded no digest as {metric!r}")
+    found: dict[str, set[str]] = {}
+    for ids, text in zip(rows["ids"], rows["text"], strict=True):
+        found.setdefault(ids, set()).add(text)
+    return found
+
+
 def of_batches(metric: str, what: str) -> Measure:
     """Numbers of the batches that the trainer trained on, recomputed from the samples by separate code."""
 
@@ -194,123 +226,23 @@ def of_batches(metric: str, what: str) -> Measure:
     return measure
 
 
-# -- the ledger -----------------------------------------------------------------------------------------------------------
+def phases_in(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The phases that a config asks for; an older kit had no setting for it."""
+    return wanted(config.get("phases", ALL))
 
 
-class Ledgers:
-    """Those of the frame that was asked about last: every check asks for the same ones."""
+def ran(*phases: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether these phases ran on ranks."""
 
-    def __init__(self) -> None:
-        self.frame: Callable[[], pd.DataFrame | None] = lambda: None
-        self.found: dict[str, Ledger | None] = {}
+    def applies(config: Mapping[str, Any]) -> bool:
+        return not config["simulated"] and {*phases} <= {*phases_in(config)}
 
-    def of(self, frame: pd.DataFrame, phase: str) -> Ledger | None:
-        if self.frame() is not frame:
-            self.frame, self.found = weakref.ref(frame), {}
-        if phase not in self.found:
-            self.found[phase] = read_ledger(frame, phase)
-        return self.found[phase]
+    return applies
 
 
-_ledgers = Ledgers()
-ledger = _ledgers.of
-
-
-def read_ledger(frame: pd.DataFrame, phase: str) -> Ledger | None:
-    """What the controller and its ports did in a phase, in order. If the run is not of this lab, all its events are one ledger, which
-    stands for the phase `stream`."""
-    events = frame[frame["value"].isna() & (frame["unit"] == "")]
-    if (frame["lab"] == "stream").any():
-        rows = events[(events["phase"] == phase) & (events["rank"] == NOTEBOOK)]
-    else:
-        rows = events[events["rank"] >= 0 if phase == "stream" else events["rank"] < NOTEBOOK].sort_values(
-            "time", kind="stable"
-        )
-    if rows.empty:
-        return None
-    return Ledger(
-        [
-            {"event": name, "time": when, **(json.loads(ids) if ids else {})}
-            for name, when, ids in zip(rows["metric"], rows["time"], rows["ids"], strict=True)
-        ]
-    )
-
-
-def of_ledger(question: Callable[[Ledger], Measured], phases: Sequence[str] = LOOPS) -> Measure:
-    """The first violation in any loop, else what a loop lacks, else the last answer. A loop may have no answer if another has."""
-
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-        answers: list[Measured] = []
-        lacking: list[NotMeasured] = []
-        for phase in phases:
-            rows = ledger(frame, phase)
-            if rows is None:
-                continue
-            try:
-                answer = question(rows)
-            except NotMeasured as error:
-                lacking.append(error)
-                continue
-            answers.append(Measured(answer.value, f"{phase}: {answer.why}"))
-            if answer.value:
-                return answers[-1]
-        missing = [error for error in lacking if isinstance(error, Missing)]
-        if missing or not answers:
-            raise [*missing, *lacking, Missing("no phase recorded a ledger")][0]
-        return answers[-1]
-
-    return measure
-
-
-def replicas_answer(rows: Ledger) -> Measured:
-    """Was no loop ended by a replica that died or did not answer?"""
-    error = rows.ended is not None and rows.ended.get("why") == "error"
-    died = [f"replica {row['replica']} died: {row.get('why', 'no reason given')}" for row in rows.by_event["died"]]
-    silent = [str(row.get("why")) for row in rows.by_event["error"] if row.get("of") == "port"]
-    if error and (gone := died + silent):
-        return Measured(float(len(gone)), gone[0])
-    return Measured(0.0, "the loop went on without a replica" if died else "all requests were answered")
-
-
-def no_length_bias(rows: Ledger) -> Measured:
-    """Are trained samples as long as all that were started?
-
-    Of a sample that was given up only a lower bound of its length is known; Kaplan and Meier's estimate takes such into account.
-    """
-    gone = {row["group"] for row in rows.trained()}
-    pairs = [(group in gone, sample) for group, samples in rows.samples.items() for sample in samples.values()]
-    trained = [sample.tokens for counts, sample in pairs if counts]
-    if not any(not counts and sample.tokens for counts, sample in pairs):
-        return Measured(0.0, "no token was generated for a group that was not trained")
-    if rows.setting("sampler") in ABORTS_SLOW:
-        raise NotMeasured(f"the sampler {rows.setting('sampler')} gives up groups that are slower than its window")
-    if len(gone) < MANY:
-        raise NotMeasured(f"{counted(len(gone), 'group')} trained; the lengths of at least {MANY} show a bias")
-    wanted = mean_length([(sample.tokens, bool(sample.completed)) for _, sample in pairs if sample.tokens])
-    error = statistics.stdev(trained) / math.sqrt(len(trained))
-    mean = statistics.fmean(trained)
-    return Measured(
-        abs(wanted - mean) / error,
-        f"mean length of {len(trained)} trained samples: {mean:.2f} tokens, of all {len(pairs)} that were started: {wanted:.2f} "
-        f"(standard error {error:.2f})",
-    )
-
-
-def mean_length(seen: Sequence[tuple[int, bool]]) -> float:
-    """Of samples with so many tokens, complete or given up then."""
-    whole = Counter(length for length, complete in seen if complete)
-    lengths = sorted(length for length, _ in seen)
-    longer, mean, before = 1.0, 0.0, 0  # the share of samples that are longer
-    for length in sorted(whole):
-        mean += longer * (length - before)
-        longer *= 1 - whole[length] / (len(lengths) - bisect.bisect_left(lengths, length))
-        before = length
-    return mean
-
-
-def live(config: Mapping[str, Any]) -> bool:
-    """Whether something was generated and trained, so that it can be recomputed."""
-    return not config["simulated"]
+def resumes(config: Mapping[str, Any]) -> bool:
+    """Whether a loop was stopped and resumed, and another one was not."""
+    return ran("lockstep", "resume")(config) or (config["simulated"] and "resume" in phases_in(config))
 
 
 def phases_of(name: str) -> tuple[str, ...]:
@@ -328,14 +260,21 @@ CHECKS: tuple[Check, ...] = (
         "Does the loop with staleness 0 compute what the plain loop computes, bit for bit?",
         "outcomes_differ",
         equals_plain,
-        when=live,
+        when=ran("plain", "lockstep"),
+    ),
+    at_most(
+        "recomputed_as_sampled",
+        "Were the samples and weights that were recomputed those that the replicas had?",
+        "not_as_sampled",
+        recomputed_as_sampled,
+        when=ran("verify"),
     ),
     at_most(
         "stamps_true",
         "Was every token sampled from the version that it is stamped with?",
         "wrong_stamps",
         stamps_true,
-        when=live,
+        when=ran("verify"),
     ),
     at_most(
         "behaviour_logprob",
@@ -343,28 +282,28 @@ CHECKS: tuple[Check, ...] = (
         "logprob_error",
         behaviour_logprob,
         limit=1e-5,
-        when=live,
+        when=ran("verify"),
     ),
     at_most(
         "kv_policy_kept",
         "Did every sync treat the KV cache as at_sync says?",
         "wrong_policy",
         kv_policy_kept,
-        when=live,
+        when=ran("verify"),
     ),
     at_most(
         "no_stale_prefix",
         "Was every prompt computed by the weights that its tokens are stamped with?",
         "stale_prefixes",
         of_tokens("stale_prefixes", "follow from a prompt that an older version computed"),
-        when=live,
+        when=ran("verify"),
     ),
     at_most(
         "no_torn_generation",
         "Did every forward run on the weights of one version?",
         "torn_tokens",
         of_tokens("of_no_version", "have the log-probability of no version"),
-        when=live,
+        when=ran("verify"),
     ),
     at_most(
         "advantage_by_group",
@@ -372,7 +311,7 @@ CHECKS: tuple[Check, ...] = (
         "advantage_error",
         of_batches("advantage_error", "advantages"),
         limit=1e-6,
-        when=live,
+        when=ran("verify"),
     ),
     at_most(
         "on_policy_ratio_one",
@@ -380,21 +319,21 @@ CHECKS: tuple[Check, ...] = (
         "previous_error",
         of_batches("previous_error", "log-probabilities"),
         limit=1e-5,
-        when=live,
+        when=ran("verify"),
     ),
     at_most(
         "is_weight_right",
         "Are the recorded log-probabilities of each sample the ones that its loss corrects by?",
         "recorded_error",
         of_batches("recorded_error", "log-probabilities"),
-        when=live,
+        when=ran("verify"),
     ),
     at_most(
         "resume_equals",
         "Does a loop that was stopped and resumed compute what it computes without a stop?",
         "resume_differs",
         resumed_equals_whole,
-        when=live,
+        when=resumes,
         cannot=lambda config: "" if config["steps"] > 1 else "a single step leaves nothing to resume",
     ),
     at_most("no_deadlock", "Did every loop end by itself?", "loops_stuck", no_deadlock),
@@ -405,7 +344,7 @@ CHECKS: tuple[Check, ...] = (
         controller_answers,
         limit=50,
         unit="ms",
-        when=live,
+        when=ran("stream"),
     ),
     at_most(
         "logger_is_harmless",
@@ -421,8 +360,16 @@ CHECKS: tuple[Check, ...] = (
         death_is_named,
         limit=1,
         unit="s",
-        when=live,
+        when=ran(),
         cannot=alone,
+    ),
+    at_most(
+        "tokens_match",
+        "Do engine and trainer give tokens of the same version the same log-probability?",
+        "token_mismatch",
+        tokens_match,
+        limit=3e-2,  # usual between an engine and a trainer
+        when=lambda config: "simulated" not in config,  # the lab's own tokens are recomputed, which is more exact
     ),
     *(
         at_most(name, QUESTIONS[name], name, of_ledger(function, phases_of(name)), limit=LIMITS.get(name, 0.0))

@@ -17,6 +17,8 @@ from kit.target import load_callable
 DRIVER = "kit.labs.stream.drive"
 LONGEST_PROMPT = 4  # of "9+9="
 CORE = "kit.labs.stream.drive:controller"
+PHASES = ("plain", "lockstep", "stream", "verify", "bound", "resume", "rehearse")
+ALL = "all"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +83,7 @@ class StreamConfig(JobConfig):
         4,
         20,
     )
+    numbers: Annotated[int, Option("the numbers in a prompt are below this", low=1, high=10)] = 10
     decode: Annotated[int, Option("tokens that a replica decodes before it takes new orders", low=1, high=4096)] = 4
     lr: Annotated[float, Option("learning rate", low=1e-8, high=1)] = 1e-3
     warm: Annotated[int, Option("updates on right answers before version 0, so that some samples are right", low=0)] = (
@@ -90,11 +93,29 @@ class StreamConfig(JobConfig):
         30.0
     )
     pace_ms: Annotated[
-        float, Option("replicas wait this long for each token, as a larger model would take", low=0, unit="ms")
+        float, Option("a replica takes at least this long for each token, as with a larger model", low=0, unit="ms")
     ] = 0.0
     train_pace_ms: Annotated[
-        float, Option("the trainer waits this long for each sample of a microbatch", low=0, unit="ms")
+        float, Option("the trainer takes at least this long for each sample of a microbatch", low=0, unit="ms")
     ] = 0.0
+    phases: Annotated[
+        str,
+        Option(f"phases that run between prepare and end: all, or a list of {', '.join(PHASES)}, such as plain,stream"),
+    ] = ALL
+    transport: Annotated[
+        str,
+        Option(
+            "transport of weights: auto (by the location of each receiver), a name, or your own as module:attr",
+            target=True,
+            names=("auto", "shm", "rendezvous", "serialize", "ipc"),
+        ),
+    ] = "auto"
+    trainer: Annotated[
+        str,
+        Option(
+            "your own split step as module:attr; attr(ctx) has begin, microbatch, finish, abort, version", target=True
+        ),
+    ] = "kit.megatron.split:split_step"
     simulated: Annotated[
         bool, Option("run the controller against simulated ranks on a virtual clock; ranks then have no work")
     ] = False
@@ -107,6 +128,13 @@ class StreamConfig(JobConfig):
             raise BadInput(
                 f"answer={list(self.answer)} must be two numbers, the fewest and the most tokens of an answer"
             )
+        if unknown := {*wanted(self.phases)} - {*PHASES}:
+            raise BadInput(
+                f"phases={self.phases!r} names {', '.join(sorted(unknown))!r}; use {ALL}, or a list of {', '.join(PHASES)}"
+            )
+        for phase in ("verify", "bound"):
+            if self.runs(phase) and not self.runs("stream"):
+                raise BadInput(f"phases={self.phases!r}: {phase} needs what stream measured; add stream")
         if not self.simulated:
             self._check_ranks()
         if refused := refusals(settings(self)):
@@ -127,6 +155,11 @@ class StreamConfig(JobConfig):
                 f"use a multiple of {data_ranks * self.micro_batch}"
             )
 
+    def runs(self, phase: str) -> bool:
+        """Whether this phase is asked for, and possible."""
+        possible = {"resume": self.steps > 1, "rehearse": self.replicas > 1}
+        return phase in wanted(self.phases) and possible.get(phase, True)
+
     @property
     def trainer_ranks(self) -> int:
         return self.ranks - self.infer_tp * self.replicas
@@ -141,6 +174,11 @@ class StreamConfig(JobConfig):
         """The settings of the loss."""
         cut = {"importance": "tokens", "truncation": "tis", "band_high": 2.0} if self.correction else {}
         return {**cut, **({"kl": 0.05} if self.reference == "recomputed" else {})}
+
+
+def wanted(phases: str) -> tuple[str, ...]:
+    """The phases that a config names."""
+    return PHASES if phases == ALL else tuple(phases.replace(" ", "").split(","))
 
 
 def settings(config: StreamConfig) -> Settings:
@@ -186,18 +224,18 @@ def plan(config: StreamConfig) -> list[Step]:
     """Each loop starts from version 0: the plain one first, which generates everything before it trains. The last replica dies in the
     rehearsal, where there are several."""
     if config.simulated:
-        return [Step(1, "stream", driver="kit.labs.stream.simulated:stream")]
-    several = config.replicas > 1
-    return [
-        Step(0, "prepare"),
+        loops = [Step(1, phase, driver=f"kit.labs.stream.simulated:{phase}") for phase in ("stream", "resume")]
+        return [step for step in loops if config.runs(step.phase)]
+    steps = [
         Step(1, "plain", driver=f"{DRIVER}:plain"),
         Step(2, "lockstep", driver=f"{DRIVER}:lockstep"),
         Step(3, "stream", driver=f"{DRIVER}:stream"),
         Step(3, "verify", ("trainer",)),
-        *([Step(4, "resume", driver=f"{DRIVER}:resume")] if config.steps > 1 else []),
-        *([Step(5, "rehearse", driver=f"{DRIVER}:rehearse")] if several else []),
-        Step(0, "end"),
+        Step(3, "bound", driver=f"{DRIVER}:bound"),
+        Step(4, "resume", driver=f"{DRIVER}:resume"),
+        Step(5, "rehearse", driver=f"{DRIVER}:rehearse"),
     ]
+    return [Step(0, "prepare"), *(step for step in steps if config.runs(step.phase)), Step(0, "end")]
 
 
 def fits(config: StreamConfig) -> None:
@@ -208,5 +246,5 @@ def fits(config: StreamConfig) -> None:
     trainer = trainer_model(config)
     job = max(model_bytes(trainer, ranks=config.trainer_ranks, stage=stage)["total"] for stage in range(config.pp))
     whole = model_bytes(replica_model(config), ranks=1)["params"] * config.infer_tp
-    versions = whole * (config.steps + 1)
+    versions = whole * (config.steps + 1) * config.runs("verify")
     check_fits(config, job=job, host=versions // config.ranks, kept="for the weights of every version")

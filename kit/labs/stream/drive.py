@@ -21,12 +21,16 @@ from kit.labs.stream import broken
 from kit.labs.stream.config import replica_names, settings
 from kit.labs.stream.ports import TRAINER, Ranks, ReplicaPort, SyncPort, TrainerPort, name_of, number_of
 from kit.loop.clock import RealClock
+from kit.loop.ledger import Row
 from kit.loop.messages import Command, Event, listed
 from kit.loop.runner import Runner
 from kit.results.records import new_row
 from kit.stream.core import Controller, resume_from
+from kit.stream.forecast import measured, pace, rows_of
 from kit.stream.foreign import Foreign
 from kit.stream.meter import Log, Meter, Watched
+from kit.stream.settings import opening
+from kit.stream.simulated import simulate
 from kit.target import load_callable
 
 if TYPE_CHECKING:
@@ -34,13 +38,14 @@ if TYPE_CHECKING:
 
     from kit.labs.drive import Drive
     from kit.labs.stream.config import StreamConfig
-    from kit.loop.ledger import Row
     from kit.loop.runner import Core, Port
-    from kit.stream.core import Resume
     from kit.stream.meter import Watcher
+    from kit.stream.settings import Resume, Settings
 
 PIPELINE = "a"
-ASKS_S = 0.02  # between two questions from outside
+ASKS_S = 0.02  # between two questions from outside, at first
+ASKS = 50  # from then on the time between two grows, so that their number grows with the logarithm of the time
+UNITS = {"steps_per_second": "1/s", "exposed_generation": "s"}
 
 
 def plain(drive: Drive) -> None:
@@ -57,23 +62,37 @@ def plain(drive: Drive) -> None:
 
 def lockstep(drive: Drive) -> None:
     """The controller without staleness: a step's groups are trained in order once all are complete."""
-    run(drive, strict_core(drive.config, drive.config.steps))
+    run(drive, strict(drive.config, drive.config.steps))
 
 
-def strict_core(config: StreamConfig, steps: int, start: Resume | None = None) -> Core[Any]:
-    """A controller without staleness, up to so many steps."""
+def strict(config: StreamConfig, steps: int) -> Settings:
+    """Without staleness, up to so many steps."""
     groups = config.groups
-    strict = dataclasses.replace(
+    return dataclasses.replace(
         settings(config), sampler="strict", window=0, min_groups=groups, places=groups, slots=groups, steps=steps
     )
-    core: Core[Any] = load_callable(config.implementation)(strict, start)
-    return core
 
 
 def stream(drive: Drive) -> None:
     """The controller with the config, and with the fault that is on."""
     with broken.switched_on(drive.fault):
-        run(drive, load_callable(drive.config.implementation)(settings(drive.config)))
+        run(drive, settings(drive.config))
+
+
+def bound(drive: Drive) -> None:
+    """The same config on simulated ranks, with the durations of the phase `stream`: what its controller could reach with them.
+
+    Its ledger begins when that of `stream` did, so that both can be laid over one another.
+    """
+    config = drive.config
+    rows = rows_of(drive.folder, "stream")
+    core = load_callable(config.implementation)(settings(config))
+    own = load_callable(config.sampler) if ":" in config.sampler else None
+    possible = simulate(settings(config), measured(rows), core=core, sampler=own).rows
+    drive.append([new_row(row.name, None, "", rows[0].time + row.time, ids=row.ids) for row in possible])
+    for loop, ledger in (("stream", rows), ("bound", possible)):
+        for metric, value in pace(ledger).items():
+            drive.record(metric, value, UNITS[metric], loop=loop)
 
 
 def rehearse(drive: Drive) -> None:
@@ -82,45 +101,51 @@ def rehearse(drive: Drive) -> None:
     again = dataclasses.replace(settings(drive.config), on_dead_replica="go-on", step_retries=1)
     ranks = started(drive, Losing)
     drive.submit("fail_next", role=TRAINER).result()
-    run(drive, load_callable(drive.config.implementation)(again), logger=broken_logger, ranks=ranks)
+    run(drive, again, logger=broken_logger, ranks=ranks)
 
 
 def resume(drive: Drive) -> None:
     """The lockstep loop, stopped half-way: fresh jobs, the trainer's from its saved state, and a new controller go on."""
     config, half = drive.config, drive.config.steps // 2
-    state = run(drive, strict_core(config, half))
+    state = run(drive, strict(config, half))
     drive.submit("save", role=TRAINER).result()
     ranks = started(drive)
     drive.submit("load", args={"version": half}, role=TRAINER).result()
     start = resume_from(state)
-    run(drive, strict_core(config, config.steps, start), ranks=ranks, data=Data(first=start.next, again=start.open))
+    run(drive, strict(config, config.steps), start, ranks=ranks)
 
 
 def run(
     drive: Drive,
-    core: Core[Any],
+    limits: Settings,
+    start: Resume | None = None,
     *,
     logger: Callable[[dict[str, float], int], object] | None = None,
     ranks: Ranks | None = None,
-    data: Data | None = None,
 ) -> Any:
-    """A core over live ranks until it ends; its last state."""
+    """The controller with these settings over live ranks until it ends; its last state. `start` is where it goes on."""
+    core: Core[Any] = load_callable(drive.config.implementation)(limits, *([] if start is None else [start]))
     live, asker, meter = ranks or started(drive), Asker(), Meter()
     ports: dict[str, Port] = {
         "trainer": TrainerPort(live),
         "replica": ReplicaPort(live),
         "sync": SyncPort(live),
-        "data": data or Data(),
+        "data": Data() if start is None else Data(start.next, start.open),
         "desk": Desk(),
         "log": Log(meter, logger or silent),
         "asker": asker,
     }
+    written = Written(drive)
+    for name, ids in opening(limits, start):
+        row = Row(name, time.time(), ids)
+        written.write(row)
+        meter.see(row)  # its time begins where the ledger does, however long it takes until the loop does
     with contextlib.ExitStack() as scope:
         runner = Runner(
             {PIPELINE: core},
             ports,
             clock=RealClock(lambda seconds: live.wait(min(seconds, asker.left()))),
-            ledger=Watched(Written(drive), meter, *own_sampler(drive.config, ports, scope)),
+            ledger=Watched(written, meter, *own_sampler(drive.config, ports, scope, start)),
             deadline_s=drive.config.deadline_s,
         )
         ended = runner.run()[PIPELINE]
@@ -132,11 +157,13 @@ def run(
     return runner.states[PIPELINE]
 
 
-def own_sampler(config: StreamConfig, ports: dict[str, Port], scope: contextlib.ExitStack) -> list[Watcher]:
+def own_sampler(
+    config: StreamConfig, ports: dict[str, Port], scope: contextlib.ExitStack, start: Resume | None = None
+) -> list[Watcher]:
     """The port of a sampler that is no name of ours, and its view of the ledger. A core that has one of ours never asks it."""
     if ":" not in config.sampler:
         return []
-    foreign = Foreign(load_callable(config.sampler), settings(config), pipeline=PIPELINE)
+    foreign = Foreign(load_callable(config.sampler), settings(config), pipeline=PIPELINE, resume=start)
     scope.callback(foreign.close)
     ports["sampler"] = foreign
     return [foreign]
@@ -176,7 +203,8 @@ class Asker:
 
     def __init__(self, every_s: float = ASKS_S) -> None:
         self.every_s = every_s
-        self.due = time.time() + every_s
+        self.began = time.time()
+        self.due = self.began + every_s
         self.asked: dict[int, float] = {}
         self.seconds: list[float] = []
 
@@ -190,7 +218,7 @@ class Asker:
         while time.time() >= self.due:
             number = len(self.asked)
             self.asked[number] = self.due
-            self.due += self.every_s
+            self.due += max(self.every_s, (self.due - self.began) / ASKS)
             asked.append(Event("ask", PIPELINE, of="status", question=number, asker="asker"))
         return asked
 

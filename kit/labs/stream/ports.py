@@ -59,14 +59,14 @@ class Ranks:
             time.sleep(min(seconds, STUCK_S / 10))
 
     def take(self) -> list[Event]:
-        """What has happened. Ranks that became free get their next call."""
+        """What has happened. Ranks that became free get their next call once the controller has heard all of it: one event after the other
+        brings orders, and what comes after a call began waits for its end."""
         for number, (pending, roles, ended) in [*self.flying.items()]:
             if pending.done():
                 del self.flying[number]
                 for role in roles:
                     self.busy.pop(role, None)
                 self.arrived += ended(pending)
-        self.start()
         arrived, self.arrived = self.arrived, []
         return arrived
 

@@ -1,4 +1,4 @@
-"""The phase `stream` without ranks: the controller against simulated ones on a virtual clock, in milliseconds. Notebook side.
+"""The phases `stream` and `resume` without ranks: the controller against simulated ones on a virtual clock, in milliseconds. Notebook side.
 
 Every ledger check is judged as on live ranks; nothing is generated or trained, so nothing is recomputed. The trainer fails one microbatch,
 in the step of version 1, so that a step that is aborted is part of every simulated run; that step is tried again once. The logger raises.
@@ -16,20 +16,24 @@ from kit.labs.stream import broken
 from kit.labs.stream.config import settings
 from kit.labs.stream.drive import PIPELINE, broken_logger, own_sampler
 from kit.loop.clock import VirtualClock
-from kit.loop.ledger import Memory
+from kit.loop.ledger import Memory, Row
 from kit.loop.messages import Event
 from kit.loop.runner import Port, Runner
 from kit.results.records import new_row
+from kit.stream import core
 from kit.stream.meter import Log, Meter, Watched
+from kit.stream.settings import opening
 from kit.stream.simulated import ADDRESSES, Durations, System, drawn_length
 from kit.target import load_callable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from kit.labs.drive import Drive
     from kit.labs.stream.config import StreamConfig
     from kit.loop.messages import Command
+    from kit.loop.runner import Core
+    from kit.stream.settings import Resume
 
     Answers = Iterable[tuple[float, Event]]
 
@@ -53,36 +57,80 @@ class Rehearsal(System):
 
 def stream(drive: Drive) -> None:
     """The controller with the config, and with the fault that is on."""
-    base = time.time()
-    rows = Memory()
+    with written(drive) as rows, broken.switched_on(drive.fault):
+        simulate(drive.config, rows, **broken.CONDITIONS.get(drive.fault, {}))
+
+
+def resume(drive: Drive) -> None:
+    """The loop of the phase `stream`, stopped half-way: new ranks and a new controller go on."""
+    with written(drive) as rows, broken.switched_on(drive.fault):
+        state = simulate(drive.config, Memory(), until=drive.config.steps // 2)
+        simulate(drive.config, rows, start=core.resume_from(state))
+
+
+@contextlib.contextmanager
+def written(drive: Drive) -> Iterator[Memory]:
+    """A ledger that goes to the run's records, also that of a run that breaks."""
+    base, rows = time.time(), Memory()
     try:
-        with broken.switched_on(drive.fault):
-            simulate(drive.config, rows, **broken.CONDITIONS.get(drive.fault, {}))
+        yield rows
     finally:
         drive.append([new_row(row.name, None, "", base + row.time, ids=row.ids) for row in rows])
 
 
+class Stopped(Exception):  # noqa: N818 - it is no error
+    """The loop has reached the version at which it is to stop."""
+
+
+class Stopping:
+    """A controller that stops behind a step, from a version on; `state` is what it knew then."""
+
+    def __init__(self, one: Core[Any], until: int | None) -> None:
+        self.core, self.until = one, until
+        self.state: Any = None
+
+    def begin(self) -> tuple[Any, tuple[Command, ...]]:
+        return self.core.begin()
+
+    def step(self, state: Any, event: Event) -> tuple[Any, tuple[Command, ...]]:
+        self.state, commands = self.core.step(state, event)
+        if self.until is not None and self.state.version >= self.until and self.state.step is None:
+            raise Stopped
+        return self.state, commands
+
+
 def simulate(
-    config: StreamConfig, rows: Memory, *, fails: Mapping[str, int] = REHEARSED, prompts: int | None = None
-) -> None:
-    """Run the controller until it ends; `rows` is its ledger, also of a run that breaks. `prompts` None: the data never ends."""
+    config: StreamConfig,
+    rows: Memory,
+    *,
+    fails: Mapping[str, int] = REHEARSED,
+    prompts: int | None = None,
+    start: Resume | None = None,
+    until: int | None = None,
+) -> Any:
+    """Run the controller until it ends, or up to a version; its last state. `rows` is its ledger; `prompts` None: the data never ends."""
     plan = dataclasses.replace(settings(config), step_retries=1)
     clock, meter = VirtualClock(), Meter()
+    rows += [Row(name, 0.0, ids) for name, ids in opening(plan, start)]
     system = Rehearsal(
         clock,
         durations(config),
         replicas=config.replicas,
         pipeline=PIPELINE,
         prompts=prompts,
+        first=0 if start is None else start.next,
+        again=() if start is None else start.open,
     )
     system.fails = fails
     ports: dict[str, Port] = {**dict.fromkeys(ADDRESSES, system), "log": Log(meter, broken_logger)}
-    core = load_callable(config.implementation)(plan)
+    controller = Stopping(load_callable(config.implementation)(plan, *([] if start is None else [start])), until)
     with contextlib.ExitStack() as scope:
-        ledger = Watched(rows, meter, *own_sampler(config, ports, scope))
-        ended = Runner({PIPELINE: core}, ports, clock=clock, ledger=ledger, deadline_s=DEADLINE_S).run()[PIPELINE]
-    if ended.get("why") == "error":
-        raise KitError(f"the controller ended with an error: {ended.get('error', 'no reason given')}")
+        ledger = Watched(rows, meter, *own_sampler(config, ports, scope, start))
+        scope.enter_context(contextlib.suppress(Stopped))
+        ended = Runner({PIPELINE: controller}, ports, clock=clock, ledger=ledger, deadline_s=DEADLINE_S).run()[PIPELINE]
+        if ended.get("why") == "error":
+            raise KitError(f"the controller ended with an error: {ended.get('error', 'no reason given')}")
+    return controller.state
 
 
 def durations(config: StreamConfig) -> Durations:

@@ -220,7 +220,10 @@ def steps(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
 
 def lags(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
     """Trained tokens by group and version: step, group, version of the tokens, lag behind the version that they were trained on, tokens."""
-    rows = ledger(frame, phase)
+    return lags_of(ledger(frame, phase))
+
+
+def lags_of(rows: Sequence[Row]) -> pd.DataFrame:
     by: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples(rows):
         if sample.end == "completed":
@@ -268,6 +271,16 @@ def loops(frame: pd.DataFrame) -> pd.DataFrame:
     if not found:
         raise NotMeasured("no loop ended")
     return pd.DataFrame(found)
+
+
+def bound(frame: pd.DataFrame) -> pd.DataFrame:
+    """What the loop reached, beside what its controller reaches on simulated ranks with the same durations."""
+    rows = with_ids(frame[frame["phase"] == "bound"], "loop")
+    if rows.empty:
+        raise NotMeasured("the run ended before the phase bound")
+    table = rows.pivot_table(index=["metric", "unit"], columns="loop", values="value", sort=False).reset_index()
+    table.columns.name = None
+    return table.rename(columns={"stream": "measured"})[["metric", "measured", "bound", "unit"]]
 
 
 def metered(frame: pd.DataFrame, phase: str) -> dict[str, float]:

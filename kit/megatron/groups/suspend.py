@@ -21,7 +21,7 @@ from kit.megatron.groups.exact import meet
 from kit.megatron.groups.handle import Handle, c10d, registered, title
 from kit.megatron.groups.snapshot import megatron_groups
 
-STATS = ("suspend", "persist", "total")  # bytes; NCCL also tells whether it is suspended now
+STATS = ("suspend", "persist", "total")  # bytes; NCCL also reports whether it is suspended now
 UNUSED = "not initialized"  # in what NCCL's statistics say of a communicator that is not there yet
 NEVER_USED = "never used, so that it has no communicator"
 
@@ -116,18 +116,18 @@ def communicators() -> dict[str, int]:
     """What NCCL says that this process's communicators take, summed over every registered group; empty where it says nothing:
     without NCCL, or with one or a torch that keeps no such statistics."""
     asleep = {id(handle): inner for handle, inner in _asleep}
-    told: list[dict[str, int]] = []
+    found: list[dict[str, int]] = []
     for group in registered():
         inner = asleep.get(id(group), group)
         if "nccl" in str(c10d._world.pg_backend_config.get(group, "")):
             try:
-                told.append(picked(inner._get_backend(torch.device("cuda")).memory_stats()))
+                found.append(picked(inner._get_backend(torch.device("cuda")).memory_stats()))
             except AttributeError:
                 return {}  # a torch that cannot ask
             except RuntimeError as error:
                 if UNUSED not in str(error):
                     return {}  # a sum without one of them would pass for that of all
-    return {name: sum(one.get(name, 0) for one in told) for name in STATS} if told else {}
+    return {name: sum(one.get(name, 0) for one in found) for name in STATS} if found else {}
 
 
 def on_gpu(handle: Any) -> Any:

@@ -62,7 +62,7 @@ class Arena:
             self._pinned = torch.frombuffer(block, dtype=torch.uint8)
             return
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=self.device)  # CUDA keeps the refusal, and tells it to whoever asks next: ask here
+            torch.ones(1, device=self.device)  # CUDA reports the refusal at the next call: make that call here
         size = self.size
         self._unmap()
         self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -1,6 +1,6 @@
 """What ranks do for the probes: standard library, torch and Megatron only. They measure and return plain numbers; `probes` judges.
 
-Here: what all of them share, where a rank sits, and what collectives and groups take there.
+Here: what all of them share, a rank's device, and the times of collectives and groups.
 """
 
 from __future__ import annotations

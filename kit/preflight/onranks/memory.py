@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies from, storage that goes to nothing and comes back, and what the driver tells of a process."""
+"""Host memory that a GPU copies from, storage resized to zero and back, and the driver's numbers for a process."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def best(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 def refused_because() -> str:
-    """CUDA keeps a refusal and tells it to whoever asks next."""
+    """CUDA reports a refusal again at the next call."""
     try:
         torch.ones(1, device=device()).sum().item()
     except RuntimeError as error:
@@ -158,7 +158,7 @@ def let_go() -> None:
 
 
 def held() -> int:
-    """Bytes of the GPU in use, as the driver tells it; without a GPU this process's anonymous memory."""
+    """Bytes of the GPU in use, as the driver reports it; without a GPU this process's anonymous memory."""
     finish()
     seen = device_memory(current_device())
     return seen.driver_used if seen else host_memory().anon or 0

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 NAMES = {
     "shm": "kit.sync.transports.shm:Shm",
     "broadcast": "kit.sync.transports.groups:Broadcast",
-    "rendezvous": "kit.sync.transports.rendezvous:Rendezvous",
+    "rendezvous": "kit.sync.transports.groups:Rendezvous",
     "serialize": "kit.sync.transports.serialize:Serialize",
     "ipc": "kit.sync.transports.ipc:Ipc",
     "per-tensor": "kit.sync.transports.groups:PerTensor",

@@ -11,7 +11,7 @@ import abc
 import os
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -164,12 +164,6 @@ class Transport(abc.ABC):
 
     def skip(self, message: dict[str, Any]) -> None:  # noqa: B027 - most have nothing to do
         """Drop a message that the sender sent before it left, with the bytes that follow it."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def received(transport: Transport, index: int, into: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Transports over a process group that exists for one sync: one broadcast per bucket among ranks of a World.
+"""Transports over a process group that exists for one sync: one broadcast per bucket, among ranks of one World or of several.
 
 The error of a failed collective does not name the cause. So it is replaced with what the links report: a peer that is gone, that has
 failed, or that is behind. Limits: if several receivers wait for the same silent rank, each can only blame the sender or a receiver in
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as _c10d
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from kit.errors import BadInput, KitError
 from kit.nccl import unbound
@@ -231,6 +232,33 @@ class PerTensor(Broadcast):
             if size:
                 self.share(index, buffer[start : start + size])
             start += -(-size // ALIGN) * ALIGN
+
+
+class Rendezvous(Grouped):
+    """For a sender and receivers of different Worlds, which meet at a fresh store that the sender keeps. `host` of the config is where
+    receivers reach it. torch's registry does not know the group."""
+
+    store: Any = None
+
+    def offer(self) -> dict[str, Any]:
+        host = self.ctx.config.get("host", "127.0.0.1")
+        self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self.wait)
+        return {"host": host, "port": self.store.port}
+
+    def join(self, offer: dict[str, Any]) -> None:
+        if self.store is None:
+            self.store = TCPStore(
+                offer["host"], offer["port"], is_master=False, wait_for_workers=False, timeout=self.wait
+            )
+        made: Any = dist.ProcessGroupNCCL if self.ctx.device.type == "cuda" else dist.ProcessGroupGloo
+        self.group = made(PrefixStore(offer["name"], self.store), self.ctx.place, offer["size"], self.wait)
+
+    def leave(self, group: Any) -> None:
+        group.shutdown()
+
+    def close(self) -> None:
+        super().close()
+        self.store = None
 
 
 def settle(work: Any, wait: timedelta) -> None:

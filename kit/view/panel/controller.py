@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kit.errors import BadInput
 from kit.labs.definition import role_names
 from kit.labs.lab import Lab
+from kit.view.panel.model import PanelModel
 from kit.view.panel.watch import Watch, failure_of
-
-if TYPE_CHECKING:
-    import os
-
-    from kit.view.panel.model import PanelModel
 
 EVERY_S = 0.2  # between two updates of what only ticks
 POLL_S = 0.02
@@ -64,16 +62,16 @@ class Controller:
     # -- what the buttons do --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the ranks, and the lab on them."""
         self._order("start")
 
     def step(self) -> None:
-        """Run the next phase on every rank."""
         self._order("step")
 
     def run_all(self) -> None:
-        """Run the phases that are left, and judge."""
         self._order("run")
+
+    def restart(self) -> None:
+        self._order("restart")
 
     def stop(self) -> None:
         """End the ranks, whatever they do. What was measured stays."""
@@ -83,12 +81,7 @@ class Controller:
             self.model.said = "stopping: ranks are asked to stop, and ended if they do not"
             self._send("stop")  # for ranks that wait for orders; where a call is under way its next tick ends it
 
-    def restart(self) -> None:
-        """End the ranks and start a new run of the settings as they are."""
-        self._order("restart")
-
     def close(self) -> None:
-        """End the ranks and the thread. May be called again."""
         if self._closed:
             return
         self._closed = True
@@ -118,6 +111,7 @@ class Controller:
             goes_on = self.model.state == "ready" and name in {"step", "run"}
             with self.model.hold_trait_notifications():
                 self.model.failure = None
+                self.model.said = ""
                 self.model.state = "running" if goes_on else "starting"
             self._send(name)
 
@@ -139,13 +133,13 @@ class Controller:
 
     def _adopt(self, lab: Lab) -> None:
         self._lab = lab
-        ended = "finished" if lab.judged is not None else "failed" if lab.error else ""
+        ended = end_of(lab)
         state = ended or ("ready" if lab.started else "idle")
         self._watch.take(lab)
         self._over = bool(ended)
         self.model.state = state
         if lab.started:
-            self._show(lab)
+            self._mail.send(lambda: self.model.follow(lab.dir))
         self._flush()
         self._mail.deliver()
 
@@ -163,11 +157,11 @@ class Controller:
             except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this run and is shown; the panel stays
                 self._failed(error)
             self._flush()
-            self._mail.send(self._less_busy)
+            self._mail.send(self._rested)
         if self._lab is not None:
             self._lab.close()
 
-    def _less_busy(self) -> None:
+    def _rested(self) -> None:
         self._busy -= 1
 
     def _do(self, name: str) -> None:
@@ -180,7 +174,7 @@ class Controller:
         self._watch.begin(all_of_it=name == "run")
         lab = self._lab
         if lab is None or self._over or name in {"start", "restart"} or not lab.started:
-            lab = self._make(all_of_it=name == "run")
+            lab = self._make()
         before, lab.observe = lab.observe, lambda _: self._watch
         try:
             self._go(lab, name)
@@ -190,21 +184,17 @@ class Controller:
     def _go(self, lab: Lab, name: str) -> None:
         if not lab.started:
             lab.start()
-            self._show(lab)
-        self._check_stop()
-        if name == "step":
-            self._state("running")
-            self._step(lab)
-        elif name == "run":
-            self._state("running")
-            while self._watch.left:
-                self._check_stop()
-                self._step(lab)
+            self._mail.send(lambda: self.model.follow(lab.dir))
+        for _ in range({"step": 1, "run": self._watch.left}.get(name, 0)):
+            self._check_stop()
+            self._mail.send(self._running)
+            began = time.monotonic()
+            self._watch.stepped(lab.step(), time.monotonic() - began)
         self._check_stop()
         if self._watch.left:
             self._end("ready", self._say, self._watch.words())
             return
-        self._state("running")
+        self._mail.send(self._running)
         run = lab.run()
         if lab is not self._given:
             lab.close()
@@ -212,15 +202,15 @@ class Controller:
 
     def _caught_up(self, lab: Lab) -> bool:
         """Take over what was done by hand since the panel's last order; true if the lab has ended."""
-        if lab.phases != self._watch.rows():
+        if lab.done != self._watch.done:  # by hand
             self._watch.take(lab)
         if lab.judged is not None:
             self._end("finished", self.model.finished, lab.judged)
         elif lab.error:
-            self._end("failed", self._say, f"the run has failed: {lab.error}")
+            self._end(end_of(lab), self._say, lab.error)
         return self._over
 
-    def _make(self, *, all_of_it: bool) -> Lab:
+    def _make(self) -> Lab:
         """A new lab of the settings as they are; a lab that has its ranks already when it is adopted stays as it is."""
         model, old = self.model, self._lab
         if old is not None:
@@ -238,52 +228,37 @@ class Controller:
             plotter=model.plotter,
         )
         self._watch.take(made)
-        self._watch.aim(all_of_it=all_of_it)
         self._over = False
         self._flush()
         return made
 
     def _folder(self) -> Path | None:
         """The folder that was asked for; later runs of the panel go beside it."""
-        folder, number = self._out, 1
-        while folder is not None and self._out is not None and (folder / "run.json").exists():
-            number += 1
-            folder = self._out.with_name(f"{self._out.name}-{number}")
-        return folder
-
-    def _step(self, lab: Lab) -> None:
-        began = time.monotonic()
-        self._watch.step()
-        stepped = lab.step()
-        self._watch.stepped(stepped, time.monotonic() - began)
+        if self._out is None:
+            return None
+        beside = (self._out.with_name(f"{self._out.name}-{number}") for number in itertools.count(2))
+        return next(folder for folder in itertools.chain([self._out], beside) if not (folder / "run.json").exists())
 
     def _failed(self, error: BaseException) -> None:
         watch = self._watch
-        done = f"{watch.done} phases were done, and what they measured is kept"
+        done = f"{watch.done} of {watch.done + watch.left} phases were done, and what they measured is kept"
         failure = failure_of(error, watch.stacks, watch.phase, done)
         if self._lab is not None:
             self._lab.close()
         watch.failed(failure)
         self._mail.send(lambda: setattr(self.model, "failure", failure))
-        self._end("failed", self._say, failure.message)
+        self._end("stopped" if failure.kind == "stopped" else "failed", self._say, failure.message)
 
     def _check_stop(self) -> None:
         if self._stopping.is_set():
             raise KeyboardInterrupt
 
-    def _show(self, lab: Lab) -> None:
-        """What the panel shows is from now on the run that grows."""
-        self._mail.send(lambda: self.model.follow(lab.dir))
-
     def _say(self, text: str) -> None:
         self.model.said = text
 
-    def _state(self, state: str) -> None:
-        def change() -> None:
-            if self.model.state != "stopping":
-                self.model.state = state
-
-        self._mail.send(change)
+    def _running(self) -> None:
+        if self.model.state != "stopping":
+            self.model.state = "running"
 
     def _end(self, state: str, then: Callable[..., None], *what: Any) -> None:
         def change() -> None:
@@ -298,7 +273,6 @@ class Controller:
         self._mail.send(change)
 
     def _flush(self) -> None:
-        """Hand on how far it is."""
         phases, progress, log = self._watch.seen()
         roles = {} if self._lab is None else role_names(self._lab.roles)
         grew, self._watch.grew = self._watch.grew, False
@@ -314,6 +288,13 @@ class Controller:
         self._mail.send(change)
 
 
+def end_of(lab: Lab) -> str:
+    """How a lab that was driven by hand ended; empty where it has not."""
+    if lab.judged is not None:
+        return "finished"
+    return "" if not lab.error else "stopped" if lab.error.startswith("stopped") else "failed"
+
+
 class Mail:
     """Changes of the model, in order, made in the kernel's own thread. `deliver` makes them now."""
 
@@ -327,7 +308,6 @@ class Mail:
         self._post(self.deliver)
 
     def deliver(self) -> None:
-        """Make all changes that were sent."""
         with self.lock:
             while self._changes:
                 try:

@@ -8,14 +8,12 @@ from __future__ import annotations
 import html
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets as widgets
 
 from kit.draw import style
-
-if TYPE_CHECKING:
-    from kit.view.panel.model import PanelModel
+from kit.view.panel.model import PanelModel
 
 GOOD, BAD, BUSY, FAINT = (style.CSS[kind] for kind in ("good", "bad", "busy", "open"))
 LINE = "var(--jp-border-color2, #d0d7de)"
@@ -36,6 +34,9 @@ CSS = f"""
 .kit-panel .widget-inline-hbox {{ max-width: calc(100% - 4px); }}
 .kit-panel h3 {{ margin: 0; font-size: 1.15em; }}
 .kit-panel p {{ margin: 0; }}
+.kit-panel .jupyter-widgets-disconnected::before, .kit-panel.jupyter-widgets-disconnected::before {{ display: none; }}
+.kit-panel button.jupyter-widgets-disconnected {{ pointer-events: none; opacity: .5; }}
+.kit-panel:not(.jupyter-widgets-disconnected) .kit-gone {{ display: none; }}
 .kit-faint, .kit-open {{ color: {FAINT}; }}
 .kit-bad {{ color: {BAD}; }}
 .kit-good {{ color: {GOOD}; }}
@@ -63,7 +64,9 @@ CSS = f"""
 .kit-strip tr.kit-culprit th.kit-rank {{ color: {BAD}; font-weight: bold; }}
 .kit-bar {{ height: 8px; border-radius: 4px; overflow: hidden; background: var(--jp-border-color3, #e4e7eb); }}
 .kit-bar > div {{ height: 100%; background: {BUSY}; }}
-.kit-failure {{ border-left: 4px solid {BAD}; padding: 4px 10px; overflow-wrap: anywhere; }}
+.kit-failure {{ border-left: 4px solid currentColor; padding: 4px 10px; overflow-wrap: anywhere; }}
+.kit-failure > div, .kit-failure > details {{ color: var(--jp-ui-font-color1, inherit); }}
+.kit-panel .kit-line {{ width: 100%; text-align: left; overflow: hidden; text-overflow: ellipsis; background: none; }}
 .kit-panel details > summary {{ cursor: pointer; color: {FAINT}; }}
 .kit-panel details[open] > summary {{ margin-bottom: 4px; }}
 .kit-panel pre {{ margin: 0; padding: 6px 8px; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .92em;
@@ -78,12 +81,10 @@ CSS = f"""
 
 
 def sheet(css: str = CSS) -> widgets.HTML:
-    """A style sheet, as the first child of what it is for."""
     return widgets.HTML(f"<style>{css}</style>", layout={"display": "none"})
 
 
 def classed(widget: Any, *names: str) -> Any:
-    """The widget, with CSS classes of the sheet."""
     for name in names:
         widget.add_class(name)
     return widget
@@ -106,7 +107,6 @@ def button(word: str, icon: str, tip: str, act: Callable[[], object], **options:
 
 
 def text(value: object) -> str:
-    """Plain text in HTML, attributes included."""
     return html.escape(str(value), quote=True)
 
 
@@ -116,7 +116,6 @@ def span(kind: str, value: object) -> str:
 
 
 def folded(summary: str, inside: str) -> str:
-    """Plain text under a line that opens it."""
     return f"<details><summary>{text(summary)}</summary><pre>{text(inside)}</pre></details>"
 
 

@@ -8,30 +8,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from traitlets import Any as AnyTrait
 from traitlets import Dict, HasTraits, Instance, Int, Tuple, Unicode
 
 from kit.errors import KitError
 from kit.labs.configure import complaints, find_fault, settled, validate
-from kit.labs.definition import role_names, working
+from kit.labs.definition import Definition, role_names, working
 from kit.labs.options import Field, fields
-from kit.results import Run, load_tolerances, newest_run, runs_dir, save_tolerances
-from kit.results.units import counted
+from kit.results import Check, Run, Verdict, load_tolerances, newest_run, runs_dir, save_tolerances
+from kit.results.run import Plotter
 from kit.results.verdict import asked, checked_tolerances
 from kit.view.panel.watch import Failure, PhaseState, Progress, marks
-
-if TYPE_CHECKING:
-    import os
-
-    from kit.labs.definition import Definition
-    from kit.results import Check, Verdict
-    from kit.results.run import Plotter
-
 
 COUNTS = 10.0  # a slider of counts goes at least so far
 AS_IT_IS = "the lab's own"
@@ -43,16 +35,10 @@ CAN = {
     "stopping": set[str](),
     "finished": {"start", "step", "run", "restart"},
     "failed": {"start", "step", "run", "restart"},
+    "stopped": {"start", "step", "run", "restart"},
 }
 BUSY = {"starting", "running", "stopping"}
 FRESH = {"start", "restart"}  # of these, and of step and run where no ranks live, new ranks come
-
-
-class Late(NamedTuple):
-    """What only a start found wrong. Start stays enabled: the fix may lie outside the settings."""
-
-    field: str
-    sentence: str
 
 
 class Limit(NamedTuple):
@@ -73,7 +59,6 @@ class PanelModel(HasTraits):
 
     values = Dict()
     fault = Unicode(None, allow_none=True)
-    fault_sets = Dict()  # what the fault sets, as it comes into force: a person's own value goes before it
     problems = Dict()
     refused = Dict()
     state = Unicode("idle")
@@ -108,7 +93,6 @@ class PanelModel(HasTraits):
         self.plotter = plotter
         self._live: Path | None = None
         self._given: dict[str, Any] = plain(config or {})
-        self._late: Late | None = None
         find_fault(definition, fault)
         unknown = set(self._given) - {field.name for field in self.fields}
         if unknown:
@@ -116,9 +100,12 @@ class PanelModel(HasTraits):
         self.fault = fault
         self.tolerances = checked_tolerances(tolerances or {}, [check.tolerance for check in self.checks])
         self._settle()
-        last = newest_run(runs_dir(), definition.name)
-        if last is not None:
-            self._show_last(last)
+        if last := newest_run(runs_dir(), definition.name):
+            try:  # a notebook that is opened again shows where its owner left off
+                self.run = self.open(last)
+                self.said = f"showing the last run, {described(self.run)}"
+            except KitError as error:
+                self.said = f"the last run cannot be shown: {error}"
         self.judge()
 
     # -- settings -----------------------------------------------------------------------------------------------------
@@ -138,8 +125,6 @@ class PanelModel(HasTraits):
             self._given.pop(field, None)
         else:
             self._given[field] = value
-        if self._late is not None and self._late.field in {field, ""}:
-            self._late = None
         self._settle()
 
     def set_fault(self, name: str | None) -> None:
@@ -155,19 +140,15 @@ class PanelModel(HasTraits):
         self.said = f"fault {name}: {fault.breaks}{kept}"
 
     def reset(self) -> None:
-        """All settings back to the lab's defaults, and no fault."""
         self._given = {}
-        self._late = None
         self.fault = None
         self._settle()
         self.said = "all settings are back to the lab's defaults"
 
     def refuse(self, sentence: str) -> None:
-        """Something that only a start found out, such as code that cannot be loaded. It stands until that setting changes."""
-        first = re.match(r"\w*", sentence)
-        name = first[0] if first and first[0] in self.values else ""
-        self._late = Late(name, sentence)
+        """A start was refused, such as for code that cannot be loaded."""
         self.said = sentence
+        self.failure = Failure("error", sentence, (), "", "")
         self._settle()
 
     # -- limits ---------------------------------------------------------------------------------------------------------
@@ -180,7 +161,6 @@ class PanelModel(HasTraits):
         self.take(moved)
 
     def take(self, tolerances: Mapping[str, float]) -> None:
-        """Replace all moved limits."""
         checked = checked_tolerances(tolerances, [check.tolerance for check in self.checks])
         with self.hold_trait_notifications():
             self.tolerances = checked
@@ -190,21 +170,14 @@ class PanelModel(HasTraits):
         """The moved limits as a JSON file that `kit run --tolerances` takes too."""
         target = Path(path).expanduser()
         save_tolerances(target, self.tolerances)
-        self.said = f"{counted(len(self.tolerances), 'tolerance')} saved to {target}"
         return target
 
     def load_tolerances(self, path: str | os.PathLike[str]) -> None:
-        source = Path(path).expanduser()
-        self.take(load_tolerances(source))
-        self.said = f"{counted(len(self.tolerances), 'tolerance')} taken from {source}"
+        self.take(load_tolerances(Path(path).expanduser()))
 
     # -- the run that is shown --------------------------------------------------------------------------------------------
 
     def show(self, run: Run | None) -> None:
-        """Show another run of this lab, or none."""
-        if run is not None and run.lab != self.definition.name:
-            self.said = f"{run.dir.name} is a run of lab {run.lab}, and this panel is of lab {self.definition.name}"
-            return
         with self.hold_trait_notifications():
             self.run = run
             self.revision += 1
@@ -213,24 +186,19 @@ class PanelModel(HasTraits):
             self.said = f"showing {described(run)}"
 
     def follow(self, folder: Path) -> None:
-        """Show the run that ranks work on from now on."""
         self._live = folder
         self.show(self.open(folder))
-        self.said = f"{folder.name} is running"
+        self.said = folder.name
 
     def finished(self, run: Run) -> None:
         """The run that ranks worked on came to its verdict; its records were read and judged in another thread."""
-        self.run = run
-        self.revision += 1
-        self.judge()
-        self.said = f"{run.dir.name} is finished: {'no verdict' if self.verdict is None else self.verdict.summary()}"
+        self.show(run)
+        self.said = run.dir.name
 
     def open(self, folder: Path) -> Run:
-        """A run of this lab from disk, with the checks that the panel knows."""
         return Run(folder, checks=lambda _: self.checks, plotter=self.plotter)
 
     def grown(self) -> None:
-        """The records of the run grew."""
         self.revision += 1
 
     def judge(self) -> None:
@@ -252,7 +220,7 @@ class PanelModel(HasTraits):
     def can(self) -> frozenset[str]:
         """What makes sense now, of start, step, run, stop and restart."""
         now = CAN[self.state]
-        if self.problems and not (self._late and self._late.sentence in self.problems.values()):
+        if self.problems:
             now = now - (FRESH if self.state == "ready" else {*FRESH, "step", "run"})
         return frozenset(now)
 
@@ -265,8 +233,6 @@ class PanelModel(HasTraits):
         return plain({**own, **(fault.set if fault else {})})
 
     def _settle(self) -> None:
-        """Bring what follows from the settings in step with them."""
-        fault = find_fault(self.definition, self.fault)
         values = {**self._base(), **self._given}
         problems = self._complaints(values)
         refused: dict[str, dict[Any, str]] = {}
@@ -278,11 +244,10 @@ class PanelModel(HasTraits):
                     refused.setdefault(field.name, {})[choice] = new[0]
         with self.hold_trait_notifications():
             self.values = values
-            self.fault_sets = plain(fault.set) if fault else {}
-            self.problems = problems | ({self._late.field: self._late.sentence} if self._late and not problems else {})
+            self.problems = problems
             self.refused = refused
             if self.state == "idle":
-                self._plan({} if problems else values)
+                self._plan(values)
 
     def _complaints(self, values: Mapping[str, Any]) -> dict[str, str]:
         missing = {f.name for f in self.fields if f.default is dataclasses.MISSING and values[f.name] is None}
@@ -290,8 +255,8 @@ class PanelModel(HasTraits):
         return complaints(self.definition, given, find_fault(self.definition, self.fault))
 
     def _plan(self, values: Mapping[str, Any]) -> None:
-        if not values:
-            self.phases = ()
+        """What the ranks would do. It stays as it was while a setting is wrong."""
+        if self.problems:
             return
         config = validate(self.definition, values)
         roles = self.definition.roles_of(config)
@@ -309,14 +274,6 @@ class PanelModel(HasTraits):
             for index, step in enumerate(steps)
         )
         self.progress = Progress(0, len(steps))
-
-    def _show_last(self, folder: Path) -> None:
-        """The newest run, so that a notebook that is opened again shows where its owner left off."""
-        try:
-            self.run = self.open(folder)
-            self.said = f"showing the last run, {described(self.run)}"
-        except KitError as error:
-            self.said = f"the last run cannot be shown: {error}"
 
 
 # -- small questions about settings and limits ---------------------------------------------------------------------------
@@ -341,8 +298,7 @@ def choices(field: Field) -> Sequence[Any]:
 
 def described(run: Run) -> str:
     fault = f", fault {run.fault}" if run.fault else ""
-    status = "not finished" if run.status == "running" else run.status
-    return f"{run.dir.name} ({status}{fault})"
+    return f"{run.dir.name} ({run.status}{fault})"
 
 
 def limits_of(

@@ -5,12 +5,17 @@ Parts only observe the model; what a person does goes to the model or the contro
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import ipywidgets as widgets
 
+from kit.labs.definition import Definition
+from kit.labs.lab import Lab
+from kit.results.run import Plotter
+from kit.view import named
 from kit.view.panel import look
 from kit.view.panel.controller import Controller
 from kit.view.panel.model import PanelModel
@@ -18,13 +23,7 @@ from kit.view.panel.parameters import Parameters
 from kit.view.panel.strip import LogsTab, Strip
 from kit.view.panel.tabs import CompareTab, ExportTab, PlotsTab, RecordsTab
 from kit.view.panel.verdict import VerdictTab
-
-if TYPE_CHECKING:
-    import os
-
-    from kit.labs.definition import Definition
-    from kit.labs.lab import Lab
-    from kit.results.run import Plotter
+from kit.view.panel.what_if import WhatIfTab
 
 # What a button does, its icon and what it says of itself; the order is the order of work.
 BUTTONS = {
@@ -45,8 +44,6 @@ TABS = {
 
 
 class Buttons:
-    """Start, Step, Run all, Stop, Restart: pressable where they make sense."""
-
     def __init__(self, model: PanelModel, controller: Controller) -> None:
         self.model = model
         acts = (controller.start, controller.step, controller.run_all, controller.stop, controller.restart)
@@ -75,6 +72,7 @@ class Panel:
         definition = model.definition
         head = widgets.HTML(
             f"<h3>{look.text(definition.name)}</h3><p class='kit-faint'>{look.text(definition.summary)}</p>"
+            "<p class='kit-gone'><b>The kernel of this panel has ended; this is how it last looked. Run the cell to use it.</b></p>"
         )
         self.parameters = Parameters(model)
         self.buttons = Buttons(model, controller)
@@ -83,6 +81,8 @@ class Panel:
         self.tabs: dict[str, Any] = {
             title: verdict if kind is VerdictTab else kind(model) for title, kind in TABS.items()
         }
+        if (declared := named.what_if(definition.name)) is not None:
+            self.tabs[declared.title] = WhatIfTab(model, declared)
         self.tab = widgets.Tab([tab.widget for tab in self.tabs.values()], titles=tuple(self.tabs), selected_index=0)
         self.tab.observe(lambda _: self._look(), "selected_index")
         parts = [look.sheet(), head, self.parameters.widget, self.buttons.widget, self.strip.widget, self.tab]
@@ -122,33 +122,27 @@ def make(
 
 
 def adopt(lab: Lab, *, plotter: Plotter | None = None) -> Panel:
-    """A panel of a lab that exists already."""
     model = PanelModel(lab.definition, lab.given, fault=lab.fault, tolerances=lab.tolerances, plotter=plotter)
     return Panel(model, Controller(model, lab=lab))
 
 
 # A cell that runs again removes its output, and with it the Stop button of the panel that was in it.
-class Turn(NamedTuple):
-    """One run of a cell, and the controllers of the panels that it made."""
-
-    message: str
-    made: list[Controller]
-
-
-TURNS: dict[str, Turn] = {}
+# Of each cell the request that ran it last, and the controllers of the panels that it made.
+MADE: dict[str, tuple[str, list[Controller]]] = {}
 
 
 def of_this_cell() -> list[Controller]:
     """The panels that this run of the cell has made. Those of an earlier run of the same cell are closed."""
-    cell, message = asked_by()
+    cell, request = asked_by()
     if not cell:
         return []
-    turn = TURNS.get(cell)
-    if turn is None or turn.message != message:
-        for old in turn.made if turn else ():
+    before, made = MADE.get(cell, ("", []))
+    if before != request:
+        for old in made:
             old.close()
-        turn = TURNS[cell] = Turn(message, [])
-    return turn.made
+        made = []
+        MADE[cell] = request, made
+    return made
 
 
 def asked_by() -> tuple[str, str]:

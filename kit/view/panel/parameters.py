@@ -7,18 +7,15 @@ refused as the others stand is marked in its label, since a browser cannot grey 
 from __future__ import annotations
 
 import json
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets as widgets
 
+from kit.labs.options import Field
 from kit.view.panel import look
-
-if TYPE_CHECKING:
-    from kit.labs.options import Field
-    from kit.view.panel.model import PanelModel
+from kit.view.panel.model import PanelModel
 
 LOCKED = {"starting", "running", "stopping"}  # the ranks have their config already
 NO_FAULT = ""
@@ -46,10 +43,27 @@ class Parameters:
         self.about, self.problems, self.refused = widgets.HTML(), widgets.HTML(), widgets.HTML()
         self.more = widgets.Accordion([self._grid(more)], titles=(f"More settings ({len(more)})",))
         grids = [self._grid(first, self.fault), self.about, *([self.more] if more else [])]
-        self.widget = widgets.VBox([*grids, look.box(self.reset, self.refused), self.problems])
+        self.form = widgets.VBox([*grids, look.box(self.reset, self.refused)])
+        self.line = look.classed(look.button("", "", "show or hide the settings", self._turn), "kit-line")
+        self.widget = widgets.VBox([self.line, self.form, self.problems])
         self.fault.observe(lambda change: model.set_fault(change["new"] or None), "value")
         model.observe(self._show, ["values", "fault", "refused", "problems", "state"])
+        model.observe(self._fold, ["run", "problems"])
+        self._fold()
         self._show()
+
+    @property
+    def open(self) -> bool:
+        return bool(self.form.layout.display != "none")
+
+    def _turn(self) -> None:
+        self.form.layout.display = "none" if self.open else None
+        self._show()
+
+    def _fold(self, _: Any = None) -> None:
+        """Once there is a run, its verdict and picture come first; what is wrong must be seen."""
+        if self.open is not (self.model.run is None or bool(self.model.problems)):
+            self._turn()
 
     def _grid(self, names: Sequence[str], *others: Any) -> widgets.Box:
         return look.box(*(self.controls[name].widget for name in names), *others, names=("kit-fields",))
@@ -57,6 +71,8 @@ class Parameters:
     def _show(self, _: Any = None) -> None:
         model = self.model
         locked = model.state in LOCKED
+        self.line.icon = "caret-down" if self.open else "caret-right"
+        self.line.description = "Settings" if self.open else f"Settings: {settings_line(model)}"
         for name, one in self.controls.items():
             if name in model.values:
                 one.take(model.values[name], model.refused.get(name, {}), locked=locked, wrong=name in model.problems)
@@ -65,6 +81,17 @@ class Parameters:
         self.about.value = fault_html(model)
         self.problems.value = problems_html(model.problems)
         self.refused.value = refused_html(model.refused)
+
+
+def settings_line(model: PanelModel) -> str:
+    """The settings that matter, in one line: "size tiny, ranks 2, tp 2, cycles 3"."""
+    told = []
+    for field in model.fields:
+        value = model.values.get(field.name)
+        usual = value in (None, 1, "", False) or field.option.target
+        if field.name in model.given or (field.name in model.definition.first and not usual):
+            told.append(f"{field.name} {_said(value)}")
+    return ", ".join([*told, *([f"fault {model.fault}"] if model.fault else [])]) or "the lab's own"
 
 
 def fault_html(model: PanelModel) -> str:
@@ -82,7 +109,6 @@ def fault_html(model: PanelModel) -> str:
 
 
 def problems_html(problems: Mapping[str, str]) -> str:
-    """Why it cannot start, a line each."""
     lines = "".join(f'<p class="kit-bad">✗ {look.text(said)}</p>' for said in dict.fromkeys(problems.values()))
     return f'<div role="alert">{lines}</div>' if lines else ""
 
@@ -121,7 +147,6 @@ class Control:
             part.observe(self._moved, "value")
 
     def build(self) -> list[Any]:
-        """The widgets of this field."""
         hint = "module:attr" if self.field.option.target else ""
         return [self._made(widgets.Text, continuous_update=False, placeholder=hint)]
 
@@ -135,16 +160,13 @@ class Control:
     def take(self, value: Any, refused: Mapping[Any, str], *, locked: bool, wrong: bool = False) -> None:
         self._taking = True
         try:
+            self.fixed: list[Any] = []  # parts that cannot be changed while the other settings stand as they do
             self.show(value, refused)
             for part in self.parts:
-                part.disabled = locked or self.fixed(part, value, refused)
+                part.disabled = locked or part in self.fixed
             (self.widget.add_class if wrong else self.widget.remove_class)("kit-wrong")
         finally:
             self._taking = False
-
-    def fixed(self, part: Any, value: Any, refused: Mapping[Any, str]) -> bool:  # noqa: ARG002 - most never are
-        """Whether a part cannot be changed while the other settings stand as they do."""
-        return False
 
     def read(self, part: Any) -> Any:
         written = part.value.strip()
@@ -157,8 +179,6 @@ class Control:
 
 
 class Choice(Control):
-    """A drop-down."""
-
     def build(self) -> list[Any]:
         return [self._made(widgets.Dropdown, options=[(str(choice), choice) for choice in self.field.choices])]
 
@@ -189,9 +209,8 @@ class Switch(Control):
         tick, why = self.parts[0], refused.get(not value)
         tick.value = bool(value)
         tick.tooltip = f"{self.help}: {why}" if why else self.help
-
-    def fixed(self, part: Any, value: Any, refused: Mapping[Any, str]) -> bool:  # noqa: ARG002 - it has one part
-        return (not value) in refused and value not in refused
+        if why and value not in refused:
+            self.fixed = [tick]
 
 
 class Number(Control):
@@ -199,7 +218,7 @@ class Number(Control):
 
     def build(self) -> list[Any]:
         option = self.field.option
-        kind: Any = int if int in _plain(self.field.kind) else float
+        kind: Any = int if int in self.field.kinds else float
         low, high = (None if end is None else kind(end) for end in (option.low, option.high))
         bounds = {"min": kind(-(2**53)) if low is None else low, "max": kind(2**53) if high is None else high}
         box = widgets.BoundedIntText if kind is int else widgets.BoundedFloatText
@@ -219,9 +238,7 @@ class Number(Control):
             tick.value = value is None
         if isinstance(value, int | float) and not isinstance(value, bool):
             exact.value = value
-
-    def fixed(self, part: Any, value: Any, refused: Mapping[Any, str]) -> bool:  # noqa: ARG002 - no choice is refused
-        return self.field.optional and value is None and part is self.parts[0]
+        self.fixed = [exact] if null and value is None else []
 
 
 class Several(Control):
@@ -238,8 +255,6 @@ class Several(Control):
 
 
 class Named(Control):
-    """One of the lab's own words, or code."""
-
     def build(self) -> list[Any]:
         drop = self._made(widgets.Dropdown, options=[*self.field.option.names, OWN])
         tip = f"{self.field.name}: your own code"
@@ -264,8 +279,7 @@ class Named(Control):
 
 
 def control(field: Field, change: Callable[[str, Any], None]) -> Control:
-    """The control that fits a field's kind."""
-    plain = _plain(field.kind)
+    plain = tuple(one for one in field.kinds if one is not type(None))
     kind: type[Control] = Control
     if field.choices:
         kind = Choice
@@ -278,10 +292,3 @@ def control(field: Field, change: Callable[[str, Any], None]) -> Control:
     elif any(typing.get_origin(one) in {tuple, list} for one in plain):
         kind = Several
     return kind(field, change)
-
-
-def _plain(kind: Any) -> tuple[Any, ...]:
-    """The kinds of a union, but for None."""
-    if typing.get_origin(kind) in {typing.Union, types.UnionType}:
-        return tuple(one for one in typing.get_args(kind) if one is not type(None))
-    return (kind,)

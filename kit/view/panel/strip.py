@@ -9,25 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets as widgets
 
 from kit.results.records import rank_name
 from kit.results.units import duration
+from kit.results.verdict import MARKS, headline
 from kit.view.panel import look
 from kit.view.panel.look import Tab
+from kit.view.panel.model import PanelModel
+from kit.view.panel.watch import Failure, PhaseState, Progress
 from kit.view.progress import ranks_short
 
-if TYPE_CHECKING:
-    from kit.view.panel.model import PanelModel
-    from kit.view.panel.watch import Failure, PhaseState, Progress
-
-FITS = 14  # phases that are in sight at once
 COLUMNS = 60  # a page lays out more only slowly
 CELLS = 480  # what is sent a few times a second stays below 100 kB, with many ranks too
 FEWEST = 8
-LAST = (50, 200, 1000)  # lines that were printed; a page of many thousand lines is slow
+LAST = 500  # lines that were printed; a page of many thousand lines is slow
 ALL = "all ranks"
 UNDER_WAY = {"starting", "running", "stopping"}
 # A state of the panel, in words and with a sign.
@@ -38,6 +36,7 @@ STATES = {
     "running": ("▶", "busy", "running"),
     "stopping": ("▶", "busy", "stopping"),
     "finished": ("✓", "good", "finished"),
+    "stopped": ("■", "faint", "stopped"),
     "failed": ("✗", "bad", "failed"),
 }
 
@@ -55,8 +54,6 @@ FOLDS = {"raised": "traceback", "timeout": "what the ranks were doing", "stopped
 
 
 class Strip:
-    """Observes phases, progress, failure and the last message."""
-
     def __init__(self, model: PanelModel) -> None:
         self.model = model
         self.said = look.classed(widgets.HTML(), "kit-said")
@@ -64,80 +61,52 @@ class Strip:
         self.grid = widgets.HTML()
         self.failure = widgets.HTML()
         self.scroll = look.classed(widgets.Box([self.grid]), "kit-scroll")
-        self.first = widgets.IntSlider(min=0, max=0, description="from phase", continuous_update=False)
-        self.first.tooltip, self.first.style.description_width = "the first phase shown of a long plan", "6.5em"
-        following = "follow the running phase"
-        self.follow = look.control(widgets.Checkbox, following, following, value=True, indent=False)
-        self.where = look.box(self.first, self.follow)
-        self.widget = widgets.VBox([self.said, self.bar, self.scroll, self.where, self.failure])
-        self.first.observe(self._chosen, "value")
-        self.follow.observe(self._draw, "value")
-        model.observe(self._draw, ["phases", "state"])
-        model.observe(self._tick, "progress")
+        self.widget = widgets.VBox([self.said, self.bar, self.scroll, self.failure])
+        model.observe(self._draw, ["phases", "state", "progress"])
         model.observe(self._tell, ["said", "state", "verdict"])
         model.observe(self._fail, "failure")
-        self._moving = False
         self._draw()
         self._tell()
         self._fail()
 
-    def _tick(self, _: Any = None) -> None:
-        if self.model.state in UNDER_WAY:
-            self._draw()
-        else:
-            self._draw_bar()
-
-    def _draw_bar(self) -> None:
-        self.bar.value = bar_html(self.model.progress, self.model.phases, self.model.state)
-
     def _draw(self, _: Any = None) -> None:
-        self._draw_bar()
-        self._draw_grid()
-
-    def _draw_grid(self) -> None:
-        phases = self.model.phases
-        wide = columns(self.model.size)
-        last = max(0, len(phases) - wide)
+        model = self.model
+        self.bar.value = bar_html(model.progress, model.phases, model.state)
         # The phase under way, with some of what was done before it.
-        first = max(0, current(phases) - wide // 2) if self.follow.value else self.first.value
-        self._move(min(first, last), last)
+        wide = columns(model.size)
+        first = min(max(0, current(model.phases) - wide // 2), max(0, len(model.phases) - wide))
         # Held in place only while it moves, so that a reader of finished phases can scroll.
-        held = self.follow.value and self.model.state in {*UNDER_WAY, "ready"}
+        held = model.state in {*UNDER_WAY, "ready"}
         (self.scroll.add_class if held else self.scroll.remove_class)("kit-follow")
-        begin = self.first.value
-        shown = phases[begin : begin + wide]
-        self.grid.value = grid_html(shown, self.model.size, self.model.failure, self.model.roles)
-
-    def _move(self, first: int, last: int) -> None:
-        self._moving = True
-        self.first.max = last
-        self.first.value = first
-        self._moving = False
-        self.first.layout.display = None if last else "none"
-        self.where.layout.display = None if len(self.model.phases) > FITS else "none"
-
-    def _chosen(self, _: Any) -> None:
-        """A person who moves the slider wants to look there, not to be taken away again."""
-        if not self._moving:
-            self.follow.value = False
-            self._draw_grid()
+        grid = grid_html(model.phases[first : first + wide], model.size, model.failure, model.roles)
+        # After the end the verdict and the picture matter; where ranks broke, so does what each of them did.
+        over = model.state == "finished" and bool(grid)
+        self.grid.value = f"<details><summary>every phase on every rank</summary>{grid}</details>" if over else grid
 
     def _tell(self, _: Any = None) -> None:
-        sign, kind, word = STATES.get(self.model.state, ("·", "faint", self.model.state))
-        if self.model.state == "finished" and self.model.verdict is not None and not self.model.verdict.passed:
-            sign, kind = "✗", "bad"  # the run is well, what it measured is not
-        said = f" {look.text(self.model.said)}" if self.model.said else ""
-        self.said.value = (
-            f'<div role="status" aria-live="polite"><b class="kit-{kind}">{sign} {look.text(word)}</b>{said}</div>'
-        )
+        model = self.model
+        sign, kind, word = STATES.get(model.state, ("·", "faint", model.state))
+        state = f'<b class="kit-{kind}">{sign} {look.text(word)}</b>'
+        said = "" if not model.said else f" {look.text(model.said.removeprefix(word).strip(': '))}"
+        verdict = () if model.state in UNDER_WAY else model.verdict or ()
+        if any(row.passed is not None for row in verdict):
+            mark = MARKS[not any(row.passed is False for row in verdict)]
+            answer = look.span(mark.kind, f"{mark.sign} {headline(verdict)}")
+            line = (
+                f"<b>{answer}</b> {look.span('faint', word)}{said}"
+                if model.state == "finished"
+                else f"{state}{said}; {answer}"
+            )
+        else:
+            line = state + said + ("" if model.run is None or model.state in UNDER_WAY else "; nothing is judged yet")
+        self.said.value = f'<div role="status" aria-live="polite">{line}</div>'
 
     def _fail(self, _: Any = None) -> None:
         self.failure.value = failure_html(self.model.failure)
-        self._draw_grid()
+        self._draw()
 
 
 def columns(ranks: int) -> int:
-    """How many phases are shown at once."""
     return min(COLUMNS, max(FEWEST, CELLS // max(1, ranks)))
 
 
@@ -159,7 +128,8 @@ def grid_html(
     now, here = time.monotonic(), current(phases)
     cycles = [(cycle, len(list(some))) for cycle, some in groupby(phases, key=lambda phase: phase.cycle)]
     above = "".join(
-        f'<th class="kit-cycle" scope="colgroup" colspan="{wide}">{_cycle(cycle, wide)}</th>' for cycle, wide in cycles
+        f'<th class="kit-cycle" scope="colgroup" colspan="{wide}">{f"cycle {cycle}" if cycle else ""}</th>'
+        for cycle, wide in cycles
     )
     heads = "".join(
         f'<th class="kit-phase{" kit-now" if index == here else ""}" scope="col">{look.text(phase.phase)}</th>'
@@ -180,13 +150,6 @@ def grid_html(
     )
 
 
-def _cycle(cycle: int, wide: int) -> str:
-    """Cycle 0 is what is done once; a single narrow column has no room for the word."""
-    if cycle == 0:
-        return ""
-    return f"cycle {cycle}" if wide > 1 else f'<span title="cycle {cycle}">c{cycle}</span>'
-
-
 def _cell(phase: PhaseState, rank: int, now: float) -> str:
     state = phase.ranks[rank] if rank < len(phase.ranks) else "waiting"
     seconds = phase.seconds[rank] if rank < len(phase.seconds) else None
@@ -200,7 +163,6 @@ def _cell(phase: PhaseState, rank: int, now: float) -> str:
 
 
 def bar_html(progress: Progress | None, phases: Sequence[PhaseState], state: str) -> str:
-    """How far it is, as a bar and in words."""
     if progress is None or not progress.total:
         return ""
     words = progress_words(progress, phases, state)
@@ -227,16 +189,18 @@ def progress_words(progress: Progress, phases: Sequence[PhaseState], state: str)
 
 
 def failure_html(failure: Failure | None) -> str:
-    """What went wrong and the ranks at fault, in red; its traceback or the ranks' stacks folded beneath."""
+    """What went wrong and the ranks at fault, in red; its traceback or the ranks' stacks folded beneath. To be stopped is no failure."""
     if failure is None:
         return ""
     who = f"{'rank' if len(failure.ranks) == 1 else 'ranks'} {ranks_short(failure.ranks)}" if failure.ranks else ""
     words = " ".join(filter(None, [who, ENDS.get(failure.kind, failure.kind)]))
     where = f" in phase {failure.phase}" if failure.phase else ""
     more = look.folded(FOLDS.get(failure.kind, "more"), failure.detail) if failure.detail else ""
+    if failure.kind == "stopped":  # the line above says so
+        return f'<div class="kit-failure">{more}</div>' if more else ""
     head = failure.message.partition("\n")[0]
     return (
-        f'<div class="kit-failure" role="alert"><b class="kit-bad">✗ {look.text(words + where)}</b>'
+        f'<div class="kit-failure kit-bad" role="alert"><b>✗ {look.text(words + where)}</b>'
         f"<div>{look.text(head)}</div>{more}</div>"
     )
 
@@ -245,20 +209,16 @@ def failure_html(failure: Failure | None) -> str:
 
 
 class LogsTab(Tab):
-    """Observes the log and the failure; draws only while it is looked at."""
-
     def __init__(self, model: PanelModel) -> None:
         super().__init__(model)
-        which, many, shown = "which ranks' lines to show", "how many lines to show", "show new lines as they arrive"
         narrow = {"description_width": "initial"}
-        self.rank = look.control(widgets.Dropdown, "lines of", which, options=[ALL], style=narrow)
-        self.last = look.control(widgets.Dropdown, "last", many, options=LAST, value=LAST[1], style=narrow)
-        self.follow = look.control(widgets.Checkbox, "follow", shown, value=True, indent=False)
+        self.rank = look.control(
+            widgets.Dropdown, "lines of", "which ranks' lines to show", options=[ALL], style=narrow
+        )
         self.lines = widgets.HTML()
-        self.widget = widgets.VBox([look.box(self.rank, self.last, self.follow), self.lines])
-        for control in (self.rank, self.last, self.follow):
-            control.observe(self._changed, "value")
-        model.observe(self._grown, ["log", "failure"])
+        self.widget = widgets.VBox([look.box(self.rank), self.lines])
+        self.rank.observe(self._changed, "value")
+        model.observe(self._changed, ["log", "failure"])
         model.observe(self._ranks, ["size", "roles"])
         self._ranks()
 
@@ -268,20 +228,16 @@ class LogsTab(Tab):
         if before in self.rank.options:
             self.rank.value = before
 
-    def _grown(self, _: Any) -> None:
-        if self.follow.value:
-            self._changed()
-
     def _changed(self, _: Any = None) -> None:
         if self._visible:
             rank = None if self.rank.value == ALL else int(self.rank.value.split()[1])
-            self.lines.value = log_html(self.model.log, self.model.failure, rank=rank, last=self.last.value)
+            self.lines.value = log_html(self.model.log, self.model.failure, rank=rank)
 
 
-def log_html(log: Sequence[tuple[int, str]], failure: Failure | None, *, rank: int | None, last: int) -> str:
+def log_html(log: Sequence[tuple[int, str]], failure: Failure | None, *, rank: int | None) -> str:
     """The newest lines at the bottom, which is where the box stands when it is drawn."""
     wanted = [(of, line) for of, line in log if rank is None or of == rank]
-    shown = wanted[-last:]
+    shown = wanted[-LAST:]
     rows = [f"{look.span('faint', f'[{of}]')} {look.text(line)}" for of, line in shown]
     if failure is not None and (rank is None or rank in failure.ranks or not failure.ranks):
         rows.append(look.span("bad", f"✗ {failure.kind}: {failure.message}"))

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import mimetypes
-import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets as widgets
 import pandas as pd
 
 from kit.draw.against import plot_against
-from kit.draw.plots import OVERVIEW, SHEET, inline
+from kit.draw.plots import OVERVIEW, SHEET, Album, Picture, inline
 from kit.errors import KitError
 from kit.labs.discover import checks_of
+from kit.labs.listed import described, in_line
 from kit.results import Run, compare, list_runs, runs_dir, write_trace
-from kit.results.comparison import compact, settings
+from kit.results.comparison import compact, settings, warnings
 from kit.view import named
 from kit.view.panel import look
 from kit.view.panel.look import Tab
+from kit.view.panel.model import PanelModel
 
-if TYPE_CHECKING:
-    from kit.draw.plots import Album, Picture
-    from kit.view.panel.model import PanelModel
-
-PAGE = 100  # rows
+MOST = 200  # rows of a table on the page; a filter finds the others
 GRID_SHEET = """
 .kit-grid { overflow:auto; max-height:34em; }
 .kit-grid table { border-collapse:collapse; font-size:.92em; font-variant-numeric:tabular-nums; }
@@ -54,21 +50,18 @@ NOTHING = "There is no run yet: press Start, then Step or Run all."
 
 # -- plots: one at a time, in the notebook's own theme; a limit that moves is drawn again, and nothing else -------------------------------
 
-THEMES = {"as the notebook": "auto", "light": "light", "dark": "dark"}
-
 
 @dataclass(slots=True)
 class Part:
-    """A plot on the page: the drawing, the moved limits that are in it, and the theme in which it was sent."""
+    """A plot on the page: the drawing, and the moved limits that are in it."""
 
     html: Any = field(default_factory=lambda: widgets.HTML(layout={"width": "100%"}))
     picture: Picture | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
-    theme: str = ""
 
 
 class PlotsTab(Tab):
-    """Draws when it is looked at: on new records, another plot, another theme, and on a limit that is in the drawing."""
+    """Draws when it is looked at: on new records, another plot, and on a limit that is in the drawing."""
 
     def __init__(self, model: PanelModel) -> None:
         super().__init__(model)
@@ -78,23 +71,20 @@ class PlotsTab(Tab):
         self._took = self._last = 0.0  # how long the last drawing took, and when that was
         self._parts: dict[str, Part] = {}
         self._chosen: str | None = None  # by a person; else it is the first that the run has something for
-        self._salt = secrets.token_hex(4)
         self.choice = look.control(widgets.Dropdown, "Plot", "which plot to draw", width="26em")
-        self.theme = look.control(widgets.Dropdown, "Colours", "light or dark", width="20em", options=THEMES)
         keep = "write this plot into the run's folder as ."
         self.png = look.button("Save PNG", "picture-o", f"{keep}png", lambda: self.save("png"))
         self.svg = look.button("Save SVG", "picture-o", f"{keep}svg", lambda: self.save("svg"))
         self.pictures = widgets.VBox(layout={"width": "100%", "min_height": "120px"})
-        controls = look.box(self.choice, self.theme, self.png, self.svg)
+        controls = look.box(self.choice, self.png, self.svg)
         self.widget = widgets.VBox([look.sheet(SHEET), controls, self.said, self.pictures])
         model.observe(self._changed, ["run", "revision", "tolerances", "state"])
         self.choice.observe(self._choose, "value")
-        self.theme.observe(self._changed, "value")
-        self._changed()
 
     def _choose(self, change: Any) -> None:
         if not self._offering:
             self._chosen = change["new"]
+            self._say("drawing ...")
             self._changed()
 
     def _changed(self, _: Any = None) -> None:
@@ -117,10 +107,11 @@ class PlotsTab(Tab):
             self._album = None if run is None else named.album(run)
             self._read, self._parts = records, {name: Part(part.html) for name, part in self._parts.items()}
             self._offer()
-        for button in (self.png, self.svg, self.choice, self.theme):
+        for button in (self.png, self.svg, self.choice):
             button.disabled = self._album is None
-        if self._album is None:
-            self._put([widgets.HTML(f"<p>{look.span('faint', NOTHING)}</p>")])
+        if self._album is None or self._album.data.frame.empty:
+            words = NOTHING if self._album is None else "Nothing is measured yet."
+            self.pictures.children = [widgets.HTML(f"<p>{look.span('faint', words)}</p>")]
             return
         every = [name for _, name in self.choice.options if name != OVERVIEW]
         self._draw(self._album, every if self.choice.value == OVERVIEW and every else [self.choice.value])
@@ -143,15 +134,8 @@ class PlotsTab(Tab):
             }
             if part.picture is None or part.limits != moved:
                 part.picture, part.limits = album.draw(name, tolerances=moved, like=part.picture), moved
-            elif part.theme == self.theme.value:
-                continue
-            part.theme = self.theme.value
-            label = f"{album.title(name)} of {album.data.run.id}"
-            part.html.value = inline(part.picture, label, theme_name=part.theme, salt=self._salt + name)
-        self._put(self._parts[name].html for name in names)
-
-    def _put(self, pictures: Iterable[Any]) -> None:
-        shown = tuple(pictures)
+                part.html.value = inline(part.picture, f"{album.title(name)} of {album.data.run.id}")
+        shown = tuple(self._parts[name].html for name in names)
         if self.pictures.children != shown:
             self.pictures.children = shown
 
@@ -167,14 +151,11 @@ class PlotsTab(Tab):
         self._offering = False
 
     def save(self, kind: str) -> Path | None:
-        """Write the plot that is chosen into the run's folder, in the theme that is chosen; the page's own is saved as light."""
         if self._album is None or self.choice.value is None:
             return None
-        dark = self.theme.value == "dark"
-        name = f"{self.choice.value}{'-dark' if dark else ''}.{kind}"
+        name = f"{self.choice.value}.{kind}"
         try:
-            theme_name = "dark" if dark else "light"
-            picture = self._album.draw(self.choice.value, theme_name=theme_name, tolerances=self.model.tolerances)
+            picture = self._album.draw(self.choice.value, tolerances=self.model.tolerances)
             path = picture.save(self._album.data.run.dir / name)
         except (KitError, OSError) as error:
             self._say(f"{name} could not be written: {error}", bad=True)
@@ -207,7 +188,7 @@ def markdown(frame: pd.DataFrame) -> str:
 
 
 class Grid:
-    """A table to filter and to sort, a page of rows at a time. Another table keeps the order where it has the same columns."""
+    """A table to filter and to sort, its first rows. Another table keeps the order where it has the same columns."""
 
     def __init__(self, name: str = "table") -> None:
         self.frame: pd.DataFrame | None = None
@@ -220,15 +201,14 @@ class Grid:
         self.descending = look.control(
             widgets.Checkbox, "greatest first", "from the greatest to the least", indent=False
         )
-        self.page = look.control(widgets.BoundedIntText, "Page", f"{PAGE} rows each", width="11em", min=1, max=1)
         self.count = widgets.HTML()
         self.rows = widgets.HTML(layout={"width": "100%"})
         self.copy = look.control(widgets.Textarea, "Markdown", "the rows shown, as Markdown to copy", width="100%")
         self.copy.layout.height = "8em"
         self.folded = widgets.Accordion([self.copy], titles=("Copy as Markdown",))
-        above = look.box(self.words, self.by, self.descending, self.page, self.count)
+        above = look.box(self.words, self.by, self.descending, self.count)
         self.widget = widgets.VBox([look.sheet(GRID_SHEET), above, self.rows, self.folded], layout={"width": "100%"})
-        for control in (self.words, self.by, self.descending, self.page):
+        for control in (self.words, self.by, self.descending):
             control.observe(self._draw, "value")
         self.show(None)
 
@@ -242,7 +222,7 @@ class Grid:
         self.frame = frame
         self._draw()
 
-    def _draw(self, change: Any = None) -> None:
+    def _draw(self, _: Any = None) -> None:
         for control in (self.words, self.by, self.descending):
             control.disabled = self.frame is None
         self.rows.layout.display = self.folded.layout.display = "none" if self.frame is None else None
@@ -252,14 +232,26 @@ class Grid:
         if self.by.value:
             found = found.sort_values(self.by.value, ascending=not self.descending.value, kind="stable")
         self.found = found
-        self.page.max = max(1, -(-len(found) // PAGE))
-        if change is not None and change["owner"] is not self.page:
-            self.page.value = 1
-        shown = found.iloc[(self.page.value - 1) * PAGE : self.page.value * PAGE]
+        shown = found.head(MOST)
         html = shown.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.6g}")
         self.rows.value = f'<div class="kit-grid" tabindex="0" aria-label="{look.text(self._name)}">{html}</div>'
-        self.count.value = look.status(f"{len(found):,} of {len(self.frame):,} rows, {self.page.max} pages")
+        self.count.value = look.status(
+            f"{len(found):,} of {len(self.frame):,} rows" + (f", {MOST} shown" if len(found) > MOST else "")
+        )
         self.copy.value = markdown(shown)
+
+
+LARGER = {"B": ("MiB", 2**-20), "s": ("ms", 1e3)}  # units that people read, and by what a value is multiplied
+
+
+def in_larger_units(frame: pd.DataFrame) -> pd.DataFrame:
+    """Bytes as MiB and seconds as ms, in a table whose rows have a value and its unit."""
+    if not {"value", "unit"} <= {*frame.columns}:
+        return frame
+    scale = {unit: by for unit, (_, by) in LARGER.items()}
+    words = {unit: word for unit, (word, _) in LARGER.items()}
+    value = frame["value"] * frame["unit"].map(lambda unit: scale.get(unit, 1.0))
+    return frame.assign(value=value, unit=frame["unit"].map(lambda unit: words.get(unit, unit)))
 
 
 class RecordsTab(Tab):
@@ -269,10 +261,13 @@ class RecordsTab(Tab):
         super().__init__(model)
         self._shown: object = None
         self.choice = widgets.Dropdown(description="Table", options=["records"], tooltip="which table of the run")
+        why = "bytes as MiB and seconds as ms; otherwise as they were recorded"
+        self.units = look.control(widgets.Checkbox, "MiB and ms", why, indent=False, value=True)
         self.grid = Grid()
-        self.widget = widgets.VBox([look.box(self.choice), self.said, self.grid.widget])
+        self.widget = widgets.VBox([look.box(self.choice, self.units), self.said, self.grid.widget])
         model.observe(self._changed, ["run", "revision"])
-        self.choice.observe(self._changed, "value")
+        for control in (self.choice, self.units):
+            control.observe(self._changed, "value")
 
     def _changed(self, _: Any = None) -> None:
         run = self.model.run
@@ -285,45 +280,39 @@ class RecordsTab(Tab):
         names = ["records", *(name for name in known if name != "records")]
         if list(self.choice.options) != names:
             self.choice.options = names
-        wanted = (run, self.model.revision, self.choice.value)
+        wanted = (run, self.model.revision, self.choice.value, self.units.value)
         if self._shown == wanted:
             return
         table = known[self.choice.value]
         self._say("")
         try:
-            self.grid.show(table.make(run), worst=table.worst, name=table.title)
+            made = table.make(run)
+            self.grid.show(in_larger_units(made) if self.units.value else made, worst=table.worst, name=table.title)
         except (KitError, KeyError, ValueError, IndexError) as error:  # part of a run may lack what a table is made of
             self.grid.show(None)
-            lacking = f"this run has too little for the table {self.choice.value}: {type(error).__name__}: {error}"
-            self._say(str(error) if isinstance(error, KitError) else lacking)
+            lacking = f"this run has too little for the table {self.choice.value}: {type(error).__name__}: "
+            self._say(f"{'' if isinstance(error, KitError) else lacking}{error}")
         self._shown = wanted
 
 
 # -- comparison ------------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4096)
-def run_line(folder: Path, stamp: int) -> str:
-    """A run in a line, from run.json alone; empty where it cannot be read. `stamp` is when that was written."""
-    try:
-        run = Run(folder)
-    except KitError:
-        return ""
-    fault = f"fault {run.fault}" if run.fault else ""
-    when = f"{datetime.fromtimestamp(stamp / 1e9).astimezone():%Y-%m-%d %H:%M:%S}"
-    return " · ".join(part for part in (run.lab, when, run.status, fault, folder.name) if part)
-
-
 def listed(folder: Path, words: str = "") -> list[tuple[str, str]]:
     """The runs whose line has all of these words, newest first, with their folders."""
     found = []
     for path in list_runs(folder):
-        try:
-            line = run_line(path, (path / "run.json").stat().st_mtime_ns)
-        except OSError:  # it was taken away meanwhile
-            continue
-        if line and all(word.lower() in line.lower() for word in words.split()):
-            found.append((line, str(path)))
+        with contextlib.suppress(KitError, OSError):  # damaged, or taken away meanwhile
+            row = described(path)
+            if row["status"] == "damaged":
+                continue
+            when = str(row["started"] or "")[:19].replace("T", " ")
+            fault = f"fault {row['fault']}" if row["fault"] else ""
+            ended = [row["status"] if row["status"] != "finished" else "", row["answer"]]
+            parts = [row["label"], row["lab"], when, *ended, fault, in_line(row["set"]), path.name]
+            line = " · ".join(filter(None, parts))
+            if all(word.lower() in line.lower() for word in words.split()):
+                found.append((line, str(path)))
         if len(found) == MANY:
             break
     return found
@@ -334,20 +323,16 @@ class CompareTab(Tab):
 
     def __init__(self, model: PanelModel) -> None:
         super().__init__(model)
-        self._salt = secrets.token_hex(4)
-        which, example = "runs that have all of these words", "lab, fault, status, date, name"
+        which, example = "runs that have all of these words", "lab, fault, verdict, setting, date, label"
         first = model.definition.name
         self.words = look.control(widgets.Text, "Search", which, width="26em", placeholder=example, value=first)
-        self.again = look.button("Refresh", "refresh", "read the folder again", self._changed)
         many = "two runs or more: Ctrl or Shift with a click or with the arrows"
         self.runs = look.control(widgets.SelectMultiple, "Runs", many, width="100%", rows=8)
-        against = "the run that the others are compared with"
-        self.base = look.control(widgets.Dropdown, "Against", against, width="100%")
         primary = {"button_style": "primary", "disabled": True}
         self.go = look.button("Compare", "exchange", "compare the chosen runs", self.compare, **primary)
         self.picture = widgets.HTML(layout={"width": "100%"})
         self.grid = Grid("what changed most")
-        chosen = [look.box(self.words, self.again), self.runs, self.base, look.box(self.go)]
+        chosen = [self.words, self.runs, look.box(self.go)]
         self.widget = widgets.VBox([look.sheet(SHEET), *chosen, self.said, self.picture, self.grid.widget])
         self.words.observe(self._changed, "value")
         self.runs.observe(self._chosen, "value")
@@ -358,8 +343,8 @@ class CompareTab(Tab):
     def _changed(self, _: Any = None) -> None:
         if not self._visible:
             return
-        chosen = set(self.runs.value)
         found = listed(runs_dir(), self.words.value)
+        chosen = set(self.runs.value) or {path for _, path in found[:2]}  # the last two, until a person chooses
         if list(self.runs.options) != found:
             self.runs.options = found
             self.runs.value = [path for _, path in found if path in chosen]
@@ -367,33 +352,27 @@ class CompareTab(Tab):
             self._say(f"No run in {runs_dir()} has these words.")
 
     def _chosen(self, _: Any = None) -> None:
-        """The others are compared with the oldest, until a person chooses another."""
-        names = {path: line for line, path in self.runs.options}
-        options = [(names[path], path) for path in self.runs.value]
-        before = self.base.value
-        self.base.options = options
-        if options:
-            self.base.value = before if before in self.runs.value else options[-1][1]
-        self.go.disabled = self.base.disabled = len(options) < 2
-        self._say("Choose two runs or more, with Ctrl or Shift held down." if len(options) < 2 else "")
+        few = len(self.runs.value) < 2
+        self.go.disabled = few
+        self._say("Choose two runs or more, with Ctrl or Shift held down." if few else "")
 
     def compare(self) -> pd.DataFrame | None:
-        """Compare the chosen runs; the table, or None where they could not be."""
-        folders = [self.base.value, *(path for path in reversed(self.runs.value) if path != self.base.value)]
+        """Compare the chosen runs with the oldest of them; the table, or None where they could not be."""
         try:
-            runs = [Run(Path(folder), checks=checks_of) for folder in folders]
+            runs = [Run(Path(folder), checks=checks_of) for folder in reversed(self.runs.value)]
             table = compare(runs)
             picture = plot_against(runs, table=table)
         except KitError as error:
             self._say(str(error), bad=True)
             return None
-        self.picture.value = inline(picture, f"What changed most against {runs[0].id}", salt=self._salt)
+        self.picture.value = inline(picture, f"What changed most against {runs[0].id}")
         self.grid.show(compact(table), name="what changed most")
         self.grid.widget.layout.display = None
         differ = "; ".join(f"{name}: {' / '.join(map(str, values))}" for name, values in settings(runs).items())
         alone = int((table["found_in"] != "both").sum())
         only = f" {alone} rows are of one run only, and stand last." if alone else ""
-        self._say((f"Settings that differ: {differ}." if differ else "The settings are the same.") + only)
+        warned = "".join(f" Warning: {why}." for why in warnings(runs))
+        self._say((f"Settings that differ: {differ}." if differ else "The settings are the same.") + warned + only)
         return table
 
 
@@ -406,13 +385,11 @@ class ExportTab(Tab):
     def __init__(self, model: PanelModel) -> None:
         super().__init__(model)
         self.kind = look.control(widgets.Dropdown, "Format", "what kind of file", width="24em", options=KINDS)
-        self.name = look.control(widgets.Text, "File", "the file's name", width="30em")
-        self.folder = look.control(widgets.Text, "Folder", "where it is written; ~ is your home", width="100%")
+        self.path = look.control(widgets.Text, "File", "where it is written; ~ is your home", width="100%")
         self.go = look.button("Export", "download", "write the file", self.export, button_style="primary")
         self.link = widgets.HTML()
-        named_as = look.box(self.kind, self.name)
-        self.widget = widgets.VBox([named_as, self.folder, look.box(self.go), self.said, self.link])
-        self.kind.observe(self._rename, "value")
+        self.widget = widgets.VBox([self.kind, self.path, look.box(self.go), self.said, self.link])
+        self.kind.observe(self._another, "value")
         model.observe(self._another, "run")
         self._another()
 
@@ -420,26 +397,15 @@ class ExportTab(Tab):
         run = self.model.run
         self.go.disabled = run is None
         self._say(NO_RUN if run is None else "")
-        if run is not None:
-            self.folder.value = str(run.dir)
-            self.name.value = run.dir.name + self.kind.value
-            self.link.value = ""
-
-    def _rename(self, change: Any) -> None:
-        """Another ending for the name that is there."""
-        self.name.value = self.name.value.removesuffix(change["old"]) + change["new"]
+        self.path.value = "" if run is None else str(run.dir / f"{run.dir.name}{self.kind.value}")
+        self.link.value = ""
 
     def export(self) -> Path | None:
-        """Write the file; where that is, or None where it could not be."""
         run, kind = self.model.run, self.kind.value
         self.link.value = ""
         if run is None:
             return None
-        name = self.name.value.strip()
-        if not name or Path(name).name != name:
-            self._say(f"the file's name must be one name without a folder, not {name!r}", bad=True)
-            return None
-        target = Path(self.folder.value).expanduser() / (name if name.endswith(kind) else name + kind)
+        target = Path(self.path.value.strip()).expanduser()
         try:
             path = write_trace(run, target) if kind == ".trace.json" else run.save(target)
         except (KitError, OSError) as error:

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets as widgets
 
 from kit.errors import KitError
+from kit.results import VerdictRow
 from kit.results.units import amount
 from kit.results.verdict import MARKS, SIGNS, tally, without_parts
 from kit.view.panel import look
 from kit.view.panel.look import Tab
-
-if TYPE_CHECKING:
-    from kit.results import VerdictRow
-    from kit.view.panel.model import Limit, PanelModel
+from kit.view.panel.model import Limit, PanelModel
 
 ORDER = list(MARKS)
 PLACES = 400
@@ -37,7 +34,6 @@ class LimitRow:
         self.model, self.limit = model, limit
         self._taking = False
         self.html = widgets.HTML()
-        self.undo = widgets.Button(icon="undo", layout={"width": "34px"})
         self.slider: Any = None
         self.exact: Any = None
         parts: list[Any] = [self.html]
@@ -53,10 +49,9 @@ class LimitRow:
                 layout={"width": "212px"},
             )
             self.slider = widgets.IntSlider(readout=False, tooltip=self.exact.tooltip, layout={"width": "120px"})
-            parts.append(look.box(self.exact, self.slider, self.undo))
+            parts.append(look.box(self.exact, self.slider))
             self.slider.observe(self._moved, "value")
             self.exact.observe(self._moved, "value")
-            self.undo.on_click(lambda _: self.reset())
         self.widget = look.box(*parts, names=("kit-check",))
         self.aim(limit)
 
@@ -65,7 +60,6 @@ class LimitRow:
         self.limit = limit
         counts = limit.unit == "1" and all(float(end).is_integer() for end in (limit.low, limit.high))
         self.scale = scale(limit.low, limit.high, whole=counts)
-        self.undo.tooltip = f"{limit.tolerance}: back to the lab's {amount(limit.default, limit.unit)}"
         if self.slider is not None:
             self._taking = True
             self.slider.max = len(self.scale) - 1
@@ -75,10 +69,6 @@ class LimitRow:
         if not self._taking and math.isfinite(change["new"]):
             value = self.scale[change["new"]] if change["owner"] is self.slider else change["new"]
             self.model.move(self.limit.tolerance, value)
-
-    def reset(self) -> None:
-        moved = self.model.tolerances
-        self.model.take({name: value for name, value in moved.items() if name != self.limit.tolerance})
 
     def show(self, rows: Sequence[VerdictRow]) -> None:
         moved = self.model.tolerances.get(self.limit.tolerance)
@@ -91,7 +81,6 @@ class LimitRow:
             if self.exact.value != value:
                 self.exact.value = value
             self.slider.value = nearest(self.scale, value)
-            self.undo.disabled = moved is None
         finally:
             self._taking = False
 
@@ -132,7 +121,7 @@ class VerdictTab(Tab):
             self._say(f"{len(self.model.tolerances)} limits differ from the lab's own")
 
     def _file(self, *, save: bool) -> None:
-        path = Path(self.path.value.strip() or FILE).expanduser()
+        path = self.path.value.strip() or FILE
         try:
             if save:
                 self._say(f"saved {len(self.model.tolerances)} tolerances to {self.model.save_tolerances(path)}")
@@ -151,7 +140,9 @@ class VerdictTab(Tab):
             elif self.rows[limit.tolerance].limit != limit:
                 self.rows[limit.tolerance].aim(limit)
         asked = [self.rows[limit.tolerance] for limit in limits]
-        ordered = sorted(asked, key=lambda row: worst(self._answers(row.limit)))
+        ordered = sorted(
+            asked, key=lambda row: min((ORDER.index(one.passed) for one in self._answers(row.limit)), default=1)
+        )
         children = tuple(row.widget for row in ordered)
         if self.body.children != children:
             self.body.children = children
@@ -170,10 +161,6 @@ class VerdictTab(Tab):
             row.show(self._answers(row.limit))
         if self.preset.value and self.model.tolerances != self.model.presets[self.preset.value]:
             self.preset.value = ""
-
-
-def worst(rows: Sequence[VerdictRow]) -> int:
-    return min((ORDER.index(row.passed) for row in rows), default=1)
 
 
 def head_html(verdict: Any) -> str:
@@ -225,8 +212,8 @@ def scale(low: float, high: float, *, whole: bool = False) -> list[float]:
         steps = math.floor(DECADE * math.log10(high / low) + 1e-9)
         inner = [float(f"{low * 10 ** (place / DECADE):.3g}") for place in range(1, steps)]
     else:
-        inner = [float(f"{low + (high - low) * place / PLACES:.4g}") for place in range(1, PLACES if high > low else 0)]
-    return [low, *inner, high] if high > low else [low]
+        inner = [float(f"{low + (high - low) * place / PLACES:.4g}") for place in range(1, PLACES)]
+    return sorted({low, *inner, high})
 
 
 def nearest(numbers: Sequence[float], value: float) -> int:

@@ -9,18 +9,13 @@ import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kit.errors import KitError, RankDied, RankError, RankTimeout
 from kit.labs.definition import working
-from kit.labs.lab import PhaseRow
+from kit.labs.lab import Lab
+from kit.labs.stepped import Stepped
 from kit.results import Run
-
-if TYPE_CHECKING:
-    from kit.labs.lab import Lab
-    from kit.labs.stepped import Stepped
-    from kit.results import Record
-
 
 LOG_LINES = 2000
 
@@ -37,7 +32,6 @@ class PhaseState(NamedTuple):
 
 
 def marks(ranks: int, working: Collection[int], state: str) -> tuple[str, ...]:
-    """A state for each rank that has work in a phase."""
     return tuple(state if rank in working else "absent" for rank in range(ranks))
 
 
@@ -70,10 +64,9 @@ class Watch:
         self._log: deque[tuple[int, str]] = deque(maxlen=LOG_LINES)
         self._lab: Lab | None = None
         self._phases: list[PhaseState] = []
-        self._index = 0
-        self._goal = 0
+        self.done = 0
+        self._all = False
         self._answered: list[int] = []
-        self._stepping = False
         self._interrupted = False
         self._took: dict[str, list[float]] = defaultdict(list)  # seconds of this run by phase, as a person waits
         self._began: float | None = None
@@ -86,7 +79,6 @@ class Watch:
     # -- called by the controller ------------------------------------------------------------------------------------
 
     def take(self, lab: Lab) -> None:
-        """Watch this lab from now on, as far as it is."""
         self._lab = lab
         ranks = lab.config.ranks
         known: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
@@ -105,83 +97,60 @@ class Watch:
             )
             for row, step in zip(lab.phases, lab.steps, strict=True)
         ]
-        self._index = sum(state.status == "done" for state in self._phases)
-        self._goal = self._index
+        self.done = sum(state.status == "done" for state in self._phases)
         self._took.clear()
         self._log.clear()
-        self._stepping = False
         self.phase = ""
 
     def begin(self, *, all_of_it: bool) -> None:
-        """An order came."""
         self._began = time.monotonic()
         self._interrupted = False
+        self._all = all_of_it
         self.stacks = {}
-        self.aim(all_of_it=all_of_it)
-
-    def aim(self, *, all_of_it: bool) -> None:
-        self._goal = len(self._phases) if all_of_it else min(self._index + 1, len(self._phases))
-
-    def step(self) -> None:
-        """The next call but those of the lab itself is the next phase."""
-        self._stepping = True
 
     def stepped(self, stepped: Stepped, seconds: float) -> None:
-        self._stepping = False
         self._took[stepped.phase].append(seconds)
-        before = self._phases[self._index].ranks
+        before = self._phases[self.done].ranks
         done = tuple("absent" if mark == "absent" else "done" for mark in before)
-        seconds_by_rank = seconds_of(stepped.records, len(before))
-        self._set(self._index, status="done", ranks=done, seconds=seconds_by_rank, began=None)
-        self._index += 1
-        if self._index < len(self._phases):
-            self._set(self._index, status="next")
+        known = {record.rank: record.value for record in stepped.records if record.metric == "seconds"}
+        seconds_by_rank = tuple(known.get(rank) for rank in range(len(before)))
+        self._set(status="done", ranks=done, seconds=seconds_by_rank, began=None)
+        self.done += 1
+        if self.left:
+            self._set(status="next")
         self.grew = True
         self._tell()
 
     def failed(self, failure: Failure) -> None:
         """Who is to blame is marked; who only waited is not."""
-        self._stepping = False
-        if self._index < len(self._phases):
-            state = self._phases[self._index]
+        if self.left:
+            state = self._phases[self.done]
             done = self._answered if failure.kind == "timeout" else ()  # else an answer may be that of a victim
             after = [mark if mark == "absent" else "waiting" for mark in state.ranks]
             for mark, ranks in (("done", done), ("failed", failure.ranks)):
                 for rank in ranks:
                     after[rank] = mark
-            self._set(self._index, status="failed", ranks=tuple(after), began=None)
+            self._set(status="failed", ranks=tuple(after), began=None)
         self.grew = True
 
     def rest(self) -> None:
-        """Nothing is under way any more."""
         self._elapsed = self._since()
         self._began = None
-        self._goal = self._index
         self.phase = ""
-
-    def rows(self) -> list[PhaseRow]:
-        """The plan and how far it is, as a lab lists it."""
-        return [PhaseRow(state.cycle, state.phase, state.status) for state in self._phases]
 
     @property
     def left(self) -> int:
-        """Phases that are still to do."""
-        return len(self._phases) - self._index
-
-    @property
-    def done(self) -> str:
-        return f"{self._index} of {len(self._phases)}"
+        return len(self._phases) - self.done
 
     def words(self) -> str:
-        if not self._index:
-            return f"ranks are ready; next is {self._phases[0].phase}" if self._phases else "ranks are ready"
-        done = self._phases[self._index - 1]
-        following = f"next is {self._phases[self._index].phase}" if self.left else "all phases are done"
-        return f"{done.phase} of cycle {done.cycle} is done ({self._index} of {len(self._phases)}); {following}"
+        following = f"next is {self._phases[self.done].phase}" if self.left else "all phases are done"
+        if not self.done:
+            return f"ranks are ready; {following}"
+        done = self._phases[self.done - 1]
+        return f"{done.phase} of cycle {done.cycle} is done ({self.done} of {len(self._phases)}); {following}"
 
     def seen(self) -> tuple[tuple[PhaseState, ...], Progress, tuple[tuple[int, str], ...]]:
-        """All of it as of now."""
-        progress = Progress(self._index, len(self._phases), self._since(), self._time_left())
+        progress = Progress(self.done, len(self._phases), self._since(), self._time_left())
         return tuple(self._phases), progress, tuple(self._log)
 
     # -- called by the World ------------------------------------------------------------------------------------------
@@ -189,9 +158,9 @@ class Watch:
     def started(self, phase: str, ranks: Sequence[int]) -> None:
         self._answered = []
         self.phase = phase
-        if self._stepping and self._index < len(self._phases) and self._phases[self._index].phase == phase:
-            running = marks(len(self._phases[self._index].ranks), ranks, "running")
-            self._set(self._index, status="running", ranks=running, began=time.monotonic())
+        if self.left and self._phases[self.done].phase == phase:
+            running = marks(len(self._phases[self.done].ranks), ranks, "running")
+            self._set(status="running", ranks=running, began=time.monotonic())
         self._tell()
 
     def output(self, rank: int, text: str) -> None:
@@ -202,13 +171,16 @@ class Watch:
         # Ranks answer an interrupt too, which does not mean that they finished the phase.
         if list(answered) != self._answered and not self._interrupted:
             self._answered = list(answered)
-            if self._index < len(self._phases) and self._phases[self._index].status == "running":
-                before = self._phases[self._index].ranks
+            if self.left and self._phases[self.done].status == "running":
+                before = self._phases[self.done].ranks
                 after = tuple("done" if rank in self._answered else mark for rank, mark in enumerate(before))
-                self._set(self._index, ranks=after)
+                self._set(ranks=after)
         if self._stop.is_set() and not self._interrupted:
             self._interrupted = True  # ranks have a time of their own to stop in, with ticks of its own
-            self._look()
+            if self._lab is not None and self._lab.started:  # what ranks that have not answered are doing
+                with contextlib.suppress(KitError, OSError):
+                    stacks = self._lab.world.stacks()
+                    self.stacks = {rank: stack for rank, stack in stacks.items() if rank not in self._answered}
             raise KeyboardInterrupt(f"by hand, in phase {self.phase!r}")
         self._tell()
 
@@ -220,8 +192,8 @@ class Watch:
 
     # -- how -------------------------------------------------------------------------------------------------------------
 
-    def _set(self, index: int, **changes: Any) -> None:
-        self._phases[index] = self._phases[index]._replace(**changes)
+    def _set(self, **changes: Any) -> None:
+        self._phases[self.done] = self._phases[self.done]._replace(**changes)
 
     def _tell(self) -> None:
         now = time.monotonic()
@@ -229,57 +201,42 @@ class Watch:
             self._flushed = now
             self._flush()
 
-    def _look(self) -> None:
-        """What ranks that have not answered are doing, before they are interrupted."""
-        if self._lab is not None and self._lab.started:
-            with contextlib.suppress(KitError, OSError):
-                stacks = self._lab.world.stacks()
-                self.stacks = {rank: stack for rank, stack in stacks.items() if rank not in self._answered}
-
     def _since(self) -> float:
         return self._elapsed if self._began is None else time.monotonic() - self._began
 
     def _time_left(self) -> float | None:
         """From what the same phases took before in this run; for phases that are new, from the others."""
-        ahead = [state.phase for state in self._phases[self._index : self._goal]]
-        if not ahead:
+        ahead = [state.phase for state in self._phases[self.done :]][: None if self._all else 1]
+        if not ahead or self._began is None:
             return 0.0
-        late = self._index > len(self._phases) / 2  # by then what is new is like what was before
+        late = self.done > len(self._phases) / 2  # by then what is new is like what was before
         if not self._took or not (late or any(name in self._took for name in ahead)):
             return None
         usual = statistics.median(seconds for all_of_it in self._took.values() for seconds in all_of_it)
         each = [statistics.median(self._took[name]) if name in self._took else usual for name in ahead]
-        state = self._phases[self._index]
+        state = self._phases[self.done]
         passed = 0.0 if state.began is None else time.monotonic() - state.began
         return max(0.0, each[0] - passed) + sum(each[1:])
-
-
-def seconds_of(records: Sequence[Record], ranks: int) -> tuple[float | None, ...]:
-    """How long a phase took on each rank, as the ranks measured it."""
-    known = {record.rank: record.value for record in records if record.metric == "seconds"}
-    return tuple(known.get(rank) for rank in range(ranks))
 
 
 def failure_of(error: BaseException, stacks: dict[int, str], phase: str, done: str) -> Failure:
     """An error as a panel shows it. Ranks that only waited for others are not among the blamed."""
     message, _, rest = str(error).partition("\n")
-    notes = "\n".join(getattr(error, "__notes__", ()))
+    where = getattr(error, "phase", phase)
+    kind, ranks = "error", tuple[int, ...]()
     if isinstance(error, RankError):
-        ranks = () if error.victim else error.ranks
-        return Failure("raised", message, ranks, error.phase, joined(error.traceback, notes))
-    if isinstance(error, RankDied):
-        dead = (error.rank,) if error.rank >= 0 else ()
-        return Failure("died", message, dead, error.phase, joined(rest, notes))
-    if isinstance(error, RankTimeout):
-        return Failure("timeout", message, error.culprits, error.phase, joined(by_rank(error.stacks), notes))
-    if isinstance(error, KeyboardInterrupt):
+        kind, ranks, rest = "raised", () if error.victim else error.ranks, error.traceback
+    elif isinstance(error, RankDied):
+        kind, ranks = "died", (error.rank,) if error.rank >= 0 else ()
+    elif isinstance(error, RankTimeout):
+        kind, ranks, rest = "timeout", error.culprits, by_rank(error.stacks)
+    elif isinstance(error, KeyboardInterrupt):
         # Who did not heed the interrupt is in the detail only: ranks that waited for the one that hung cannot heed it either.
-        where = f" in phase {phase!r}" if phase else ""
-        return Failure("stopped", f"stopped{where}: {done}", (), phase, joined(by_rank(stacks), message))
-    if isinstance(error, KitError):
-        return Failure("error", message, (), phase, joined(rest, notes))
-    trace = "".join(traceback.format_exception(error))
-    return Failure("error", f"{type(error).__name__}: {message}", (), phase, trace)
+        kind, rest = "stopped", joined(by_rank(stacks), message)
+        message = f"stopped{f' in phase {phase!r}' if phase else ''}: {done}"
+    elif not isinstance(error, KitError):
+        message, rest = f"{type(error).__name__}: {message}", "".join(traceback.format_exception(error))
+    return Failure(kind, message, ranks, where, joined(rest, *getattr(error, "__notes__", ())))
 
 
 def by_rank(stacks: dict[int, str]) -> str:

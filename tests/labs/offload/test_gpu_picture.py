@@ -6,7 +6,7 @@ import pytest
 
 from kit.draw.plots import read
 from kit.labs.offload.pictures.memory import bands, places
-from kit.results import Record, create_run, load
+from kit.results import Record, Run, create_run
 
 MIB = 2**20
 CONTEXT, WORLD, COMMUNICATORS = 500, 30, 300  # WORLD's is a part of what there is without a job
@@ -44,7 +44,7 @@ def seen(tmp_path):
                 rows |= {"left_bytes": 2} if phase == "idle" else {}
                 write(rank, cycle, phase, {"seconds": 1, **{name: value * MIB for name, value in rows.items()}})
         writer.finish()
-        return read(load(writer.dir))
+        return read(Run(writer.dir))
 
     return make
 

@@ -12,7 +12,7 @@ from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.labs.offload.pictures.memory import places
 from kit.labs.offload.pictures.modes import WAYS, numbered, plot_modes
-from kit.results import Record, Verdict, VerdictRow, create_run, load
+from kit.results import Record, Run, Verdict, VerdictRow, create_run
 from kit.view.named import plot
 
 MIB = 2**20
@@ -85,7 +85,7 @@ def make_offload(tmp_path):
         bad = VerdictRow("groups_return_to_baseline", leak, 0, "1", leak == 0, "rank 0 has more")
         none = VerdictRow("residual", None, 500, "MiB", None, "not measured: the ranks had no CUDA device")
         Verdict([VerdictRow("memory_drift", 0.2, 200, "MiB", True, ""), bad, none]).write(writer.dir / "verdict.json")
-        return load(writer.dir)
+        return Run(writer.dir)
 
     return make
 
@@ -203,9 +203,15 @@ def test_modes_side_by_side(make_offload):
     assert {"exact", "Code"} <= words(plot_modes([runs[0], make_offload(implementation="mine:Code")]))
 
 
+def test_modes_of_jobs_of_different_sizes_warn(make_offload):
+    picture = plot_modes([make_offload(), make_offload(mode="manual", seq=64)])
+    assert "Warning: these runs differ in size (seq)" in picture.get_suptitle()
+    assert "Warning" not in plot_modes([make_offload(), make_offload(mode="manual")]).get_suptitle()
+
+
 def test_modes_need_runs_that_can_be_told_apart(make_offload, tmp_path):
     with pytest.raises(BadInput, match="two or more runs of the offload lab"):
-        plot_modes([make_offload(), load(create_run(tmp_path, "smoke", {}, {}).dir)])
+        plot_modes([make_offload(), Run(create_run(tmp_path, "smoke", {}, {}).dir)])
     with pytest.raises(BadInput, match=r"two of these runs have the same mode.*exact"):
         plot_modes([make_offload(), make_offload()])
 

@@ -11,7 +11,7 @@ from kit.errors import BadInput
 from kit.labs.discover import find
 from kit.results import Verdict
 from tests.labs.offload.conftest import failed, unanswered, why
-from tests.labs.parts import failing_parts
+from tests.labs.parts import failing_parts, logged_steps
 
 Offload = Callable[..., kit.Run]
 NOT_HERE = {"residual", "comm_released", "others_untouched"}  # asked of a GPU's driver
@@ -44,6 +44,13 @@ def test_the_default_run_row_by_row() -> None:
     assert set(of(run, "idle", "left_bytes")) == {36.0}  # rotary frequencies and a scale: constants, no training state
     assert min(of(run, "fingerprint", "resident_bytes")) > 2**20
     assert set(of(run, "release", "groups_destroyed")) == {made}
+    # Each rank's log has a line per step: of both controls and of the released job.
+    steps = list(range(1, 1 + int(max(of(run, "train", "trained_steps")))))
+    for rank in range(run.config["ranks"]):
+        lines = logged_steps(run.dir / "logs", rank)
+        assert [step for step, what, _ in lines if what == "control"] == steps * 2
+        assert [step for step, what, _ in lines if what == "released job"] == steps
+        assert lines[-1][2] == pytest.approx(of(run, "train", "loss")[-1], rel=1e-5)
     # Limits move without a rerun.
     assert failed(run.verdict(released_share=1.5, threads_more=-1)) == {"tensors_released", "threads_return"}
     with pytest.raises(BadInput, match="did you mean 'drift_mib'"):

@@ -69,7 +69,7 @@ def test_words_of_its_own_are_a_number_of_their_own(split: Split) -> None:
     run = split(implementation="mine:OtherWords", **ONE)
     reason = why(run.verdict(), "misuse_raises")
     assert reason.startswith("errors that do not name the state: 7 (")
-    assert "finish while closed, RuntimeError: not now" in reason
+    assert "begin while open, RuntimeError: not now" in reason
     assert "errors of another type than Misuse (allowed): 7" in reason
     records = run.frame().query("phase == 'rehearse' and rank == 0").groupby("metric")["value"].sum()
     assert (records["misuse_silent"], records["misuse_other_words"], records["misuse_other_type"]) == (0, 7, 7)

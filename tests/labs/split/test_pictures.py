@@ -11,13 +11,15 @@ import matplotlib as mpl
 import pytest
 
 import kit
-from kit.draw.style import THEMES
+from kit.draw.axes import step_axis
+from kit.draw.plots import Picture
+from kit.draw.style import THEMES, theme
 from kit.labs.split.config import SplitConfig, cases_of
 from kit.labs.split.pictures import Decades, ways
 from kit.results import Record, Verdict, VerdictRow, create_run
 from kit.results.verdict import without_parts
 from kit.view import named
-from kit.view.named import plot
+from kit.view.named import album, plot
 
 METRICS = {"loss": 0.5, "probs_ratio": 1.0, "probs_ratio_max": 1.2, "num_valid_samples": 40.0}
 NORMALIZERS = {"probs_ratio": "tokens", "probs_ratio_max": "none", "num_valid_samples": "none"}
@@ -131,6 +133,15 @@ def test_it_tells_the_story(make_split, theme_name):
     } <= words(picture)
     assert {"metric_parity", "chunk_invariance"} <= words(picture)
     assert picture._repr_png_().startswith(b"\x89PNG")
+
+
+def test_axes_of_the_plots_of_every_run_name_level_and_chunks(make_split):
+    axes = Picture().subplots()
+    step_axis(axes, album(make_split(chunks=(1, 0))).data, theme("light"))
+    each = "one per\nmicrobatch"
+    labels = [f"{level}\n{chunks}" for level in ("tokens", "sequences") for chunks in (1, each)]
+    assert [label.get_text() for label in axes.get_xticklabels()] == labels
+    assert axes.get_xlabel().startswith("level and chunks")
 
 
 def test_calls_follow_each_other_a_lane_for_each_rank(make_split):

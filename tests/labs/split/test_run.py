@@ -13,10 +13,11 @@ from kit.labs.discover import find
 from kit.labs.split import parity
 from kit.labs.split.ranks.phases import Split as Phases
 from kit.results import with_ids
-from tests.labs.parts import failing_parts
+from tests.labs.parts import failing_parts, logged_steps
 from tests.labs.split.conftest import failed, unanswered, why
 
 Split = Callable[..., kit.Run]
+LEVELS = ("tokens", "sequences")
 CASES = [("tokens", 1), ("tokens", 2), ("tokens", 0), ("sequences", 1), ("sequences", 2), ("sequences", 0)]
 METRICS = 17  # of a clipped policy gradient
 
@@ -37,6 +38,17 @@ def test_every_check_passes_or_says_why_not(split: Split) -> None:
     assert [name for name in names if "/" not in name] == asked
     assert {name.partition("/")[0] for name in names if "/" in name} == {"metric_parity"}
     assert {row.measured for row in verdict if row.unit == "1"} == {0.0}
+
+
+def test_each_rank_logs_a_line_per_training_step(split: Split, world: kit.World) -> None:
+    """The plain step of each level, then the split step with each number of chunks. The World has run others of the module too."""
+    run = split()
+    ways = [[f"plain step, level {level}", *(f"level {level}, chunks {n}" for n in (1, 2, 0))] for level in LEVELS]
+    expected = [(step, what) for way in ways for what in way for step in range(1, run.config["steps"] + 1)]
+    for rank in range(run.config["ranks"]):
+        lines = logged_steps(world.logs, rank)
+        starts = range(len(lines) - len(expected) + 1)
+        assert any([line[:2] for line in lines[start : start + len(expected)]] == expected for start in starts), lines
 
 
 @pytest.mark.slow

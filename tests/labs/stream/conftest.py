@@ -12,12 +12,12 @@ import pytest
 import kit
 from kit.errors import KitError
 from kit.labs.stream import LAB, broken
-from kit.labs.stream.config import StreamConfig
-from kit.labs.stream.simulated import stream
+from kit.labs.stream.config import StreamConfig, plan
 from kit.results import Record, Verdict
 from kit.results.records import NOTEBOOK
 from kit.results.run import to_frame
 from kit.results.verdict import judge
+from kit.target import load_callable
 from kit.world.several import Worlds
 from tests.holdings import holdings, wait_for
 
@@ -30,10 +30,11 @@ class Notebook:
     def __init__(self, config: StreamConfig, fault: str | None) -> None:
         self.config = config
         self.fault = fault
+        self.phase = ""
         self.rows: list[dict[str, Any]] = []
 
     def append(self, rows: list[dict[str, Any]]) -> None:
-        self.rows += rows
+        self.rows += [{"phase": self.phase, **row} for row in rows]
 
 
 def simulated(fault: str | None = None, **config: Any) -> tuple[Verdict, str]:
@@ -41,10 +42,12 @@ def simulated(fault: str | None = None, **config: Any) -> tuple[Verdict, str]:
     drive = Notebook(StreamConfig(**{"simulated": True, "ranks": 1, **config}), fault)
     error = ""
     try:
-        stream(drive)  # type: ignore[arg-type]
+        for step in plan(drive.config):
+            drive.phase = step.phase
+            load_callable(step.driver)(drive)
     except KitError as raised:
         error = str(raised)
-    head = {"run": "test", "lab": "stream", "cycle": 1, "phase": "stream", "rank": NOTEBOOK}
+    head = {"run": "test", "lab": "stream", "cycle": 1, "rank": NOTEBOOK}
     frame = to_frame(Record(**head, **row) for row in drive.rows)
     wrong = fault in broken.SWAPS and not error  # a run that breaks is judged as far as its records go
     suspect = f"fault {fault!r}" if wrong else ""

@@ -38,6 +38,8 @@ from kit.stream.samplers import SAMPLERS
         ({"answer": [9, 5]}, r"answer=\[9, 5\] must be two numbers"),
         ({"at_sync": "forget"}, "at_sync must be one of keep, recompute, abort, drain"),
         ({"temperature": 0}, "temperature must be a number from 0.05 to 10, not 0"),
+        ({"phases": "plain,strem"}, "phases='plain,strem' names 'strem'; use all, or a list of plain, lockstep"),
+        ({"phases": "plain,verify"}, "phases='plain,verify': verify needs what stream measured; add stream"),
         ({"steps": 0}, "steps must be a whole number from 1 to 10000, not 0"),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
@@ -56,5 +58,15 @@ def test_every_sampler_has_places_by_itself(sampler: str) -> None:
 
 def test_a_simulated_run_needs_no_trainer() -> None:
     config = StreamConfig(simulated=True, ranks=1, replicas=8, group=3)
-    assert [step.phase for step in plan(config)] == ["stream"]
+    assert [step.phase for step in plan(config)] == ["stream", "resume"]
     assert [(role.ranks, role.world) for role in roles(config)] == [((0,), 0)]
+
+
+def test_phases_may_be_left_out() -> None:
+    assert [step.phase for step in plan(StreamConfig(phases="stream, verify"))] == [
+        "prepare",
+        "stream",
+        "verify",
+        "end",
+    ]
+    assert len(plan(StreamConfig())) == 9

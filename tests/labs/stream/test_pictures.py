@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 
 import matplotlib as mpl
@@ -11,10 +12,16 @@ import pytest
 
 import kit
 from kit.draw.style import THEMES, theme
+from kit.errors import BadInput
 from kit.labs.stream import tables
 from kit.labs.stream.config import StreamConfig, settings
-from kit.labs.stream.pictures import pack
+from kit.labs.stream.pictures.lanes import pack
+from kit.labs.stream.pictures.what_if import WHAT_IF
+from kit.labs.stream.tokens import drift
+from kit.loop.ledger import Row
 from kit.results import NotMeasured, Record, create_run
+from kit.stream.drift import drifted
+from kit.stream.forecast import pace
 from kit.stream.simulated import Durations, simulate
 from kit.view import named
 from kit.view.named import plot
@@ -49,12 +56,23 @@ def make_stream(tmp_path):
     ):
         config = StreamConfig(**changed)
         writer = create_run(tmp_path, "stream", dataclasses.asdict(config), {})
-        clock = BEGAN
+        clock, known = BEGAN, {}
 
         def tell(cycle, phase, rank, metric, value, **more):
             unit = "s" if metric in ("seconds", "call") else "1"
             about = {"run": writer.id, "lab": "stream", "cycle": cycle, "phase": phase, "rank": rank}
             writer.append([Record(**about, metric=metric, value=value, unit=unit, **more)])
+
+        def tell_drift(cycle, clock):
+            for lag, position in itertools.product((0, 1), range(4)):
+                ids = {"lag": lag, "position": position, "tokens": 2}
+                for name, value in drifted([0.01 * position, -0.1 * lag]).items():
+                    tell(cycle, "verify", 0, name, value, time=clock, ids=ids)
+
+        def tell_paces(cycle, phase, clock, known):
+            for loop in ("stream", "bound") if phase == "bound" else ():
+                for metric, value in pace([Row(*one) for one in known[loop]]).items():
+                    tell(cycle, phase, -1, metric, value, time=clock, ids={"loop": loop})
 
         phases = ["prepare", "plain", "lockstep", "stream", "verify", *(["bound"] if bound else [])]
         for cycle, phase in enumerate(phases):
@@ -86,9 +104,12 @@ def make_stream(tmp_path):
                 for name, when, ids in rows:
                     tell(cycle, phase, -1, name, None, time=began + when, ids=dict(ids))
                 clock = began + rows[-1][1]
+                known[phase] = rows
+                tell_paces(cycle, phase, clock, known)
             if phase == "verify":
                 for name, value in verified.items():
                     tell(cycle, phase, 0, name, value, time=clock)
+                tell_drift(cycle, clock)
             clock += 0.5
             for rank in range(config.ranks):
                 tell(cycle, phase, rank, "seconds", clock - began, time=clock)
@@ -262,6 +283,54 @@ def test_loops_are_compared_by_part(make_stream):
     assert table.loc["bound", "total"] == pytest.approx(table.loc["stream", "total"], abs=1e-5)
     axes = axes_of(plot(run, "steps"), "Time of each loop")
     assert [label.get_text() for label in axes.get_yticklabels()][-1] == "bound: simulated"
+
+
+def test_what_was_measured_stands_beside_the_bound(make_stream):
+    run = make_stream(bound=True, ledgers={"stream": BY_HAND}, steps=2)
+    table = tables.bound(run.frame()).set_index("metric")
+    assert table.loc["steps_per_second", "measured"] == pytest.approx(2 / 10)
+    assert table.loc["exposed_generation", "measured"] == pytest.approx(
+        tables.loops(run.frame()).set_index("loop").loc["stream", "exposed_generation"]
+    )
+    assert table.loc["steps_per_second", "bound"] > table.loc["steps_per_second", "measured"]
+    picture = plot(run, "bound")
+    left, right = axes_of(picture, "Measured against bound"), axes_of(picture, "Exposed generation of each step")
+    assert [bar.get_width() for drawn in left.containers for bar in drawn] == pytest.approx(
+        table.loc["steps_per_second", ["measured", "bound"]].tolist()
+    )
+    waits = tables.steps(run.frame(), "bound")["exposed_generation"].tolist()
+    assert [bar.get_height() for bar in right.containers[1]] == pytest.approx(waits)
+    with pytest.raises(NotMeasured):
+        tables.bound(make_stream().frame())
+
+
+def test_a_what_if_follows_its_controls(make_stream):
+    run = make_stream(steps=8, durations=Durations(train_s=0.4))
+    table = WHAT_IF.prepare(run)
+    measured, same = table(sampler="in-order", window=1).to_dict("records")
+    assert (measured["loop"], same["loop"]) == ("measured: stream", "forecast: sampler in-order, window 1")
+    assert same["seconds"] == pytest.approx(measured["seconds"], rel=0.1)
+    assert same["largest lag"] == 1
+    strict = table(sampler="strict", window=0).iloc[1]
+    assert strict["largest lag"] == 0
+    assert strict["exposed generation"] > same["exposed generation"]
+    with pytest.raises(BadInput, match="strict has no window"):
+        table(sampler="strict", window=1)
+    with pytest.raises(NotMeasured):
+        WHAT_IF.prepare(make_stream(until="plain"))
+
+
+def test_drift_is_drawn_by_lag_and_position(make_stream):
+    run = make_stream()
+    table = drift(run.frame(), run.dir)
+    assert table[["lag", "position", "tokens"]].values.tolist() == [[lag, at, 2] for lag in (0, 1) for at in range(4)]
+    picture = plot(run, "drift")
+    bars = [bar for drawn in axes_of(picture, "Drift of the policy by lag").containers for bar in drawn]
+    assert [bar.get_height() for bar in bars] == pytest.approx(table.groupby("lag")["KL"].mean().tolist())
+    lines = axes_of(picture, "Trainer's minus recorded").lines
+    assert [list(line.get_ydata()) for line in lines] == [
+        pytest.approx(some.tolist()) for _, some in table.groupby("lag")["mismatch"]
+    ]
 
 
 def test_tokens_beyond_the_window_are_in_the_colour_of_what_is_wrong(make_stream):

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kit
 from kit.cli import main
-from kit.labs.stream.checks import LOOPS, ledger
+from kit.labs.stream import drive
+from kit.labs.stream.checks import recomputed_as_sampled
+from kit.labs.stream.ledgers import LOOPS, ledger
+from kit.stream.settings import opening
+from tests.labs.parts import logged_steps
 from tests.labs.stream.conftest import failed
 
 # What so short a run, on a machine of any speed, may leave without an answer.
@@ -22,9 +29,18 @@ TOO_SHORT = {
 }
 
 
+def dawdling(*given: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """As on a busy machine, time passes between the first row of a ledger and the loop."""
+    for row in opening(*given):
+        yield row
+        time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
-def run(places: None) -> kit.Run:
-    return kit.run("stream", steps=3, groups=2, group=2, layers=1, lr=3e-3, slots=4, answer=[8, 16], decode=2)
+def run(places: None) -> Iterator[kit.Run]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drive, "opening", dawdling)
+        yield kit.run("stream", steps=3, groups=2, group=2, layers=1, lr=3e-3, slots=4, answer=[8, 16], decode=2)
 
 
 def test_every_check_has_an_answer_and_none_fails(run: kit.Run) -> None:
@@ -33,12 +49,35 @@ def test_every_check_has_an_answer_and_none_fails(run: kit.Run) -> None:
     assert {row.check for row in verdict if row.passed is None} <= TOO_SHORT
 
 
+def test_the_trainers_log_has_a_line_for_each_step(run: kit.Run) -> None:
+    steps = [step for step, _, _ in logged_steps(run.dir / "logs", 0)]
+    assert steps[:6] == [1, 2, 3, 1, 2, 3]  # of the plain loop, and of the next
+
+
 def test_every_loop_has_a_ledger_with_an_end(run: kit.Run) -> None:
     for phase in (*LOOPS, "resume", "rehearse"):
         rows = ledger(run.frame(), phase)
         assert rows is not None
         assert rows.ended is not None
         assert rows.ended["why"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("metric", "first"), [("recomputed", "sample"), ("recomputed_by", "weights"), ("served", "weights")]
+)
+def test_what_was_not_recomputed_as_it_was_sampled_is_named(run: kit.Run, metric: str, first: str) -> None:
+    frame = run.frame().copy()
+    wanted = (frame["metric"] == metric) & frame["phase"].isin(["stream", "verify"])
+    frame.loc[frame.index[wanted][-1], "text"] = "another digest"
+    assert (found := recomputed_as_sampled(frame, {})).value == 1
+    assert f"1 differ; first: {first} {{" in found.why
+
+
+def test_a_trained_sample_that_is_not_recomputed_is_named(run: kit.Run) -> None:
+    frame = run.frame()
+    found = recomputed_as_sampled(frame.drop(frame.index[frame["metric"] == "recomputed"][0]), {})
+    assert found.value == 1
+    assert "(left out)" in found.why
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import kit
 from kit.errors import BadInput
 from kit.labs import options
 from kit.labs.lab import sizes
+from kit.labs.rankside import Context
 from kit.labs.sync.config import SyncConfig, plan, roles
 from kit.labs.sync.config import fits as sync_fits
 from kit.labs.sync.ranks.trainer import Trainer
@@ -132,6 +133,18 @@ def test_only_who_shares_a_device_wakes() -> None:
     ],
 )
 def test_the_trainer_knows_which_replicas_are_on_its_own_gpu(gpu: str, devices: tuple[str, str], chosen: str) -> None:
-    ctx = SimpleNamespace(world_sizes=(2,), meeting="here", devices=devices, device=torch.device(devices[0]))
+    ctx = Context(
+        rank=0,
+        world_size=2,
+        world_sizes=(2,),
+        world=0,
+        role="",
+        roles={},
+        meeting="here",
+        device=torch.device(devices[0]),
+        config=None,
+        fault=None,
+        devices=devices,
+    )
     trainer: Any = SimpleNamespace(ctx=ctx, where=Place("box", "here 0", gpu))
     assert choose(trainer.where, Trainer.place_of(trainer, 1)) == chosen

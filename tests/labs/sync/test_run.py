@@ -13,7 +13,7 @@ from kit.labs.discover import find
 from kit.labs.sync.config import SyncConfig
 from kit.labs.sync.counts import attempts, points, rule
 from kit.results import Measured, judge, with_ids
-from tests.labs.parts import failing_parts
+from tests.labs.parts import failing_parts, logged_steps
 from tests.labs.sync.conftest import failed, unanswered, why
 
 Sync = Callable[..., kit.Run]
@@ -150,6 +150,8 @@ def test_two_worlds(sync: Sync, transport: str) -> None:
     run = sync(worlds="two", transport=transport, sweep=True, sweep_mib=2)
     verdict = run.verdict()
     assert failed(verdict) == set()
+    steps = [[step for step, *_ in logged_steps(run.dir / "logs", rank)] for rank in range(run.config["ranks"])]
+    assert steps == [[1, 2]] * 2 + [[]] * 3  # the trainer's ranks train, the replicas' ranks do not
     frame = run.frame()
     used = with_ids(frame[frame["metric"] == "transport_receivers"], "transport")
     assert set(used["transport"]) == {"shm" if transport == "auto" else "rendezvous"}

@@ -7,6 +7,7 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,7 +141,7 @@ class Sends:
 
 def test_copies_of_versions_are_known_by_what_is_sent_from_them() -> None:
     """Nobody asks the cache: another segment of the same kind does not count as one."""
-    with Segment(8192) as copy, Segment(8192):
+    with closing(Segment(8192)) as copy, closing(Segment(8192)):
         before = shared_memory()
         watch = Watch(lambda: 0)
         transport = SeenTransport(Sends(), watch)

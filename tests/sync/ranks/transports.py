@@ -75,9 +75,9 @@ def as_sender(kind: Any, listener: Listener, names: list[str], timeout_s: float,
             link._sock.settimeout(timeout_s)
             link.timeout_s = timeout_s
             link.send({"kind": "begin"})
-        with Segment(STARTS[-1] + SIZES[-1], name="kit-test") as segment:
+        with contextlib.closing(Segment(STARTS[-1] + SIZES[-1], name="kit-test")) as segment:
             given = context("sender", links, timeout_s, segment=segment, **more)
-            with make(kind, given) as transport:
+            with contextlib.closing(make(kind, given)) as transport:
                 return act(transport)
     finally:
         for link in links.values():
@@ -93,7 +93,9 @@ def as_receiver(
         link.expect("begin")
         link._sock.settimeout(timeout_s)
         try:
-            with make(kind, context("receiver", {"the sender": link}, timeout_s, **more)) as transport:
+            with contextlib.closing(
+                make(kind, context("receiver", {"the sender": link}, timeout_s, **more))
+            ) as transport:
                 return act(transport)
         except KitError as error:
             with contextlib.suppress(KitError):

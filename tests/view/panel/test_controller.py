@@ -233,13 +233,13 @@ def test_stop_ends_ranks_that_hang_and_keeps_what_was_measured(made: Make, do: s
     controller.stop()
     assert model.state == "stopping"
     controller.wait()
-    assert (model.state, model.failure.kind, model.failure.ranks) == ("failed", "stopped", ())
+    assert (model.state, model.failure.kind, model.failure.ranks) == ("stopped", "stopped", ())
     assert model.said == "stopped in phase 'second': 1 of 4 phases were done, and what they measured is kept"
     assert model.failure.phase == "second"
     assert "rank 1:" in model.failure.detail
     assert "failed" not in model.phases[1].ranks
     assert model.phases[1].ranks[1] == "waiting"  # it answered that it was stopped, which is not to be done
-    assert (model.run.status, (model.run.error or "").startswith("stopped: ")) == ("failed", True)
+    assert (model.run.status, (model.run.error or "").startswith("stopped: ")) == ("stopped", True)
     assert set(model.run.frame()["phase"]) >= {"first"}
     assert holdings(os.getpid())["processes"] == []
 
@@ -255,7 +255,7 @@ def test_stop_ends_every_world(made: Make, own: Definition) -> None:
     until(lambda: hanging(model))
     controller.stop()
     controller.wait()
-    assert (model.state, model.failure.kind) == ("failed", "stopped")
+    assert (model.state, model.failure.kind) == ("stopped", "stopped")
     assert holdings(os.getpid())["processes"] == []
 
 
@@ -265,7 +265,7 @@ def test_stop_while_ranks_are_made_ready(made: Make) -> None:
     until(lambda: controller._watch.phase == "begin")
     controller.stop()
     controller.wait()
-    assert (model.state, model.failure.kind) == ("failed", "stopped")
+    assert (model.state, model.failure.kind) == ("stopped", "stopped")
     assert {row.status for row in model.phases[1:]} == {"to do"}
     assert holdings(os.getpid())["processes"] == []
 
@@ -277,7 +277,7 @@ def test_stop_while_ranks_are_started(made: Make, own: Definition, tmp_path: Pat
     until((tmp_path / "loading").exists)
     controller.stop()
     controller.wait()
-    assert (model.state, model.failure.kind) == ("failed", "stopped")
+    assert (model.state, model.failure.kind) == ("stopped", "stopped")
     assert holdings(os.getpid())["processes"] == []
 
 
@@ -288,18 +288,18 @@ def test_stop_between_two_steps(made: Make) -> None:
     controller.wait()
     controller.stop()
     controller.wait()
-    assert (model.state, model.said) == ("failed", "stopped: 1 of 4 phases were done, and what they measured is kept")
+    assert (model.state, model.said) == ("stopped", "stopped: 1 of 4 phases were done, and what they measured is kept")
     assert "1 of 4 phases" in str(model.run.error)
     controller.restart()
     controller.wait()
     assert model.state == "ready"
 
 
-def test_code_that_cannot_be_loaded_is_a_problem_of_its_setting(made: Make) -> None:
+def test_code_that_cannot_be_loaded_is_told_and_the_panel_stays(made: Make) -> None:
     model, controller = made(find("smoke"), implementation="nowhere:Thing")
     controller.start()
     controller.wait()
-    assert (model.state, set(model.problems)) == ("idle", {"implementation"})
+    assert (model.state, model.problems, model.failure.kind) == ("idle", {}, "error")
     assert "cannot be loaded" in model.said
     assert "start" in model.can
 
@@ -387,7 +387,7 @@ def test_in_a_kernel_the_model_changes_in_the_loops_thread_and_the_loop_stays_fr
             await asyncio.sleep(0.01)
         assert hanging(model)
         controller.stop()
-        while model.state != "failed":
+        while model.state != "stopped":
             await asyncio.sleep(0.01)
         controller.close()
 
@@ -450,7 +450,6 @@ def test_ranks_without_work_in_a_phase_are_neither_running_nor_done(own: Definit
     with Lab(dataclasses.replace(own, roles=halves, plan=lambda _: plan), {"ranks": 3}) as lab:
         watch.take(lab)
         assert [phase.ranks for phase in watch.seen()[0]] == [("waiting", "absent", "absent"), ("waiting",) * 3]
-        watch.step()
         watch.started("first", [0])
         assert watch.seen()[0][0].ranks == ("running", "absent", "absent")
         assert not watch.grew
@@ -464,7 +463,6 @@ def test_who_is_to_blame_is_marked_and_nobody_else(own: Definition) -> None:
     watch = Watch(threading.Event(), lambda: None, every_s=3600)
     with Lab(own, {"ranks": 3}) as lab:
         watch.take(lab)
-        watch.step()
         watch.started("first", [0, 1, 2])
         watch.tick([2])
         assert watch.seen()[0][0].ranks == ("running", "running", "done")
@@ -490,4 +488,4 @@ def test_a_kernel_that_is_killed_leaves_no_ranks(own: Definition, tmp_path: Path
     assert ranks == 2
     until(lambda: holdings(owner)["processes"] == [] and holdings(owner)["folders"] == [])
     model = PanelModel(own)  # the notebook is opened again
-    assert (model.run.status, set(model.run.frame()["phase"])) == ("running", {"run", "first"})
+    assert (model.run.status, set(model.run.frame()["phase"])) == ("interrupted", {"run", "first"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from dataclasses import asdict
@@ -63,7 +64,7 @@ def passed(model: PanelModel, check: str) -> bool | None:
 def test_a_new_panel_has_the_labs_settings_its_plan_and_may_start(name: str) -> None:
     model = PanelModel(find(name))
     config = find(name).config()
-    assert model.values == json.loads(json.dumps({field.name: getattr(config, field.name) for field in model.fields}))
+    assert model.values == json.loads(json.dumps({field.name: field.default for field in dataclasses.fields(config)}))
     assert (model.problems, model.state, model.given) == ({}, "idle", {})
     plan, roles = find(name).plan(config), find(name).roles_of(config)
     assert [(row.cycle, row.phase) for row in model.phases] == [(step.cycle, step.phase) for step in plan]
@@ -76,7 +77,12 @@ def test_a_new_panel_has_the_labs_settings_its_plan_and_may_start(name: str) -> 
 
 
 @pytest.mark.parametrize("name", LABS)
-def test_every_choice_is_refused_beforehand_exactly_where_choosing_it_is_a_problem(name: str) -> None:
+def test_every_choice_is_refused_beforehand_exactly_where_choosing_it_is_a_problem(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "kit.labs.options.free_memory", lambda: 20 * 2**30
+    )  # that of this box moves from one look to the next
     model = PanelModel(find(name))
     tried = 0
     for field in model.fields:
@@ -90,7 +96,8 @@ def test_every_choice_is_refused_beforehand_exactly_where_choosing_it_is_a_probl
             tried += 1
             assert model.values[field.name] == choice
             assert (told in model.problems.values()) if told else not model.problems, (field.name, choice)
-            assert bool(model.phases) == bool(model.can) == (told is None)
+            assert bool(model.can) == (told is None)
+            assert model.phases
     assert tried
 
 
@@ -112,8 +119,10 @@ def test_a_rule_among_fields_is_one_sentence_and_the_plan_waits_for_it() -> None
     model = PanelModel(find("offload"))
     model.set("tp", 3)
     assert model.problems == {"": "tp=3 does not divide 4 heads of this job (size 'tiny')"}
-    assert (model.phases, model.can) == ((), frozenset())
+    before = model.phases
+    assert (len(before), model.can) == (model.progress.total, frozenset())
     model.set("tp", 1)
+    assert model.phases is not before
     assert model.problems == {}
     assert len(model.phases) == model.progress.total > 0
 
@@ -169,7 +178,6 @@ def test_a_faults_settings_come_below_a_persons() -> None:
     model = PanelModel(find("offload"), {"cycles": 7})
     model.set_fault("slow-leak")
     wanted = fault.set["cycles"]
-    assert model.fault_sets == dict(fault.set)
     assert (model.values["cycles"], model.values["steps"]) == (7, fault.set["steps"])
     assert f"it needs cycles={wanted}; your own values are kept" in model.said
     model.set("cycles", wanted)  # as the fault has it: no choice any more
@@ -177,7 +185,7 @@ def test_a_faults_settings_come_below_a_persons() -> None:
     assert sum(row.phase == "release" for row in model.phases) == wanted
     model.set_fault(None)
     plain = find("offload").config()
-    assert (model.values["cycles"], model.values["steps"], model.fault_sets) == (plain.cycles, plain.steps, {})
+    assert (model.values["cycles"], model.values["steps"]) == (plain.cycles, plain.steps)
 
 
 @pytest.mark.parametrize("name", LABS)
@@ -186,22 +194,18 @@ def test_every_fault_can_be_switched_on(name: str) -> None:
     for fault in model.definition.faults:
         model.set_fault(fault.name)
         assert model.fault == fault.name
-        assert {key: model.values[key] for key in fault.set} == model.fault_sets
+        assert {key: model.values[key] for key in fault.set} == json.loads(json.dumps(dict(fault.set)))
         assert fault.breaks in model.said
         if "cpu" in fault.devices:
             assert "start" in model.can, (fault.name, model.problems)
 
 
-def test_what_only_a_start_finds_out_stands_until_the_setting_changes_and_forbids_nothing() -> None:
+def test_what_only_a_start_finds_out_is_shown_and_forbids_nothing() -> None:
     model = PanelModel(find("smoke"), {"implementation": "nowhere:Thing"})
     model.refuse("implementation=nowhere:Thing cannot be loaded by the ranks' Python: no module")
-    assert model.problems["implementation"] == model.said
-    assert "start" in model.can
+    assert model.failure.message == model.said
+    assert (model.problems, "start" in model.can) == ({}, True)
     assert model.phases
-    model.set("cycles", 2)
-    assert "implementation" in model.problems
-    model.set("implementation", "elsewhere:Thing")
-    assert model.problems == {}
 
 
 # -- runs, limits, presets -----------------------------------------------------------------------------------------------
@@ -275,9 +279,6 @@ def test_another_run_is_shown_judged_by_the_same_limits(runs: Path) -> None:
     model.show(kit.load(far))
     assert passed(model, "memory_drift") is False
     assert model.revision > before
-    model.show(kit.load(smoke_run(runs, lab="offload")))
-    assert model.run.dir == far
-    assert "a run of lab offload" in model.said
     model.show(kit.load(near))
     assert passed(model, "memory_drift") is True
     model.show(None)

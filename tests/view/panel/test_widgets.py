@@ -141,6 +141,33 @@ def test_what_is_wrong_is_marked_where_it_is():
     assert "kit-wrong" not in box.widget._dom_classes
 
 
+def test_once_there_is_a_run_the_settings_are_one_line_and_what_is_wrong_unfolds_them(finished):
+    model = PanelModel(find("smoke"), {"cycles": 2})
+    settings = Parameters(model)
+    assert (settings.open, settings.line.description) == (True, "Settings")
+    model.show(finished)
+    assert (settings.open, settings.line.description) == (False, "Settings: ranks 2, cycles 2, groups 2, size 1024")
+    settings.line.click()
+    assert settings.open
+    settings.line.click()
+    model.set_fault("leaked-group")
+    assert settings.line.description == "Settings: ranks 2, cycles 2, groups 2, size 1024, fault leaked-group"
+    model.set("cycles", 0)
+    assert settings.open
+    assert "cycles" in settings.problems.value
+    model.set("cycles", 3)
+    assert not settings.open
+
+
+def test_the_strip_stays_while_a_setting_is_wrong():
+    model = PanelModel(find("smoke"))
+    shown = strip.Strip(model)
+    before = shown.grid.value
+    assert "kit-strip" in before
+    model.set("cycles", 0)
+    assert shown.grid.value == before
+
+
 def test_a_number_keeps_to_its_range():
     model = PanelModel(find("offload"))
     (exact,) = Parameters(model).controls["cycles"].parts
@@ -240,7 +267,7 @@ class Pressed:
 def test_buttons_are_pressable_where_they_make_sense():
     model, told = PanelModel(find("smoke")), Pressed()
     buttons = Buttons(model, told)
-    for state in ("idle", "starting", "ready", "running", "stopping", "finished", "failed"):
+    for state in ("idle", "starting", "ready", "running", "stopping", "finished", "failed", "stopped"):
         model.state = state
         assert {name for name, button in buttons.of.items() if not button.disabled} == set(model.can)
     model.state = "idle"
@@ -294,8 +321,26 @@ def test_the_culprit_is_red_and_its_traceback_is_folded():
     assert "&lt;b&gt;ValueError" in said
     assert "&lt;script&gt;" in said
     assert "<script>" not in said
+    model.failure = Failure("stopped", "stopped in phase 'talk': 1 of 4 phases were done", (), "talk", "")
+    assert "kit-bad" not in shown.failure.value  # a person's Stop
     model.failure = None
     assert shown.failure.value == ""
+
+
+def test_the_verdict_is_said_in_words(finished):
+    model = PanelModel(find("smoke"), {"cycles": 2})
+    shown = strip.Strip(model)
+    assert "checks" not in shown.said.value
+    model.show(finished)
+    model.state = "finished"
+    asked = sum(row.passed is not None for row in model.verdict)
+    assert f'<b><span class="kit-good">✓ all {asked} checks pass' in shown.said.value
+    assert "<details>" in shown.grid.value  # the picture comes first
+    model.move("drift_mib", -1)
+    assert f'<span class="kit-bad">✗ 1 of {asked} checks fails: memory_drift</span>' in shown.said.value
+    for state in ("running", "starting"):
+        model.state = state
+        assert "memory_drift" not in shown.said.value
 
 
 def test_a_tick_leaves_the_unfolded_traceback_alone():
@@ -352,14 +397,10 @@ def test_of_a_long_plan_the_phases_near_the_one_under_way_are_shown():
     phases = [phase._replace(status="done" if index < 100 else "to do") for index, phase in enumerate(model.phases)]
     phases[100] = phases[100]._replace(status="running")
     model.phases = tuple(phases)
-    assert shown.first.value == 100 - strip.COLUMNS // 2
     assert shown.grid.value.count("kit-now") == 1
-    shown.first.value = 0  # a person looks back
-    assert not shown.follow.value
-    model.progress = Progress(100, total, 1.0, None)
-    assert shown.first.value == 0
-    shown.follow.value = True
-    assert shown.first.value == 100 - strip.COLUMNS // 2
+    heads = re.findall(r'scope="col">(.*?)</th>', shown.grid.value)
+    first = 100 - strip.COLUMNS // 2
+    assert heads == [phase.phase for phase in phases[first : first + strip.COLUMNS]]
 
 
 # -- logs -----------------------------------------------------------------------------------------------------------
@@ -371,16 +412,13 @@ def test_logs_by_rank_the_last_lines_and_the_error():
     model.log = tuple((index % 2, f"line {index} <i>") for index in range(600))
     assert tab.lines.value == ""  # nobody looks
     tab.visible = True
-    assert "200 of 600 lines" in tab.lines.value
+    assert "500 of 600 lines" in tab.lines.value
     assert "line 599 &lt;i&gt;" in tab.lines.value
-    assert "line 399" not in tab.lines.value
+    assert "line 99" not in tab.lines.value
     tab.rank.value = "rank 1"
     assert "line 599" in tab.lines.value
     assert "line 598" not in tab.lines.value
-    tab.follow.value = False
     model.log = (*model.log, (1, "new"))
-    assert "new" not in tab.lines.value
-    tab.follow.value = True
     assert "new" in tab.lines.value
     model.failure = Failure("raised", "it broke", (0,), "talk", "")
     assert "it broke" not in tab.lines.value
@@ -432,7 +470,7 @@ def test_a_limit_that_moves_flips_its_row_and_rebuilds_nothing(finished):
     assert "✓ pass" in row.html.value
     assert row.exact.value == 3
     assert model.tolerances == {"groups_more": 3.0}
-    row.undo.click()
+    row.exact.value = 0
     assert model.tolerances == {}
     assert row.slider.value == row.exact.value == 0
     assert (tab.rows, tab.body.children) == (rows, children)
@@ -556,7 +594,7 @@ def test_a_panel_is_stepped_with_its_buttons():
         panel.buttons.of["run"].click()
         panel.controller.wait(60)
         assert panel.strip.grid.value.count('class="kit-done"') == 2 * len(panel.model.phases)
-        assert "✓ finished" in panel.strip.said.value
+        assert "checks pass" in panel.strip.said.value
         assert "0 failed" in panel.tabs["Verdict"].head.value
     finally:
         panel.close()
@@ -573,6 +611,3 @@ def test_the_phase_under_way_is_held_in_sight_only_while_it_moves():
     for state, held in (("idle", False), ("running", True), ("ready", True), ("finished", False), ("failed", False)):
         model.state = state
         assert ("kit-follow" in shown.scroll._dom_classes) is held
-    model.state = "running"
-    shown.follow.value = False
-    assert "kit-follow" not in shown.scroll._dom_classes

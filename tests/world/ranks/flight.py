@@ -39,11 +39,11 @@ def wait_for(*, gate: str) -> int:
     return number()
 
 
-def stubborn() -> None:
-    """Never stops for an interrupt."""
-    print("here", flush=True)
+def stubborn(*, begun: str) -> None:
+    """Never stops for an interrupt, once it has begun."""
     while True:
         try:
+            Path(begun).touch()
             time.sleep(FOR_EVER)
         except KeyboardInterrupt:
             continue

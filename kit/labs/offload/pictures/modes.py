@@ -17,6 +17,7 @@ from kit.draw.plots import Picture, RunData, read
 from kit.draw.style import MARKERS, Theme, theme
 from kit.errors import BadInput
 from kit.labs.offload.pictures import OURS, rows_of
+from kit.results.comparison import warnings
 from kit.results.units import counted
 from kit.results.verdict import MARKS
 
@@ -47,7 +48,8 @@ def plot_modes(runs: Sequence[Run], *, theme_name: str = "light") -> Picture:
     counts = [metric for metric in COUNTS if all(metric in one.metrics() for one in seen.values())]
     with mpl.rc_context(look.rc()):
         high = max(2.2, 0.2 * (len(table) + 3))
-        picture = Picture(2.1 + high + 1.0)
+        warned = [f"Warning: {why}" for why in warnings(runs)]
+        picture = Picture(2.1 + high + 1.0 + 0.2 * len(warned))
         names: list[Any] = [[metric for metric in counts for _ in range(12 // len(counts))]]
         names.append(["times"] * 4 + ["checks"] * 8)
         axes = picture.subplot_mosaic(names, height_ratios=[2.1, high])
@@ -59,7 +61,7 @@ def plot_modes(runs: Sequence[Run], *, theme_name: str = "light") -> Picture:
         checks(axes["checks"], table, verdicts, styles, look)
         ranks = counted(len(next(iter(seen.values())).ranks), "rank")
         title = f"offload · {ranks} · modes of releasing · counts of the worst rank"
-        picture.suptitle(title, x=0.01, ha="left", fontsize=11.5)
+        picture.suptitle("\n".join([title, *warned]), x=0.01, ha="left", fontsize=11.5)
     return picture
 
 

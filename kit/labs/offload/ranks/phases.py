@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from kit.labs.rankside import digest
 from kit.measure.observers import names
 from kit.measure.observers.births import Births
 from kit.measure.observers.tensors import KINDS, Resident, State, children, live_bytes
+from kit.measure.steps import log_steps
 from kit.megatron import groups, observe, ownership, standin, tensors
 from kit.target import load
 
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 
 Log = list[dict[str, float]]
 PATCHABLE = ("torch.distributed", "megatron.core")  # whose functions must be themselves again at the end
-SHOWN = 5  # of what differs, by name
+NAMED = 5  # tensors that differ, in records of their own
+SHOWN = 2  # of what differs, in a text
 SCALAR_BYTES = 8  # a step count, say: optimizers keep it on the host, and nobody moves it
 
 
@@ -76,7 +79,7 @@ class Offload:
         self._build()
 
     def control(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        self.log += self.job.step(self.config.steps)
+        self._train("control")
         self.ctx.record("tensor_bytes", live_bytes(), "B")
 
     def control_end(self, cycle: int) -> None:  # noqa: ARG002 - as above
@@ -118,7 +121,7 @@ class Offload:
     def train(self, cycle: int) -> None:  # noqa: ARG002 - as above
         if self.broken:
             return
-        self.log += self.job.step(self.config.steps)
+        self._train("released job")
         self.ctx.record("trained_steps", len(self.log))
         for name in ("loss", "grad_norm"):
             if name in self.log[-1]:
@@ -184,12 +187,11 @@ class Offload:
             different = self.watch.tensors(zeroed=self.config.dropped_grads)
             self.ctx.record("tensors_hashed", self.watch.hashed)
             self.ctx.record("tensors_changed", len(different), text=shown(different))
-            for one in different[:SHOWN]:
+            for one in different[:NAMED]:
                 self.ctx.record("tensor_differs", one.largest, text=one.what, tensor=one.name, kind=one.kind)
         self.watch.forget()
-        if not self.broken:
-            for line in [*after.moved, *after.options, *after.stale][:SHOWN]:
-                print("differs:", line)
+        if not self.broken and (wrong := [*after.moved, *after.options, *after.stale]):
+            print(f"groups, options and handles that differ: {len(wrong)}, first: {wrong[0]}")
         self.broken = self.broken or any_rank(bool(after.stale or self.watch.mute))
         self.ctx.record("broken", int(self.broken))
         self._ask_bystander()
@@ -226,8 +228,8 @@ class Offload:
     def ownership(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Whose group is it: after success and after an error, with and without a default group of the caller's."""
         wrong = rehearse.not_as_found(self.ctx, self.found)
-        for line in wrong:
-            print("not as found:", line)
+        if wrong:
+            print(f"not as found: {shown(wrong)}")
         self.ctx.record("not_as_found", len(wrong))
 
     # -- how ----------------------------------------------------------------------------------------------------------
@@ -242,6 +244,13 @@ class Offload:
     def _build(self) -> None:
         self.log = []
         self.job = load(self.config.model)(self.ctx)
+
+    def _train(self, what: str) -> None:
+        began = time.perf_counter()
+        made = list(self.job.step(self.config.steps))
+        self.log += made
+        seconds = time.perf_counter() - began
+        log_steps(made, done=len(self.log), seconds=seconds, device=str(self.ctx.device), what=what)
 
     def _leave(self) -> None:
         """Let go of the job and put the state back as it was found."""

@@ -21,6 +21,7 @@ from kit.target import load
 from kit.train import fsdp
 from kit.train.batch import Batch, cut, rows
 from kit.train.options import Settings
+from kit.train.protocol import SplitContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,22 +30,6 @@ if TYPE_CHECKING:
     from kit.train.protocol import Loss, Split, StepResult
 
 Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(kw_only=True, slots=True)
-class SplitContext:
-    """`ctx` for the code under test. `settings` are those of the kit's optimizers, with clipping; `groups` are Megatron's as JSON."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    config: SplitConfig
-    chunks: list[Any]
-    optimizer: Any
-    scheduler: Any
-    settings: Settings
-    groups: list[dict[str, Any]]
-    job: Any
 
 
 @dataclass(kw_only=True, slots=True)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from kit.errors import BadInput
 from kit.labs.split.config import KIT_SPLIT
 from kit.megatron import gradients, split
-from kit.target import load
-from kit.train import fsdp, metrics
+from kit.train import fsdp, metrics, protocol
 from kit.train.batch import Batch, cut, rows
 from kit.train.losses import ClippedPolicyGradient
 
@@ -22,12 +21,10 @@ if TYPE_CHECKING:
 
     from kit.labs.rankside import Context
     from kit.labs.split.config import SplitConfig
-    from kit.labs.split.ranks.backends import SplitContext
-    from kit.train.protocol import Loss, Normalizer, Split, StepResult
+    from kit.train.protocol import Loss, Normalizer, Split, SplitContext, StepResult
 
 IN_THE_LOSS = frozenset({"mask-not-shifted", "weights-cancel", "masks-multiply"})
 ELSEWHERE = IN_THE_LOSS | {"unclipped"}  # faults that work with any implementation
-CALLS = ("begin", "microbatch", "finish", "abort", "version")
 NUMBERS = ("global_loss", "grad_norm", "lr", "wd", "global_valid_seqs", "global_valid_toks", "updated")
 
 
@@ -35,11 +32,7 @@ def make_split(ctx: Context, given: SplitContext) -> Split:
     """The configured split step; the kit's own with the fault, if one is on."""
     target = given.config.implementation
     if ctx.fault is None or ctx.fault in ELSEWHERE:
-        own: Split = load(target)(given)
-        missing = [name for name in CALLS if not hasattr(own, name)]
-        if missing:
-            raise BadInput(f"implementation={target}: the object it returned lacks {', '.join(missing)}")
-        return own
+        return protocol.make_split(target, given, "implementation")
     if target != KIT_SPLIT:
         raise BadInput(f"fault {ctx.fault!r} is a bug of the kit's own split step: leave out implementation={target}")
     if given.config.backend == "fsdp2":

@@ -18,11 +18,13 @@ from kit.labs.split.ranks.compare import Tensors
 from kit.labs.split.ranks.losses import LossContext, make_loss
 from kit.labs.split.ranks.oracle import by_itself, oracle, true_counts
 from kit.measure.phase import now
+from kit.measure.steps import log_steps
 from kit.megatron import groups
 from kit.megatron import split as megatron_split
 from kit.megatron.balance import clear_aux
 from kit.train.batch import cuts
 from kit.train.plain import from_weights, logprobs
+from kit.train.protocol import SplitContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -213,7 +215,7 @@ class Split:
             self.ctx.record("gap_error", error, text=name, gap=int(gap))
         for name, rubbish in extremes.RUBBISH.items():
             reached = extremes.masked_reach(loss, step, rubbish)
-            self.ctx.record("masked_reach", len(reached), text=", ".join(reached), rubbish=name)
+            self.ctx.record("masked_reach", len(reached), text=", ".join(reached[:3]), rubbish=name)
 
     def _judge_updates(self, way: str, start: Tensors, found: Trained) -> None:
         """Clipping, AdamW and schedule of all steps against float64, from the observed weights and gradients."""
@@ -243,8 +245,8 @@ class Split:
         """The code under test for a job."""
         return make_split(self.ctx, self._context(job))
 
-    def _context(self, job: Any) -> backends.SplitContext:
-        return backends.SplitContext(
+    def _context(self, job: Any) -> SplitContext:
+        return SplitContext(
             rank=self.ctx.rank,
             world_size=self.ctx.world_size,
             device=self.megatron.device,
@@ -286,6 +288,7 @@ class Split:
                 used.clear()
                 seen.clear()
                 calls.on = number == len(self.batches)
+                began = time.perf_counter()
                 if plain:
                     result = calls.time("run", step.run, loss, batch, config.batch, config.micro_batch)
                 else:
@@ -294,6 +297,9 @@ class Split:
                     chunks = backends.chunks_of(own, case.chunks, config.micro_batch)
                     result = whole_result(config, run_in_chunks(step, loss, chunks, config, calls))
                     wrong_versions += step.version != number
+                what = f"plain step, level {case.level}" if plain else f"level {case.level}, chunks {case.chunks}"
+                took = time.perf_counter() - began
+                log_steps([dict(result)], done=number, seconds=took, device=calls.device, what=what)
                 reductions += counter.counts.values()
                 trained.results.append(result)
                 trained.gradients.append(self._unclipped(seen[-1], result) if seen else {})

@@ -9,8 +9,10 @@ import time
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from kit.labs.stream.config import trainer_model
 from kit.labs.stream.ranks import trainer
 from kit.labs.stream.ranks.advantage import advantages
+from kit.labs.stream.ranks.oracle import Oracle
 from kit.labs.stream.ranks.replica import Happened, Replica, name_of
 from kit.labs.stream.ranks.rows import Key
 from kit.labs.stream.ranks.trainer import Trainer
@@ -237,6 +239,21 @@ class OtherDenominator(Trainer):
         return {**batch, "generation_logprobs": batch["prev_logprobs"]}
 
 
+class Rescores(Trainer):
+    """Samples get the present version as their stamp, and its log-probabilities: what is recomputed afterwards looks right."""
+
+    def batch_of(self, groups: Sequence[int]) -> Batch:
+        oracle = Oracle(
+            trainer_model(self.config).geometry,
+            {self.version: self.weights[self.version]},
+            temperature=self.config.temperature,
+        )
+        for row in self.inbox.take(self.keys(groups)):
+            now = dataclasses.replace(row, versions=(self.version,) * len(row.answer))
+            self.inbox.put(dataclasses.replace(now, logprobs=tuple(oracle.recompute(now)[0][0].tolist())))
+        return super().batch_of(groups)
+
+
 ENGINES: Mapping[str, type[Engine]] = {
     "stamp-after-reply": StampsReplies,
     "one-stamp-per-group": StampsStarts,
@@ -257,4 +274,5 @@ TRAINERS: Mapping[str | None, type[Trainer]] = {
     **dict.fromkeys(ADVANTAGES, OtherAdvantages),
     "prev-by-new-weights": ScoresAgain,
     "wrong-denominator": OtherDenominator,
+    "rescores-samples": Rescores,
 }

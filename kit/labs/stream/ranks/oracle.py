@@ -164,6 +164,12 @@ class Oracle:
         found: torch.Tensor = logits.double().log_softmax(-1).gather(1, torch.tensor(row.answer)[:, None])[:, 0]
         return found
 
+    @torch.no_grad()
+    def sampled(self, version: int, row: Row) -> torch.Tensor:
+        """The answer under one version, as it was sampled (temperature, minimum length), without a cache."""
+        logits = self.models[self._place(version)](torch.tensor(row.tokens)[None])[0, len(row.prompt) - 1 : -1]
+        return self._chosen(logits, row, Span(version, 0, len(row.answer)))
+
     def noise(self, weights: Mapping[int, Mapping[str, torch.Tensor]], rows: Sequence[Row]) -> float:
         """The largest difference that float32 arithmetic makes, over these samples and all versions."""
         geometry = self.models[0].geometry

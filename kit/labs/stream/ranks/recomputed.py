@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kit.labs.stream.ranks.oracle import Oracle
     from kit.labs.stream.ranks.rows import Row
@@ -47,6 +48,16 @@ def previous_error(oracle: Oracle, fed: Fed, previous: str) -> float:
     given = fed.answer("prev_logprobs")
     wanted = oracle.plain(fed.version, fed.row) if previous == "recomputed" else torch.tensor(fed.row.logprobs).double()
     return float((given - wanted).abs().max())
+
+
+def drift(oracle: Oracle, fed: Sequence[Fed]) -> Mapping[tuple[int, int], list[float]]:
+    """By lag and position: the log-probability of each token under the version that it was trained on, minus the recorded one."""
+    found: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for one in fed:
+        now = oracle.sampled(one.version, one.row).tolist()
+        for position, (new, old, stamp) in enumerate(zip(now, one.row.logprobs, one.row.versions, strict=True)):
+            found[one.version - stamp, position].append(new - old)
+    return dict(sorted(found.items()))
 
 
 def recorded_error(fed: Fed) -> float:

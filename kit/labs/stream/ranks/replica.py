@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from kit.labs import rankside
 from kit.labs.stream.config import replica_model
 from kit.labs.stream.ranks.rows import Key, Outbox, Row
-from kit.labs.stream.ranks.side import base_weights, fill, rows_of, syncs_of
+from kit.labs.stream.ranks.side import DIGEST, base_weights, rest, rows_of, syncs_of
 from kit.megatron import serve, shards
 from kit.megatron.generate import Engine, Request
 from kit.megatron.groups import destroy
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from kit.labs.rankside import Context
     from kit.megatron.generate import Answer
+    from kit.train.rollout import Problem
 
 Happened = dict[str, int | str]
 
@@ -59,7 +61,7 @@ class Replica:
 
     def reset(self) -> None:
         """Version 0, no requests, empty caches."""
-        fill(self.replica.chunks, self.base)
+        shards.load_full(self.replica.chunks, self.base)
         self.engine = Engine(self.replica)
         self.attempts = {}
         self.receiver = Receiver(
@@ -79,6 +81,7 @@ class Replica:
 
     def decode(self, orders: Sequence[dict[str, Any]]) -> list[Happened]:
         """Take orders, decode a few tokens of every request, and say what happened."""
+        began = time.monotonic()
         happened = [self.take(order) for order in orders]
         before = self.engine.in_flight
         answers = self.engine.decode(self.config.decode)
@@ -97,9 +100,13 @@ class Replica:
                 }
             )
         happened += [self.complete(answer) for answer in answers]
-        if self.config.pace_ms:
-            time.sleep(self.config.pace_ms / 1000 * self.config.decode if written else 0.0)
+        if written:
+            rest(began, self.pace(written))
         return happened
+
+    def pace(self, _: int) -> float:
+        """The least time [ms] of a call, by the tokens that it wrote: requests are decoded together, a token of each at a time."""
+        return float(self.config.pace_ms * self.config.decode)
 
     def take(self, order: dict[str, Any]) -> Happened:
         key = Key(order["group"], order["sample"])
@@ -112,12 +119,15 @@ class Replica:
         self.engine.start(self.request(key))
         return {"event": "started", **key._asdict(), "version": self.engine.version}
 
+    def problem(self, key: Key) -> Problem:
+        return problem(self.config.seed, key.group, self.config.numbers)
+
     def request(self, key: Key) -> Request:
         """What a sample asks for: a function of the seed, its group and its number."""
         seed, (low, high) = self.config.seed, self.config.answer
         return Request(
             id=name_of(key),
-            prompt=tuple(encode(problem(seed, key.group).prompt)),
+            prompt=tuple(encode(self.problem(key).prompt)),
             sample=key.sample,
             seed=seed + key.group,
             end=END,
@@ -129,22 +139,22 @@ class Replica:
     def complete(self, answer: Answer) -> Happened:
         """Send a sample to the trainer."""
         key = of(answer.request.id)
-        gained = reward(problem(self.config.seed, key.group), [*answer.tokens])
+        gained = reward(self.problem(key), [*answer.tokens])
         versions = [span.version for span in answer.spans for _ in range(span.count)]
+        row = Row(
+            **key._asdict(),
+            attempt=self.attempts[key],
+            replica=self.name,
+            prompt=answer.request.prompt,
+            answer=answer.tokens,
+            logprobs=answer.logprobs,
+            versions=tuple(versions),
+            minimum=answer.request.min_tokens,
+            reward=gained,
+        )
         if self.first:
-            self.outbox.send(
-                Row(
-                    **key._asdict(),
-                    attempt=self.attempts[key],
-                    replica=self.name,
-                    prompt=answer.request.prompt,
-                    answer=answer.tokens,
-                    logprobs=answer.logprobs,
-                    versions=tuple(versions),
-                    minimum=answer.request.min_tokens,
-                    reward=gained,
-                )
-            )
+            self.ctx.record("sampled", None, text=row.digest, **key._asdict(), attempt=row.attempt)
+            self.outbox.send(row)
         return {
             "event": "completed",
             **key._asdict(),
@@ -160,6 +170,10 @@ class Replica:
         self.receiver.join()
         if version:
             self.engine.weights_changed(version, at_sync)  # type: ignore[arg-type]
+        if self.config.runs("verify"):
+            table = self.digests(DIGEST)
+            if self.first:
+                self.ctx.record("served", None, text=rankside.digest(table), version=version)
         return {}
 
     # -- the receiver's host --------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import threading
 import time
 from dataclasses import dataclass
@@ -55,6 +56,11 @@ class Row:
     def tokens(self) -> tuple[int, ...]:
         return self.prompt + self.answer
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of everything above: where a sample was generated, and wherever it arrives."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
     @classmethod
     def from_message(cls, said: dict[str, Any]) -> Self:
         values: dict[str, Any] = {}
@@ -96,6 +102,12 @@ class Inbox:
             thread = threading.Thread(target=self._read, args=(link,), daemon=True, name=f"rows of {name}")
             self._threads.append(thread)
             thread.start()
+
+    def put(self, row: Row) -> None:
+        """Store a sample, in place of an earlier one."""
+        with self._changed:
+            self._rows[row.key] = row
+            self._changed.notify_all()
 
     def take(self, keys: Iterable[Key]) -> list[Row]:
         """These samples, in this order. One that does not come is named."""
@@ -141,10 +153,7 @@ class Inbox:
             try:
                 while True:
                     said, _ = link.expect("row")
-                    row = Row.from_message(said)
-                    with self._changed:
-                        self._rows[row.key] = row
-                        self._changed.notify_all()
+                    self.put(Row.from_message(said))
             except PeerGone:
                 raise
             except Exception as error:  # noqa: BLE001 - raised where the sample is taken

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import socket
+import functools
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kit.labs.stream.config import trainer_model
-from kit.machine import boot_id
+from kit.machine import host
 from kit.megatron.model import DTYPES
-from kit.megatron.shards import destinations
-from kit.sync.layout import ALIGN, Spec, automatic, lay_out
+from kit.sync.layout import automatic, lay_out, specs_of
 from kit.sync.transports import Place
 from kit.train.arithmetic import END, encode, problem
 from kit.train.options import Settings
@@ -19,13 +19,14 @@ from kit.train.plain import from_weights, initial_weights
 from kit.train.rollout import Pupil
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from kit.labs.rankside import Context
     from kit.labs.stream.config import StreamConfig
     from kit.sync.layout import Layout
 
 Weights = dict[str, torch.Tensor]
+DIGEST = "sha256"  # of weights
 LESSON = 16  # problems of one supervised update
 
 
@@ -39,9 +40,14 @@ def syncs_of(meeting: str) -> str:
     return f"{meeting}-sync"
 
 
-def lesson(seed: int, update: int) -> list[tuple[list[int], list[int]]]:
-    """Prompts with their right answers, for a supervised update: none that a loop asks."""
-    asked = [problem(seed, -1 - update * LESSON - number) for number in range(LESSON)]
+def rest(began: float, pace_ms: float) -> None:
+    """Wait until the work that began then has taken as long as a larger model would take."""
+    time.sleep(max(0.0, began + pace_ms / 1000 - time.monotonic()))
+
+
+def lesson(seed: int, update: int, numbers: int = 10) -> list[tuple[list[int], list[int]]]:
+    """Prompts with their right answers, for a supervised update: other draws than those that a loop asks."""
+    asked = [problem(seed, -1 - update * LESSON - number, numbers) for number in range(LESSON)]
     return [(encode(each.prompt), [*encode(each.answer), END]) for each in asked]
 
 
@@ -49,16 +55,8 @@ def base_weights(config: StreamConfig) -> Weights:
     """Version 0: a plain model after `warm` updates on right answers, the same bits on every rank of a machine."""
     model = trainer_model(config)
     plain = from_weights(model.geometry, initial_weights(model.geometry, config.seed))
-    Pupil(plain, config.seed, lesson).learn(config.warm)
+    Pupil(plain, config.seed, functools.partial(lesson, numbers=config.numbers)).learn(config.warm)
     return {name: value.detach().to(DTYPES[model.dtype]) for name, value in plain.named_parameters()}
-
-
-@torch.no_grad()
-def fill(chunks: Sequence[Any], weights: Mapping[str, torch.Tensor]) -> None:
-    """Full weights into whatever shards these chunks have."""
-    for name, places in destinations(chunks).items():
-        for into, take in places:
-            into.copy_(take(weights[name]))
 
 
 def optimizer_settings(config: StreamConfig) -> Settings:
@@ -67,11 +65,10 @@ def optimizer_settings(config: StreamConfig) -> Settings:
 
 
 def layout_of(tensors: Mapping[Any, torch.Tensor]) -> Layout:
-    specs = [Spec(name, shard, tensor.dtype, tuple(tensor.shape)) for (name, shard), tensor in tensors.items()]
-    return lay_out(specs, -(-automatic(specs) // ALIGN) * ALIGN)
+    specs = specs_of(tensors)
+    return lay_out(specs, automatic(specs))
 
 
 def place_of(ctx: Context, rank: int) -> Place:
     """The location of a rank: this machine, and the World that it is in. Each replica is a World of its own."""
-    worlds = [world for world, size in enumerate(ctx.world_sizes) for _ in range(size)]
-    return Place(host=boot_id() or socket.gethostname(), world=f"{ctx.meeting} {worlds[rank]}", gpu="")
+    return Place(host=host(), world=ctx.world_of(rank))

@@ -22,32 +22,37 @@ from kit.labs import rankside
 from kit.labs.stream.config import replica_names, settings, trainer_model
 from kit.labs.stream.ranks.advantage import advantages
 from kit.labs.stream.ranks.oracle import Oracle
-from kit.labs.stream.ranks.recomputed import Fed, advantage_errors, previous_error, recorded_error
+from kit.labs.stream.ranks.recomputed import Fed, advantage_errors, drift, previous_error, recorded_error
 from kit.labs.stream.ranks.rows import Inbox, Key
 from kit.labs.stream.ranks.side import (
+    DIGEST,
     base_weights,
-    fill,
     layout_of,
     optimizer_settings,
     place_of,
+    rest,
     rows_of,
     syncs_of,
 )
+from kit.measure.steps import log_steps
 from kit.megatron import model, score, shards, tensors
-from kit.megatron.groups import destroy
-from kit.megatron.split import MegatronSplit
+from kit.megatron.groups import destroy, snapshot
+from kit.stream.drift import drifted
+from kit.sync import hashes
 from kit.sync.cache import BASE, Cache
 from kit.sync.link import Listener
 from kit.sync.sender import Sender, Target
 from kit.train.arithmetic import PAD
 from kit.train.batch import Batch, valid
 from kit.train.losses import ClippedPolicyGradient
+from kit.train.protocol import SplitContext, make_split
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kit.labs.rankside import Context
     from kit.labs.stream.ranks.rows import Row
+    from kit.train.protocol import Split
 
 
 EXACT = 1e-5  # by which a log-probability may differ from that of its version
@@ -77,10 +82,11 @@ class Trainer:
         self.failing = False
         self.previous: dict[Key, torch.Tensor] = {}  # by the weights when the step began
         self.reference: dict[Key, torch.Tensor] = {}
-        self.weights: dict[int, dict[str, torch.Tensor]] = {}  # of every version, on rank 0
+        self.version = 0  # of the weights
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}  # of every version, on rank 0, for the recomputation
         self.fed: list[Fed] = []  # every sample that was trained in this loop, on rank 0
         self.job: model.Training
-        self.step: MegatronSplit
+        self.step: Split
         if self.first:  # replicas call as soon as their first phase runs
             self.inbox = Inbox(rows_of(ctx.meeting), self.config.deadline_s)
             self.scope.callback(self.inbox.close)
@@ -98,10 +104,11 @@ class Trainer:
         """A fresh job on the base weights, which are version 0."""
         self.settle()
         self.job = model.assemble(trainer_model(self.config), self.device, optimizer_settings(self.config))
-        fill(self.job.chunks, self.base)
+        shards.load_full(self.job.chunks, self.base)
         self.job.optimizer.reload_model_params()
-        self.step = MegatronSplit(self.job)
+        self.step = make_split(self.config.trainer, self.context(), "trainer")
         self.open = None
+        self.updates, self.began = 0, 0.0
         self.weights, self.previous, self.reference, self.fed = {}, {}, {}, []
         self.keep(0)
         tensors_now = self.gather()
@@ -113,8 +120,23 @@ class Trainer:
                 place=place_of(self.ctx, self.ctx.rank),
                 rank=0,
                 device=self.ctx.device,
+                transport=self.config.transport,
                 timeout_s=self.config.deadline_s,
             )
+
+    def context(self) -> SplitContext:
+        return SplitContext(
+            rank=self.ctx.rank,
+            world_size=self.config.trainer_ranks,
+            device=self.device,
+            config=self.config,
+            chunks=self.job.chunks,
+            optimizer=self.job.optimizer,
+            scheduler=self.job.scheduler,
+            settings=optimizer_settings(self.config),
+            groups=snapshot().get("groups", []),
+            job=self.job,
+        )
 
     def save(self) -> None:
         """Keep what a checkpoint has: weights, optimizer, scheduler."""
@@ -154,7 +176,7 @@ class Trainer:
 
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:  # noqa: ARG002 - replicas look at it
         """Send the current weights to these replicas as this version; version 0 only compares digests."""
-        if version and version not in self.weights:
+        if version > self.version:
             self.keep(version)
         if not self.first:
             self.gather()
@@ -181,6 +203,7 @@ class Trainer:
             raise KitError(
                 f"begin of step {step}, update {update}: step {self.open.step}, update {self.open.update} is open"
             )
+        self.began = time.perf_counter()
         self.step.begin(self.loss, settings(self.config).train_global_batch_size, self.config.micro_batch)
         self.open = Open(step, update)
 
@@ -190,19 +213,20 @@ class Trainer:
         if self.failing:
             self.failing = False
             raise RehearsedError(f"a microbatch of step {step} that raises, on purpose")
+        began = time.monotonic()
         batch = self.batch_of(groups)
         tokens = int(valid(batch).sum())
         if tokens:
             self.step.microbatch(score.share(batch))
-        time.sleep(self.config.train_pace_ms / 1000 * len(groups) * self.config.group)
         if self.first:
             self.observe(self.inbox.take(self.keys(groups)), batch)
+        rest(began, self.config.train_pace_ms * len(groups) * self.config.group)
         return {"tokens": tokens}
 
     def observe(self, rows: Sequence[Row], batch: Batch) -> None:
         """Keep what the step was given, for the recomputation."""
         for place, row in enumerate(rows):
-            self.fed.append(Fed(row, max(self.weights), {name: value[place] for name, value in batch.items()}))
+            self.fed.append(Fed(row, self.version, {name: value[place] for name, value in batch.items()}))
             digest = hashlib.sha256(repr((row.tokens, row.logprobs)).encode()).hexdigest()
             self.ctx.record("tokens_digest", None, text=digest, group=row.group, sample=row.sample)
 
@@ -210,6 +234,9 @@ class Trainer:
         self._need("finish", step, update)
         result = self.step.finish()
         self.open = None
+        self.updates += 1
+        took = time.perf_counter() - self.began
+        log_steps([result], done=self.updates, seconds=took, device=str(self.ctx.device), what=f"outer step {step}")
         if self.first:
             for metric in ("global_loss", "grad_norm"):
                 self.ctx.record(metric, result[metric], step=step, update=update)
@@ -294,10 +321,12 @@ class Trainer:
     # -- weights --------------------------------------------------------------------------------------------------------
 
     def keep(self, version: int) -> None:
-        """Keep a copy of the current weights under this version, on rank 0's host. Collective."""
+        """The current weights are this version: note their digest, and keep a copy on rank 0's host if it is recomputed. Collective."""
+        self.version = version
         full = {name: tensor.detach().to("cpu", copy=True) for name, tensor in shards.full_tensors(self.job.chunks)}
         if self.first:
-            self.weights[version] = full
+            if self.config.runs("verify"):
+                self.weights[version] = full
             digests = {name: tensors.digest(tensor) for name, tensor in full.items()}
             self.ctx.record("digest", None, text=rankside.digest(digests), version=version)
 
@@ -314,6 +343,11 @@ class Trainer:
             keeps=self.config.at_sync == "keep",
         )
         rows = [fed.row for fed in self.fed]
+        for row in rows:
+            self.ctx.record("recomputed", None, text=row.digest, **row.key._asdict(), attempt=row.attempt)
+        for version, weights in self.weights.items():
+            table = {name: hashes.digest(tensor, DIGEST) for name, tensor in weights.items()}
+            self.ctx.record("recomputed_by", None, text=rankside.digest(table), version=version)
         noise = oracle.noise(self.weights, rows[:NOISY])
         judged = [oracle.judge(row) for row in rows]
         policies = [each.policies(noise) for each in judged]
@@ -337,6 +371,9 @@ class Trainer:
             "recorded_error": max((recorded_error(fed) for fed in self.fed), default=0.0),
         }.items():
             self.ctx.record(metric, number)
+        for (lag, position), differences in drift(oracle, self.fed).items():
+            for metric, number in drifted(differences).items():
+                self.ctx.record(metric, number, lag=lag, position=position, tokens=len(differences))
 
     def shuffled(self, row: Row) -> Row:
         """The sample with every stamp one version further, from the last to the first: a control, of which every stamp is wrong."""

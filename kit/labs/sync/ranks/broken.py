@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from kit.errors import KitError
 from kit.sync.cache import BASE
-from kit.sync.gate import Gate
 from kit.sync.link import PeerSilent
 from kit.sync.receiver import Call
 from kit.sync.sender import STEPS, Sender
+from kit.sync.serving import Gate
 from kit.sync.transports.groups import Broadcast
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.labs.bystander import Bystander
-from kit.machine import boot_id
+from kit.machine import host
 from kit.measure.observers.holdings import shared_memory
 from kit.megatron import groups, ownership, standin
 from kit.megatron.roles import as_world
@@ -107,11 +106,10 @@ def name_of(rank: int) -> str:
 
 def place(ctx: Context) -> Place:
     """The location of a rank, from which transports are chosen."""
-    host = boot_id() or socket.gethostname()
     gpu = ""
     if ctx.device.type == "cuda" and not ipc.needs_permission():
         gpu = str(torch.cuda.get_device_properties(ctx.device).uuid)
-    return Place(host=host, world=f"{ctx.meeting} {ctx.world}", gpu=gpu)
+    return Place(host=host(), world=ctx.world_of(ctx.rank), gpu=gpu)
 
 
 def fill(chunks: Sequence[Any], geometry: Geometry, dtype: torch.dtype, seed: int) -> None:

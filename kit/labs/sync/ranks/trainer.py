@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,11 @@ from kit.labs.sync.ranks import broken
 from kit.labs.sync.ranks.side import Side, failed, fill, lock_is_free, name_of
 from kit.labs.sync.ranks.watch import Watch, sha256
 from kit.measure.observers.holdings import MEMFD, SHM, shared_memory
+from kit.measure.steps import log_steps
 from kit.megatron import model, serve, shards
-from kit.sync.cache import BASE, Cache
-from kit.sync.layout import ALIGN, Spec, automatic, lay_out
+from kit.sync.cache import BASE, LARGEST, Cache, Ring
+from kit.sync.layout import ALIGN, automatic, lay_out, specs_of
 from kit.sync.link import Listener
-from kit.sync.ring import LARGEST, Ring
 from kit.sync.sender import Target
 from kit.sync.transports.serialize import memory
 from kit.train.options import DEFAULTS
@@ -121,7 +122,10 @@ class Trainer(Side):
     def train(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Train a new version, and take the digests and logits that every replica must have."""
         with self.as_job():
-            self.job.step(self.config.steps)
+            began = time.perf_counter()
+            made = self.job.step(self.config.steps)
+            seconds = time.perf_counter() - began
+        log_steps(made, done=self.job.steps_done, seconds=seconds, device=str(self.ctx.device))
         self.update_truth()
 
     def update_truth(self) -> None:
@@ -212,9 +216,8 @@ class Trainer(Side):
 
     def place_of(self, rank: int) -> Any:
         """The location of a receiver: this machine, since both ends meet at a local socket, and the World of its rank."""
-        worlds = [world for world, size in enumerate(self.ctx.world_sizes) for _ in range(size)]
         gpu = self.where.gpu if self.ctx.devices[rank] == str(self.ctx.device) else ""
-        return self.where._replace(world=f"{self.ctx.meeting} {worlds[rank]}", gpu=gpu)
+        return self.where._replace(world=self.ctx.world_of(rank), gpu=gpu)
 
     def sync(self, version: int, targets: Sequence[Target]) -> Report | None:
         if not self.sends:
@@ -299,7 +302,7 @@ def plain_logits(config: ModelConfig, tensors: Mapping[str, torch.Tensor], token
 
 def layout(config: Any, tensors: dict[Key, torch.Tensor], most: int | None = None) -> Layout:
     """Buckets of the configured size, or of an automatic one, which is at most `most` if larger tensors may be split."""
-    specs = [Spec(name, shard, tensor.dtype, tuple(tensor.shape)) for (name, shard), tensor in tensors.items()]
+    specs = specs_of(tensors)
     if config.bucket_mib is not None:
         size = int(config.bucket_mib * 2**20)
     else:

@@ -1,0 +1,545 @@
+"""The checks of the lab `share`. Some need only the ledger (`kit.share.judge`, `kit.share.served`), the others what ranks recorded and what
+observers saw of them; these are null where a run has no ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
+
+from kit.labs.growth import at_most, left
+from kit.labs.share.config import PIPELINES, TRAINER, ShareConfig, pipeline_config
+from kit.labs.share.ledgers import MAIN, every_ledger, ledgers, loops, of_ledgers
+from kit.labs.share.seen import devices_of, leases, residents, sights, was_seen
+from kit.labs.stream.config import replica_model
+from kit.loop.messages import numbers
+from kit.megatron.config import model_bytes
+from kit.results import Check, Measured, Missing, NotMeasured
+from kit.results.frames import with_ids
+from kit.results.units import counted
+from kit.results.verdict import Unjudged
+from kit.share import judge, served
+from kit.stream import judge as stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import pandas as pd
+
+    from kit.share.books import Ledger
+
+    Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
+    Outcomes = Mapping[tuple[str, str], tuple[float | None, str]]
+
+MIB = 2**20
+OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
+BETWEEN_LOOKS_S = 0.1  # an observer looks each 20 ms; a lease that is shorter may not be seen
+SEEN_BYTES = 8 * MIB  # a change of resident memory that is no noise
+
+
+def read(config: Mapping[str, Any]) -> ShareConfig:
+    """A run's config as it was given to the lab."""
+    names = [one.name for one in dataclasses.fields(ShareConfig)]
+    given: dict[str, Any] = {
+        name: tuple(config[name]) if isinstance(config[name], list) else config[name] for name in names
+    }
+    return ShareConfig(**given)
+
+
+def no_ranks(config: Mapping[str, Any]) -> str:
+    """Why a config has no records of ranks in its phases."""
+    if config.get("simulated", True):
+        return "needs the records of ranks, which a simulated run or another system's ledger does not have"
+    return ""
+
+
+def lacking(frame: pd.DataFrame, what: str) -> None:
+    """Records that every whole run has are not there: it could be the code under test that kept them away."""
+    raise (Unjudged if (frame["phase"] == "end").any() else Missing)(what)
+
+
+def rows_of(frame: pd.DataFrame, phase: str, metric: str, *ids: str) -> pd.DataFrame:
+    """The rows of a metric in a phase, with ids as columns."""
+    rows = with_ids(frame[(frame["phase"] == phase) & (frame["metric"] == metric)], *ids)
+    if rows.empty:
+        lacking(frame, f"the phase {phase} recorded no {metric}")
+    return rows
+
+
+def with_ranks(rule: Callable[[Ledger], Measured], more: Callable[[pd.DataFrame, ShareConfig], list[str]]) -> Measure:
+    """A rule of ledgers, and violations by the records of ranks where there are any: either of them can fail the check."""
+    by_ledger = of_ledgers(rule)
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+        found = by_ledger(frame, config)
+        if found.value or no_ranks(config):
+            return found
+        wrong = more(frame, read(config))
+        return of_violations(wrong, f"{found.why}; the records of ranks and observers agree")
+
+    return measure
+
+
+def of_violations(wrong: Sequence[str], right: str) -> Measured:
+    if wrong:
+        return Measured(float(len(wrong)), wrong[0] + (f"; {len(wrong) - 1} more" if len(wrong) > 1 else ""))
+    return Measured(0.0, right)
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------------
+
+
+def owned_twice(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
+    """Two holders of a lock, by observers; two leases at once, by ranks; a lease that nobody saw; a replica that woke without a lease."""
+    held, wrong = leases(frame, MAIN)
+    if not held:
+        lacking(frame, "no rank recorded a lease")
+    seen = sights(frame, MAIN)
+    blind = rows_of(frame, MAIN, "seen_samples", "blind")["blind"].astype(int).max()
+    for device, some in () if blind else seen.items():
+        wrong += [f"device {device} was locked by {' and '.join(one.owners)}" for one in some if len(one.owners) > 1]
+    for one in () if blind else held:
+        if one.until - one.since > BETWEEN_LOOKS_S and not was_seen(one, seen.get(one.device, [])):
+            wrong.append(f"{one.owner} says that it held device {one.device}; no observer saw its lock")
+    for row in (row for ledger in ledgers(frame, MAIN) for row in ledger.of("expanded")):
+        owner = f"{row.who}.replica {row['replica']}"
+        for device in devices_of(config, owner):
+            if not any(
+                (one.owner, one.device) == (owner, device) and one.since <= row.time <= one.until for one in held
+            ):
+                wrong.append(f"{row}: it woke on device {device} without a lease of it")
+    return wrong
+
+
+def peak_fits(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Of each device: the most bytes that observers saw there of replicas that did not hold it. A trainer off its devices is in host
+    memory, which on the CPU is the same."""
+    run, levels = read(config), residents(frame, MAIN)
+    whole = weights_seen(run)
+    if not levels:
+        lacking(frame, "no observer recorded the memory of ranks")
+    held = leases(frame, MAIN)[0]
+    replicas = {owner: min(one.bytes) for owner, one in levels.items() if not owner.endswith(f".{TRAINER}")}
+    over, where = 0.0, ""
+    for device, when in itertools.product(
+        range(run.devices), sorted({one for each in levels.values() for one in each.times})
+    ):
+        holders = {one.owner for one in held if one.device == device and one.since <= when < one.until}
+        others = [owner for owner in replicas if owner not in holders and device in devices_of(run, owner)]
+        size = sum(levels[owner].at(when) - replicas[owner] for owner in others) if holders else 0.0
+        if size > over:
+            over, where = (
+                size,
+                f"device {device}, held by {min(holders)}: {size / MIB:.1f} MiB of {' and '.join(others)}",
+            )
+    right = f"no replica kept its {whole / MIB:.1f} MiB while another rank held the device"
+    return Measured(over / MIB, where if over > SEEN_BYTES else f"at most {over / MIB:.1f} MiB: {right}")
+
+
+def weights_seen(run: ShareConfig) -> float:
+    """The bytes of a replica's weights, where there are enough of them to be seen in resident memory."""
+    least = min(model_bytes(replica_model(pipeline_config(run, name)), ranks=1)["params"] for name in run.pipelines)
+    if least < 2 * SEEN_BYTES:
+        raise NotMeasured(
+            f"a replica's weights are {least / MIB:.1f} MiB, too little to be told from noise; use more layers"
+        )
+    return float(least)
+
+
+def memory_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Of each replica that falls asleep: the share of its weights that observers still see."""
+    run, levels = read(config), residents(frame, MAIN)
+    whole = weights_seen(run)
+    kept, where, count = 0.0, "", 0
+    for one in leases(frame, MAIN)[0]:
+        if not one.owner.endswith(f".{TRAINER}") and math.isfinite(one.until) and one.owner in levels:
+            awake = max(levels[one.owner].between(one.since, one.until))
+            asleep = min(levels[one.owner].between(one.until, one.until + BETWEEN_LOOKS_S))
+            share = 1 - (awake - asleep) / whole
+            count += 1
+            if share > kept:
+                kept, where = share, f"{one.owner}: {awake / MIB:.1f} MiB awake, {asleep / MIB:.1f} MiB asleep"
+    if not count:
+        lacking(frame, "no observer saw a replica fall asleep")
+    return Measured(kept, where or f"{count} times a replica gave its weights back")
+
+
+# -- requests, versions, weights ----------------------------------------------------------------------------------------------
+
+
+def slept_in_flight(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
+    """What replicas say was in flight when their weights went; each sleep must have been recorded."""
+    rows = rows_of(frame, MAIN, "in_flight", "replica", "pipeline")
+    wrong = [
+        f"replica {row['replica']} of {row['pipeline']} fell asleep with {row['value']:.0f} requests in flight"
+        for row in rows[rows["value"] > 0].to_dict("records")
+    ]
+    recorded = Counter(zip(rows["pipeline"], rows["replica"].astype(int), strict=True))
+    for ledger in ledgers(frame, MAIN):
+        for (name, replica), slept in Counter((row.who, row["replica"]) for row in ledger.of("shrunk")).items():
+            if recorded[name, replica] < slept * config.infer_tp:
+                wrong.append(
+                    f"replica {replica} of {name} slept {slept} times and counted {recorded[name, replica]} times"
+                )
+    return wrong
+
+
+def weights_after_wake(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
+    """SHA-256 of all tensors of each replica after each sync, against the trainer's of that version."""
+    trained = rows_of(frame, MAIN, "digest", "pipeline", "version")
+    digests = {(row["pipeline"], int(row["version"])): row["text"] for row in trained.to_dict("records")}
+    rows = rows_of(frame, MAIN, "served", "pipeline", "version", "replica").to_dict("records")
+    wrong = [
+        f"replica {row['replica']} of {row['pipeline']} served other weights than the trainer's of version {row['version']}"
+        for row in rows
+        if digests.get((row["pipeline"], int(row["version"]))) != row["text"]
+    ]
+    hashed = Counter((row["pipeline"], int(row["replica"]), int(row["version"])) for row in rows)
+    published = Counter(
+        (row.who, row["replica"], row["version"]) for ledger in ledgers(frame, MAIN) for row in ledger.of("published")
+    )
+    wrong += [
+        f"version {version} was published on replica {replica} of {name} {count} times and hashed {hashed[name, replica, version]} times"
+        for (name, replica, version), count in published.items()
+        if hashed[name, replica, version] < count
+    ]
+    return of_violations(wrong, f"{len(rows)} times all tensors of a replica were those of the trainer's version")
+
+
+# -- the same numbers -----------------------------------------------------------------------------------------------------------
+
+
+def outcomes(frame: pd.DataFrame, phase: str, pipeline: str) -> Outcomes:
+    """Weights of each version, losses and norms of each update, tokens of each sample, in the order in which they were recorded."""
+    rows = frame[(frame["phase"] == phase) & frame["metric"].isin(OUTCOMES)].sort_values("time", kind="stable")
+    found: dict[tuple[str, str], tuple[float | None, str]] = {}
+    for metric, text, value, ids in zip(rows["metric"], rows["text"], rows["value"], rows["ids"], strict=True):
+        known = json.loads(ids) if ids else {}
+        if known.pop("pipeline", "") == pipeline:
+            key = metric, " ".join(f"{name}={known[name]}" for name in sorted(known))
+            found[key] = None if metric.endswith("digest") else value, text
+    return found
+
+
+def wanted_outcomes(config: ShareConfig, pipeline: str) -> dict[str, int]:
+    """How many of each a whole loop records."""
+    one = pipeline_config(config, pipeline)
+    updates = one.steps * one.groups * one.group // (one.batch or one.groups * one.group)
+    samples = one.steps * one.groups * one.group
+    return {"digest": one.steps + 1, "global_loss": updates, "grad_norm": updates, "tokens_digest": samples}
+
+
+def same_numbers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Each pipeline in the phase `shared` against the phase in which it ran alone, bit for bit."""
+    run = read(config)
+    found = [departed(frame, run, name, MAIN) for name in run.pipelines]
+    wrong = [one for some, _ in found for one in some]
+    count = sum(number for _, number in found)
+    return of_violations(wrong, f"{count} losses, gradient norms, token and weight digests are identical bit for bit")
+
+
+def departed(frame: pd.DataFrame, run: ShareConfig, name: str, phase: str) -> tuple[list[str], int]:
+    """What a pipeline computed otherwise in a phase than alone, the first first; and how many outcomes were compared."""
+    before = f"alone_{name}"
+    alone, found = (outcomes(frame, where, name) for where in (before, phase))
+    for where, some in ((before, alone), (phase, found)):
+        for metric, number in wanted_outcomes(run, name).items():
+            if (there := sum(key[0] == metric for key in some)) != number:
+                lacking(
+                    frame, f"pipeline {name} recorded {metric} {there} times in the phase {where} instead of {number}"
+                )
+    wrong = [
+        f"pipeline {name}, {metric} of {ids}: {said(found.get((metric, ids)))} in the phase {phase}, {said(one)} alone"
+        for (metric, ids), one in alone.items()
+        if found.get((metric, ids)) != one
+    ]
+    return wrong, len(alone)
+
+
+def said(one: tuple[float | None, str] | None) -> str:
+    if one is None:
+        return "nothing"
+    return one[1][:12] if one[0] is None else repr(one[0])
+
+
+def stale(config: Mapping[str, Any]) -> str:
+    if config.get("window"):
+        return f"window={config['window']}: which version generates a sample depends on the time; use window=0"
+    return no_ranks(config)
+
+
+def namespaces_apart(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+    """Weights and samples that both pipelines have alike, although each draws its own."""
+    one, other = (outcomes(frame, MAIN, name) for name in PIPELINES)
+    both = [key for key in one if key in other and key[0] in ("digest", "tokens_digest")]
+    if not both:
+        lacking(frame, "the pipelines recorded no weights or samples that could be compared")
+    alike = [
+        f"{metric} of {ids} is the same in both pipelines"
+        for metric, ids in both
+        if one[metric, ids] == other[metric, ids]
+    ]
+    return of_violations(alike, f"{len(both)} digests of weights and samples differ between the pipelines")
+
+
+def alone_here(config: Mapping[str, Any]) -> str:
+    if not no_ranks(config) and len(read(config).pipelines) < 2:
+        return "there is only one pipeline"
+    return no_ranks(config)
+
+
+def others_untouched(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Process groups of every rank, against the phase in which its pipeline was alone; and memory of ranks that sleep, while a replica of
+    another pipeline sleeps or wakes."""
+    run, levels = read(config), residents(frame, MAIN)
+    wrong = list(groups_moved(frame, run))
+    held, count = leases(frame, MAIN)[0], 0
+    for ledger in ledgers(frame, MAIN):
+        for name, since, until in moves(ledger):
+            busy = {one.owner for one in held if one.since < until and one.until > since}
+            for owner, level in levels.items():
+                if owner.partition(".")[0] != name and owner not in busy:
+                    count += 1
+                    moved = max(level.between(since, until)) - level.at(since)
+                    if moved > SEEN_BYTES:
+                        wrong.append(
+                            f"{owner} grew by {moved / MIB:.1f} MiB asleep while a replica of {name} was moved"
+                        )
+    return of_violations(
+        wrong, f"{counted(count, 'reading')} of ranks asleep while a replica of the other pipeline was moved"
+    )
+
+
+def groups_moved(frame: pd.DataFrame, run: ShareConfig) -> Iterator[str]:
+    """Ranks that have another number of process groups after sharing than before."""
+    rows = frame[frame["metric"] == "groups"]
+    after = rows[rows["phase"] == MAIN].groupby("rank")["value"].last()
+    for phase in (f"alone_{name}" for name in run.pipelines):
+        before = rows[rows["phase"] == phase].groupby("rank")["value"].last()
+        for rank in before.index.intersection(after.index):
+            if before[rank] != after[rank]:
+                yield f"rank {rank} has {after[rank]:g} process groups after the phase shared, {before[rank]:g} after {phase}"
+
+
+def moves(ledger: Ledger) -> Iterator[tuple[str, float, float]]:
+    """Each shrink and expand that was carried out: of which pipeline, from when to when."""
+    begun: dict[tuple[str, int], float] = {}
+    for row in ledger.of("shrink", "expand", "shrunk", "expanded"):
+        key = row.who, int(row["replica"])
+        if row.event in ("shrink", "expand"):
+            begun[key] = row.time
+        elif key in begun:
+            yield row.who, begun.pop(key), row.time
+
+
+def dead_and_seen(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
+    """Devices that an observer saw in the hands of a dead pipeline after the desk had let it go; and what the others computed otherwise
+    than alone."""
+    wrong = []
+    dead = {row.who for ledger in ledgers(frame, "rehearse") for row in ledger.of("died") if "replica" not in row.ids}
+    for name in () if config.window else sorted({*config.pipelines} - dead):
+        wrong += departed(frame, config, name, "rehearse")[0]
+    for where, ledger in every_ledger(frame, ("rehearse",)):
+        for name in {row.who for row in ledger.of("died") if "replica" not in row.ids}:
+            gone = next((row.time for row in ledger.of("gone") if row.who == name), math.inf)
+            last = ledger.rows[-1].time
+            for device, seen in sights(frame, "rehearse").items():
+                late = [one for one in seen if gone + BETWEEN_LOOKS_S < one.time <= last]
+                wrong += [
+                    f"{where}: {owner} holds device {device} after {name} was let go"
+                    for one in late
+                    for owner in one.owners
+                    if owner.startswith(f"{name}.")
+                ]
+    return wrong
+
+
+def loops_right(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+    """Every rule of a loop's ledger, for each pipeline, alone and shared. A step that waits for all its groups is meant here."""
+    wrong, count, asked = list[str](), 0, set[str]()
+    for where, loop in loops(frame, (MAIN, "alone_a", "alone_b")):
+        for name, rule in stream.CHECKS.items():
+            if name != "trains_before_straggler":
+                try:
+                    found = rule(loop)
+                except NotMeasured:
+                    continue
+                count += 1
+                asked.add(name)
+                wrong += [f"{where}: {name}: {found.why}"] if found.value else []
+    if not count:
+        raise Missing("no pipeline's loop was recorded with its settings (`capacity`)")
+    return of_violations(
+        wrong, f"{counted(len(asked), 'rule')} of the lab stream, asked {count} times, hold in every loop"
+    )
+
+
+GATES = {
+    "1": "one of several replicas slept, requests went to another one, and it returned",
+    "2": "the only replica slept, requests waited, and it returned",
+    "3": "a pipeline handed its devices over after a step, and trained on",
+    "4": "a replica woke up on a device where one of the other pipeline had been",
+    "5": "a pipeline with its own side of the desk handed its devices over after a step, and trained on",
+}
+
+
+def gate_shown(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Whether what a gate is about did happen: only then do the other checks say something about it."""
+    gate = config["gate"]
+    count = sum(shown[gate](one) for one in ledgers(frame, MAIN))
+    return Measured(float(count), f"{GATES[gate]}: {count} times" if count else f"it never happened that {GATES[gate]}")
+
+
+def returns(ledger: Ledger, others: Callable[[int], bool]) -> int:
+    """How often a replica slept while so many others of its pipeline served, and served again later."""
+    serving: defaultdict[str, set[int]] = defaultdict(set)
+    asleep: set[tuple[str, int]] = set()
+    count = 0
+    for row in ledger.of("published", "left"):
+        one = row.who, int(row["replica"])
+        if row.event == "published":
+            serving[row.who].add(one[1])
+            count += one in asleep
+            asleep.discard(one)
+        else:
+            serving[row.who].discard(one[1])
+            asleep |= {one} if others(len(serving[row.who])) else set()
+    return count
+
+
+def hand_overs(ledger: Ledger) -> int:
+    """How often training was released and granted again."""
+    rows = [row for row in ledger.of("granted", "release") if row.get("kind") == "training"]
+    return sum(one.event == "release" and after.event == "granted" for one, after in itertools.pairwise(rows))
+
+
+def exchanges(ledger: Ledger) -> int:
+    """How often a replica woke up on a device that a replica of another pipeline had before."""
+    last: dict[int, str] = {}
+    count = 0
+    for row in ledger.of("expand"):
+        devices = numbers(str(row["devices"]))
+        count += any(last.get(device, row.who) != row.who for device in devices)
+        last |= dict.fromkeys(devices, row.who)
+    return count
+
+
+shown: Mapping[str, Callable[[Ledger], int]] = {
+    "1": lambda ledger: returns(ledger, lambda others: others > 0),
+    "2": lambda ledger: returns(ledger, lambda others: not others),
+    "3": hand_overs,
+    "4": exchanges,
+    "5": hand_overs,
+}
+
+
+def nothing_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Counts of every rank at the end against those before the first loop, and process groups after each loop against those before. The
+    first step makes a folder that its compiler keeps."""
+    import pandas as pd
+
+    if wrong := list(groups_moved(frame, read(config))):
+        return of_violations(wrong, "")
+    kept = frame["metric"] == "temp_files"
+    settled = frame[kept & (frame["phase"] == MAIN)].assign(phase="prepare")
+    return left("end", "prepare")(pd.concat([frame[~kept | (frame["phase"] != "prepare")], settled]), config)
+
+
+RULES = {**judge.CHECKS, **served.CHECKS}
+QUESTIONS = {name: (rule.__doc__ or "").partition("\n")[0] for name, rule in RULES.items()}
+BY_RANKS_TOO = {
+    "one_owner": owned_twice,
+    "drained_before_sleep": slept_in_flight,
+    "dead_pipeline_leaves": dead_and_seen,
+}
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        "gate_shown",
+        "Did what the gate is about happen?",
+        "times_shown",
+        1,
+        "1",
+        ">=",
+        gate_shown,
+        lambda config: bool(config.get("gate")),
+    ),
+    at_most(
+        "same_numbers",
+        "Does each pipeline compute bit for bit what it computes alone?",
+        "outcomes_differ",
+        same_numbers,
+        cannot=stale,
+    ),
+    at_most(
+        "weights_after_wake",
+        "Does every replica that wakes have the weights of the version that it serves?",
+        "other_weights",
+        weights_after_wake,
+        cannot=no_ranks,
+    ),
+    at_most(
+        "peak_fits",
+        "Does a device never hold more than one of its ranks needs there?",
+        "over_budget_mib",
+        peak_fits,
+        limit=SEEN_BYTES / MIB,
+        unit="MiB",
+        cannot=no_ranks,
+    ),
+    at_most(
+        "memory_down_asleep",
+        "Is the memory of a replica's weights given back while it sleeps?",
+        "kept_asleep",
+        memory_down_asleep,
+        limit=0.5,
+        cannot=no_ranks,
+    ),
+    at_most(
+        "others_untouched",
+        "Does a pipeline stay as it is while a replica of the other one sleeps or wakes?",
+        "others_touched",
+        others_untouched,
+        cannot=alone_here,
+    ),
+    at_most(
+        "namespaces_apart",
+        "Do the pipelines share neither weights nor random numbers?",
+        "alike",
+        namespaces_apart,
+        cannot=alone_here,
+    ),
+    at_most(
+        "nothing_left",
+        "Are all files, sockets, threads, processes and segments gone at the end?",
+        "left_over",
+        nothing_left,
+        cannot=no_ranks,
+    ),
+    at_most(
+        "loops_right", "Does the loop of each pipeline keep every rule of the lab stream?", "loops_wrong", loops_right
+    ),
+    *(
+        at_most(
+            name,
+            QUESTIONS[name],
+            name,
+            with_ranks(rule, BY_RANKS_TOO[name]) if name in BY_RANKS_TOO else of_ledgers(rule),
+        )
+        for name, rule in RULES.items()
+    ),
+)
+
+PRESETS = {
+    "strict": {
+        "over_budget_mib": 4.0,  # half of what counts as noise of resident memory
+        "kept_asleep": 0.1,
+    },
+    "common practice": {
+        "over_budget_mib": 64.0,  # an engine that keeps its graphs and buffers
+        "kept_asleep": 0.9,
+    },
+}

@@ -1,0 +1,273 @@
+"""The driven phases of the lab `share`: each pipeline alone, then both under the desk, from the same base weights and over the same ranks.
+
+Alone, a pipeline has its devices to itself: the same loop and the same ports, but whatever it asks for is granted at once and nothing
+sleeps. What both compute in the phase `shared` is compared with that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+from kit.errors import KitError
+from kit.labs.share.config import DESK, PIPELINE, TRAINER, pipeline_config
+from kit.labs.share.observer import Observer
+from kit.labs.share.ports import Clock, Devices, Live, Ranks, every, started
+from kit.labs.stream import drive as stream
+from kit.labs.stream.config import settings
+from kit.labs.stream.ports import ReplicaPort, SyncPort, TrainerPort, name_of
+from kit.loop.clock import RealClock
+from kit.loop.ledger import Row
+from kit.loop.messages import Event
+from kit.loop.runner import Runner
+from kit.share import core
+from kit.share.member import Member
+from kit.share.own import Own
+from kit.share.planner import PLANNERS
+from kit.share.simulated import Ports
+from kit.share.state import Cluster, Settings
+from kit.stream.core import Controller
+from kit.stream.meter import Log, Meter, Watched
+from kit.stream.settings import opening
+from kit.target import load_callable
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from kit.labs.drive import Drive
+    from kit.labs.share.config import ShareConfig
+    from kit.loop.messages import Command
+    from kit.loop.runner import Core, Port
+
+
+def alone_a(drive: Drive) -> None:
+    alone(drive, {"a": every_replica(drive.config, "a")})
+
+
+def alone_b(drive: Drive) -> None:
+    alone(drive, {"b": every_replica(drive.config, "b")})
+
+
+def shared(drive: Drive) -> None:
+    """Both pipelines, one desk."""
+    share(drive)
+
+
+def serial(drive: Drive) -> None:
+    """One pipeline after the other, each with all of its devices."""
+    for name in drive.config.pipelines:
+        alone(drive, {name: every_replica(drive.config, name)})
+
+
+def static(drive: Drive) -> None:
+    """Both pipelines at once, each on the half of the devices in which its trainer lies. Pipelines that cannot be split so are left out."""
+    config = drive.config
+    halves = {name: own_half(config, name) for name in config.pipelines}
+    if all(replicas for _, replicas in halves.values()) and len({at for at, _ in halves.values()}) == len(halves):
+        alone(drive, {name: replicas for name, (_, replicas) in halves.items()})
+
+
+def rehearse(drive: Drive) -> None:
+    """What must not end the others: a replica of A is killed while it wakes, and B's trainer in its second step."""
+    share(drive, {"a": WakingDies, "b": TrainerDies}, on_dead_replica="go-on")
+
+
+def kill(drive: Drive, role: str) -> None:
+    """End the first rank of a role, on purpose."""
+    ranks = drive.roles[role]
+    drive.lost |= {*ranks}
+    drive.record("killed", None, text=role)
+    os.kill(drive.world.pids[ranks[0]], signal.SIGKILL)
+
+
+class WakingDies(Ranks):
+    """A replica is killed when it is to wake for the second time, if another one is left."""
+
+    expands = 0
+
+    def _move(self, name: str, command: Command) -> None:
+        self.expands += command.name == "expand"
+        if self.expands == len(self.moves) + 1 and command.name == "expand" and len(self.moves) > 1:
+            kill(self.drive_of_run, f"{self.pipeline} {name}")
+        super()._move(name, command)
+
+
+class TrainerDies(Ranks):
+    """The trainer is killed when it is to train in its second step, or in its first and last."""
+
+    def _train(self, command: Command) -> None:
+        if command.name == "microbatch" and command.step == min(1, self.drive.config.steps - 1):
+            kill(self.drive_of_run, f"{self.pipeline} {TRAINER}")
+        super()._train(command)
+
+
+def own_half(config: ShareConfig, pipeline: str) -> tuple[int, tuple[int, ...]]:
+    """The part of the devices in which a pipeline's trainer begins, and its replicas there; none where its trainer goes beyond."""
+    of, count = config.mapping(pipeline), len(config.pipelines)
+    at = of.train[0] * count // config.devices
+    half = {device for device in range(config.devices) if device * count // config.devices == at}
+    return at, tuple(one for one in range(of.replicas) if {*of.bundle(one), *of.train} <= half)
+
+
+def every_replica(config: ShareConfig, pipeline: str) -> tuple[int, ...]:
+    return tuple(range(config.mapping(pipeline).replicas))
+
+
+def alone(drive: Drive, replicas: Mapping[str, Collection[int]]) -> None:
+    """These pipelines at once, each with these replicas, without a desk between them."""
+    roles = [f"{name} {role}" for name, some in replicas.items() for role in (TRAINER, *map(name_of, some))]
+    with begun(drive, roles, alone=True) as observer:
+        parts = {name: Ranks(drive, name, map(name_of, some), observer=observer) for name, some in replicas.items()}
+        cores = {name: Without(controller(drive.config, name), name, some) for name, some in replicas.items()}
+        run(drive, cores, parts, {"desk": stream.Desk()}, observer)
+
+
+def share(drive: Drive, kinds: Mapping[str, type[Ranks]] | None = None, **changes: Any) -> None:
+    """All pipelines under the desk. `kinds` are other ranks than the usual, by pipeline; `changes` are to the controllers' settings."""
+    config = drive.config
+    with begun(drive, [*drive.roles], alone=False) as observer:
+        parts = {name: (kinds or {}).get(name, Ranks)(drive, name, observer=observer) for name in config.pipelines}
+        cores: dict[str, Core[Any]] = {name: member(config, name, **changes) for name in config.pipelines}
+        cores[DESK] = load_callable(config.scheduler)(config)
+        run(drive, cores, parts, {"devices": Devices(parts, observer), "clock": Clock()}, observer)
+
+
+@contextlib.contextmanager
+def begun(drive: Drive, roles: Sequence[str], *, alone: bool) -> Iterator[Observer]:
+    """These roles at version 0, seen by an observer. Locks of devices lie in the run's folder as long as the phase lasts."""
+    folder = drive.folder / "devices"
+    folder.mkdir(exist_ok=True)
+    try:
+        with Observer(drive, folder, for_desk=not alone) as observer:
+            started(drive, roles, str(folder), alone=alone)
+            observer.look()  # what happened until here is not the desk's
+            yield observer
+            every(drive, "vacate", [name for name in drive.roles if not {*drive.roles[name]} & drive.lost])
+    finally:
+        shutil.rmtree(folder)
+
+
+def run(
+    drive: Drive,
+    cores: Mapping[str, Core[Any]],
+    parts: Mapping[str, Ranks],
+    more: Mapping[str, Port],
+    observer: Observer,
+) -> dict[str, Command]:
+    """The cores over live ranks until all have ended; how each did. `more` are the ports of the desk, or in its place."""
+    clock, live = more.get("clock"), Live(drive, parts.values())
+    meters = {name: Meter() for name in parts}
+    ports: dict[str, Port] = {
+        "trainer": Ports({name: TrainerPort(part) for name, part in parts.items()}),
+        "replica": Ports({name: ReplicaPort(part) for name, part in parts.items()}),
+        "sync": Ports({name: SyncPort(part) for name, part in parts.items()}),
+        "data": Ports({name: stream.Data() for name in parts}),
+        "log": Ports({name: Log(meters[name], stream.silent) for name in parts}),
+        **more,
+    }
+    written = Written(drive, observer)
+    for name in parts:
+        for event, ids in opening(settings(pipeline_config(drive.config, name))):
+            written.write(Row(event, time.time(), {**ids, "pipeline": name}))
+    began = time.time()
+    runner = Runner(
+        cores,
+        ports,
+        clock=RealClock(lambda seconds: live.wait(min(seconds, clock.left()) if isinstance(clock, Clock) else seconds)),
+        ledger=Watched(written, *(OfPipeline(name, meter) for name, meter in meters.items())),
+        deadline_s=drive.config.deadline_s,
+    )
+    ended = runner.run()
+    for part in parts.values():
+        if part.ended_by is not None and not {*drive.roles[f"{part.pipeline} {TRAINER}"]} & drive.lost:
+            raise part.ended_by  # nobody meant it to die
+    drive.record("makespan", time.time() - began, "s", pipelines=" ".join(parts))
+    drive.record("core_seconds", sum(runner.own), "s", events=len(runner.own))
+    for name, end in ended.items():
+        if end.get("why") == "error" and not (name in parts and parts[name].gone):
+            raise KitError(f"{name} ended with an error: {end.get('error', 'no reason given')}")
+    return ended
+
+
+def controller(config: ShareConfig, pipeline: str, **changes: Any) -> Controller:
+    return Controller(dataclasses.replace(settings(pipeline_config(config, pipeline)), **changes), pipeline=pipeline)
+
+
+def member(config: ShareConfig, pipeline: str, **changes: Any) -> Member:
+    """A pipeline under the desk; the last one may have somebody's own side of it."""
+    one, known = controller(config, pipeline, **changes), clusters(config, pipeline)
+    if config.pipeline == PIPELINE or pipeline != config.pipelines[-1]:
+        return Member(one, pipeline, known, desk=DESK)
+    return Own(one, pipeline, known, desk=DESK, make=load_callable(config.pipeline))
+
+
+def clusters(config: ShareConfig, pipeline: str) -> dict[str, Cluster]:
+    """What a pipeline registers."""
+    of = config.mapping(pipeline)
+    return {"trainer": Cluster(of.train), "generation": Cluster(of.infer, of.tp)}
+
+
+def scheduler(config: ShareConfig) -> core.Scheduler:
+    """The kit's own desk, with the planner of the config."""
+    planner = None if config.planner in PLANNERS else load_callable(config.planner)
+    return core.Scheduler(desk_settings(config), desk=DESK, planner=planner)
+
+
+def desk_settings(config: ShareConfig) -> Settings:
+    return Settings(
+        devices=config.devices,
+        pipelines=config.pipelines,
+        planner=config.planner,
+        request_ms=config.request_ms,
+        operation_ms=config.operation_ms,
+        admission_ms=config.admission_ms if len(config.pipelines) > 1 else 0,
+        watchdog_ms=config.watchdog_ms,
+    )
+
+
+class Without:
+    """A core that has only these replicas from the beginning."""
+
+    def __init__(self, core: Controller, name: str, replicas: Collection[int]) -> None:
+        self.core = core
+        self.name = name
+        self.gone = [one for one in range(core.settings.replicas) if one not in replicas]
+
+    def begin(self) -> tuple[Any, tuple[Command, ...]]:
+        state, commands = self.core.begin()
+        for replica in self.gone:
+            state, more = self.core.step(state, Event("left", self.name, replica=replica))
+            commands += more
+        return state, commands
+
+    def step(self, state: Any, event: Event) -> tuple[Any, tuple[Command, ...]]:
+        return self.core.step(state, event)
+
+
+class Written(stream.Written):
+    """The ledger and what the observer saw, among the run's records."""
+
+    def __init__(self, drive: Drive, observer: Observer) -> None:
+        super().__init__(drive)
+        self.observer = observer
+
+    def flush(self) -> None:
+        super().flush()
+        self.observer.flush()
+
+
+class OfPipeline:
+    """A meter that sees the rows of one pipeline."""
+
+    def __init__(self, name: str, meter: Meter) -> None:
+        self.name = name
+        self.meter = meter
+
+    def see(self, row: Row) -> None:
+        if row.ids.get("pipeline") == self.name:
+            self.meter.see(row)

@@ -1,0 +1,199 @@
+"""Files that rlix and NeMo-RL users have, one for each pipeline, as settings of the lab `share`.
+
+What has a setting here is taken over, what cannot work here is refused with a sentence, and every other key is listed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from kit.errors import BadInput
+from kit.labs.share.config import PIPELINES
+
+RANGE = re.compile(r"list\(range\((\d+)(?:,\s*(\d+))?\)\)")
+REFERENCE = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
+TRAIN, INFER = "actor_train.strategy_args.strategy_config.", "actor_infer.strategy_args.strategy_config."
+MEGATRON, ENGINE = "policy.megatron_cfg.", "policy.generation.vllm_cfg."
+# Where each thing may be written. The first two are the shape of rlix, the last ones that of NeMo-RL.
+PLACES = {
+    "train": ("train_device_mapping", "actor_train.device_mapping"),
+    "infer": ("infer_device_mapping", "actor_infer.device_mapping"),
+    "tp": (f"{TRAIN}tensor_model_parallel_size", f"{MEGATRON}tensor_model_parallel_size"),
+    "pp": (f"{TRAIN}pipeline_model_parallel_size", f"{MEGATRON}pipeline_model_parallel_size"),
+    "cp": (f"{TRAIN}context_parallel_size", f"{MEGATRON}context_parallel_size"),
+    "ep": (f"{TRAIN}expert_model_parallel_size", f"{MEGATRON}expert_model_parallel_size"),
+    "infer_tp": (f"{INFER}tensor_parallel_size", f"{ENGINE}tensor_parallel_size"),
+    "infer_pp": (f"{INFER}pipeline_parallel_size", f"{ENGINE}pipeline_parallel_size"),
+    "sleep_level": (f"{INFER}sleep_level", f"{ENGINE}sleep_level"),
+    "transport": ("model_update_transport",),
+    "bucket": ("model_update_buffer_size_mb",),
+    "verify": ("verify_model_after_sync",),
+    "ratio": ("async_generation_ratio",),
+    "async": ("grpo.async_grpo.enabled",),
+    "age": ("grpo.async_grpo.max_trajectory_age_steps",),
+    "steps": ("max_steps", "grpo.max_num_steps"),
+    "devices": ("num_gpus_per_node", "cluster.gpus_per_node"),
+}
+ONE = {
+    "pp": "pipeline parallel trainer",
+    "cp": "context parallel trainer",
+    "ep": "expert parallel trainer",
+    "infer_pp": "pipeline parallel engine",
+}
+TRANSPORTS = ("cpu_serialize", "cuda_ipc", "nccl", "auto")
+CLUSTERS = ("actor_train", "actor_infer", "reference", "critic")  # with `device_mapping` and `offload_nccl`
+REWARDS = re.compile(r"(rewards?(\.\w+)?)\.device_mapping")
+
+
+def settings_of(files: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """Settings from one file, a pipeline, or from two; and the keys that have none, each with its file."""
+    if len(files) > len(PIPELINES):
+        raise BadInput(f"{len(files)} files are given; each is a pipeline, and there are at most {len(PIPELINES)}")
+    found: dict[str, Any] = {"scenario": "AB"[len(files) - 1]}
+    unknown = []
+    for pipeline, (name, content) in zip(PIPELINES, files.items(), strict=False):
+        try:
+            given = flat(content)
+            one = pipeline_settings(given, pipeline)
+        except BadInput as error:
+            raise BadInput(f"{name}: {error}") from None
+        for key, value in one.items():
+            if key == "devices":
+                value = max(value, found.get(key, 0))  # noqa: PLW2901 - the larger of both
+            elif key in found and found[key] != value:
+                raise BadInput(f"{name}: {key}={value}, but the file before has {key}={found[key]}; both need the same")
+            found[key] = value
+        unknown += [f"{name}: {key}" for key in sorted({*given} - known(given))]
+    return found, unknown
+
+
+def flat(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Every value under its dotted key. Overrides are applied, references within the file resolved."""
+    found = dict(leaves(content))
+    for text in found.pop("nemo_config_overrides", None) or ():
+        key, equals, value = str(text).lstrip("+").partition("=")
+        if not equals:
+            raise BadInput(f"nemo_config_overrides has {text!r}; an override is KEY=VALUE")
+        found[key] = yaml.safe_load(value)
+    return {key: resolved(value, found) for key, value in found.items()}
+
+
+def leaves(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def resolved(value: Any, found: Mapping[str, Any]) -> Any:
+    match = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    return found.get(match[1], value) if match else value
+
+
+def known(given: Mapping[str, Any]) -> set[str]:
+    """The keys that were looked at."""
+    places = {place for some in PLACES.values() for place in some}
+    offloads = {"offload_nccl", *(f"{cluster}.offload_nccl" for cluster in CLUSTERS)}
+    return places | offloads | {key for key in given if REWARDS.fullmatch(key)}
+
+
+def pipeline_settings(given: Mapping[str, Any], pipeline: str) -> dict[str, Any]:
+    """One pipeline's settings, or a sentence about what it cannot be."""
+    refuse(given)
+    found: dict[str, Any] = {}
+    for cluster in ("train", "infer"):
+        devices = [mapping(given[place], place) for place in PLACES[cluster] if place in given]
+        if not devices:
+            raise BadInput(f"there is no {' or '.join(PLACES[cluster])}; name the devices")
+        if devices[0] != devices[-1]:
+            raise BadInput(f"{' and '.join(PLACES[cluster])} differ: {devices[0]} and {devices[-1]}")
+        found[f"{cluster}_{pipeline}"] = devices[0]
+    for name in ("tp", "infer_tp", "sleep_level"):
+        if (value := number(given, name)) is not None:
+            found[name] = value
+    if (steps := number(given, "steps")) is not None:
+        found[f"steps_{pipeline}"] = steps
+    if (window := staleness(given)) is not None:
+        found["window"] = window
+    most = max(one for name in (f"train_{pipeline}", f"infer_{pipeline}") for one in found[name]) + 1
+    found["devices"] = max(most, number(given, "devices") or 0)
+    return found
+
+
+def refuse(given: Mapping[str, Any]) -> None:
+    """What no setting can make of it."""
+    for name, what in ONE.items():
+        if (value := number(given, name)) not in (None, 1):
+            raise BadInput(f"{place_of(given, name)}={value}: a {what} is not part of this lab; use 1")
+    if (level := number(given, "sleep_level")) not in (None, 1, 2):
+        raise BadInput(
+            f"{place_of(given, 'sleep_level')}={level} must be 1 (weights stay on the host) or 2 (they are dropped)"
+        )
+    for cluster in CLUSTERS:
+        off = given.get(f"{cluster}.offload_nccl", given.get("offload_nccl", True))
+        if off is False and mapping(given.get(f"{cluster}.device_mapping"), cluster):
+            raise BadInput(
+                f"{cluster}.offload_nccl=false: a cluster with devices that are shared releases its communicators; use true"
+            )
+    for key, value in given.items():
+        if REWARDS.fullmatch(key) and mapping(value, key):
+            raise BadInput(
+                f"{key}={value}: rewards are computed on the host; leave the devices of a reward cluster out"
+            )
+    if (transport := value_of(given, "transport")) is not None and transport not in TRANSPORTS:
+        raise BadInput(f"model_update_transport={transport!r} must be one of {', '.join(TRANSPORTS)}")
+    if (size := number(given, "bucket")) is not None and size < 1:
+        raise BadInput(f"model_update_buffer_size_mb={size} must be at least 1")
+    for name in ("verify", "async"):
+        if not isinstance(value_of(given, name) or False, bool):
+            raise BadInput(f"{place_of(given, name)}={value_of(given, name)!r} must be true or false")
+
+
+def staleness(given: Mapping[str, Any]) -> int | None:
+    """The window that an asynchronous loop has: versions between generation and training. None where nothing says whether it is one."""
+    ratio, is_async = value_of(given, "ratio"), value_of(given, "async")
+    if ratio is not None:
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or ratio < 0:
+            raise BadInput(f"async_generation_ratio={ratio!r} must be a number of at least 0")
+        return -int(-ratio // 1)
+    if is_async is None:
+        return None
+    age = number(given, "age")
+    return (1 if age is None else age) if is_async else 0
+
+
+def place_of(given: Mapping[str, Any], name: str) -> str:
+    return next((place for place in PLACES[name] if place in given), PLACES[name][0])
+
+
+def value_of(given: Mapping[str, Any], name: str) -> Any:
+    return given.get(place_of(given, name))
+
+
+def number(given: Mapping[str, Any], name: str) -> int | None:
+    value = value_of(given, name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise BadInput(f"{place_of(given, name)}={value!r} must be a whole number")
+    return value
+
+
+def mapping(value: Any, place: str) -> list[int]:
+    """Devices as a list, as a text such as "[0, 1, ]", or as "list(range(0, 4))"."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        match = RANGE.fullmatch(value.strip())
+        if match:
+            return [*range(*(int(one) for one in match.groups() if one is not None))]
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError:
+            value = None
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(one) is int for one in value):
+        raise BadInput(f"{place}={value!r} must be a list of devices, such as [0, 1]")
+    return [*value]

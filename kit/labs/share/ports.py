@@ -1,0 +1,238 @@
+"""Ports of the lab `share` on live ranks: those of the lab `stream` for each pipeline, the devices, and alarms. Notebook side.
+
+A replica sleeps and wakes between two of its calls. From the moment at which its shrink is ordered it gets no request, and what it still
+answers has no reader.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from typing import TYPE_CHECKING, Any
+
+from kit.errors import KitError, RankDied
+from kit.labs.drive import Drive
+from kit.labs.share.config import DESK, TRAINER, pipeline_config
+from kit.labs.share.observer import EVERY_S
+from kit.labs.stream import ports
+from kit.labs.stream.ports import name_of, number_of
+from kit.loop.messages import Command, Event
+from kit.loop.runner import Stalled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from kit.labs.share.observer import Observer
+    from kit.world.pending import Pending
+
+
+OF_REQUESTS = ("started", "tokens", "completed", "failed", "cancelled")
+MOVES = ("begin", "finish", "abort")  # the trainer's calls with which it comes onto its devices and leaves them
+
+
+class Part(Drive):
+    """A drive as the ports of one pipeline take it: its config, and its roles under the names that they have in the lab `stream`."""
+
+    def __init__(self, drive: Drive, pipeline: str) -> None:
+        start = f"{pipeline} "
+        self.config = pipeline_config(drive.config, pipeline)
+        self.roles = {name.removeprefix(start): ranks for name, ranks in drive.roles.items() if name.startswith(start)}
+        self.submit = drive.submit  # type: ignore[method-assign] # so that the drive knows every call
+
+
+class Ranks(ports.Ranks):
+    """All ranks of one pipeline. `orders` has the replicas that are awake, `awake` those that are so at first."""
+
+    def __init__(self, drive: Drive, pipeline: str, awake: Iterable[str] = (), *, observer: Observer) -> None:
+        part = Part(drive, pipeline)
+        self.drive_of_run = drive
+        super().__init__(part, awake, pipeline=pipeline)
+        self.moves: dict[str, list[Command]] = {name: [] for name in part.roles if name != TRAINER}  # by replica
+        self.observer = observer
+        self.ended_by: KitError | None = None  # the death of its trainer
+        self.gone = False  # and no rank of it is on a device any more
+        self.late: list[tuple[str, list[Event]]] = []  # what is to be told once a role is off its devices
+
+    def move(self, command: Command) -> None:
+        """A shrink or an expand; it begins when the replica has no other call. A replica that is gone answers nothing."""
+        name = name_of(command.replica)
+        if name not in self.moves:
+            return
+        if command.name == "shrink" and name in self.orders:
+            self.orders[name] = []
+            self.active[name].clear()
+        self.moves[name].append(command)
+
+    def take(self) -> list[Event]:
+        """What happened, without what a replica still answers after its shrink was ordered. What the observer sees comes before the
+        trainer's word that it came or went."""
+        leaving = {
+            number_of(name) for name, commands in self.moves.items() if any(one.name == "shrink" for one in commands)
+        }
+        arrived = [event for event in super().take() if event.name not in OF_REQUESTS or event.replica not in leaving]
+        if self.ended_by is not None:
+            arrived += self._refuse(self.ended_by)
+        off = [one for one in self.late if not self.observer.holds(f"{self.pipeline}.{one[0]}")]
+        self.late = [one for one in self.late if one not in off]
+        arrived += [event for _, events in off for event in (*self.observer.look(), *events)]
+        if any(event.get("of") in MOVES for event in arrived):
+            arrived = [*self.observer.look(), *arrived]
+        return arrived
+
+    def start(self) -> None:
+        if self.ended_by is not None:
+            self._clear()
+            return
+        for name, commands in self.moves.items():
+            if commands and name not in self.busy:
+                self._move(name, commands.pop(0))
+        super().start()
+
+    def _move(self, name: str, command: Command) -> None:
+        """What its replica was asked before is dropped: the pipeline has sent it elsewhere, or will."""
+        self.orders.pop(name, None)
+        self.active.pop(name, None)
+        ids = {"who": self.pipeline, "replica": command.replica}
+
+        def ended(pending: Pending) -> list[Event]:
+            try:
+                pending.result()
+            except RankDied as error:
+                return self._lost(name, error)
+            except KitError as error:
+                why = str(error).partition("\n")[0]
+                return self._refused(name, Event("error", DESK, of=command.name, why=why, **ids))
+            if command.name == "expand":
+                self.orders[name], self.active[name] = [], set()
+            return [*self.observer.look(), Event("shrunk" if command.name == "shrink" else "expanded", DESK, **ids)]
+
+        self._call((name,), command.name, {}, ended)
+
+    def _refused(self, name: str, error: Event) -> list[Event]:
+        """A replica that cannot wake frees what it took, and only then the desk hears of it. One that cannot sleep may hold anything."""
+        if error.of == "shrink":
+            return [error]
+
+        def ended(pending: Pending) -> list[Event]:
+            try:
+                pending.result()
+            except KitError as worse:
+                return self._lost(name, worse)
+            return [*self.observer.look(), error]
+
+        self._call((name,), "vacate", {}, ended)
+        return []
+
+    def _lost(self, name: str, error: KitError) -> list[Event]:
+        """A death is an event for the pipeline, and for the desk once the kernel has freed the devices of all its ranks. With its trainer
+        a pipeline ends."""
+        if name == TRAINER and isinstance(error, RankDied) and self.observer.for_desk:
+            self.ended_by = error
+            return []
+        happened = super()._lost(name, error)
+        self.moves.pop(name, None)
+        self.late.append((name, [Event("died", DESK, who=self.pipeline, replica=number_of(name))]))
+        return happened
+
+    def _clear(self) -> None:
+        """The trainer is dead: the replicas leave their devices, and then the desk and the pipeline hear of it."""
+        for name in [name for name in self.moves if name not in self.busy]:
+            self._call((name,), "vacate", {}, lambda _: [])
+            del self.moves[name]
+        if not self.moves and not self.flying and not self.gone:
+            self.gone = True
+            why = str(self.ended_by).partition("\n")[0]
+            died = Event("died", DESK, who=self.pipeline)
+            self.late.append((TRAINER, [died, Event("error", self.pipeline, of=TRAINER, why=why)]))
+
+    def _refuse(self, error: KitError) -> list[Event]:
+        """What a dead trainer, or a replica of a dead pipeline, is asked for."""
+        why = str(error).partition("\n")[0]
+        asked = [*self.queue, *self.syncs]
+        self.queue.clear()
+        self.syncs.clear()
+        return [
+            Event("error", self.pipeline, **{**dict(one.ids), "of": one.name, "why": why})
+            for one in asked
+            if one.name != "discard"
+        ]
+
+
+class Live:
+    """The ranks of all pipelines, for the runner's clock."""
+
+    def __init__(self, drive: Drive, parts: Iterable[Ranks]) -> None:
+        self.drive = drive
+        self.parts = tuple(parts)
+        self.heard = time.monotonic()  # when a call was last under way
+
+    def wait(self, seconds: float) -> None:
+        """Until a call ends."""
+        for part in self.parts:
+            part.start()
+        flying = [pending for part in self.parts for pending, _, _ in part.flying.values()]
+        if flying:
+            self.heard = time.monotonic()
+        if any(part.arrived for part in self.parts):
+            return
+        if any(part.late for part in self.parts):  # which no call ends
+            seconds = min(seconds, EVERY_S)
+        if flying:
+            self.drive.wait(flying, timeout_s=seconds)
+        else:
+            if time.monotonic() - self.heard > self.drive.config.deadline_s:
+                raise Stalled("every core waits for an answer, but no call is under way", ())
+            time.sleep(min(seconds, ports.STUCK_S / 10))
+
+
+class Devices:
+    """The port "devices": replicas sleep and wake. What the observer saw becomes events for the ledger."""
+
+    def __init__(self, parts: Mapping[str, Ranks], observer: Observer) -> None:
+        self.parts = parts
+        self.observer = observer
+
+    def send(self, command: Command) -> Iterable[Event]:
+        self.parts[command.pipeline].move(command)
+        return ()
+
+    def take(self) -> Iterable[Event]:
+        return self.observer.take()
+
+
+class Clock:
+    """The port "clock": an alarm for each command `after`."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[float, int, str]] = []
+
+    def send(self, command: Command) -> Iterable[Event]:
+        heapq.heappush(self._due, (time.monotonic() + command.ms / 1000, command.number, command.pipeline))
+        return ()
+
+    def take(self) -> Iterable[Event]:
+        """All alarms that are due."""
+        rung = []
+        while self._due and self._due[0][0] <= time.monotonic():
+            _, number, pipeline = heapq.heappop(self._due)
+            rung.append(Event("alarm", pipeline, number=number))
+        return rung
+
+    def left(self) -> float:
+        """Seconds until the next alarm."""
+        return max(0.0, self._due[0][0] - time.monotonic()) if self._due else 3600.0
+
+
+def started(drive: Drive, names: Sequence[str], folder: str, *, alone: bool) -> None:
+    """The ranks of these roles at version 0; nobody else is on a device. Those that share one come to it one after the other."""
+    every(drive, "vacate", [*drive.roles])
+    for some in [names] if alone else [[name] for name in names]:
+        every(drive, "reset", some, folder=folder, alone=alone)
+
+
+def every(drive: Drive, method: str, names: Sequence[str], **args: Any) -> None:
+    """Have all ranks of these roles run a method, and wait."""
+    pendings = [drive.submit(method, args=args, role=name) for name in names]
+    drive.wait(pendings, first=False)
+    for pending in pendings:
+        pending.result()

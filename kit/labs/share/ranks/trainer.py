@@ -1,0 +1,140 @@
+"""A trainer's ranks in the lab `share`: those of the lab `stream`, which are on their devices only from `begin` to `finish` of a step.
+
+`finish` keeps the new weights in the bucket cache while they are on the device, then everything goes to host memory and the device is
+free. A sync sends from the cache, with no device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kit.errors import KitError
+from kit.labs import rankside
+from kit.labs.share.ranks.part import Lease, Times, device_of, part_of
+from kit.labs.stream.ranks import trainer
+from kit.labs.stream.ranks.side import DIGEST
+from kit.sync import hashes
+from kit.sync.cache import BASE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from kit.labs.rankside import Context
+    from kit.sync.sender import Target
+
+
+class Trainer(trainer.Trainer):
+    """`alone`: the pipeline has its devices to itself, and its trainer stays on them."""
+
+    def __init__(self, ctx: Context) -> None:
+        part = part_of(ctx)
+        super().__init__(part)
+        self.lease = Lease(part, device_of(part, ctx.config.mapping(part.pipeline)))
+        self.times = Times(part)
+        self.folder = Path()
+        self.alone = False
+        self.host: dict[Any, torch.Tensor] = {}  # version 0, for comparison with base weights
+
+    def prepare(self, cycle: int) -> None:
+        super().prepare(cycle)
+        self.lease.note_resident("asleep")
+
+    def reset(self, folder: str, alone: bool) -> None:  # type: ignore[override]
+        """A fresh job on the base weights, version 0."""
+        self.folder, self.alone = Path(folder), alone
+        self.lease.take(self.folder, together=alone)
+        super().reset()
+        self.job.mover.release()  # once in any case, so that its memory on the host is no growth later
+        self.job.mover.restore()
+        if not alone:
+            self.leave()
+
+    def settle(self) -> None:
+        """With the last loop's copies goes its host memory."""
+        super().settle()
+        if hasattr(self, "job"):
+            self.job.mover.close()
+
+    def vacate(self) -> None:
+        """Leave the device, whatever was under way there."""
+        if self.lease.held:
+            self.step.abort()
+            self.open = None
+            self.leave()
+
+    def end(self, cycle: int) -> None:
+        self.vacate()
+        super().end(cycle)
+
+    # -- the device -----------------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Take the device and bring the job back onto it."""
+        if not self.lease.held:
+            self.lease.take(self.folder)
+            with self.times("onload"):
+                self.job.mover.restore()
+            self.lease.note_resident("held")
+
+    def leave(self) -> None:
+        """Move the job to host memory, and free the device."""
+        with self.times("offload"):
+            self.job.mover.release()
+        self.lease.note_resident("asleep")
+        self.lease.free()
+
+    # -- the step -------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, update: int) -> None:
+        self.enter()
+        super().begin(step, update)
+
+    def finish(self, step: int, update: int) -> None:
+        """The optimizer step, then the new version in the cache, then off the device."""
+        super().finish(step, update)
+        self.keep(self.version + 1)
+        with self.times("build"):
+            weights = self.gather()
+            if self.first:
+                self.sender.build(self.version, weights)
+        if not self.alone:
+            self.leave()
+
+    def abort(self, step: int) -> None:
+        super().abort(step)
+        if self.lease.held and not self.alone:
+            self.leave()
+
+    # -- weights --------------------------------------------------------------------------------------------------------
+
+    def keep(self, version: int) -> None:
+        """The current weights are this version: note their digest. Collective."""
+        self.version = version
+        weights = self.gather()
+        if self.first:
+            digests = {name: hashes.digest(tensor, DIGEST) for (name, _), tensor in weights.items()}
+            self.ctx.record("digest", None, text=rankside.digest(digests), version=version)
+            if not version:
+                self.host = {key: tensor.detach().to("cpu", copy=True) for key, tensor in weights.items()}
+
+    def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:  # noqa: ARG002 - replicas look at it
+        """Send the cached version to these replicas; version 0 only compares digests. None is left of replicas that fell asleep since."""
+        if not self.first or not replicas:
+            return {}
+        if version != self.version:
+            raise KitError(f"version {version} is to be sent, but the trainer is at version {self.version}")
+        with self.times("send"):
+            report = self.sender.sync(version or BASE, self.targets(replicas), None if version else self.base_on_host)
+        return {"bytes": report.bytes}
+
+    def base_on_host(self) -> dict[Any, torch.Tensor]:
+        return self.host
+
+    def targets(self, replicas: Sequence[str]) -> list[Target]:
+        """Every rank of these replicas. With a version that is in the cache they are served as if they woke, as some do."""
+        state: Literal["asleep", "paused"] = "asleep" if self.version else "paused"
+        return [dataclasses.replace(target, state=state) for target in super().targets(replicas)]

@@ -1,0 +1,179 @@
+"""The phases of the lab `share` without ranks: the pipelines and the desk on a virtual clock, in milliseconds. Notebook side.
+
+`shared` has the config's settings. `scripted` gives the desk pipelines that ask what is written (those that expose its faults);
+`rehearse` has what must not end a run: each scene is a run of its own, with a ledger of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from kit.errors import KitError
+from kit.labs.share import broken
+from kit.labs.share.config import DESK, pipeline_config
+from kit.labs.share.drive import OfPipeline, member
+from kit.labs.stream.config import settings
+from kit.labs.stream.drive import silent
+from kit.labs.stream.simulated import durations, written
+from kit.loop.clock import VirtualClock
+from kit.loop.ledger import Row
+from kit.loop.messages import Event
+from kit.share.simulated import Devices, Ports, simulate
+from kit.stream.meter import Log, Meter, Watched
+from kit.stream.settings import opening
+from kit.stream.simulated import ADDRESSES, System
+from kit.target import load_callable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kit.labs.drive import Drive
+    from kit.labs.share.config import ShareConfig
+    from kit.loop.runner import Runner
+    from kit.share.simulated import Simulation
+
+OF_THE_DESK = ("request_ms", "operation_ms", "admission_ms", "watchdog_ms")  # settings
+LATE = (
+    20  # times the seconds that all pipelines take one after the other, beside some limits: what takes longer is stuck
+)
+SHORT_MS = 50  # a limit that a scene reaches
+
+
+def shared(drive: Drive) -> None:
+    """The pipelines with the config, and with the fault that is on."""
+    with written(drive) as rows, broken.switched_on(drive.fault):
+        done = run(drive.config)
+        rows.extend(done.rows)
+    finished(done, drive.config)
+
+
+def scripted(drive: Drive) -> None:
+    """Scripted pipelines, which expose the desk's faults; with a fault on, those that expose it."""
+    with written(drive) as rows, broken.switched_on(drive.fault):
+        for scenario in broken.scenarios(drive.fault):
+            rows.extend(scenario.run().rows)
+
+
+def rehearse(drive: Drive) -> None:
+    """Every scene. What it does to the run is for the checks to say."""
+    with written(drive) as rows, broken.switched_on(drive.fault):
+        for scene in scenes(drive.config):
+            rows.extend(run(drive.config, scene).rows)
+
+
+def finished(done: Simulation, config: ShareConfig) -> None:
+    """Refuse a run that did not come to its end."""
+    if left := [name for name in (*config.pipelines, DESK) if name not in done.ended]:
+        raise KitError(f"the run is stuck: {', '.join(left)} did not end")
+    if errors := [one for one in done.ended.values() if one.get("why") == "error"]:
+        raise KitError(f"a core ended with an error: {errors[0].get('error', 'no reason given')}")
+
+
+# -- scenes -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What happens when a row comes for the first time: `at` is its name, and some of its ids; `then` are events by the core that
+    gets them. `devices` are options of the simulated devices, `limits` other settings of the desk."""
+
+    name: str
+    at: tuple[str, Mapping[str, Any]] = ("", {})
+    then: tuple[tuple[str, Event], ...] = ()
+    devices: Mapping[str, Any] = field(default_factory=dict)
+    limits: Mapping[str, Any] = field(default_factory=dict)
+
+
+def dies(pipeline: str) -> tuple[tuple[str, Event], ...]:
+    """The desk hears that a pipeline is dead, and its core that it is over."""
+    gone = Event("error", pipeline, of="pipeline", why="killed, on purpose")
+    return (DESK, Event("died", DESK, who=pipeline)), (pipeline, gone)
+
+
+SCENES = (
+    Scene(name="a pipeline dies while it generates", at=("completed", {"pipeline": "a"}), then=dies("a")),
+    Scene(name="a pipeline dies while it trains", at=("microbatch", {"pipeline": "a"}), then=dies("a")),
+    Scene(name="a pipeline dies while a replica of it wakes", at=("taken", {"who": "a"}), then=dies("a")),
+    Scene(name="a pipeline dies while a replica of it falls asleep", at=("shrink", {"pipeline": "b"}), then=dies("b")),
+    Scene(name="a replica cannot wake", devices={"broken": (("a", 0),)}),
+    Scene(
+        name="a resize to a replica that is gone",
+        at=("failed", {"pipeline": "a"}),
+        then=((DESK, Event("resize", "a", add="0")),),
+        devices={"broken": (("a", 0),)},
+    ),
+    Scene(name="the second is set up while the first trains", limits={"admission_ms": SHORT_MS}),
+    Scene(
+        name="the desk fails",
+        devices={"hangs": (("shrink", "a", 0), ("shrink", "a", 1))},
+        limits={"operation_ms": SHORT_MS},
+    ),
+)
+
+
+def scenes(config: ShareConfig) -> list[Scene]:
+    """Those that a config can have: both pipelines, and another replica for one that is lost."""
+    spare = config.planner != "static" and config.mapping("a").replicas > 1
+    return [one for one in SCENES if len(config.pipelines) > 1 and (spare or "broken" not in one.devices)]
+
+
+class Mortal(Devices):
+    """Devices that hear nothing any more of the ranks of a dead pipeline."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.dead: set[str] = set()
+
+    def take(self) -> list[Event]:
+        return [event for event in super().take() if event.get("who") not in self.dead]
+
+
+class Trigger:
+    """Posts a scene's events when its row comes: a watcher of the ledger."""
+
+    def __init__(self, scene: Scene, runner: Runner, devices: Mortal) -> None:
+        self.scene = scene
+        self.runner = runner
+        self.devices = devices
+        self.posted = not scene.then
+
+    def see(self, row: Row) -> None:
+        name, ids = self.scene.at
+        if not self.posted and row.name == name and ids.items() <= row.ids.items():
+            self.posted = True
+            self.runner.inbox += self.scene.then
+            self.devices.dead |= {event.who for _, event in self.scene.then if event.name == "died"}
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------------
+
+
+def run(config: ShareConfig, scene: Scene | None = None) -> Simulation:
+    """The pipelines and their desk until all have ended, or are stuck."""
+    clock, systems, cores, first = VirtualClock(), dict[str, System](), dict[str, Any](), list[Row]()
+    late = 3 * max(getattr(config, name) for name in OF_THE_DESK) / 1000
+    for name in config.pipelines:
+        one, of = pipeline_config(config, name), config.mapping(name)
+        plan, times = settings(one), durations(one)
+        systems[name] = System(clock, times, replicas=of.replicas, pipeline=name)
+        for replica in systems[name].replicas.values():
+            replica.gone = True  # asleep: the desk wakes the first
+        cores[name] = member(config, name)
+        first += [Row(event, 0.0, {**ids, "pipeline": name}) for event, ids in opening(plan)]
+        late += (
+            LATE * one.steps * one.groups * (one.group * one.answer[1] * times.token_s + times.train_s + times.sync_s)
+        )
+    cores[DESK] = load_callable(config.scheduler)(replace(config, **(scene.limits if scene else {})))
+    ports = dict.fromkeys([one for one in ADDRESSES if one != DESK], Ports(systems))
+    meters = {name: Meter() for name in config.pipelines}
+    logs = Ports({name: Log(meter, silent) for name, meter in meters.items()})
+
+    def watched(runner: Runner) -> None:
+        triggers = [] if scene is None else [Trigger(scene, runner, devices)]
+        runner.ledger = Watched(runner.ledger, *(OfPipeline(name, one) for name, one in meters.items()), *triggers)
+
+    devices = Mortal(clock, systems, **(scene.devices if scene else {}))
+    done = simulate(cores, {**ports, "log": logs}, clock, devices, until_s=late, prepare=watched)
+    done.rows[:0] = first
+    return done

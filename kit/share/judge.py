@@ -1,0 +1,448 @@
+"""The checks of a ledger of leases. Each counts violations from the rows alone and names the first; it does not matter who wrote it.
+
+A check raises `Missing` (null) where the ledger lacks an event that it needs, and names it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kit.loop.messages import numbers
+from kit.results.verdict import Measured, Missing, NotMeasured, Unjudged
+from kit.share.books import RUNS_ON, Books, Ledger, Row
+from kit.share.specified import grants_due, off_balance, specified
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["CHECKS", "Ledger", "pipeline_rows"]
+
+Finding = Generator[str, None, str]  # yields violations, returns what was judged
+CHECKS: dict[str, Callable[[Ledger], Measured]] = {}
+
+
+def of_ledger(rule: Callable[[Ledger], Finding]) -> Callable[[Ledger], Measured]:
+    """A rule as a check, listed in `CHECKS`."""
+    CHECKS[rule.__name__] = as_check(rule)
+    return CHECKS[rule.__name__]
+
+
+def as_check(rule: Callable[[Ledger], Finding]) -> Callable[[Ledger], Measured]:
+    """A rule that counts violations. What keeps it from going on counts only if it found no violation before."""
+
+    @functools.wraps(rule)
+    def check(ledger: Ledger) -> Measured:
+        found: list[str] = []
+        finding = rule(ledger)
+        try:
+            while True:
+                found.append(next(finding))
+        except StopIteration as end:
+            judged = str(end.value)
+        except (NotMeasured, Unjudged):
+            if not found:
+                raise
+        except (KeyError, ValueError, IndexError) as error:
+            if not found:
+                raise Unjudged(f"rows of the ledger contradict each other or lack an id: {error!r}") from error
+        if not found:
+            return Measured(0.0, judged)
+        return Measured(float(len(found)), found[0] + (f"; {len(found) - 1} more" if len(found) > 1 else ""))
+
+    return check
+
+
+def need(ledger: Ledger, *events: str) -> list[Row]:
+    rows = ledger.of(*events)
+    if not rows:
+        raise Missing(f"the ledger has no {' or '.join(f'`{event}`' for event in events)} event")
+    return rows
+
+
+def pipeline_rows(rows: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
+    """The rows of one pipeline's own core: what the checks of `stream` judge in a ledger with a desk.
+
+    A release and a request that were one operation are two rows again. Its core begins when it is admitted.
+    """
+    found: list[Mapping[str, Any]] = []
+    inside = False
+    for row in rows:
+        inside = row["core"] == name if "core" in row else inside
+        if inside and "release" in row:
+            found.append({**row, "event": "release", "kind": row["release"]})
+        if inside and row["event"] == "admitted":
+            found = [{"event": "begins", "time": row["time"], "core": name}]
+        elif inside and row.get("to") != name:
+            found.append(row)
+    return found
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------------
+
+
+@of_ledger
+def one_owner(ledger: Ledger) -> Finding:
+    """Has every device at most one owner at any time, by the leases and by what was seen on the device?"""
+    need(ledger, "expand", "granted")
+    count, seen = 0, dict[int, str]()
+    for row, books in ledger.replay():
+        is_grant = row.event == "granted" and row["kind"] != "generation" and (row.who, row.cluster) not in books.held
+        if is_grant or row.event == "expand":
+            count += 1
+            owners = books.owners()
+            for device in numbers(str(row["devices"])):
+                if others := [one for one in owners.get(device, []) if one != f"{row.cluster} of {row.who}"]:
+                    yield f"{row}: device {device} belongs to {others[0]}"
+        elif row.event == "taken":
+            if seen.get(row["device"], row.who) != row.who:
+                yield f"{row}: device {row['device']} is still held by {seen[row['device']]}"
+            seen[row["device"]] = row.who
+        elif row.event == "freed" and seen.get(row["device"]) == row.who:
+            del seen[row["device"]]
+        elif row.event in ("died", "gone"):
+            seen = {device: name for device, name in seen.items() if name != row.who}
+    return f"{count} times devices were given, {ledger.limit('devices', 0)} devices"
+
+
+@of_ledger
+def shrink_before_expand(ledger: Ledger) -> Finding:
+    """Do all shrinks of a cycle end before its first expand and its first grant?"""
+    count = 0
+    need(ledger, "plan")
+    for row, books in ledger.replay():
+        given = row.event == "granted" and row["kind"] != "generation" and (row.who, row.cluster) not in books.held
+        if row.event == "expand" or given:
+            count += 1
+            for name, replica in sorted(books.sleeping)[:1]:
+                yield f"{row}: replica {replica} of {name} has not gone to sleep"
+    return f"{count} expands and grants"
+
+
+@of_ledger
+def devices_conserved(ledger: Ledger) -> Finding:
+    """Is every device either idle or owned, by the desk's own word and by the leases?"""
+    rows = [row for row in need(ledger, "plan", "commit") if "idle" in row.ids]
+    if not rows:
+        raise Missing("no `plan` or `commit` event has the id `idle`")
+    last: Row | None = None
+    for row, books in ledger.replay():  # with the books after the row before
+        if last is not None and last.event in ("plan", "commit", "gone") and "idle" in last.ids:
+            stated, counted = set(numbers(str(last["idle"]))), books.idle()
+            if stated != counted:
+                yield f"{last} states that {sorted(stated)} are idle; by the leases {sorted(counted)} are"
+        last = row
+    return f"{len(rows)} times idle devices were counted"
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------------
+
+
+@of_ledger
+def no_request_lost(ledger: Ledger) -> Finding:
+    """Does every request end, to the desk as well as to a replica that fell asleep?"""
+    asked: dict[tuple[str, str], Row] = {}
+    count = len(need(ledger, "acquire"))
+    for row in ledger.rows:
+        if row.event == "acquire" and row.at not in ledger.refused:
+            given = asked.get((row.who, RUNS_ON.get(row.get("release", ""), row.get("release", ""))))
+            if given is not None and given["kind"] == row["release"]:
+                del asked[given.who, given.cluster]
+            asked[row.who, row.cluster] = row
+        elif row.event in ("granted", "error", "release", "planned_release"):
+            if row.event == "error" and row.get("of") == ledger.desk:
+                asked = {key: one for key, one in asked.items() if key[0] != row.who}
+            elif row.event in ("granted", "planned_release") or row.get("of", "acquire") == "acquire":
+                one = asked.get((row.who, row.cluster))
+                if one is not None and one["kind"] == row.get("kind", "generation"):
+                    del asked[row.who, row.cluster]
+        elif row.event in ("gone", "died") and "replica" not in row.ids:
+            lost = [one for key, one in asked.items() if key[0] == row.who and row.event == "gone"]
+            yield from (f"{one} has no answer, and the pipeline is gone (row {row.at})" for one in lost)
+            asked = {key: one for key, one in asked.items() if key not in {(one.who, one.cluster) for one in lost}}
+    if ledger.of("ended"):
+        yield from (f"{one} has no answer" for one in asked.values())
+    yield from _samples(ledger)
+    return f"{count} requests"
+
+
+def _samples(ledger: Ledger) -> Iterator[str]:
+    """Requests to replicas: one that was in flight when its replica left is sent again, or its group ends."""
+    flying: dict[tuple[str, Any, Any], tuple[int, Row]] = {}
+    stranded: dict[tuple[str, Any, Any], tuple[Row, Row]] = {}
+    for row in ledger.rows:
+        key = row.who, row.get("group"), row.get("sample")
+        if row.event == "sent":
+            flying[key] = row["replica"], row
+            stranded.pop(key, None)
+        elif row.event in ("completed", "cancelled", "failed") and "sample" in row.ids:
+            flying.pop(key, None)
+        elif row.event in ("cleared", "aborted", "evicted", "dropped", "failed", "replaced") and "group" in row.ids:
+            stranded = {one: pair for one, pair in stranded.items() if one[:2] != key[:2]}
+        elif row.event in ("left", "shrink"):  # what was sent between the two is stranded as well
+            gone = {
+                one: (sent, row)
+                for one, (replica, sent) in flying.items()
+                if (one[0], replica) == (row.who, row["replica"])
+            }
+            stranded |= gone
+            flying = {one: value for one, value in flying.items() if one not in gone}
+        elif row.event == "died" and "replica" not in row.ids:
+            stranded = {one: pair for one, pair in stranded.items() if one[0] != row.who}
+    ended = {row.who for row in ledger.of("ended")}
+    limit = ledger.limit("request_ms", 60_000) / 1000
+    yield from (
+        f"{sent} was never sent again after its replica left (row {left.at})"
+        for key, (sent, left) in stranded.items()
+        if key[0] in ended or ledger.rows[-1].time - left.time > limit
+    )
+
+
+@of_ledger
+def routed_to_awake(ledger: Ledger) -> Finding:
+    """Are requests sent only to replicas that are awake and have the current weights?"""
+    sent = need(ledger, "sent")
+    awake: defaultdict[str, set[int]] = defaultdict(set)
+    told: defaultdict[str, set[int]] = defaultdict(set)  # that the pipeline must not send there any more
+    published: set[tuple[str, int]] = set()
+    for row in ledger.rows:
+        one = row.get("replica")
+        if row.event == "joined":
+            awake[row.who].add(one)
+            told[row.who].discard(one)
+        elif row.event in ("shrink", "shrunk", "died"):
+            awake[row.who].discard(one)
+            published.discard((row.who, one))
+        elif row.event == "published":
+            published.add((row.who, one))
+        elif row.event == "sent" and (one not in awake[row.who] or (row.who, one) not in published):
+            yield f"{row}: the replica {'is asleep' if one not in awake[row.who] else 'has no weights'}"
+    return f"{len(sent)} requests"
+
+
+@of_ledger
+def priority_kept(ledger: Ledger) -> Finding:
+    """Does no request wait for devices that it could have, while others get devices, and who came first comes first?"""
+    plans = need(ledger, "plan")
+    for row, books in ledger.replay():
+        if row.event == "plan":
+            granted = {(name, cluster) for name, cluster, _ in ops(row, "grants")}
+            could = grants_due(books)
+            for key in could:
+                if key not in granted:
+                    kind = books.waiting[key][0]
+                    yield f"{row}: {kind} of {key[0]} could have its devices and waits; {sorted(granted)} were granted"
+            for name, cluster in granted - {*could}:
+                yield f"{row}: {name}.{cluster} is granted before its turn, or without all of its devices"
+    for row, books in ledger.turns():
+        if books.plan is None and books.waiting:
+            for name, cluster in grants_due(books):
+                yield f"{row}: {name}.{cluster} could have its devices, and no plan is made"
+    return f"{len(plans)} plans"
+
+
+@of_ledger
+def no_starvation(ledger: Ledger) -> Finding:
+    """Does nobody who needs devices wait for them longer than a request may?"""
+    limit = ledger.limit("request_ms", 0) / 1000
+    if not limit:
+        raise Missing("the ledger has no `limits` event with `request_ms`")
+    longest, since = 0.0, dict[str, float]()
+    reported: set[tuple[str, Any]] = set()
+    for row, books in ledger.replay():
+        if row.event == "expired":
+            yield f"{row}: the request waited for {limit:g} s"
+        for (name, cluster), (kind, number, _, begun) in books.waiting.items():
+            longest = max(longest, row.time - begun)
+            if row.time - begun > limit * 1.001 and (name, number) not in reported:
+                reported.add((name, number))
+                yield f"{row}: {kind} of {name} waits for {cluster} since {row.time - begun:.3f} s (limit {limit:g} s)"
+        needy = {name for name in books.clusters if is_needy(books, name)}
+        since = {name: since.get(name, row.time) for name in needy}
+        for name, begun in since.items():
+            longest = max(longest, row.time - begun)
+            if row.time - begun > limit and (name, begun) not in reported:
+                reported.add((name, begun))
+                yield f"{row}: {name} has demand and no replica since {row.time - begun:.3f} s (limit {limit:g} s)"
+    return f"longest wait {longest:.3f} s, limit {limit:g} s"
+
+
+def is_needy(books: Books, name: str) -> bool:
+    """It generates, or waits to, has work left by its own word (or gives none), and has no replica."""
+    done, target = books.progress(name)
+    waits = (name, "generation") in books.waiting
+    wants = waits or (name in books.generating and (target > done or not target))
+    return wants and name not in books.leaving and not books.active.get(name)
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------------
+
+
+def ops(row: Row, which: str) -> list[tuple[str, str, tuple[int, ...]]]:
+    """The operations of a plan: "a.generation:0,1 b.trainer:3"."""
+    found = []
+    for text in str(row.get(which, "")).split():
+        where, _, some = text.rpartition(":")
+        name, _, cluster = where.rpartition(".")
+        found.append((name, cluster, numbers(some)))
+    return found
+
+
+@of_ledger
+def plan_valid(ledger: Ledger) -> Finding:
+    """Is every plan possible: whole bundles, active ones shrink and inactive ones wake, and no device is freed or given twice?"""
+    plans = need(ledger, "plan")
+    for row, books in ledger.replay():
+        if row.event == "plan":
+            yield from (f"{row}: {wrong}" for wrong in impossible(row, books))
+        elif row.event == "expand" and set(numbers(str(row["devices"]))) != books.bundle(row.who, row["replica"]):
+            yield f"{row} takes the devices {row['devices']}; its bundle is {sorted(books.bundle(row.who, row['replica']))}"
+        elif row.event == "granted" and row["kind"] != "generation":
+            mapping = sorted(books.clusters[row.who][row.cluster])
+            if sorted(numbers(str(row["devices"]))) != mapping:
+                yield f"{row} gives the devices {row['devices']}; its mapping is {mapping}"
+    return f"{len(plans)} plans"
+
+
+def impossible(row: Row, books: Books) -> Iterator[str]:
+    free, freed, given = books.idle(), set[int](), set[int]()
+    for which in ("shrinks", "grants", "expands"):
+        keys = [(name, cluster) for name, cluster, _ in ops(row, which)]
+        yield from (
+            f"{name}.{cluster} is twice in the {which}" for name, cluster in {*keys} if keys.count((name, cluster)) > 1
+        )
+    for name, _, replicas in ops(row, "shrinks"):
+        for replica in replicas:
+            if replica not in books.active.get(name, ()):
+                yield f"replica {replica} of {name} shrinks, and is not active"
+                continue
+            if books.bundle(name, replica) & freed:
+                yield f"replica {replica} of {name} frees devices a second time"
+            freed |= books.bundle(name, replica)
+    free |= freed
+    wanted = [(f"{name}.{cluster}", set(some)) for name, cluster, some in ops(row, "grants")]
+    for name, _, replicas in ops(row, "expands"):
+        for replica in replicas:
+            if replica in books.active.get(name, ()) or (name, replica) in books.dead | books.out:
+                yield f"replica {replica} of {name} expands, and is active, removed or dead"
+            elif replica not in books.replicas(name):
+                yield f"replica {replica} of {name} expands; it has {len(books.replicas(name))}"
+            else:
+                wanted.append((f"replica {replica} of {name}", {*books.bundle(name, replica)}))
+    for what, devices in wanted:
+        if lack := sorted((devices - free) | (devices & given)):
+            yield f"{what} gets the devices {lack}, which are not free"
+        given |= devices
+
+
+@of_ledger
+def plan_as_specified(ledger: Ledger) -> Finding:
+    """Does an independent planner make the same plans?"""
+    plans = need(ledger, "plan")
+    if ledger.limits.get("planner", "gap-ratio") != "gap-ratio":
+        raise NotMeasured(f"the planner {ledger.limits['planner']} is not the one that is specified")
+    for row, books in ledger.replay():
+        if row.event == "plan":
+            wanted = specified(books)
+            found = [
+                {(name, one) for name, _, some in ops(row, which) for one in some} for which in ("shrinks", "expands")
+            ]
+            if found != [wanted.shrinks, wanted.expands]:
+                yield (
+                    f"{row} shrinks {sorted(found[0])} and expands {sorted(found[1])}; "
+                    f"specified are {sorted(wanted.shrinks)} and {sorted(wanted.expands)}"
+                )
+    return f"{len(plans)} plans"
+
+
+@of_ledger
+def fair_share(ledger: Ledger) -> Finding:
+    """Are devices moved whenever shares are more than 10 points off, and moving helps?"""
+    need(ledger, "plan")
+    if ledger.limits.get("planner", "gap-ratio") != "gap-ratio":
+        raise NotMeasured(f"the planner {ledger.limits['planner']} does not share by demand")
+    count = 0
+    for row, books in ledger.turns():
+        if books.plan is None and off_balance(books):
+            count += 1
+            wanted = specified(books)
+            if wanted.shrinks or wanted.expands:
+                yield f"{row}: shares are off balance, and expanding {sorted(wanted.expands)} would help"
+    return f"{count} times shares were off, and nothing could be moved"
+
+
+# -- operations -------------------------------------------------------------------------------------------------------------
+
+
+@of_ledger
+def planned_release_once(ledger: Ledger) -> Finding:
+    """Is every planned release answered once, and does every replica sleep once for it?"""
+    open_: defaultdict[str, list[Row]] = defaultdict(list)
+    count = 0
+    for row, books in ledger.replay():
+        asks = row.event == "planned_release" or (row.event == "release" and row.cluster == "generation")
+        if (
+            asks
+            and row.who in books.clusters
+            and row.at not in ledger.refused
+            and (row.who, "generation") not in books.held
+        ):
+            open_[row.who].append(row)
+            count += 1
+        elif row.event == "released":
+            if not open_[row.who]:
+                yield f"{row}: nobody waits for it"
+            open_[row.who] = open_[row.who][1:]
+            if books.active.get(row.who):
+                yield f"{row}: replicas {sorted(books.active[row.who])} are active"
+        elif row.event == "left" and row["replica"] not in books.active.get(row.who, ()):
+            yield f"{row}: the replica is not active"
+        elif row.event == "error" and row.get("of") == ledger.desk:
+            open_.pop(row.who, None)
+    if not count:
+        raise Missing("the ledger has no `planned_release` or `release` of generation")
+    yield from (f"{row} has no answer" for rows in open_.values() for row in rows if ledger.of("ended"))
+    return f"{count} planned releases"
+
+
+@of_ledger
+def admission(ledger: Ledger) -> Finding:
+    """Does a pipeline start after the first hand-over of the one before, which trains on once it is set up, limits aside?"""
+    rows = need(ledger, "admitted")
+    staggered = ledger.limit("admission_ms", 0) > 0
+    for row, books in ledger.replay():
+        names = list(books.clusters)
+        if row.who not in names:
+            continue
+        at = names.index(row.who)
+        if row.event in ("queued", "granted") and row.who not in books.admitted:
+            yield f"{row}: the pipeline has not been admitted"
+        elif row.event == "admitted" and staggered and at and row.who not in books.admitted:
+            before = names[at - 1]
+            if before not in books.handed_over | books.closing and (row.who, "starts") not in books.over:
+                yield f"{row}: {before} has not handed over, and the limit is not reached"
+        elif row.event == "queued" and staggered and row["kind"] == "training" and row.who in books.handed_over:
+            for after in names[at + 1 :][:1]:
+                if after not in books.set_up | books.closing and (row.who, "trains") not in books.over:
+                    yield f"{row}: {after} is not set up, and the limit is not reached"
+    return f"{len(rows)} pipelines"
+
+
+@of_ledger
+def progress_ended(ledger: Ledger) -> Finding:
+    """Does the desk count each stream of progress clamped, and none that has ended? Is each ended?"""
+    plans = [row for row in need(ledger, "plan") if "demand" in row.ids]
+    if not plans:
+        raise Missing("no `plan` event has the id `demand`")
+    for row, books in ledger.replay():
+        if row.event == "plan" and "demand" in row.ids:
+            stated = {text.rpartition(":")[0]: int(text.rpartition(":")[2]) for text in str(row["demand"]).split()}
+            sums = {name: books.progress(name) for name in books.clusters if books.streams.get(name)}
+            counted = {name: target - done for name, (done, target) in sums.items()}
+            if stated != counted:
+                yield f"{row} counts the demand {stated}; by the reports it is {counted}"
+        elif row.event == "unregister" and books.streams.get(row.who) and row.at not in ledger.refused:
+            yield f"{row}: its progress of {', '.join(books.streams[row.who])} has not ended"
+    return f"{len(plans)} plans"

@@ -1,0 +1,336 @@
+"""Plans. A cycle plans releases, then requests by precedence, then shares what is left among those that generate.
+
+A planner decides the last part: it gets a view and calls `shrink` and `expand` on it. `gap-ratio` gives each pipeline devices in proportion
+to what is left of its step; `fifo` gives all to the first that came; `static` gives each an equal part, for ever.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kit.share.state import GENERATION, Op, Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from kit.share.state import Fields, Request
+
+
+@dataclass(slots=True)
+class Share:
+    """One pipeline's generation. `completed` and `target` are its progress, `asks` the target of its pending request, -1 without one.
+
+    `touched` are replicas that this cycle has shrunk or activated, and those that are lost: they stay as they are.
+    """
+
+    name: str
+    tp: int
+    bundles: tuple[frozenset[int], ...]
+    active: set[int]
+    touched: set[int]
+    completed: int = 0
+    target: int = 0
+    asks: int = -1
+    since: int = -1  # its place in the order of arrival, -1: it has neither request nor lease
+
+    @property
+    def free(self) -> Iterator[int]:
+        """Replicas that may be activated, in order."""
+        return (one for one in range(len(self.bundles)) if one not in self.active and one not in self.touched)
+
+    @property
+    def remaining(self) -> int:
+        return max(self.target - min(self.completed, self.target), 0) + max(self.asks, 0)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is progress or an estimate; without either a pipeline is not considered."""
+        return self.target > 0 or self.asks > 0
+
+    @property
+    def is_eligible(self) -> bool:
+        return self.since >= 0 or bool(self.active)
+
+    @property
+    def percent(self) -> float:
+        return self.remaining / (self.target or self.asks)
+
+
+class View:
+    """What a planner may look at and do. `shares` are in order of registration, `idle` is what no plan has given away.
+
+    `names` are all pipelines that are expected, those that have left or not come yet included.
+    """
+
+    def __init__(self, shares: Iterable[Share], idle: Iterable[int], devices: int, names: tuple[str, ...] = ()) -> None:
+        self.names = names
+        self.shares = {share.name: share for share in shares}
+        self.idle = set(idle)
+        self.devices = devices
+        self.shrunk: list[tuple[str, int]] = []
+        self.expanded: list[tuple[str, int]] = []
+
+    def shrink(self, name: str, replica: int) -> None:
+        share = self.shares[name]
+        share.active.discard(replica)
+        share.touched.add(replica)
+        self.idle |= share.bundles[replica]
+        self.shrunk.append((name, replica))
+
+    def expand(self, name: str, replica: int) -> None:
+        share = self.shares[name]
+        share.active.add(replica)
+        share.touched.add(replica)
+        self.idle -= share.bundles[replica]
+        self.expanded.append((name, replica))
+
+
+Planner = Callable[[View], object]
+
+
+# -- gap-ratio ------------------------------------------------------------------------------------------------------------
+
+
+class Gaps:
+    """Shares of the budget in whole numbers, so that equal ones are equal: everything is multiplied by `weight` x `budget`.
+
+    share = remaining x tp / weight, with the weight summed over the eligible; budget = idle and active devices of all that are known;
+    bundles = floor(share x budget / tp + 0.5), at least one; gap = share - what it has of the budget.
+    """
+
+    def __init__(self, view: View) -> None:
+        self.known = [share for share in view.shares.values() if share.is_known]
+        self.eligible = [share for share in self.known if share.is_eligible]
+        self.weight = sum(share.remaining * share.tp for share in self.eligible)
+        self.budget = len(view.idle) + sum(len(share.active) * share.tp for share in self.known)
+        self.bundles = {share.name: self.target(share) for share in self.eligible}
+
+    def target(self, share: Share) -> int:
+        doubled = 2 * share.remaining * self.budget + self.weight
+        return max(1, doubled // (2 * self.weight) if self.weight else 0)
+
+    def gap(self, share: Share) -> int:
+        return share.remaining * share.tp * self.budget - len(share.active) * share.tp * self.weight
+
+    def lacks(self, share: Share) -> bool:
+        return len(share.active) < self.bundles[share.name]
+
+    def order(self, share: Share) -> tuple[float, int, str]:
+        """The largest relative gap (gap / share) first, then the largest gap, then the name. Without demand it comes last."""
+        relative = len(share.active) / share.remaining if share.remaining else float("inf")  # 1 - relative gap, scaled
+        return relative, -self.gap(share), share.name
+
+    def spare(self, share: Share) -> int:
+        """Replicas that a pipeline above its share can give: it keeps its bundles, and at least one."""
+        return len(share.active) - self.bundles[share.name]
+
+
+def gap_ratio(view: View) -> None:
+    """Activate one replica after the other, each for the pipeline that lacks most, from idle devices, else from who has too many."""
+    gaps = Gaps(view)
+    waiting = [(gaps.order(share), share.name) for share in gaps.eligible if gaps.lacks(share)]
+    heapq.heapify(waiting)
+    starts: Counter[str] = Counter()
+    while waiting:  # each turn activates a replica that is not touched again, or drops a pipeline
+        _, name = heapq.heappop(waiting)
+        share = view.shares[name]
+        replica = idle_replica(view, share, starts)
+        donors: tuple[tuple[str, int], ...] = ()
+        if replica < 0:
+            replica, donors = from_donors(view, gaps, share)
+        if replica < 0:  # and none will become possible: a device that comes free was a donor's before
+            continue
+        for donor in donors:
+            view.shrink(*donor)
+        view.expand(name, replica)
+        if gaps.lacks(share):
+            heapq.heappush(waiting, (gaps.order(share), name))
+        if any(
+            not view.shares[who].bundles[one] <= share.bundles[replica] for who, one in donors
+        ):  # devices are left over
+            starts.clear()
+
+
+def idle_replica(view: View, share: Share, starts: Counter[str]) -> int:
+    """The first replica that idle devices alone can serve. Those before `starts` cannot, unless more devices become idle."""
+    for replica in range(starts[share.name], len(share.bundles)):
+        if share.bundles[replica] <= view.idle and replica not in share.active and replica not in share.touched:
+            starts[share.name] = replica + 1
+            return replica
+    starts[share.name] = len(share.bundles)
+    return -1
+
+
+def from_donors(view: View, gaps: Gaps, share: Share) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """A replica and those that sleep for it: whose owners have most of their work left, then the first."""
+    spare = {donor.name: left for donor in gaps.eligible if (left := gaps.spare(donor)) > 0}
+    if not spare:
+        return -1, ()
+    owners = {
+        device: (name, one)
+        for name in spare
+        for one in view.shares[name].active
+        for device in view.shares[name].bundles[one]
+    }
+    found = []
+    for replica in share.free:
+        missing = share.bundles[replica] - view.idle
+        if not missing <= owners.keys():
+            continue
+        donors = sorted({owners[device] for device in missing})
+        given = Counter(name for name, _ in donors)
+        if all(given[name] <= spare[name] for name in given):
+            percents = sorted(view.shares[name].percent for name, _ in donors)
+            found.append(([-percent for percent in percents], replica, tuple(donors)))
+    _, replica, chosen = min(found, default=((), -1, ()))
+    return replica, chosen
+
+
+# -- others ---------------------------------------------------------------------------------------------------------------
+
+
+def fifo(view: View) -> None:
+    """Who came first gets every replica that idle devices allow, and keeps them."""
+    for share in sorted(view.shares.values(), key=lambda one: one.since):
+        if share.since >= 0:
+            for replica in list(share.free):
+                if share.bundles[replica] <= view.idle:
+                    view.expand(share.name, replica)
+
+
+def static(view: View) -> None:
+    """The devices are cut into equal parts, one for each expected pipeline. Nobody generates outside its part, whoever has left."""
+    count, parts = len(view.names), {}
+    for share in view.shares.values():
+        at = view.names.index(share.name)
+        parts[share.name] = set(range(at * view.devices // count, (at + 1) * view.devices // count))
+        for replica in sorted(share.active):
+            if not share.bundles[replica] <= parts[share.name]:
+                view.shrink(share.name, replica)
+    for share in view.shares.values():
+        for replica in list(share.free) if share.since >= 0 else ():
+            if share.bundles[replica] <= parts[share.name] & view.idle:
+                view.expand(share.name, replica)
+
+
+PLANNERS: dict[str, Planner] = {"gap-ratio": gap_ratio, "fifo": fifo, "static": static}
+
+
+# -- a cycle --------------------------------------------------------------------------------------------------------------
+
+
+def make_plan(f: Fields, planner: Planner, devices: int, names: tuple[str, ...] = ()) -> Plan:
+    """Planned releases, requests other than generation by precedence, then generation by its planner."""
+    removes = tuple(sorted((name, GENERATION) for name, one in f.pipelines.items() if one.leaving and f.active(name)))
+    supply = Supply(f)
+    wanted = [request for request in f.asked_for() if request.kind != GENERATION]
+    grants = tuple(Op(one.pipeline, one.cluster, (), supply.needs(one)) for one in wanted if supply.meets(one))
+    view = View((share_of(f, name, supply.shrunk) for name in f.pipelines), supply.idle, devices, names)
+    planner(view)
+    return Plan(merged([*supply.shrunk, *view.shrunk]), grants, merged(view.expanded, supply.bundles), removes)
+
+
+class Supply:
+    """The devices that one plan can give to requests other than generation: idle ones, and those of replicas that it shrinks."""
+
+    def __init__(self, f: Fields) -> None:
+        self.f = f
+        self.bundles = {name: one.generation.bundles for name, one in f.pipelines.items()}
+        self.idle = set(f.idle)
+        self.kept: set[int] = set()
+        self.owners = f.replicas()
+        self.shrunk: list[tuple[str, int]] = []
+        for name, one in f.pipelines.items():
+            for replica in sorted(f.active(name)):
+                if one.leaving or replica in one.out:  # a planned release, or a resize
+                    self.shrink(name, replica)
+
+    def shrink(self, name: str, replica: int) -> None:
+        self.shrunk.append((name, replica))
+        for device in self.bundles[name][replica]:
+            self.idle.add(device)
+            del self.owners[device]
+
+    def needs(self, request: Request) -> frozenset[int]:
+        found: frozenset[int] = self.f.pipelines[request.pipeline].clusters[request.cluster].all
+        return found
+
+    def meets(self, request: Request) -> bool:
+        """All of its devices or none: replicas sleep for it only where that is enough.
+
+        Where it is not, later requests leave its devices alone, except those of pipelines that hold some already: these finish first.
+        """
+        devices = self.needs(request)
+        missing = devices - self.idle
+        leases = self.f.leases.items()
+        holds = any(name == request.pipeline and lease.kind != GENERATION for (name, _), lease in leases)
+        if (devices & self.kept and not holds) or not missing <= self.owners.keys():
+            self.kept |= devices
+            return False
+        for name, replica in sorted({self.owners[device] for device in missing}):
+            self.shrink(name, replica)
+        self.idle -= devices
+        return True
+
+
+def share_of(f: Fields, name: str, shrunk: list[tuple[str, int]]) -> Share:
+    """A pipeline's share as the earlier parts of the plan leave it."""
+    one, request, lease = f.pipelines[name], f.waits(name, GENERATION), f.leases.get((name, GENERATION))
+    request = request if request is not None and request.kind == GENERATION else None
+    since = -1 if one.leaving else lease.since if lease is not None else -1 if request is None else request.number
+    done, target = one.progress
+    touched = {replica for who, replica in shrunk if who == name}
+    active = f.active(name) - touched
+    lost = one.out | one.dead
+    if since < 0 or (lease is not None and lease.kind != GENERATION):  # nothing of it may start
+        lost = frozenset(range(len(one.generation.bundles))) - active
+    asks = -1 if request is None else request.target
+    return Share(
+        name, one.generation.tp, one.generation.bundles, set(active), touched | lost, done, target, asks, since
+    )
+
+
+def merged(
+    moves: list[tuple[str, int]], bundles: dict[str, tuple[frozenset[int], ...]] | None = None
+) -> tuple[Op, ...]:
+    """Moves of single replicas as one operation for each pipeline. An expand says the devices that it takes."""
+    found: dict[str, list[int]] = {}
+    for name, replica in moves:
+        found.setdefault(name, []).append(replica)
+    return tuple(
+        Op(
+            name,
+            GENERATION,
+            tuple(some),
+            frozenset().union(*(bundles[name][one] for one in some)) if bundles else frozenset(),
+        )
+        for name, some in sorted(found.items())
+    )
+
+
+def is_off_balance(f: Fields) -> bool:
+    """Whether someone who has demand has no replica; or, where nobody waits, whether the half that has completed least has more than
+    10 points more or less of the devices than of the demand.
+    """
+    waits = [one for one in f.requests if not one.held]
+    if any(one.kind == GENERATION for one in waits):
+        return True
+    rows = []
+    for (name, cluster), lease in f.leases.items():
+        if cluster != GENERATION or lease.kind != GENERATION:
+            continue
+        done, target = f.pipelines[name].progress
+        if target > done and not lease.active and not f.under_way(name):
+            return True
+        tp = f.pipelines[name].generation.tp
+        rows.append((done / target if target else 0.0, name, (target - done) * tp, len(lease.active) * tp))
+    if len(rows) < 2 or waits:
+        return False
+    demand, devices = sum(row[2] for row in rows), sum(row[3] for row in rows)
+    worse = sorted(rows)[: (len(rows) + 1) // 2]
+    off = abs(sum(row[2] for row in worse) * devices - sum(row[3] for row in worse) * demand)
+    return bool(10 * off > demand * devices)

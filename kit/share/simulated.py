@@ -1,0 +1,153 @@
+"""Devices on a virtual clock: replicas take time to sleep and to wake, and say when they hold a device. And the clock's alarms.
+
+A pipeline's own ports are given; a port that is told of sleep and wake (`Sleeper`) can be a `kit.stream.simulated.System`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from kit.loop.clock import Simulated, VirtualClock
+from kit.loop.ledger import Memory
+from kit.loop.messages import Command, Event, numbers
+from kit.loop.runner import Runner, Stalled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from kit.loop.runner import Core, Port
+
+    Answers = Iterable[tuple[float, Event]]
+
+
+class Sleeper(Protocol):
+    """What a pipeline's replicas do when one of them sleeps or wakes."""
+
+    def remove(self, number: int) -> None: ...
+    def add(self, number: int) -> None: ...
+
+
+class Devices(Simulated):
+    """The port "devices" of all pipelines, and "clock". `broken` replicas fail to wake; `hangs` name orders without an answer."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        sleepers: Mapping[str, Sleeper],
+        *,
+        desk: str = "desk",
+        sleep_s: float = 0.01,
+        wake_s: float = 0.02,
+        broken: Iterable[tuple[str, int]] = (),
+        hangs: Iterable[tuple[str, str, int]] = (),
+    ) -> None:
+        super().__init__(clock, {"shrink": self.shrink, "expand": self.expand, "after": self.after})
+        self.sleepers = dict(sleepers)
+        self.desk = desk
+        self.sleep_s = sleep_s
+        self.wake_s = wake_s
+        self.broken = set(broken)
+        self.hangs = set(hangs)
+
+    def after(self, command: Command) -> Answers:
+        yield command.ms / 1000, Event("alarm", command.pipeline, number=command.number)
+
+    def shrink(self, command: Command) -> Answers:
+        """The requests in flight have gone elsewhere before; then the memory comes down."""
+        name, replica = command.pipeline, command.replica
+        if name in self.sleepers:
+            self.sleepers[name].remove(replica)
+        if ("shrink", name, replica) not in self.hangs:
+            yield from self.each("freed", command, self.sleep_s)
+            yield self.sleep_s, Event("shrunk", self.desk, who=name, replica=replica)
+
+    def expand(self, command: Command) -> Answers:
+        name, replica = command.pipeline, command.replica
+        if (name, replica) in self.broken:
+            why = "it cannot allocate its memory"
+            yield self.wake_s, Event("error", self.desk, of="expand", who=name, replica=replica, why=why)
+        elif ("expand", name, replica) not in self.hangs:
+            yield from self.each("taken", command, 0.0)
+            if name in self.sleepers:
+                self.clock.after(self.wake_s, lambda: self.sleepers[name].add(replica))
+            yield self.wake_s, Event("expanded", self.desk, who=name, replica=replica)
+
+    def each(self, name: str, command: Command, seconds: float) -> Answers:
+        """A row for each device, as its observer writes it."""
+        for device in numbers(command.devices):
+            yield seconds, Event(name, self.desk, who=command.pipeline, device=device)
+
+
+class Script:
+    """A pipeline that does what is written: at each time (ms) one operation with its ids; `ended` ends it. Replicas sleep when told to."""
+
+    def __init__(self, name: str, *lines: tuple[int, str, dict[str, int | str]], desk: str = "desk") -> None:
+        self.name = name
+        self.lines = lines
+        self.desk = desk
+
+    def begin(self) -> tuple[int, tuple[Command, ...]]:
+        alarms = (Command("after", "clock", self.name, number=at, ms=line[0]) for at, line in enumerate(self.lines))
+        return 0, tuple(alarms)
+
+    def step(self, state: int, event: Event) -> tuple[int, tuple[Command, ...]]:
+        if event.name == "left":
+            return state, (Command("shrink", "devices", self.name, replica=event.replica, devices=event.devices),)
+        if event.name != "alarm":
+            return state, ()
+        _, name, ids = self.lines[event.number]
+        return state, (Command(name, "runner" if name == "ended" else self.desk, self.name, **ids),)
+
+
+class Ports:
+    """One address for several pipelines: a command goes to the port of its pipeline."""
+
+    def __init__(self, ports: Mapping[str, Port]) -> None:
+        self.ports = dict(ports)
+
+    def send(self, command: Command) -> Iterable[Event]:
+        return self.ports[command.pipeline].send(command)
+
+    def take(self) -> Iterable[Event]:
+        return [event for port in self.ports.values() for event in port.take()]
+
+
+class Simulation(NamedTuple):
+    """A simulated run: its ledger, how each core ended, and the runner."""
+
+    rows: Memory
+    ended: dict[str, Command]
+    runner: Runner
+
+    @property
+    def seconds(self) -> float:
+        return self.rows[-1].time
+
+
+def simulate(
+    cores: Mapping[str, Core[Any]],
+    ports: Mapping[str, Port],
+    clock: VirtualClock,
+    devices: Devices,
+    *,
+    until_s: float = 1e6,
+    prepare: Callable[[Runner], None] = lambda _: None,
+) -> Simulation:
+    """Run pipelines and their desk, at most so long: what has not ended then is missing in `ended`.
+
+    `prepare` may schedule what happens from outside: `clock.after(3.0, lambda: runner.post(Event("died", "desk", who="a")))`.
+    """
+
+    def stop() -> None:
+        raise Stalled(f"not ended after {until_s:g} s", ())
+
+    rows = Memory()
+    runner = Runner(
+        cores, {**ports, "devices": devices, "clock": devices}, clock=clock, ledger=rows, deadline_s=until_s
+    )
+    clock.after(until_s, stop)
+    prepare(runner)
+    with contextlib.suppress(Stalled):
+        runner.run()
+    return Simulation(rows, runner.ended, runner)

@@ -1,0 +1,285 @@
+"""What the desk knows: pipelines with their clusters, requests, leases, the plan under way. Frozen, hashable, without a clock."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from kit.errors import BadInput
+from kit.loop.ledger import NOTES
+from kit.loop.messages import Command, Id, Map
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GENERATION = "generation"
+# The first comes first. What each kind runs on, where a request does not name a cluster.
+KINDS = {
+    "initialisation": "trainer",
+    "training": "trainer",
+    "critic": "critic",
+    "logprobs": "trainer",
+    "reference": "reference",
+    "values": "critic",
+    GENERATION: GENERATION,
+}
+PRIORITY = {kind: number for number, kind in enumerate(KINDS)}
+CLUSTERS = tuple(dict.fromkeys(KINDS.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """`pipelines` are those to come: the desk ends when the last has left. A planner is one of ours by name, or `module:attr`.
+
+    Every wait has a limit: a request, a shrink or an expand, each side of the admission (0: all are admitted at once).
+    """
+
+    devices: int
+    pipelines: tuple[str, ...]
+    planner: str = "gap-ratio"
+    request_ms: int = 60_000
+    operation_ms: int = 60_000
+    admission_ms: int = 60_000
+    watchdog_ms: int = 5_000
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise BadInput(f"devices={self.devices} must be at least 1")
+        if not self.pipelines or len(set(self.pipelines)) < len(self.pipelines):
+            raise BadInput(f"pipelines={self.pipelines} must be names, each once")
+        for name in ("request_ms", "operation_ms", "watchdog_ms"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name}={getattr(self, name)} must be at least 1: every wait has a limit")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices in the order of its ranks. Replica r of a generation cluster has the r-th bundle of `tp` devices."""
+
+    devices: tuple[int, ...]
+    tp: int = 1
+
+    @cached_property
+    def bundles(self) -> tuple[frozenset[int], ...]:
+        return tuple(frozenset(self.devices[at : at + self.tp]) for at in range(0, len(self.devices), self.tp))
+
+    @cached_property
+    def all(self) -> frozenset[int]:
+        return frozenset(self.devices)
+
+
+NO_CLUSTER = Cluster(())
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """`streams` are the reports of progress: (completed, target) by name. `out` are replicas that a resize removed, `dead` those that died.
+
+    `estimate` is the target of its last generation request, `moved` counts changes of its progress, `watched` those that the watchdog saw.
+    `waiters` are planned releases without an answer; `releasing` and `closing` say that its replicas must all sleep.
+    """
+
+    clusters: Map
+    asked: bool = False  # to be admitted
+    admitted: bool = False
+    set_up: bool = False  # it has asked for generation
+    handed_over: bool = False  # it has released the training of its first step
+    overdue: frozenset[str] = frozenset()  # sides of the admission that reached their limit
+    streams: Map = field(default_factory=Map)
+    estimate: int = 0
+    moved: int = 0
+    watched: int = -1
+    out: frozenset[int] = frozenset()
+    dead: frozenset[int] = frozenset()
+    releasing: bool = False
+    waiters: int = 0
+    closing: bool = False
+
+    @property
+    def generation(self) -> Cluster:
+        found: Cluster = self.clusters.get(GENERATION, NO_CLUSTER)
+        return found
+
+    @property
+    def leaving(self) -> bool:
+        return self.releasing or self.closing
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Completed and target, each stream clamped by itself, then summed."""
+        done = sum(min(completed, target) for completed, target in self.streams.values())
+        return done, sum(target for _, target in self.streams.values())
+
+    @property
+    def remaining(self) -> int:
+        done, target = self.progress
+        return target - done
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`target` is the demand that it adds while it waits. `held`: its turn has not come, for the admission of another pipeline.
+
+    `again`: the watchdog asks, so that nobody waits for an answer.
+    """
+
+    pipeline: str
+    cluster: str
+    kind: str
+    number: int
+    target: int = 0
+    held: bool = False
+    again: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.pipeline, self.cluster
+
+    @property
+    def precedence(self) -> tuple[int, int]:
+        """By priority; first in, first out within one."""
+        return PRIORITY[self.kind], self.number
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Devices of a cluster. One of generation has the bundles of its active replicas; without any it is suspended."""
+
+    kind: str
+    since: int
+    devices: frozenset[int] = frozenset()
+    active: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """What happens to one cluster: replicas that sleep or wake, or a whole cluster that is granted."""
+
+    pipeline: str
+    cluster: str
+    replicas: tuple[int, ...] = ()
+    devices: frozenset[int] = frozenset()
+
+    def __str__(self) -> str:
+        numbers = self.replicas or sorted(self.devices)
+        return f"{self.pipeline}.{self.cluster}:{','.join(map(str, numbers))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one cycle does. `removes` are leases of generation that end, once their replicas sleep."""
+
+    shrinks: tuple[Op, ...] = ()
+    grants: tuple[Op, ...] = ()
+    expands: tuple[Op, ...] = ()
+    removes: tuple[tuple[str, str], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.shrinks or self.grants or self.expands)
+
+
+@dataclass(slots=True)
+class Fields:
+    idle: frozenset[int] = frozenset()
+    pipelines: Map = field(default_factory=Map)  # Pipeline by name, in order of registration
+    requests: tuple[Request, ...] = ()  # in order of arrival
+    leases: Map = field(default_factory=Map)  # Lease by (pipeline, cluster)
+    plan: Plan | None = None  # the one that is carried out
+    sleeping: frozenset[tuple[str, int]] = frozenset()  # replicas with a shrink under way
+    waking: frozenset[tuple[str, int]] = frozenset()  # with an expand under way
+    due: bool = False  # something changed: a plan may find something to do
+    serial: int = 0
+    cycles: int = 0
+    alarms: Map = field(default_factory=Map)  # what an alarm is about, by its number
+    left: frozenset[str] = frozenset()  # pipelines that came and went
+    error: str = ""
+    closed: bool = False
+
+    def values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in NAMES)
+
+    def active(self, name: str) -> frozenset[int]:
+        lease = self.leases.get((name, GENERATION))
+        return lease.active if lease is not None and lease.kind == GENERATION else frozenset()
+
+    def under_way(self, name: str) -> bool:
+        """Whether a replica of this pipeline is falling asleep or waking up."""
+        return any(one[0] == name for one in (*self.sleeping, *self.waking))
+
+    def waits(self, name: str, cluster: str) -> Request | None:
+        return next((one for one in self.requests if one.key == (name, cluster)), None)
+
+    def asked_for(self) -> Iterator[Request]:
+        """Requests, the turn of which has come, by precedence."""
+        yield from sorted((one for one in self.requests if not one.held), key=lambda one: one.precedence)
+
+    def replicas(self) -> dict[int, tuple[str, int]]:
+        """The active replica on each device that generates."""
+        found: dict[int, tuple[str, int]] = {}
+        for (name, cluster), lease in self.leases.items():
+            if cluster == GENERATION and lease.kind == GENERATION:
+                bundles = self.pipelines[name].generation.bundles
+                found |= {device: (name, one) for one in lease.active for device in bundles[one]}
+        return found
+
+
+NAMES = tuple(Fields.__dataclass_fields__)
+
+
+class State(Fields):
+    """The fields, frozen."""
+
+    __slots__ = ()
+
+    def __init__(self, fields: Fields) -> None:
+        for name in NAMES:
+            object.__setattr__(self, name, getattr(fields, name))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FrozenInstanceError(f"a state does not change: {name}")
+
+    def __hash__(self) -> int:
+        return hash(self.values())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, State) and self.values() == other.values()
+
+
+class Turn(Fields):
+    """One event under way: the fields to write on, and the commands so far."""
+
+    __slots__ = ("commands", "desk", "settings")
+
+    def __init__(self, fields: Fields, settings: Settings, desk: str) -> None:
+        for name in NAMES:
+            setattr(self, name, getattr(fields, name))
+        self.settings = settings
+        self.desk = desk
+        self.commands: list[Command] = []
+
+    def say(self, name: str, who: str, **ids: Id) -> None:
+        """An event for a pipeline."""
+        self.commands.append(Command(name, who, who, **ids))
+
+    def order(self, name: str, who: str, **ids: Id) -> None:
+        """A command for a pipeline's replica."""
+        self.commands.append(Command(name, "devices", who, **ids))
+
+    def note(self, name: str, who: str, **ids: Id) -> None:
+        """A row of the ledger."""
+        self.commands.append(Command(name, NOTES, who, **ids))
+
+    def alarm(self, ms: int, *what: Id) -> None:
+        """An event `alarm` after that time. One that is about nothing any more changes nothing."""
+        self.serial += 1
+        self.alarms = self.alarms.put(self.serial, what)
+        self.commands.append(Command("after", "clock", self.desk, number=self.serial, ms=ms))
+
+    def change(self, name: str, **changes: Any) -> Pipeline:
+        changed: Pipeline = replace(self.pipelines[name], **changes)
+        self.pipelines = self.pipelines.put(name, changed)
+        return changed
+
+    def lease(self, key: tuple[str, str], **changes: Any) -> None:
+        self.leases = self.leases.put(key, replace(self.leases[key], **changes))

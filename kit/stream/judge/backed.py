@@ -1,0 +1,186 @@
+"""Notes against ports: the controller, which is judged, writes notes itself; what passed its ports is written by the runner.
+
+An event's row has the id `core`, a command's row the id `to`; a note has neither. A note without its event, and an event without its
+note, are violations, so that a controller cannot pass the other checks by what it says alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
+
+from kit.results.verdict import Missing
+from kit.stream.history import listed
+from kit.stream.judge.rules import counted, many
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kit.stream.history import Id, Ledger, Row
+    from kit.stream.judge.rules import Finding
+
+EVENTS = {"prompt", "exhausted", "started", "tokens", "completed", "cancelled", "left", "died", "published", "synced"}
+EVENTS |= {"granted", "done", "error", "logged", "logger_failed"}
+TO = {
+    **dict.fromkeys(("begin", "microbatch", "finish", "abort", "clear", "logprobs", "discard"), "trainer"),
+    **dict.fromkeys(("generate", "cancel"), "replica"),
+    **dict.fromkeys(("acquire", "release"), "desk"),
+    "sync": "sync",
+    "metrics": "log",
+    "next_prompt": "data",
+    "ended": "runner",
+}
+BEFORE = ("capacity", "resumed", "joined")  # written before the first event, the first two by who starts the controller
+
+
+@counted
+def notes_backed(ledger: Ledger) -> Finding:
+    """Is every note of the controller backed by what passed its ports, and is nothing that passed them without its note?"""
+    if not any("core" in row.ids for row in ledger.rows):
+        raise Missing("no row has the id `core`, which tells the events of ports from a controller's notes")
+    for rule in (_genuine, _prompts, _requests, _syncs, _trained, _selected, _cleared, _gone, _filtered):
+        yield from rule(ledger)
+    notes = sum(is_note(row) for row in ledger.rows)
+    return f"{many(notes, 'note')} against {many(len(ledger.rows) - notes, 'event')} and commands of ports"
+
+
+def is_note(row: Row) -> bool:
+    return not {"core", "to"} & row.ids.keys()
+
+
+def _genuine(ledger: Ledger) -> Iterator[str]:
+    """No note has the name of an event or of a command."""
+    begun = False
+    for row in ledger.rows:
+        begun = begun or ("core" in row.ids and row.event != "begins")
+        of_port = row.event in EVENTS or (row.event == "failed" and "sample" in row.ids)
+        if of_port and "core" not in row.ids:
+            yield f"{row}: no port reported it"
+        elif row.event in TO and "core" not in row.ids and row.get("to") != TO[row.event]:
+            yield f"{row}: it went to {row.get('to', 'no port')}, not to the port {TO[row.event]}"
+        elif row.event in BEFORE and begun and is_note(row):
+            yield f"{row}: written after the loop began"
+
+
+def _prompts(ledger: Ledger) -> Iterator[str]:
+    """A group is a prompt that the data gave. One prompt may be at hand when the loop ends."""
+    at_hand: dict[Id, Row] = {}
+    last = next(reversed(ledger.by_event["prompt"]), None)
+    for row in ledger.rows:
+        if row.event == "prompt":
+            at_hand[row["group"]] = row
+        elif row.event == "reserved" and at_hand.pop(row["group"], None) is None:
+            yield f"{row}: the data gave no such prompt"
+    for row in at_hand.values():
+        if row is last:
+            continue
+        yield f"{row}: the prompt never became a group"
+
+
+def _requests(ledger: Ledger) -> Iterator[str]:
+    """`sent` and `generate` come in pairs, and groups with unanswered requests never exceed the slots."""
+    slots = ledger.limit("slots")
+    ordered: dict[tuple[Id, ...], Row] = {}
+    open_: dict[tuple[Id, Id], Id] = {}  # the replica of each unanswered request
+    for row in ledger.rows:
+        about = tuple(row.get(name, "") for name in ("group", "sample", "replica", "attempt"))
+        if row.event == "generate":
+            ordered[about] = row
+            open_[row["group"], row["sample"]] = row["replica"]
+            groups = {group for group, _ in open_}
+            if slots is not None and len(groups) > slots:
+                yield f"{row}: {many(len(groups), 'group')} have unanswered requests, slots: {slots}"
+        elif row.event == "sent" and ordered.pop(about, None) is None:
+            yield f"{row}: no such request went to a replica"
+        elif row.event in ("left", "died"):
+            open_ = {key: replica for key, replica in open_.items() if replica != row.get("replica")}
+        elif "sample" in row.ids and (row.event in ("completed", "failed", "cancelled") or row.get("of") == "generate"):
+            key = row["group"], row["sample"]
+            if open_.get(key) == row.get("replica", open_.get(key)):
+                open_.pop(key, None)
+    for row in ordered.values():
+        yield f"{row}: a request without `sent`"
+
+
+def _syncs(ledger: Ledger) -> Iterator[str]:
+    stated, ordered = (Counter(row["version"] for row in ledger.by_event[name]) for name in ("sync_begin", "sync"))
+    for version in stated.keys() | ordered.keys():
+        if stated[version] != ordered[version]:
+            yield f"{stated[version]} `sync_begin` notes and {many(ordered[version], 'sync')} of version {version}"
+
+
+def _trained(ledger: Ledger) -> Iterator[str]:
+    """Trained is what was in a microbatch that the trainer carried out, in an update whose finish it carried out."""
+    fed: defaultdict[tuple[Id, int], set[Id]] = defaultdict(set)
+    unnoted: dict[tuple[Id, int], dict[Id, Row]] = {}
+    finished: set[Id] = set()
+    for row in ledger.rows:
+        of, update = row.get("of"), row.number("update", 0)
+        if row.event == "done" and of == "microbatch":
+            fed[row["step"], update] |= {*listed(row["groups"])}
+        elif row.event == "done" and of == "finish":
+            finished.add(row["step"])
+            unnoted[row["step"], update] = dict.fromkeys(fed.pop((row["step"], update), ()), row)
+        elif row.event == "abort":
+            fed = defaultdict(set, {key: groups for key, groups in fed.items() if key[0] != row["step"]})
+        elif row.event == "trained" and unnoted.get((row["step"], update), {}).pop(row["group"], None) is None:
+            yield f"{row}: the trainer carried out no update with the group"
+        elif row.event == "bumped" and row["step"] not in finished:
+            yield f"{row}: the trainer carried out no finish of the step"
+    for groups in unnoted.values():
+        for group, row in groups.items():
+            yield f"{row}: group {group} is in the weights, and no `trained` says so"
+
+
+def _selected(ledger: Ledger) -> Iterator[str]:
+    """The trainer is given what was selected, all of it or what else became of it, for one step at a time."""
+    chosen: defaultdict[Id, set[Id]] = defaultdict(set)
+    current: Id | None = None
+    for row in ledger.rows:
+        step = row.get("step")
+        if row.event == "selected":
+            if current not in (None, step):
+                yield f"{row}: step {current} is still open"
+            current = step
+            chosen[row["step"]].add(row["group"])
+        elif row.event in ("microbatch", "logprobs") and "to" in row.ids:
+            for group in {*listed(row["groups"])} - chosen[row["step"]]:
+                yield f"{row}: group {group} was not selected for the step"
+        elif row.event == "bumped":
+            trained = {one["group"] for one in ledger.by_event["trained"] if one["step"] == step}
+            left = {one for one in chosen[row["step"]] - trained if not ledger.ends(one)}
+            yield from (f"{row}: group {group} was selected, and not trained" for group in sorted(left, key=str))
+        current = None if row.event in ("abort", "bumped") and current == step else current
+
+
+def _cleared(ledger: Ledger) -> Iterator[str]:
+    carried: dict[tuple[Id, Id], Row] = {}
+    trained = {(row["step"], row["group"]) for row in ledger.by_event["trained"]}
+    for row in ledger.rows:
+        if row.event == "done" and row.get("of") == "clear":
+            mine = ((row["step"], group) for group in listed(row["groups"]))
+            carried |= {key: row for key in mine if key in trained}
+        elif row.event == "cleared" and carried.pop((row["step"], row["group"]), None) is None:
+            yield f"{row}: the trainer cleared no such rows of a trained group"
+    for (_, group), row in carried.items():
+        yield f"{row}: the rows of group {group} are gone, and no `cleared` says so"
+
+
+def _gone(ledger: Ledger) -> Iterator[str]:
+    """A group that is not trained leaves nothing on the trainer: where it has a complete sample, its rows are discarded or cleared."""
+    dropped = {row["group"] for row in ledger.by_event["discard"]}
+    dropped |= {group for row in ledger.by_event["clear"] for group in listed(row["groups"])}
+    for group, samples in ledger.samples.items():
+        for end in ledger.ends(group)[:1]:
+            done = [
+                row for one in samples.values() for row in one.completed if row.at < end.at and row.number("length", 1)
+            ]
+            if end.event != "cleared" and done and group not in dropped:
+                yield f"{end}: {many(len(done), 'complete sample')} of the group stay on the trainer"
+
+
+def _filtered(ledger: Ledger) -> Iterator[str]:
+    for row in ledger.by_event["filtered"]:
+        rewards = {one.completed[-1].get("reward") for one in ledger.samples[row["group"]].values() if one.completed}
+        if len(rewards) > 1:
+            yield f"{row}: its rewards vary ({', '.join(sorted(map(str, rewards)))})"

@@ -1,0 +1,85 @@
+"""`kit bench share`: what it reads from the records of a run, and the parts themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pandas as pd
+import pytest
+
+from kit.bench import share
+from kit.bench.session import Session, conduct, read_rows
+from kit.labs.share import tables
+from kit.results import Record
+from kit.results.run import to_frame
+from tests.labs.share.runs import make
+
+
+def frame_of(*rows: dict[str, Any]) -> Any:
+    head = {"run": "test", "lab": "share", "cycle": 3, "phase": "shared", "rank": 0, "unit": "s", "time": 1.0}
+    return to_frame(Record(**{**head, **row}) for row in rows)
+
+
+def test_a_switch_is_a_cycle_that_takes_from_one_and_gives_to_the_other(tmp_path: Path) -> None:
+    frame = make(tmp_path, phases=("shared",), memory=False).frame()
+    every = tables.switches(frame)
+    found = share.switched(frame)["total"]
+    across = [
+        row["total"]
+        for row in every.to_dict("records")
+        if row["shrinks"].startswith("a.") and row["expands"].startswith("b.")
+    ]
+    assert found == across
+    assert 0 < len(found) < len(every)
+
+
+def test_hashing_for_a_check_is_no_part_of_a_switch(tmp_path: Path) -> None:
+    run = make(tmp_path, phases=("shared",), memory=False)
+    plain = tables.switches(run.frame())
+    one = plain[plain["expands"].str.startswith("b.") & (plain["weights"] > 0)].iloc[0]
+    who = "b.replica " + one["expands"].rpartition(":")[2]
+    start = tables.ends(tables.ledger(run.frame(), "shared"))[0] + one["at"] + one["total"] - one["weights"]
+    ids = {"what": "check", "who": who}
+    head = {"run": run.id, "lab": "share", "cycle": 3, "phase": "shared", "rank": 5, "unit": "s", "time": 1.0}
+    spans = [
+        Record(**head, metric="handing_over", value=seconds, start=start, ids=ids)
+        for seconds in (one["weights"] / 2, one["weights"] / 4)  # two ranks of the replica, at the same time
+    ]
+    frame = pd.concat([run.frame(), to_frame(spans)], ignore_index=True)
+    table = tables.switches(frame)
+    assert table["check"].sum() == pytest.approx(one["weights"] / 2, abs=1e-5)
+    before = share.switched(run.frame())["total"]
+    assert sum(share.switched(frame)["total"]) == pytest.approx(sum(before) - one["weights"] / 2, abs=1e-5)
+
+
+def test_parts_of_a_switch_are_those_of_cycles_that_move_one_replica(tmp_path: Path) -> None:
+    frame = make(tmp_path, phases=("shared",), memory=False).frame()
+    table = tables.switches(frame)
+    found = share.of_parts(frame)
+    assert 0 < len(found["shrink"]) <= (table["shrinks"] != "").sum()
+    assert 0 < len(found["expand"]) == len(found["weights"]) <= (table["expands"] != "").sum()
+    assert all(value > 0 for seconds in found.values() for value in seconds)
+
+
+def test_owners_are_those_that_the_observer_counted() -> None:
+    row = {"metric": "seen_samples", "value": 50, "unit": "1"}
+    assert share.owners(frame_of({**row, "ids": {"two_owners": 3, "blind": 0}})) == (50, 3, False)
+    assert share.owners(frame_of({**row, "ids": {"two_owners": 0, "blind": 1}})) == (50, 0, True)
+
+
+def test_the_scheduler_has_a_row_for_each_size_and_question() -> None:
+    part = share.parts(share.Sizes(rounds=3, plans=1), "cpu")["scheduler"]
+    rows = list(part(cast("Session", None)))  # it needs no ranks
+    assert [(row.ids["tp"], row.limit) for row in rows] == [(1, 1.0), (1, 25.0), (8, 1.0), (8, 25.0)]
+    assert all(row.median for row in rows)
+
+
+@pytest.mark.slow
+def test_both_together_are_as_each_alone_and_no_device_has_two_owners(tmp_path: Path) -> None:
+    sizes = share.Sizes(steps=2)
+    assert conduct("share", sizes, only=["together"], device="cpu", out=tmp_path / "rows.jsonl") == 0
+    rows = read_rows(tmp_path / "rows.jsonl")["rows"]
+    assert [row["limit"] for row in rows] == [0.0, 0.0]
+    assert rows[0]["median"] == 0
+    assert rows[1]["median"] in (0, None)  # None: this kernel shows no locks of other processes

@@ -1,0 +1,83 @@
+"""`kit bench stream`: what it reads from the ledger of a run that learns, and the part itself on ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kit.bench import stream
+from kit.bench.session import conduct, read_rows
+from kit.stream.history import Ledger
+
+CONFIG = {"steps": 10, "seed": 1234, "numbers": 3}
+
+
+def rising(*, falls: bool = False) -> stream.Curve:
+    """Two groups of two samples a step; a step ends every second. Rewards rise from 0.1 to 0.55, and groups differ a little."""
+    rows: list[dict[str, Any]] = [{"event": "capacity", "time": 0.0}]
+    for step in range(10):
+        height = 0.1 + 0.05 * (9 - step if falls else step)
+        for group in (2 * step, 2 * step + 1):
+            for sample, more in enumerate((0.0, 0.02 * (group % 2))):
+                ids = {"group": group, "sample": sample, "version": max(0, step - 1), "newest": step}
+                rows.append(
+                    {"event": "completed", "time": step + 0.1, "reward": str(height + more), "length": 2, **ids}
+                )
+            rows.append({"event": "trained", "time": step + 0.5, "group": group, "step": step, "version": step})
+        rows.append({"event": "bumped", "time": step + 1.0, "step": step, "version": step + 1, "updates": step + 1})
+    return stream.Curve(Ledger(rows), CONFIG)
+
+
+def test_the_gain_is_that_of_the_last_fifth_over_the_first() -> None:
+    curve = rising()
+    assert curve.first == pytest.approx(0.13)
+    assert curve.gain == pytest.approx(0.4)
+    assert curve.error == pytest.approx((2 * 0.0026 / 3 / 4) ** 0.5)  # of two times four groups
+    assert curve.lag == pytest.approx(0.9)
+    assert rising(falls=True).gain < 0
+
+
+def test_a_reward_is_reached_in_steps_and_in_seconds() -> None:
+    curve = rising()
+    assert curve.ids(0.3) == pytest.approx(
+        {
+            "gain": 0.4,
+            "error": curve.error,
+            "constant": curve.constant,
+            "lag": 0.9,
+            "reached_steps": 6,
+            "reached_s": 6.0,
+        }
+    )
+    assert "reached_s" not in curve.ids(0.9)
+
+
+def test_the_best_constant_answer_has_the_right_form_and_is_sometimes_right() -> None:
+    assert 0.625 < rising().constant < 1.0  # 0.625: one digit and END, never the right digit
+
+
+@pytest.mark.slow
+def test_the_part_that_learns_has_a_row_for_each_staleness(tmp_path: Path) -> None:
+    sizes = stream.Sizes(learning_steps=5, seeds=1)
+    assert conduct("stream", sizes, only=["learns"], device="cpu", out=tmp_path / "rows.jsonl") == 0
+    rows = read_rows(tmp_path / "rows.jsonl")["rows"]
+    assert [(row["ids"]["staleness"], row["ids"]["correction"]) for row in rows] == [
+        (0, 1),
+        (1, 1),
+        (1, 0),
+        (4, 1),
+        (4, 0),
+    ]
+    assert [row["limit"] for row in rows] == [0.2, None, None, None, None]
+
+
+@pytest.mark.slow
+def test_the_paced_part_has_a_row_for_the_speed_up_and_one_for_exposed_generation(tmp_path: Path) -> None:
+    assert (
+        conduct("stream", stream.Sizes(paced_steps=2), only=["paced"], device="cpu", out=tmp_path / "rows.jsonl") == 0
+    )
+    rows = read_rows(tmp_path / "rows.jsonl")["rows"]
+    assert [row["n"] for row in rows] == [1, 1]
+    assert all("K=2; control: the plain loop" in row["note"] for row in rows)

@@ -1,0 +1,118 @@
+"""What a run on ranks records, made from a simulated ledger: leases, what observers saw, digests, losses. Then one thing is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from kit.labs.share import LAB
+from kit.labs.share.config import ShareConfig, pipeline_config
+from kit.labs.share.seen import devices_of
+from kit.labs.share.simulated import SCENES, run
+from kit.labs.stream.config import replica_model
+from kit.megatron.config import model_bytes
+from kit.results import Record, Verdict
+from kit.results.records import NOTEBOOK, new_row
+from kit.results.run import to_frame
+from kit.results.verdict import judge
+
+MIB = 2**20
+CONFIG = ShareConfig(layers=200, steps_a=2, steps_b=2)  # weights that can be seen in resident memory
+COUNTS = ("fds", "sockets", "threads", "children", "memfds", "shared_maps", "shm_files", "temp_files")
+OWNERS = [f"{name}.{role}" for name in "ab" for role in ("trainer", "replica 0", "replica 1")]
+Row = dict[str, Any]
+
+
+def rank_of(owner: str) -> int:
+    return OWNERS.index(owner)
+
+
+def records(config: ShareConfig = CONFIG) -> list[Row]:
+    """Every row of a right run, with its phase and rank."""
+    found = Found()
+    done = run(dataclasses.replace(config, simulated=True, ranks=0)).rows
+    died = run(dataclasses.replace(config, simulated=True, ranks=0), SCENES[1]).rows
+    for phase, rows in (("shared", done), ("rehearse", died)):
+        for row in rows:
+            found.add(phase, row.name, None, row.time, ids=row.ids)
+    add_devices(found, config, done)
+    for row in done:
+        name = str(row.ids.get("who", row.ids.get("pipeline", "")))
+        if row.name in ("shrunk", "published"):
+            rank, ids = (
+                rank_of(f"{name}.replica {row.ids['replica']}"),
+                {"replica": row.ids["replica"], "pipeline": name},
+            )
+        if row.name == "shrunk":
+            found.add("shared", "in_flight", 0.0, row.time, rank, unit="1", ids={**ids, "aborted": 3})
+        elif row.name == "published":
+            version = row.ids["version"]
+            found.add(
+                "shared", "served", None, row.time, rank, text=f"{name} {version}", ids={**ids, "version": version}
+            )
+    for name in config.pipelines:
+        for phase in (f"alone_{name}", "shared", *(["rehearse"] if name == "b" else [])):
+            for metric, value, text, ids in numbers_of(config, name):
+                found.add(
+                    phase, metric, value, 100.0, rank_of(f"{name}.trainer"), text=text, ids={**ids, "pipeline": name}
+                )
+    every = itertools.product(("prepare", "alone_a", "alone_b", "shared", "end"), range(6), ("groups", *COUNTS))
+    for phase, rank, metric in every:
+        found.add(phase, metric, 5.0, 200.0, rank, unit="1")
+    return found
+
+
+class Found(list[Row]):
+    """Rows as they are recorded."""
+
+    def add(self, phase: str, metric: str, value: float | None, when: float, rank: int = NOTEBOOK, **more: Any) -> None:
+        self.append({"phase": phase, "rank": rank, **new_row(metric, value, more.pop("unit", ""), when, **more)})
+
+
+def add_devices(found: Found, config: ShareConfig, rows: Any) -> None:
+    """Leases, and what observers saw of them."""
+    found.add("shared", "seen_samples", 100.0, 0.0, unit="1", ids={"two_owners": 0, "blind": 0})
+    for owner in OWNERS:
+        found.add("shared", "seen_resident", 300.0 * MIB, -1.0, unit="B", ids={"who": owner})
+    for owner, when, event in sorted(lease_events(rows), key=lambda one: (one[1], one[2] == "taken")):
+        seen = owner if event == "taken" else ""
+        for device in devices_of(config, owner):
+            ids = {"device": device, "event": event, "pipeline": owner[0]}
+            found.add("shared", "lease", None, when, rank_of(owner), text=owner, ids=ids)
+            found.add("shared", "seen_owner", float(bool(seen)), when, text=seen, unit="1", ids={"device": device})
+        size = model_bytes(replica_model(pipeline_config(config, owner[0])), ranks=1)["params"] * bool(seen)
+        found.add("shared", "seen_resident", 300.0 * MIB + size, when, unit="B", ids={"who": owner})
+
+
+def lease_events(rows: Any) -> Iterator[tuple[str, float, str]]:
+    """Replicas from the order to wake until they sleep, trainers from the grant until the release."""
+    for row in rows:
+        ids, name = row.ids, str(row.ids.get("who", row.ids.get("pipeline", "")))
+        if row.name == "expand":
+            yield f"{name}.replica {ids['replica']}", row.time, "taken"
+        elif row.name == "shrunk":
+            yield f"{name}.replica {ids['replica']}", row.time, "freed"
+        elif row.name == "granted" and ids["kind"] == "training" and ids.get("to") == name:
+            yield f"{name}.trainer", row.time, "taken"
+        elif row.name == "release" and ids["kind"] == "training" and ids.get("to") == "desk":
+            yield f"{name}.trainer", row.time, "freed"
+
+
+def numbers_of(config: ShareConfig, name: str) -> Iterator[tuple[str, float | None, str, dict[str, int]]]:
+    """What a pipeline computes."""
+    one = pipeline_config(config, name)
+    for version in range(one.steps + 1):
+        yield "digest", None, f"{name} {version}", {"version": version}
+    for step in range(one.steps):
+        yield "global_loss", 1 / (step + 3), "", {"step": step, "update": 0}
+        yield "grad_norm", 1 / (step + 7), "", {"step": step, "update": 0}
+    for group in range(one.steps * one.groups):
+        for sample in range(one.group):
+            yield "tokens_digest", None, f"{name} {group} {sample}", {"group": group, "sample": sample}
+
+
+def verdict_of(rows: list[Row], config: ShareConfig = CONFIG) -> Verdict:
+    frame = to_frame(Record(**{"run": "test", "lab": "share", "cycle": 1, **row}) for row in rows)
+    return judge(frame, dataclasses.asdict(config), LAB.load_checks())

@@ -1,0 +1,102 @@
+"""A fault's check sees that bug on simulated ranks, and passes without it. What else each bug breaks is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from kit.labs.definition import Fault
+from kit.labs.share import LAB, broken
+from kit.labs.share.config import ShareConfig
+from kit.labs.share.faults import OF_A_PIPELINE, OF_RANKS, OF_THE_DESK
+from kit.labs.share.ranks import broken as ranks
+from kit.labs.share.simulated import SCENES, run
+from tests.labs.share.conftest import failed, passed, simulated, why
+
+# What else a bug breaks, apart from the check that it is listed under.
+ALSO = {
+    "double-allocation": {"devices_conserved", "plan_as_specified", "plan_valid", "priority_kept"},
+    "expand-first": {"devices_conserved", "one_owner", "priority_kept"},
+    "lost-device": {"dead_pipeline_leaves", "fair_share", "no_deadlock", "no_starvation"},
+    "no-floor": {"fair_share", "plan_as_specified"},
+    "no-validation": {"devices_conserved", "one_owner", "plan_as_specified"},
+    "one-shot-generation": {"fair_share", "no_deadlock", "no_request_lost", "plan_as_specified"},
+    "waits-for-all": {"no_deadlock"},
+    "dead-coordinator": {
+        "devices_conserved",
+        "no_request_lost",
+        "no_starvation",
+        "plan_as_specified",
+        "plan_valid",
+        "planned_release_once",
+        "progress_ended",
+    },
+    "stale-routing": {"empty_set_suspends", "loops_right"},
+    "raises-when-empty": {"no_deadlock"},
+    "abort-never-signals": {"no_deadlock"},
+    "count-outside-lock": {"no_deadlock"},
+    "request-before-shell": {"loops_right", "no_deadlock"},
+}
+
+
+SIMULATED = (*OF_THE_DESK, *OF_A_PIPELINE)
+
+
+@pytest.mark.parametrize("fault", SIMULATED, ids=lambda fault: fault.name)
+def test_a_rule_with_a_bug_fails_its_check_and_hardly_another(fault: Fault) -> None:
+    verdict, error = simulated(fault.name, **fault.set)
+    assert {fault.check} <= failed(verdict) <= {fault.check} | ALSO.get(fault.name, set())
+    assert bool(error) == (fault.exit == 3)
+
+
+def test_without_a_bug_every_check_of_a_ledger_passes() -> None:
+    """In one run: the lab's pipelines, every script that exposes a fault, every rehearsed scene."""
+    verdict, error = simulated()
+    assert (failed(verdict), error) == (set(), "")
+    assert all(passed(verdict, fault.check) for fault in SIMULATED)
+    for check in ("same_numbers", "weights_after_wake", "peak_fits"):
+        assert passed(verdict, check) is None
+        assert "needs the records of ranks" in why(verdict, check)
+
+
+def test_every_rule_with_a_bug_is_listed_and_its_name_free() -> None:
+    assert {fault.name for fault in SIMULATED} == {*broken.SWAPS, *broken.DESKS}
+    assert {fault.name for fault in OF_RANKS} == {*ranks.REPLICAS, *ranks.TRAINERS, *ranks.OF_BOTH}
+    assert not {*broken.SWAPS} & broken.DESKS
+    assert len({fault.name for fault in LAB.faults}) == len(LAB.faults)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"scenario": "A"},
+        {"scenario": "F"},
+        {"planner": "fifo"},
+        {"planner": "static"},
+        {"window": 1, "admission_ms": 0},
+        {"steps_a": 1, "answer_b": (20, 60), "pace_ms": (5, 20), "train_pace_ms": (0, 50)},
+    ],
+    ids="-".join,
+)
+def test_other_settings_pass_too(config: dict[str, object]) -> None:
+    verdict, error = simulated(**config)
+    assert (failed(verdict), error) == (set(), "")
+
+
+def test_scenes_happen() -> None:
+    """Each scene ends as it should: who dies ends with an error, the others do not."""
+    config = ShareConfig(simulated=True)
+    ends = {}
+    for scene in SCENES:
+        done = run(config, scene)
+        ends[scene.name] = {name for name, one in done.ended.items() if one.why == "error"}
+        assert {*done.ended} == {"a", "b", "desk"}, scene.name
+    dead = [ends[scene.name] for scene in SCENES if " dies " in scene.name]
+    assert dead == [{"a"}, {"a"}, {"a"}, {"b"}]
+    assert ends["the desk fails"] == {"a", "b", "desk"}
+    assert [name for name, some in ends.items() if not some] == [
+        "a replica cannot wake",
+        "a resize to a replica that is gone",
+        "the second is set up while the first trains",
+    ]
+    notes = {row.name for row in run(config, SCENES[-2]).rows}
+    assert "admission_limit" in notes

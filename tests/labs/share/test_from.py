@@ -1,0 +1,152 @@
+"""`kit run share --from FILE`: files of rlix and NeMo-RL become settings; what cannot be is refused, what is unknown listed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kit.cli import Answer, main
+from kit.errors import BadInput
+from kit.labs.share.config import ShareConfig
+from kit.labs.share.foreign import settings_of
+
+# As pipelines of NeMo-RL under rlix are written: the job's settings are overrides, devices come twice.
+NEMO: dict[str, Any] = {
+    "pipeline_cls": "team.pipeline:Pipeline",
+    "nemo_config_overrides": [
+        "grpo.async_grpo.enabled=true",
+        "grpo.max_num_steps=6",
+        "policy.generation.vllm_cfg.tensor_parallel_size=1",
+        "+policy.generation.vllm_cfg.enforce_eager=true",
+        "policy.megatron_cfg.tensor_model_parallel_size=1",
+    ],
+    "train_device_mapping": [0],
+    "infer_device_mapping": [0, 1],
+    "num_gpus_per_node": 2,
+    "verify_model_after_sync": False,
+    "actor_train": {"device_mapping": [0], "offload_nccl": True},
+    "actor_infer": {"device_mapping": [0, 1], "strategy_args": {"strategy_config": {"sleep_level": 2}}},
+}
+# As pipelines of rlix's own kind are: devices as text, references within the file.
+ROLL: dict[str, Any] = {
+    "offload_nccl": True,
+    "max_steps": 3,
+    "async_generation_ratio": 1,
+    "model_update_transport": "cpu_serialize",
+    "model_update_buffer_size_mb": 100,
+    "actor_train": {
+        "offload_nccl": "${offload_nccl}",
+        "device_mapping": "[1, ]",
+        "strategy_args": {"strategy_config": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}},
+    },
+    "actor_infer": {
+        "offload_nccl": "${offload_nccl}",
+        "device_mapping": "list(range(0, 2))",
+        "strategy_args": {"strategy_config": {"tensor_parallel_size": 1, "sleep_level": 2}},
+    },
+    "rewards": {"math": {"world_size": 4}},
+}
+
+
+def changed(content: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**content, **changes}
+
+
+def test_two_files_become_two_pipelines() -> None:
+    found, unknown = settings_of({"one": NEMO, "two": ROLL})
+    assert found == {
+        "scenario": "B",
+        "devices": 2,
+        "train_a": [0],
+        "infer_a": [0, 1],
+        "train_b": [1],
+        "infer_b": [0, 1],
+        "tp": 1,
+        "infer_tp": 1,
+        "sleep_level": 2,
+        "steps_a": 6,
+        "steps_b": 3,
+        "window": 1,
+    }
+    ShareConfig(**{name: tuple(one) if isinstance(one, list) else one for name, one in found.items()})
+    assert unknown == [
+        "one: pipeline_cls",
+        "one: policy.generation.vllm_cfg.enforce_eager",
+        "two: rewards.math.world_size",
+    ]
+
+
+def test_one_file_is_one_pipeline() -> None:
+    found, _ = settings_of({"one": ROLL})
+    assert (found["scenario"], found["train_a"], found["devices"]) == ("A", [1], 2)
+    assert "train_b" not in found
+
+
+def test_a_loop_that_is_not_asynchronous_has_no_window() -> None:
+    assert settings_of({"one": changed(ROLL, async_generation_ratio=0)})[0]["window"] == 0
+    overrides = ["grpo.async_grpo.enabled=false"]
+    assert settings_of({"one": changed(NEMO, nemo_config_overrides=overrides)})[0]["window"] == 0
+    overrides = ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=3"]
+    assert settings_of({"one": changed(NEMO, nemo_config_overrides=overrides)})[0]["window"] == 3
+    assert "window" not in settings_of({"one": changed(NEMO, nemo_config_overrides=None)})[0]
+
+
+REFUSED = [
+    (changed(NEMO, actor_train={"device_mapping": [1]}), "train_device_mapping and actor_train.device_mapping differ"),
+    (changed(NEMO, actor_train={"offload_nccl": False, "device_mapping": [0]}), "actor_train.offload_nccl=false"),
+    (changed(ROLL, offload_nccl=False), "actor_train.offload_nccl=false"),
+    (changed(ROLL, rewards={"math": {"device_mapping": [0]}}), "leave the devices of a reward cluster out"),
+    (changed(ROLL, reward={"device_mapping": "[3]"}), "leave the devices of a reward cluster out"),
+    (changed(NEMO, actor_infer={"strategy_args": {"strategy_config": {"sleep_level": 0}}}), "sleep_level=0 must be 1"),
+    (changed(NEMO, nemo_config_overrides=["policy.megatron_cfg.pipeline_model_parallel_size=2"]), "pipeline parallel trainer"),
+    (changed(NEMO, nemo_config_overrides=["policy.megatron_cfg.context_parallel_size=2"]), "context parallel trainer"),
+    (changed(NEMO, nemo_config_overrides=["policy.megatron_cfg.expert_model_parallel_size=4"]), "expert parallel trainer"),
+    (changed(NEMO, nemo_config_overrides=["grpo"]), "an override is KEY=VALUE"),
+    (changed(NEMO, infer_device_mapping="all"), "must be a list of devices"),
+    (changed(ROLL, actor_infer={}), "name the devices"),
+    (changed(ROLL, max_steps="three"), "max_steps='three' must be a whole number"),
+    (changed(ROLL, model_update_transport="pigeon"), "must be one of cpu_serialize"),
+    (changed(ROLL, verify_model_after_sync="yes"), "must be true or false"),
+    (changed(ROLL, async_generation_ratio=-1), "must be a number of at least 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "sentence"), REFUSED, ids=[sentence for _, sentence in REFUSED])
+def test_what_cannot_be_is_refused(content: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadInput, match="one: ") as raised:
+        settings_of({"one": content})
+    assert sentence in str(raised.value)
+
+
+def test_pipelines_that_cannot_go_together_are_refused() -> None:
+    other = changed(
+        NEMO, actor_infer={"device_mapping": [0, 1], "strategy_args": {"strategy_config": {"sleep_level": 1}}}
+    )
+    with pytest.raises(BadInput, match="two: sleep_level=1, but the file before has sleep_level=2"):
+        settings_of({"one": changed(NEMO), "two": other})
+    with pytest.raises(BadInput, match="at most 2"):
+        settings_of({"one": NEMO, "two": NEMO, "three": NEMO})
+
+
+def test_a_run_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings of a file are under those of `--set`, and keys without a setting are printed."""
+    given: dict[str, Any] = {}
+
+    def run_once(_: str, config: dict[str, Any], __: Path | None, **___: Any) -> Answer:
+        given.update(config)
+        return Answer({"run": str(tmp_path)})
+
+    monkeypatch.setattr("kit.cli.run_once", run_once)
+    files = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
+    for file, content in zip(files, (NEMO, ROLL), strict=True):
+        file.write_text(yaml.safe_dump(content))
+    words = [word for file in files for word in ("--from", str(file))]
+    assert main(["run", "share", *words, "--set", "steps_a=2"]) == 0
+    assert (given["train_b"], given["window"], given["steps_a"], given["steps_b"]) == ([1], 1, 2, 3)
+    assert f"kit: no setting for {files[0]}: pipeline_cls" in capsys.readouterr().err
+    assert main(["run", "smoke", *words]) == 2
+    assert "lab 'smoke' takes no --from FILE" in capsys.readouterr().err
+    assert main(["run", "share", "--from", str(files[0]), "--from", str(files[0])]) == 2

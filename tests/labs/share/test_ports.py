@@ -1,0 +1,181 @@
+"""Replicas sleep and wake between two calls; what a sleeper still answers has no reader; alarms come when they are due."""
+
+from __future__ import annotations
+
+import time
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kit.errors import KitError, RankDied
+from kit.labs.share.config import ShareConfig
+from kit.labs.share.ports import Clock, Live, Ranks
+from kit.labs.stream.ports import ReplicaPort, TrainerPort
+from kit.loop.messages import Command, Event
+from kit.loop.runner import Stalled
+
+
+class Call:
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.answer: Any = None
+
+    def done(self) -> bool:
+        return self.answer is not None
+
+    def result(self) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class Calls:
+    """Stands in for a Drive, and for the observer."""
+
+    def __init__(self) -> None:
+        self.config = ShareConfig(deadline_s=0.5)
+        self.roles = {"a trainer": (0,), "a replica 0": (1,), "a replica 1": (2,), "b trainer": (3,)}
+        self.made: list[Call] = []
+        self.for_desk = True
+        self.held: set[str] = set()
+
+    def submit(self, method: str, **_: Any) -> Call:
+        self.made.append(Call(method))
+        return self.made[-1]
+
+    def wait(self, _: Sequence[Call], **__: Any) -> None: ...
+
+    def holds(self, role: str) -> bool:
+        return role in self.held
+
+    def look(self) -> list[Event]:
+        return [Event("freed", "desk", who="a", device=0)]
+
+
+@pytest.fixture
+def calls() -> Calls:
+    return Calls()
+
+
+@pytest.fixture
+def ranks(calls: Calls) -> Ranks:
+    return Ranks(calls, "a", ["replica 0"], observer=calls)  # type: ignore[arg-type]
+
+
+def move(name: str, replica: int = 0) -> Command:
+    return Command(name, "devices", "a", replica=replica, devices=str(replica))
+
+
+def generate(ranks: Ranks, replica: int = 0) -> None:
+    ReplicaPort(ranks).send(Command("generate", "replica", "a", group=0, sample=0, replica=replica, attempt=0))
+
+
+def names(events: Sequence[Event]) -> list[str]:
+    return [event.name for event in events]
+
+
+def test_a_shrink_waits_for_the_call_under_way_and_drops_what_it_says(calls: Calls, ranks: Ranks) -> None:
+    generate(ranks)
+    ranks.start()
+    ranks.move(move("shrink"))
+    ranks.start()
+    assert [one.method for one in calls.made] == ["decode"]
+    calls.made[0].answer = [[{"event": "completed", "group": 0, "sample": 0}]]
+    assert ranks.take() == []
+    ranks.start()
+    assert [one.method for one in calls.made] == ["decode", "shrink"]
+    calls.made[1].answer = [{}]
+    assert names(ranks.take()) == ["freed", "shrunk"]  # seen first, then said
+    generate(ranks)  # nobody sends anything to a replica that was told to sleep; the port would not carry it
+    ranks.start()
+    assert len(calls.made) == 2
+
+
+def test_a_replica_decodes_once_it_is_awake(calls: Calls, ranks: Ranks) -> None:
+    generate(ranks, 1)
+    ranks.start()
+    assert calls.made == []
+    ranks.move(move("expand", 1))
+    ranks.start()
+    calls.made[0].answer = [{}]
+    assert [(one.name, one.pipeline) for one in ranks.take()] == [("freed", "desk"), ("expanded", "desk")]
+    generate(ranks, 1)
+    ranks.start()
+    assert [one.method for one in calls.made] == ["expand", "decode"]
+
+
+def test_a_replica_that_cannot_wake_leaves_its_device_before_the_desk_hears_of_it(calls: Calls, ranks: Ranks) -> None:
+    ranks.move(move("expand", 1))
+    ranks.start()
+    calls.made[0].answer = KitError("device 1 is held")
+    assert ranks.take() == []
+    assert calls.made[1].method == "vacate"
+    calls.made[1].answer = [None]
+    error = ranks.take()[-1]
+    assert (error.name, error.pipeline, error.of, error.why) == ("error", "desk", "expand", "device 1 is held")
+
+
+def test_a_replica_that_cannot_sleep_is_the_desks_to_know(calls: Calls, ranks: Ranks) -> None:
+    ranks.move(move("shrink"))
+    ranks.start()
+    calls.made[0].answer = KitError("stuck")
+    (error,) = ranks.take()
+    assert (error.pipeline, error.of, error.who, error.replica) == ("desk", "shrink", "a", 0)
+
+
+def test_a_dead_replica_is_an_event_for_the_pipeline_and_for_the_desk(calls: Calls, ranks: Ranks) -> None:
+    ranks.move(move("expand", 1))
+    ranks.start()
+    calls.made[0].answer = died(2)
+    calls.held = {"a.replica 1"}  # another rank of it, for a moment
+    assert [(one.name, one.pipeline) for one in ranks.take()] == [("died", "a")]
+    calls.held.clear()
+    assert [(one.name, one.pipeline) for one in ranks.take()] == [("freed", "desk"), ("died", "desk")]
+    ranks.move(move("shrink", 1))
+    ranks.start()
+    assert len(calls.made) == 1
+
+
+def test_a_pipeline_without_its_trainer_leaves_its_devices_before_the_desk_hears_of_it(
+    calls: Calls, ranks: Ranks
+) -> None:
+    trainer = TrainerPort(ranks)
+    trainer.send(Command("microbatch", "trainer", "a", step=0, update=0, groups="0"))
+    ranks.start()
+    calls.made[0].answer = died(0)
+    assert names(ranks.take()) == ["error"]
+    trainer.send(Command("abort", "trainer", "a", step=0))
+    assert ranks.take()[-1].of == "abort"
+    ranks.start()
+    assert [one.method for one in calls.made[1:]] == ["vacate", "vacate"]
+    for one in calls.made[1:]:
+        one.answer = [None]
+    assert ranks.take() == []
+    ranks.start()
+    assert [(one.name, one.pipeline) for one in ranks.take()] == [("freed", "desk"), ("died", "desk"), ("error", "a")]
+    assert ranks.gone
+
+
+def died(rank: int) -> RankDied:
+    return RankDied(f"rank {rank} was killed", rank=rank, phase="shared", signal="SIGKILL")
+
+
+def test_without_a_call_under_way_the_wait_ends_at_the_deadline(calls: Calls, ranks: Ranks) -> None:
+    live = Live(types.SimpleNamespace(config=calls.config), [ranks])  # type: ignore[arg-type]
+    live.wait(0.0)
+    live.heard -= calls.config.deadline_s
+    with pytest.raises(Stalled, match="no call is under way"):
+        live.wait(0.0)
+
+
+def test_alarms_come_when_they_are_due() -> None:
+    clock = Clock()
+    clock.send(Command("after", "clock", "desk", number=2, ms=60_000))
+    clock.send(Command("after", "clock", "a", number=1, ms=0))
+    assert clock.left() == 0.0
+    assert [(one.pipeline, one.number) for one in clock.take()] == [("a", 1)]
+    assert 59 < clock.left() <= 60
+    time.sleep(0)
+    assert clock.take() == []

@@ -1,0 +1,21 @@
+"""A bug of a rank is seen by the check that it is listed under."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import kit
+from kit.labs.definition import Fault
+from kit.labs.share.faults import OF_RANKS
+from tests.labs.share.conftest import failed
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(4)
+@pytest.mark.timeout(240)  # two of them have 174 MiB of weights, on six ranks
+@pytest.mark.parametrize("fault", OF_RANKS, ids=lambda fault: fault.name)
+def test_a_rank_with_a_bug_fails_its_check(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path))
+    assert fault.check in failed(kit.run("share", fault=fault.name).verdict())

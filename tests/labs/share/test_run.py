@@ -1,0 +1,180 @@
+"""One whole run on ranks: both pipelines compute what each computes alone, and no device has two owners."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import kit
+from kit.labs.share.config import PIPELINES, ShareConfig
+from kit.labs.share.drive import clusters, controller, scheduler
+from kit.loop.ledger import Row, read
+from kit.loop.replay import replay_rows
+from kit.share import judge
+from kit.share.member import Member
+from kit.stream.judge import CHECKS
+from kit.stream.judge import Ledger as StreamLedger
+from tests.holdings import holdings, wait_for
+
+CONFIG: dict[str, Any] = {
+    "steps_a": 2,
+    "steps_b": 3,
+    "groups": 2,
+    "group": 2,
+    "layers": 1,
+    "warm": 3,
+    "lr": 3e-3,
+    "answer_a": (3, 8),
+    "answer_b": (3, 10),
+    "decode": 2,
+}
+NUMBERS = ("digest", "tokens_digest", "global_loss", "grad_norm")
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs go to a folder of the module, and nothing is left."""
+    folder = tmp_path_factory.mktemp("share")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KIT_RUNS", str(folder / "runs"))
+        patch.chdir(folder)
+        before = holdings(os.getpid())
+        yield
+        wait_for(lambda: holdings(os.getpid()) == before, 5.0)
+        assert holdings(os.getpid()) == before
+
+
+@pytest.fixture(scope="module")
+def run(places: None) -> kit.Run:
+    return on_ranks()
+
+
+def on_ranks(**more: Any) -> kit.Run:
+    return kit.run("share", **{name: [*v] if isinstance(v, tuple) else v for name, v in {**CONFIG, **more}.items()})
+
+
+def of(run: kit.Run, phase: str, metric: str) -> pd.DataFrame:
+    frame = run.frame()
+    rows = frame[(frame["phase"] == phase) & (frame["metric"] == metric)]
+    return rows.assign(ids=[json.loads(ids or "{}") for ids in rows["ids"]])
+
+
+def computed(run: kit.Run, phase: str, pipeline: str) -> dict[tuple[str, str], Any]:
+    """What a pipeline computed in a phase, by metric and ids."""
+    found = {}
+    for metric in NUMBERS:
+        for row in of(run, phase, metric).itertuples():
+            ids = dict(row.ids)
+            if ids.pop("pipeline") == pipeline:
+                found[metric, repr(sorted(ids.items()))] = row.text or row.value
+    return found
+
+
+def ledger(run: kit.Run, phase: str) -> list[Row]:
+    """The rows that passed the runner."""
+    rows = read(Path(run.dir) / "records.jsonl", phase)[0]
+    start = next(number for number, row in enumerate(rows) if row.name == "begins")
+    return [row for row in rows[start:] if not row.name.startswith("seen_") and row.name not in ("lease", "killed")]
+
+
+def test_each_computes_what_it_computes_alone(run: kit.Run) -> None:
+    for name in PIPELINES:
+        steps = CONFIG[f"steps_{name}"]
+        alone = computed(run, f"alone_{name}", name)
+        assert len(alone) == (steps + 1) + steps * 4 + 2 * steps
+        assert computed(run, "shared", name) == alone
+    assert computed(run, "shared", "a") != computed(run, "shared", "b")
+
+
+def test_no_device_had_two_owners(run: kit.Run) -> None:
+    (seen,) = of(run, "shared", "seen_samples").itertuples()
+    if seen.ids["blind"]:
+        pytest.skip("this kernel does not show file locks of other processes")
+    assert seen.value > 0
+    assert seen.ids["two_owners"] == 0
+    assert {*of(run, "shared", "seen_owner")["text"]} >= {"a.trainer", "b.trainer"}
+    (alone,) = of(run, "alone_a", "seen_samples").itertuples()
+    assert (
+        alone.ids["two_owners"] > 0
+    )  # there the trainer and a replica of one pipeline are together, so it can be seen
+
+
+def test_leases_of_a_device_follow_one_another(run: kit.Run) -> None:
+    rows = of(run, "shared", "lease").sort_values("time", kind="stable")
+    for device in (0, 1):
+        holder = ""
+        for row in rows[[ids["device"] == device for ids in rows["ids"]]].itertuples():
+            assert row.text == holder or (row.ids["event"] == "taken" and not holder)
+            holder = row.text if row.ids["event"] == "taken" else ""
+        assert not holder
+
+
+def test_every_replica_serves_the_weights_of_its_trainer(run: kit.Run) -> None:
+    for phase in ("alone_a", "alone_b", "shared"):
+        weights = {(row.ids["pipeline"], row.ids["version"]): row.text for row in of(run, phase, "digest").itertuples()}
+        served = [*of(run, phase, "served").itertuples()]
+        assert len(served) > len(weights) / 2
+        assert all(row.text == weights[row.ids["pipeline"], row.ids["version"]] for row in served)
+        assert len({*weights.values()}) == len(weights)
+
+
+@pytest.mark.parametrize("phase", ["shared", "rehearse"])
+def test_the_ledger_has_no_violation(run: kit.Run, phase: str) -> None:
+    rows = [{"event": row.name, "time": row.time, **row.ids} for row in ledger(run, phase)]
+    assert {name: found.why for name, check in judge.CHECKS.items() if (found := check(judge.Ledger(rows))).value} == {}
+
+
+def test_a_replay_of_the_ledger_gives_the_same_commands(run: kit.Run) -> None:
+    config = ShareConfig(**CONFIG)
+    cores: dict[str, Any] = {
+        name: Member(controller(config, name), name, clusters(config, name)) for name in config.pipelines
+    }
+    assert replay_rows({**cores, "desk": scheduler(config)}, ledger(run, "shared")) is None
+
+
+def test_weights_are_used_where_they_are_published(run: kit.Run) -> None:
+    rows = [{"event": row.name, "time": row.time, **row.ids} for row in ledger(run, "shared")]
+    for name in PIPELINES:
+        found = CHECKS["publish_before_use"](StreamLedger(judge.pipeline_rows(rows, name)))
+        assert not found.value, found.why
+
+
+def test_the_dead_change_nothing_for_the_other(run: kit.Run) -> None:
+    assert {*of(run, "rehearse", "killed")["text"]} == {"a replica 0", "b trainer"}
+    assert computed(run, "rehearse", "a") == computed(run, "alone_a", "a")
+    ends = {row.ids["core"]: row.name for row in ledger(run, "rehearse") if "core" in row.ids and row.name != "begins"}
+    assert ends["desk"]
+    gone = [row.ids for row in ledger(run, "rehearse") if row.name == "gone"]
+    assert {ids["pipeline"]: ids["how"] for ids in gone} == {"a": "unregistered", "b": "died"}
+
+
+def test_memory_comes_down(run: kit.Run) -> None:
+    """By the ranks' own word: a trainer off its device has its job on the host, a replica has dropped its weights."""
+    rows = of(run, "shared", "resident")
+    states = {(row.ids["who"], row.ids["state"]) for row in rows.itertuples()}
+    assert states == {(f"{name}.trainer", state) for name in PIPELINES for state in ("held", "asleep")} | {
+        (f"{name}.replica {number}", state) for name in PIPELINES for number in (0, 1) for state in ("awake", "asleep")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # up to 12 ranks on two cores
+@pytest.mark.parametrize(
+    "more",
+    [{"scenario": "F"}, {"scenario": "A", "sleep_level": 1}, {"controls": "all"}],
+    ids=lambda more: "-".join(f"{name}={value}" for name, value in more.items()),
+)
+def test_other_sizes_levels_and_controls_compute_the_same(places: None, more: dict[str, Any]) -> None:
+    found = on_ranks(**more)
+    names = PIPELINES[:1] if more.get("scenario") == "A" else PIPELINES
+    phases = ("shared", "serial", "static") if more.get("controls") == "all" else ("shared",)
+    for name in names:
+        alone = computed(found, f"alone_{name}", name)
+        assert alone
+        assert all(computed(found, phase, name) == alone for phase in phases)

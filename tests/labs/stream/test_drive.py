@@ -1,0 +1,51 @@
+"""Questions from outside: enough of them in a short loop, and few more in a long one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kit.labs.stream import drive
+from kit.labs.stream.checks import QUESTIONS_ASKED
+from kit.loop.messages import Command
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], int]:
+    """asked(seconds) -> questions of a loop that takes so long and looks for them every 10 ms."""
+
+    def count(seconds: float) -> int:
+        now = [1000.0]
+        monkeypatch.setattr(drive.time, "time", lambda: now[0])
+        asker, number = drive.Asker(), 0
+        while now[0] < 1000.0 + seconds:
+            now[0] += 0.01 if seconds < 100 else 1.0
+            for event in asker.take():
+                number += 1
+                asker.send(Command("answer", "asker", question=event.question))
+        assert len(asker.seconds) == number
+        return number
+
+    return count
+
+
+def test_a_loop_of_a_second_is_asked_often_enough(asked: Callable[[float], int]) -> None:
+    assert asked(1.2) >= QUESTIONS_ASKED
+
+
+def test_a_loop_of_a_day_is_not_asked_for_ever(asked: Callable[[float], int]) -> None:
+    assert asked(10) < 200
+    assert asked(24 * 3600) < 700
+
+
+def test_a_controller_that_was_blocked_is_late_with_each_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(drive.time, "time", lambda: now[0])
+    asker = drive.Asker()
+    now[0] += 0.4
+    waiting = [event.question for event in asker.take()]
+    for question in waiting:
+        asker.send(Command("answer", "asker", question=question))
+    assert len(waiting) >= 19
+    assert asker.seconds[0] == pytest.approx(0.38)

@@ -1,0 +1,41 @@
+"""A trainer's rank without its job: calls that every rank must make alike."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from kit.labs.stream.ranks.trainer import Trainer
+
+
+class Counting(Trainer):
+    """Counts the collectives of a sync."""
+
+    def __init__(self, *, first: bool) -> None:
+        self.first = first
+        self.version = 0
+        self.weights = {}
+        self.calls: list[str] = []
+        self.sender: Any = types.SimpleNamespace(sync=self.send)
+        self.ctx: Any = types.SimpleNamespace(roles={})
+
+    def keep(self, version: int) -> None:
+        self.version = version
+        self.weights |= {version: {}} if self.first else {}
+        self.calls.append("keep")
+
+    def gather(self) -> dict[Any, Any]:
+        self.calls.append("gather")
+        return {}
+
+    def send(self, *_: object) -> types.SimpleNamespace:
+        self.gather()
+        return types.SimpleNamespace(bytes=0)
+
+
+def test_a_version_that_is_sent_again_is_the_same_collectives_on_every_rank() -> None:
+    first, other = Counting(first=True), Counting(first=False)
+    for version in (0, 1, 1, 2):  # again for a replica that joined, or after one died
+        first.sync(version, "keep", [])
+        other.sync(version, "keep", [])
+    assert first.calls == other.calls == ["gather", "keep", "gather", "gather", "keep", "gather"]

@@ -1,0 +1,75 @@
+"""Two stream pipelines under one desk, on a virtual clock; and each of them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from kit.loop.clock import VirtualClock
+from kit.loop.messages import Event
+from kit.loop.runner import Runner
+from kit.share.core import Scheduler
+from kit.share.member import Member
+from kit.share.simulated import Devices, Ports, Simulation, simulate
+from kit.share.state import Cluster, Settings
+from kit.stream.core import Controller
+from kit.stream.settings import Settings as Stream
+from kit.stream.simulated import ADDRESSES, Durations, System
+
+# A whole step at once: a pipeline that trains where it generates could not finish a step that it has begun.
+STRICT = Stream(
+    steps=3, sampler="strict", window=0, previous="off", groups=4, min_groups=4, group=2, train_global_batch_size=8
+)
+A = {"trainer": Cluster((0,)), "generation": Cluster((0, 1))}
+B = {"trainer": Cluster((1,)), "generation": Cluster((0, 1))}
+
+
+class Log:
+    """Steps are not logged here."""
+
+    def send(self, command: Any) -> list[Event]:
+        return []
+
+    def take(self) -> list[Event]:
+        return []
+
+
+def shared(
+    pipelines: Mapping[str, Mapping[str, Cluster]],
+    stream: Stream = STRICT,
+    durations: Durations | None = None,
+    *,
+    devices: int = 2,
+    desk: Any = None,
+    prepare: Callable[[Runner], None] = lambda _: None,
+    more: Mapping[str, Any] | None = None,
+    until_s: float = 1e6,
+    **settings: Any,
+) -> Simulation:
+    clock = VirtualClock()
+    durations = durations or Durations()
+    systems = {}
+    cores: dict[str, Any] = {}
+    for name, clusters in pipelines.items():
+        count = len(clusters["generation"].bundles)
+        systems[name] = System(clock, durations, replicas=count, pipeline=name)
+        for replica in systems[name].replicas.values():
+            replica.gone = True
+        core = Controller(replace(stream, replicas=count), pipeline=name)
+        cores[name] = Member(core, name, clusters)
+    found = Settings(devices=devices, pipelines=tuple(pipelines), **settings)
+    cores["desk"] = desk(found) if desk else Scheduler(found)
+    ports = dict.fromkeys([one for one in ADDRESSES if one != "desk"], Ports(systems))
+    return simulate(
+        cores, {**ports, "log": Log()}, clock, Devices(clock, systems, **(more or {})), until_s=until_s, prepare=prepare
+    )
+
+
+def outcome(done: Simulation, name: str) -> list[Any]:
+    """What a pipeline has computed: what was trained in which step and version, on samples with which tokens."""
+    return [
+        (row.name, *sorted((key, value) for key, value in row.ids.items() if key != "pipeline"))
+        for row in done.rows
+        if row.ids.get("pipeline") == name and row.name in ("trained", "bumped")
+    ]

@@ -1,0 +1,637 @@
+"""The desk's rules, one by one, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from kit.errors import BadInput
+from kit.loop.messages import Command, Event
+from kit.loop.replay import replay
+from kit.share.core import Scheduler
+from kit.share.member import Member
+from kit.share.planner import Share, View
+from kit.share.state import Cluster, Settings
+from tests.share.driver import TRAINER_0, TRAINER_1, Drive, said, why
+
+
+def pair(**settings: int) -> Drive:
+    return Drive(**settings).join("a", target=10, **TRAINER_0).join("b", target=10, **TRAINER_1)
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_other_than_generation_takes_all_of_its_devices_or_none() -> None:
+    d = (
+        Drive(names="abc")
+        .join("a", target=10, trainer="0,1", generation="0,1")
+        .join("b", trainer="1")
+        .join("c", trainer="0,1")
+    )
+    assert d.active("a") == [0, 1]
+    d.do("acquire", "b", kind="training")
+    assert d.active("a") == [0]
+    told = d.do("acquire", "c", kind="training")
+    assert said(told, "left", "granted") == []  # it cannot be met, so that nobody shrinks for it
+    told = d.do("release", "b", kind="training")
+    assert said(told, "left", "granted") == [("left", "a"), ("granted", "c")]
+
+
+def test_priorities_decide_then_the_order_of_arrival() -> None:
+    d = Drive(devices=1, names="abcdef")
+    for name in "abcdef":
+        d.join(name, trainer="0", critic="0", reference="0")
+    d.do("acquire", "a", kind="training")
+    for name, kind in zip("bcdef", ("values", "reference", "training", "initialisation", "training"), strict=True):
+        d.do("acquire", name, kind=kind)
+    order = []
+    holder, kind = "a", "training"
+    for _ in range(5):
+        told = d.do("release", holder, kind=kind)
+        (granted,) = [one for one in told if one.name == "granted"]
+        holder, kind = granted.pipeline, granted.kind
+        order.append((holder, kind))
+    assert order == [("e", "initialisation"), ("d", "training"), ("f", "training"), ("c", "reference"), ("b", "values")]
+
+
+def test_a_request_that_waits_keeps_its_devices_from_later_ones_but_not_from_those_who_hold_some() -> None:
+    d = Drive(names="abc").join("a", trainer="0", critic="1").join("b", trainer="0,1").join("c", trainer="1")
+    d.do("acquire", "a", kind="training")
+    d.do("acquire", "b", kind="training")
+    assert said(d.do("acquire", "c", kind="training"), "granted") == []  # b came first and needs device 1 too
+    assert said(d.do("acquire", "a", kind="critic"), "granted") == [("granted", "a")]  # b waits for a anyway
+    d.do("release", "a", kind="training")
+    assert said(d.do("release", "a", kind="critic"), "granted") == [("granted", "b")]
+
+
+def test_a_grant_may_let_another_request_of_the_pipeline_pass() -> None:
+    d = Drive(devices=3, names="abc").join("a", trainer="0").join("b", trainer="0,1").join("c", trainer="1", critic="2")
+    d.do("acquire", "a", kind="training")
+    d.do("acquire", "b", kind="training")
+    d.do("acquire", "c", kind="training")
+    told = d.do("acquire", "c", kind="critic")
+    assert [one.kind for one in told if one.name == "granted"] == ["critic", "training"]
+
+
+def test_generation_is_granted_once_any_replica_is_active() -> None:
+    d = Drive().join("a", trainer="0", generation="0,1").join("b", trainer="1")
+    d.do("acquire", "b", kind="training")
+    told = d.do("acquire", "a", kind="generation", target=5)
+    assert [
+        (one.name, one.get("devices")) for one in told if one.pipeline == "a" and one.name in ("expand", "granted")
+    ] == [
+        ("expand", "0"),
+        ("granted", "0"),
+    ]
+    d.slow = True
+    d.do("release", "b", kind="training")
+    assert d.active("a") == [0]
+
+
+def test_a_granted_request_asked_again_gets_the_same_devices() -> None:
+    d = pair()
+    first = [one for one in d.do("acquire", "a", kind="training") if one.name == "granted"]
+    again = d.do("acquire", "a", kind="training")
+    assert again == first
+    assert first[0].devices == "0"
+    assert d.active("a") == [1]
+    assert said(d.do("acquire", "a", kind="generation"), "granted", "queued") == [("granted", "a")]
+    assert said(d.do("acquire", "b", kind="generation"), "granted", "queued") == [("queued", "b")]  # it has none now
+
+
+def test_another_priority_or_a_second_pending_request_is_refused() -> None:
+    d = pair()
+    d.do("acquire", "a", kind="training")
+    assert "holds trainer for training" in why(d.do("acquire", "a", kind="logprobs"))
+    d = Drive().join("a", trainer="0").join("b", trainer="0")
+    d.do("acquire", "a", kind="training")
+    d.do("acquire", "b", kind="training")
+    assert "b waits for trainer already" in why(d.do("acquire", "b", kind="training"))
+    assert "b waits for trainer already" in why(d.do("acquire", "b", kind="logprobs"))
+
+
+def test_release_and_request_are_one_operation() -> None:
+    d = Drive().join("a", trainer="0").join("b", trainer="0")
+    d.do("acquire", "a", kind="logprobs")
+    d.do("acquire", "b", kind="logprobs")
+    told = d.do("acquire", "a", kind="training", release="logprobs")
+    assert said(told, "granted") == [("granted", "a")]  # nothing came between
+    assert said(d.do("release", "a", kind="training"), "granted") == [("granted", "b")]
+    e = pair()
+    e.do("acquire", "a", kind="training")
+    e.do("acquire", "a", kind="generation", release="training")
+    assert not e.holds("a")
+    assert "cannot release its generation" in why(e.do("acquire", "a", kind="training", release="generation"))
+
+
+def test_a_request_that_was_not_granted_can_be_withdrawn() -> None:
+    d = Drive().join("a", trainer="0").join("b", trainer="0")
+    d.do("acquire", "a", kind="training")
+    d.do("acquire", "b", kind="training")
+    d.do("release", "b", kind="logprobs")  # not what it asked for
+    assert d.state.waits("b", "trainer")
+    d.do("release", "b", kind="training")
+    assert said(d.do("release", "a", kind="training"), "granted") == []
+    assert said(d.do("release", "a", kind="training"), "granted") == []  # once more changes nothing
+
+
+def test_every_request_has_a_deadline_on_the_clock() -> None:
+    d = Drive(request_ms=3000).join("a", trainer="0").join("b", trainer="0")
+    d.do("acquire", "a", kind="training")
+    asked = [one.ms for one in d.do("acquire", "b", kind="training") if one.name == "after"]
+    assert asked == [3000]
+    assert d.alarm("request") == []  # a's, which was granted
+    told = d.alarm("request")
+    assert why(told) == "training of b was not granted within 3000 ms"
+    assert said(d.do("release", "a", kind="training"), "granted") == []
+
+
+@pytest.mark.parametrize(
+    ("ids", "sentence"),
+    [
+        ({"kind": "sleep"}, "cannot ask for sleep on no cluster"),
+        ({"kind": "critic"}, "cannot ask for critic on critic"),
+        ({"kind": "generation", "cluster": "trainer"}, "cannot ask for generation on trainer"),
+        ({"kind": "training", "cluster": "generation"}, "cannot ask for training on generation"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(ids: dict[str, str], sentence: str) -> None:
+    assert sentence in why(pair().do("acquire", "a", **ids))
+
+
+def test_initialisation_may_take_the_generations_devices_as_a_whole() -> None:
+    d = Drive().join("a", **TRAINER_0).join("b", target=5, **TRAINER_1)
+    told = d.do("acquire", "a", kind="initialisation", cluster="generation")
+    assert said(told, "left", "granted") == [("left", "b"), ("left", "b"), ("granted", "a")]
+    assert "holds generation for initialisation" in why(d.do("acquire", "a", kind="generation"))
+    told = d.do("acquire", "a", kind="generation", release="initialisation", target=5)
+    assert d.active("a")
+    assert d.active("b")
+
+
+# -- cycles -----------------------------------------------------------------------------------------------------------------
+
+
+def test_all_shrinks_end_before_the_first_expand_and_the_grants() -> None:
+    d = (
+        Drive(devices=4, names="ab")
+        .join("a", target=10, generation="0,1,2,3")
+        .join("b", trainer="0", generation="0,1,2,3")
+    )
+    d.slow = True
+    d.do("progress", "b", completed=0, target=10)
+    told = d.do("acquire", "b", kind="generation")
+    assert said(told, "left", "expand") == [("left", "a")] * 3  # remaining 10 to 20: one and three of four
+    assert said(d.do("acquire", "b", kind="training"), "queued", "plan") == [
+        ("queued", "b")
+    ]  # planned when this cycle is over
+    assert said(d.answer(), "expand") == []
+    assert said(d.answer(), "expand") == []
+    assert said(d.answer(), "expand") == [("expand", "b")] * 3
+    told = [one for _ in range(3) for one in d.answer()]
+    steps = [name for name, _ in said(told, "joined", "commit", "granted", "plan", "left")]
+    assert steps == ["joined", "granted", "joined", "joined", "commit", "plan", "left"]
+
+
+def test_a_pipeline_may_shrink_one_replica_and_expand_another_in_one_cycle() -> None:
+    d = Drive(devices=2, names="ab").join("a", trainer="0", generation="0,1").join("b", trainer="1")
+    d.do("acquire", "b", kind="training")
+    d.do("progress", "a", completed=0, target=5)
+    d.do("acquire", "a", kind="generation")
+    d.slow = True
+    d.do("resize", "a", remove="0")  # under way
+    d.do("release", "b", kind="training")
+    d.slow = False
+    d.answer()
+    assert d.active("a") == [1]
+    (plan, *_) = [one for one in reversed(d.log) if one.name == "plan"]
+    assert plan.expands == "a.generation:1"
+
+
+def test_operations_of_a_pipeline_that_left_between_plan_and_commit_are_skipped() -> None:
+    d = Drive().join("a", target=10, **TRAINER_0).join("b", **TRAINER_1)
+    d.slow = True
+    d.do("acquire", "b", kind="training")
+    told = d.do("died", who="b")
+    assert said(told, "error") == [("error", "b")]
+    d.answer()
+    assert not d.holds("b")
+    assert "b" not in d.state.pipelines
+    told = d.do("died", who="a")  # its replica is waking up
+    assert d.state.idle == {0, 1}
+    assert said(told, "ended") == [("ended", "desk")]
+
+
+def test_an_unregistered_pipeline_sleeps_first_and_its_waiters_get_an_error() -> None:
+    d = pair()
+    d.do("acquire", "a", kind="training")
+    d.slow = True
+    told = d.do("unregister", "a")
+    d.slow = False
+    assert said(told, "unregistered") == []
+    while d.waiting:
+        d.answer()
+    assert "a" not in d.state.pipelines
+    assert "not registered" in why(d.do("acquire", "a", kind="training"))
+    assert said(d.do("unregister", "a"), "unregistered", "left") == [("unregistered", "a")]
+    assert d.do("release", "a", kind="training") == []
+    e = Drive().join("a", trainer="0").join("b", trainer="0")
+    e.do("acquire", "a", kind="training")
+    e.do("acquire", "b", kind="training")
+    assert why(e.do("unregister", "b")) == "b unregistered"
+
+
+def test_a_plan_that_breaks_a_condition_is_not_carried_out() -> None:
+    def greedy(view: View) -> None:
+        for share in view.shares.values():
+            for replica in list(share.free):
+                view.expand(share.name, replica)
+
+    d = Drive(planner=greedy).join("a", target=5, **TRAINER_0)
+    told = d.join("b", **TRAINER_1).do("acquire", "b", kind="generation")
+    assert said(told, "expand", "left", "plan") == []
+    assert {one.why for one in told if one.name == "error"} == {d.state.error}
+    assert "condition 10" in d.state.error
+    assert said(told, "ended") == [("ended", "desk")]
+
+
+def test_a_planner_that_raises_ends_the_desk_with_its_name() -> None:
+    def broken(view: View) -> None:
+        raise KeyError("share")
+
+    told = Drive(planner=broken).join("a", **TRAINER_0).do("acquire", "a", kind="generation")
+    assert said(told, "error", "ended") == [("error", "a"), ("ended", "desk")]
+    assert told[-1].error == "the planner gap-ratio raised KeyError: 'share'"
+
+
+def test_a_replica_that_cannot_wake_is_lost_and_one_that_cannot_sleep_ends_everything() -> None:
+    d = Drive(names="a")
+    d.slow = True
+    d.join("a", target=5, **TRAINER_0)
+    d.answer("out of memory")
+    assert d.state.pipelines["a"].dead == {0}
+    d.slow = False
+    d.answer()
+    assert d.active("a") == [1]
+    d.slow = True
+    d.do("acquire", "a", kind="initialisation", cluster="trainer")
+    d.do("planned_release", "a")
+    told = d.answer("stuck")
+    assert why(told) == "replica 1 of a could not release its devices: stuck"
+
+
+@pytest.mark.parametrize(
+    ("waits", "sentence"), [("shrink", "did not answer a shrink"), ("expand", "did not answer an expand")]
+)
+def test_a_cycle_has_a_limit(waits: str, sentence: str) -> None:
+    d = Drive(names="a", operation_ms=700)
+    d.slow = waits == "expand"
+    d.join("a", target=5, **TRAINER_0)
+    if waits == "shrink":
+        d.slow = True
+        d.do("planned_release", "a")
+        number = max(number for number, what in d.state.alarms.items() if what[0] == "cycle")
+        told = d.do("alarm", number=number)
+    else:
+        told = d.alarm("cycle")
+    assert sentence in d.state.error
+    assert "700 ms" in d.state.error
+    assert said(told, "error") == [("error", "a")]
+
+
+# -- releases, resizes, deaths ----------------------------------------------------------------------------------------------
+
+
+def test_a_planned_release_ends_the_lease_and_a_second_one_joins_the_first() -> None:
+    d = Drive(names="a").join("a", target=5, **TRAINER_0)
+    d.slow = True
+    told = d.do("planned_release", "a")
+    assert said(told, "left", "released") == [("left", "a"), ("left", "a")]
+    assert said(d.do("planned_release", "a"), "left", "released") == []
+    assert "releases its generation" in why(d.do("acquire", "a", kind="generation"))
+    d.answer()
+    assert said(d.answer(), "released") == [("released", "a"), ("released", "a")]
+    assert not d.state.leases
+    assert said(d.do("planned_release", "a"), "released") == [("released", "a")]  # nothing is active
+    d.slow = False
+    d.do("progress", "a", completed=0, target=9)
+    assert d.active("a") == []  # it gave its devices back, and has not asked again
+    d.do("acquire", "a", kind="generation")
+    assert d.active("a") == [0, 1]
+
+
+def test_a_death_does_not_take_the_place_of_a_planned_release() -> None:
+    d = Drive(names="a").join("a", target=5, **TRAINER_0)
+    d.slow = True
+    d.do("planned_release", "a")
+    d.do("died", who="a", replica=0)
+    told = d.do("died", who="a", replica=1)
+    assert said(told, "released") == [("released", "a")]
+    assert d.state.idle == {0, 1}
+    assert said(d.answer(), "joined", "released") == []  # its late answer frees nothing twice
+
+
+def test_a_resize_names_exactly_one_of_add_and_remove() -> None:
+    d = Drive(names="a").join("a", target=5, **TRAINER_0)
+    for ids in ({}, {"add": "0", "remove": "1"}):
+        assert "exactly one" in why(d.do("resize", "a", **ids))
+    assert "no replica 7" in why(d.do("resize", "a", remove="7"))
+    assert said(d.do("resize", "a", remove="1"), "left", "resized") == [("resized", "a"), ("left", "a")]
+    assert d.active("a") == [0]
+    d.do("resize", "a", remove="1")
+    assert d.active("a") == [0]
+    d.do("resize", "a", add="1")
+    assert d.active("a") == [0, 1]
+    d.do("died", who="a", replica=1)
+    assert "replica 1 of a died" in why(d.do("resize", "a", add="1"))
+    assert "not registered" in why(d.do("resize", "b", add="1"))
+
+
+def test_a_dead_pipeline_leaves_everything() -> None:
+    d = pair()
+    d.do("acquire", "a", kind="training")
+    d.do("died", who="a")
+    assert d.active("b") == [0, 1]
+    d.do("died", who="a")
+    assert d.state.left == {"a"}
+    assert said(d.do("died", who="b"), "ended") == [("ended", "desk")]
+
+
+# -- coming and progress ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "sentence"),
+    [
+        ("c", {"trainer": "0"}, "no pipeline c is expected"),
+        ("a", {"trainer": "0,2"}, "names the devices [2]"),
+        ("a", {"trainer": "0,0"}, "names a device twice"),
+        ("a", {"generation": "0,1", "tp": 0}, "which tp=0 does not divide"),
+        ("a", {"generation": "0", "tp": 2}, "which tp=2 does not divide"),
+        ("b", {"trainer": "0"}, "b was registered before"),
+    ],
+)
+def test_registrations_that_make_no_sense_are_refused(name: str, ids: dict[str, str | int], sentence: str) -> None:
+    d = Drive().join("b", **TRAINER_1)
+    assert sentence in why(d.do("register", name, **ids))
+    assert said(d.do("register", "b", **TRAINER_1), "registered") == [("registered", "b")]
+
+
+def test_nobody_asks_before_it_is_admitted() -> None:
+    d = Drive()
+    assert "not registered" in why(d.do("acquire", "a", kind="training"))
+    d.do("register", "a", **TRAINER_0)
+    assert "has not been admitted" in why(d.do("acquire", "a", kind="training"))
+
+
+def test_the_second_starts_after_the_first_hand_over_and_the_first_trains_on_when_it_is_set_up() -> None:
+    d = Drive(admission_ms=9000).join("a", target=10, **TRAINER_0)
+    assert said(d.join("b", **TRAINER_1).log, "admitted") == [("admitted", "a")]
+    d.do("acquire", "a", kind="logprobs")
+    assert said(d.do("acquire", "a", kind="training", release="logprobs"), "admitted") == []
+    assert said(d.do("release", "a", kind="training"), "admitted") == [("admitted", "b")]
+    assert said(d.do("acquire", "a", kind="training"), "granted", "queued") == []
+    told = d.do("acquire", "b", kind="generation", target=4)
+    assert ("granted", "a") in said(told, "granted")
+    assert said(d.do("admit", "a"), "admitted") == [("admitted", "a")]
+
+
+def test_each_side_of_the_admission_has_a_limit_that_is_reported() -> None:
+    d = Drive(admission_ms=9000).join("a", target=10, **TRAINER_0).join("b", **TRAINER_1)
+    assert d.alarm("admission") == []  # a's own, which was admitted
+    told = d.alarm("admission")
+    assert said(told, "admission_limit", "admitted") == [("admission_limit", "b"), ("admitted", "b")]
+    d.do("acquire", "a", kind="training")
+    d.do("release", "a", kind="training")
+    d.do("acquire", "a", kind="training")
+    told = d.alarm("admission")
+    assert said(told, "admission_limit", "granted") == [("admission_limit", "a"), ("granted", "a")]
+
+
+def test_progress_is_clamped_by_stream_and_summed() -> None:
+    d = Drive(names="a").join("a", **TRAINER_0)
+    d.do("progress", "a", completed=12, target=10)
+    d.do("progress", "a", completed=1, target=4, stream="validation")
+    one = d.state.pipelines["a"]
+    assert (one.progress, one.remaining, one.moved) == ((11, 14), 3, 2)
+    d.do("progress", "a", completed=11, target=10)  # the same, clamped
+    assert d.state.pipelines["a"].moved == 2
+    d.do("progress_end", "a", stream="validation")
+    assert d.state.pipelines["a"].remaining == 0
+
+
+def test_a_suspended_pipeline_with_demand_gets_devices_as_soon_as_there_are_some() -> None:
+    d = Drive(devices=1).join("a", target=5, trainer="0", generation="0").join("b", trainer="0")
+    d.do("acquire", "b", kind="training")
+    assert d.active("a") == []
+    d.do("release", "b", kind="training")
+    assert d.active("a") == [0]
+
+
+def test_the_watchdog_asks_again_where_a_request_was_consumed_and_progress_stands_still() -> None:
+    d = Drive(devices=1).join("a", trainer="0", generation="0").join("b", trainer="0")
+    d.do("acquire", "a", kind="generation", target=4)  # it reports no progress
+    d.do("acquire", "b", kind="training")
+    d.alarm("watchdog")
+    d.do("release", "b", kind="training")
+    assert d.active("a") == []
+    told = d.alarm("watchdog")
+    assert said(told, "asked_again", "joined", "granted") == [("asked_again", "a"), ("joined", "a"), ("granted", "a")]
+    assert said(d.alarm("watchdog"), "asked_again") == []  # it has a replica
+
+
+def test_the_watchdog_counts_progress_and_not_heartbeats() -> None:
+    d = Drive(devices=1).join("a", target=4, trainer="0", generation="0").join("b", trainer="0")
+    d.do("acquire", "b", kind="training")
+    d.alarm("watchdog")
+    d.do("progress", "a", completed=1, target=4)
+    assert said(d.alarm("watchdog"), "asked_again") == []  # it moved
+    d.do("progress", "a", completed=1, target=4)
+    assert said(d.alarm("watchdog"), "asked_again") == [("asked_again", "a")]
+    assert said(d.alarm("watchdog"), "asked_again") == []  # it waits already
+    d.do("progress", "b", completed=4, target=4)
+    assert said(d.alarm("watchdog"), "asked_again") == []
+
+
+def test_balance_is_restored_when_shares_are_more_than_ten_points_off() -> None:
+    eight = {"generation": "0,1,2,3,4,5,6,7"}
+    d = Drive(devices=8).join("a", target=100, **eight).join("b", target=100, **eight)
+    d.do("progress", "b", completed=1, target=100)
+    assert (len(d.active("a")), len(d.active("b"))) == (4, 4)
+    told = d.do("progress", "a", completed=15, target=100)
+    assert said(told, "left") == []
+    d.do("progress", "a", completed=90, target=100)
+    assert (len(d.active("a")), len(d.active("b"))) == (1, 7)
+
+
+EIGHT = {"generation": "0,1,2,3,4,5,6,7"}
+
+
+def test_nothing_moves_for_less_than_ten_points() -> None:
+    twenty = {"generation": ",".join(map(str, range(20)))}
+    d = Drive(devices=20).join("a", target=100, **twenty).join("b", target=100, **twenty)
+    assert (len(d.active("a")), len(d.active("b"))) == (10, 10)
+    assert (
+        said(d.do("progress", "a", completed=15, target=100), "plan") == []
+    )  # 46 % of the demand; its share would be 9
+    assert said(d.do("progress", "a", completed=60, target=100), "plan") == [("plan", "desk")]
+
+
+def test_balance_waits_while_a_request_waits() -> None:
+    d = Drive(devices=9, names="abcd").join("c", trainer="8").join("d", trainer="8")
+    d.join("a", target=100, **EIGHT).join("b", target=100, **EIGHT)
+    d.do("acquire", "c", kind="training")
+    d.do("acquire", "d", kind="training")
+    assert said(d.do("progress", "a", completed=90, target=100), "plan") == []
+    d.do("release", "d", kind="training")
+    assert (len(d.active("a")), len(d.active("b"))) == (1, 7)
+
+
+def test_a_suspended_pipeline_whose_demand_becomes_known_gets_devices() -> None:
+    d = Drive(devices=1).join("a", trainer="0", generation="0").join("b", trainer="0")
+    d.do("acquire", "a", kind="generation", target=4)
+    d.do("acquire", "b", kind="training")
+    d.do("release", "b", kind="training")
+    assert d.active("a") == []  # it has told nobody what is left
+    d.do("progress", "a", completed=1, target=4)
+    assert d.active("a") == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "ids"), [("planned_release", {}), ("died", {"who": "b", "replica": 0}), ("resize", {"remove": "0"})]
+)
+def test_a_replica_that_was_given_up_since_the_plan_is_not_woken(name: str, ids: dict[str, str | int]) -> None:
+    d = Drive().join("a", target=10, **TRAINER_0).join("b", **TRAINER_1)
+    d.slow = True
+    assert said(d.do("acquire", "b", kind="generation", target=10), "left") == [("left", "a")]
+    d.do(name, "desk" if name == "died" else "b", **ids)
+    told = d.answer()
+    assert [one.replica for one in told if one.name == "expand" and one.pipeline == "b"] in ([], [1])
+
+
+def test_a_pipeline_that_releases_since_the_plan_gets_no_more_replicas() -> None:
+    four = {"generation": "0,1,2,3"}
+    d = Drive(devices=4).join("a", target=10, **four).join("b", target=10, **four)
+    assert (len(d.active("a")), len(d.active("b"))) == (2, 2)
+    d.slow = True
+    assert said(d.do("progress", "a", completed=9, target=10), "left") == [("left", "a")]
+    d.do("planned_release", "b")
+    assert said(d.answer(), "expand", "left") == [("left", "b"), ("left", "b")]
+
+
+def test_an_alarm_of_an_earlier_cycle_is_about_nothing() -> None:
+    d = Drive(names="a").join("a", target=5, **TRAINER_0)
+    d.slow = True
+    d.do("planned_release", "a")
+    assert d.alarm("cycle") == []
+    assert not d.state.error
+
+
+def test_who_leaves_or_has_left_cannot_ask() -> None:
+    d = Drive().join("a", target=5, **TRAINER_0)
+    d.slow = True
+    d.do("unregister", "a")
+    assert "not registered" in why(d.do("acquire", "a", kind="training"))
+    d.answer()
+    d.answer()
+    assert "was registered before" in why(d.do("register", "a", **TRAINER_0))
+
+
+def test_the_watchdog_leaves_alone_who_needs_nothing() -> None:
+    d = Drive(devices=1).join("a", target=4, trainer="0", generation="0").join("b", trainer="0")
+    d.do("acquire", "b", kind="training")
+    d.do("progress", "a", completed=4, target=4)
+    d.alarm("watchdog")
+    assert said(d.alarm("watchdog"), "asked_again") == []
+
+
+class Short:
+    """A core that ends with its first event."""
+
+    def begin(self) -> tuple[int, tuple[Command, ...]]:
+        return 0, ()
+
+    def step(self, state: int, event: Event) -> tuple[int, tuple[Command, ...]]:
+        if event.name == "unregistered" or event.get("of") == "resize":
+            raise AssertionError("that is no event for a pipeline's core")
+        ends = (Command("ended", "runner", "a", why="done"),) if event.name == "joined" else ()
+        return state + 1, ends
+
+
+def told(*events: Event) -> list[list[str]]:
+    """What a member commands after it was admitted, for each of these events."""
+    member = Member(Short(), "a", {"generation": Cluster((0,))})
+    state, _ = member.begin()
+    state, _ = member.step(state, Event("admitted", "a"))
+    found = []
+    for event in events:
+        state, commands = member.step(state, event)
+        found.append([one.name for one in commands])
+    return found
+
+
+def test_a_pipeline_that_waits_to_leave_ends_with_the_desk() -> None:
+    error = Event("error", "a", of="desk", why="gone")
+    assert told(Event("joined", "a", replica=0), error) == [["progress_end", "unregister"], ["ended"]]
+
+
+def test_a_pipeline_that_the_desk_holds_for_dead_ends_without_asking() -> None:
+    """Its core may come to its end only after the desk has gone, and then nobody answers."""
+    d = Drive().join("a", target=4, **TRAINER_0)
+    assert said(d.do("died", who="a"), "unregistered", "ended") == [("unregistered", "a")]
+    assert told(Event("unregistered", "a"), Event("joined", "a", replica=0)) == [[], ["ended"]]
+
+
+def test_a_refused_resize_does_not_end_a_pipeline() -> None:
+    error = Event("error", "a", of="resize", why="replica 0 of a died")
+    assert told(error, Event("joined", "a", replica=0)) == [[], ["progress_end", "unregister"]]
+
+
+def test_a_replica_that_a_planner_shrank_is_not_free_in_that_cycle() -> None:
+    view = View([Share("a", 1, (frozenset({0}), frozenset({1})), {0}, set())], {1}, 2)
+    view.shrink("a", 0)
+    assert list(view.shares["a"].free) == [1]
+    view.expand("a", 1)
+    assert list(view.shares["a"].free) == []
+
+
+# -- the core as a core -----------------------------------------------------------------------------------------------------
+
+
+def test_states_are_frozen_and_hashable_and_events_replay() -> None:
+    d = pair()
+    d.do("acquire", "a", kind="training")
+    assert hash(d.state) == hash(d.core.step(d.state, Event("taken", "desk", device=0))[0])
+    with pytest.raises(Exception, match="does not change"):
+        d.state.cycles = 3
+    with pytest.raises(BadInput, match="knows no event 'generate'"):
+        d.do("generate", "a")
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    for wrong, sentence in (
+        ({"devices": 0}, "devices=0"),
+        ({"pipelines": ()}, "must be names"),
+        ({"pipelines": ("a", "a")}, "each once"),
+        ({"request_ms": 0}, "every wait has a limit"),
+    ):
+        with pytest.raises(BadInput, match=sentence):
+            Settings(**{"devices": 2, "pipelines": ("a",), **wrong})
+    with pytest.raises(BadInput, match="neither one of gap-ratio, fifo, static"):
+        Scheduler(Settings(devices=1, pipelines=("a",), planner="best"))
+
+
+def test_the_desk_ends_when_the_last_expected_pipeline_has_left() -> None:
+    d = Drive().join("a", **TRAINER_0)
+    assert said(d.do("unregister", "a"), "ended") == []
+    d.join("b", **TRAINER_1)
+    assert said(d.do("unregister", "b"), "ended") == [("ended", "desk")]
+    assert d.do("acquire", "b", kind="training") == []
+    assert replay(d.core, [Event("progress", "b", completed=1, target=2)])[0] is not None
+
+
+def test_a_pipeline_that_dies_while_it_leaves_gets_its_answer() -> None:
+    d = Drive().join("a", target=4, **TRAINER_0)
+    d.slow = True
+    assert said(d.do("unregister", "a"), "unregistered") == []
+    assert said(d.do("died", who="a"), "unregistered") == [("unregistered", "a")]

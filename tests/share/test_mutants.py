@@ -1,0 +1,281 @@
+"""The desk with one rule broken, again and again: the tests of its rules, the plans or the schedules notice each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kit.share.broken import FAULTS
+from tests.mutants.mutant import Mutant, compiled
+from tests.share import test_core, test_planner, test_schedules, test_shared
+from tests.share.chaos import rows_of, violations
+from tests.stream.test_mutants import broken, calls
+
+
+def mutant(place: str, old: str, new: str, bug: str) -> Mutant:
+    module, _, function = place.partition(":")
+    return Mutant("share", f"kit.share.{module}", function, old=old, new=new, check="", bug=bug)
+
+
+MUTANTS = (
+    mutant("state:Request.precedence", "PRIORITY[self.kind], self.number", "self.number, 0", "no priorities"),
+    mutant("state:Request.precedence", ", self.number", ", -self.number", "last in, first out"),
+    mutant("state:Pipeline.progress", "min(completed, target)", "completed", "progress is not clamped"),
+    mutant(
+        "state:Pipeline.leaving", "self.releasing or self.closing", "self.closing", "a planned release shrinks nobody"
+    ),
+    mutant("state:Fields.asked_for", "if not one.held", "", "requests that are held are planned"),
+    mutant(
+        "state:Fields.under_way",
+        "(*self.sleeping, *self.waking)",
+        "self.waking",
+        "a release ends while replicas fall asleep",
+    ),
+    mutant("planner:Share.remaining", " + max(self.asks, 0)", "", "a pending request adds no demand"),
+    mutant("planner:Share.is_known", " or self.asks > 0", "", "an estimate does not count"),
+    mutant("planner:Share.is_eligible", "self.since >= 0 or ", "", "who has no replica never gets one"),
+    mutant("planner:View.shrink", "share.touched.add(replica)", "pass", "a replica is shrunk and woken in one cycle"),
+    mutant("planner:Gaps.__init__", "share.remaining * share.tp for", "share.remaining for", "the weight ignores tp"),
+    mutant(
+        "planner:Gaps.__init__", "len(share.active) * share.tp for", "len(share.active) for", "the budget ignores tp"
+    ),
+    mutant("planner:Gaps.__init__", "len(view.idle) + ", "", "idle devices are not in the budget"),
+    mutant("planner:Gaps.target", " + self.weight", "", "shares are rounded down"),
+    mutant("planner:Gaps.target", "max(1, ", "max(0, ", "no floor"),
+    mutant("planner:Gaps.lacks", "< self.bundles", "<= self.bundles", "one bundle too many"),
+    mutant("planner:Gaps.order", "relative, -self.gap(share)", "0, -self.gap(share)", "no relative gap"),
+    mutant("planner:Gaps.order", "-self.gap(share), share.name", "0, share.name", "equal relative gaps by name"),
+    mutant("planner:Gaps.spare", "self.bundles[share.name]", "0", "donors give their last"),
+    mutant("planner:gap_ratio", "heapq.heappush(waiting, (gaps.order(share), name))", "pass", "one replica a pipeline"),
+    mutant("planner:gap_ratio", "starts.clear()", "pass", "what is left of a donor is not seen"),
+    mutant("planner:idle_replica", " and replica not in share.touched", "", "a replica is touched twice"),
+    mutant("planner:from_donors", "given[name] <= spare[name]", "True", "donors give more than they can spare"),
+    mutant("planner:from_donors", "[-percent for percent in percents]", "percents", "who has least left gives"),
+    mutant("planner:Supply.__init__", "one.leaving or replica in one.out", "one.leaving", "a resize shrinks nobody"),
+    mutant("planner:Supply.shrink", "del self.owners[device]", "pass", "a device is freed for two requests"),
+    mutant("planner:Supply.meets", "self.idle -= devices", "pass", "devices are given twice"),
+    mutant("planner:Supply.meets", "self.kept |= devices", "pass", "later requests overtake"),
+    mutant("planner:Supply.meets", " and not holds", "", "who holds devices waits for who waits for it"),
+    mutant("planner:Supply.meets", "lease.kind != GENERATION", "True", "a lease of generation passes the queue"),
+    mutant("planner:share_of", "one.out | one.dead", "one.out", "a dead replica wakes"),
+    mutant("planner:share_of", "one.out | one.dead", "one.dead", "a removed replica wakes"),
+    mutant("planner:share_of", "-1 if one.leaving else ", "", "a pipeline that releases is given devices"),
+    mutant(
+        "planner:is_off_balance",
+        "not lease.active and not f.under_way(name)",
+        "False",
+        "a suspended pipeline is forgotten",
+    ),
+    mutant(
+        "planner:is_off_balance",
+        "one.kind == GENERATION for one in waits",
+        "False for one in waits",
+        "who waits to generate is forgotten",
+    ),
+    mutant("planner:is_off_balance", "10 * off >", "100 * off >", "one point is off balance"),
+    mutant("planner:is_off_balance", "10 * off >", "2 * off >", "fifty points are in balance"),
+    mutant(
+        "planner:is_off_balance",
+        "len(rows) < 2 or waits",
+        "len(rows) < 2",
+        "balance while someone waits",
+    ),
+    mutant("core:start", "if wrong := violations(t, plan, t.settings.devices):", "if wrong := []:", "no validation"),
+    mutant("core:start", 't.alarm(t.settings.operation_ms, "cycle", t.cycles)', "pass", "a cycle has no limit"),
+    mutant("core:shrink", "t.sleeping |= {(name, replica)}", "pass", "nobody waits for a shrink"),
+    mutant("core:shrink", "active - {replica}", "active", "a replica that sleeps is active"),
+    mutant("core:advance", " and not t.sleeping", "", "expands come before the shrinks end"),
+    mutant("core:advance", "t.plan = Plan()", "pass", "grants and expands are ordered twice"),
+    mutant("core:advance", "if not t.waking:", "if True:", "a cycle is over while replicas wake"),
+    mutant("core:advance", "t.due |= any(not one.held for one in t.requests)", "pass", "who still waits is forgotten"),
+    mutant("core:expand", "not wanted or ", "", "who withdrew its request gets devices"),
+    mutant("core:grant", "t.idle -= op.devices", "pass", "granted devices stay idle"),
+    mutant("core:expand", "t.idle -= bundle", "pass", "devices of a waking replica stay idle"),
+    mutant("core:expand", "one is None or ", "", "a pipeline that is gone is expanded"),
+    mutant("core:expand", "one.leaving or ", "", "a pipeline that releases is expanded"),
+    mutant("core:expand", "not wanted or replica in one.out | one.dead", "not wanted", "a lost replica is woken"),
+    mutant("core:finish_releases", " and not t.under_way(name)", "", "a release ends before its replicas sleep"),
+    mutant("core:on_shrunk", "if one in t.sleeping:", "if True:", "a late answer frees devices"),
+    mutant("core:on_shrunk", "t.idle |= ", "t.idle & ", "devices of a sleeper are lost"),
+    mutant("core:on_expanded", "if one not in t.waking:", "if False:", "a late answer makes a replica active"),
+    mutant("core:on_expanded", 't.say("joined", name, replica=replica)', "pass", "nobody hears that a replica woke"),
+    mutant("core:on_error", "lose(t, name, event.replica)", "pass", "a replica that cannot wake is waited for"),
+    mutant("core:on_error", 'fail(t, f"replica', 'str(f"replica', "a failed shrink is ignored"),
+    mutant("core:lose", "t.change(name, dead=one.dead | {replica})", "pass", "a dead replica comes back"),
+    mutant("core:lose", "t.idle |= one.generation.bundles[replica]", "pass", "a dead replica keeps its devices"),
+    mutant("core:lose", "t.sleeping -= {held}", "pass", "a dead replica's sleep is waited for"),
+    mutant("core:lose", "t.waking -= {held}", "pass", "a dead replica's waking is waited for"),
+    mutant("core:on_alarm", "what[1] == t.cycles", "True", "an alarm of an earlier cycle ends this one"),
+    mutant("core:on_alarm", "t.alarms = t.alarms.without(event.number)", "pass", "an alarm counts twice"),
+    mutant("core:watch", "one.moved == one.watched and ", "", "the watchdog does not look at progress"),
+    mutant("core:watch", "t.change(name, watched=one.moved)", "pass", "the watchdog never learns"),
+    mutant("core:watch", 't.alarm(t.settings.watchdog_ms, "watchdog")', "pass", "the watchdog looks once"),
+    mutant("core:watch", "(name, GENERATION) in t.leases and ", "", "the watchdog asks for who never asked"),
+    mutant("operations:known", " or one.closing", "", "who leaves may ask"),
+    mutant("operations:on_register", "name in t.left or ", "", "who left comes again"),
+    mutant("operations:on_register", "tp < 1 or ", "", "tp is not checked"),
+    mutant("operations:may_start", "before.handed_over or ", "", "the second waits for its limit"),
+    mutant("operations:may_start", ' or "starts" in one.overdue', "", "the admission has no limit"),
+    mutant("operations:is_held", 'request.kind != "training" or ', "", "everything is held"),
+    mutant("operations:is_held", "not one.handed_over or ", "", "the first training is held"),
+    mutant("operations:is_held", '"trains" in one.overdue or ', "", "the hold has no limit"),
+    mutant("operations:is_held", "not t.pipelines[name].set_up and ", "", "the hold never ends"),
+    mutant("operations:on_acquire", "if not one.admitted:", "if False:", "who is not admitted may ask"),
+    mutant(
+        "operations:on_acquire", "waits is not None and not waits.again", "False", "two requests wait for one cluster"
+    ),
+    mutant("operations:on_acquire", "lease is not None and lease.kind != kind", "False", "another priority is granted"),
+    mutant(
+        "operations:on_acquire",
+        "elif one.releasing and cluster == GENERATION:",
+        "elif False:",
+        "asks while it releases",
+    ),
+    mutant("operations:on_acquire", "elif given == GENERATION:", "elif False:", "generation is given back at once"),
+    mutant("operations:on_acquire", "give_back(t, name, where, given)", "pass", "a release and a request only request"),
+    mutant(
+        "operations:on_acquire",
+        "t.change(name, set_up=True, estimate=target)",
+        "t.change(name, estimate=target)",
+        "never set up",
+    ),
+    mutant(
+        "operations:on_acquire",
+        "t.change(name, set_up=True, estimate=target)",
+        "t.change(name, set_up=True)",
+        "no estimate",
+    ),
+    mutant("operations:enter", "t.due = True", "pass", "a request makes no plan"),
+    mutant(
+        "operations:enter",
+        't.alarm(t.settings.request_ms, "request", request.number)',
+        "pass",
+        "a request has no limit",
+    ),
+    mutant("operations:answer", "if one.key != request.key", "", "an answer drops all requests"),
+    mutant(
+        "operations:give_back",
+        "lease.kind == kind != GENERATION",
+        "lease.kind != GENERATION",
+        "any kind gives a lease back",
+    ),
+    mutant("operations:give_back", "t.idle |= lease.devices", "pass", "released devices are lost"),
+    mutant("operations:give_back", "t.due = True", "pass", "a release makes no plan"),
+    mutant("operations:give_back", "t.change(name, handed_over=True)", "pass", "a hand-over is not seen"),
+    mutant(
+        "operations:withdraw", "(one.key, one.kind) == (key, kind)", "one.key == key", "any kind withdraws a request"
+    ),
+    mutant(
+        "operations:on_planned_release",
+        "waiters=one.waiters + 1",
+        "waiters=1",
+        "a second planned release has no answer",
+    ),
+    mutant(
+        "operations:release_generation",
+        "t.leases = t.leases.without((name, GENERATION))",
+        "pass",
+        "a release keeps the lease",
+    ),
+    mutant(
+        "operations:release_generation",
+        "t.change(name, releasing=False, waiters=0)",
+        "t.change(name, releasing=False)",
+        "answered twice",
+    ),
+    mutant("operations:on_resize", "if bool(add) == bool(remove):", "if False:", "a resize names both or none"),
+    mutant("operations:on_resize", "t.due = True", "pass", "a resize makes no plan"),
+    mutant(
+        "operations:on_progress", "min(event.completed, event.target)", "event.completed", "reports are not clamped"
+    ),
+    mutant("operations:on_progress", "one.streams.get(stream) != report", "True", "a heartbeat is progress"),
+    mutant("operations:on_progress_end", "one.streams.without(stream)", "one.streams", "a stream never ends"),
+    mutant("operations:waits_for", "not t.active(name) and ", "", "the watchdog asks for who generates"),
+    mutant(
+        "operations:waits_for",
+        " and (not one.streams or one.remaining > 0)",
+        "",
+        "the watchdog asks for who needs nothing",
+    ),
+    mutant("operations:on_unregister", 'wake_waiters(t, name, "unregistered")', "pass", "waiters are not woken"),
+    mutant(
+        "operations:on_unregister", "give_back(t, name, cluster, lease.kind)", "pass", "who leaves keeps its devices"
+    ),
+    mutant("operations:drop", "t.leases = t.leases.without(key)", "pass", "a dead pipeline keeps its lease"),
+    mutant("operations:drop", "t.idle |= bundles[replica]", "pass", "devices of a dead sleeper are lost"),
+    mutant(
+        "operations:drop",
+        "t.waking = frozenset(pair for pair in t.waking if pair[0] != name)",
+        "pass",
+        "a dead pipeline wakes",
+    ),
+    mutant("operations:drop", "t.left |= {name}", "pass", "the desk never ends"),
+    mutant("operations:alarmed", "request.number == what[1]", "True", "one limit ends all requests"),
+    mutant(
+        "operations:alarmed",
+        'what[2] == "trains" or not one.admitted',
+        "True",
+        "a limit is reported that was not reached",
+    ),
+    mutant(
+        "member:Member.adapted",
+        "one for one in commands if one != released[0]",
+        "one for one in commands",
+        "released twice",
+    ),
+    mutant(
+        "member:Member.step",
+        'state.alone or name == "unregistered" or (',
+        'name == "unregistered" or (',
+        "waits for a desk that is gone",
+    ),
+)
+
+
+def cases() -> Iterator[Callable[[], Any]]:
+    """The tests of rules and plans with their parameters, the faults' runs, then schedules."""
+    for module in (test_core, test_planner):
+        for name, test in vars(module).items():
+            if name.startswith("test_") and "many_times" not in name and "hypothesis" not in name:
+                yield from calls(test)
+    for fault in FAULTS.values():
+        yield lambda fault=fault: check(fault.scenario.run().rows)
+    yield from calls(test_shared.test_both_end_and_every_check_passes)
+    yield test_shared.test_a_shrink_without_an_answer_stops_both_with_the_desks_name
+    yield from calls(test_schedules.test_every_order_of_two_pipelines_on_two_devices_ends)
+    for seed in range(80):
+        yield lambda seed=seed: test_schedules.check(seed)
+
+
+def check(rows: Any) -> None:
+    assert violations(rows_of(rows)) == {}
+
+
+def killer() -> int | None:
+    """The number of the first case that fails."""
+    for number, case in enumerate(cases()):
+        try:
+            case()
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - whatever it is, it was noticed
+            return number
+    return None
+
+
+@pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.bug.replace(" ", "-"))
+def test_every_mutant_applies_to_the_source(one: Mutant) -> None:
+    compiled(one)
+
+
+def test_the_desk_as_it_is_passes_every_case() -> None:
+    for case in cases():
+        case()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.bug.replace(" ", "-"))
+def test_a_broken_rule_is_noticed(one: Mutant) -> None:
+    with broken(one):
+        assert killer() is not None, one.bug

@@ -1,0 +1,57 @@
+"""Single rules of the checks of served requests, on ledgers that are written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kit.results.verdict import Measured
+from kit.share.judge import CHECKS as JUDGE
+from kit.share.judge import Ledger
+from kit.share.served import CHECKS
+
+
+def rows(*names: str) -> list[dict[str, Any]]:
+    """Of pipeline a and its replica 0. `left` is the desk's command, `shrink` what the pipeline orders once it has heard it."""
+    request = {"group": 0, "sample": 0}
+    return [
+        {
+            "event": name,
+            "time": float(at),
+            "pipeline": "a",
+            "replica": 0,
+            **(request if name in ("sent", "completed") else {}),
+        }
+        for at, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "wrong"),
+    [
+        (("published", "sent", "left", "sent", "shrink", "published", "sent", "completed"), 0),  # it had not heard yet
+        (("published", "sent", "left", "shrink", "sent"), 1),
+        (("published", "sent", "left", "sent"), 1),  # a ledger without orders
+    ],
+    ids=["before it heard", "after it heard", "no orders"],
+)
+def test_a_pipeline_sends_until_it_hears_that_its_last_replica_left(names: tuple[str, ...], wrong: int) -> None:
+    found = CHECKS["empty_set_suspends"](Ledger(rows(*names)))
+    assert isinstance(found, Measured)
+    assert found.value == wrong, found.why
+
+
+def test_a_request_that_was_sent_before_it_heard_is_stranded_too() -> None:
+    lost = rows("published", "left", "sent", "shrink", "ended")
+    lost[-1] |= {"why": "done"}
+    assert "was never sent again after its replica left" in JUDGE["no_request_lost"](Ledger([*ASKED, *lost])).why
+    again = rows("published", "left", "sent", "shrink", "published", "sent", "completed", "ended")
+    again[-1] |= {"why": "done"}
+    assert not JUDGE["no_request_lost"](Ledger([*ASKED, *again])).value
+
+
+ASKED: list[dict[str, Any]] = [
+    {"event": name, "time": -1.0, "pipeline": "a", "kind": "generation", "cluster": "generation", "devices": "0"}
+    for name in ("acquire", "granted")
+]

@@ -1,0 +1,201 @@
+"""Two stream pipelines and the desk in one runner, on a virtual clock: both end, and each computes what it computes alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kit.errors import BadInput
+from kit.loop.messages import Event
+from kit.loop.replay import replay_rows
+from kit.loop.runner import Runner
+from kit.results.verdict import Missing, NotMeasured
+from kit.share.broken import FAULTS, switched_on
+from kit.share.judge import CHECKS, Ledger, pipeline_rows
+from kit.share.simulated import Simulation
+from kit.share.state import Cluster
+from kit.stream import judge as stream_judge
+from kit.stream.settings import opening
+from kit.stream.simulated import Durations, drawn_length
+from tests.share.chaos import rows_of, violations
+from tests.share.pair import STRICT, A, B, outcome, shared
+
+BOTH = {"a": A, "b": B}
+WIDE = {
+    "a": {"trainer": Cluster((0, 1)), "generation": Cluster((0, 1, 2, 3))},
+    "b": {"trainer": Cluster((2, 3)), "generation": Cluster((0, 1, 2, 3), 2)},
+}
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"stream": replace(STRICT, previous="recomputed")},  # log-probabilities, then training, in one operation
+    {"durations": Durations(train_s=0.02, length=drawn_length(8, 64))},
+    {"admission_ms": 0},
+    {"planner": "fifo"},
+    {"planner": "static"},
+    {"pipelines": WIDE, "devices": 4},
+    {"stream": replace(STRICT, sampler="in-order", window=1)},
+]
+
+
+def ends(done: Simulation) -> dict[str, str]:
+    return {name: one.why for name, one in done.ended.items()}
+
+
+def run(how: dict[str, Any]) -> Simulation:
+    how = dict(how)
+    return shared(how.pop("pipelines", BOTH), **how)
+
+
+@pytest.mark.parametrize("how", KINDS, ids=lambda how: "-".join(how) or "plain")
+def test_both_end_and_every_check_passes(how: dict[str, Any]) -> None:
+    done = run(how)
+    assert ends(done) == {"a": "done", "b": "done", "desk": "done"}
+    rows = rows_of(done.rows)
+    assert violations(rows) == {}
+    assert replay_rows(done.runner.cores, done.rows) is None
+    for name in ("a", "b"):
+        settings = replace(
+            how.get("stream", STRICT), replicas=len(how.get("pipelines", BOTH)[name]["generation"].bundles)
+        )
+        first = [{"event": event, "time": 0.0, **ids} for event, ids in opening(settings)]
+        ledger = stream_judge.Ledger([*first, *pipeline_rows(rows, name)])
+        for check in stream_judge.CHECKS.values():
+            try:
+                assert not check(ledger).value
+            except NotMeasured:
+                continue
+
+
+@pytest.mark.parametrize(
+    "how", [one for one in KINDS if one.get("stream", STRICT).window == 0], ids=lambda how: "-".join(how) or "plain"
+)
+def test_at_staleness_0_each_computes_what_it_computes_alone(how: dict[str, Any]) -> None:
+    done = run(how)
+    more = {key: value for key, value in how.items() if key not in ("pipelines", "planner")}
+    for name, clusters in how.get("pipelines", BOTH).items():
+        alone = shared({name: clusters}, **more)
+        assert outcome(done, name) == outcome(alone, name)
+        assert len(outcome(alone, name)) == 3 * 4 + 3
+        assert done.seconds > alone.seconds
+
+
+def test_they_do_share() -> None:
+    """Both have generated on both devices, and waited for each other."""
+    done = shared(BOTH, STRICT)
+    woken = {(row.ids["pipeline"], row.ids["devices"]) for row in done.rows if row.name == "expand"}
+    assert woken == {("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")} or len(woken) == 3
+    one_after_the_other = sum(shared({name: BOTH[name]}).seconds for name in BOTH)
+    assert done.seconds < 1.1 * one_after_the_other
+
+
+def at(seconds: float, event: Event) -> Any:
+    def prepare(runner: Runner) -> None:
+        runner.clock.after(seconds, lambda: runner.post(event))  # type: ignore[attr-defined]
+
+    return prepare
+
+
+def test_a_dead_pipeline_leaves_and_the_other_goes_on() -> None:
+    def kill(runner: Runner) -> None:
+        at(3.5, Event("died", "desk", who="a"))(runner)
+        at(3.5, Event("error", "a", of="pipeline", why="killed"))(runner)
+
+    done = shared(BOTH, prepare=kill, until_s=60)
+    assert ends(done) == {"a": "error", "b": "done", "desk": "done"}
+    assert outcome(done, "b") == outcome(shared({"b": B}), "b")
+    assert violations(rows_of(done.rows), without=("no_request_lost", "progress_ended")) == {}
+
+
+def test_a_replica_that_cannot_wake_is_done_without() -> None:
+    done = shared(BOTH, more={"broken": [("a", 1)]})
+    assert ends(done) == {"a": "done", "b": "done", "desk": "done"}
+    assert violations(rows_of(done.rows)) == {}
+
+
+def test_a_shrink_without_an_answer_stops_both_with_the_desks_name() -> None:
+    done = shared(BOTH, more={"hangs": [("shrink", "a", 0)]}, operation_ms=2000)
+    assert ends(done) == {"a": "error", "b": "error", "desk": "error"}
+    for name in ("a", "b"):
+        assert "replica 0 of a did not answer a shrink within 2000 ms" in done.ended[name].error
+
+
+def test_a_refused_pipeline_ends_with_the_reason() -> None:
+    done = shared({"a": A, "b": {"trainer": Cluster((7,)), "generation": Cluster((0,))}}, until_s=30)
+    assert done.ended["b"].error == "b names the devices [7]; there are 2"
+
+
+def foreign(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same ledger as another system would write it: each row once, about whom it is."""
+    own = {"core", "to", "who"}
+    return [
+        {
+            "event": row.event,
+            "time": row.time,
+            "pipeline": row.who,
+            **{key: row.ids[key] for key in row.ids if key not in own},
+        }
+        for row in Ledger(rows).rows
+    ]
+
+
+def test_a_ledger_that_no_runner_wrote_is_judged_alike() -> None:
+    assert violations(foreign(rows_of(shared(BOTH).rows))) == {}
+    for name, fault in FAULTS.items():
+        with switched_on(name):
+            rows = foreign(rows_of(fault.scenario.run().rows))
+        assert fault.check in violations(rows), name
+
+
+def test_what_a_ledger_lacks_is_named() -> None:
+    with pytest.raises(Missing, match="no `plan` event"):
+        CHECKS["plan_valid"](Ledger([{"event": "limits", "time": 0.0, "pipeline": "desk"}]))
+    with pytest.raises(BadInput, match="row 0 of the ledger"):
+        Ledger([{"event": "plan"}])
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_check_has_a_fault() -> None:
+    assert {fault.check for fault in FAULTS.values()} | {"routed_to_awake"} == {*CHECKS}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_seen_by_the_check_that_it_names(name: str) -> None:
+    fault = FAULTS[name]
+    right = fault.scenario.run()
+    assert violations(rows_of(right.rows)) == {}
+    with switched_on(name):
+        wrong = fault.scenario.run()
+    assert fault.check in violations(rows_of(wrong.rows))
+
+
+def test_requests_to_a_replica_that_sleeps_are_seen() -> None:
+    rows = rows_of(shared(BOTH).rows)
+    asleep: set[int] = set()
+    for row in rows:
+        if row.get("pipeline") == "a" and row.get("to") == "devices":
+            asleep = asleep | {row["replica"]} if row["event"] == "shrink" else asleep - {row["replica"]}
+        elif row.get("pipeline") == "a" and row["event"] == "sent" and asleep:
+            row["replica"] = min(asleep)
+            break
+    assert "routed_to_awake" in violations(rows)
+
+
+def test_a_request_that_is_not_sent_again_is_seen() -> None:
+    rows = rows_of(shared(BOTH).rows)
+    again = [row for row in rows if row.get("pipeline") == "a" and row["event"] == "sent" and row["attempt"]]
+    lost = {"sent", "completed", "cleared"}
+    wrong = [
+        row
+        for row in rows
+        if row["event"] not in lost or row.get("pipeline") != "a" or row["group"] != again[0]["group"]
+    ]
+    first = next(
+        row
+        for row in rows
+        if row["event"] == "sent" and row.get("pipeline") == "a" and row["group"] == again[0]["group"]
+    )
+    assert "no_request_lost" in violations([*wrong[: rows.index(first)], first, *wrong[rows.index(first) :]])

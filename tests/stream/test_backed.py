@@ -1,0 +1,193 @@
+"""Controllers that write notes of what never happened, or leave out what did: each lie fails a named check. Right runs pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any, get_args
+
+import pytest
+
+from kit.errors import BadInput
+from kit.loop.ledger import Memory, command_row
+from kit.loop.messages import Command, Event, listed, numbers
+from kit.stream.core import Controller
+from kit.stream.history import Ledger
+from kit.stream.judge import CHECKS
+from kit.stream.samplers import SAMPLERS
+from kit.stream.settings import AtSync, Resume, Settings
+from kit.stream.simulated import Durations, System, drawn_length, simulate
+
+PLAIN = Settings(groups=4, places=8, slots=8, train_global_batch_size=16, steps=4, at_sync="abort", min_groups=2)
+RAGGED = Durations(length=drawn_length(4, 40))
+
+Commands = Iterator[Command]
+Lie = Callable[[Command], Commands]
+
+
+def ledger(rows: Memory) -> Ledger:
+    return Ledger([{"event": row.name, "time": row.time, **row.ids} for row in rows])
+
+
+def backed(rows: Memory) -> str:
+    """What is wrong; empty where nothing is."""
+    found = CHECKS["notes_backed"](ledger(rows))
+    return found.why if found.value else ""
+
+
+def told(lie: Lie, settings: Settings = PLAIN) -> Memory:
+    class Lying(Controller):
+        def step(self, state: Any, event: Event) -> Any:
+            state, commands = super().step(state, event)
+            return state, tuple(more for one in commands for more in lie(one))
+
+    return simulate(settings, RAGGED, core=Lying(settings)).rows
+
+
+@pytest.mark.parametrize(("sampler", "at_sync"), list(product(SAMPLERS, get_args(AtSync))))
+def test_what_a_right_controller_notes_did_happen(sampler: str, at_sync: Any) -> None:
+    settings = replace(PLAIN, sampler=sampler, window=0 if sampler == "strict" else 1, at_sync=at_sync, filter=True)
+    flat = replace(RAGGED, reward=lambda group, sample: str(sample % 2 if group % 3 else 0))
+    assert backed(simulate(settings, flat).rows) == ""
+
+
+def test_so_it_does_where_replicas_go_and_commands_fail() -> None:
+    def come_and_go(system: System) -> None:
+        system.goes(1, 1.0)
+        system.joins(7, 2.0)
+
+    settings = replace(PLAIN, on_dead_replica="go-on", on_failed="replace", step_retries=3, sampler="windowed")
+    for number in range(20, 200, 9):
+        rows = simulate(settings, RAGGED, prepare=come_and_go, fail_at={number: "injected"}).rows
+        assert (number, backed(rows)) == (number, "")
+
+
+def test_so_it_does_after_a_resume() -> None:
+    start = Resume(version=2, updates=2, steps=2, next=12, open=(8, 11))
+    rows = simulate(PLAIN, RAGGED, resume=start).rows
+    assert backed(rows) == ""
+    assert ledger(rows).start == 2
+
+
+# -- lies -----------------------------------------------------------------------------------------------------------------
+
+
+def untrained(one: Command) -> Commands:
+    """Group 5 is left out of its microbatch, and marked trained."""
+    if one.name == "microbatch":
+        kept = listed(group for group in numbers(one.groups) if group != 5)
+        one = Command(one.name, one.to, one.pipeline, **{**dict(one.ids), "groups": kept})
+    yield one
+
+
+def unnoted(one: Command) -> Commands:
+    """Group 5 is trained, and no note says so."""
+    if not (one.name == "trained" and one.group == 5):
+        yield one
+
+
+def without(name: str) -> Lie:
+    def lie(one: Command) -> Commands:
+        if one.name != name:
+            yield one
+
+    return lie
+
+
+def with_note(after: str, name: str, **ids: Any) -> Lie:
+    """A note of another name behind one, with its ids."""
+
+    def lie(one: Command) -> Commands:
+        yield one
+        if one.name == after:
+            yield Command(name, "ledger", one.pipeline, **{**dict(one.ids), **ids})
+
+    return lie
+
+
+def to(name: str, address: str) -> Lie:
+    def lie(one: Command) -> Commands:
+        yield Command(name, address, one.pipeline, **dict(one.ids)) if one.name == name else one
+
+    return lie
+
+
+LIES: dict[str, tuple[Lie, str]] = {
+    "trained without the trainer": (untrained, r"`trained` of group 5.*carried out no update with the group"),
+    "trained without a note": (unnoted, "group 5 is in the weights, and no `trained` says so"),
+    "a finish that nobody reported": (with_note("finish", "done", of="finish"), "`done`.*no port reported it"),
+    "tokens that nobody generated": (
+        with_note("sent", "tokens", version=0, first=0, count=1),
+        "`tokens`.*no port reported it",
+    ),
+    "published by its own word": (with_note("sync_begin", "published", replica=0), "`published`.*no port reported it"),
+    "requests without a note": (without("sent"), "a request without `sent`"),
+    "a request that went nowhere": (with_note("sent", "sent", attempt=7), "no such request went to a replica"),
+    "a prompt of its own": (with_note("reserved", "reserved", group=900), "group 900.*the data gave no such prompt"),
+    "a prompt that is lost": (
+        lambda one: iter(() if one.name == "reserved" and one.group == 3 else (one,)),
+        "`prompt` of group 3.*never became a group",
+    ),
+    "cleared and still there": (with_note("selected", "cleared"), "the trainer cleared no such rows"),
+    "cleared without a note": (without("cleared"), "are gone, and no `cleared` says so"),
+    "a sync without a note": (without("sync_begin"), "0 `sync_begin` notes and 1 sync of version"),
+    "selected without a note": (without("selected"), "was not selected for the step"),
+    "two steps at once": (with_note("selected", "selected", step=9), "is still open"),
+    "rows that stay": (without("discard"), "stay on the trainer"),
+    "limits of its own": (with_note("selected", "capacity", window=9), "`capacity`.*written after the loop began"),
+    "an order to the ledger": (to("discard", "ledger"), "`discard`.*went to no port, not to the port trainer"),
+}  # fmt: skip
+DROPS = replace(PLAIN, sampler="windowed", places=12, slots=12)  # where groups end otherwise than trained
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_is_found(name: str) -> None:
+    lie, why = LIES[name]
+    settings = DROPS if name in ("rows that stay", "an order to the ledger") else PLAIN
+    assert backed(simulate(settings, RAGGED).rows) == ""
+    with_it = backed(told(lie, settings))
+    assert with_it
+    assert re.search(why, with_it), with_it
+
+
+def test_a_version_that_rises_without_a_finish_is_found() -> None:
+    class Bumping(Controller):
+        def step(self, state: Any, event: Event) -> Any:
+            state, commands = super().step(state, event)
+            for one in commands:
+                if one.name == "finish":
+                    kept = tuple(other for other in commands if other is not one)
+                    state, more = super().step(state, Event("done", one.pipeline, **dict(one.ids), of="finish"))
+                    return state, (*kept, *more)
+            return state, commands
+
+    rows = simulate(PLAIN, RAGGED, core=Bumping(PLAIN)).rows
+    assert "carried out no" in backed(rows)
+
+
+def test_what_a_port_reported_cannot_be_made_up() -> None:
+    for name in ("core", "to"):
+        with pytest.raises(BadInput, match="only the runner writes them"):
+            command_row(Command("done", "ledger", "", of="finish", **{name: "a"}), 0.0)
+
+
+def test_a_loop_that_ends_before_its_last_step_is_found() -> None:
+    class Short(Controller):
+        def __init__(self, settings: Settings) -> None:
+            super().__init__(replace(settings, steps=2))
+
+    found = CHECKS["ends_cleanly"](ledger(simulate(PLAIN, RAGGED, core=Short(PLAIN)).rows))
+    assert "done at version 2, and the loop has 4 steps" in found.why
+
+
+def test_samples_without_tokens_have_no_lag() -> None:
+    """Nor has a group of nothing else; what the core logs is what the rows say."""
+    empty = replace(RAGGED, length=lambda group, sample: 0 if group % 4 == 1 or sample == 0 else 8 + sample)
+    rows = simulate(replace(PLAIN, at_sync="keep"), empty).rows
+    judged = ledger(rows)
+    assert any(judged.is_empty(row["group"]) for row in judged.trained())
+    for name in ("metrics_true", "no_sample_too_old"):
+        found = CHECKS[name](judged)
+        assert (name, found.value, found.why) == (name, 0.0, found.why)
