@@ -471,6 +471,8 @@ def runs(args: argparse.Namespace) -> Answer:
     folder = args.dir or results.runs_dir()
     if args.dir and not args.dir.is_dir():
         raise BadInput(f"there is no folder {args.dir}")
+    from kit.labs.configure import value_of
+
     asked = {name: getattr(args, name) for name in ("lab", "fault", "status", "verdict")}
     found = select(
         results.list_runs(folder),
@@ -479,13 +481,6 @@ def runs(args: argparse.Namespace) -> Answer:
     )
     such = " that is so" if any(value is not None for value in asked.values()) or args.set else ""
     return Answer(*run_list(found, f"there is no run{such} in {folder}"))
-
-
-def value_of(text: str) -> Any:
-    """A setting as run.json has it: a number, true, false, null, a list, or the text itself."""
-    with contextlib.suppress(ValueError):
-        return json.loads(text)
-    return text
 
 
 def run_list(rows: list[dict[str, Any]], nothing: str = "") -> tuple[list[dict[str, Any]], str]:

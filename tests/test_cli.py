@@ -278,7 +278,7 @@ def test_a_notebook_without_a_browser(cli: Cli, tmp_path: Path) -> None:
 
 
 # Their own tests run every fault that ends with 1; here one of each shows how the command ends.
-JUDGED_THERE = ("offload", "split", "stream", "sync")
+JUDGED_THERE = ("offload", "share", "split", "stream", "sync")
 FAULTS = [
     pytest.param(
         lab.name, fault, id=f"{lab.name}-{fault.name}", marks=() if fault.name == "wrong-sum" else pytest.mark.slow

@@ -411,8 +411,8 @@ def of_run(out: Path, part: Part, folder: Path) -> dict[str, Any]:
 
 
 def medians(run: Run) -> list[dict[str, Any]]:
-    """Of every phase and metric over ranks and cycles: the median, its ends, and of how many."""
-    frame = run.frame()
+    """Of every phase and metric that has numbers, over ranks and cycles: the median, its ends, and of how many."""
+    frame = run.frame().dropna(subset="value")
     grouped = frame.assign(metric=labels(frame)).groupby(["phase", "metric", "unit"], sort=False)["value"]
     table = grouped.agg(["median", "min", "max", "count"]).reset_index()
     return json.loads(table.to_json(orient="records"))  # type: ignore[no-any-return]

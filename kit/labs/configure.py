@@ -162,6 +162,11 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
         values = settled({"dtype": known["dtype"].default, **values})
     if wrong := ", ".join(name for name, value in values.items() if not _is_json(value)):
         raise BadInput(f"settings must be plain values (numbers, text, true, false, null, lists); {wrong} is not")
+    # A choice that looks like a number (`gate: 1` in a file) is one of its texts.
+    values = {
+        name: str(value) if type(value) in (int, float) and str(value) in known[name].choices else value
+        for name, value in values.items()
+    }
     try:
         # Strict, so that "3" is no number; by way of JSON, so that a list may fill a tuple.
         config: LabConfig = _adapter(cast("Hashable", lab.config)).validate_json(json.dumps(dict(values)), strict=True)
@@ -186,8 +191,7 @@ def _adapter(config: Any) -> Any:
 
 
 def from_text(lab: Definition, pairs: Mapping[str, str]) -> dict[str, Any]:
-    """Values from the command line: text where the field is text or one of some texts, else JSON, else the text itself for the check
-    to refuse.
+    """Values from the command line: text where the field is text, else JSON, else the text itself for the check to refuse.
 
     A list may be written without its brackets."""
     kinds = {field.name: field.kind for field in fields(lab.config)}
@@ -195,8 +199,7 @@ def from_text(lab: Definition, pairs: Mapping[str, str]) -> dict[str, Any]:
     bare = {name for name, text in pairs.items() if name in lists and not text.startswith("[")}
     texts = {name: f"[{text}]" if name in bare else text for name, text in pairs.items()}
     plain = {name for name, kind in kinds.items() if kind is str}
-    chosen = {name for name, text in texts.items() if text in typing.get_args(kinds.get(name))}
-    return {name: text if name in plain | chosen else _json_or_text(text) for name, text in texts.items()}
+    return {name: text if name in plain else value_of(text) for name, text in texts.items()}
 
 
 def refuse_device(fault: Fault, device: str) -> None:
@@ -255,7 +258,8 @@ def _sentence(row: Any, known: Mapping[str, Field], values: Mapping[str, Any]) -
     return f"{field.name} must be {field.allowed()}, not {values[field.name]!r}"
 
 
-def _json_or_text(text: str) -> Any:
+def value_of(text: str) -> Any:
+    """A setting as run.json has it: a number, true, false, null, a list, or the text itself."""
     try:
         return json.loads(text)
     except ValueError:

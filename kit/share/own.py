@@ -1,4 +1,4 @@
-"""A pipeline's side of the desk, as loops have it that were not written for a shared cluster: five calls at the moments that matter.
+"""A pipeline's side of the desk, as loops have it that were not written for a shared cluster: six calls at the moments that matter.
 
 `Pipeline` is the right one, and what somebody's own may begin with. Without any, the same loop runs as it is (the lab's phases `alone`).
 """
@@ -107,7 +107,12 @@ class Own(Member):
                 core, more = self.core.step(core, Event("error", self.name, of="pipeline", why=str(error)))
                 waiting += more
             found += asked
-        return super().adapted(state, core, tuple(found))
+        try:
+            return super().adapted(state, core, tuple(found))
+        except WrongCallError as error:  # its last call, at the loop's end
+            wrong = Command("ended", "runner", self.name, why="error", error=str(error))
+            found = [wrong if is_right_end(one) else one for one in found]
+            return super().adapted(replace(state, failed=True), core, tuple(found))
 
     def hooked(self, state: Hooked, core: Any, one: Command) -> tuple[Hooked, tuple[Command, ...]]:
         """What becomes of one command of the loop."""
@@ -140,11 +145,12 @@ class Own(Member):
         return tuple(self.side.asked)
 
     def leave(self, state: Any) -> tuple[Command, ...]:
-        try:
-            ended = () if state.failed else self.call("end_progress")
-        except WrongCallError:  # the loop has ended: the desk forgets a pipeline's progress when it leaves
-            ended = ()
+        ended = () if state.failed else self.call("end_progress")
         return (*ended, self.ask("unregister"))
+
+
+def is_right_end(command: Command) -> bool:
+    return command.to == "runner" and command.name == "ended" and command.get("why") != "error"
 
 
 class WrongCallError(Exception):

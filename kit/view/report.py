@@ -98,6 +98,7 @@ def chapter(run: Run, number: int) -> dict[str, Any]:
     return {
         "anchor": f"run-{number}",
         "id": run.id,
+        "name": run.label or run.id,
         "fault": run.fault or "",
         "outcome": words,
         "kind": kind,
@@ -155,6 +156,7 @@ def facts(run: Run) -> dict[str, str]:
     on = about.get("rank0") or about
     world = about.get("world") or on.get("world") or {}
     found = {
+        "run": run.id if run.label else "",
         "lab": run.lab,
         "fault": f"{run.fault} (a known bug, switched on)" if run.fault else "",
         "when": when(info.get("started"), info.get("finished")),

@@ -80,6 +80,7 @@ def test_a_labs_files_have_verdict_numbers_picture_and_origin(made) -> None:
     assert told["seats"][0]["devices"] == ["cpu"] * told["seats"][0]["ranks"]
     seconds = [row for row in told["medians"] if row["metric"] == "seconds"]
     assert all(row["min"] <= row["median"] <= row["max"] and row["count"] >= 2 for row in seconds)
+    assert all(row["count"] for row in told["medians"])  # no events
     for name in ("lab-smoke.png", "lab-smoke-dark.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert (out / "runs" / "lab-smoke" / "records.jsonl").exists()

@@ -354,8 +354,10 @@ def test_nccl2_is_refused_where_the_ranks_torch_has_none(monkeypatch: pytest.Mon
 
 def test_a_choice_that_looks_like_a_number_is_the_text_that_it_is() -> None:
     found = from_text(find("share"), {"gate": "1", "sleep_level": "1", "ranks": "6"})
-    assert found == {"gate": "1", "sleep_level": 1, "ranks": 6}
+    assert found == {"gate": 1, "sleep_level": 1, "ranks": 6}
     assert configure(find("share"), found | {"simulated": True, "ranks": 0}, None).gate == "1"
+    with pytest.raises(BadInput, match=r"gate must be one of .*, not 7"):
+        configure(find("share"), {"gate": 7}, None)
 
 
 @pytest.mark.parametrize("text", ["1,2", "[1,2]", "1, 2"])

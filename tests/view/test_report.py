@@ -52,6 +52,14 @@ class Reader(HTMLParser):
         return " ".join(" ".join(self.text).split())
 
 
+def test_a_run_that_a_person_named_has_its_name_at_its_head(make_run):
+    run = make_run()
+    run.label = "before the upgrade"
+    text = page([run])
+    assert ">before the upgrade</h2>" in text
+    assert run.id in Reader(text).words()
+
+
 def test_everything_is_inside_the_page(make_run):
     run = make_run()
     text = page([run])

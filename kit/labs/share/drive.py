@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from kit.labs.drive import Drive
     from kit.labs.share.config import ShareConfig
+    from kit.loop.ledger import Ledger
     from kit.loop.messages import Command
     from kit.loop.runner import Core, Port
 
@@ -170,20 +171,19 @@ def run(
         "log": Ports({name: Log(meters[name], stream.silent) for name in parts}),
         **more,
     }
-    written = Written(drive, observer)
-    for name in parts:
-        for event, ids in opening(settings(pipeline_config(drive.config, name))):
-            written.write(Row(event, time.time(), {**ids, "pipeline": name}))
+    ledger = opened(Written(drive, observer), meters, drive.config)
     began = time.time()
     runner = Runner(
         cores,
         ports,
         clock=RealClock(lambda seconds: live.wait(min(seconds, clock.left()) if isinstance(clock, Clock) else seconds)),
-        ledger=Watched(written, *(OfPipeline(name, meter) for name, meter in meters.items())),
+        ledger=ledger,
         deadline_s=drive.config.deadline_s,
     )
     ended = runner.run()
     for part in parts.values():
+        if part.stuck is not None:
+            raise part.stuck
         if part.ended_by is not None and not {*drive.roles[f"{part.pipeline} {TRAINER}"]} & drive.lost:
             raise part.ended_by  # nobody meant it to die
     drive.record("makespan", time.time() - began, "s", pipelines=" ".join(parts))
@@ -192,6 +192,15 @@ def run(
         if end.get("why") == "error" and not (name in parts and parts[name].gone):
             raise KitError(f"{name} ended with an error: {end.get('error', 'no reason given')}")
     return ended
+
+
+def opened(ledger: Ledger, meters: Mapping[str, Meter], config: ShareConfig) -> Watched:
+    """A ledger with the first rows of every pipeline. The time of a pipeline's meter begins with them, however long the loop takes to start."""
+    watched = Watched(ledger, *(OfPipeline(name, meter) for name, meter in meters.items()))
+    for name in meters:
+        for event, ids in opening(settings(pipeline_config(config, name))):
+            watched.write(Row(event, time.time(), {**ids, "pipeline": name}))
+    return watched
 
 
 def controller(config: ShareConfig, pipeline: str, **changes: Any) -> Controller:

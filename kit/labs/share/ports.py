@@ -10,7 +10,7 @@ import heapq
 import time
 from typing import TYPE_CHECKING, Any
 
-from kit.errors import KitError, RankDied
+from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.drive import Drive
 from kit.labs.share.config import DESK, TRAINER, pipeline_config
 from kit.labs.share.observer import EVERY_S
@@ -99,6 +99,8 @@ class Ranks(ports.Ranks):
                 pending.result()
             except RankDied as error:
                 return self._lost(name, error)
+            except RankTimeout:
+                raise
             except KitError as error:
                 why = str(error).partition("\n")[0]
                 return self._refused(name, Event("error", DESK, of=command.name, why=why, **ids))

@@ -153,7 +153,7 @@ def run(
     drive.record("answers", len(asker.seconds))
     drive.record("answer_seconds", statistics.median(asker.seconds or [math.nan]), "s")
     if ended.get("why") == "error":
-        raise KitError(f"the controller ended with an error: {ended.get('error', 'no reason given')}")
+        raise live.stuck or KitError(f"the controller ended with an error: {ended.get('error', 'no reason given')}")
     return runner.states[PIPELINE]
 
 

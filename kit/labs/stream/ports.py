@@ -43,6 +43,7 @@ class Ranks:
         self.flying: dict[int, tuple[Pending, tuple[str, ...], Ended]] = {}
         self.arrived: list[Event] = []
         self.heard = time.monotonic()  # when a call was last under way
+        self.stuck: RankTimeout | None = None  # a call past the run's deadline: nothing more can be asked of its ranks
 
     # -- what the runner asks -------------------------------------------------------------------------------------------
 
@@ -66,7 +67,11 @@ class Ranks:
                 del self.flying[number]
                 for role in roles:
                     self.busy.pop(role, None)
-                self.arrived += ended(pending)
+                try:
+                    self.arrived += ended(pending)
+                except RankTimeout as error:
+                    self.stuck = error
+                    raise
         arrived, self.arrived = self.arrived, []
         return arrived
 
@@ -141,6 +146,8 @@ class Ranks:
             happened: list[Event] = []
             try:
                 pending.result()
+            except RankTimeout:
+                raise
             except KitError as error:
                 failures.append(str(error).partition("\n")[0])
                 happened += self._lost(role, error) if isinstance(error, RankDied) else []
@@ -159,7 +166,7 @@ class Ranks:
     def _failed(self, error: KitError, command: Command) -> list[Event]:
         """A call that raised. Ranks that died are events of their own."""
         if isinstance(error, RankTimeout):
-            raise error  # the run's deadline: nothing more can be asked of these ranks
+            raise error
         dead = self._lost(self._role_of(error.rank), error) if isinstance(error, RankDied) else []
         why = str(error).partition("\n")[0]
         return [*dead, Event("error", self.pipeline, **{**dict(command.ids), "of": command.name, "why": why})]

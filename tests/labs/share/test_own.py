@@ -78,6 +78,11 @@ class AsksTwice(Pipeline):
         self.desk.request("reference")
 
 
+class FailsAtTheEnd(Pipeline):
+    def end_progress(self) -> None:
+        raise ValueError("no desk")
+
+
 class KeepsProgress(Pipeline):
     def end_progress(self) -> None:
         pass
@@ -114,6 +119,7 @@ def test_somebody_elses_hears_each_moment_once_and_in_order() -> None:
         (Raises, "no_deadlock", "before_weight_sync(0) of the pipeline's own code raised ValueError: no cache"),
         (OldVersion, "no_deadlock", "after_training(0) of the pipeline's own code returned version 0; the loop is at version 1"),
         (AsksTwice, "no_deadlock", "acquire failed: b cannot ask for reference on reference"),
+        (FailsAtTheEnd, "no_deadlock", "end_progress() of the pipeline's own code raised ValueError: no desk"),
         (KeepsProgress, "progress_ended", ""),
     ],
 )  # fmt: skip

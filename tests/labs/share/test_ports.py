@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
-from kit.errors import KitError, RankDied
+from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.share.config import ShareConfig
+from kit.labs.share.drive import opened
 from kit.labs.share.ports import Clock, Live, Ranks
-from kit.labs.stream.ports import ReplicaPort, TrainerPort
+from kit.labs.stream.ports import ReplicaPort, SyncPort, TrainerPort
+from kit.loop.ledger import Memory, Row
 from kit.loop.messages import Command, Event
 from kit.loop.runner import Stalled
+from kit.stream.meter import Meter
 
 
 class Call:
@@ -52,6 +55,16 @@ class Calls:
 
     def look(self) -> list[Event]:
         return [Event("freed", "desk", who="a", device=0)]
+
+
+def test_a_pipelines_meter_begins_with_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is busy between the first rows and the loop's start."""
+    rows, meter = Memory(), Meter()
+    monkeypatch.setattr(time, "time", lambda: 10.0)
+    ledger = opened(rows, {"a": meter}, ShareConfig())
+    ledger.write(Row("begins", 10.5, {"pipeline": "a"}))
+    assert rows[0].time == 10.0
+    assert meter.take()["total"] == 0.5
 
 
 @pytest.fixture
@@ -156,6 +169,22 @@ def test_a_pipeline_without_its_trainer_leaves_its_devices_before_the_desk_hears
     ranks.start()
     assert [(one.name, one.pipeline) for one in ranks.take()] == [("freed", "desk"), ("died", "desk"), ("error", "a")]
     assert ranks.gone
+
+
+@pytest.mark.parametrize("name", ["shrink", "expand", "sync"])
+def test_a_call_past_its_deadline_ends_the_run_with_its_own_error(calls: Calls, ranks: Ranks, name: str) -> None:
+    """And not with that of the next call, which finds the rank busy."""
+    if name == "sync":
+        ids = {"version": 1, "at_sync": "wait", "replicas": "0"}
+        SyncPort(ranks).send(Command("sync", "sync", "a", **ids))
+    else:
+        ranks.move(move(name))
+    ranks.start()
+    late = RankTimeout(f"rank 1 is in {name}", phase="shared", ranks=(1,), culprits=(1,), stacks={1: "here"})
+    calls.made[0].answer = late
+    with pytest.raises(RankTimeout):
+        ranks.take()
+    assert ranks.stuck is late
 
 
 def died(rank: int) -> RankDied:
