@@ -195,7 +195,7 @@ def run(
 
 
 def opened(ledger: Ledger, meters: Mapping[str, Meter], config: ShareConfig) -> Watched:
-    """A ledger with the first rows of every pipeline. The time of a pipeline's meter begins with them, however long the loop takes to start."""
+    """A ledger with the first rows of every pipeline. A meter's time begins with them, however long the loop takes to start."""
     watched = Watched(ledger, *(OfPipeline(name, meter) for name, meter in meters.items()))
     for name in meters:
         for event, ids in opening(settings(pipeline_config(config, name))):
