@@ -182,6 +182,7 @@ class System(Simulated):
         self.replicas = {number: Replica(number, self) for number in range(replicas)}
         self.prompts = itertools.chain(again, range(first, prompts) if prompts is not None else itertools.count(first))
         self.trainer_free = 0.0
+        self.weights_move = (0.0, 0.0)  # from when to when the trainer's last update is finished
         self.syncing: set[int] = set()  # replicas that the sync under way has not reached
         self.sync_version = -1
 
@@ -205,11 +206,20 @@ class System(Simulated):
 
     def trainer(self, command: Command) -> Answers:
         now = self.clock.now()
-        self.trainer_free = max(now, self.trainer_free) + self.durations.of_trainer(command)
+        begins = max(now, self.trainer_free)
+        self.trainer_free = begins + self.durations.of_trainer(command)
+        if command.name == "finish":
+            self.weights_move = begins, self.trainer_free
         ids = {**dict(command.ids), "of": command.name}
         yield self.trainer_free - now, Event("done", command.pipeline, **ids)
 
     def sync(self, command: Command) -> Answers:
+        """A trainer that finishes an update has other weights, once it is free to send them, than the version that was ordered."""
+        begun, over = self.weights_move
+        if begun <= self.clock.now() < over:
+            why = f"version {command.version} is to be sent, but the trainer is at a later one"
+            self.say("error", **{**dict(command.ids), "of": "sync", "why": why})
+            return ()
         left = {number for number in numbers(command.replicas) if not self.replicas[number].gone}
         self.syncing, self.sync_version = left, command.version
         self.sync_over(command.version, left)

@@ -573,6 +573,30 @@ def test_with_no_replica_everything_waits_and_goes_on_when_one_has_joined() -> N
     assert joined.index(driver.did("sync")[-1]) < joined.index(driver.did("generate")[8])
 
 
+def test_a_replica_that_joins_while_the_weights_move_gets_the_version_after_them() -> None:
+    """The trainer, once it is free to send, has other weights than those that are current now."""
+    driver = Driver(small(min_groups=2))
+    driver.at_once = ("acquire", "next_prompt")
+    driver.finish_group(0, 1)
+    for name in ("begin", "microbatch"):
+        driver.answer(driver.one(name))
+    driver.event("joined", replica=4)
+    assert not driver.wants("sync")
+    driver.answer(driver.one("finish"))
+    assert (driver.one("sync").version, driver.one("sync").replicas) == (1, "0,4")
+
+
+def test_a_replica_that_joined_while_an_update_failed_gets_the_version_before_it() -> None:
+    driver = Driver(small(min_groups=2, step_retries=1))
+    driver.at_once = ("acquire", "next_prompt")
+    driver.finish_group(0, 1)
+    for name in ("begin", "microbatch"):
+        driver.answer(driver.one(name))
+    driver.event("joined", replica=4)
+    driver.fail(driver.one("finish"))
+    assert (driver.one("sync").version, driver.one("sync").replicas) == (0, "4")
+
+
 def test_a_sync_that_lost_a_replica_is_tried_with_the_others() -> None:
     driver = Driver(small(replicas=2, on_dead_replica="go-on", min_groups=2))
     driver.at_once = ("acquire", "next_prompt")

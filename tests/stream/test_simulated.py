@@ -109,6 +109,16 @@ def test_a_dead_replica_stops_the_run_or_it_goes_on_without_it() -> None:
     assert published.time <= first.time
 
 
+def test_a_replica_may_join_at_any_moment_of_an_update() -> None:
+    """One that joins while the trainer finishes it is not sent a version that the trainer has left."""
+    slow = Durations(token_s=0.001, train_s=0.01, finish_s=0.5)
+    whole = simulate(PLAIN, slow).seconds
+    for part in range(1, 40):
+        done = simulate(PLAIN, slow, prepare=lambda system, at=0.8 * whole * part / 40: system.joins(7, at))
+        assert done.ended.why == "done", (part, done.ended)
+        assert any(row.name == "published" and row.ids["replica"] == 7 for row in done.rows)
+
+
 def test_a_stalled_system_is_noticed() -> None:
     class Deaf(System):
         def acquire(self, command: Command) -> Any:
