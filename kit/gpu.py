@@ -108,3 +108,24 @@ def process_bytes(nvml: Any, bus: str, pid: int, *, at_least: int = 0) -> int | 
     mine = [one.used for one in listed[: count.value] if one.pid == pid and one.used != NOT_TOLD]
     used = sum(mine)  # a GPU in parts lists a process once for each
     return used if mine and used >= at_least else None
+
+
+class Busy(ctypes.Structure):
+    """`nvmlUtilization_t`: percent of the time in which a kernel ran, and in which memory was read or written."""
+
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+def busy() -> list[int]:
+    """Of each GPU: the percent of the last second or so in which a kernel ran. Empty without NVML, or where it does not say."""
+    nvml, count, found = library(), ctypes.c_uint(0), []
+    if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != FINE:
+        return []
+    for number in range(count.value):
+        gpu, rates = ctypes.c_void_p(), Busy()
+        if nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(gpu)) != FINE:
+            return []
+        if nvml.nvmlDeviceGetUtilizationRates(gpu, ctypes.byref(rates)) != FINE:
+            return []
+        found.append(int(rates.gpu))
+    return found

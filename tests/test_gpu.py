@@ -57,6 +57,31 @@ def test_the_structure_is_as_large_as_the_library_s():
     assert (ctypes.sizeof(gpu.Process), gpu.Process.used.offset) == (24, 8)
 
 
+class Busy:
+    """NVML with two GPUs, one of which may not say how busy it is."""
+
+    def __init__(self, *percent: int) -> None:
+        self.percent = percent
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:  # noqa: N802 - the library's own name
+        count._obj.value = len(self.percent)
+        return FINE
+
+    def nvmlDeviceGetHandleByIndex_v2(self, number: int, handle: Any) -> int:  # noqa: N802 - as above
+        handle._obj.value = number + 1
+        return FINE
+
+    def nvmlDeviceGetUtilizationRates(self, handle: Any, rates: Any) -> int:  # noqa: N802 - as above
+        rates._obj.gpu = max(0, self.percent[handle.value - 1])
+        return FINE if self.percent[handle.value - 1] >= 0 else TOO_SMALL
+
+
+@pytest.mark.parametrize(("library", "said"), [(Busy(40, 7), [40, 7]), (Busy(40, -1), []), (Busy(), []), (None, [])])
+def test_how_busy_each_gpu_is(library: Any, said: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "library", lambda: library)
+    assert gpu.busy() == said
+
+
 def test_a_box_without_a_driver_has_no_library(monkeypatch):
     monkeypatch.setattr(gpu, "LIBRARY", "libno-such-driver.so.1")
     gpu.library.cache_clear()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kit.labs.growth import at_most, left
 from kit.labs.share.config import PIPELINES, TRAINER, ShareConfig, pipeline_config
 from kit.labs.share.ledgers import MAIN, every_ledger, ledgers, loops, of_ledgers
-from kit.labs.share.seen import devices_of, leases, residents, sights, was_seen
+from kit.labs.share.seen import devices_of, leases, residents, role_of, sights, was_seen
 from kit.labs.stream.config import replica_model
 from kit.loop.messages import numbers
 from kit.megatron.config import model_bytes
@@ -122,13 +122,13 @@ def peak_fits(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     if not levels:
         lacking(frame, "no observer recorded the memory of ranks")
     held = leases(frame, MAIN)[0]
-    replicas = {owner: min(one.bytes) for owner, one in levels.items() if not owner.endswith(f".{TRAINER}")}
+    replicas = {owner: min(one.bytes) for owner, one in levels.items() if not role_of(owner).endswith(f".{TRAINER}")}
     over, where = 0.0, ""
     for device, when in itertools.product(
         range(run.devices), sorted({one for each in levels.values() for one in each.times})
     ):
         holders = {one.owner for one in held if one.device == device and one.since <= when < one.until}
-        others = [owner for owner in replicas if owner not in holders and device in devices_of(run, owner)]
+        others = [owner for owner in replicas if role_of(owner) not in holders and device in devices_of(run, owner)]
         size = sum(levels[owner].at(when) - replicas[owner] for owner in others) if holders else 0.0
         if size > over:
             over, where = (
@@ -154,14 +154,15 @@ def memory_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measur
     run, levels = read(config), residents(frame, MAIN)
     whole = weights_seen(run)
     kept, where, count = 0.0, "", 0
-    for one in leases(frame, MAIN)[0]:
-        if not one.owner.endswith(f".{TRAINER}") and math.isfinite(one.until) and one.owner in levels:
-            awake = max(levels[one.owner].between(one.since, one.until))
-            asleep = min(levels[one.owner].between(one.until, one.until + BETWEEN_LOOKS_S))
+    for one, rank in itertools.product(leases(frame, MAIN)[0], levels):
+        mine = role_of(rank) == one.owner and one.device in devices_of(run, rank)
+        if mine and not one.owner.endswith(f".{TRAINER}") and math.isfinite(one.until):
+            awake = max(levels[rank].between(one.since, one.until))
+            asleep = min(levels[rank].between(one.until, one.until + BETWEEN_LOOKS_S))
             share = 1 - (awake - asleep) / whole
             count += 1
             if share > kept:
-                kept, where = share, f"{one.owner}: {awake / MIB:.1f} MiB awake, {asleep / MIB:.1f} MiB asleep"
+                kept, where = share, f"{rank}: {awake / MIB:.1f} MiB awake, {asleep / MIB:.1f} MiB asleep"
     if not count:
         lacking(frame, "no observer saw a replica fall asleep")
     return Measured(kept, where or f"{count} times a replica gave its weights back")
@@ -301,7 +302,7 @@ def others_untouched(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
         for name, since, until in moves(ledger):
             busy = {one.owner for one in held if one.since < until and one.until > since}
             for owner, level in levels.items():
-                if owner.partition(".")[0] != name and owner not in busy:
+                if owner.partition(".")[0] != name and role_of(owner) not in busy:
                     count += 1
                     moved = max(level.between(since, until)) - level.at(since)
                     if moved > SEEN_BYTES:

@@ -1,4 +1,5 @@
-"""What this process sees of the ranks from outside: who holds the lock of a device, cores, memory. Notebook side.
+"""What this process sees of the ranks from outside: who holds the lock of a device, cores, memory, processor time, and what the driver
+says of each GPU. Notebook side.
 
 A thread looks each 20 ms; `look` does so at once. A rank is not asked, and cannot tell. Where the kernel does not show locks of other
 processes, `blind` says so and nothing is recorded about owners.
@@ -14,8 +15,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from kit import machine
+from kit import gpu, machine
 from kit.labs.share.config import DESK, LOCK
+from kit.labs.share.seen import role_of
 from kit.loop.messages import Event, listed
 from kit.results.records import new_row
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from kit.labs.drive import Drive
 
 EVERY_S = 0.02
+GPUS_EVERY_S = 1.0  # the driver's own average is over about as long
 STEP = 256 * 1024  # bytes: a smaller change of memory is no row
 
 
@@ -33,10 +36,11 @@ class Observer:
         self.drive = drive
         self.for_desk = for_desk
         pids = drive.world.pids
+        # Of a role with several ranks each is on a device of its own, and has its number.
         self.names = {
-            pids[rank]: name.replace(" ", ".", 1)
+            pids[rank]: name.replace(" ", ".", 1) + (f"#{place}" if len(ranks) > 1 else "")
             for name, ranks in drive.roles.items()
-            for rank in ranks
+            for place, rank in enumerate(ranks)
             if rank not in drive.lost
         }
         self.samples = 0
@@ -47,7 +51,9 @@ class Observer:
         self._since: dict[int, float] = {}  # when the owners of a device came
         self._bytes: dict[str, int] = {}
         self._cores: dict[str, str] = {}
-        self._began = {pid: machine.cpu_seconds(pid) or 0.0 for pid in self.names}
+        self._cpu: dict[int, dict[int, float]] = {}  # processor seconds of its owners then, by pid
+        self._gpus = [] if drive.config.device == "cpu" else gpu.busy()
+        self._next_gpus = 0.0
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kit-observer", daemon=True)
@@ -68,9 +74,6 @@ class Observer:
         self._thread.join()
         self.look()
         self.drive.record("seen_samples", self.samples, two_owners=self.shared_samples, blind=int(self.blind))
-        for pid, name in self.names.items():
-            if (now := machine.cpu_seconds(pid)) is not None:
-                self.drive.record("cpu_seconds", now - self._began[pid], "s", who=name)
         self.flush()
 
     def _run(self) -> None:
@@ -106,16 +109,23 @@ class Observer:
                 self._see_owners(now)
             for pid, name in self.names.items():
                 self._see_rank(pid, name, now)
+            if self._gpus and now >= self._next_gpus:
+                self._next_gpus = now + GPUS_EVERY_S
+                for number, share in enumerate(gpu.busy()):
+                    self._rows.append(new_row("gpu_busy", share, "%", now, ids={"gpu": number}))
 
     def _see_owners(self, now: float) -> None:
         self.samples += 1
         locks = machine.file_locks()
         found: dict[int, tuple[str, ...]] = {}
         for inode, device in self.inodes.items():
-            owners = tuple(sorted(self.names.get(pid, f"pid {pid}") for pid in locks.get(inode, ())))
+            pids = locks.get(inode, ())
+            owners = tuple(sorted(role_of(self.names.get(pid, f"pid {pid}")) for pid in pids))
             found[device] = owners
             if owners != self._owners.get(device, ()):
                 self._end_ownership(device, now)
+                self._since[device] = now
+                self._cpu[device] = {pid: machine.cpu_seconds(pid) or 0.0 for pid in pids}
                 self._rows.append(
                     new_row("seen_owner", len(owners), "1", now, text=" ".join(owners), ids={"device": device})
                 )
@@ -131,12 +141,12 @@ class Observer:
         self._owners = found
 
     def _end_ownership(self, device: int, now: float) -> None:
-        """A span for the timeline: who had a device until now."""
-        since = self._since.pop(device, now)
+        """A span for the timeline: who had a device until now, and the processor time that it used meanwhile, in ticks of the kernel."""
         if owners := self._owners.get(device):
-            ids = {"track": f"device {device}"}
+            since = self._since[device]
+            used = sum((machine.cpu_seconds(pid) or before) - before for pid, before in self._cpu[device].items())
+            ids: dict[str, int | str] = {"track": f"device {device}", "device": device, "cpu_s": f"{used:.3f}"}
             self._rows.append(new_row("owned", now - since, "s", now, text=" ".join(owners), start=since, ids=ids))
-        self._since[device] = now
 
     def _see_rank(self, pid: int, name: str, now: float) -> None:
         size = machine.resident(pid)

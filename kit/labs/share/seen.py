@@ -84,7 +84,7 @@ class Levels:
 
 
 def residents(frame: pd.DataFrame, phase: str) -> dict[str, Levels]:
-    """By the owner's name, as observers saw it."""
+    """By the rank's name, as observers saw it."""
     rows = with_ids(frame[(frame["phase"] == phase) & (frame["metric"] == "seen_resident")], "who")
     found: defaultdict[str, Levels] = defaultdict(Levels)
     for row in rows.sort_values("time", kind="stable").to_dict("records"):
@@ -93,8 +93,15 @@ def residents(frame: pd.DataFrame, phase: str) -> dict[str, Levels]:
     return dict(found)
 
 
+def role_of(rank: str) -> str:
+    """The owner that a rank is of: "a.trainer" for "a.trainer#1", the second of its ranks."""
+    return rank.partition("#")[0]
+
+
 def devices_of(config: Any, owner: str) -> tuple[int, ...]:
-    """The devices of an owner such as "a.replica 0", by a run's config."""
-    pipeline, _, role = owner.partition(".")
+    """The devices of an owner such as "a.replica 0", or of one of its ranks such as "a.replica 0#1", by a run's config."""
+    name, _, place = owner.partition("#")
+    pipeline, _, role = name.partition(".")
     mapping = config.mapping(pipeline)
-    return tuple(mapping.train if role == "trainer" else mapping.bundle(int(role.rpartition(" ")[2])))
+    devices = tuple(mapping.train if role == "trainer" else mapping.bundle(int(role.rpartition(" ")[2])))
+    return devices[int(place) : int(place) + 1] if place else devices

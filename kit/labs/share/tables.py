@@ -290,6 +290,31 @@ def leases(frame: pd.DataFrame, phase: str = SHARED) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
+def utilisation(frame: pd.DataFrame, phase: str = SHARED, *, paced: bool = False) -> pd.DataFrame:
+    """One row a device: the share of the time in which it was used, and what says so (`by`).
+
+    On CUDA the driver (`gpu`), asked each second; else the processor time of its owners (`cpu`), in ticks of the kernel. A paced loop
+    mostly sleeps, so there it is the time in which the owner had work (`work`), as in `leases`.
+    """
+    book = ledger(frame, phase)
+    began, ended = ends(book)
+    rows = frame[frame["phase"] == phase]
+    devices = range(book.limit("devices", 0))
+    busy = with_ids(rows[rows["metric"] == "gpu_busy"], "gpu").groupby("gpu")["value"].mean() / 100
+    owned = with_ids(rows[rows["metric"] == "owned"], "device", "cpu_s").dropna(subset=["device", "cpu_s"])
+    if len(busy):
+        by, used = "gpu", {device: float(busy.iloc[device % len(busy)]) for device in devices}
+    elif paced or owned.empty or ended <= began:
+        table = uses(book)
+        table = table[table["use"].isin(USES[:2])]
+        by, seconds = "work", (table["right"] - table["left"]).groupby(table["device"]).sum()
+        used = {device: float(seconds.get(device, 0.0)) / max(ended - began, 1e-9) for device in devices}
+    else:
+        by, seconds = "cpu", owned["cpu_s"].astype(float).groupby(owned["device"].astype(int)).sum()
+        used = {device: float(seconds.get(device, 0.0)) / (ended - began) for device in devices}
+    return pd.DataFrame([{"device": device, "used": share, "by": by} for device, share in used.items()])
+
+
 # -- switches --------------------------------------------------------------------------------------------------------------
 
 
@@ -598,19 +623,19 @@ def loops(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def seats(book: Ledger) -> dict[str, tuple[int, ...]]:
-    """The devices of each role, by its pipeline and name: "a.replica 0"."""
+    """The devices of each role, by its pipeline and name ("a.replica 0"), and of each rank of it ("a.replica 0#1")."""
     found: dict[str, tuple[int, ...]] = {}
     for row in book.of("clusters"):
         found[f"{row.who}.trainer"] = numbers(str(row.get("trainer", "")))
         devices, tp = numbers(str(row.get("generation", ""))), int(row.get("tp", 1))
         for replica in range(len(devices) // tp):
             found[f"{row.who}.replica {replica}"] = devices[replica * tp : (replica + 1) * tp]
-    return found
+    ranks = {f"{role}#{place}": (one,) for role, devices in found.items() for place, one in enumerate(devices)}
+    return found | ranks
 
 
 def memory(frame: pd.DataFrame, phase: str = SHARED) -> pd.DataFrame:
-    """Resident bytes of ranks, as observers saw them: device, pipeline, who, time, bytes. A role of several ranks is on
-    each of its devices."""
+    """Resident bytes of ranks, as observers saw them: device, pipeline, who, time, bytes."""
     place = seats(ledger(frame, phase))
     rows = with_ids(frame[(frame["phase"] == phase) & (frame["metric"] == "seen_resident")], "who")
     rows = rows[rows["who"].isin(place)].sort_values("time", kind="stable")

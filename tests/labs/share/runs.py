@@ -157,7 +157,7 @@ def make(
 def resident(config: ShareConfig, rows: Iterable[Row], began: float) -> list[dict[str, Any]]:
     """What the observer would see: a role has little while it is off its devices."""
     book = tables.Ledger([{"event": row.name, "time": began + row.time, **row.ids} for row in rows])
-    found = [(began, who, LOW) for who in tables.seats(book)]
+    found = [(began, who, LOW) for who in tables.seats(book) if "#" not in who]
     for span in tables.spans(book):
         if span.state in ("waking", "held"):
             found.append((span.left, f"{span.pipeline}.{span.what}", HIGH))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import pandas as pd
 import pytest
 
 from kit.labs.share import tables
@@ -49,6 +52,29 @@ def test_leases_are_counted_by_device_and_owner(by_hand):
     assert (b["leases"], b["seconds"], b["training"], b["unused"]) == (1, 5, 3, 2)
     assert (idle["seconds"], idle["share"], idle["unused"]) == (14, 1, 14)
     assert a["share"] == pytest.approx(6 / 14)
+
+
+def seen(frame, metric, *rows):
+    """More rows of an observer: value and ids."""
+    more = [
+        {**frame.iloc[0], "phase": "shared", "metric": metric, "value": value, "text": "", "ids": json.dumps(ids)}
+        for value, ids in rows
+    ]
+    return pd.concat([frame, pd.DataFrame(more)])
+
+
+def test_a_device_is_used_by_processor_time_or_by_work_where_a_loop_is_paced(by_hand):
+    frame = seen(by_hand, "owned", (5.0, {"device": 0, "cpu_s": "2.5"}), (5.0, {"device": 0, "cpu_s": "1"}))
+    assert tables.utilisation(frame).to_dict("list") == {
+        "device": [0, 1], "used": [pytest.approx(3.5 / 14), 0], "by": ["cpu", "cpu"],
+    }  # fmt: skip
+    for rows in (tables.utilisation(frame, paced=True), tables.utilisation(by_hand)):
+        assert rows.to_dict("list") == {"device": [0, 1], "used": [pytest.approx(5 / 14), 0], "by": ["work", "work"]}
+
+
+def test_what_the_driver_says_of_a_gpu_comes_first(by_hand):
+    frame = seen(by_hand, "gpu_busy", (40, {"gpu": 0}), (60, {"gpu": 0}))
+    assert tables.utilisation(frame).to_dict("list") == {"device": [0, 1], "used": [0.5, 0.5], "by": ["gpu", "gpu"]}
 
 
 def test_a_switch_has_its_parts(by_hand):

@@ -24,6 +24,7 @@ HIGH = 0.5  # inches of one
 BINS = 80
 LEGEND = 0.22
 HEADS = 1.0
+BY = {"cpu": "CPU time", "gpu": "GPU busy"}
 
 
 def looks(loop: Loop, theme: Theme) -> dict[tuple[str, str], dict[str, Any]]:
@@ -63,7 +64,9 @@ def utilisation(scene: Scene) -> None:
     legend_of(axes["legend"], marks_of({word: without_gid(look) for word, look in marks.items()}), columnspacing=1.1)
     table = tables.uses(loop.book)
     draw_time(axes["time"], loop, table, kinds)
-    draw_total(axes["total"], loop, table, kinds)
+    paced = any(map(any, (scene.data.config.get(name, ()) for name in ("pace_ms", "train_pace_ms"))))
+    measured = tables.utilisation(scene.data.records, loop.phase, paced=paced).set_index("device")
+    draw_total(axes["total"], loop, table, kinds, measured)
 
 
 def without_gid(look: dict[str, Any]) -> dict[str, Any]:
@@ -106,8 +109,10 @@ def draw_time(ax: Axes, loop: Loop, table: pd.DataFrame, kinds: dict[tuple[str, 
     )
 
 
-def draw_total(ax: Axes, loop: Loop, table: pd.DataFrame, kinds: dict[tuple[str, str], dict[str, Any]]) -> None:
-    """The same over the whole loop."""
+def draw_total(
+    ax: Axes, loop: Loop, table: pd.DataFrame, kinds: dict[tuple[str, str], dict[str, Any]], measured: pd.DataFrame
+) -> None:
+    """The same over the whole loop, and beside it what the kernel or the driver says of the device."""
     total = loop.ended - loop.began
     for device in shown(loop):
         mine = table[table["device"] == device]
@@ -119,7 +124,9 @@ def draw_total(ax: Axes, loop: Loop, table: pd.DataFrame, kinds: dict[tuple[str,
             ax.barh(place, 100 * share, 0.7 * HIGH, left=left, zorder=2, **without_gid(look))
             left += 100 * share
             working += 100 * share * (kind[1] == "working")
-        ax.text(101, place, f"{working:.0f} % at work", va="center", fontsize=8.5)
+        used = measured.loc[device]
+        more = "" if used["by"] == "work" else f",\n{100 * used['used']:.0f} % {BY[str(used['by'])]}"
+        ax.text(101, place, f"{working:.0f} % at work{more}", va="center", fontsize=8.5)
     device_lanes(ax, loop, named=False)
     ax.set_xlim(0, 145)
     ax.set_xticks([0, 25, 50, 75, 100])
