@@ -31,6 +31,7 @@ FILES = (
     "tests/labs/offload/test_faults.py",
     "tests/labs/offload/test_run.py",
     "tests/labs/share/test_own.py",
+    "tests/labs/share/test_gates.py",
     "tests/labs/share/test_rank_faults.py",
     "tests/labs/share/test_run.py",
     "tests/labs/split/test_faults.py",

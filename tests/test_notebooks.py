@@ -51,7 +51,7 @@ def execute(path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> nbformat
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
-        notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
     )
     return client.execute()
 
@@ -212,7 +212,7 @@ PROMISES = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_from_top_to_bottom_and_shows_what_it_promises(path, tmp_path, monkeypatch):
     notebook = execute(path, tmp_path, monkeypatch)
@@ -225,7 +225,7 @@ def test_runs_from_top_to_bottom_and_shows_what_it_promises(path, tmp_path, monk
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_the_command_runs_one_with_other_parameters(tmp_path, monkeypatch):
     """`kit notebook 01 -p cycles 5`: every run that the notebook makes with its parameters has them."""
     monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))

@@ -150,15 +150,21 @@ def weights_seen(run: ShareConfig) -> float:
 
 
 def memory_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Of each replica that falls asleep: the share of its weights that observers still see."""
+    """Of each replica that falls asleep: the share of its weights that observers see as long as it sleeps. Where it was awake
+    or asleep for less than the time between two looks it is not judged."""
     run, levels = read(config), residents(frame, MAIN)
     whole = weights_seen(run)
     kept, where, count = 0.0, "", 0
-    for one, rank in itertools.product(leases(frame, MAIN)[0], levels):
-        mine = role_of(rank) == one.owner and one.device in devices_of(run, rank)
-        if mine and not one.owner.endswith(f".{TRAINER}") and math.isfinite(one.until):
+    held = leases(frame, MAIN)[0]
+    for one, rank in itertools.product(held, levels):
+        if one.owner.endswith(f".{TRAINER}") or role_of(rank) != one.owner or one.device not in devices_of(run, rank):
+            continue
+        wakes = min(
+            (other.since for other in held if other[:2] == one[:2] and other.since >= one.until), default=math.inf
+        )
+        if math.isfinite(one.until) and min(wakes - one.until, one.until - one.since) > BETWEEN_LOOKS_S:
             awake = max(levels[rank].between(one.since, one.until))
-            asleep = min(levels[rank].between(one.until, one.until + BETWEEN_LOOKS_S))
+            asleep = min(levels[rank].between(one.until, wakes))
             share = 1 - (awake - asleep) / whole
             count += 1
             if share > kept:
@@ -166,6 +172,31 @@ def memory_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measur
     if not count:
         lacking(frame, "no observer saw a replica fall asleep")
     return Measured(kept, where or f"{count} times a replica gave its weights back")
+
+
+def keeps_groups(config: Mapping[str, Any]) -> str:
+    if not config.get("release_groups"):
+        return "needs release_groups=true: trainers keep their process groups"
+    return no_ranks(config)
+
+
+def groups_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
+    """The groups in torch's table, without the World's own, each time that a trainer left its devices: once for each lease of a rank."""
+    rows = rows_of(frame, MAIN, "groups_asleep", "who")
+    left = Counter(
+        one.owner for one in leases(frame, MAIN)[0] if one.owner.endswith(f".{TRAINER}") and math.isfinite(one.until)
+    )
+    counted_ = Counter(rows["who"])
+    wrong = [
+        f"{owner} left its devices {count} times and counted its process groups {counted_[owner]} times"
+        for owner, count in left.items()
+        if counted_[owner] < count
+    ]
+    wrong += [
+        f"{row['who']} (rank {row['rank']}) kept {row['value']:.0f} process groups off its devices"
+        for row in rows[rows["value"] > 0].to_dict("records")
+    ]
+    return of_violations(wrong, f"{len(rows)} times a rank of a trainer had no process group but the World's")
 
 
 # -- requests, versions, weights ----------------------------------------------------------------------------------------------
@@ -381,6 +412,7 @@ def loops_right(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # 
 GATES = {
     "1": "one of several replicas slept, requests went to another one, and it returned",
     "2": "the only replica slept, requests waited, and it returned",
+    "2.5": "a pipeline handed its devices over, without its process groups, and trained on",
     "3": "a pipeline handed its devices over after a step, and trained on",
     "4": "a replica woke up on a device where one of the other pipeline had been",
     "5": "a pipeline with its own side of the desk handed its devices over after a step, and trained on",
@@ -431,6 +463,7 @@ def exchanges(ledger: Ledger) -> int:
 shown: Mapping[str, Callable[[Ledger], int]] = {
     "1": lambda ledger: returns(ledger, lambda others: others > 0),
     "2": lambda ledger: returns(ledger, lambda others: not others),
+    "2.5": hand_overs,
     "3": hand_overs,
     "4": exchanges,
     "5": hand_overs,
@@ -498,6 +531,13 @@ CHECKS: tuple[Check, ...] = (
         memory_down_asleep,
         limit=0.5,
         cannot=no_ranks,
+    ),
+    at_most(
+        "groups_down_asleep",
+        "Are a trainer's process groups gone while it is off its devices?",
+        "groups_kept",
+        groups_down_asleep,
+        cannot=keeps_groups,
     ),
     at_most(
         "others_untouched",

@@ -85,6 +85,12 @@ OF_RANKS = exposed_by(
         # There are requests left for the replica that wakes while the other one goes on.
         set={"scenario": "A", "groups": 6, "slots": 2, "pace_ms": (5, 0)},
     ),
+    Fault(
+        "keeps-groups",
+        "a trainer off its devices keeps its process groups",
+        "groups_down_asleep",
+        set={"release_groups": True, "rehearse": False},
+    ),
     Fault("base-assumed", "version 0 is published where base weights are others", "weights_after_wake"),
     Fault("cache-after-offload", "the cache is built from memory that the weights have left", "weights_after_wake"),
     Fault("shared-seed", "both pipelines draw the same random numbers", "namespaces_apart"),

@@ -120,6 +120,7 @@ def pipeline_settings(given: Mapping[str, Any], pipeline: str) -> dict[str, Any]
         found[f"steps_{pipeline}"] = steps
     if (window := staleness(given)) is not None:
         found["window"] = window
+    found["release_groups"] = True  # `offload_nccl`, absent or true: `refuse` knows no other
     most = max(one for name in (f"train_{pipeline}", f"infer_{pipeline}") for one in found[name]) + 1
     found["devices"] = max(most, number(given, "devices") or 0)
     return found

@@ -90,7 +90,7 @@ class StreamConfig(JobConfig):
         30
     )
     deadline_s: Annotated[float, Option("how long the controller waits for anything", low=0.5, high=3600, unit="s")] = (
-        30.0
+        60.0
     )
     pace_ms: Annotated[
         float, Option("a replica takes at least this long for each token, as with a larger model", low=0, unit="ms")

@@ -19,7 +19,9 @@ from kit.results.run import to_frame
 from kit.results.verdict import judge
 
 MIB = 2**20
-CONFIG = ShareConfig(layers=200, steps_a=2, steps_b=2)  # weights that can be seen in resident memory
+CONFIG = ShareConfig(
+    layers=200, steps_a=2, steps_b=2, release_groups=True
+)  # weights that can be seen in resident memory
 COUNTS = ("fds", "sockets", "threads", "children", "memfds", "shared_maps", "shm_files", "temp_files")
 OWNERS = [f"{name}.{role}" for name in "ab" for role in ("trainer", "replica 0", "replica 1")]
 Row = dict[str, Any]
@@ -81,6 +83,8 @@ def add_devices(found: Found, config: ShareConfig, rows: Any) -> None:
         for device in devices_of(config, owner):
             ids = {"device": device, "event": event, "pipeline": owner[0]}
             found.add("shared", "lease", None, when, rank_of(owner), text=owner, ids=ids)
+            if event == "freed" and owner.endswith("trainer"):
+                found.add("shared", "groups_asleep", 0.0, when, rank_of(owner), unit="1", ids={"who": owner})
             found.add("shared", "seen_owner", float(bool(seen)), when, text=seen, unit="1", ids={"device": device})
         size = model_bytes(replica_model(pipeline_config(config, owner[0])), ranks=1)["params"] * bool(seen)
         found.add("shared", "seen_resident", 300.0 * MIB + size, when, unit="B", ids={"who": owner})

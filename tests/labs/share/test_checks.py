@@ -19,6 +19,7 @@ OF_RANKS = {
     "weights_after_wake",
     "peak_fits",
     "memory_down_asleep",
+    "groups_down_asleep",
     "others_untouched",
     "namespaces_apart",
     "nothing_left",
@@ -123,6 +124,8 @@ WRONG: list[tuple[str, str, Change]] = [
     ("same_numbers", "other tokens", edit("tokens_digest", {"text": "other"}, phase="alone_b")),
     ("peak_fits", "a rank that is awake beside another", resident("b.replica 0", "seen_resident", 1, 340, who="a.replica 0")),
     ("memory_down_asleep", "weights that stay", edit("seen_resident", {"value": 325.0 * MIB}, at=2, who="a.replica 0")),
+    ("groups_down_asleep", "groups that stay", edit("groups_asleep", {"value": 3.0}, who="b.trainer")),
+    ("groups_down_asleep", "a trainer that counted them once", drop("groups_asleep", only=0, who="b.trainer")),
     ("others_untouched", "a group more", edit("groups", {"value": 6.0}, rank=4)),
     ("others_untouched", "memory of a sleeper", resident("b.replica 1", "left", 0, 330, pipeline="a")),
     ("namespaces_apart", "the same samples", edit("tokens_digest", {"text": "a 0 0"}, pipeline="b", group=0, sample=0)),
@@ -137,6 +140,16 @@ WRONG: list[tuple[str, str, Change]] = [
     ("dead_pipeline_leaves", "devices that are not idle", edit("gone", {"idle": ""}, phase="rehearse", pipeline="a")),
     ("dead_pipeline_leaves", "a survivor with other numbers", edit("grad_norm", {"value": 0.5}, phase="rehearse")),
 ]  # fmt: skip
+
+
+def test_a_wake_between_two_looks_is_no_weights_that_stay(right: list[Row]) -> None:
+    """An observer saw neither the weights nor that they went."""
+    first = min(row["time"] for row in matching(right, "lease", text="a.replica 0", event="taken"))
+    rows = [*right]
+    for when, event in ((first - 0.06, "taken"), (first - 0.03, "freed")):
+        ids = {"device": 0, "event": event, "pipeline": "a"}
+        rows.append({**new_row("lease", None, "", when, text="a.replica 0", ids=ids), "phase": "shared", "rank": 1})
+    assert "memory_down_asleep" not in failed(verdict_of(rows))
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,10 @@ from kit.labs.stream.config import settings
         ({"infer_b": [0, 2]}, r"infer_b=\[0, 2\] names device 2; devices=2 are 0 to 1"),
         ({"infer_a": [0, 0]}, r"infer_a=\[0, 0\] names a device twice; name each once"),
         ({"infer_tp": 2, "infer_a": [0]}, r"infer_a=\[0\] has 1 devices, which infer_tp=2 does not divide"),
+        (
+            {"train_a": [0, 1], "infer_a": [1]},
+            r"train_a=\[0, 1\] and infer_a=\[1\] share only some of the trainer's devices: either all or none",
+        ),
         ({"pace_ms": [5]}, r"pace_ms=\[5\] must be two numbers of at least 0, for A and for B"),
         ({"answer_b": [9, 5]}, r"answer_b=\[9, 5\] must be two numbers, the fewest and the most tokens of an answer"),
         ({"group": 3}, "pipeline a: group=3 samples do not fill whole microbatches of micro_batch=2"),

@@ -70,6 +70,7 @@ def test_two_files_become_two_pipelines() -> None:
         "steps_a": 6,
         "steps_b": 3,
         "window": 1,
+        "release_groups": True,
     }
     ShareConfig(**{name: tuple(one) if isinstance(one, list) else one for name, one in found.items()})
     assert unknown == [

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from kit.errors import BadInput
+import kit
 from kit.labs.share.config import ShareConfig
 from tests.labs.share.conftest import failed, passed, simulated, why
 
 
-@pytest.mark.parametrize("gate", ["1", "2", "3", "4"])
+@pytest.mark.parametrize("gate", ["1", "2", "2.5", "3", "4"])
 def test_a_gate_shows_what_it_is_about(gate: str) -> None:
     verdict, error = simulated(gate=gate)
     assert (failed(verdict), error) == (set(), "")
@@ -24,8 +26,19 @@ def test_a_gate_that_shows_nothing_fails() -> None:
     assert passed(simulated(gate="1", infer_a=(0,))[0], "gate_shown") is False
 
 
-def test_settings_go_over_a_gate_and_other_gates_are_refused() -> None:
+def test_settings_go_over_a_gate() -> None:
     assert ShareConfig(gate="2").infer_tp == 2
     assert ShareConfig(gate="1", window=2).window == 2
-    with pytest.raises(BadInput, match="the labs offload and sync measure"):
-        ShareConfig(gate="2.5")
+    assert ShareConfig(gate="2.5", size="tiny").layers == 1
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(2)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("gate", ["1", "2", "2.5", "3"])
+def test_a_gate_on_ranks(gate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path))
+    verdict = kit.run("share", gate=gate).verdict()
+    assert failed(verdict) == set()
+    asked = {"gate_shown", "memory_down_asleep", "groups_down_asleep", "weights_after_wake", "same_numbers"}
+    assert all(passed(verdict, name) is True for name in (asked if gate == "2.5" else {"gate_shown"}))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from kit.labs.share.config import SEED_APART
 from kit.labs.share.ranks.replica import Replica
 from kit.labs.share.ranks.trainer import Trainer
-from kit.megatron import serve
+from kit.megatron import groups, serve
 from kit.megatron.generate import Engine
 
 if TYPE_CHECKING:
@@ -157,6 +157,14 @@ class Rebuilds(Trainer):
             dist.new_group([*range(dist.get_world_size())], backend="gloo")
 
 
+class KeepsGroups(Trainer):
+    """A trainer leaves its devices with its process groups, and says that they are gone."""
+
+    def let_groups_go(self) -> None:
+        with patch.object(groups, "destroy", return_value={"snapshot": {}}):
+            super().let_groups_go()
+
+
 class BuildsLate(Trainer):
     """The cache is built from what is left where the weights were before the step."""
 
@@ -181,6 +189,7 @@ REPLICAS: Mapping[str | None, type[Replica]] = {
 }
 TRAINERS: Mapping[str | None, type[Trainer]] = {
     "cache-after-offload": BuildsLate,
+    "keeps-groups": KeepsGroups,
     "shared-group": Rebuilds,
 }
 OF_BOTH = ("shared-seed",)

@@ -1,7 +1,7 @@
 """A trainer's ranks in the lab `share`: those of the lab `stream`, which are on their devices only from `begin` to `finish` of a step.
 
 `finish` keeps the new weights in the bucket cache while they are on the device, then everything goes to host memory and the device is
-free. A sync sends from the cache, with no device.
+free. A sync sends from the cache, with no device. With `release_groups` the process groups go with the device and come back with it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from kit.labs import rankside
 from kit.labs.share.ranks.part import Lease, Times, device_of, part_of
 from kit.labs.stream.ranks import trainer
 from kit.labs.stream.ranks.side import DIGEST
+from kit.measure.observers.births import registered
+from kit.megatron import groups
 from kit.sync import hashes
 from kit.sync.cache import BASE
 
@@ -37,16 +39,20 @@ class Trainer(trainer.Trainer):
         self.times = Times(part)
         self.folder = Path()
         self.alone = False
+        self.release_groups: bool = ctx.config.release_groups
+        self.released: dict[str, Any] = {}  # what describes the process groups while they are gone
         self.host: dict[Any, torch.Tensor] = {}  # version 0, for comparison with base weights
 
     def prepare(self, cycle: int) -> None:
         super().prepare(cycle)
+        self.let_groups_go()
         self.lease.note_resident("asleep")
 
     def reset(self, folder: str, alone: bool) -> None:  # type: ignore[override]
         """A fresh job on the base weights, version 0."""
         self.folder, self.alone = Path(folder), alone
         self.lease.take(self.folder, together=alone)
+        self.bring_groups_back()
         super().reset()
         self.job.mover.release()  # once in any case, so that its memory on the host is no growth later
         self.job.mover.restore()
@@ -77,15 +83,27 @@ class Trainer(trainer.Trainer):
         if not self.lease.held:
             self.lease.take(self.folder)
             with self.times("onload"):
+                self.bring_groups_back()
                 self.job.mover.restore()
             self.lease.note_resident("held")
 
     def leave(self) -> None:
-        """Move the job to host memory, and free the device."""
+        """Move the job to host memory, destroy its process groups if they are to go, and free the device."""
         with self.times("offload"):
             self.job.mover.release()
+            self.let_groups_go()
         self.lease.note_resident("asleep")
         self.lease.free()
+
+    def let_groups_go(self) -> None:
+        if self.release_groups:
+            self.released = groups.destroy(timeout_s=self.config.deadline_s)["snapshot"]
+            self.ctx.record("groups_asleep", len(registered()) - 1, who=self.lease.part.owner)
+
+    def bring_groups_back(self) -> None:
+        if self.released:
+            groups.reload(self.released, timeout_s=self.config.deadline_s)
+            self.released = {}
 
     # -- the step -------------------------------------------------------------------------------------------------------
 
