@@ -85,7 +85,7 @@ def pipeline_rows(rows: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[
 
 @of_ledger
 def one_owner(ledger: Ledger) -> Finding:
-    """Has every device at most one owner at any time, by the leases and by what was seen on the device?"""
+    """Does every device have at most one owner at a time, by its leases and by what observers saw?"""
     need(ledger, "expand", "granted")
     count, seen = 0, dict[int, str]()
     for row, books in ledger.replay():
@@ -123,7 +123,7 @@ def shrink_before_expand(ledger: Ledger) -> Finding:
 
 @of_ledger
 def devices_conserved(ledger: Ledger) -> Finding:
-    """Is every device either idle or owned, by the desk's own word and by the leases?"""
+    """Is every device always either idle or owned, by the desk's records and by the leases?"""
     rows = [row for row in need(ledger, "plan", "commit") if "idle" in row.ids]
     if not rows:
         raise Missing("no `plan` or `commit` event has the id `idle`")
@@ -142,7 +142,7 @@ def devices_conserved(ledger: Ledger) -> Finding:
 
 @of_ledger
 def no_request_lost(ledger: Ledger) -> Finding:
-    """Does every request end, to the desk as well as to a replica that fell asleep?"""
+    """Does every request end, those of replicas that fell asleep included?"""
     asked: dict[tuple[str, str], Row] = {}
     count = len(need(ledger, "acquire"))
     for row in ledger.rows:
@@ -224,7 +224,7 @@ def routed_to_awake(ledger: Ledger) -> Finding:
 
 @of_ledger
 def priority_kept(ledger: Ledger) -> Finding:
-    """Does no request wait for devices that it could have, while others get devices, and who came first comes first?"""
+    """Are requests served by priority, and first in, first out within one?"""
     plans = need(ledger, "plan")
     for row, books in ledger.replay():
         if row.event == "plan":
@@ -245,7 +245,7 @@ def priority_kept(ledger: Ledger) -> Finding:
 
 @of_ledger
 def no_starvation(ledger: Ledger) -> Finding:
-    """Does nobody who needs devices wait for them longer than a request may?"""
+    """Is every request for devices served within its deadline?"""
     limit = ledger.limit("request_ms", 0) / 1000
     if not limit:
         raise Missing("the ledger has no `limits` event with `request_ms`")
@@ -359,7 +359,7 @@ def plan_as_specified(ledger: Ledger) -> Finding:
 
 @of_ledger
 def fair_share(ledger: Ledger) -> Finding:
-    """Are devices moved whenever shares are more than 10 points off, and moving helps?"""
+    """Are devices moved whenever shares are more than 10 points off and a move helps?"""
     need(ledger, "plan")
     if ledger.limits.get("planner", "gap-ratio") != "gap-ratio":
         raise NotMeasured(f"the planner {ledger.limits['planner']} does not share by demand")
@@ -378,7 +378,7 @@ def fair_share(ledger: Ledger) -> Finding:
 
 @of_ledger
 def planned_release_once(ledger: Ledger) -> Finding:
-    """Is every planned release answered once, and does every replica sleep once for it?"""
+    """Is every planned release answered once, with one shrink per replica?"""
     open_: defaultdict[str, list[Row]] = defaultdict(list)
     count = 0
     for row, books in ledger.replay():
@@ -409,7 +409,7 @@ def planned_release_once(ledger: Ledger) -> Finding:
 
 @of_ledger
 def admission(ledger: Ledger) -> Finding:
-    """Does a pipeline start after the first hand-over of the one before, which trains on once it is set up, limits aside?"""
+    """Does each pipeline start only after the first hand-over of the one before it?"""
     rows = need(ledger, "admitted")
     staggered = ledger.limit("admission_ms", 0) > 0
     for row, books in ledger.replay():
@@ -432,7 +432,7 @@ def admission(ledger: Ledger) -> Finding:
 
 @of_ledger
 def progress_ended(ledger: Ledger) -> Finding:
-    """Does the desk count each stream of progress clamped, and none that has ended? Is each ended?"""
+    """Does the desk clamp every progress stream to its target, and does every stream end?"""
     plans = [row for row in need(ledger, "plan") if "demand" in row.ids]
     if not plans:
         raise Missing("no `plan` event has the id `demand`")

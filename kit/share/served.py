@@ -40,7 +40,7 @@ def drained_before_sleep(ledger: Ledger) -> Finding:
 
 @as_check
 def empty_set_suspends(ledger: Ledger) -> Finding:
-    """While no replica of a pipeline serves, do its requests wait without an error, and are all answered in the end?"""
+    """While no replica of a pipeline serves, do its requests wait without an error and get answered later?"""
     need(ledger, "sent")
     count, over = 0, dead(ledger)
     serving: defaultdict[str, set[int]] = defaultdict(set)
@@ -86,7 +86,7 @@ def still_counted(ledger: Ledger) -> Iterator[str]:
 
 @as_check
 def version_after_wake(ledger: Ledger) -> Finding:
-    """Does every replica that wakes get the version that is due, and generate with that one only?"""
+    """Does every replica that wakes get the current version, and generate only with that one?"""
     need(ledger, "published", "hold")
     count, limit, began = len(need(ledger, "expanded")), ledger.limit("request_ms", 60_000) / 1000, 0
     current: defaultdict[str, int] = defaultdict(int)
@@ -133,7 +133,7 @@ def bare(woken: Iterable[Row], now: float, limit: float) -> Iterator[str]:
 
 @as_check
 def no_deadlock(ledger: Ledger) -> Finding:
-    """Do all pipelines and the desk come to an end by themselves, and those that live without an error?"""
+    """Do the desk and all pipelines end by themselves, the live ones without an error?"""
     begun = {str(row["core"]): row for row in ledger.rows if row.event == "begins" and "core" in row.ids}
     ends = {row.who for row in ledger.of("ended", *(() if begun else ("gone", "unregistered")))}
     begun = begun or {row.who: row for row in ledger.of("clusters")}
@@ -160,7 +160,7 @@ def dead(ledger: Ledger) -> set[str]:
 
 @as_check
 def dead_pipeline_leaves(ledger: Ledger) -> Finding:
-    """Are the devices of a dead pipeline idle within the limit of an operation, and do the others go on to their ends?"""
+    """Are the devices of a dead pipeline freed in time, and do the other pipelines finish?"""
     limit, slowest = ledger.limit("operation_ms", 60_000) / 1000, 0.0
     deaths: dict[str, tuple[Row, set[int]]] = {}
     left: set[str] = set()

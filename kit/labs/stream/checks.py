@@ -264,7 +264,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     at_most(
         "recomputed_as_sampled",
-        "Were the samples and weights that were recomputed those that the replicas had?",
+        "Do the recomputed samples and weights match those that the replicas had?",
         "not_as_sampled",
         recomputed_as_sampled,
         when=ran("verify"),
@@ -307,7 +307,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     at_most(
         "advantage_by_group",
-        "Are advantages those of each sample within its own group?",
+        "Is every advantage computed within the sample's own group?",
         "advantage_error",
         of_batches("advantage_error", "advantages"),
         limit=1e-6,
@@ -315,7 +315,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     at_most(
         "on_policy_ratio_one",
-        "Are previous log-probabilities those of the weights when the step began?",
+        "Do previous log-probabilities match the weights at the beginning of the step?",
         "previous_error",
         of_batches("previous_error", "log-probabilities"),
         limit=1e-5,
@@ -323,7 +323,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     at_most(
         "is_weight_right",
-        "Are the recorded log-probabilities of each sample the ones that its loss corrects by?",
+        "Does the loss of each sample use its recorded log-probabilities?",
         "recorded_error",
         of_batches("recorded_error", "log-probabilities"),
         when=ran("verify"),

@@ -68,7 +68,7 @@ def of_ledger(question: Callable[[Ledger], Measured], phases: Sequence[str] = LO
 
 
 def replicas_answer(rows: Ledger) -> Measured:
-    """Was no loop ended by a replica that died or did not answer?"""
+    """Did every replica answer in every loop?"""
     error = rows.ended is not None and rows.ended.get("why") == "error"
     died = [f"replica {row['replica']} died: {row.get('why', 'no reason given')}" for row in rows.by_event["died"]]
     silent = [str(row.get("why")) for row in rows.by_event["error"] if row.get("of") == "port"]

@@ -35,7 +35,7 @@ BEFORE = ("capacity", "resumed", "joined")  # written before the first event, th
 
 @counted
 def notes_backed(ledger: Ledger) -> Finding:
-    """Is every note of the controller backed by what passed its ports, and is nothing that passed them without its note?"""
+    """Does every note of the controller match what passed its ports, and the other way round?"""
     if not any("core" in row.ids for row in ledger.rows):
         raise Missing("no row has the id `core`, which tells the events of ports from a controller's notes")
     for rule in (_genuine, _prompts, _requests, _syncs, _trained, _selected, _cleared, _gone, _filtered):

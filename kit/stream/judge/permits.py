@@ -142,7 +142,7 @@ def ends_cleanly(ledger: Ledger) -> Finding:
 
 @counted
 def dead_rollout_named(ledger: Ledger) -> Finding:
-    """Is every dead replica named, and every request that it had sent again or ended?"""
+    """Is every dead replica named, and is each of its requests sent again or ended?"""
     for row in (died := ledger.by_event["died"]):
         if "replica" not in row.ids:
             yield f"{row}: the row does not name the replica"

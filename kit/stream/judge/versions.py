@@ -42,7 +42,7 @@ def no_sample_too_old(ledger: Ledger) -> Finding:
 
 @counted
 def version_monotone(ledger: Ledger) -> Finding:
-    """Does the version rise by one per finished step, and by nothing else, and do all rows state the current one?"""
+    """Does the version rise by exactly one per finished step, and does every row state the current one?"""
     bumps, finishes = ledger.need("bumped", "version"), ledger.finishes()
     base = 0
     latest: dict[Id, int] = {}
