@@ -32,9 +32,8 @@ from kit.errors import BadInput, KitError, hint
 from kit.labs.discover import discover, find
 from kit.labs.listed import ANSWERS, ENDS, described, select
 from kit.results.comparison import answers_changed, changed, compact, in_words, labelled, settings, warnings
-from kit.results.exports import plain, readable
-from kit.results.files import read_json, to_json
-from kit.results.frames import summary_of
+from kit.results.frames import plain, readable, summary_of
+from kit.results.records import read_json, to_json
 from kit.results.run import INDEX, find_run, memory_snapshots
 from kit.results.timeline import write_junit
 from kit.results.units import ROW, columns

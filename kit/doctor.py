@@ -17,7 +17,7 @@ from kit.errors import BadInput
 from kit.measure.provenance import git_state, gpu_state
 from kit.results import runs_dir
 from kit.results.units import size
-from kit.world import asked, interpreter, leftovers
+from kit.world import asked, leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -106,7 +106,7 @@ def ask_interpreters(problems: list[str]) -> tuple[list[Found], Found | None]:
     """The search for the ranks' interpreter, and what the chosen one has."""
     chosen = ""
     try:
-        chosen = interpreter.find().path
+        chosen = asked.find_python().path
     except BadInput as error:
         problems.append(str(error))
     rows = [
@@ -117,13 +117,13 @@ def ask_interpreters(problems: list[str]) -> tuple[list[Found], Found | None]:
             "fit": one.torch and one.megatron,
             "chosen": one.path == chosen,
         }
-        for one in interpreter.search()
+        for one in asked.search_pythons()
     ]
     return rows, ask_ranks_python(chosen, problems) if chosen else None
 
 
 def ask_ranks_python(path: str, problems: list[str]) -> Found:
-    agent = Path(interpreter.__file__).with_name("agent.py")
+    agent = Path(asked.__file__).with_name("agent.py")
     why = ""
     try:
         done = subprocess.run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -82,3 +82,19 @@ class RankTimeout(KitError):  # noqa: N818 - the contract's name
         self.ranks = ranks
         self.culprits = culprits
         self.stacks = stacks
+
+
+def ending(status: int | None) -> dict[str, Any]:
+    """A process's status as RankDied's keywords."""
+    if status is not None and status < 0:
+        return {"signal": signal_name(-status)}
+    return {"exitcode": status}
+
+
+def signal_name(number: int) -> str:
+    import signal  # slow enough to notice in `import kit`
+
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kit.results.comparison import compare, outcomes
-    from kit.results.exports import export
-    from kit.results.frames import with_ids
+    from kit.results.frames import export, with_ids
     from kit.results.records import COLUMNS, Record, RecordWriter
     from kit.results.run import Run, create_run, list_runs, newest_run, runs_dir, to_frame
     from kit.results.timeline import trace, write_trace
@@ -68,7 +67,7 @@ _HOMES = {
     **dict.fromkeys(("COLUMNS", "Record", "RecordWriter"), "records"),
     **dict.fromkeys(("Run", "create_run", "list_runs", "newest_run", "runs_dir", "to_frame"), "run"),
     **dict.fromkeys(("trace", "write_trace"), "timeline"),
-    "export": "exports",
+    "export": "frames",
     "with_ids": "frames",
 }
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
-from kit.results.files import to_json
 from kit.results.frames import labels, with_ids
+from kit.results.records import to_json
 from kit.results.run import Run
 from kit.results.units import ROW
 from kit.results.verdict import VerdictRow, without_parts

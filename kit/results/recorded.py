@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.errors import BadInput
-from kit.results.files import read_json
+from kit.results.records import read_json
 from kit.results.units import amount, columns, table_html
 from kit.version import shipped
 

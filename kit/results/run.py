@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput, KitError
 from kit.machine import is_gone, owner
-from kit.results.exports import export
-from kit.results.files import read_json, rewrite_json, write_json
+from kit.results.frames import export
 from kit.results.records import (
     COLUMNS,
     MISSING,
@@ -35,7 +34,10 @@ from kit.results.records import (
     note,
     parse,
     read_bytes,
+    read_json,
+    rewrite_json,
     utc,
+    write_json,
 )
 from kit.results.units import ROW
 from kit.results.verdict import (

@@ -18,8 +18,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from kit.errors import BadInput
-from kit.results.files import make_folder, to_json, write_text
-from kit.results.records import rank_name
+from kit.results.records import make_folder, rank_name, to_json, write_text
 from kit.results.run import Run
 from kit.results.verdict import Verdict, tally
 

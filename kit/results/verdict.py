@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from kit.errors import BadInput, KitError, hint
-from kit.results.files import make_folder, read_json, spelled, write_json
-from kit.results.records import WORDS
+from kit.results.records import WORDS, make_folder, read_json, spelled, write_json
 from kit.results.units import ROW, amount, columns, table_html, unit_word
 
 if TYPE_CHECKING:
@@ -363,7 +362,7 @@ class Verdict(tuple[VerdictRow, ...]):
 
     def save(self, path: str | Path) -> Path:
         """Write the rows to .csv, .parquet, .md, .tex, .html or .json."""
-        from kit.results.exports import export
+        from kit.results.frames import export
 
         return export(self.frame(), {}, path, units=UNITS, title=self.summary())
 

@@ -16,7 +16,7 @@ from kit.errors import BadInput, hint
 from kit.labs.discover import pictures_of
 from kit.results import Run, compare
 from kit.results.comparison import UNITS, compact, told
-from kit.results.exports import PROGRAMS, export
+from kit.results.frames import PROGRAMS, export
 from kit.results.units import ROW
 from kit.results.verdict import UNITS as VERDICT_UNITS
 

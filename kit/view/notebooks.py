@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from kit.errors import BadInput, KitError, hint
 from kit.results import runs_dir
-from kit.results.files import make_folder, write_text
+from kit.results.records import make_folder, write_text
 from kit.results.run import unique
 from kit.version import shipped
 

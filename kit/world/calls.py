@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kit.errors import Cancelled, KitError, RankDied, RankError, RankTimeout
-from kit.world.channel import ChannelClosed, Malformed, Message, readable
+from kit.errors import Cancelled, KitError, RankDied, RankError, RankTimeout, ending, signal_name
+from kit.world.channel import ChannelClosed, Malformed, Member, Message, readable
 from kit.world.crew import Crew
-from kit.world.members import Member, ending, signal_name
-from kit.world.stacks import users_part
+from kit.world.execute import users_part
 
 SHOWN_BYTES = 256 * 1024  # of one rank's output in one call; the rest is in its log
 ABANDONED_S = 0.5  # after a failure: how long ranks that only wait for the failed one are waited for

@@ -8,29 +8,29 @@ import secrets
 import shutil
 import subprocess
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kit import machine
-from kit.errors import KitError, RankDied, RankError
-from kit.world import leftovers, processes
+from kit.errors import KitError, RankDied, RankError, ending, signal_name
+from kit.world import leftovers
 from kit.world.agentside import read_log
-from kit.world.channel import ChannelClosed, Link, Listener, Message, readable
-from kit.world.members import (
+from kit.world.asked import CREWS, Plan
+from kit.world.channel import (
     HELLO,
     MALFORMED,
     AgentEnd,
+    ChannelClosed,
     Exit,
-    InFlight,
+    Link,
+    Listener,
     Member,
-    Plan,
+    Message,
     check_node,
     check_rank,
-    ending,
     malformed,
-    signal_name,
+    readable,
 )
 
 AGENT = Path(__file__).with_name("agent.py")
@@ -225,9 +225,9 @@ class Crew:
                 return
             (hello,) = messages
             if hello["role"] == "agent":
-                self.agents[check_node(hello, self.plan)] = AgentEnd(hello["node"], link, hello["pid"])
+                self.agents[check_node(hello, self.plan.nodes)] = AgentEnd(hello["node"], link, hello["pid"])
             else:
-                self._joined.setdefault(check_rank(hello, self.plan), {})[hello["role"]] = (link, hello)
+                self._joined.setdefault(check_rank(hello, self.plan.numbers), {})[hello["role"]] = (link, hello)
         except ChannelClosed:
             link.close()  # it ended; its agent tells how
         except MALFORMED as error:
@@ -333,7 +333,7 @@ class Crew:
             for rank in gone:
                 call.lost(rank)
 
-    def calls(self) -> list[InFlight]:
+    def calls(self) -> list[Any]:
         """The calls in flight."""
         return list({id(m.call): m.call for m in self.members if m.call is not None}.values())
 
@@ -423,7 +423,7 @@ class Crew:
     def describe(self, member: Member) -> str:
         """The stack or state of a rank whose own side thread does not answer."""
         if member.node == 0:
-            return processes.describe(member.pid, member.started, self.folder / f"stack{member.rank}")
+            return leftovers.describe(member.pid, member.started, self.folder / f"stack{member.rank}")
         return self.ask(member.node, "describe", rank=member.rank) or "no stack: its machine's agent does not answer"
 
     # -- ending -----------------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ class Crew:
             return
         for member in self.members:
             if member.node == 0:
-                processes.kill(member.pid, member.started, group=True)
+                leftovers.kill(member.pid, member.started, group=True)
         for link in self._rank_links():
             link.close()
         self._unnamed.clear()
@@ -477,9 +477,6 @@ class Crew:
             time.sleep(0.002)
         leftovers.end_carriers(leftovers.mark(self.id).__eq__)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-CREWS: weakref.WeakSet[Crew] = weakref.WeakSet()
 
 
 def forget_all() -> None:

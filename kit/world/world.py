@@ -15,8 +15,9 @@ from typing import Any, Self
 
 from kit.errors import BadInput, KitError
 from kit.gpu import has_driver
-from kit.world import interpreter
 from kit.world.asked import (
+    Part,
+    Plan,
     check_call,
     check_chosen,
     check_code,
@@ -25,11 +26,12 @@ from kit.world.asked import (
     check_layout,
     check_preload,
     check_seconds,
+    find_python,
     writable_folder,
 )
 from kit.world.calls import Call, looks, ranks_word
+from kit.world.channel import Member
 from kit.world.crew import Crew
-from kit.world.members import Member, Part, Plan
 from kit.world.pending import Observer, Pending
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -177,7 +179,7 @@ class World(Ranks):
                 nodes=nodes,
                 endpoint=endpoint,
                 device=device,
-                python=interpreter.find(python),
+                python=find_python(python),
                 env=check_env(env or {}),
                 preload=check_preload(preload),
                 logs=None if logs is None else writable_folder(logs),

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from kit.errors import BadInput
-from kit.world import World, interpreter
+from kit.world import World, asked
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.probe.cache_clear()
+    asked.probe_python.cache_clear()
     for name in ("KIT_PYTHON", "VIRTUAL_ENV", "CONDA_PREFIX"):
         monkeypatch.delenv(name, raising=False)
 
@@ -26,7 +26,7 @@ def script(path: Path, text: str) -> Path:
 
 
 def test_this_interpreter_comes_first() -> None:
-    found = interpreter.find()
+    found = asked.find_python()
     assert found.path == sys.executable
     assert found.verdict() == "has torch and megatron.core"
 
@@ -34,10 +34,10 @@ def test_this_interpreter_comes_first() -> None:
 def test_a_wish_that_cannot_be_met_is_refused_and_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = script(tmp_path / "python", "echo '[false, false, [3, 12]]'")
     with pytest.raises(BadInput, match=r"python= names .* has no torch"):
-        interpreter.find(str(bare))
+        asked.find_python(str(bare))
     monkeypatch.setenv("KIT_PYTHON", str(bare))
     with pytest.raises(BadInput, match="KIT_PYTHON"):
-        interpreter.find()
+        asked.find_python()
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_wish_that_cannot_be_met_is_refused_and_not_replaced(tmp_path: Path, m
 )
 def test_what_is_no_python_says_so_in_one_line(path: str, said: str) -> None:
     with pytest.raises(BadInput, match=f"^python= names {path}, which {said}; give a Python") as caught:
-        interpreter.find(path)
+        asked.find_python(path)
     assert "import" not in str(caught.value)
 
 
@@ -58,40 +58,40 @@ def test_a_python_that_cannot_start_says_why(tmp_path: Path) -> None:
     """A script in the place of one: it knows its version, and no more."""
     broken = script(tmp_path / "python", '[ "$1" = -V ] && echo "Python 3.12.1" && exit\necho no encodings >&2; exit 1')
     with pytest.raises(BadInput, match="which does not run: no encodings; give"):
-        interpreter.find(str(broken))
+        asked.find_python(str(broken))
 
 
 def test_an_old_python_says_so(tmp_path: Path) -> None:
     old = script(tmp_path / "python", "echo '[true, true, [3, 8]]'")
     with pytest.raises(BadInput, match=r"is Python 3\.8; 3\.11 or newer"):
-        interpreter.find(str(old))
+        asked.find_python(str(old))
 
 
 def test_the_first_with_both_is_taken_before_an_earlier_one_with_torch_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interpreter, "has", lambda name: name == "torch")
+    monkeypatch.setattr(asked, "has", lambda name: name == "torch")
     both = script(tmp_path / "env" / "bin" / "python", "echo '[true, true, [3, 12]]'")
     monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / "env"))
-    assert interpreter.find().path == str(both)
-    assert [one.path for one in interpreter.search()][:2] == [sys.executable, str(both)]
+    assert asked.find_python().path == str(both)
+    assert [one.path for one in asked.search_pythons()][:2] == [sys.executable, str(both)]
 
 
 def test_environments_of_the_box_are_found_where_people_put_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interpreter, "HOMES", (str(tmp_path),))
+    monkeypatch.setattr(asked, "HOMES", (str(tmp_path),))
     monkeypatch.setenv("PATH", "/nowhere")
     places = (".venv", "main", "train/.venv", "miniconda3/envs/megatron")
     both = [str(script(tmp_path / place / "bin/python", "echo '[true, true, [3, 12]]'")) for place in places]
-    assert [one.path for one in interpreter.search() if one.megatron] == [sys.executable, *both]
+    assert [one.path for one in asked.search_pythons() if one.megatron] == [sys.executable, *both]
 
 
 def test_nothing_found_lists_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interpreter, "candidates", lambda: [(sys.executable, "this interpreter")])
-    monkeypatch.setattr(interpreter, "has", lambda name: False)
+    monkeypatch.setattr(asked, "candidates", lambda: [(sys.executable, "this interpreter")])
+    monkeypatch.setattr(asked, "has", lambda name: False)
     with pytest.raises(BadInput, match="has no torch"):
-        interpreter.find()
+        asked.find_python()
 
 
 def test_ranks_run_in_another_environment_without_the_kit(tmp_path: Path) -> None:

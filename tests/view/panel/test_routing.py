@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kit.labs.discover import find
 from kit.view.panel.model import PanelModel
-from kit.view.panel.verdict import VerdictTab
+from kit.view.panel.strip import VerdictTab
 
 
 def names(model: PanelModel) -> set[str]:

@@ -15,7 +15,7 @@ from kit.labs.discover import find
 from kit.results import NotMeasured, Run
 from kit.view.panel.model import PanelModel
 from kit.view.panel.panel import make
-from kit.view.panel.what_if import WhatIfTab
+from kit.view.panel.tabs import WhatIfTab
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from kit.labs.discover import find
 from kit.labs.options import LabConfig, Option
 from kit.view.panel import look, strip, verdict
 from kit.view.panel.model import PanelModel
-from kit.view.panel.panel import Buttons, Panel
-from kit.view.panel.parameters import Parameters
+from kit.view.panel.panel import Buttons, Panel, Parameters
 from kit.view.panel.watch import Failure, PhaseState, Progress
 
 LABS = ("smoke", "offload", "split", "sync")
