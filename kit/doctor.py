@@ -9,8 +9,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kit import machine
 from kit.errors import BadInput
@@ -18,9 +19,6 @@ from kit.measure.provenance import git_state, gpu_state
 from kit.results import runs_dir
 from kit.results.units import size
 from kit.world import asked, leftovers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 # Runs in the ranks' interpreter, which may not have the kit.
 PROBE = """

@@ -14,12 +14,10 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from kit.nccl import unbound
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 NAME = "nccl2"
 FLAG = "KIT_NCCL2"  # in the environment of ranks that are to use it

@@ -30,37 +30,10 @@ if TYPE_CHECKING:
         select,
     )
 
-__all__ = [
-    "COLUMNS",
-    "Check",
-    "Measured",
-    "Missing",
-    "NotMeasured",
-    "Record",
-    "RecordWriter",
-    "Run",
-    "Unjudged",
-    "Verdict",
-    "VerdictRow",
-    "compare",
-    "create_run",
-    "exit_code",
-    "export",
-    "incomplete",
-    "judge",
-    "list_runs",
-    "load_tolerances",
-    "newest_run",
-    "outcomes",
-    "read_verdict",
-    "runs_dir",
-    "save_tolerances",
-    "select",
-    "to_frame",
-    "trace",
-    "with_ids",
-    "write_trace",
-]
+__all__ = ["COLUMNS", "Record", "RecordWriter", "compare", "export", "outcomes", "trace", "with_ids", "write_trace"]
+__all__ += ["Run", "create_run", "list_runs", "newest_run", "runs_dir", "to_frame"]
+__all__ += ["Check", "Measured", "Missing", "NotMeasured", "Unjudged", "Verdict", "VerdictRow", "exit_code"]
+__all__ += ["incomplete", "judge", "load_tolerances", "read_verdict", "save_tolerances", "select"]
 
 _HOMES = {
     **dict.fromkeys(("compare", "outcomes"), "comparison"),

@@ -17,18 +17,14 @@ import operator
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from pathlib import Path
+from types import TracebackType
+from typing import Any, SupportsIndex
 
 from kit.errors import BadInput, KitError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-    from types import TracebackType
-
 
 TYPES = {
     "run": "str",

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from kit import nccl
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping, Sequence
-    from pathlib import Path
 
 
 class Setting(NamedTuple):

@@ -10,17 +10,12 @@ import linecache
 import re
 import traceback
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from types import CodeType, FrameType
+from typing import Any
 
 from kit import target
 from kit.errors import BadInput
-
-if TYPE_CHECKING:
-    from types import CodeType
-
-    from kit.world.channel import Message
-
+from kit.world.channel import Message
 
 KEPT = 2_000  # cells whose source tracebacks can show
 SHOWN = 10_000  # characters of a shown value: a notebook cell, not a dump

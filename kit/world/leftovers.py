@@ -24,20 +24,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from kit import machine
 from kit.errors import BadInput
-from kit.machine import (
-    alive,
-    children,
-    command,
-    is_gone,
-    marked,
-    owner,
-    pids,
-    start_time,
-    started_at,
-    stat_fields,
-    waiting_place,
-)
 from kit.world.execute import users_part
 
 SESSION = "session"  # the file in a World's folder
@@ -57,33 +45,33 @@ class Leftover:
         """`since`: the time of day of its start."""
         return {
             **asdict(self),
-            "since": f"{datetime.fromtimestamp(started_at(self.started)).astimezone():%Y-%m-%d %H:%M:%S}",
+            "since": f"{datetime.fromtimestamp(machine.started_at(self.started)).astimezone():%Y-%m-%d %H:%M:%S}",
         }
 
 
 def mark(world: str) -> str:
     """The value of KIT_WORLD for a World of this process, and the name of its folder."""
-    return f"{world}@{owner()}"
+    return f"{world}@{machine.owner()}"
 
 
 def is_dead(value: str) -> bool:
     """Whether the notebook that this mark names is known to be gone."""
     world, _, owner = value.rpartition("@")
-    return "/" not in world and is_gone(owner)
+    return "/" not in world and machine.is_gone(owner)
 
 
 def find() -> list[Leftover]:
     """Leftover processes on this machine, oldest first."""
     found = []
-    for pid in pids():
+    for pid in machine.pids():
         with contextlib.suppress(OSError):  # it ended, or is somebody else's
-            value, fields = marked(pid), stat_fields(pid)
+            value, fields = machine.marked(pid), machine.stat_fields(pid)
             if pid == os.getpid() or value is None or fields is None or fields[0] in "ZX" or not is_dead(value):
                 continue
             file = place() / value / SESSION
             sure = file.is_file() and file.read_text() == fields[3]
             started = int(fields[19])
-            found.append(Leftover(world=value, pid=pid, started=started, command=command(pid)[:120], sure=sure))
+            found.append(Leftover(world=value, pid=pid, started=started, command=machine.command(pid)[:120], sure=sure))
     return sorted(found, key=lambda one: one.started)
 
 
@@ -99,7 +87,7 @@ def end(found: Sequence[Leftover]) -> list[Path]:
     for one in ended:
         kill(one.pid, one.started)
     deadline = time.monotonic() + 5
-    while any(alive(one.pid, one.started) for one in ended) and time.monotonic() < deadline:
+    while any(machine.alive(one.pid, one.started) for one in ended) and time.monotonic() < deadline:
         time.sleep(0.01)
     removed = dead_folders(find())
     for folder in removed:
@@ -109,7 +97,7 @@ def end(found: Sequence[Leftover]) -> list[Path]:
 
 def carriers(fits: Callable[[str], bool]) -> list[int]:
     """Processes with a mark that fits. A zombie carries none."""
-    return [pid for pid in pids() if (value := marked(pid)) is not None and fits(value)]
+    return [pid for pid in machine.pids() if (value := machine.marked(pid)) is not None and fits(value)]
 
 
 def end_carriers(fits: Callable[[str], bool], spare: int | None = None) -> None:
@@ -168,7 +156,7 @@ STATES = {
 
 def kill(pid: int, started: int, *, group: bool = False) -> bool:
     """SIGKILL the process (with its group), but only if it is still the one that started then."""
-    if start_time(pid) != started:
+    if machine.start_time(pid) != started:
         return False
     with contextlib.suppress(ProcessLookupError):
         if group and os.getpgid(pid) == pid:
@@ -191,8 +179,8 @@ def adopt_orphans() -> None:
 def reap_orphans() -> None:
     """Collect adopted children that have ended, but no child that this process forked itself."""
     group, session = os.getpgid(0), os.getsid(0)
-    for pid in children() or ():
-        fields = stat_fields(pid)
+    for pid in machine.children() or ():
+        fields = machine.stat_fields(pid)
         if fields and fields[0] == "Z" and (int(fields[2]) not in {pid, group} or int(fields[3]) != session):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
@@ -210,14 +198,14 @@ def kill_all(living: Callable[[], list[int]]) -> None:
 
 def end_children() -> bool:
     """End the children of this process and those that they leave to it. False where the kernel lists none."""
-    if children() is None:
+    if machine.children() is None:
         return False
 
     def living() -> list[int]:
         """Trusted once two looks list the same: between list and state one may be handed on, and the list skips where one vanishes."""
         before: list[int] | None = None
-        while (listed := children() or []) != before:
-            before, found = listed, [(pid, stat_fields(pid)) for pid in listed]
+        while (listed := machine.children() or []) != before:
+            before, found = listed, [(pid, machine.stat_fields(pid)) for pid in listed]
             # A zombie with threads left has not given up its children yet.
             if left := [pid for pid, fields in found if fields and (fields[0] not in "ZX" or int(fields[17]) > 1)]:
                 return left
@@ -230,7 +218,7 @@ def end_children() -> bool:
 
 def describe(pid: int, started: int, stack_file: Path, wait_s: float = 0.5) -> str:
     """Why a rank does not answer: its Python stack if the interpreter can still write one, else its state and the reason."""
-    fields = stat_fields(pid)
+    fields = machine.stat_fields(pid)
     if fields is None or int(fields[19]) != started or fields[0] in "ZX":
         return f"no stack: process {pid} is gone"
     if fields[0] in "Tt":
@@ -243,5 +231,5 @@ def describe(pid: int, started: int, stack_file: Path, wait_s: float = 0.5) -> s
             time.sleep(0.02)  # several short writes make up one dump
             return users_part(stack_file.read_text(errors="replace")[before:])
         time.sleep(0.005)
-    state, place = STATES.get(fields[0], fields[0]), waiting_place(pid)
+    state, place = STATES.get(fields[0], fields[0]), machine.waiting_place(pid)
     return f"no stack: process {pid} is {state}{f' in {place}' if place else ''} and does not take signals"

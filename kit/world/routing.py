@@ -16,7 +16,8 @@ import inspect
 import logging
 import os
 import types
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,6 @@ import torch.distributed.distributed_c10d as _c10d
 from torch._C._distributed_c10d import HashStore
 
 from kit.routing import backends, describe, is_routed, requested, state, unimportable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 c10d: Any = _c10d  # torch's registry of groups and its helpers carry no types
 
