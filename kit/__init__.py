@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name == "__version__":
-        from kit.version import kit_version
+        from kit.target import kit_version
 
         return kit_version()
     if name not in _HOMES:

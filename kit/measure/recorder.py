@@ -40,7 +40,7 @@ from kit.results.records import (
     rewrite_json,
     utc,
 )
-from kit.version import kit_version
+from kit.target import kit_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

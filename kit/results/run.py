@@ -51,7 +51,7 @@ from kit.results.verdict import (
     read_verdict,
     suspect_in,
 )
-from kit.version import kit_version
+from kit.target import kit_version
 
 if TYPE_CHECKING:
     import pandas as pd

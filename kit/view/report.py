@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
 import kit
-from kit.draw.against import plot_against
+from kit.draw.general import plot_against
 from kit.draw.plots import Album, Picture
 from kit.draw.style import THEMES
 from kit.errors import BadInput

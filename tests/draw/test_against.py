@@ -7,7 +7,7 @@ import warnings
 import matplotlib as mpl
 import pytest
 
-from kit.draw.against import most, plot_against, ratios
+from kit.draw.general import most, plot_against, ratios
 from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.results import Record, Run, compare, create_run

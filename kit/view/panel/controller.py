@@ -23,7 +23,7 @@ from kit.errors import BadInput
 from kit.labs.definition import role_names
 from kit.labs.lab import Lab
 from kit.view.panel.model import PanelModel
-from kit.view.panel.watch import Watch, failure_of
+from kit.view.progress import Watch, failure_of
 
 EVERY_S = 0.2  # between two updates of what only ticks
 POLL_S = 0.02

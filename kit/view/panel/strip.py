@@ -25,8 +25,7 @@ from kit.results.verdict import MARKS, SIGNS, headline, tally, without_parts
 from kit.view.panel import look
 from kit.view.panel.look import Tab
 from kit.view.panel.model import Limit, PanelModel
-from kit.view.panel.watch import Failure, PhaseState, Progress
-from kit.view.progress import ranks_short
+from kit.view.progress import Failure, PhaseState, RunProgress, ranks_short
 
 COLUMNS = 60  # a page lays out more only slowly
 CELLS = 480  # what is sent a few times a second stays below 100 kB, with many ranks too
@@ -168,7 +167,7 @@ def _cell(phase: PhaseState, rank: int, now: float) -> str:
     return f'<td class="kit-{state}" title="{title}">{look.SIGNS.get(state, "·")}{small}</td>'
 
 
-def bar_html(progress: Progress | None, phases: Sequence[PhaseState], state: str) -> str:
+def bar_html(progress: RunProgress | None, phases: Sequence[PhaseState], state: str) -> str:
     if progress is None or not progress.total:
         return ""
     words = progress_words(progress, phases, state)
@@ -180,7 +179,7 @@ def bar_html(progress: Progress | None, phases: Sequence[PhaseState], state: str
     )
 
 
-def progress_words(progress: Progress, phases: Sequence[PhaseState], state: str) -> str:
+def progress_words(progress: RunProgress, phases: Sequence[PhaseState], state: str) -> str:
     """phase 7 of 22 (train, cycle 2), 12 s, about 20 s left."""
     words = [f"{progress.done} of {progress.total} phases done"]
     if state == "running" and phases:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as widgets
 import pandas as pd
 
-from kit.draw.against import plot_against
+from kit.draw.general import plot_against
 from kit.draw.plots import OVERVIEW, SHEET, Album, Picture, inline
 from kit.errors import KitError
 from kit.labs.discover import checks_of

@@ -17,7 +17,7 @@ from kit.labs.definition import working
 from kit.labs.discover import discover, find
 from kit.results import Record, create_run, load_tolerances
 from kit.view.panel.model import AS_IT_IS, PanelModel, choices, limits_of, rounded_up, span
-from kit.view.panel.watch import marks
+from kit.view.progress import marks
 
 LABS = sorted(discover().labs)
 

@@ -18,7 +18,7 @@ from kit.labs.options import LabConfig, Option
 from kit.view.panel import look, strip, verdict
 from kit.view.panel.model import PanelModel
 from kit.view.panel.panel import Buttons, Panel, Parameters
-from kit.view.panel.watch import Failure, PhaseState, Progress
+from kit.view.progress import Failure, PhaseState, RunProgress
 
 LABS = ("smoke", "offload", "split", "sync")
 
@@ -349,16 +349,16 @@ def test_a_tick_leaves_the_unfolded_traceback_alone():
     sent = []
     shown.failure.observe(sent.append, "value")
     model.state = "running"
-    model.progress = Progress(1, 5, 2.0, None)
+    model.progress = RunProgress(1, 5, 2.0, None)
     assert sent == []
 
 
 def test_the_bar_says_in_words_how_far_it_is():
     phases = (DONE, PhaseState(1, "make", "running", ("running", "running"), (None, None), time.monotonic()))
-    words = strip.progress_words(Progress(6, 22, 12.3, 20.4), phases, "running")
+    words = strip.progress_words(RunProgress(6, 22, 12.3, 20.4), phases, "running")
     assert words == "phase 7 of 22 (make, cycle 1), 12 s, about 20 s left"
-    assert strip.progress_words(Progress(6, 22, 12.3, None), phases, "running").endswith("12 s")
-    bar = strip.bar_html(Progress(11, 22, 12.3, None), phases, "ready")
+    assert strip.progress_words(RunProgress(6, 22, 12.3, None), phases, "running").endswith("12 s")
+    bar = strip.bar_html(RunProgress(11, 22, 12.3, None), phases, "ready")
     for part in (
         'role="progressbar"',
         'aria-valuenow="11"',
