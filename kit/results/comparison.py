@@ -25,20 +25,8 @@ EVEN, EVEN_SINGLE = 0.02, 0.25
 NAMED = 3  # settings in the label of a run
 MEASURED = ("s", "B", "B/s")  # units of such amounts; all else is counted, and differs or does not
 KEYS = ["phase", "rank", "metric", "ids", "unit"]
-COLUMNS = [
-    *KEYS,
-    "base_run",
-    "run",
-    "base",
-    "value",
-    "difference",
-    "ratio",
-    "base_n",
-    "n",
-    "base_spread",
-    "spread",
-    "found_in",
-]
+COLUMNS = [*KEYS, "base_run", "run", "base", "value", "difference", "ratio", "base_n", "n"]
+COLUMNS += ["base_spread", "spread", "found_in"]
 UNITS = dict.fromkeys(("base", "value", "difference", "base_spread", "spread"), ROW)
 
 

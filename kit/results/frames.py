@@ -68,17 +68,8 @@ OF_PHASES = {
         "threads",
     ),
     *("rss", "anon_rss", "shared_rss", "peak_rss", "file_rss", "shm_rss", "allocated", "reserved", "peak_allocated"),
-    *(
-        "driver_used",
-        "process_used",
-        "pinned_bytes",
-        "memfds",
-        "shared_maps",
-        "shared_bytes",
-        "shm_files",
-        "temp_files",
-    ),
-    "children",
+    *("driver_used", "process_used", "pinned_bytes", "memfds", "shared_maps", "shared_bytes", "shm_files"),
+    *("temp_files", "children"),
 }
 
 

@@ -121,12 +121,8 @@ def write_junit(runs: Sequence[tuple[Run, Verdict]], path: Path) -> Path:
         if run.status != "finished":
             case = ET.SubElement(suite, "testcase", classname=run.lab, name="run")
             ET.SubElement(case, "error", message=NOT_XML.sub("", "; ".join(run.notes)))
-        for count, kind in (
-            ("tests", "testcase"),
-            ("failures", "failure"),
-            ("errors", "error"),
-            ("skipped", "skipped"),
-        ):
+        counts = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
+        for count, kind in counts.items():
             suite.set(count, str(len(suite.findall(f".//{kind}"))))
         ET.SubElement(suite, "system-out").text = f"{tally(rows)}; {run.dir}"
     ET.indent(top)

@@ -204,15 +204,13 @@ def answers(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
     asked = {check.name: check for check in checks_of(run.lab)}
     made: list[dict[str, Any]] = []
     for group in folded(without_parts(verdict)):
-        row, check = group[0], asked.get(group[0].check)
-        if len(group) > 1:
-            made.append({**cells_of(group), "question": "", "better": "", "moved": "", "parts": []})
-            continue
-        parts = [part for part in verdict if part.check.startswith(f"{row.check}/")]
+        row, alone = group[0], len(group) == 1
+        check = asked.get(row.check) if alone else None
         own = own_limit(check, run, row.limit) if check else row.limit
+        parts = [part for part in verdict if alone and part.check.startswith(f"{row.check}/")]
         made.append(
             {
-                **cells_of([row]),
+                **cells_of(group),
                 "question": check.question if check else "",
                 "better": SIGNS[check.better] if check else "",
                 "moved": f"moved: the lab's own is {amount(own, row.unit)}" if own != row.limit else "",

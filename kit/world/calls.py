@@ -105,7 +105,8 @@ class Call:
         elif self.failed_at is not None:
             self.suspicious = self.suspicious or time.monotonic()
             if time.monotonic() - self.suspicious > ABANDONED_S:
-                if self._all_wait():
+                waiting, seen = self.waiting(), looks(self.waiting())
+                if all(member.rank in seen and seen[member.rank].waiting for member in waiting):
                     self._settle(self._failure())
                 self.suspicious = None
 
@@ -196,10 +197,6 @@ class Call:
             refused=self.answers[first]["refused"],
         )
 
-    def _all_wait(self) -> bool:
-        seen = looks(self.waiting())
-        return all(member.rank in seen and seen[member.rank].waiting for member in self.waiting())
-
     def timeout(self, seconds: float) -> RankTimeout:
         """Who did not answer in time, and who of them the others wait for."""
         silent = self.waiting()
@@ -220,11 +217,7 @@ class Call:
             f"The ranks keep running; the World is usable again once they answer; %ranks stacks looks again{AGAIN}"
         )
         return RankTimeout(
-            "\n".join(lines),
-            phase=self.phase,
-            ranks=tuple(m.rank for m in silent),
-            culprits=culprits,
-            stacks=stacks,
+            "\n".join(lines), phase=self.phase, ranks=tuple(m.rank for m in silent), culprits=culprits, stacks=stacks
         )
 
 

@@ -36,17 +36,8 @@ from kit.world.channel import (
 AGENT = Path(__file__).with_name("agent.py")
 SENDING_S = 10
 # Settings of the notebook's process that would mislead the ranks: its plotting backend, and a job it may itself be part of.
-NOT_INHERITED = {
-    "MPLBACKEND",
-    "PYTHONHOME",
-    "KIT_RANK",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-}
+NOT_INHERITED = {"MPLBACKEND", "PYTHONHOME"}
+NOT_INHERITED |= {"KIT_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 class Crew:
@@ -233,14 +224,10 @@ class Crew:
         except MALFORMED as error:
             raise malformed(f"rank {hello['rank']}" if "rank" in hello else "a process of this World", error) from error
         self._unnamed.remove(link)
-        if "failed" in hello:
-            self._start_failed(hello)
-
-    def _start_failed(self, hello: Message) -> None:
-        failed = hello["failed"]
-        text = f"rank {hello['rank']} could not start: {failed['error']}\n{failed['traceback']}"
-        self.kill()
-        raise RankError(text, rank=hello["rank"], phase="start", traceback=failed["traceback"])
+        if failed := hello.get("failed"):
+            text = f"rank {hello['rank']} could not start: {failed['error']}\n{failed['traceback']}"
+            self.kill()
+            raise RankError(text, rank=hello["rank"], phase="start", traceback=failed["traceback"])
 
     def _check_start(self, what: str) -> None:
         if self._process is not None and self._process.poll() is not None:

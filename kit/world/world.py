@@ -258,18 +258,10 @@ class World(Ranks):
 
     def status(self) -> list[dict[str, Any]]:
         """One row per rank: rank, pid, node, host, device, seat (the number of its device), reason for this device, phase, state."""
+        names = ("rank", "pid", "node", "host", "device", "seat", "why", "phase")
+        ended = self.state if self.state in {"closed", "dead"} else ""
         return [
-            {
-                "rank": m.rank,
-                "pid": m.pid,
-                "node": m.node,
-                "host": m.host,
-                "device": m.device,
-                "seat": m.seat,
-                "why": m.why,
-                "phase": m.phase,
-                "state": self.state if self.state in {"closed", "dead"} else "busy" if m.busy else "idle",
-            }
+            {name: getattr(m, name) for name in names} | {"state": ended or ("busy" if m.busy else "idle")}
             for m in self._crew.members
         ]
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -37,13 +38,7 @@ Post = Callable[[Callable[[], None]], None]
 class Controller:
     """`start`, `step`, `run_all`, `stop`, `restart`, `close`, as a panel's buttons. `wait` is for scripts."""
 
-    def __init__(
-        self,
-        model: PanelModel,
-        *,
-        lab: Lab | None = None,
-        out: str | os.PathLike[str] | None = None,
-    ) -> None:
+    def __init__(self, model: PanelModel, *, lab: Lab | None = None, out: str | os.PathLike[str] | None = None) -> None:
         self.model = model
         self._mail = Mail()
         self._out = None if out is None else Path(out)
@@ -61,17 +56,20 @@ class Controller:
 
     # -- what the buttons do --------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        self._order("start")
+    def _order(self, name: str) -> None:
+        if self._allowed(name):
+            self._stopping.clear()
+            goes_on = self.model.state == "ready" and name in {"step", "run"}
+            with self.model.hold_trait_notifications():
+                self.model.failure = None
+                self.model.said = ""
+                self.model.state = "running" if goes_on else "starting"
+            self._send(name)
 
-    def step(self) -> None:
-        self._order("step")
-
-    def run_all(self) -> None:
-        self._order("run")
-
-    def restart(self) -> None:
-        self._order("restart")
+    start = partialmethod(_order, "start")
+    step = partialmethod(_order, "step")
+    run_all = partialmethod(_order, "run")
+    restart = partialmethod(_order, "restart")
 
     def stop(self) -> None:
         """End the ranks, whatever they do. What was measured stays."""
@@ -104,16 +102,6 @@ class Controller:
         self._mail.deliver()
 
     # -- in the caller's thread ---------------------------------------------------------------------------------------------
-
-    def _order(self, name: str) -> None:
-        if self._allowed(name):
-            self._stopping.clear()
-            goes_on = self.model.state == "ready" and name in {"step", "run"}
-            with self.model.hold_trait_notifications():
-                self.model.failure = None
-                self.model.said = ""
-                self.model.state = "running" if goes_on else "starting"
-            self._send(name)
 
     def _allowed(self, name: str) -> bool:
         model = self.model

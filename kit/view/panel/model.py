@@ -33,9 +33,7 @@ CAN = {
     "ready": {"step", "run", "stop", "restart"},
     "running": {"stop"},
     "stopping": set[str](),
-    "finished": {"start", "step", "run", "restart"},
-    "failed": {"start", "step", "run", "restart"},
-    "stopped": {"start", "step", "run", "restart"},
+    **{over: {"start", "step", "run", "restart"} for over in ("finished", "failed", "stopped")},
 }
 BUSY = {"starting", "running", "stopping"}
 FRESH = {"start", "restart"}  # of these, and of step and run where no ranks live, new ranks come

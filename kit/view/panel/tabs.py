@@ -258,10 +258,8 @@ def in_larger_units(frame: pd.DataFrame) -> pd.DataFrame:
     """Bytes as MiB and seconds as ms, in a table whose rows have a value and its unit."""
     if not {"value", "unit"} <= {*frame.columns}:
         return frame
-    scale = {unit: by for unit, (_, by) in LARGER.items()}
-    words = {unit: word for unit, (word, _) in LARGER.items()}
-    value = frame["value"] * frame["unit"].map(lambda unit: scale.get(unit, 1.0))
-    return frame.assign(value=value, unit=frame["unit"].map(lambda unit: words.get(unit, unit)))
+    found = [LARGER.get(unit, (unit, 1.0)) for unit in frame["unit"]]
+    return frame.assign(value=frame["value"] * [by for _, by in found], unit=[word for word, _ in found])
 
 
 class RecordsTab(Tab):
