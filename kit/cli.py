@@ -59,7 +59,7 @@ class Answer(NamedTuple):
 
 Command = Callable[[argparse.Namespace], Answer]
 Names = Callable[..., Iterable[str]]
-REPEATED: dict[str, Any] = {"action": "append", "default": []}
+MANY: dict[str, Any] = {"action": "append", "default": []}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -184,19 +184,15 @@ def add_run(add: Callable[..., Parser]) -> None:
         "sync --like sync-20260101-120000-0a1b --junit sync.xml",
     )
     made.option("lab", "LAB", "the lab (`kit labs` lists them)", lab_names)
-    made.option(
-        "--set", "KEY=VALUE", "a setting of the lab (`kit labs LAB`); may be repeated", setting_names, **REPEATED
-    )
+    made.option("--set", "KEY=VALUE", "a setting of the lab (`kit labs LAB`); may be repeated", setting_names, **MANY)
     text = "run once for each value of a setting, separated by commas; may be repeated"
-    made.option("--sweep", "KEY=V1,V2", text, setting_names, **REPEATED)
+    made.option("--sweep", "KEY=V1,V2", text, setting_names, **MANY)
     made.option("--repeat", "N", "run everything N times and report the spread", type=int, default=1)
     made.file("--config", "FILE", "settings from a JSON or YAML file; --set overrides them")
     text = "settings from the YAML of another system; one file for each pipeline, so it may be repeated"
-    made.file("--from", "FILE", text, dest="foreign", **REPEATED)
+    made.file("--from", "FILE", text, dest="foreign", **MANY)
     made.option("--like", "DIR", "use the settings of this run; --config and --set override them", run_names)
-    made.option(
-        "--fault", "NAME", "switch on a known bug (`kit faults` lists them), one per run", fault_names, **REPEATED
-    )
+    made.option("--fault", "NAME", "switch on a known bug (`kit faults` lists them), one per run", fault_names, **MANY)
     made.file("--tolerances", "FILE", "limits of the checks from a JSON file: {name: number}")
     made.file("--out", "DIR", "folder of the run or sweep; default: a new one in the runs folder")
     made.file("--junit", "FILE", "also write the verdict as JUnit XML, for CI")
@@ -211,7 +207,7 @@ def add_runs(add: Callable[..., Parser]) -> None:
     made.option("--fault", "NAME", 'only runs with this fault; "": only those without one')
     made.option("--status", "WORD", f"only runs that are {', '.join(ENDS)}")
     made.option("--verdict", "WORD", f"only runs whose verdict is {', '.join(ANSWERS)}")
-    made.option("--set", "KEY=VALUE", "only runs with this setting; may be repeated", **REPEATED)
+    made.option("--set", "KEY=VALUE", "only runs with this setting; may be repeated", **MANY)
     text = "give a run a name or a note; an empty text takes it away"
     made = one_run(add("label", label, text, 'smoke-20260101-120000-0a1b "new driver"'), nargs=None)
     made.option("text", "TEXT", "at most 120 characters")
@@ -242,7 +238,7 @@ def add_runs(add: Callable[..., Parser]) -> None:
     made.option("name", "NAME", "01, 01_offload_reload, or a path", nargs="?")
     made.file("--copy", "DIR", "copy all notebooks and docs to DIR; run none")
     pair: Any = ("KEY", "VALUE")
-    made.option("-p", pair, "a parameter of the notebook; may be repeated", nargs=2, dest="given", **REPEATED)
+    made.option("-p", pair, "a parameter of the notebook; may be repeated", nargs=2, dest="given", **MANY)
     made.file("--to", "FILE", "output file, .ipynb or .html; default: in the runs folder")
 
 
@@ -251,7 +247,7 @@ def add_measuring(add: Callable[..., Parser]) -> None:
     made = add("bench", bench, "measure several ways side by side", "split --quick", "sync --part gpus")
     made.option("name", "NAME", f"one of {', '.join(benches())}", benches)
     made.flag("--quick", "measure less; takes a minute or two")
-    made.option("--part", "PART", "run only this part; X means every X.Y", **REPEATED)
+    made.option("--part", "PART", "run only this part; X means every X.Y", **MANY)
     made.add_argument("--device", help="auto: the GPU if there is a driver", **device)
     made.file("--out", "FILE", "file for the rows; default: in the runs folder")
     made = add("reference", reference, "run every lab and bench at this box's sizes; resumable", "--out DIR", "--plan")
@@ -494,20 +490,16 @@ def check(args: argparse.Namespace) -> Answer:
     data, text = heading(found)
     text += f"\n\n{verdict}"
     if moved is not None:
-        text += "\n\n" + "\n".join(
-            ["differs from the stored verdict:", *moved] if moved else ["same as the stored verdict"]
-        )
+        told = ["differs from the stored verdict:", *moved] if moved else ["same as the stored verdict"]
+        text += "\n\n" + "\n".join(told)
     return Answer({**data, "verdict": verdict.to_json(), "changes": moved, "exit": status}, text, status)
 
 
 def heading(found: Run) -> tuple[dict[str, Any], str]:
     data = {"run": str(found.dir), "id": found.id, "lab": found.lab, "status": found.status, "fault": found.fault}
     data["label"] = found.label
-    lines = [
-        repr(found),
-        *([f"label: {found.label}"] if found.label else []),
-        *(f"note: {note}" for note in found.notes),
-    ]
+    label = [f"label: {found.label}"] if found.label else []
+    lines = [repr(found), *label, *(f"note: {note}" for note in found.notes)]
     if snapshots := memory_snapshots(found):
         lines.append(f"memory snapshots: {snapshots}")
     return {**data, "config": found.config, "notes": found.notes}, "\n".join(lines)
@@ -525,9 +517,8 @@ def show(args: argparse.Namespace) -> Answer:
         text += "\n\n" + table_text(times.rename(columns={"count": "n"}), dict.fromkeys(SPREAD, "s"))
     own = summary_of(frame) if found.own else frame.head(0)
     if len(own):
-        text += "\n\nown numbers, over all ranks:\n" + table_text(
-            own, dict.fromkeys(("first", "last", "min", "max"), ROW)
-        )
+        units = dict.fromkeys(("first", "last", "min", "max"), ROW)
+        text += "\n\nown numbers, over all ranks:\n" + table_text(own, units)
     return Answer({**data, "verdict": verdict.to_json(), "times": plain(times), "own": plain(own)}, text)
 
 
@@ -558,9 +549,8 @@ def compare(args: argparse.Namespace) -> Answer:
         )
         lines.append(f"\n{names[other.id]}\n{f'{len(verdicts)} checks' if verdicts else 'no check'} changed")
         if verdicts:
-            lines.append(
-                columns([[f"{row['base']} -> {row['run']}", row["check"], row["why"]] for row in verdicts], width=WIDTH)
-            )
+            cells = [[f"{row['base']} -> {row['run']}", row["check"], row["why"]] for row in verdicts]
+            lines.append(columns(cells, width=WIDTH))
         if count:
             lines.append(f"{count} losses, gradient norms and digests, {differ} of them not exactly the same")
         lines.append(f"{len(rows)} numbers changed by more than the spread" + (", the most first" if len(rows) else ""))

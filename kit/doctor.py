@@ -135,9 +135,7 @@ def ask_ranks_python(path: str, problems: list[str]) -> Found:
         problems.append(f"the ranks' Python {path} fails: {why}; see what keeps it from importing torch")
         return {"path": path, "why": why}
     said: Found = {"path": path, **json.loads(done.stdout)}
-    problems += [
-        f"{path} cannot import {name}: {said[f'{name}_why']}" for name in ("torch", "numpy") if said[f"{name}_why"]
-    ]
+    problems += [f"{path} cannot import {name}: {why}" for name in ("torch", "numpy") if (why := said[f"{name}_why"])]
     problems += without_code(said.get("code", []))
     return said
 
@@ -253,9 +251,8 @@ def gpus(gpu: Found) -> list[str]:
 
 def code(one: Mapping[str, Any]) -> str:
     has = "has code" if one["torch"] else "has no code"
-    return (
-        f"{one['gpu']}: torch {has} (built for {' '.join(one['built_for'])}); {one['nccl_why'] or 'NCCL has kernels'}"
-    )
+    kernels = one["nccl_why"] or "NCCL has kernels"
+    return f"{one['gpu']}: torch {has} (built for {' '.join(one['built_for'])}); {kernels}"
 
 
 def communication(ranks: Found) -> list[tuple[str, str]]:

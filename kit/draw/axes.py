@@ -46,9 +46,8 @@ def draw_level(
     points: bool = True,
 ) -> None:
     """A line through the medians, a band over the ranks, and points in the colours of the phases."""
-    low, middle, high = (
-        [(value - start) * scale for value in values] for values in (level.low, level.middle, level.high)
-    )
+    curves = (level.low, level.middle, level.high)
+    low, middle, high = ([(value - start) * scale for value in values] for values in curves)
     ax.fill_between(level.at, low, high, color=theme.faint, alpha=0.25, linewidth=0)
     ax.plot(level.at, middle, color=theme.faint, linewidth=1.2, linestyle=line)
     if points:

@@ -93,9 +93,8 @@ def drift(phase: str = "", when: str = "") -> Plot:
     """Memory after a phase of each cycle against the first cycle; without a phase, the last one that several cycles have."""
 
     def after(data: RunData) -> str | None:
-        found = data.frame[
-            data.frame["metric"].isin(["driver_used", "anon_rss"]) & data.frame["cycle"].isin(data.cycles)
-        ]
+        rows = data.frame
+        found = rows[rows["metric"].isin(["driver_used", "anon_rss"]) & rows["cycle"].isin(data.cycles)]
         often = found.groupby("phase")["cycle"].nunique()
         often = often[often > 1]
         if phase or often.empty:

@@ -22,7 +22,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from kit.draw.style import DARK, LIGHT, Theme, theme
+from kit.draw.style import DARK, LIGHT, SVG, Theme, theme
 from kit.errors import BadInput
 from kit.results import Run, Verdict
 from kit.results.frames import Source, gpu_numbers, source
@@ -161,7 +161,7 @@ class Picture(Figure):
             raise BadInput(f"a picture is saved as {', '.join(FORMATS)}, not {path.name!r}")
         path.parent.mkdir(parents=True, exist_ok=True)
         stamp = {"Date": None} if path.suffix == ".svg" else None  # the same run makes the same file
-        with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": "kit"}):
+        with mpl.rc_context(SVG):
             self._settle()
             self.savefig(path, dpi=110, metadata=stamp)
         return path

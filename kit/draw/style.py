@@ -12,13 +12,8 @@ from typing import Any
 from kit.errors import BadInput
 from kit.results.verdict import BAD, GOOD, MARKS
 
-FONT = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9.0,
-    "text.parse_math": False,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "kit",
-}
+SVG: dict[Any, Any] = {"svg.fonttype": "path", "svg.hashsalt": "kit"}
+FONT = {"font.family": "DejaVu Sans", "font.size": 9.0, "text.parse_math": False, **SVG}
 MARKERS = ("o", "s", "^", "D", "v", "P")
 LINES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 HATCHES = ("", "//", "..", "xx")

@@ -41,10 +41,7 @@ def compare(runs: Sequence[Run]) -> pd.DataFrame:
     if len(runs) < 2:
         raise BadInput(f"a comparison needs two runs or more, not {len(runs)}")
     base, *others = [_medians(run) for run in runs]
-    labels = [run.id for run in runs]
-    table = pd.concat(
-        [_against(base, other, labels[0], label) for other, label in zip(others, labels[1:], strict=True)]
-    )
+    table = pd.concat([_against(base, other, runs[0].id, run.id) for other, run in zip(others, runs[1:], strict=True)])
     weight = [_change(*pair) for pair in zip(table["base"], table["value"], strict=True)]
     order = table.assign(_weight=weight, _single=table["found_in"] != "both")
     order = order.sort_values(["_single", "_weight", *KEYS], ascending=[True, False, *[True] * len(KEYS)])
@@ -61,12 +58,9 @@ def settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 def sizes(apart: Mapping[str, Sequence[Any]]) -> list[str]:
     """The settings among those that differ which make runs different in size: whole numbers, and those that name a size."""
-    whole = [name for name, values in apart.items() if any(type(value) is int for value in values)]
-    return [
-        name
-        for name in apart
-        if (name in whole and name not in {"cycles", "seed"}) or name in {"size", "dtype", "device"}
-    ]
+    whole = {name for name, values in apart.items() if any(type(value) is int for value in values)}
+    sized = (whole - {"cycles", "seed"}) | {"size", "dtype", "device"}
+    return [name for name in apart if name in sized]
 
 
 def warnings(runs: Sequence[Run]) -> list[str]:
@@ -74,10 +68,9 @@ def warnings(runs: Sequence[Run]) -> list[str]:
     apart = settings(runs)
     if "lab" in apart:
         return [f"these are runs of different labs: {', '.join(dict.fromkeys(map(str, apart['lab'])))}"]
-    names = sizes(apart)
-    return (
-        [f"these runs differ in size ({', '.join(names)}): their times and memory cannot be compared"] if names else []
-    )
+    if not (names := ", ".join(sizes(apart))):
+        return []
+    return [f"these runs differ in size ({names}): their times and memory cannot be compared"]
 
 
 def differing(runs: Sequence[Run]) -> list[str]:

@@ -90,12 +90,8 @@ class Record:
         row = {name: getattr(self, name) for name in REQUIRED}
         if self.value is not None:
             row["value"] = spell(float(self.value))
-        if self.text:
-            row["text"] = self.text
-        if self.ids:
-            row["ids"] = checked_ids(self.ids)
-        if self.start is not None:
-            row["start"] = self.start
+        optional = {"text": self.text, "ids": checked_ids(self.ids), "start": self.start}
+        row |= {name: one for name, one in optional.items() if one or one == 0}
         return json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
 
 
@@ -167,12 +163,8 @@ def new_row(
     ids: Mapping[str, str | SupportsIndex] | None = None,
 ) -> dict[str, Any]:
     """What a record has beside run, lab, cycle, phase and rank; an empty text, id or start takes no room."""
-    row: dict[str, Any] = {
-        "metric": metric,
-        "value": None if value is None else float(value),
-        "unit": unit,
-        "time": when,
-    }
+    number = None if value is None else float(value)
+    row: dict[str, Any] = {"metric": metric, "value": number, "unit": unit, "time": when}
     optional = {"text": text, "ids": checked_ids(ids or {}), "start": start}
     return row | {name: one for name, one in optional.items() if one or one == 0}
 

@@ -297,10 +297,8 @@ def data_uri(picture: Picture) -> str:
 
 
 def logs(run: Run) -> list[tuple[str, str]]:
-    files = [
-        run.dir / "logs" / "error.txt",
-        *sorted(run.dir.glob("logs/rank*.log"), key=lambda path: (len(path.name), path.name)),
-    ]
+    ranks = sorted(run.dir.glob("logs/rank*.log"), key=lambda path: (len(path.name), path.name))
+    files = [run.dir / "logs" / "error.txt", *ranks]
     return [(path.name, text) for path in files if path.is_file() and (text := tail(path))]
 
 

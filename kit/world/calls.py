@@ -209,10 +209,8 @@ class Call:
             lines.append(f"{ranks_word(sorted(self.order))} answered")
         for member in silent:
             mark = " (culprit)" if member.rank in culprits else " (waiting)"
-            lines += [
-                f"rank {member.rank}, pid {member.pid}, phase {phases[member.rank]!r}{mark}:",
-                stacks[member.rank].rstrip(),
-            ]
+            lines.append(f"rank {member.rank}, pid {member.pid}, phase {phases[member.rank]!r}{mark}:")
+            lines.append(stacks[member.rank].rstrip())
         lines.append(
             f"The ranks keep running; the World is usable again once they answer; %ranks stacks looks again{AGAIN}"
         )

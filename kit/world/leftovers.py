@@ -43,10 +43,8 @@ class Leftover:
 
     def to_json(self) -> dict[str, object]:
         """`since`: the time of day of its start."""
-        return {
-            **asdict(self),
-            "since": f"{datetime.fromtimestamp(machine.started_at(self.started)).astimezone():%Y-%m-%d %H:%M:%S}",
-        }
+        since = datetime.fromtimestamp(machine.started_at(self.started)).astimezone()
+        return {**asdict(self), "since": f"{since:%Y-%m-%d %H:%M:%S}"}
 
 
 def mark(world: str) -> str:

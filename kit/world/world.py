@@ -250,11 +250,8 @@ class World(Ranks):
 
     def stacks(self) -> dict[int, str]:
         """The Python stack of each rank, or its state and the reason why there is no stack."""
-        seen = looks(self._crew.members)
-        return {
-            m.rank: (seen[m.rank].stack or "idle") if m.rank in seen else self._crew.describe(m)
-            for m in self._crew.members
-        }
+        crew, seen = self._crew, looks(self._crew.members)
+        return {m.rank: seen[m.rank].stack or "idle" if m.rank in seen else crew.describe(m) for m in crew.members}
 
     def status(self) -> list[dict[str, Any]]:
         """One row per rank: rank, pid, node, host, device, seat (the number of its device), reason for this device, phase, state."""

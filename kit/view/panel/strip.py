@@ -45,14 +45,8 @@ STATES = {
     "failed": ("✗", "bad", "failed"),
 }
 
-# What a failure's ranks did; without ranks, what became of the run.
-ENDS = {
-    "raised": "raised",
-    "died": "died",
-    "timeout": "did not answer in time",
-    "stopped": "stopped",
-    "error": "failed",
-}
+# What a failure's ranks did, or what became of the run, where the kind of failure does not say it.
+ENDS = {"timeout": "did not answer in time", "error": "failed"}
 
 # What is folded under a failure.
 FOLDS = {"raised": "traceback", "timeout": "what the ranks were doing", "stopped": "what the ranks were doing"}
@@ -97,11 +91,8 @@ class Strip:
         if any(row.passed is not None for row in verdict):
             mark = MARKS[not any(row.passed is False for row in verdict)]
             answer = look.span(mark.kind, f"{mark.sign} {headline(verdict)}")
-            line = (
-                f"<b>{answer}</b> {look.span('faint', word)}{said}"
-                if model.state == "finished"
-                else f"{state}{said}; {answer}"
-            )
+            done = model.state == "finished"
+            line = f"<b>{answer}</b> {look.span('faint', word)}{said}" if done else f"{state}{said}; {answer}"
         else:
             line = state + said + ("" if model.run is None or model.state in UNDER_WAY else "; nothing is judged yet")
         self.said.value = f'<div role="status" aria-live="polite">{line}</div>'
