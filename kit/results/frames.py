@@ -189,16 +189,12 @@ def readable(frame: pd.DataFrame, units: Mapping[str, str]) -> pd.DataFrame:
 
 
 def _cell(name: str, item: Any, unit: str) -> str:
-    if _missing(item):
+    if item is None or item != item:  # noqa: PLR0124 - NaN is the one value that differs from itself
         return "-" if name == "passed" or unit else ""
     if isinstance(item, float):
         item = item if item.is_integer() or abs(item) >= 1e6 else float(f"{item:.4g}")
         return amount(item, unit) if unit or abs(item) < 1e6 else f"{item:.3f}"
     return PASSED[item] if name == "passed" else str(item)
-
-
-def _missing(item: Any) -> bool:
-    return item is None or bool(item != item)  # noqa: PLR0124 - NaN is the one value that differs from itself
 
 
 def _guarded(frame: pd.DataFrame) -> pd.DataFrame:

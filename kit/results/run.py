@@ -355,16 +355,12 @@ def frame_of(columns: Columns) -> pd.DataFrame:
         if not any(value or value == 0 for value in columns[name]):
             table[name] = empty
         elif name == "ids":
-            table[name] = [_spelled(ids) for ids in columns[name]]
+            table[name] = [_encode(ids) if ids else "" for ids in columns[name]]
     return pd.DataFrame({name: pd.Series(table[name], dtype=TYPES[name], index=index) for name in COLUMNS})
 
 
+# Sorted keys: the same ids are the same text.
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
-
-
-def _spelled(ids: Mapping[str, str | int]) -> str:
-    """JSON with sorted keys, empty where there are none: the same ids are the same text."""
-    return _encode(ids) if ids else ""
 
 
 KNOWN_BY = 256  # bytes before the last position, by which a file is recognised as the one that was read

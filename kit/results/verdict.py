@@ -186,7 +186,9 @@ def _ask(
     except Exception as error:  # noqa: BLE001 - checks may be anybody's, records too, and one must not hide the answers of the others
         raised = f"{type(error).__name__}: {error}"
         if whole and not lacks:
-            return Measured(None, f"the check raised {raised} {place(error)}", failed=True)
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"at {last.filename.rpartition('/')[2]}:{last.lineno}"
+            return Measured(None, f"the check raised {raised} {where}", failed=True)
         found = Measured(None, f"the records of this run lack what the check needs ({raised})")
     if not lacks:
         return found
@@ -198,11 +200,6 @@ def _ask(
 
 def _lacking(what: str, suspect: str) -> Measured:
     return Measured(None, f"{what}; {suspect} may have kept them away" if suspect else what, failed=bool(suspect))
-
-
-def place(error: Exception) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"at {last.filename.rpartition('/')[2]}:{last.lineno}"
 
 
 def _worst_of(check: Check, rows: Sequence[VerdictRow], limit: float) -> VerdictRow:

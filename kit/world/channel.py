@@ -265,7 +265,10 @@ class Listener:
                 continue
             del self._strangers[fd]
             if verdict:
-                links.append(self._admit(stranger))
+                mine, theirs = stranger.nonce, bytes(stranger.data[:NONCE])
+                stranger.sock.setblocking(True)
+                stranger.sock.sendall(proof(self._key, b"listener", mine, theirs))
+                links.append(Link(stranger.sock, proof(self._key, b"session", mine, theirs), caller=False))
             else:
                 stranger.sock.close()
         return links
@@ -304,12 +307,6 @@ class Listener:
             return None
         mine, theirs = stranger.nonce, bytes(stranger.data[:NONCE])
         return hmac.compare_digest(bytes(stranger.data[NONCE:]), proof(self._key, b"caller", mine, theirs))
-
-    def _admit(self, stranger: Stranger) -> Link:
-        mine, theirs = stranger.nonce, bytes(stranger.data[:NONCE])
-        stranger.sock.setblocking(True)
-        stranger.sock.sendall(proof(self._key, b"listener", mine, theirs))
-        return Link(stranger.sock, proof(self._key, b"session", mine, theirs), caller=False)
 
     def close(self, *, forked: bool = False) -> None:
         """`forked`: only this process's copy; the other one listens on."""

@@ -138,7 +138,8 @@ class Crew:
         for rank in sorted(joined):
             (watch, _), (work, hello) = joined[rank]["watch"], joined[rank]["work"]
             member = Member(**{name: hello[name] for name in HELLO}, work=work, watch=watch)
-            member.log = self._log_size(member)
+            log = self.logs / f"rank{member.rank}.log"
+            member.log = log.stat().st_size if member.node == 0 and log.exists() else 0
             for link in (work, watch):
                 link.limit_sending(SENDING_S)  # sending to a stopped rank must not stop us
             self.members.append(member)
@@ -402,10 +403,6 @@ class Crew:
             return read_log(self.logs, member.rank, offset, limit)
         answer = self.ask(member.node, "log", rank=member.rank, offset=offset, limit=limit)
         return answer.encode("latin-1") if answer else b""
-
-    def _log_size(self, member: Member) -> int:
-        path = self.logs / f"rank{member.rank}.log"
-        return path.stat().st_size if member.node == 0 and path.exists() else 0
 
     def describe(self, member: Member) -> str:
         """The stack or state of a rank whose own side thread does not answer."""

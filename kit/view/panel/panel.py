@@ -220,7 +220,10 @@ class Parameters:
         self.fault.value = model.fault or NO_FAULT
         self.fault.disabled = self.reset.disabled = locked
         self.about.value = fault_html(model)
-        self.problems.value = problems_html(model.problems)
+        problems = "".join(
+            f'<p class="kit-bad">✗ {look.text(why)}</p>' for why in dict.fromkeys(model.problems.values())
+        )
+        self.problems.value = f'<div role="alert">{problems}</div>' if problems else ""
         self.refused.value = refused_html(model.refused)
 
 
@@ -247,11 +250,6 @@ def fault_html(model: PanelModel) -> str:
         f'<p><b class="kit-bad">✗ {look.text(fault.name)}:</b> {look.text(fault.breaks)}. '
         f"Check <b>{look.text(fault.check)}</b> should catch it.{ends}{look.text(sets)}</p>"
     )
-
-
-def problems_html(problems: Mapping[str, str]) -> str:
-    lines = "".join(f'<p class="kit-bad">✗ {look.text(said)}</p>' for said in dict.fromkeys(problems.values()))
-    return f'<div role="alert">{lines}</div>' if lines else ""
 
 
 def refused_html(refused: Mapping[str, Mapping[Any, str]]) -> str:

@@ -191,12 +191,6 @@ def select(frame: pd.DataFrame, words: str) -> pd.DataFrame:
         return frame[found]
 
 
-def markdown(frame: pd.DataFrame) -> str:
-    """A pipe table, in which no cell ends early."""
-    text = frame.replace({r"\|": r"\\|"}, regex=True)
-    return str(text.to_markdown(index=False, floatfmt=".6g", missingval=""))
-
-
 class Grid:
     """A table to filter and to sort, its first rows. Another table keeps the order where it has the same columns."""
 
@@ -248,7 +242,8 @@ class Grid:
         self.count.value = look.status(
             f"{len(found):,} of {len(self.frame):,} rows" + (f", {MOST} shown" if len(found) > MOST else "")
         )
-        self.copy.value = markdown(shown)
+        safe = shown.replace({r"\|": r"\\|"}, regex=True)  # no cell ends early
+        self.copy.value = str(safe.to_markdown(index=False, floatfmt=".6g", missingval=""))
 
 
 LARGER = {"B": ("MiB", 2**-20), "s": ("ms", 1e3)}  # units that people read, and by what a value is multiplied
