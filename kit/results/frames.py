@@ -130,6 +130,8 @@ def source(frame: pd.DataFrame) -> Source:
     return Source("driver_used", f"driver_used of the GPU, shared by {sharers} ranks", gpu_of)
 
 
+# -- one table to a file of six kinds ------------------------------------------------------------------------------------
+
 PROGRAMS = (".csv", ".parquet", ".json")
 SUFFIXES = (*PROGRAMS, ".md", ".tex", ".html")
 METADATA = b"lifecycle-kit.provenance"

@@ -373,6 +373,8 @@ def _ids(column: list[Any]) -> list[Any]:
     return column
 
 
+# -- files of JSON that are either complete or absent --------------------------------------------------------------------
+
 ROOM = f"{' ' * 512}\n"
 
 

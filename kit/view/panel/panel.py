@@ -23,7 +23,7 @@ from kit.results.run import Plotter
 from kit.view import named
 from kit.view.panel import look
 from kit.view.panel.controller import Controller
-from kit.view.panel.model import PanelModel
+from kit.view.panel.model import BUSY, PanelModel
 from kit.view.panel.strip import LogsTab, Strip, VerdictTab
 from kit.view.panel.tabs import CompareTab, ExportTab, PlotsTab, RecordsTab, WhatIfTab
 
@@ -158,7 +158,8 @@ def asked_by() -> tuple[str, str]:
     return str(cell), str((parent.get("header") or {}).get("msg_id", ""))
 
 
-LOCKED = {"starting", "running", "stopping"}  # the ranks have their config already
+# -- the settings, and the faults as a menu ------------------------------------------------------------------------------
+
 NO_FAULT = ""
 OWN = "own code (module:attr)"
 LABEL = {"description_width": "11.5em"}
@@ -211,7 +212,7 @@ class Parameters:
 
     def _show(self, _: Any = None) -> None:
         model = self.model
-        locked = model.state in LOCKED
+        locked = model.state in BUSY  # the ranks have their config already
         self.line.icon = "caret-down" if self.open else "caret-right"
         self.line.description = "Settings" if self.open else f"Settings: {settings_line(model)}"
         for name, one in self.controls.items():

@@ -24,7 +24,7 @@ from kit.results.units import amount, duration
 from kit.results.verdict import MARKS, SIGNS, headline, tally, without_parts
 from kit.view.panel import look
 from kit.view.panel.look import Tab
-from kit.view.panel.model import Limit, PanelModel
+from kit.view.panel.model import BUSY, Limit, PanelModel
 from kit.view.progress import Failure, PhaseState, RunProgress, ranks_short
 
 COLUMNS = 60  # a page lays out more only slowly
@@ -32,7 +32,6 @@ CELLS = 480  # what is sent a few times a second stays below 100 kB, with many r
 FEWEST = 8
 LAST = 500  # lines that were printed; a page of many thousand lines is slow
 ALL = "all ranks"
-UNDER_WAY = {"starting", "running", "stopping"}
 # A state of the panel, in words and with a sign.
 STATES = {
     "idle": ("·", "faint", "not started"),
@@ -75,7 +74,7 @@ class Strip:
         wide = columns(model.size)
         first = min(max(0, current(model.phases) - wide // 2), max(0, len(model.phases) - wide))
         # Held in place only while it moves, so that a reader of finished phases can scroll.
-        held = model.state in {*UNDER_WAY, "ready"}
+        held = model.state in {*BUSY, "ready"}
         (self.scroll.add_class if held else self.scroll.remove_class)("kit-follow")
         grid = grid_html(model.phases[first : first + wide], model.size, model.failure, model.roles)
         # After the end the verdict and the picture matter; where ranks broke, so does what each of them did.
@@ -87,14 +86,14 @@ class Strip:
         sign, kind, word = STATES.get(model.state, ("·", "faint", model.state))
         state = f'<b class="kit-{kind}">{sign} {look.text(word)}</b>'
         said = "" if not model.said else f" {look.text(model.said.removeprefix(word).strip(': '))}"
-        verdict = () if model.state in UNDER_WAY else model.verdict or ()
+        verdict = () if model.state in BUSY else model.verdict or ()
         if any(row.passed is not None for row in verdict):
             mark = MARKS[not any(row.passed is False for row in verdict)]
             answer = look.span(mark.kind, f"{mark.sign} {headline(verdict)}")
             done = model.state == "finished"
             line = f"<b>{answer}</b> {look.span('faint', word)}{said}" if done else f"{state}{said}; {answer}"
         else:
-            line = state + said + ("" if model.run is None or model.state in UNDER_WAY else "; nothing is judged yet")
+            line = state + said + ("" if model.run is None or model.state in BUSY else "; nothing is judged yet")
         self.said.value = f'<div role="status" aria-live="polite">{line}</div>'
 
     def _fail(self, _: Any = None) -> None:
@@ -245,6 +244,8 @@ def log_html(log: Sequence[tuple[int, str]], failure: Failure | None, *, rank: i
     lines = f'<pre tabindex="0" role="log" aria-label="lines of ranks">{body}</pre>'
     return f'<p class="kit-faint">{count}</p><div class="kit-log">{lines}</div>'
 
+
+# -- the verdict, and the sliders of its limits --------------------------------------------------------------------------
 
 ORDER = list(MARKS)
 PLACES = 400

@@ -1,4 +1,4 @@
-"""The plots of the run, its tables to filter and to sort, runs of the runs' folder side by side, and the run as a file."""
+"""The plots of the run, its tables to filter and to sort, runs of the runs' folder side by side, the run as a file, and a forecast."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import base64
 import contextlib
 import mimetypes
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets as widgets
 import pandas as pd
 
 from kit.draw.general import plot_against
-from kit.draw.plots import OVERVIEW, SHEET, Album, Picture, inline
+from kit.draw.plots import OVERVIEW, SHEET, Album, Picture, WhatIf, inline
 from kit.errors import KitError
 from kit.labs.discover import checks_of
 from kit.labs.listed import described, in_line
@@ -25,16 +25,6 @@ from kit.view import named
 from kit.view.panel import look
 from kit.view.panel.look import Tab
 from kit.view.panel.model import PanelModel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import pandas as pd
-
-    from kit.draw.plots import WhatIf
-    from kit.results import Run
-    from kit.view.panel.model import PanelModel
-
 
 MOST = 200  # rows of a table on the page; a filter finds the others
 GRID_SHEET = """
