@@ -259,7 +259,6 @@ def death(crew: Crew, member: Member, status: int | None, phase: str, answer: Me
 class Look:
     """What a rank's side thread says of its main thread. `progress` counts the collectives it entered, by group."""
 
-    busy: bool
     phase: str
     stack: str
     waiting: bool

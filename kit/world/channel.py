@@ -394,7 +394,6 @@ class AgentEnd:
 
     node: int
     link: Link
-    pid: int
     ended: int = -1  # the last generation whose ranks torchrun has seen the end of
     error: str = ""  # what torchrun said of it
     statuses: dict[int, int] = field(default_factory=dict)

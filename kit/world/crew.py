@@ -217,7 +217,7 @@ class Crew:
                 return
             (hello,) = messages
             if hello["role"] == "agent":
-                self.agents[check_node(hello, self.plan.nodes)] = AgentEnd(hello["node"], link, hello["pid"])
+                self.agents[check_node(hello, self.plan.nodes)] = AgentEnd(hello["node"], link)
             else:
                 self._joined.setdefault(check_rank(hello, self.plan.numbers), {})[hello["role"]] = (link, hello)
         except ChannelClosed:

@@ -20,7 +20,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import types
 from pathlib import Path
@@ -176,7 +175,6 @@ class Rank:
         """What the main thread is doing, seen from the side."""
         frame = sys._current_frames().get(self.main.ident or 0)  # the documented way to another thread's frame
         return {
-            "busy": self.busy,
             "phase": self.phase,
             "stack": stack_of(frame) if self.busy else "",
             "waiting": self.busy and in_collective(frame),
@@ -289,7 +287,7 @@ def main() -> None:
         RANK.all_here.wait()
         RANK.join()
     except Exception as error:  # noqa: BLE001 - any reason not to start is told by name
-        work.send({**RANK.hello("work"), "failed": execute.failure(error), "at": time.time()})
+        work.send({**RANK.hello("work"), "failed": execute.failure(error)})
         traceback.print_exc()
         os._exit(1)
     work.send(RANK.hello("work"))

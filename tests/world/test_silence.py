@@ -14,7 +14,7 @@ from kit.world.execute import in_collective, users_part
 
 
 def look(*, waiting: bool = False, **progress: int) -> Look:
-    return Look(busy=True, phase="run", stack="", waiting=waiting, progress=progress)
+    return Look(phase="run", stack="", waiting=waiting, progress=progress)
 
 
 @pytest.mark.parametrize(
