@@ -32,8 +32,6 @@ CLOSE_S = 10.0
 
 LOGGER = logging.getLogger(__name__)
 
-Post = Callable[[Callable[[], None]], None]
-
 
 class Controller:
     """`start`, `step`, `run_all`, `stop`, `restart`, `close`, as a panel's buttons. `wait` is for scripts."""
@@ -287,13 +285,19 @@ class Mail:
     """Changes of the model, in order, made in the kernel's own thread. `deliver` makes them now."""
 
     def __init__(self) -> None:
-        self._post = here()
+        self._loop: asyncio.AbstractEventLoop | None = None  # a kernel's; without one, changes are made at once
+        with contextlib.suppress(RuntimeError):
+            self._loop = asyncio.get_running_loop()
         self._changes: deque[Callable[[], None]] = deque()
         self.lock = threading.RLock()
 
     def send(self, change: Callable[[], None]) -> None:
         self._changes.append(change)
-        self._post(self.deliver)
+        if self._loop is None:
+            self.deliver()
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.deliver)
 
     def deliver(self) -> None:
         with self.lock:
@@ -302,17 +306,3 @@ class Mail:
                     self._changes.popleft()()
                 except Exception:  # a view that fails must not keep the others, or the ranks, from going on
                     LOGGER.exception("a view of the panel failed")
-
-
-def here() -> Post:
-    """How to reach the calling thread: through its event loop, as in a kernel; without one, changes are made at once."""
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return lambda call: call()
-
-    def post(call: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(call)
-
-    return post
