@@ -624,7 +624,7 @@ def doctor(args: argparse.Namespace) -> Answer:
     found = room.examine()
     status = 1 if found["problems"] else 0
     if not args.json:
-        print(room.told(found), flush=True)
+        print(room.describe(found), flush=True)
     if args.deep and status:
         print("kit: the probes need ranks, and ranks cannot run here", file=sys.stderr)
     elif args.deep:

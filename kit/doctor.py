@@ -168,7 +168,7 @@ def ask_runs(problems: list[str]) -> Found:
     return {"path": str(folder), "writable": why is None, "free": free, "why": why}
 
 
-def told(found: Found) -> str:
+def describe(found: Found) -> str:
     lines = [f"{name:<12}{text}" for name, text in rows(found)]
     if found["problems"]:
         lines += ["", "What keeps labs from running:", *(f"- {problem}" for problem in found["problems"])]

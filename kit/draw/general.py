@@ -20,7 +20,7 @@ from kit.draw.plots import ALL, Picture, Pictures, Plot, RunData, Scene, Table, 
 from kit.draw.style import LINES, MARKERS, Theme, theme
 from kit.errors import BadInput
 from kit.results import Run, Verdict, compare
-from kit.results.comparison import labelled, told, warnings
+from kit.results.comparison import informative, labelled, warnings
 from kit.results.frames import labels, own_numbers, summary_of, without_empty
 from kit.results.records import rank_name
 from kit.results.units import ROW, amount, counted, samples, size_unit, time_unit
@@ -435,7 +435,7 @@ def plot_against(runs: Sequence[Run], *, theme_name: str = "light", table: pd.Da
 
 def most(table: pd.DataFrame, rows: int) -> pd.DataFrame:
     """The phases and metrics that changed most, with their place; of each run the rank where it did. What has no ratio is left out."""
-    table = told(table)
+    table = informative(table)
     table = table[(table["found_in"] == "both") & (table["base"] > 0) & (table["value"] > 0)]
     table = table.assign(metric=labels(table), apart=table["ratio"].where(table["ratio"] >= 1, 1 / table["ratio"]))
     table = table.sort_values("apart", ascending=False, kind="stable").drop_duplicates(["phase", "metric", "run"])

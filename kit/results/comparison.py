@@ -103,7 +103,7 @@ def answers_changed(base: Run, run: Run) -> list[tuple[str, VerdictRow | None, V
     return sorted(found, key=lambda row: row[2] is None or row[2].passed is not False)
 
 
-def told(table: pd.DataFrame) -> pd.DataFrame:
+def informative(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of a comparison that say something about the runs."""
     return table[~table["metric"].str.endswith(NOISE)]
 
@@ -118,7 +118,7 @@ def compact(table: pd.DataFrame, *, several: bool = False) -> pd.DataFrame:
 
 def changed(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of a comparison that changed by more than the spread, each metric at the rank where it changed most."""
-    table = told(table)
+    table = informative(table)
     share = [
         0 if unit not in MEASURED else EVEN if min(counts) > 1 else EVEN_SINGLE
         for unit, *counts in zip(table["unit"], table["base_n"], table["n"], strict=True)

@@ -1,8 +1,7 @@
 """A run: a folder with `run.json`, `records*.jsonl`, `verdict.json` and `logs/rankN.log`.
 
-`create_run` makes one. `Run` reads one, whole or cut off by a kill, and follows it while it grows. Its records are a pandas table, in which
-a null value is NaN and ids are JSON text. The checks of its lab and the
-plotter come from the caller, since this room knows neither labs nor views.
+`create_run` makes one. `Run` reads one, whole or cut off by a kill, and follows it while it grows. Its records are a pandas table: a null
+value is NaN, ids are JSON text. The checks of its lab and the plotter come from the caller, since this room knows neither labs nor views.
 """
 
 from __future__ import annotations
