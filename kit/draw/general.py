@@ -56,11 +56,8 @@ def memory_of(data: RunData) -> list[str]:
 
 
 def memory(scene: Scene) -> None:
-    shared = "each GPU shared by ranks" if scene.data.memory.gpu_of else ""
-    about = {
-        "host": (HOST, "Host memory of the ranks"),
-        "device": (DEVICE, ", ".join(filter(None, ["GPU memory", shared]))),
-    }
+    of_gpu = "GPU memory, each GPU shared by ranks" if scene.data.memory.gpu_of else "GPU memory"
+    about = {"host": (HOST, "Host memory of the ranks"), "device": (DEVICE, of_gpu)}
     where = memory_of(scene.data)
     for ax, name in zip(scene.figure.subplots(len(where), 1, squeeze=False)[:, 0], where, strict=True):
         draw_memory(ax, scene.data, scene.theme, *about[name])

@@ -248,9 +248,8 @@ def _for_people(kind: str, texts: pd.DataFrame, provenance: Mapping[str, Any], t
         )
         return "\n".join([f"{table}% Provenance:", *(f"% {line}" for line in about.splitlines())]) + "\n"
     shown = texts.head(SCREEN).replace(r"([\\|`*_<>\[\]])", r"\\\1", regex=True)
-    table = shown.to_markdown(
-        index=False, disable_numparse=True, colalign=["right" if one else "left" for one in right]
-    )
+    sides = ["right" if one else "left" for one in right]
+    table = shown.to_markdown(index=False, disable_numparse=True, colalign=sides)
     left = f"\n{len(texts) - SCREEN} more rows; csv, html and tex have all of them.\n" if len(texts) > SCREEN else ""
     comment = about.replace("--", "-\\u002d")  # as JSON has it too: nothing inside a comment may end it
     return f"{table}\n{left}\n<!-- Provenance:\n{comment}\n-->\n"

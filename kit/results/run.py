@@ -7,7 +7,6 @@ value is NaN, ids are JSON text. The checks of its lab and the plotter come from
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -285,9 +284,8 @@ def memory_snapshots(run: Run) -> str:
 def list_runs(folder: str | Path) -> list[Path]:
     """The run folders inside `folder`, and inside its sweeps, the one whose run.json changed last first."""
     root = Path(folder).expanduser()
-    files = itertools.chain(
-        root.glob("*/run.json"), *(path.parent.glob("*/run.json") for path in root.glob(f"*/{INDEX}"))
-    )
+    sweeps = [path.parent for path in root.glob(f"*/{INDEX}")]
+    files = [path for folder in (root, *sweeps) for path in folder.glob("*/run.json")]
     found = [(path.stat().st_mtime_ns, path.parent) for path in files]
     return [parent for _, parent in sorted(found, reverse=True)]
 

@@ -455,9 +455,8 @@ def load_tolerances(path: Path) -> dict[str, float]:
     data = read_json(path)
     if not isinstance(data, dict):
         raise BadInput(f'{path} holds no tolerance set; it must be one JSON object like {{"drift_mib": 50}}')
-    return checked_tolerances(
-        {name: WORDS.get(value, value) if isinstance(value, str) else value for name, value in data.items()}
-    )
+    texts = {name: WORDS.get(value, value) for name, value in data.items() if isinstance(value, str)}
+    return checked_tolerances({**data, **texts})
 
 
 def save_tolerances(path: Path, tolerances: Mapping[str, float]) -> None:
