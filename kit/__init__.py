@@ -13,25 +13,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = [
-    "BadInput",
-    "Cancelled",
-    "KitError",
-    "Pending",
-    "RankDied",
-    "RankError",
-    "RankTimeout",
-    "Run",
-    "World",
-    "__version__",
-    "lab",
-    "load",
-    "load_ipython_extension",
-    "panel",
-    "run",
-    "runs",
-    "wait",
-]
+__all__ = ["BadInput", "Cancelled", "KitError", "RankDied", "RankError", "RankTimeout", "load_ipython_extension"]
+__all__ += ["Pending", "Run", "World", "__version__", "lab", "load", "panel", "run", "runs", "wait"]
 
 _HOMES = {
     **dict.fromkeys(("BadInput", "Cancelled", "KitError", "RankDied", "RankError", "RankTimeout"), "kit.errors"),
@@ -50,7 +33,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name == "__version__":
-        from kit.version import kit_version
+        from kit.target import kit_version
 
         return kit_version()
     if name not in _HOMES:

@@ -32,9 +32,8 @@ from kit.errors import BadInput, KitError, hint
 from kit.labs.discover import discover, find
 from kit.labs.listed import ANSWERS, ENDS, described, select
 from kit.results.comparison import answers_changed, changed, compact, in_words, labelled, settings, warnings
-from kit.results.exports import plain, readable
-from kit.results.files import read_json, to_json
-from kit.results.frames import summary_of
+from kit.results.frames import plain, readable, summary_of
+from kit.results.records import read_json, to_json
 from kit.results.run import INDEX, find_run, memory_snapshots
 from kit.results.timeline import write_junit
 from kit.results.units import ROW, columns
@@ -59,6 +58,8 @@ class Answer(NamedTuple):
 
 
 Command = Callable[[argparse.Namespace], Answer]
+Names = Callable[..., Iterable[str]]
+MANY: dict[str, Any] = {"action": "append", "default": []}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -97,6 +98,17 @@ class Parser(argparse.ArgumentParser):
             allowed = re.findall(r"[\w-]+", wrong[2])
             message = f"there is no {message.split()[1].strip(':').lower()} {wrong[1]!r}; {hint(wrong[1], allowed)}"
         raise BadInput(f"{message} (see `{self.prog} --help`)")
+
+    def flag(self, name: str, text: str) -> None:
+        self.add_argument(name, action="store_true", help=text)
+
+    def option(self, name: str, metavar: str, text: str, names: Names | None = None, **options: Any) -> None:
+        """`names` are the values that a shell can complete."""
+        made = self.add_argument(name, metavar=metavar, help=text, **options)
+        made.completer = names  # type: ignore[attr-defined]
+
+    def file(self, name: str, metavar: str, text: str, **options: Any) -> None:
+        self.option(name, metavar, text, type=Path, **options)
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -137,63 +149,26 @@ def parser() -> Parser:
 
     def add(name: str, command: Command, text: str, *examples: str) -> Parser:
         shown = "\n".join(["examples:", *(f"  kit {name} {example}".rstrip() for example in examples)])
-        made = commands.add_parser(
+        made: Parser = commands.add_parser(
             name, help=text, description=text, allow_abbrev=False, epilog=shown, formatter_class=shape
         )
         made.set_defaults(command=command, parser=made)
-        made.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
+        made.flag("--json", "print one JSON object on stdout and nothing else")
         return made
 
     made = add("doctor", doctor, "show what this box can and cannot do, and why", "", "--deep")
-    made.add_argument("--deep", action="store_true", help="also run ten probes on live ranks; at most 130 s with a GPU")
+    made.flag("--deep", "also run ten probes on live ranks; at most 130 s with a GPU")
     made = add("labs", labs, "list the labs, or the settings of one lab", "", "split")
-    named(made, "lab", "list the settings of this lab", lab_names, metavar="LAB", nargs="?")
+    made.option("lab", "LAB", "list the settings of this lab", lab_names, nargs="?")
     add_run(add)
     add_runs(add)
-    made = add("check", check, "judge a run again from its records", "", "runs/mine --lab offload --junit checks.xml")
-    one_run(made)
-    named(made, "--lab", "judge by this lab's checks, whatever wrote the records", lab_names, metavar="LAB")
-    made.add_argument("--junit", metavar="FILE", type=Path, help="also write the stored verdict as JUnit XML")
-    one_run(add("show", show, "show a run: status, verdict, times", "", "smoke-20260101-120000-0a1b"))
-    several_runs(
-        add("compare", compare, "compare runs with the first: changed verdicts, largest changes", "runs/a runs/b")
-    )
-    made = add(
-        "export",
-        export,
-        "write a table of runs as csv, parquet, md, tex, html or json",
-        "--to records.parquet",
-        "runs/a --table verdict --to verdict.tex",
-        "runs/a runs/b --table compare --to compare.md",
-    )
-    several_runs(made, nargs="*")
-    tables = "records (default), verdict, times, memory, compare, or another table of the lab"
-    made.add_argument("--table", metavar="NAME", default="records", help=tables)
-    made.add_argument("--to", metavar="FILE", type=Path, required=True, help="output file; the suffix is the format")
-    made = add("trace", trace, "write a run as a timeline for Perfetto or chrome://tracing", "--to trace.json")
-    one_run(made)
-    made.add_argument("--to", metavar="FILE", type=Path, required=True, help="output file (JSON)")
-    made = add("report", report, "write a page about runs: verdicts, pictures, tables", "runs/a runs/b --to page.html")
-    several_runs(made, nargs="*")
-    made.add_argument("--to", metavar="FILE.html", type=Path, required=True, help="output file; needs no network")
-    made = add("notebook", notebook, "run a notebook without a browser and save it with its outputs", "01 -p cycles 5")
-    made.add_argument("name", metavar="NAME", nargs="?", help="01, 01_offload_reload, or a path")
-    made.add_argument("--copy", metavar="DIR", type=Path, help="copy all notebooks and docs to DIR; run none")
-    made.add_argument(
-        "-p", metavar=("KEY", "VALUE"), nargs=2, action="append", default=[], dest="given",
-        help="a parameter of the notebook; may be repeated",
-    )  # fmt: skip
-    made.add_argument(
-        "--to", metavar="FILE", type=Path, help="output file, .ipynb or .html; default: in the runs folder"
-    )
     made = add("faults", faults, "list the known bugs that can be switched on", "", "smoke --json")
-    named(made, "lab", "list the bugs of this lab only", lab_names, metavar="LAB", nargs="?")
-    measuring(add)
-    made = add(
-        "clean", clean, "list and end leftovers of earlier runs; ends only processes that the kit started", "--dry-run"
-    )
-    made.add_argument("--yes", action="store_true", help="end them without asking")
-    made.add_argument("--dry-run", action="store_true", help="only list them")
+    made.option("lab", "LAB", "list the bugs of this lab only", lab_names, nargs="?")
+    add_measuring(add)
+    text = "list and end leftovers of earlier runs; ends only processes that the kit started"
+    made = add("clean", clean, text, "--dry-run")
+    made.flag("--yes", "end them without asking")
+    made.flag("--dry-run", "only list them")
     return top
 
 
@@ -208,84 +183,92 @@ def add_run(add: Callable[..., Parser]) -> None:
         "offload --sweep tp=1,2 --sweep mode=exact,abort --repeat 3 --out runs/sweep",
         "sync --like sync-20260101-120000-0a1b --junit sync.xml",
     )
-    named(made, "lab", "the lab (`kit labs` lists them)", lab_names, metavar="LAB")
-    pairs = {"metavar": "KEY=VALUE", "action": "append", "default": []}
-    named(made, "--set", "a setting of the lab (`kit labs LAB`); may be repeated", setting_names, **pairs)
-    named(made, "--sweep", "run once for each value of a setting, separated by commas; may be repeated", setting_names,
-          **{**pairs, "metavar": "KEY=V1,V2"})  # fmt: skip
-    made.add_argument("--repeat", metavar="N", type=int, default=1, help="run everything N times and report the spread")
-    made.add_argument(
-        "--config", metavar="FILE", type=Path, help="settings from a JSON or YAML file; --set overrides them"
-    )
-    made.add_argument(
-        "--from", metavar="FILE", type=Path, action="append", default=[], dest="foreign",
-        help="settings from the YAML of another system; one file for each pipeline, so it may be repeated",
-    )  # fmt: skip
-    named(made, "--like", "use the settings of this run; --config and --set override them", run_names, metavar="DIR")
-    named(made, "--fault", "switch on a known bug (`kit faults` lists them), one per run", fault_names,
-          metavar="NAME", action="append", default=[])  # fmt: skip
-    limits = "limits of the checks from a JSON file: {name: number}"
-    made.add_argument("--tolerances", metavar="FILE", type=Path, help=limits)
-    made.add_argument(
-        "--out", metavar="DIR", type=Path, help="folder of the run or sweep; default: a new one in the runs folder"
-    )
-    made.add_argument("--junit", metavar="FILE", type=Path, help="also write the verdict as JUnit XML, for CI")
-
-
-def measuring(add: Callable[..., Parser]) -> None:
-    devices = ("auto", "cpu", "cuda")
-    made = add("bench", bench, "measure several ways side by side", "split --quick", "sync --part gpus")
-    named(made, "name", f"one of {', '.join(benches())}", benches, metavar="NAME")
-    made.add_argument("--quick", action="store_true", help="measure less; takes a minute or two")
-    made.add_argument(
-        "--part", metavar="PART", action="append", default=[], help="run only this part; X means every X.Y"
-    )
-    made.add_argument("--device", choices=devices, default="auto", help="auto: the GPU if there is a driver")
-    made.add_argument("--out", metavar="FILE", type=Path, help="file for the rows; default: in the runs folder")
-    made = add("reference", reference, "run every lab and bench at this box's sizes; resumable", "--out DIR", "--plan")
-    made.add_argument("--out", metavar="DIR", type=Path, help="folder for the results")
-    made.add_argument("--plan", action="store_true", help="print the predicted time of each part; run none")
-    made.add_argument("--device", choices=devices, default="auto", help="auto: the device that ranks would use")
-    made.add_argument("--assumed", action="store_true", help="predict from assumed instead of measured times")
-    made.add_argument(
-        "--minutes", metavar="M", type=float, help="start no part that would end later; default on a GPU: 8"
-    )
-    made.add_argument("--pack", metavar="FILE.tgz", type=Path, help="also write one archive of at most 16 MiB")
+    made.option("lab", "LAB", "the lab (`kit labs` lists them)", lab_names)
+    made.option("--set", "KEY=VALUE", "a setting of the lab (`kit labs LAB`); may be repeated", setting_names, **MANY)
+    text = "run once for each value of a setting, separated by commas; may be repeated"
+    made.option("--sweep", "KEY=V1,V2", text, setting_names, **MANY)
+    made.option("--repeat", "N", "run everything N times and report the spread", type=int, default=1)
+    made.file("--config", "FILE", "settings from a JSON or YAML file; --set overrides them")
+    text = "settings from the YAML of another system; one file for each pipeline, so it may be repeated"
+    made.file("--from", "FILE", text, dest="foreign", **MANY)
+    made.option("--like", "DIR", "use the settings of this run; --config and --set override them", run_names)
+    made.option("--fault", "NAME", "switch on a known bug (`kit faults` lists them), one per run", fault_names, **MANY)
+    made.file("--tolerances", "FILE", "limits of the checks from a JSON file: {name: number}")
+    made.file("--out", "DIR", "folder of the run or sweep; default: a new one in the runs folder")
+    made.file("--junit", "FILE", "also write the verdict as JUnit XML, for CI")
 
 
 def add_runs(add: Callable[..., Parser]) -> None:
+    """The commands that take runs."""
     examples = ("", "runs/smoke-sweep-20260101-120000-0a1b", "--lab offload --verdict failed --set tp=2")
     made = add("runs", runs, "list the runs, newest first", *examples)
-    made.add_argument("dir", metavar="DIR", nargs="?", type=Path, help="a folder of runs, such as that of a sweep")
-    named(made, "--lab", "only runs of this lab", lab_names, metavar="LAB")
-    made.add_argument("--fault", metavar="NAME", help='only runs with this fault; "": only those without one')
-    made.add_argument("--status", metavar="WORD", help=f"only runs that are {', '.join(ENDS)}")
-    made.add_argument("--verdict", metavar="WORD", help=f"only runs whose verdict is {', '.join(ANSWERS)}")
-    only = "only runs with this setting; may be repeated"
-    made.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help=only)
-    made = add(
-        "label",
-        label,
-        "give a run a name or a note; an empty text takes it away",
-        'smoke-20260101-120000-0a1b "new driver"',
+    made.file("dir", "DIR", "a folder of runs, such as that of a sweep", nargs="?")
+    made.option("--lab", "LAB", "only runs of this lab", lab_names)
+    made.option("--fault", "NAME", 'only runs with this fault; "": only those without one')
+    made.option("--status", "WORD", f"only runs that are {', '.join(ENDS)}")
+    made.option("--verdict", "WORD", f"only runs whose verdict is {', '.join(ANSWERS)}")
+    made.option("--set", "KEY=VALUE", "only runs with this setting; may be repeated", **MANY)
+    text = "give a run a name or a note; an empty text takes it away"
+    made = one_run(add("label", label, text, 'smoke-20260101-120000-0a1b "new driver"'), nargs=None)
+    made.option("text", "TEXT", "at most 120 characters")
+    text = "judge a run again from its records"
+    made = one_run(add("check", check, text, "", "runs/mine --lab offload --junit checks.xml"))
+    made.option("--lab", "LAB", "judge by this lab's checks, whatever wrote the records", lab_names)
+    made.file("--junit", "FILE", "also write the stored verdict as JUnit XML")
+    one_run(add("show", show, "show a run: status, verdict, times", "", "smoke-20260101-120000-0a1b"))
+    text = "compare runs with the first: changed verdicts, largest changes"
+    several_runs(add("compare", compare, text, "runs/a runs/b"), nargs="+")
+    text = "write a table of runs as csv, parquet, md, tex, html or json"
+    examples = (
+        "--to records.parquet",
+        "runs/a --table verdict --to verdict.tex",
+        "runs/a runs/b --table compare --to compare.md",
     )
-    one_run(made, nargs=None)
-    made.add_argument("text", metavar="TEXT", help="at most 120 characters")
+    made = several_runs(add("export", export, text, *examples))
+    text = "records (default), verdict, times, memory, compare, or another table of the lab"
+    made.option("--table", "NAME", text, default="records")
+    made.file("--to", "FILE", "output file; the suffix is the format", required=True)
+    text = "write a run as a timeline for Perfetto or chrome://tracing"
+    one_run(add("trace", trace, text, "--to trace.json")).file("--to", "FILE", "output file (JSON)", required=True)
+    text = "write a page about runs: verdicts, pictures, tables"
+    made = several_runs(add("report", report, text, "runs/a runs/b --to page.html"))
+    made.file("--to", "FILE.html", "output file; needs no network", required=True)
+    text = "run a notebook without a browser and save it with its outputs"
+    made = add("notebook", notebook, text, "01 -p cycles 5")
+    made.option("name", "NAME", "01, 01_offload_reload, or a path", nargs="?")
+    made.file("--copy", "DIR", "copy all notebooks and docs to DIR; run none")
+    pair: Any = ("KEY", "VALUE")
+    made.option("-p", pair, "a parameter of the notebook; may be repeated", nargs=2, dest="given", **MANY)
+    made.file("--to", "FILE", "output file, .ipynb or .html; default: in the runs folder")
 
 
-def named(made: Parser, name: str, text: str, names: Callable[..., Iterable[str]], **options: Any) -> None:
-    """An argument whose values a shell can complete."""
-    made.add_argument(name, help=text, **options).completer = names  # type: ignore[attr-defined]
+def add_measuring(add: Callable[..., Parser]) -> None:
+    device: dict[str, Any] = {"choices": ("auto", "cpu", "cuda"), "default": "auto"}
+    made = add("bench", bench, "measure several ways side by side", "split --quick", "sync --part gpus")
+    made.option("name", "NAME", f"one of {', '.join(benches())}", benches)
+    made.flag("--quick", "measure less; takes a minute or two")
+    made.option("--part", "PART", "run only this part; X means every X.Y", **MANY)
+    made.add_argument("--device", help="auto: the GPU if there is a driver", **device)
+    made.file("--out", "FILE", "file for the rows; default: in the runs folder")
+    made = add("reference", reference, "run every lab and bench at this box's sizes; resumable", "--out DIR", "--plan")
+    made.file("--out", "DIR", "folder for the results")
+    made.flag("--plan", "print the predicted time of each part; run none")
+    made.add_argument("--device", help="auto: the device that ranks would use", **device)
+    made.flag("--assumed", "predict from assumed instead of measured times")
+    made.option("--minutes", "M", "start no part that would end later; default on a GPU: 8", type=float)
+    made.file("--pack", "FILE.tgz", "also write one archive of at most 16 MiB")
 
 
-def one_run(made: Parser, nargs: str | None = "?") -> None:
+def one_run(made: Parser, nargs: str | None = "?") -> Parser:
     newest = "; default: the newest run" if nargs else ""
-    named(made, "dir", f"folder or id of a run{newest}", run_names, metavar="DIR", nargs=nargs, default="")
+    made.option("dir", "DIR", f"folder or id of a run{newest}", run_names, nargs=nargs, default="")
+    return made
 
 
-def several_runs(made: Parser, nargs: str = "+") -> None:
+def several_runs(made: Parser, nargs: str = "*") -> Parser:
     newest = "" if nargs == "+" else "; default: the newest run"
-    named(made, "dirs", f"folders or ids of runs, or a sweep's folder{newest}", run_names, metavar="DIR", nargs=nargs)
+    made.option("dirs", "DIR", f"folders or ids of runs, or a sweep's folder{newest}", run_names, nargs=nargs)
+    return made
 
 
 def lab_names(**_: Any) -> list[str]:
@@ -346,7 +329,6 @@ def settings_of(lab: Definition) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> Answer:
-
     from kit import sweeps
     from kit.labs.configure import from_text
 
@@ -508,20 +490,16 @@ def check(args: argparse.Namespace) -> Answer:
     data, text = heading(found)
     text += f"\n\n{verdict}"
     if moved is not None:
-        text += "\n\n" + "\n".join(
-            ["differs from the stored verdict:", *moved] if moved else ["same as the stored verdict"]
-        )
+        told = ["differs from the stored verdict:", *moved] if moved else ["same as the stored verdict"]
+        text += "\n\n" + "\n".join(told)
     return Answer({**data, "verdict": verdict.to_json(), "changes": moved, "exit": status}, text, status)
 
 
 def heading(found: Run) -> tuple[dict[str, Any], str]:
     data = {"run": str(found.dir), "id": found.id, "lab": found.lab, "status": found.status, "fault": found.fault}
     data["label"] = found.label
-    lines = [
-        repr(found),
-        *([f"label: {found.label}"] if found.label else []),
-        *(f"note: {note}" for note in found.notes),
-    ]
+    label = [f"label: {found.label}"] if found.label else []
+    lines = [repr(found), *label, *(f"note: {note}" for note in found.notes)]
     if snapshots := memory_snapshots(found):
         lines.append(f"memory snapshots: {snapshots}")
     return {**data, "config": found.config, "notes": found.notes}, "\n".join(lines)
@@ -539,9 +517,8 @@ def show(args: argparse.Namespace) -> Answer:
         text += "\n\n" + table_text(times.rename(columns={"count": "n"}), dict.fromkeys(SPREAD, "s"))
     own = summary_of(frame) if found.own else frame.head(0)
     if len(own):
-        text += "\n\nown numbers, over all ranks:\n" + table_text(
-            own, dict.fromkeys(("first", "last", "min", "max"), ROW)
-        )
+        units = dict.fromkeys(("first", "last", "min", "max"), ROW)
+        text += "\n\nown numbers, over all ranks:\n" + table_text(own, units)
     return Answer({**data, "verdict": verdict.to_json(), "times": plain(times), "own": plain(own)}, text)
 
 
@@ -572,9 +549,8 @@ def compare(args: argparse.Namespace) -> Answer:
         )
         lines.append(f"\n{names[other.id]}\n{f'{len(verdicts)} checks' if verdicts else 'no check'} changed")
         if verdicts:
-            lines.append(
-                columns([[f"{row['base']} -> {row['run']}", row["check"], row["why"]] for row in verdicts], width=WIDTH)
-            )
+            cells = [[f"{row['base']} -> {row['run']}", row["check"], row["why"]] for row in verdicts]
+            lines.append(columns(cells, width=WIDTH))
         if count:
             lines.append(f"{count} losses, gradient norms and digests, {differ} of them not exactly the same")
         lines.append(f"{len(rows)} numbers changed by more than the spread" + (", the most first" if len(rows) else ""))
@@ -592,7 +568,6 @@ def load(word: str) -> Run:
 
 def load_all(words: Sequence[str]) -> list[Run]:
     """Runs by their folders or ids; the newest where there is no word; all runs of a sweep."""
-
     from kit.sweeps import runs_of
 
     return [kit.load(path) for word in words or [""] for path in runs_of(find_run(word))]
@@ -649,7 +624,7 @@ def doctor(args: argparse.Namespace) -> Answer:
     found = room.examine()
     status = 1 if found["problems"] else 0
     if not args.json:
-        print(room.told(found), flush=True)
+        print(room.describe(found), flush=True)
     if args.deep and status:
         print("kit: the probes need ranks, and ranks cannot run here", file=sys.stderr)
     elif args.deep:

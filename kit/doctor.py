@@ -9,18 +9,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kit import machine
 from kit.errors import BadInput
 from kit.measure.provenance import git_state, gpu_state
 from kit.results import runs_dir
 from kit.results.units import size
-from kit.world import asked, interpreter, leftovers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+from kit.world import asked, leftovers
 
 # Runs in the ranks' interpreter, which may not have the kit.
 PROBE = """
@@ -106,7 +104,7 @@ def ask_interpreters(problems: list[str]) -> tuple[list[Found], Found | None]:
     """The search for the ranks' interpreter, and what the chosen one has."""
     chosen = ""
     try:
-        chosen = interpreter.find().path
+        chosen = asked.find_python().path
     except BadInput as error:
         problems.append(str(error))
     rows = [
@@ -117,13 +115,13 @@ def ask_interpreters(problems: list[str]) -> tuple[list[Found], Found | None]:
             "fit": one.torch and one.megatron,
             "chosen": one.path == chosen,
         }
-        for one in interpreter.search()
+        for one in asked.search_pythons()
     ]
     return rows, ask_ranks_python(chosen, problems) if chosen else None
 
 
 def ask_ranks_python(path: str, problems: list[str]) -> Found:
-    agent = Path(interpreter.__file__).with_name("agent.py")
+    agent = Path(asked.__file__).with_name("agent.py")
     why = ""
     try:
         done = subprocess.run(
@@ -137,9 +135,7 @@ def ask_ranks_python(path: str, problems: list[str]) -> Found:
         problems.append(f"the ranks' Python {path} fails: {why}; see what keeps it from importing torch")
         return {"path": path, "why": why}
     said: Found = {"path": path, **json.loads(done.stdout)}
-    problems += [
-        f"{path} cannot import {name}: {said[f'{name}_why']}" for name in ("torch", "numpy") if said[f"{name}_why"]
-    ]
+    problems += [f"{path} cannot import {name}: {why}" for name in ("torch", "numpy") if (why := said[f"{name}_why"])]
     problems += without_code(said.get("code", []))
     return said
 
@@ -172,7 +168,7 @@ def ask_runs(problems: list[str]) -> Found:
     return {"path": str(folder), "writable": why is None, "free": free, "why": why}
 
 
-def told(found: Found) -> str:
+def describe(found: Found) -> str:
     lines = [f"{name:<12}{text}" for name, text in rows(found)]
     if found["problems"]:
         lines += ["", "What keeps labs from running:", *(f"- {problem}" for problem in found["problems"])]
@@ -255,9 +251,8 @@ def gpus(gpu: Found) -> list[str]:
 
 def code(one: Mapping[str, Any]) -> str:
     has = "has code" if one["torch"] else "has no code"
-    return (
-        f"{one['gpu']}: torch {has} (built for {' '.join(one['built_for'])}); {one['nccl_why'] or 'NCCL has kernels'}"
-    )
+    kernels = one["nccl_why"] or "NCCL has kernels"
+    return f"{one['gpu']}: torch {has} (built for {' '.join(one['built_for'])}); {kernels}"
 
 
 def communication(ranks: Found) -> list[tuple[str, str]]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 
 class KitError(Exception):
@@ -29,6 +28,7 @@ class Cancelled(KitError):  # noqa: N818 - the contract's name
     """A call in flight was cancelled or interrupted; its ranks were asked to stop."""
 
 
+@dataclass(eq=False, repr=False)
 class RankError(KitError):
     """Code raised on a rank. `rank` is the first that failed; `ranks` are all that failed with the same traceback.
 
@@ -36,49 +36,55 @@ class RankError(KitError):
     `refused`: the sentence of a `BadInput`, where that is what was raised.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int,
-        phase: str,
-        traceback: str,
-        ranks: tuple[int, ...] = (),
-        victim: bool = False,
-        at: float | None = None,
-        refused: str = "",
-    ) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.phase = phase
-        self.traceback = traceback
-        self.ranks = ranks or (rank,)
-        self.victim = victim
-        self.at = at
-        self.refused = refused
+    message: str
+    _: KW_ONLY
+    rank: int
+    phase: str
+    traceback: str
+    ranks: tuple[int, ...] = ()
+    victim: bool = False
+    at: float | None = None
+    refused: str = ""
+
+    def __post_init__(self) -> None:
+        self.ranks = self.ranks or (self.rank,)
 
 
+@dataclass(eq=False, repr=False)
 class RankDied(KitError):  # noqa: N818 - the contract's name
     """A rank's process is gone. `signal` is its name ("SIGKILL"), or None when it exited by itself; then `exitcode` tells."""
 
-    def __init__(
-        self, message: str, *, rank: int, phase: str, signal: str | None = None, exitcode: int | None = None
-    ) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.phase = phase
-        self.signal = signal
-        self.exitcode = exitcode
+    message: str
+    _: KW_ONLY
+    rank: int
+    phase: str
+    signal: str | None = None
+    exitcode: int | None = None
 
 
+@dataclass(eq=False, repr=False)
 class RankTimeout(KitError):  # noqa: N818 - the contract's name
     """A deadline passed. `ranks` did not answer; `culprits` among them are those the others were waiting for."""
 
-    def __init__(
-        self, message: str, *, phase: str, ranks: tuple[int, ...], culprits: tuple[int, ...], stacks: dict[int, str]
-    ) -> None:
-        super().__init__(message)
-        self.phase = phase
-        self.ranks = ranks
-        self.culprits = culprits
-        self.stacks = stacks
+    message: str
+    _: KW_ONLY
+    phase: str
+    ranks: tuple[int, ...]
+    culprits: tuple[int, ...]
+    stacks: dict[int, str]
+
+
+def ending(status: int | None) -> dict[str, Any]:
+    """A process's status as RankDied's keywords."""
+    if status is not None and status < 0:
+        return {"signal": signal_name(-status)}
+    return {"exitcode": status}
+
+
+def signal_name(number: int) -> str:
+    import signal  # slow enough to notice in `import kit`
+
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

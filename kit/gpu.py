@@ -13,13 +13,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kit import machine
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # Any of them: NVIDIA's, also where a container hides /proc or Windows provides the GPU, and AMD's.
 DRIVERS = tuple(map(Path, ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))

@@ -9,10 +9,8 @@ import contextlib
 import ctypes
 import os
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 LIBRARY = "libnccl.so.2"  # torch has loaded it under this name, wherever it lies
 SUSPENDS = (2, 29, 7)

@@ -14,17 +14,17 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from kit.nccl import unbound
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 NAME = "nccl2"
 FLAG = "KIT_NCCL2"  # in the environment of ranks that are to use it
 WORLD = f"cpu:gloo,cuda:{NAME}"
 LACKS = "this torch has no backend nccl2"
+REHEARSED = object()  # stands for a group in a rehearsal
 
 
 class Asked(NamedTuple):
@@ -34,26 +34,22 @@ class Asked(NamedTuple):
     how: tuple[Any, ...]
 
 
-class Rehearsed:
-    """Stands for a group in a rehearsal."""
-
-
-class State:
-    """Of this process: the calls of a rehearsal that is under way, or the partitions that it found and the groups made of them."""
-
-    def __init__(self) -> None:
-        self.plain: Any = None
-        self.calls: list[Asked] | None = None
-        self.expected: list[tuple[Asked, Partition]] = []
-
-
+@dataclass
 class Partition:
     """Groups that share no rank, made by one call."""
 
-    def __init__(self) -> None:
-        self.groups: list[tuple[int, ...]] = []
-        self.made: Any = None
-        self.is_made = False
+    groups: list[tuple[int, ...]] = field(default_factory=list)
+    made: Any = None
+    is_made: bool = False
+
+
+@dataclass
+class State:
+    """Of this process: the calls of a rehearsal that is under way, or the partitions that it found and the groups made of them."""
+
+    plain: Any = None
+    calls: list[Asked] | None = None
+    expected: list[tuple[Asked, Partition]] = field(default_factory=list)
 
 
 state = State()
@@ -111,14 +107,14 @@ def made(c10d: Any, given: dict[str, Any]) -> Any:
     backend = str(given["backend"] or WORLD).lower()
     if NAME not in backend and "nccl" not in backend:
         if state.calls is not None:
-            return Rehearsed() if mine else c10d.GroupMember.NON_GROUP_MEMBER
+            return REHEARSED if mine else c10d.GroupMember.NON_GROUP_MEMBER
         with unbound(c10d._get_default_group()):
             return state.plain(**given)
     how = (backend, given["timeout"], given["pg_options"] is None, given["group_desc"])
     call = Asked(ranks, how)
     if state.calls is not None:
         state.calls.append(call)
-        return Rehearsed() if mine else c10d.GroupMember.NON_GROUP_MEMBER
+        return REHEARSED if mine else c10d.GroupMember.NON_GROUP_MEMBER
     if state.expected:
         expected, partition = state.expected.pop(0)
         if expected != call:

@@ -75,26 +75,16 @@ class World(room.World):
             shutil.rmtree(self._own, ignore_errors=True)
 
 
-def prepare(
-    name: str,
-    config: Mapping[str, Any],
-    *,
-    fault: str | None = None,
-    out: str | os.PathLike[str] | None = None,
-    tolerances: Mapping[str, float] | None = None,
-    world: room.World | Worlds | None = None,
-) -> Lab:
-    """Make a lab whose config is checked and whose folder is there; its ranks start with its first step."""
+def prepare(name: str, config: Mapping[str, Any], *, out: str | os.PathLike[str] | None = None, **options: Any) -> Lab:
+    """Make a lab whose config is checked and whose folder is there; its ranks start with its first step. `options` are Lab's."""
     return Lab(
         find(name),
         config,
-        fault=fault,
         out=None if out is None else Path(out),
-        tolerances=tolerances,
         observe=lambda calls: Progress(total=calls),
         plotter=plot,
         panel=panel_of,
-        world=world,
+        **options,
     )
 
 

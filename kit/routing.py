@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 FLAG = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
 PLACEHOLDER = "0.0.1"  # of torchcomms on the package index: it has a name and no code

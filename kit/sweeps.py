@@ -19,8 +19,8 @@ import kit
 from kit.errors import BadInput
 from kit.labs.configure import complaints, find_fault, from_text
 from kit.labs.definition import Definition
-from kit.results.exports import plain
-from kit.results.files import read_json, write_json
+from kit.results.frames import plain
+from kit.results.records import read_json, write_json
 from kit.results.run import INDEX, list_runs, runs_dir, unique
 from kit.results.verdict import without_parts
 

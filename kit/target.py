@@ -1,12 +1,11 @@
-"""`module:attr`: how a person names code, here and on ranks. Standard library only."""
+"""`module:attr`: how a person names code, here and on ranks; and where the kit's own files are. Standard library only."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 
 def is_target(text: object) -> bool:
@@ -29,3 +28,35 @@ def load_callable(target: str) -> Callable[..., Any]:
         raise TypeError(f"{target} is not callable")
     call: Callable[..., Any] = found
     return call
+
+
+# -- the kit's own version and files: ranks of another environment reach the kit by its path ---------------------------
+
+
+def kit_version() -> str:
+    import re
+    from importlib.metadata import PackageNotFoundError, version  # slow enough to notice in `kit --help`
+
+    try:
+        return version("lifecycle-kit")
+    except PackageNotFoundError:
+        project = Path(__file__).resolve().parents[1] / "pyproject.toml"
+        line = re.search(r'^version = "(.+)"$', project.read_text(), re.MULTILINE) if project.exists() else None
+        return line[1] if line else "0+unknown"
+
+
+def shipped(name: str) -> Path:
+    """`notebooks`, `docs` or `data`: beside the code in a checkout, else where a wheel put them."""
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "pyproject.toml").is_file():
+        return checkout / name
+    import sys
+    from importlib.metadata import PackageNotFoundError, files
+
+    try:
+        known = files("lifecycle-kit") or []
+    except PackageNotFoundError:
+        known = []
+    readme = [Path(str(file.locate())) for file in known if file.as_posix().endswith("share/lifecycle-kit/README.md")]
+    home = readme[0].resolve().parent if readme else Path(sys.prefix) / "share" / "lifecycle-kit"
+    return home / name

@@ -82,7 +82,7 @@ def test_other_environments_with_megatron_are_listed_with_the_line_to_use(monkey
     monkeypatch.setattr(
         doctor, "ask_interpreters", lambda _: ([{**both, "chosen": is_it} for is_it in (True, False)], None)
     )
-    lines = doctor.told(doctor.examine()).splitlines()
+    lines = doctor.describe(doctor.examine()).splitlines()
     said = "/opt/x/bin/python (found under /opt): has both"
     assert f"ranks use   -> {said}" in lines
     assert f"ranks use      {said}; to use it: export KIT_PYTHON=/opt/x/bin/python" in lines

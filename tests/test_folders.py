@@ -197,7 +197,7 @@ def test_the_status_says_failed_also_where_no_new_file_can_be_written(tmp_path: 
     writer = create_run(tmp_path, "smoke", {}, provenance())
     code = f"""
 from pathlib import Path
-from kit.results.files import read_json, rewrite_json
+from kit.results.records import read_json, rewrite_json
 info = read_json(Path({str(writer.dir / "run.json")!r}))
 Path.replace = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
 rewrite_json(Path({str(writer.dir / "run.json")!r}), {{**info, "status": "failed", "error": 300 * "x"}})

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "bench": {*ROOMS, FACE},
     FACE: set(ROOMS) - {"bench"},
 }
-EVERYBODYS = {"errors", "gpu", "machine", "nccl", "nccl2", "routing", "target", "version"}  # modules beside the rooms
+EVERYBODYS = {"errors", "gpu", "machine", "nccl", "nccl2", "routing", "target"}  # modules beside the rooms
 ONLY_IN = {
     "megatron": {"megatron"},
     "xxhash": {"sync"},
@@ -56,13 +56,12 @@ BOTH_SIDES = (
     "kit.world.asked.",
     "kit.world.channel",
     "kit.results.records.",
-    "kit.results.files.",
 )
 RANK_FILES = {
     *(KIT / f"{name}.py" for name in EVERYBODYS - {"errors"}),
-    *(KIT / "results" / f"{name}.py" for name in ("__init__", "records", "files")),
+    *(KIT / "results" / f"{name}.py" for name in ("__init__", "records")),
     *(KIT / "world" / f"{name}.py" for name in ("__init__", "agent", "agentside", "channel", "device")),
-    *(KIT / "world" / f"{name}.py" for name in ("execute", "processes", "rankside", "routing", "stacks")),
+    *(KIT / "world" / f"{name}.py" for name in ("execute", "leftovers", "rankside", "routing")),
 }
 # Ranks may lack these two: test_hashes and test_checkpoint hold what happens then.
 AT_HAND = {"xxhash", "safetensors"}
@@ -308,7 +307,7 @@ def test_ranks_load_only_what_ranks_have() -> None:
     )
     assert not seen & {"pandas", "pydantic", "matplotlib", "IPython", "ipywidgets"}
     assert not {name for name in seen if name.startswith(("kit.view", "kit.labs.lab", "kit.world.world"))}
-    assert {name for name in seen if name.startswith("kit.results.")} == {"kit.results.records", "kit.results.files"}
+    assert {name for name in seen if name.startswith("kit.results.")} == {"kit.results.records"}
 
 
 def test_records_need_the_standard_library_only() -> None:

@@ -75,7 +75,7 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     )  # what the kit needs is there; the kit itself only as a link, not followed
     run(*pip, "--python", env / "bin/python", "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     runs = {"KIT_RUNS": str(tmp_path / "runs"), "MPLBACKEND": "agg"}
-    where = "import kit.version as v; print(v.__file__, v.shipped('data'), sep='\\n')"
+    where = "import kit.target as v; print(v.__file__, v.shipped('data'), sep='\\n')"
     assert [line.startswith(str(env)) for line in run(env / "bin/python", "-c", where, cwd=tmp_path).split()] == [
         True
     ] * 2

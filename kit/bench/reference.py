@@ -30,9 +30,9 @@ from kit.errors import BadInput
 from kit.machine import free_memory
 from kit.preflight import run as preflight
 from kit.results import runs_dir
-from kit.results.files import make_folder, read_json, replacing, write_json, write_text
 from kit.results.frames import labels
 from kit.results.recorded import machine
+from kit.results.records import make_folder, read_json, replacing, write_json, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -177,8 +177,8 @@ def moving(folder: Path, sizes: Sizes) -> list[Row]:
     """A limit that moves by another step each time, up to all that is sent to the browser; the first move is not counted."""
     from kit.public import load
     from kit.view.panel.model import PanelModel
+    from kit.view.panel.strip import VerdictTab
     from kit.view.panel.tabs import PlotsTab
-    from kit.view.panel.verdict import VerdictTab
 
     run = load(folder)
     count = len(run.frame())

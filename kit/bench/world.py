@@ -23,7 +23,7 @@ from kit.bench.onranks import REDUCED
 from kit.bench.peers import STARTED, STEPPED, TOLD, VANISHED, environment, peers, seconds_until_gone
 from kit.bench.session import Part, Row, first_line, progress, ratios, row, samples, seconds_of, unmeasured
 from kit.errors import KitError, RankDied
-from kit.world import World, interpreter, leftovers
+from kit.world import World, asked, leftovers
 from kit.world.leftovers import carriers, end_carriers
 from kit.world.pending import Pending, wait
 from kit.world.world import Printer
@@ -128,7 +128,7 @@ def start_with_megatron(logs: Path, sizes: Sizes) -> list[Row]:
     """The start itself, and over an import of megatron.core by the same interpreter, taken in turns."""
     what = f"{STARTED}, with megatron.core"
     over = "the same, over python -c 'import megatron.core'"
-    found = interpreter.find()
+    found = asked.find_python()
     if not found.megatron:
         why = "the ranks' interpreter has no megatron.core"
         return [unmeasured(what, why, limit=4.5, aim=3.0), unmeasured(over, why, unit="x", limit=1.3)]

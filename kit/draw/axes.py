@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, NullFormatter
@@ -45,9 +46,8 @@ def draw_level(
     points: bool = True,
 ) -> None:
     """A line through the medians, a band over the ranks, and points in the colours of the phases."""
-    low, middle, high = (
-        [(value - start) * scale for value in values] for values in (level.low, level.middle, level.high)
-    )
+    curves = (level.low, level.middle, level.high)
+    low, middle, high = ([(value - start) * scale for value in values] for values in curves)
     ax.fill_between(level.at, low, high, color=theme.faint, alpha=0.25, linewidth=0)
     ax.plot(level.at, middle, color=theme.faint, linewidth=1.2, linestyle=line)
     if points:
@@ -177,3 +177,26 @@ def phase_legend(ax: Axes, data: RunData, theme: Theme) -> None:
         for index, phase in enumerate(data.phases)
     ]
     legend_of(ax, marks, ncols=phase_columns(data), handlelength=1.4)
+
+
+# -- many bars on one axis of time: as one collection, since a run may have thousands ----------------------------------
+
+
+class Box(NamedTuple):
+    """A bar: its ends in seconds, and its place from the top in inches."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+
+def paint_boxes(ax: Axes, boxes: Iterable[Box], began: float, scale: float, **look: Any) -> None:
+    corners = [
+        [
+            ((x - began) * scale, y)
+            for x, y in ((b.left, b.top), (b.right, b.top), (b.right, b.bottom), (b.left, b.bottom))
+        ]
+        for b in boxes
+    ]
+    ax.add_collection(PolyCollection(corners, **{"linewidth": 0, "zorder": 2, **look}), autolim=False)

@@ -1,40 +1,29 @@
-"""The plots and tables that every run has. Colour is the phase, shape is the rank."""
+"""The plots and tables that every run has (colour is the phase, shape is the rank), and runs compared with the first of them."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import matplotlib as mpl
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from kit.draw.axes import (
-    SEPARATE,
-    cycle_axis,
-    draw_level,
-    draw_limit,
-    draw_samples,
-    grid_across,
-    limit_of,
-    log_scale,
-    name_ends,
-    phase_columns,
-    phase_legend,
-    rank_lanes,
-    step_axis,
-    widen,
-)
-from kit.draw.plots import ALL, Pictures, Plot, RunData, Scene, Table
-from kit.draw.style import LINES, MARKERS, Theme
-from kit.results import Run, Verdict
-from kit.results.frames import own_numbers, summary_of, without_empty
+from kit.draw import axes
+from kit.draw.axes import grid_across
+from kit.draw.plots import ALL, Picture, Pictures, Plot, RunData, Scene, Table, message
+from kit.draw.style import LINES, MARKERS, Theme, theme
+from kit.errors import BadInput
+from kit.results import Run, Verdict, compare
+from kit.results.comparison import informative, labelled, warnings
+from kit.results.frames import labels, own_numbers, summary_of, without_empty
 from kit.results.records import rank_name
-from kit.results.units import ROW, samples, size_unit, time_unit
+from kit.results.units import ROW, amount, counted, samples, size_unit, time_unit
 from kit.results.verdict import MARKS, cells, folded, without_parts
 
 MIB = 2**20
@@ -67,11 +56,8 @@ def memory_of(data: RunData) -> list[str]:
 
 
 def memory(scene: Scene) -> None:
-    shared = "each GPU shared by ranks" if scene.data.memory.gpu_of else ""
-    about = {
-        "host": (HOST, "Host memory of the ranks"),
-        "device": (DEVICE, ", ".join(filter(None, ["GPU memory", shared]))),
-    }
+    of_gpu = "GPU memory, each GPU shared by ranks" if scene.data.memory.gpu_of else "GPU memory"
+    about = {"host": (HOST, "Host memory of the ranks"), "device": (DEVICE, of_gpu)}
     where = memory_of(scene.data)
     for ax, name in zip(scene.figure.subplots(len(where), 1, squeeze=False)[:, 0], where, strict=True):
         draw_memory(ax, scene.data, scene.theme, *about[name])
@@ -85,14 +71,16 @@ def draw_memory(ax: Axes, data: RunData, theme: Theme, sources: Mapping[str, str
     for source, line in zip(known, itertools.cycle(LINES)):
         level = data.level(source)
         start = data.level(source.removeprefix("peak_")).start or 0.0
-        draw_level(ax, level, data, theme, start=start, scale=scale, line=line, points=not source.startswith("peak"))
+        axes.draw_level(
+            ax, level, data, theme, start=start, scale=scale, line=line, points=not source.startswith("peak")
+        )
         ends.append(((level.middle[-1] - start) * scale, f"{sources[source]}, {level.middle[-1] * scale:.4g} {unit}"))
-    widen(ax, least=8 * MIB * scale)
+    axes.widen(ax, least=8 * MIB * scale)
     ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)
     ax.set_ylabel(f"change since start [{unit}]")
     ax.set_title(f"{title} ({data.ranks_word()})")
-    step_axis(ax, data, theme)
-    name_ends(ax, ends, len(data.order) - 1, theme)
+    axes.step_axis(ax, data, theme)
+    axes.name_ends(ax, ends, len(data.order) - 1, theme)
 
 
 # -- drift -------------------------------------------------------------------------------------------------------------
@@ -102,9 +90,8 @@ def drift(phase: str = "", when: str = "") -> Plot:
     """Memory after a phase of each cycle against the first cycle; without a phase, the last one that several cycles have."""
 
     def after(data: RunData) -> str | None:
-        found = data.frame[
-            data.frame["metric"].isin(["driver_used", "anon_rss"]) & data.frame["cycle"].isin(data.cycles)
-        ]
+        rows = data.frame
+        found = rows[rows["metric"].isin(["driver_used", "anon_rss"]) & rows["cycle"].isin(data.cycles)]
         often = found.groupby("phase")["cycle"].nunique()
         often = often[often > 1]
         if phase or often.empty:
@@ -132,16 +119,16 @@ def draw_drift(ax: Axes, scene: Scene, phase: str, when: str) -> None:
         ax.plot(
             moved.index, moved, color=theme.faint, linestyle=LINES[1], linewidth=1.2, label="control, never released"
         )
-    limit = limit_of(scene.verdict, *DRIFT_CHECKS)
+    limit = axes.limit_of(scene.verdict, *DRIFT_CHECKS)
     if limit is not None:
-        draw_limit(ax, limit, f"limit {limit:g} MiB", theme)
+        axes.draw_limit(ax, limit, f"limit {limit:g} MiB", theme)
         if limit > 8 * float(table.abs().max().max()):
             ax.set_yscale("symlog", linthresh=1)
             ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     low, high = ax.get_ylim()
     ax.set_ylim(min(low, -2), max(high, 2) * (15 if ax.get_yscale() == "symlog" else 1.3))
     ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)
-    cycle_axis(ax)
+    axes.cycle_axis(ax)
     if data.cycle_words:
         ax.set_xticks(list(table.index), [data.cycle_words.get(int(cycle), str(cycle)) for cycle in table.index])
     ax.set_xlabel(f"{data.cycle} (a point is one sample)")
@@ -155,7 +142,7 @@ def draw_drift(ax: Axes, scene: Scene, phase: str, when: str) -> None:
 def draw_ranks(ax: Axes, table: pd.DataFrame, theme: Theme, each: str) -> None:
     """A line per rank or GPU, a point per cycle; many are drawn as their median and range."""
     style: dict[str, Any] = {"color": theme.series[0], "markersize": 4.5, "linewidth": 1.2}
-    if len(table.columns) <= SEPARATE:
+    if len(table.columns) <= axes.SEPARATE:
         for lane, rank in enumerate(table.columns):
             ax.plot(table.index, table[rank], marker=MARKERS[lane], label=f"{each} {rank}", **style)
         return
@@ -195,7 +182,7 @@ def times(scene: Scene) -> None:
     ax, data, theme = scene.figure.subplots(), scene.data, scene.theme
     seconds = data.of("seconds")
     scale, unit = time_unit(float(seconds["value"].max()))
-    lanes = rank_lanes(data)
+    lanes = axes.rank_lanes(data)
     counts = set()
     for index, phase in enumerate(data.phases):
         for lane, ranks in enumerate(lanes):
@@ -203,11 +190,11 @@ def times(scene: Scene) -> None:
             if not chosen.empty:
                 counts.add(len(chosen))
                 x = index + (lane - (len(lanes) - 1) / 2) * 0.6 / len(lanes)
-                draw_samples(ax, x, chosen, theme, marker=MARKERS[lane], colour=theme.colour(index))
+                axes.draw_samples(ax, x, chosen, theme, marker=MARKERS[lane], colour=theme.colour(index))
     low, high = float(seconds["value"].min()), float(seconds["value"].max())
     logarithmic = low > 0 and high / low > 30
     if logarithmic:
-        log_scale(ax)
+        axes.log_scale(ax)
     else:
         ax.set_ylim(bottom=0)
     if len(lanes) > 1:
@@ -236,33 +223,33 @@ def allowed(verdict: Verdict, metric: str) -> float | None:
 
 
 def phase_legend_height(data: RunData) -> float:
-    return 0.25 * math.ceil(len(data.phases) / phase_columns(data))
+    return 0.25 * math.ceil(len(data.phases) / axes.phase_columns(data))
 
 
 def census(scene: Scene) -> None:
     counts, high = counts_of(scene.data), phase_legend_height(scene.data)
-    axes = scene.figure.subplot_mosaic([["legend"] * len(counts), counts], height_ratios=[high, 2.2])
-    phase_legend(axes["legend"], scene.data, scene.theme)
+    places = scene.figure.subplot_mosaic([["legend"] * len(counts), counts], height_ratios=[high, 2.2])
+    axes.phase_legend(places["legend"], scene.data, scene.theme)
     for name in counts:
-        draw_count(axes[name], scene, name)
+        draw_count(places[name], scene, name)
 
 
 def draw_count(ax: Axes, scene: Scene, metric: str) -> None:
     """A count through the phases, with the level at the start and, where a check judges it, the limit above that."""
     data, theme, more = scene.data, scene.theme, allowed(scene.verdict, metric)
     level = data.level(metric)
-    draw_level(ax, level, data, theme)
+    axes.draw_level(ax, level, data, theme)
     if level.start is not None:
         ax.axhline(level.start, color=theme.faint, linewidth=1.2, linestyle=LINES[1], zorder=1)
         if more is not None:
             ax.axhline(level.start + more, color=theme.bad, linewidth=1.2, linestyle=LINES[2], zorder=1, gid="limit")
-    widen(ax, least=4)
+    axes.widen(ax, least=4)
     ax.set_ylim(bottom=max(-0.2, ax.get_ylim()[0]))
     ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     ax.set_ylabel("count" if len(data.ranks) == 1 else f"count (range of {len(data.ranks)} ranks)")
     limit = "" if level.start is None or more is None else f", limit {more:+g}"
     ax.set_title(COUNTS[metric] + ("" if level.start is None else f": start {level.start:g}{limit}"))
-    step_axis(ax, data, theme)
+    axes.step_axis(ax, data, theme)
 
 
 def timeline(scene: Scene) -> None:
@@ -270,7 +257,7 @@ def timeline(scene: Scene) -> None:
     data, theme = scene.data, scene.theme
     high = phase_legend_height(data)
     legend, ax = scene.figure.subplots(2, 1, height_ratios=(high, timeline_height(data) - high))
-    phase_legend(legend, data, theme)
+    axes.phase_legend(legend, data, theme)
     seconds = data.of("seconds").sort_values("value", ascending=False)  # so that an inner phase lies on top
     failed = data.of("failed")
     raised = set(zip(failed["step"].tolist(), failed["rank"].tolist(), strict=True))
@@ -292,7 +279,7 @@ def timeline(scene: Scene) -> None:
         )
     ax.set_yticks(range(len(data.ranks)), [rank_name(rank, data.run.roles) for rank in data.ranks])
     ax.set_ylim(len(data.ranks) - 0.5, -0.5)
-    grid_across(ax)
+    axes.grid_across(ax)
     ax.set_xlabel(f"time since the first phase began [{unit}]")
     ax.set_title("Timeline of ranks" + (" (framed: raised)" if raised else ""))
 
@@ -403,3 +390,108 @@ GENERAL = Pictures(
         "records": Table("Every record", records_table),
     },
 )
+
+# -- runs compared with the first: what changed most, as medians and spreads of both and their ratio -------------------
+
+ROWS = 14
+LETTERS = 130  # that fit into a row of the legend
+EVEN = 1.02  # a ratio below it counts as no change
+
+
+def plot_against(runs: Sequence[Run], *, theme_name: str = "light", table: pd.DataFrame | None = None) -> Picture:
+    """The others are compared with the first run. `table` is what `compare(runs)` returned, if that is known."""
+    if len({run.id for run in runs}) < 2:
+        raise BadInput("a comparison needs at least two different runs")
+    look = theme(theme_name)
+    shown = most(compare(runs) if table is None else table, ROWS)
+    with mpl.rc_context(look.rc()):
+        others = labelled(runs)
+        first = others.pop(runs[0].id)
+        if shown.empty:
+            return message(f"nothing that both measured changed by more than {EVEN - 1:.0%} against {first}", look)
+        beside = max(
+            1, min(3, len(others), LETTERS // max(map(len, others.values()), default=1))
+        )  # names in a row of the legend
+        warned = [f"Warning: {why}" for why in warnings(runs)]
+        picture = Picture(
+            1.5
+            + 0.2 * (len(warned) + math.ceil(len(others) / beside))
+            + (0.08 + 0.18 * len(others)) * shown["place"].nunique()
+        )
+        draw(picture.subplots(), shown, others, look, beside)
+        picture.suptitle(
+            "\n".join(
+                [f"{runs[0].lab} · what changed most against {first} · {counted(len(others), 'other run')}", *warned]
+            ),
+            x=0.01,
+            ha="left",
+            fontsize=11.5,
+        )
+    return picture
+
+
+def most(table: pd.DataFrame, rows: int) -> pd.DataFrame:
+    """The phases and metrics that changed most, with their place; of each run the rank where it did. What has no ratio is left out."""
+    table = informative(table)
+    table = table[(table["found_in"] == "both") & (table["base"] > 0) & (table["value"] > 0)]
+    table = table.assign(metric=labels(table), apart=table["ratio"].where(table["ratio"] >= 1, 1 / table["ratio"]))
+    table = table.sort_values("apart", ascending=False, kind="stable").drop_duplicates(["phase", "metric", "run"])
+    names = table["phase"] + "  " + table["metric"]
+    places = {name: place for place, name in enumerate(names[table["apart"] > EVEN].unique()[:rows])}
+    return table.assign(name=names, place=names.map(places)).dropna(subset="place")
+
+
+def draw(ax: Axes, shown: pd.DataFrame, others: Mapping[str, str], look: Theme, beside: int) -> None:
+    """A line at 1 is the first run, with its own spread in grey. A bar is from the least to the greatest that the spreads allow."""
+    ends = [1.0]
+    for place, mine in shown.groupby("place"):
+        half = float((mine["base_spread"] / mine["base"]).max()) / 2
+        if half > 0:
+            own = [max(1 - half, 0.1), 1 + half]
+            ax.plot(
+                own, [float(str(place))] * 2, color=look.faint, linewidth=9, alpha=0.25, solid_capstyle="butt", zorder=1
+            )
+    lanes = {run: lane for lane, run in enumerate(others)}
+    rows: Iterable[Any] = shown.itertuples()
+    for row in rows:
+        lane = lanes[row.run]
+        y = row.place + (lane - (len(others) - 1) / 2) * 0.6 / len(others)
+        half = row.spread / 2 / row.base
+        span = [max(row.ratio - half, row.ratio / 10), row.ratio + half]
+        ax.plot(span, [y, y], color=look.colour(lane), linewidth=5, alpha=0.3, solid_capstyle="round")
+        style: dict[str, Any] = {"color": look.colour(lane), "markersize": 6, "markeredgecolor": look.paper}
+        ax.plot(row.ratio, y, MARKERS[lane % len(MARKERS)], **style)
+        words = f"{amount(row.base, row.unit)} → {amount(row.value, row.unit)}, rank {row.rank}"
+        ax.text(1.01, y, words, transform=ax.get_yaxis_transform(), va="center", fontsize=8, color=look.ink)
+        ends += span
+    ax.axvline(1, color=look.ink, linewidth=1.2)
+    ax.set_xscale("log")
+    margin = max(max(ends) / min(ends), 1.5) ** 0.04
+    ax.set_xlim(min(ends) / margin, max(ends) * margin)
+    ax.xaxis.set_major_locator(FixedLocator(ratios(*ax.get_xlim())))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g} x")
+    names = shown.drop_duplicates("place").sort_values("place")["name"]
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    grid_across(ax)
+    numbers = samples({*shown["n"], *shown["base_n"]})
+    ax.set_xlabel(
+        f"ratio of medians over cycles ({numbers}); bars: their spread around it; grey: that of the first run"
+    )
+    if len(others) == 1:
+        ax.set_title(next(iter(others.values())))
+        return
+    for lane, words in enumerate(others.values()):
+        ax.plot([], [], MARKERS[lane % len(MARKERS)], color=look.colour(lane), label=words)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=beside, handletextpad=0.3, borderaxespad=0.3)
+
+
+def ratios(low: float, high: float) -> list[float]:
+    """Ticks at 1 and at round ratios to both sides of it, far enough apart for their words."""
+    apart = math.log(high / low) / 12
+    found = [1.0]
+    for step in (1.1, 1.25, 1.5, 2, 3, 5, *(10.0**power for power in range(1, 16))):
+        if math.log(step / max(found)) >= apart:
+            found = [1 / step, *found, step]
+    return [float(f"{tick:.3g}") for tick in found if low <= tick <= high]

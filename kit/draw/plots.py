@@ -22,7 +22,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from kit.draw.style import DARK, LIGHT, Theme, theme
+from kit.draw.style import DARK, LIGHT, SVG, Theme, theme
 from kit.errors import BadInput
 from kit.results import Run, Verdict
 from kit.results.frames import Source, gpu_numbers, source
@@ -108,9 +108,6 @@ class RunData:
     def ranks_word(self) -> str:
         return "1 rank" if len(self.ranks) == 1 else f"median and range of {len(self.ranks)} ranks"
 
-    def cycles_word(self) -> str:
-        return counted(len(self.cycles), "cycle")
-
 
 def cycles_of(order: Sequence[tuple[int, str]]) -> list[int]:
     """Cycle 0 of a lab is what is done once, such as its end; in a loop that counts from 0 it has phases that come again."""
@@ -164,7 +161,7 @@ class Picture(Figure):
             raise BadInput(f"a picture is saved as {', '.join(FORMATS)}, not {path.name!r}")
         path.parent.mkdir(parents=True, exist_ok=True)
         stamp = {"Date": None} if path.suffix == ".svg" else None  # the same run makes the same file
-        with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": "kit"}):
+        with mpl.rc_context(SVG):
             self._settle()
             self.savefig(path, dpi=110, metadata=stamp)
         return path
@@ -309,8 +306,8 @@ class Album:
                 return message(f"{self.data.run.id}: no phase has been measured yet", look)
             heights = [max(self.plots[one].height(self.data, verdict) for one in row) for row in rows]
             picture = Picture(sum(heights) + 0.35)  # the heading
-            for figures, row in zip(split(picture, heights), rows, strict=True):
-                for figure, one in zip(across(figures, len(row)), row, strict=True):
+            for figures, row in zip(split(picture, len(rows), height_ratios=heights), rows, strict=True):
+                for figure, one in zip(split(figures, 1, len(row)), row, strict=True):
                     self.plots[one].paint(Scene(self.data, verdict, look, figure))
             picture.suptitle(
                 self.heading(tolerances), x=0.01, ha="left", fontsize=11.5 if name == OVERVIEW else 9, color=look.ink
@@ -326,7 +323,7 @@ class Album:
     def heading(self, tolerances: Mapping[str, float] | None = None) -> str:
         """What was run and how it ended; moved limits are named."""
         data, run = self.data, self.data.run
-        words = self.lead.words(data) if self.lead.words else [data.cycles_word()]
+        words = self.lead.words(data) if self.lead.words else [counted(len(data.cycles), "cycle")]
         name = run.lab if run.id.startswith(run.lab) else f"{run.lab} {run.id}"
         fault = [f"fault: {run.fault}"] if run.fault else []
         limits = ", ".join(f"{key} {value:g}" for key, value in (tolerances or {}).items())
@@ -339,29 +336,17 @@ class Album:
         return any(ALL in limits or set(limits) & set(tolerances.get(one, ())) for one in moved)
 
 
-def split(figure: Any, heights: Sequence[float]) -> list[Any]:
-    """Parts below one another: each has the whole width, so that long names in one do not push the others in."""
-    if len(heights) == 1:
-        return [figure]
-    return list(figure.subfigures(len(heights), 1, height_ratios=heights))
-
-
-def across(figure: Any, count: int) -> list[Any]:
-    return [figure] if count == 1 else list(figure.subfigures(1, count))
+def split(figure: Any, rows: int, columns: int = 1, **options: Any) -> list[Any]:
+    """Parts below one another have the whole width each, so that long names in one do not push the others in."""
+    return [figure] if rows * columns == 1 else list(figure.subfigures(rows, columns, **options))
 
 
 # -- in a page ---------------------------------------------------------------------------------------------------------
 
 
-def colours(look: Theme) -> list[str]:
-    return [look.paper, look.ink, look.faint, look.grid, look.shade, look.good, look.bad, *look.series]
-
-
-PLACES = {colour: f"--kit-{index}" for index, colour in enumerate(colours(LIGHT))}
-
-
+PLACES = {colour: f"--kit-{index}" for index, colour in enumerate(LIGHT.colours())}
 SHEET = "".join(
-    f"{where} {{{''.join(f'{name}:{colour};' for name, colour in zip(PLACES.values(), colours(look), strict=True))}}}\n"
+    f"{where} {{{''.join(f'{name}:{colour};' for name, colour in zip(PLACES.values(), look.colours(), strict=True))}}}\n"
     for where, look in ((".kit-picture", LIGHT), (DARK_PAGE, DARK))
 ) + (".kit-picture svg { display:block; width:100%; height:auto; stroke-linejoin:round; stroke-linecap:butt; }")
 

@@ -12,13 +12,8 @@ from typing import Any
 from kit.errors import BadInput
 from kit.results.verdict import BAD, GOOD, MARKS
 
-FONT = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9.0,
-    "text.parse_math": False,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "kit",
-}
+SVG: dict[Any, Any] = {"svg.fonttype": "path", "svg.hashsalt": "kit"}
+FONT = {"font.family": "DejaVu Sans", "font.size": 9.0, "text.parse_math": False, **SVG}
 MARKERS = ("o", "s", "^", "D", "v", "P")
 LINES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 HATCHES = ("", "//", "..", "xx")
@@ -38,6 +33,9 @@ class Theme:
     def colour(self, index: int) -> str:
         return self.series[index % len(self.series)]
 
+    def colours(self) -> list[str]:
+        return [self.paper, self.ink, self.faint, self.grid, self.shade, self.good, self.bad, *self.series]
+
     def hatch(self, index: int) -> str:
         """Distinguishes series of the same colour when there are more series than colours."""
         return HATCHES[index // len(self.series) % len(HATCHES)]
@@ -46,34 +44,25 @@ class Theme:
         return {True: self.good, False: self.bad, None: self.faint}[passed]
 
     def rc(self) -> dict[Any, Any]:
+        paper = ("figure.facecolor", "savefig.facecolor", "axes.facecolor")
+        ink = ("axes.labelcolor", "axes.titlecolor", "legend.labelcolor", "text.color", "xtick.color", "ytick.color")
+        off = ("axes.spines.top", "axes.spines.right", "axes.formatter.useoffset", "legend.frameon")
         return {
             **FONT,
-            "figure.facecolor": self.paper,
-            "savefig.facecolor": self.paper,
-            "axes.facecolor": self.paper,
+            **dict.fromkeys(paper, self.paper),
+            **dict.fromkeys(ink, self.ink),
+            **dict.fromkeys(off, False),
+            **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), 8.5),
             "axes.edgecolor": self.faint,
-            "axes.labelcolor": self.ink,
-            "axes.titlecolor": self.ink,
             "axes.titlelocation": "left",
             "axes.titlesize": 10.0,
             "axes.titleweight": "bold",
-            "axes.spines.top": False,
-            "axes.spines.right": False,
             "axes.grid": True,
             "axes.grid.axis": "y",
             "axes.axisbelow": True,
-            "axes.formatter.useoffset": False,
             "grid.color": self.grid,
             "grid.linewidth": 0.8,
             "hatch.color": self.paper,
-            "legend.frameon": False,
-            "legend.labelcolor": self.ink,
-            "legend.fontsize": 8.5,
-            "text.color": self.ink,
-            "xtick.color": self.ink,
-            "ytick.color": self.ink,
-            "xtick.labelsize": 8.5,
-            "ytick.labelsize": 8.5,
         }
 
 

@@ -19,7 +19,7 @@ from kit.gpu import has_driver
 from kit.labs.definition import Definition, Fault
 from kit.labs.options import Field, LabConfig, fields
 from kit.megatron.config import dtype_on, forced_tf32
-from kit.world import World, interpreter
+from kit.world import World, asked
 from kit.world.asked import check_ranks
 
 PROBE = """
@@ -41,7 +41,7 @@ def configure(
     config = validate(lab, {**(fault.set if fault else {}), **given})
     if refused := next(refusals(lab, config, fault), None):
         raise BadInput(refused[1])
-    ranks_python = world.python if world else interpreter.find(config.python or None).path
+    ranks_python = world.python if world else asked.find_python(config.python or None).path
     if "megatron.core" in lab.preload:
         check_megatron(lab.name, ranks_python)
     if config.routing == nccl2.NAME:
@@ -122,8 +122,8 @@ def check_nccl2(python: str) -> None:
 
 
 def check_megatron(lab: str, python: str) -> None:
-    if not interpreter.probe(python, "").megatron:
-        others = [one.path for one in interpreter.search() if one.torch and one.megatron]
+    if not asked.probe_python(python, "").megatron:
+        others = [one.path for one in asked.search_pythons() if one.torch and one.megatron]
         instead = f"use one that has it: export KIT_PYTHON={others[0]}" if others else "install megatron-core there"
         raise BadInput(f"lab {lab!r} needs megatron.core, which the ranks' Python {python} does not have; {instead}")
 
@@ -230,7 +230,7 @@ def check_target(name: str, target: str, python: str, env: Mapping[str, str]) ->
     """Ask the ranks' own interpreter, in their environment: it may be the only one that has the module."""
     if not targets.is_target(target):
         raise BadInput(f"{name} must be 'module:attr', not {target!r}")
-    agent = Path(interpreter.__file__).with_name("agent.py")
+    agent = Path(asked.__file__).with_name("agent.py")
     try:
         done = subprocess.run(
             [python, "-c", PROBE, agent, targets.__file__, target],

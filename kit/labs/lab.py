@@ -27,8 +27,8 @@ from kit.labs.options import LabConfig
 from kit.labs.stepped import Stepped
 from kit.measure.provenance import provenance
 from kit.results import Record, Run, create_run, runs_dir
-from kit.results.files import write_text
 from kit.results.frames import GPU
+from kit.results.records import write_text
 from kit.results.run import SNAPSHOTS, Plotter
 from kit.results.verdict import asked, checked_tolerances
 from kit.target import load_callable

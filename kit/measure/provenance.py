@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from kit import gpu, machine, nccl
 from kit.results.records import utc
-from kit.version import kit_version
+from kit.target import kit_version
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PREFIXES = ("NCCL_", "TORCH_", "MASTER_", "KIT_")

@@ -28,9 +28,19 @@ from kit.errors import BadInput, KitError
 from kit.measure.observers.holdings import watch
 from kit.measure.phase import Metric, PhaseMeter, between_phases, current_device
 from kit.measure.provenance import provenance
-from kit.results.files import loads, read_json, rewrite_json
-from kit.results.records import SCHEMA, Record, RecordsLost, RecordWriter, checked_ids, new_row, utc
-from kit.version import kit_version
+from kit.results.records import (
+    SCHEMA,
+    Record,
+    RecordsLost,
+    RecordWriter,
+    checked_ids,
+    loads,
+    new_row,
+    read_json,
+    rewrite_json,
+    utc,
+)
+from kit.target import kit_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

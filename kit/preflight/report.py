@@ -11,7 +11,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from kit.world import processes
+from kit.world import leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,7 +99,7 @@ def shown(value: float) -> str:
 
 
 def main(target: str, device: str, settings: str) -> int:
-    processes.die_with_parent()
+    leftovers.die_with_parent()
     report = Report(os.fdopen(os.dup(1), "w"))
     os.dup2(2, 1)
     module, _, name = target.partition(":")

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kit import machine
+from kit.errors import signal_name
 from kit.preflight.report import Findings, Result, Row
 from kit.results import runs_dir
-from kit.results.files import make_folder, write_json
-from kit.results.records import utc
+from kit.results.records import make_folder, utc, write_json
 from kit.world import leftovers
-from kit.world.members import signal_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kit.results.comparison import compare, outcomes
-    from kit.results.exports import export
-    from kit.results.frames import with_ids
+    from kit.results.frames import export, with_ids
     from kit.results.records import COLUMNS, Record, RecordWriter
     from kit.results.run import Run, create_run, list_runs, newest_run, runs_dir, to_frame
     from kit.results.timeline import trace, write_trace
@@ -31,44 +30,17 @@ if TYPE_CHECKING:
         select,
     )
 
-__all__ = [
-    "COLUMNS",
-    "Check",
-    "Measured",
-    "Missing",
-    "NotMeasured",
-    "Record",
-    "RecordWriter",
-    "Run",
-    "Unjudged",
-    "Verdict",
-    "VerdictRow",
-    "compare",
-    "create_run",
-    "exit_code",
-    "export",
-    "incomplete",
-    "judge",
-    "list_runs",
-    "load_tolerances",
-    "newest_run",
-    "outcomes",
-    "read_verdict",
-    "runs_dir",
-    "save_tolerances",
-    "select",
-    "to_frame",
-    "trace",
-    "with_ids",
-    "write_trace",
-]
+__all__ = ["COLUMNS", "Record", "RecordWriter", "compare", "export", "outcomes", "trace", "with_ids", "write_trace"]
+__all__ += ["Run", "create_run", "list_runs", "newest_run", "runs_dir", "to_frame"]
+__all__ += ["Check", "Measured", "Missing", "NotMeasured", "Unjudged", "Verdict", "VerdictRow", "exit_code"]
+__all__ += ["incomplete", "judge", "load_tolerances", "read_verdict", "save_tolerances", "select"]
 
 _HOMES = {
     **dict.fromkeys(("compare", "outcomes"), "comparison"),
     **dict.fromkeys(("COLUMNS", "Record", "RecordWriter"), "records"),
     **dict.fromkeys(("Run", "create_run", "list_runs", "newest_run", "runs_dir", "to_frame"), "run"),
     **dict.fromkeys(("trace", "write_trace"), "timeline"),
-    "export": "exports",
+    "export": "frames",
     "with_ids": "frames",
 }
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
-from kit.results.files import to_json
 from kit.results.frames import labels, with_ids
+from kit.results.records import to_json
 from kit.results.run import Run
 from kit.results.units import ROW
 from kit.results.verdict import VerdictRow, without_parts
@@ -25,20 +25,8 @@ EVEN, EVEN_SINGLE = 0.02, 0.25
 NAMED = 3  # settings in the label of a run
 MEASURED = ("s", "B", "B/s")  # units of such amounts; all else is counted, and differs or does not
 KEYS = ["phase", "rank", "metric", "ids", "unit"]
-COLUMNS = [
-    *KEYS,
-    "base_run",
-    "run",
-    "base",
-    "value",
-    "difference",
-    "ratio",
-    "base_n",
-    "n",
-    "base_spread",
-    "spread",
-    "found_in",
-]
+COLUMNS = [*KEYS, "base_run", "run", "base", "value", "difference", "ratio", "base_n", "n"]
+COLUMNS += ["base_spread", "spread", "found_in"]
 UNITS = dict.fromkeys(("base", "value", "difference", "base_spread", "spread"), ROW)
 
 
@@ -53,10 +41,7 @@ def compare(runs: Sequence[Run]) -> pd.DataFrame:
     if len(runs) < 2:
         raise BadInput(f"a comparison needs two runs or more, not {len(runs)}")
     base, *others = [_medians(run) for run in runs]
-    labels = [run.id for run in runs]
-    table = pd.concat(
-        [_against(base, other, labels[0], label) for other, label in zip(others, labels[1:], strict=True)]
-    )
+    table = pd.concat([_against(base, other, runs[0].id, run.id) for other, run in zip(others, runs[1:], strict=True)])
     weight = [_change(*pair) for pair in zip(table["base"], table["value"], strict=True)]
     order = table.assign(_weight=weight, _single=table["found_in"] != "both")
     order = order.sort_values(["_single", "_weight", *KEYS], ascending=[True, False, *[True] * len(KEYS)])
@@ -73,12 +58,9 @@ def settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 def sizes(apart: Mapping[str, Sequence[Any]]) -> list[str]:
     """The settings among those that differ which make runs different in size: whole numbers, and those that name a size."""
-    whole = [name for name, values in apart.items() if any(type(value) is int for value in values)]
-    return [
-        name
-        for name in apart
-        if (name in whole and name not in {"cycles", "seed"}) or name in {"size", "dtype", "device"}
-    ]
+    whole = {name for name, values in apart.items() if any(type(value) is int for value in values)}
+    sized = (whole - {"cycles", "seed"}) | {"size", "dtype", "device"}
+    return [name for name in apart if name in sized]
 
 
 def warnings(runs: Sequence[Run]) -> list[str]:
@@ -86,10 +68,9 @@ def warnings(runs: Sequence[Run]) -> list[str]:
     apart = settings(runs)
     if "lab" in apart:
         return [f"these are runs of different labs: {', '.join(dict.fromkeys(map(str, apart['lab'])))}"]
-    names = sizes(apart)
-    return (
-        [f"these runs differ in size ({', '.join(names)}): their times and memory cannot be compared"] if names else []
-    )
+    if not (names := ", ".join(sizes(apart))):
+        return []
+    return [f"these runs differ in size ({names}): their times and memory cannot be compared"]
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
@@ -122,7 +103,7 @@ def answers_changed(base: Run, run: Run) -> list[tuple[str, VerdictRow | None, V
     return sorted(found, key=lambda row: row[2] is None or row[2].passed is not False)
 
 
-def told(table: pd.DataFrame) -> pd.DataFrame:
+def informative(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of a comparison that say something about the runs."""
     return table[~table["metric"].str.endswith(NOISE)]
 
@@ -137,7 +118,7 @@ def compact(table: pd.DataFrame, *, several: bool = False) -> pd.DataFrame:
 
 def changed(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of a comparison that changed by more than the spread, each metric at the rank where it changed most."""
-    table = told(table)
+    table = informative(table)
     share = [
         0 if unit not in MEASURED else EVEN if min(counts) > 1 else EVEN_SINGLE
         for unit, *counts in zip(table["unit"], table["base_n"], table["n"], strict=True)

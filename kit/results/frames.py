@@ -1,14 +1,32 @@
-"""What is asked of a table of records: rows by their ids, a job's own numbers, and how much memory there is."""
+"""Tables of records: rows by their ids, a job's own numbers, how much memory there is; and one table to a file of six kinds.
+
+| kind | for | provenance |
+|---|---|---|
+| .csv, .json | programs: `pandas.read_csv`, `pandas.read_json` | `<file>.provenance.json` beside it |
+| .parquet | programs | in the schema's metadata |
+| .md | one screen: the first rows, and how many are left out | in a comment at the end |
+| .tex | a paper: booktabs, with caption and label | in comments at the end |
+| .html | a page that needs nothing else | a footer |
+
+The kinds for programs keep every value: floats come back bit for bit; a missing float is empty in csv and null in json. Spreadsheets
+open csv too: a text that looks like a formula gets a `'` in front, and a number without a unit has the unit "none", which pandas does
+not take for a missing value. The kinds for people round numbers and write units beside them.
+"""
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kit.results.records import OPTIONAL, label
+from kit.errors import BadInput
+from kit.results.records import OPTIONAL, label, make_folder, replacing, to_json, write_json, write_text
+from kit.results.units import ROW, amount
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,17 +68,8 @@ OF_PHASES = {
         "threads",
     ),
     *("rss", "anon_rss", "shared_rss", "peak_rss", "file_rss", "shm_rss", "allocated", "reserved", "peak_allocated"),
-    *(
-        "driver_used",
-        "process_used",
-        "pinned_bytes",
-        "memfds",
-        "shared_maps",
-        "shared_bytes",
-        "shm_files",
-        "temp_files",
-    ),
-    "children",
+    *("driver_used", "process_used", "pinned_bytes", "memfds", "shared_maps", "shared_bytes", "shm_files"),
+    *("temp_files", "children"),
 }
 
 
@@ -119,3 +128,128 @@ def source(frame: pd.DataFrame) -> Source:
     if (frame["metric"] == "process_used").sum() == used:
         return Source("process_used", "process_used", {})
     return Source("driver_used", f"driver_used of the GPU, shared by {sharers} ranks", gpu_of)
+
+
+# -- one table to a file of six kinds ------------------------------------------------------------------------------------
+
+PROGRAMS = (".csv", ".parquet", ".json")
+SUFFIXES = (*PROGRAMS, ".md", ".tex", ".html")
+METADATA = b"lifecycle-kit.provenance"
+SCREEN = 40  # rows of a table in Markdown; a table in LaTeX that is longer breaks over pages
+WORDS = 50  # characters of a cell in LaTeX; a column with longer ones breaks its lines
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+PASSED = {True: "pass", False: "FAIL"}
+
+
+def export(
+    frame: pd.DataFrame,
+    provenance: Mapping[str, Any],
+    path: str | Path,
+    *,
+    units: Mapping[str, str] | None = None,
+    title: str = "",
+) -> Path:
+    """Write the table to `path`; its ending says how. The file is whole or not there.
+
+    `units` are the units of columns; ROW is the unit that the row's own column `unit` names.
+    """
+    target = Path(path).expanduser()
+    kind = target.suffix.lower()
+    if kind not in SUFFIXES:
+        raise BadInput(f"{target.name!r} has no known ending; allowed are {', '.join(SUFFIXES)}")
+    make_folder(target.parent)
+    if kind == ".parquet":
+        _write_parquet(frame, provenance, target)
+    elif kind in {".csv", ".json"}:
+        text = _guarded(frame).to_csv(index=False, lineterminator="\n") if kind == ".csv" else to_json(plain(frame))
+        write_text(target, text)
+        write_json(target.with_name(f"{target.name}.provenance.json"), provenance)
+    else:
+        table = readable(without_empty(frame), units or {})
+        write_text(target, _for_people(kind, table, provenance, title or target.stem, target.stem))
+    return target
+
+
+def plain(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows as JSON has them: null for a missing value."""
+    rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    return [{str(key): item for key, item in row.items()} for row in rows]
+
+
+def readable(frame: pd.DataFrame, units: Mapping[str, str]) -> pd.DataFrame:
+    """Every cell as people read it: numbers rounded, with their unit beside them and not in a column of its own."""
+    made = frame.astype(object)
+    for name in frame:
+        unit = units.get(str(name), "")
+        of_rows = frame["unit"] if unit == ROW else [unit] * len(frame)
+        made[name] = [_cell(str(name), item, of) for item, of in zip(frame[name].tolist(), of_rows, strict=True)]
+    made.attrs["right"] = [name in units or frame[name].dtype.kind in "if" for name in frame]
+    if ROW in units.values():
+        made.attrs["right"].pop(list(frame).index("unit"))
+        made = made.drop(columns="unit")
+    return made
+
+
+def _cell(name: str, item: Any, unit: str) -> str:
+    if item is None or item != item:  # noqa: PLR0124 - NaN is the one value that differs from itself
+        return "-" if name == "passed" or unit else ""
+    if isinstance(item, float):
+        item = item if item.is_integer() or abs(item) >= 1e6 else float(f"{item:.4g}")
+        return amount(item, unit) if unit or abs(item) < 1e6 else f"{item:.3f}"
+    return PASSED[item] if name == "passed" else str(item)
+
+
+def _guarded(frame: pd.DataFrame) -> pd.DataFrame:
+    texts = {
+        str(name): [f"'{item}" if isinstance(item, str) and item.startswith(FORMULA) else item for item in frame[name]]
+        for name in frame
+        if frame[name].dtype.kind not in "if"
+    }
+    if "unit" in texts:
+        texts["unit"] = ["none" if item in {"", "1"} else item for item in texts["unit"]]
+    return frame.assign(**texts)
+
+
+def _write_parquet(frame: pd.DataFrame, provenance: Mapping[str, Any], target: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pandas(frame, preserve_index=False)
+    table = table.replace_schema_metadata({**table.schema.metadata, METADATA: to_json(provenance).encode()})
+    with replacing(target) as temporary:
+        pq.write_table(table, temporary)
+
+
+def _for_people(kind: str, texts: pd.DataFrame, provenance: Mapping[str, Any], title: str, stem: str) -> str:
+    """Markdown, LaTeX (to be \\input; it needs booktabs, and longtable for a long table) or an HTML page; all escaped."""
+    import pandas as pd
+
+    about = to_json(provenance, indent=1)
+    if kind == ".html":
+        with pd.option_context("display.max_colwidth", None):
+            table = texts.to_html(index=False, border=0)
+        return (
+            f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title></head><body>\n'
+            f"{table}\n<footer><h2>Provenance</h2><pre>{html.escape(about)}</pre></footer>\n</body></html>\n"
+        )
+    right, texts = texts.attrs["right"], texts.replace("[\r\n]", " ", regex=True)
+    if kind == ".tex":
+        widths = [max(map(len, texts[name]), default=0) for name in texts]
+        table = texts.to_latex(
+            index=False,
+            escape=True,
+            longtable=len(texts) > SCREEN,
+            column_format="".join(
+                "r" if one else "l" if widest <= WORDS else r"p{0.4\linewidth}"
+                for one, widest in zip(right, widths, strict=True)
+            ),
+            caption=re.sub(r"([_&%#$])", r"\\\1", title),
+            label=f"tab:{re.sub(r'[^a-zA-Z0-9:.-]+', '-', stem)}",
+        )
+        return "\n".join([f"{table}% Provenance:", *(f"% {line}" for line in about.splitlines())]) + "\n"
+    shown = texts.head(SCREEN).replace(r"([\\|`*_<>\[\]])", r"\\\1", regex=True)
+    sides = ["right" if one else "left" for one in right]
+    table = shown.to_markdown(index=False, disable_numparse=True, colalign=sides)
+    left = f"\n{len(texts) - SCREEN} more rows; csv, html and tex have all of them.\n" if len(texts) > SCREEN else ""
+    comment = about.replace("--", "-\\u002d")  # as JSON has it too: nothing inside a comment may end it
+    return f"{table}\n{left}\n<!-- Provenance:\n{comment}\n-->\n"

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from kit.errors import BadInput
-from kit.results.files import read_json
+from kit.results.records import read_json
 from kit.results.units import amount, columns, table_html
-from kit.version import shipped
+from kit.target import shipped
 
 MET = {None: "", True: "met", False: "not met"}
 FOLDER = shipped("data/reference")

@@ -1,30 +1,30 @@
-"""Records: what a run measured, one JSON object per line, appended as it happens. The one schema and the one writer.
+"""Records: what a run measured, one JSON object per line, appended as it happens. The one schema and the one writer. And files of JSON.
 
-`value` is null if nothing was measured; NaN and the infinities are the words "NaN", "Infinity" and
-"-Infinity", so that every line is strict JSON. A writer that dies leaves at most one torn line; where several
-processes append to one file, others may follow it. Readers drop lines that are no records and say how many.
+JSON has no NaN and no infinity: such numbers are written as the words "NaN", "Infinity" and "-Infinity" (Python's float() and
+JavaScript's Number() both read them), so that all is strict JSON; null means that there is no value. A writer that dies leaves at most
+one torn line; where several processes append to one file, others may follow it. Readers drop lines that are no records and count them.
+Other files are complete or absent: a temporary beside the target, then a rename.
 
 Ranks import this: it needs the standard library only. Tables are made in `kit.results.frames`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import operator
 import os
 import re
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from pathlib import Path
+from types import TracebackType
+from typing import Any, SupportsIndex
 
 from kit.errors import BadInput, KitError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-    from types import TracebackType
 
 TYPES = {
     "run": "str",
@@ -90,12 +90,8 @@ class Record:
         row = {name: getattr(self, name) for name in REQUIRED}
         if self.value is not None:
             row["value"] = spell(float(self.value))
-        if self.text:
-            row["text"] = self.text
-        if self.ids:
-            row["ids"] = checked_ids(self.ids)
-        if self.start is not None:
-            row["start"] = self.start
+        optional = {"text": self.text, "ids": checked_ids(self.ids), "start": self.start}
+        row |= {name: one for name, one in optional.items() if one or one == 0}
         return json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
 
 
@@ -167,12 +163,8 @@ def new_row(
     ids: Mapping[str, str | SupportsIndex] | None = None,
 ) -> dict[str, Any]:
     """What a record has beside run, lab, cycle, phase and rank; an empty text, id or start takes no room."""
-    row: dict[str, Any] = {
-        "metric": metric,
-        "value": None if value is None else float(value),
-        "unit": unit,
-        "time": when,
-    }
+    number = None if value is None else float(value)
+    row: dict[str, Any] = {"metric": metric, "value": number, "unit": unit, "time": when}
     optional = {"text": text, "ids": checked_ids(ids or {}), "start": start}
     return row | {name: one for name, one in optional.items() if one or one == 0}
 
@@ -379,3 +371,92 @@ def _ids(column: list[Any]) -> list[Any]:
         raise TypeError("an id must be a text or a whole number")
     _wholes([value for value in values if type(value) is int])
     return column
+
+
+# -- files of JSON that are either complete or absent --------------------------------------------------------------------
+
+ROOM = f"{' ' * 512}\n"
+
+
+def spelled(value: Any) -> Any:
+    if isinstance(value, float):
+        return spell(value)
+    if isinstance(value, Mapping):
+        return {key: spelled(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [spelled(item) for item in value]
+    return value
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    return json.dumps(spelled(value), ensure_ascii=False, allow_nan=False, indent=indent)
+
+
+def make_folder(folder: Path) -> None:
+    """The one rule for missing folders, wherever a person names a file or a folder: they are made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"cannot make the folder {folder}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; it is renamed to `path` when the block succeeds, and removed when it fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
+    try:
+        try:
+            yield temporary
+            temporary.replace(path)
+        except OSError as error:
+            raise KitError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):  # already renamed, or the folder itself is out of reach: nothing to remove
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with replacing(
+        path
+    ) as temporary:  # half a character, as in an odd file name, is spelled out, which JSON reads back
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, to_json(value, indent=1) + "\n")
+
+
+def rewrite_json(path: Path, value: Any) -> None:
+    """Replace a file, and leave some room in it: on a full disk or in a read-only folder the new text is written over the old."""
+    try:
+        write_text(path, to_json(value, indent=1) + ROOM)
+    except KitError:
+        data = to_json(value).encode(errors="backslashreplace")
+        if not path.is_file() or len(data) > path.stat().st_size:
+            raise
+        with path.open("r+b", buffering=0) as file:
+            file.write(data.ljust(path.stat().st_size))
+
+
+def read_json(path: Path) -> Any:
+    """The file's JSON; a file that is missing or damaged is a `BadInput` that names it."""
+    try:
+        return loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInput(f"there is no file {path}") from None
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror or error}") from error
+    except RecursionError:
+        raise BadInput(f"{path} is damaged: its brackets are nested too deeply") from None
+    except ValueError as error:
+        raise BadInput(f"{path} is damaged: it is not valid JSON ({error})") from error
+
+
+def loads(text: str) -> Any:
+    """JSON in which every number fits into a float; its texts come without what a terminal would obey."""
+    return without_escapes(json.loads(text, parse_float=finite, parse_int=_whole), text)
+
+
+def _whole(digits: str) -> int:
+    finite(digits)
+    return int(digits)

@@ -1,14 +1,12 @@
 """A run: a folder with `run.json`, `records*.jsonl`, `verdict.json` and `logs/rankN.log`.
 
-`create_run` makes one. `Run` reads one, whole or cut off by a kill, and follows it while it grows. Its records are a pandas table, in which
-a null value is NaN and ids are JSON text. The checks of its lab and the
-plotter come from the caller, since this room knows neither labs nor views.
+`create_run` makes one. `Run` reads one, whole or cut off by a kill, and follows it while it grows. Its records are a pandas table: a null
+value is NaN, ids are JSON text. The checks of its lab and the plotter come from the caller, since this room knows neither labs nor views.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -21,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput, KitError
 from kit.machine import is_gone, owner
-from kit.results.exports import export
-from kit.results.files import read_json, rewrite_json, write_json
+from kit.results.frames import export
 from kit.results.records import (
     COLUMNS,
     MISSING,
@@ -35,7 +32,10 @@ from kit.results.records import (
     note,
     parse,
     read_bytes,
+    read_json,
+    rewrite_json,
     utc,
+    write_json,
 )
 from kit.results.units import ROW
 from kit.results.verdict import (
@@ -49,7 +49,7 @@ from kit.results.verdict import (
     read_verdict,
     suspect_in,
 )
-from kit.version import kit_version
+from kit.target import kit_version
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -284,9 +284,8 @@ def memory_snapshots(run: Run) -> str:
 def list_runs(folder: str | Path) -> list[Path]:
     """The run folders inside `folder`, and inside its sweeps, the one whose run.json changed last first."""
     root = Path(folder).expanduser()
-    files = itertools.chain(
-        root.glob("*/run.json"), *(path.parent.glob("*/run.json") for path in root.glob(f"*/{INDEX}"))
-    )
+    sweeps = [path.parent for path in root.glob(f"*/{INDEX}")]
+    files = [path for folder in (root, *sweeps) for path in folder.glob("*/run.json")]
     found = [(path.stat().st_mtime_ns, path.parent) for path in files]
     return [parent for _, parent in sorted(found, reverse=True)]
 
@@ -353,16 +352,12 @@ def frame_of(columns: Columns) -> pd.DataFrame:
         if not any(value or value == 0 for value in columns[name]):
             table[name] = empty
         elif name == "ids":
-            table[name] = [_spelled(ids) for ids in columns[name]]
+            table[name] = [_encode(ids) if ids else "" for ids in columns[name]]
     return pd.DataFrame({name: pd.Series(table[name], dtype=TYPES[name], index=index) for name in COLUMNS})
 
 
+# Sorted keys: the same ids are the same text.
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
-
-
-def _spelled(ids: Mapping[str, str | int]) -> str:
-    """JSON with sorted keys, empty where there are none: the same ids are the same text."""
-    return _encode(ids) if ids else ""
 
 
 KNOWN_BY = 256  # bytes before the last position, by which a file is recognised as the one that was read

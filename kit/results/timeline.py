@@ -18,8 +18,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from kit.errors import BadInput
-from kit.results.files import make_folder, to_json, write_text
-from kit.results.records import rank_name
+from kit.results.records import make_folder, rank_name, to_json, write_text
 from kit.results.run import Run
 from kit.results.verdict import Verdict, tally
 
@@ -122,12 +121,8 @@ def write_junit(runs: Sequence[tuple[Run, Verdict]], path: Path) -> Path:
         if run.status != "finished":
             case = ET.SubElement(suite, "testcase", classname=run.lab, name="run")
             ET.SubElement(case, "error", message=NOT_XML.sub("", "; ".join(run.notes)))
-        for count, kind in (
-            ("tests", "testcase"),
-            ("failures", "failure"),
-            ("errors", "error"),
-            ("skipped", "skipped"),
-        ):
+        counts = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
+        for count, kind in counts.items():
             suite.set(count, str(len(suite.findall(f".//{kind}"))))
         ET.SubElement(suite, "system-out").text = f"{tally(rows)}; {run.dir}"
     ET.indent(top)

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from kit.errors import BadInput, KitError, hint
-from kit.results.files import make_folder, read_json, spelled, write_json
-from kit.results.records import WORDS
+from kit.results.records import WORDS, make_folder, read_json, spelled, write_json
 from kit.results.units import ROW, amount, columns, table_html, unit_word
 
 if TYPE_CHECKING:
@@ -187,7 +186,9 @@ def _ask(
     except Exception as error:  # noqa: BLE001 - checks may be anybody's, records too, and one must not hide the answers of the others
         raised = f"{type(error).__name__}: {error}"
         if whole and not lacks:
-            return Measured(None, f"the check raised {raised} {place(error)}", failed=True)
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"at {last.filename.rpartition('/')[2]}:{last.lineno}"
+            return Measured(None, f"the check raised {raised} {where}", failed=True)
         found = Measured(None, f"the records of this run lack what the check needs ({raised})")
     if not lacks:
         return found
@@ -199,11 +200,6 @@ def _ask(
 
 def _lacking(what: str, suspect: str) -> Measured:
     return Measured(None, f"{what}; {suspect} may have kept them away" if suspect else what, failed=bool(suspect))
-
-
-def place(error: Exception) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"at {last.filename.rpartition('/')[2]}:{last.lineno}"
 
 
 def _worst_of(check: Check, rows: Sequence[VerdictRow], limit: float) -> VerdictRow:
@@ -363,7 +359,7 @@ class Verdict(tuple[VerdictRow, ...]):
 
     def save(self, path: str | Path) -> Path:
         """Write the rows to .csv, .parquet, .md, .tex, .html or .json."""
-        from kit.results.exports import export
+        from kit.results.frames import export
 
         return export(self.frame(), {}, path, units=UNITS, title=self.summary())
 
@@ -459,9 +455,8 @@ def load_tolerances(path: Path) -> dict[str, float]:
     data = read_json(path)
     if not isinstance(data, dict):
         raise BadInput(f'{path} holds no tolerance set; it must be one JSON object like {{"drift_mib": 50}}')
-    return checked_tolerances(
-        {name: WORDS.get(value, value) if isinstance(value, str) else value for name, value in data.items()}
-    )
+    texts = {name: WORDS.get(value, value) for name, value in data.items() if isinstance(value, str)}
+    return checked_tolerances({**data, **texts})
 
 
 def save_tolerances(path: Path, tolerances: Mapping[str, float]) -> None:

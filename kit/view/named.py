@@ -15,8 +15,8 @@ from kit.draw.plots import OVERVIEW, Album, Picture, Table, WhatIf
 from kit.errors import BadInput, hint
 from kit.labs.discover import pictures_of
 from kit.results import Run, compare
-from kit.results.comparison import UNITS, compact, told
-from kit.results.exports import PROGRAMS, export
+from kit.results.comparison import UNITS, compact, informative
+from kit.results.frames import PROGRAMS, export
 from kit.results.units import ROW
 from kit.results.verdict import UNITS as VERDICT_UNITS
 
@@ -58,7 +58,7 @@ def save_table(runs: Sequence[Run], name: str, path: str | Path) -> Path:
     about = runs[0].about() if len(runs) == 1 else {"runs": [run.about() for run in runs]}
     title = f"{name.capitalize()} of {', '.join(run.id for run in runs)}"
     if name == "compare":
-        table = told(compare(runs))
+        table = informative(compare(runs))
         shown = table if Path(path).suffix.lower() in PROGRAMS else compact(table)
         return export(shown, about, path, units=UNITS, title=title)
     if name == "records":

@@ -27,9 +27,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from kit.errors import BadInput, KitError, hint
 from kit.results import runs_dir
-from kit.results.files import make_folder, write_text
+from kit.results.records import make_folder, write_text
 from kit.results.run import unique
-from kit.version import shipped
+from kit.target import shipped
 
 SUFFIXES = (".ipynb", ".html")
 KINDS = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "tuple": list, "dict": dict}

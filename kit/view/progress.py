@@ -1,4 +1,4 @@
-"""Progress while ranks work: their lines marked by rank, and a bar after two seconds.
+"""Who looks on while ranks work: their lines marked by rank and a bar after two seconds; and what a panel follows.
 
 A bar names the phase, who has answered and who has not. In a terminal it is the last line, rewritten in place; in
 Jupyter it is one display, updated. Outside both there is no bar, since a log keeps every line.
@@ -7,13 +7,23 @@ Everything happens in the thread of the call: there is no timer, so a bar moves 
 
 from __future__ import annotations
 
+import contextlib
 import html
 import shutil
+import statistics
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
+from kit.errors import KitError, RankDied, RankError, RankTimeout
+from kit.labs.definition import working
+from kit.labs.lab import Lab
+from kit.labs.stepped import Stepped
+from kit.results import Run
 from kit.results.records import STEP_LINE
 
 AFTER_S = 2.0  # work that is done sooner needs no bar
@@ -147,3 +157,235 @@ class Progress:
             f"{self._recorded} records so far" if self._recorded else "",
             f"{elapsed:.0f} s",
         ]
+
+
+# -- what a panel follows, in the thread of the call: how far each phase and rank is, what was printed, time left ------
+
+LOG_LINES = 2000
+
+
+class PhaseState(NamedTuple):
+    """One phase of the plan on every rank. `began` is time.monotonic() of its start while it runs."""
+
+    cycle: int
+    phase: str
+    status: str  # to do, next, running, done, failed
+    ranks: tuple[str, ...]  # waiting, running, done, failed; absent: no work for this rank
+    seconds: tuple[float | None, ...]
+    began: float | None = None
+
+
+def marks(ranks: int, working: Collection[int], state: str) -> tuple[str, ...]:
+    return tuple(state if rank in working else "absent" for rank in range(ranks))
+
+
+class Failure(NamedTuple):
+    """What ended a run. `ranks` are those that are to blame, `detail` a traceback or what ranks were doing."""
+
+    kind: str  # raised, died, timeout, stopped, error
+    message: str
+    ranks: tuple[int, ...]
+    phase: str
+    detail: str
+
+
+class RunProgress(NamedTuple):
+    """Phases, and seconds; `left` is None where nothing is known of what is to come."""
+
+    done: int = 0
+    total: int = 0
+    elapsed: float = 0.0
+    left: float | None = None
+
+
+class Watch:
+    """An observer of one lab after another. `stop` is asked at every tick: once it is set, the call is interrupted."""
+
+    def __init__(self, stop: threading.Event, flush: Callable[[], None], every_s: float) -> None:
+        self._stop = stop
+        self._flush = flush
+        self._every_s = every_s
+        self._log: deque[tuple[int, str]] = deque(maxlen=LOG_LINES)
+        self._lab: Lab | None = None
+        self._phases: list[PhaseState] = []
+        self.done = 0
+        self._all = False
+        self._answered: list[int] = []
+        self._interrupted = False
+        self._took: dict[str, list[float]] = defaultdict(list)  # seconds of this run by phase, as a person waits
+        self._began: float | None = None
+        self._elapsed = 0.0
+        self._flushed = 0.0
+        self.phase = ""
+        self.stacks: dict[int, str] = {}
+        self.grew = False
+
+    # -- called by the controller ------------------------------------------------------------------------------------
+
+    def take(self, lab: Lab) -> None:
+        self._lab = lab
+        ranks = lab.config.ranks
+        known: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
+        if lab.started:
+            frame = Run(lab.dir).frame()
+            rows = frame[frame["metric"] == "seconds"]
+            for cycle, phase, rank, value in rows[["cycle", "phase", "rank", "value"]].to_numpy().tolist():
+                known[cycle, phase][rank] = value
+        self._phases = [
+            PhaseState(
+                row.cycle,
+                row.phase,
+                row.status,
+                marks(ranks, working(step, lab.roles), "done" if row.status == "done" else "waiting"),
+                tuple(known[row.cycle, row.phase].get(rank) for rank in range(ranks)),
+            )
+            for row, step in zip(lab.phases, lab.steps, strict=True)
+        ]
+        self.done = sum(state.status == "done" for state in self._phases)
+        self._took.clear()
+        self._log.clear()
+        self.phase = ""
+
+    def begin(self, *, all_of_it: bool) -> None:
+        self._began = time.monotonic()
+        self._interrupted = False
+        self._all = all_of_it
+        self.stacks = {}
+
+    def stepped(self, stepped: Stepped, seconds: float) -> None:
+        self._took[stepped.phase].append(seconds)
+        before = self._phases[self.done].ranks
+        done = tuple("absent" if mark == "absent" else "done" for mark in before)
+        known = {record.rank: record.value for record in stepped.records if record.metric == "seconds"}
+        seconds_by_rank = tuple(known.get(rank) for rank in range(len(before)))
+        self._set(status="done", ranks=done, seconds=seconds_by_rank, began=None)
+        self.done += 1
+        if self.left:
+            self._set(status="next")
+        self.grew = True
+        self._tell()
+
+    def failed(self, failure: Failure) -> None:
+        """Who is to blame is marked; who only waited is not."""
+        if self.left:
+            state = self._phases[self.done]
+            done = self._answered if failure.kind == "timeout" else ()  # else an answer may be that of a victim
+            after = [mark if mark == "absent" else "waiting" for mark in state.ranks]
+            for mark, ranks in (("done", done), ("failed", failure.ranks)):
+                for rank in ranks:
+                    after[rank] = mark
+            self._set(status="failed", ranks=tuple(after), began=None)
+        self.grew = True
+
+    def rest(self) -> None:
+        self._elapsed = self._since()
+        self._began = None
+        self.phase = ""
+
+    @property
+    def left(self) -> int:
+        return len(self._phases) - self.done
+
+    def words(self) -> str:
+        following = f"next is {self._phases[self.done].phase}" if self.left else "all phases are done"
+        if not self.done:
+            return f"ranks are ready; {following}"
+        done = self._phases[self.done - 1]
+        return f"{done.phase} of cycle {done.cycle} is done ({self.done} of {len(self._phases)}); {following}"
+
+    def seen(self) -> tuple[tuple[PhaseState, ...], RunProgress, tuple[tuple[int, str], ...]]:
+        progress = RunProgress(self.done, len(self._phases), self._since(), self._time_left())
+        return tuple(self._phases), progress, tuple(self._log)
+
+    # -- called by the World ------------------------------------------------------------------------------------------
+
+    def started(self, phase: str, ranks: Sequence[int]) -> None:
+        self._answered = []
+        self.phase = phase
+        if self.left and self._phases[self.done].phase == phase:
+            running = marks(len(self._phases[self.done].ranks), ranks, "running")
+            self._set(status="running", ranks=running, began=time.monotonic())
+        self._tell()
+
+    def output(self, rank: int, text: str) -> None:
+        self._log.extend((rank, line) for line in text.split("\n"))
+        self._tell()
+
+    def tick(self, answered: Sequence[int]) -> None:
+        # Ranks answer an interrupt too, which does not mean that they finished the phase.
+        if list(answered) != self._answered and not self._interrupted:
+            self._answered = list(answered)
+            if self.left and self._phases[self.done].status == "running":
+                before = self._phases[self.done].ranks
+                after = tuple("done" if rank in self._answered else mark for rank, mark in enumerate(before))
+                self._set(ranks=after)
+        if self._stop.is_set() and not self._interrupted:
+            self._interrupted = True  # ranks have a time of their own to stop in, with ticks of its own
+            if self._lab is not None and self._lab.started:  # what ranks that have not answered are doing
+                with contextlib.suppress(KitError, OSError):
+                    stacks = self._lab.world.stacks()
+                    self.stacks = {rank: stack for rank, stack in stacks.items() if rank not in self._answered}
+            raise KeyboardInterrupt(f"by hand, in phase {self.phase!r}")
+        self._tell()
+
+    def recorded(self, count: int) -> None:  # noqa: ARG002 - that there are more is enough
+        """Records reached the run's folder while their phase lasts."""
+        self.grew = True
+
+    def ended(self) -> None: ...
+
+    # -- how -------------------------------------------------------------------------------------------------------------
+
+    def _set(self, **changes: Any) -> None:
+        self._phases[self.done] = self._phases[self.done]._replace(**changes)
+
+    def _tell(self) -> None:
+        now = time.monotonic()
+        if now - self._flushed >= self._every_s:
+            self._flushed = now
+            self._flush()
+
+    def _since(self) -> float:
+        return self._elapsed if self._began is None else time.monotonic() - self._began
+
+    def _time_left(self) -> float | None:
+        """From what the same phases took before in this run; for phases that are new, from the others."""
+        ahead = [state.phase for state in self._phases[self.done :]][: None if self._all else 1]
+        if not ahead or self._began is None:
+            return 0.0
+        late = self.done > len(self._phases) / 2  # by then what is new is like what was before
+        if not self._took or not (late or any(name in self._took for name in ahead)):
+            return None
+        usual = statistics.median(seconds for all_of_it in self._took.values() for seconds in all_of_it)
+        each = [statistics.median(self._took[name]) if name in self._took else usual for name in ahead]
+        state = self._phases[self.done]
+        passed = 0.0 if state.began is None else time.monotonic() - state.began
+        return max(0.0, each[0] - passed) + sum(each[1:])
+
+
+def failure_of(error: BaseException, stacks: dict[int, str], phase: str, done: str) -> Failure:
+    """An error as a panel shows it. Ranks that only waited for others are not among the blamed."""
+    message, _, rest = str(error).partition("\n")
+    where = getattr(error, "phase", phase)
+    kind, ranks = "error", tuple[int, ...]()
+    if isinstance(error, RankError):
+        kind, ranks, rest = "raised", () if error.victim else error.ranks, error.traceback
+    elif isinstance(error, RankDied):
+        kind, ranks = "died", (error.rank,) if error.rank >= 0 else ()
+    elif isinstance(error, RankTimeout):
+        kind, ranks, rest = "timeout", error.culprits, by_rank(error.stacks)
+    elif isinstance(error, KeyboardInterrupt):
+        # Who did not heed the interrupt is in the detail only: ranks that waited for the one that hung cannot heed it either.
+        kind, rest = "stopped", joined(by_rank(stacks), message)
+        message = f"stopped{f' in phase {phase!r}' if phase else ''}: {done}"
+    elif not isinstance(error, KitError):
+        message, rest = f"{type(error).__name__}: {message}", "".join(traceback.format_exception(error))
+    return Failure(kind, message, ranks, where, joined(rest, *getattr(error, "__notes__", ())))
+
+
+def by_rank(stacks: dict[int, str]) -> str:
+    return "\n".join(f"rank {rank}:\n{stack.rstrip()}" for rank, stack in sorted(stacks.items()))
+
+
+def joined(*parts: str) -> str:
+    return "\n".join(part.rstrip() for part in parts if part)

@@ -20,17 +20,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
 import kit
-from kit.draw.against import plot_against
+from kit.draw.general import plot_against
 from kit.draw.plots import Album, Picture
 from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.labs.discover import checks_of
 from kit.results import Check, NotMeasured, Run, Verdict, VerdictRow, compare, trace
 from kit.results.comparison import changed, compact, differing, in_words, settings, warnings
-from kit.results.exports import readable
-from kit.results.files import make_folder, to_json, write_text
+from kit.results.frames import readable
 from kit.results.recorded import machine
-from kit.results.records import ESCAPES, PATTERN
+from kit.results.records import ESCAPES, PATTERN, make_folder, to_json, write_text
 from kit.results.run import memory_snapshots
 from kit.results.units import ROW, amount
 from kit.results.verdict import MARKS, SIGNS, cells, folded, tally, without_parts, worst_first
@@ -205,15 +204,13 @@ def answers(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
     asked = {check.name: check for check in checks_of(run.lab)}
     made: list[dict[str, Any]] = []
     for group in folded(without_parts(verdict)):
-        row, check = group[0], asked.get(group[0].check)
-        if len(group) > 1:
-            made.append({**cells_of(group), "question": "", "better": "", "moved": "", "parts": []})
-            continue
-        parts = [part for part in verdict if part.check.startswith(f"{row.check}/")]
+        row, alone = group[0], len(group) == 1
+        check = asked.get(row.check) if alone else None
         own = own_limit(check, run, row.limit) if check else row.limit
+        parts = [part for part in verdict if alone and part.check.startswith(f"{row.check}/")]
         made.append(
             {
-                **cells_of([row]),
+                **cells_of(group),
                 "question": check.question if check else "",
                 "better": SIGNS[check.better] if check else "",
                 "moved": f"moved: the lab's own is {amount(own, row.unit)}" if own != row.limit else "",
@@ -300,10 +297,8 @@ def data_uri(picture: Picture) -> str:
 
 
 def logs(run: Run) -> list[tuple[str, str]]:
-    files = [
-        run.dir / "logs" / "error.txt",
-        *sorted(run.dir.glob("logs/rank*.log"), key=lambda path: (len(path.name), path.name)),
-    ]
+    ranks = sorted(run.dir.glob("logs/rank*.log"), key=lambda path: (len(path.name), path.name))
+    files = [run.dir / "logs" / "error.txt", *ranks]
     return [(path.name, text) for path in files if path.is_file() and (text := tail(path))]
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from kit import machine
-from kit.world import leftovers, processes
+from kit.world import leftovers
 from kit.world.channel import ChannelClosed, Link, Message, connect
 
 ENTRY = Path(__file__).with_name("agent.py")
@@ -106,8 +106,8 @@ class Node:
     def on_kill(self) -> None:
         """SIGKILL this node's ranks and all that they started."""
         for pid, started in self.ranks.values():
-            processes.kill(pid, started, group=True)
-        if not processes.end_children() and (value := os.environ.get(machine.MARK)):
+            leftovers.kill(pid, started, group=True)
+        if not leftovers.end_children() and (value := os.environ.get(machine.MARK)):
             leftovers.end_carriers(value.__eq__, spare=os.getpid())
 
     def on_log(self, rank: int, offset: int, limit: int) -> str:
@@ -115,7 +115,7 @@ class Node:
 
     def on_describe(self, rank: int) -> str:
         pid, started = self.ranks[rank]
-        return processes.describe(pid, started, self.folder / f"stack{rank}")
+        return leftovers.describe(pid, started, self.folder / f"stack{rank}")
 
 
 def known_status(child: multiprocessing.process.BaseProcess) -> int | None:
@@ -170,7 +170,7 @@ def reap() -> None:
     """Once a second: a zombie counts against the limit on processes."""
     while True:
         time.sleep(1.0)
-        processes.reap_orphans()
+        leftovers.reap_orphans()
 
 
 def plain_logging() -> None:
@@ -195,7 +195,7 @@ def main() -> None:
     options = parser.parse_args()
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)  # so that the end takes only what was started here
-    processes.adopt_orphans()
+    leftovers.adopt_orphans()
     folder = options.folder
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="kit-node-"))

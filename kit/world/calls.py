@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kit.errors import Cancelled, KitError, RankDied, RankError, RankTimeout
-from kit.world.channel import ChannelClosed, Malformed, Message, readable
+from kit.errors import Cancelled, KitError, RankDied, RankError, RankTimeout, ending, signal_name
+from kit.world.channel import ChannelClosed, Malformed, Member, Message, readable
 from kit.world.crew import Crew
-from kit.world.members import Member, ending, signal_name
-from kit.world.stacks import users_part
+from kit.world.execute import users_part
 
 SHOWN_BYTES = 256 * 1024  # of one rank's output in one call; the rest is in its log
 ABANDONED_S = 0.5  # after a failure: how long ranks that only wait for the failed one are waited for
@@ -106,7 +105,8 @@ class Call:
         elif self.failed_at is not None:
             self.suspicious = self.suspicious or time.monotonic()
             if time.monotonic() - self.suspicious > ABANDONED_S:
-                if self._all_wait():
+                waiting, seen = self.waiting(), looks(self.waiting())
+                if all(member.rank in seen and seen[member.rank].waiting for member in waiting):
                     self._settle(self._failure())
                 self.suspicious = None
 
@@ -197,10 +197,6 @@ class Call:
             refused=self.answers[first]["refused"],
         )
 
-    def _all_wait(self) -> bool:
-        seen = looks(self.waiting())
-        return all(member.rank in seen and seen[member.rank].waiting for member in self.waiting())
-
     def timeout(self, seconds: float) -> RankTimeout:
         """Who did not answer in time, and who of them the others wait for."""
         silent = self.waiting()
@@ -213,19 +209,13 @@ class Call:
             lines.append(f"{ranks_word(sorted(self.order))} answered")
         for member in silent:
             mark = " (culprit)" if member.rank in culprits else " (waiting)"
-            lines += [
-                f"rank {member.rank}, pid {member.pid}, phase {phases[member.rank]!r}{mark}:",
-                stacks[member.rank].rstrip(),
-            ]
+            lines.append(f"rank {member.rank}, pid {member.pid}, phase {phases[member.rank]!r}{mark}:")
+            lines.append(stacks[member.rank].rstrip())
         lines.append(
             f"The ranks keep running; the World is usable again once they answer; %ranks stacks looks again{AGAIN}"
         )
         return RankTimeout(
-            "\n".join(lines),
-            phase=self.phase,
-            ranks=tuple(m.rank for m in silent),
-            culprits=culprits,
-            stacks=stacks,
+            "\n".join(lines), phase=self.phase, ranks=tuple(m.rank for m in silent), culprits=culprits, stacks=stacks
         )
 
 
@@ -269,7 +259,6 @@ def death(crew: Crew, member: Member, status: int | None, phase: str, answer: Me
 class Look:
     """What a rank's side thread says of its main thread. `progress` counts the collectives it entered, by group."""
 
-    busy: bool
     phase: str
     stack: str
     waiting: bool

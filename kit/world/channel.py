@@ -18,6 +18,7 @@ import hmac
 import json
 import secrets
 import select
+import signal
 import socket
 import struct
 import threading
@@ -264,7 +265,10 @@ class Listener:
                 continue
             del self._strangers[fd]
             if verdict:
-                links.append(self._admit(stranger))
+                mine, theirs = stranger.nonce, bytes(stranger.data[:NONCE])
+                stranger.sock.setblocking(True)
+                stranger.sock.sendall(proof(self._key, b"listener", mine, theirs))
+                links.append(Link(stranger.sock, proof(self._key, b"session", mine, theirs), caller=False))
             else:
                 stranger.sock.close()
         return links
@@ -304,12 +308,6 @@ class Listener:
         mine, theirs = stranger.nonce, bytes(stranger.data[:NONCE])
         return hmac.compare_digest(bytes(stranger.data[NONCE:]), proof(self._key, b"caller", mine, theirs))
 
-    def _admit(self, stranger: Stranger) -> Link:
-        mine, theirs = stranger.nonce, bytes(stranger.data[:NONCE])
-        stranger.sock.setblocking(True)
-        stranger.sock.sendall(proof(self._key, b"listener", mine, theirs))
-        return Link(stranger.sock, proof(self._key, b"session", mine, theirs), caller=False)
-
     def close(self, *, forked: bool = False) -> None:
         """`forked`: only this process's copy; the other one listens on."""
         for stranger in self._strangers.values():
@@ -318,3 +316,85 @@ class Listener:
         self._sock.close()
         if "/" in self.address and not forked:
             Path(self.address).unlink(missing_ok=True)
+
+
+# -- who is at the ends of a World's links ----------------------------------------------------------------------------
+
+
+HELLO = ("rank", "node", "pid", "started", "device", "why", "host", "seat")  # what a rank says of itself
+MALFORMED = (Malformed, KeyError, TypeError, ValueError)  # what a message of an unknown kind leads to
+
+
+def check_node(hello: Message, nodes: int) -> int:
+    """The number of the machine that an agent reports for."""
+    node = hello["node"]
+    if type(node) is not int or not 0 <= node < nodes or type(hello["pid"]) is not int:
+        raise Malformed(f"node {node!r}, pid {hello['pid']!r}")
+    return node
+
+
+def check_rank(hello: Message, numbers: range) -> int:
+    """The number of a rank that reports."""
+    known = {name: hello[name] for name in HELLO}
+    whole = all(type(known[name]) is int for name in HELLO[:4])
+    if not whole or known["rank"] not in numbers or hello["role"] not in {"work", "watch"}:
+        raise Malformed(f"role {hello['role']!r}, {known}")
+    return int(known["rank"])
+
+
+def malformed(who: str, error: Exception) -> KitError:
+    return KitError(
+        f"{who} sent a malformed message ({type(error).__name__}: {error}); is it the same version of the kit?"
+    )
+
+
+@dataclass(slots=True)
+class Member:
+    """One rank as the notebook knows it."""
+
+    rank: int
+    node: int
+    pid: int
+    started: int
+    device: str
+    why: str
+    host: str
+    work: Link
+    watch: Link
+    seat: int | None
+    phase: str = "idle"
+    call: Any = None  # the `kit.world.calls.Call` that it has not answered
+    since: float = 0.0
+    log: int = 0  # how much of its log was shown
+    asked: bool = False  # for news, and has not answered
+    news: list[str] = field(default_factory=list)  # what it reported, not handed on yet
+
+    @property
+    def busy(self) -> bool:
+        return self.call is not None
+
+
+@dataclass(slots=True)
+class Exit:
+    """How a rank's process ended, as its node's agent saw it. `at` orders the ends on one node."""
+
+    rank: int
+    status: int | None  # None: not seen; torchrun's own account follows
+    at: float
+
+    @property
+    def victim(self) -> bool:
+        """torchrun ends the others with SIGTERM when one has failed."""
+        return self.status == -signal.SIGTERM
+
+
+@dataclass(slots=True)
+class AgentEnd:
+    """One node's agent: its link and, on this machine, its process."""
+
+    node: int
+    link: Link
+    ended: int = -1  # the last generation whose ranks torchrun has seen the end of
+    error: str = ""  # what torchrun said of it
+    statuses: dict[int, int] = field(default_factory=dict)
+    answers: dict[int, Any] = field(default_factory=dict)

@@ -8,45 +8,36 @@ import secrets
 import shutil
 import subprocess
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kit import machine
-from kit.errors import KitError, RankDied, RankError
-from kit.world import leftovers, processes
+from kit.errors import KitError, RankDied, RankError, ending, signal_name
+from kit.world import leftovers
 from kit.world.agentside import read_log
-from kit.world.channel import ChannelClosed, Link, Listener, Message, readable
-from kit.world.members import (
+from kit.world.asked import CREWS, Plan
+from kit.world.channel import (
     HELLO,
     MALFORMED,
     AgentEnd,
+    ChannelClosed,
     Exit,
-    InFlight,
+    Link,
+    Listener,
     Member,
-    Plan,
+    Message,
     check_node,
     check_rank,
-    ending,
     malformed,
-    signal_name,
+    readable,
 )
 
 AGENT = Path(__file__).with_name("agent.py")
 SENDING_S = 10
 # Settings of the notebook's process that would mislead the ranks: its plotting backend, and a job it may itself be part of.
-NOT_INHERITED = {
-    "MPLBACKEND",
-    "PYTHONHOME",
-    "KIT_RANK",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-}
+NOT_INHERITED = {"MPLBACKEND", "PYTHONHOME"}
+NOT_INHERITED |= {"KIT_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 class Crew:
@@ -147,7 +138,8 @@ class Crew:
         for rank in sorted(joined):
             (watch, _), (work, hello) = joined[rank]["watch"], joined[rank]["work"]
             member = Member(**{name: hello[name] for name in HELLO}, work=work, watch=watch)
-            member.log = self._log_size(member)
+            log = self.logs / f"rank{member.rank}.log"
+            member.log = log.stat().st_size if member.node == 0 and log.exists() else 0
             for link in (work, watch):
                 link.limit_sending(SENDING_S)  # sending to a stopped rank must not stop us
             self.members.append(member)
@@ -225,22 +217,18 @@ class Crew:
                 return
             (hello,) = messages
             if hello["role"] == "agent":
-                self.agents[check_node(hello, self.plan)] = AgentEnd(hello["node"], link, hello["pid"])
+                self.agents[check_node(hello, self.plan.nodes)] = AgentEnd(hello["node"], link)
             else:
-                self._joined.setdefault(check_rank(hello, self.plan), {})[hello["role"]] = (link, hello)
+                self._joined.setdefault(check_rank(hello, self.plan.numbers), {})[hello["role"]] = (link, hello)
         except ChannelClosed:
             link.close()  # it ended; its agent tells how
         except MALFORMED as error:
             raise malformed(f"rank {hello['rank']}" if "rank" in hello else "a process of this World", error) from error
         self._unnamed.remove(link)
-        if "failed" in hello:
-            self._start_failed(hello)
-
-    def _start_failed(self, hello: Message) -> None:
-        failed = hello["failed"]
-        text = f"rank {hello['rank']} could not start: {failed['error']}\n{failed['traceback']}"
-        self.kill()
-        raise RankError(text, rank=hello["rank"], phase="start", traceback=failed["traceback"])
+        if failed := hello.get("failed"):
+            text = f"rank {hello['rank']} could not start: {failed['error']}\n{failed['traceback']}"
+            self.kill()
+            raise RankError(text, rank=hello["rank"], phase="start", traceback=failed["traceback"])
 
     def _check_start(self, what: str) -> None:
         if self._process is not None and self._process.poll() is not None:
@@ -333,7 +321,7 @@ class Crew:
             for rank in gone:
                 call.lost(rank)
 
-    def calls(self) -> list[InFlight]:
+    def calls(self) -> list[Any]:
         """The calls in flight."""
         return list({id(m.call): m.call for m in self.members if m.call is not None}.values())
 
@@ -416,14 +404,10 @@ class Crew:
         answer = self.ask(member.node, "log", rank=member.rank, offset=offset, limit=limit)
         return answer.encode("latin-1") if answer else b""
 
-    def _log_size(self, member: Member) -> int:
-        path = self.logs / f"rank{member.rank}.log"
-        return path.stat().st_size if member.node == 0 and path.exists() else 0
-
     def describe(self, member: Member) -> str:
         """The stack or state of a rank whose own side thread does not answer."""
         if member.node == 0:
-            return processes.describe(member.pid, member.started, self.folder / f"stack{member.rank}")
+            return leftovers.describe(member.pid, member.started, self.folder / f"stack{member.rank}")
         return self.ask(member.node, "describe", rank=member.rank) or "no stack: its machine's agent does not answer"
 
     # -- ending -----------------------------------------------------------------------------------------------------
@@ -434,7 +418,7 @@ class Crew:
             return
         for member in self.members:
             if member.node == 0:
-                processes.kill(member.pid, member.started, group=True)
+                leftovers.kill(member.pid, member.started, group=True)
         for link in self._rank_links():
             link.close()
         self._unnamed.clear()
@@ -477,9 +461,6 @@ class Crew:
             time.sleep(0.002)
         leftovers.end_carriers(leftovers.mark(self.id).__eq__)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-CREWS: weakref.WeakSet[Crew] = weakref.WeakSet()
 
 
 def forget_all() -> None:

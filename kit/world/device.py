@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from kit import nccl
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping, Sequence
-    from pathlib import Path
 
 
 class Setting(NamedTuple):
@@ -112,12 +110,8 @@ def choose(wanted: str, number: int, neighbours: int, devices: Sequence[int] = (
         counted = f"{there} CUDA device{'s' * (there > 1)} for {neighbours} rank{'s' * (neighbours > 1)}"
         if devices:
             return placed(devices, local, number, there)
-        if there >= neighbours:
-            return Seat(torch.device("cuda", number), counted, {})
-        shared = nccl.sharing(nccl.running(), number)
-        if shared is not None:
-            why = f"{counted}, shared {shared.told}; communication times: {nccl.SHARED_GPU}"
-            return Seat(torch.device("cuda", number % there), why, shared.env)
+        if found := on_gpu(number % there, number, counted, shared=there < neighbours):
+            return found
         reason = f"{counted}; without NCCL each rank needs its own"
     if wanted == "cuda":
         raise RuntimeError(f"device='cuda' cannot be had: {reason}")
@@ -129,14 +123,19 @@ def placed(devices: Sequence[int], local: int, number: int, there: int) -> Seat:
     wanted = devices[local]
     if wanted >= there:
         raise RuntimeError(f"devices={list(devices)} names GPU {wanted}, and there are {there}, numbered from 0")
-    why = f"GPU {wanted} was asked for"
-    if devices.count(wanted) == 1:
-        return Seat(torch.device("cuda", wanted), why, {})
-    shared = nccl.sharing(nccl.running(), number)
-    if shared is None:
+    found = on_gpu(wanted, number, f"GPU {wanted} was asked for", shared=devices.count(wanted) > 1)
+    if found is None:
         raise RuntimeError(f"devices={list(devices)} puts several ranks on GPU {wanted}, which needs NCCL")
-    why = f"{why}, shared {shared.told}; communication times: {nccl.SHARED_GPU}"
-    return Seat(torch.device("cuda", wanted), why, shared.env)
+    return found
+
+
+def on_gpu(gpu: int, number: int, why: str, *, shared: bool) -> Seat | None:
+    """This rank on this GPU; None where several ranks are to share it and there is no NCCL."""
+    if not shared:
+        return Seat(torch.device("cuda", gpu), why, {})
+    how = nccl.sharing(nccl.running(), number)
+    told = f"{why}, shared {how.told}; communication times: {nccl.SHARED_GPU}" if how else ""
+    return Seat(torch.device("cuda", gpu), told, how.env) if how else None
 
 
 # -- in the process that forks the ranks -----------------------------------------------------------------------------------

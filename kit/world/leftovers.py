@@ -12,6 +12,7 @@ do the processes that it starts. The World's folder has the same name and holds 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -23,9 +24,9 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from kit import machine
 from kit.errors import BadInput
-from kit.machine import alive, command, is_gone, marked, owner, pids, started_at, stat_fields
-from kit.world import processes
+from kit.world.execute import users_part
 
 SESSION = "session"  # the file in a World's folder
 
@@ -42,35 +43,33 @@ class Leftover:
 
     def to_json(self) -> dict[str, object]:
         """`since`: the time of day of its start."""
-        return {
-            **asdict(self),
-            "since": f"{datetime.fromtimestamp(started_at(self.started)).astimezone():%Y-%m-%d %H:%M:%S}",
-        }
+        since = datetime.fromtimestamp(machine.started_at(self.started)).astimezone()
+        return {**asdict(self), "since": f"{since:%Y-%m-%d %H:%M:%S}"}
 
 
 def mark(world: str) -> str:
     """The value of KIT_WORLD for a World of this process, and the name of its folder."""
-    return f"{world}@{owner()}"
+    return f"{world}@{machine.owner()}"
 
 
 def is_dead(value: str) -> bool:
     """Whether the notebook that this mark names is known to be gone."""
     world, _, owner = value.rpartition("@")
-    return "/" not in world and is_gone(owner)
+    return "/" not in world and machine.is_gone(owner)
 
 
 def find() -> list[Leftover]:
     """Leftover processes on this machine, oldest first."""
     found = []
-    for pid in pids():
+    for pid in machine.pids():
         with contextlib.suppress(OSError):  # it ended, or is somebody else's
-            value, fields = marked(pid), stat_fields(pid)
+            value, fields = machine.marked(pid), machine.stat_fields(pid)
             if pid == os.getpid() or value is None or fields is None or fields[0] in "ZX" or not is_dead(value):
                 continue
             file = place() / value / SESSION
             sure = file.is_file() and file.read_text() == fields[3]
             started = int(fields[19])
-            found.append(Leftover(world=value, pid=pid, started=started, command=command(pid)[:120], sure=sure))
+            found.append(Leftover(world=value, pid=pid, started=started, command=machine.command(pid)[:120], sure=sure))
     return sorted(found, key=lambda one: one.started)
 
 
@@ -84,9 +83,9 @@ def end(found: Sequence[Leftover]) -> list[Path]:
     """End leftover processes, those that surely are, and remove dead Worlds' folders; what was removed."""
     ended = [one for one in found if one.sure]
     for one in ended:
-        processes.kill(one.pid, one.started)
+        kill(one.pid, one.started)
     deadline = time.monotonic() + 5
-    while any(alive(one.pid, one.started) for one in ended) and time.monotonic() < deadline:
+    while any(machine.alive(one.pid, one.started) for one in ended) and time.monotonic() < deadline:
         time.sleep(0.01)
     removed = dead_folders(find())
     for folder in removed:
@@ -96,12 +95,12 @@ def end(found: Sequence[Leftover]) -> list[Path]:
 
 def carriers(fits: Callable[[str], bool]) -> list[int]:
     """Processes with a mark that fits. A zombie carries none."""
-    return [pid for pid in pids() if (value := marked(pid)) is not None and fits(value)]
+    return [pid for pid in machine.pids() if (value := machine.marked(pid)) is not None and fits(value)]
 
 
 def end_carriers(fits: Callable[[str], bool], spare: int | None = None) -> None:
     """End all processes with a mark that fits, except `spare`: one may have left its rank's process group."""
-    processes.end(lambda: [pid for pid in carriers(fits) if pid != spare])
+    kill_all(lambda: [pid for pid in carriers(fits) if pid != spare])
 
 
 def forget_shared(pids: Iterable[int]) -> None:
@@ -135,3 +134,100 @@ def base() -> Path:
 def end_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
+
+
+# -- ending processes of this machine, and asking them for their stack: by the notebook here, by each node's agent there
+
+# The signal on which a rank's interpreter writes its Python stacks, even inside a C call that holds the interpreter's lock.
+STACK_SIGNAL = signal.SIGRTMAX - 3
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in an uninterruptible kernel call",
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "Z": "gone (not yet reaped)",
+    "X": "gone",
+}
+
+
+def kill(pid: int, started: int, *, group: bool = False) -> bool:
+    """SIGKILL the process (with its group), but only if it is still the one that started then."""
+    if machine.start_time(pid) != started:
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        if group and os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
+    return True
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that forked it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Ask the kernel to make this process the parent of every descendant that loses its own."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap_orphans() -> None:
+    """Collect adopted children that have ended, but no child that this process forked itself."""
+    group, session = os.getpgid(0), os.getsid(0)
+    for pid in machine.children() or ():
+        fields = machine.stat_fields(pid)
+        if fields and fields[0] == "Z" and (int(fields[2]) not in {pid, group} or int(fields[3]) != session):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def kill_all(living: Callable[[], list[int]]) -> None:
+    """SIGKILL the processes that `living` finds until it finds none: one that dies may leave children or be replaced. At most 5 s."""
+    deadline = time.monotonic() + 5.0
+    while (found := living()) and time.monotonic() < deadline:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
+
+
+def end_children() -> bool:
+    """End the children of this process and those that they leave to it. False where the kernel lists none."""
+    if machine.children() is None:
+        return False
+
+    def living() -> list[int]:
+        """Trusted once two looks list the same: between list and state one may be handed on, and the list skips where one vanishes."""
+        before: list[int] | None = None
+        while (listed := machine.children() or []) != before:
+            before, found = listed, [(pid, machine.stat_fields(pid)) for pid in listed]
+            # A zombie with threads left has not given up its children yet.
+            if left := [pid for pid, fields in found if fields and (fields[0] not in "ZX" or int(fields[17]) > 1)]:
+                return left
+        return []
+
+    kill_all(living)
+    reap_orphans()
+    return True
+
+
+def describe(pid: int, started: int, stack_file: Path, wait_s: float = 0.5) -> str:
+    """Why a rank does not answer: its Python stack if the interpreter can still write one, else its state and the reason."""
+    fields = machine.stat_fields(pid)
+    if fields is None or int(fields[19]) != started or fields[0] in "ZX":
+        return f"no stack: process {pid} is gone"
+    if fields[0] in "Tt":
+        return f"no stack: process {pid} is stopped (state {fields[0]}); `kill -CONT {pid}` lets it go on"
+    before = stack_file.stat().st_size if stack_file.exists() else 0
+    os.kill(pid, STACK_SIGNAL)
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        if stack_file.exists() and stack_file.stat().st_size > before:
+            time.sleep(0.02)  # several short writes make up one dump
+            return users_part(stack_file.read_text(errors="replace")[before:])
+        time.sleep(0.005)
+    state, place = STATES.get(fields[0], fields[0]), machine.waiting_place(pid)
+    return f"no stack: process {pid} is {state}{f' in {place}' if place else ''} and does not take signals"

@@ -210,14 +210,9 @@ def stop(pendings: Sequence[Pending]) -> None:
                 call.give_up(Cancelled(f"the call of phase {one.phase!r} was interrupted"))
         if not one.settled:
             one._end()
-    if stuck:
-        say_at_the_prompt(f"World ended: {ranks_word(stuck)} did not stop within {INTERRUPT_S:g} s")
-
-
-def say_at_the_prompt(what: str) -> None:
-    """The prompt is back; say why the ranks are not. A thread has no prompt: who started it reports in its own way."""
-    if threading.current_thread() is threading.main_thread():
-        print(f"{what}; restart() starts fresh ranks")
+    # The prompt is back; say why the ranks are not. A thread has no prompt: who started it reports in its own way.
+    if stuck and threading.current_thread() is threading.main_thread():
+        print(f"World ended: {ranks_word(stuck)} did not stop within {INTERRUPT_S:g} s; restart() starts fresh ranks")
 
 
 def failure(calls: Sequence[Call]) -> BaseException | None:

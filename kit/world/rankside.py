@@ -20,7 +20,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import types
 from pathlib import Path
@@ -34,10 +33,10 @@ from kit import nccl2
 from kit.errors import KitError
 from kit.machine import start_time
 from kit.routing import requested
-from kit.world import agentside, execute, processes
+from kit.world import agentside, execute, leftovers
 from kit.world.channel import ChannelClosed, Link, Message, connect, reporting, take_reports
 from kit.world.device import choose, prepare, restore
-from kit.world.stacks import in_collective, stack_of
+from kit.world.execute import in_collective, stack_of
 
 
 class Rank:
@@ -176,7 +175,6 @@ class Rank:
         """What the main thread is doing, seen from the side."""
         frame = sys._current_frames().get(self.main.ident or 0)  # the documented way to another thread's frame
         return {
-            "busy": self.busy,
             "phase": self.phase,
             "stack": stack_of(frame) if self.busy else "",
             "waiting": self.busy and in_collective(frame),
@@ -264,7 +262,7 @@ def main() -> None:
     node = agentside.NODE
     agent = os.getppid()
     os.setpgid(0, 0)  # what this rank starts can be ended with it
-    processes.die_with_parent()
+    leftovers.die_with_parent()
     if os.getppid() != agent:
         os._exit(1)
     node.link.close()  # the fork's copy; the agent's end must be its own
@@ -276,7 +274,7 @@ def main() -> None:
     RANK = Rank(node)
     signal.signal(signal.SIGINT, on_interrupt)
     stacks = (node.folder / f"stack{RANK.number}").open("a")
-    faulthandler.register(processes.STACK_SIGNAL, file=stacks, all_threads=True)
+    faulthandler.register(leftovers.STACK_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=sys.stderr.fileno(), all_threads=False)
     work, watch = (connect(node.order["address"], node.key) for _ in range(2))
     threading.Thread(target=RANK.watch, args=(watch,), daemon=True, name="kit-watch").start()
@@ -289,7 +287,7 @@ def main() -> None:
         RANK.all_here.wait()
         RANK.join()
     except Exception as error:  # noqa: BLE001 - any reason not to start is told by name
-        work.send({**RANK.hello("work"), "failed": execute.failure(error), "at": time.time()})
+        work.send({**RANK.hello("work"), "failed": execute.failure(error)})
         traceback.print_exc()
         os._exit(1)
     work.send(RANK.hello("work"))

@@ -16,7 +16,8 @@ import inspect
 import logging
 import os
 import types
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,24 +26,11 @@ from torch._C._distributed_c10d import HashStore
 
 from kit.routing import backends, describe, is_routed, requested, state, unimportable
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 c10d: Any = _c10d  # torch's registry of groups and its helpers carry no types
 
 # NCCL's options as torch spells them, and the hints that torchcomms reads.
-CONFIG_HINTS = {
-    "blocking": "blocking",
-    "cga_cluster_size": "cga_cluster_size",
-    "collnet_enable": "collnet_enable",
-    "cta_policy": "cta_policy",
-    "max_ctas": "max_ctas",
-    "min_ctas": "min_ctas",
-    "net_name": "netName",
-    "nvls_ctas": "nvls_ctas",
-    "split_share": "split_share",
-    "traffic_class": "traffic_class",
-}
+SAME = ("blocking", "cga_cluster_size", "collnet_enable", "cta_policy", "max_ctas", "min_ctas", "nvls_ctas")
+CONFIG_HINTS = {"net_name": "netName", **{name: name for name in (*SAME, "split_share", "traffic_class")}}
 # What torch itself sets in options for its own use, and the timeout, which goes another way.
 TORCHS_OWN = {"_timeout", "backend", "config", "global_ranks_in_group", "group_name", "split_color", "split_from"}
 HIGH_PRIORITY = "is_high_priority_stream"
@@ -226,12 +214,7 @@ def changes(one: Any, plain: Any) -> dict[str, Any]:
 def probe() -> dict[str, Any]:
     """For doctor: requested, importable, and where both are, whether a group of one rank really is routed; touches no GPU."""
     reason, why = unimportable()
-    told: dict[str, Any] = {
-        "requested": requested(),
-        "importable": not reason,
-        "effective": None,
-        "why": why or None,
-    }
+    told: dict[str, Any] = {"requested": requested(), "importable": not reason, "effective": None, "why": why or None}
     if not told["requested"] or reason:
         return told
     try:

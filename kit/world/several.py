@@ -12,9 +12,8 @@ from itertools import accumulate
 from typing import Any
 
 from kit.errors import BadInput, KitError
-from kit.world.asked import check_chosen, check_devices, check_layout, check_ranks
+from kit.world.asked import Part, check_chosen, check_devices, check_layout, check_ranks
 from kit.world.calls import Call
-from kit.world.members import Part
 from kit.world.pending import Observer
 from kit.world.world import TIMEOUT_S, Printer, Ranks, World
 

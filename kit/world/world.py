@@ -15,21 +15,11 @@ from typing import Any, Self
 
 from kit.errors import BadInput, KitError
 from kit.gpu import has_driver
-from kit.world import interpreter
-from kit.world.asked import (
-    check_call,
-    check_chosen,
-    check_code,
-    check_devices,
-    check_env,
-    check_layout,
-    check_preload,
-    check_seconds,
-    writable_folder,
-)
+from kit.world import asked
+from kit.world.asked import Part, Plan
 from kit.world.calls import Call, looks, ranks_word
+from kit.world.channel import Member
 from kit.world.crew import Crew
-from kit.world.members import Member, Part, Plan
 from kit.world.pending import Observer, Pending
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -72,7 +62,7 @@ class Ranks(abc.ABC):
 
         Pass arguments as keywords or as the mapping `args`, which allows parameters named `ranks` or `phase`.
         """
-        function, arguments = check_call(target, args, keywords)
+        function, arguments = asked.check_call(target, args, keywords)
         request = {"do": "call", "target": target, "with": arguments}
         return self._request(request, phase or function, ranks, timeout_s)
 
@@ -91,7 +81,7 @@ class Ranks(abc.ABC):
 
         `timeout_s` counts from now. `on_news(rank, values)` receives what the function reports (`kit.world.channel.publish`) while it runs.
         """
-        function, arguments = check_call(target, args, {})
+        function, arguments = asked.check_call(target, args, {})
         request = {"do": "call", "target": target, "with": arguments}
         return self._submit(request, phase or function, ranks, timeout_s, observer=observer, on_news=on_news)
 
@@ -112,7 +102,7 @@ class Ranks(abc.ABC):
         on_news: Callable[[int, list[Any]], None] | None = None,
     ) -> Pending:
         seconds = self.timeout_s if timeout_s is None else timeout_s
-        check_seconds("timeout_s", seconds)
+        asked.check_seconds("timeout_s", seconds)
         with self._lock:
             calls = self._calls(what, phase, ranks)
             return Pending(calls, self._lock, observer or self.observer, seconds, on_news)
@@ -155,8 +145,8 @@ class World(Ranks):
 
         `part` is for Worlds: this one is one of several, and its ranks wait for `launch`.
         """
-        check_layout(ranks, nodes, endpoint)
-        check_seconds("timeout_s", timeout_s)
+        asked.check_layout(ranks, nodes, endpoint)
+        asked.check_seconds("timeout_s", timeout_s)
         if device not in DEVICES:
             raise BadInput(f"device must be one of {', '.join(DEVICES)}, not {device!r}")
         if device == "cuda" and not has_driver():
@@ -177,15 +167,15 @@ class World(Ranks):
                 nodes=nodes,
                 endpoint=endpoint,
                 device=device,
-                python=interpreter.find(python),
-                env=check_env(env or {}),
-                preload=check_preload(preload),
-                logs=None if logs is None else writable_folder(logs),
+                python=asked.find_python(python),
+                env=asked.check_env(env or {}),
+                preload=asked.check_preload(preload),
+                logs=None if logs is None else asked.writable_folder(logs),
                 start_timeout_s=start_timeout_s,
                 # Ranks give up on a collective after the notebook did, so that the notebook's diagnosis comes first.
                 group_timeout_s=max(1800.0, 2 * timeout_s),
                 part=part or Part(0, ranks),
-                devices=check_devices(devices, ranks),
+                devices=asked.check_devices(devices, ranks),
             ),
             tick=self._tick,
         )
@@ -215,17 +205,17 @@ class World(Ranks):
         self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> list[str | None]:
         """Like `run`, and return the repr of the last line's value for each rank, as a notebook cell shows it."""
-        what = {"do": "run", "code": code, "cell": check_code(code, "exec")}
+        what = {"do": "run", "code": code, "cell": asked.check_code(code, "exec")}
         return self._request(what, "run", ranks, timeout_s)
 
     def eval(self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None) -> list[Any]:
         """The value of an expression on every rank, which must be JSON."""
-        what = {"do": "eval", "code": code, "cell": check_code(code, "eval")}
+        what = {"do": "eval", "code": code, "cell": asked.check_code(code, "eval")}
         return self._request(what, "eval", ranks, timeout_s)
 
     def submit_code(self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None) -> Pending:
         """Like `cell`, but return a Pending at once."""
-        what = {"do": "run", "code": code, "cell": check_code(code, "exec")}
+        what = {"do": "run", "code": code, "cell": asked.check_code(code, "exec")}
         return self._submit(what, "run", ranks, timeout_s)
 
     def restart(self) -> None:
@@ -260,26 +250,15 @@ class World(Ranks):
 
     def stacks(self) -> dict[int, str]:
         """The Python stack of each rank, or its state and the reason why there is no stack."""
-        seen = looks(self._crew.members)
-        return {
-            m.rank: (seen[m.rank].stack or "idle") if m.rank in seen else self._crew.describe(m)
-            for m in self._crew.members
-        }
+        crew, seen = self._crew, looks(self._crew.members)
+        return {m.rank: seen[m.rank].stack or "idle" if m.rank in seen else crew.describe(m) for m in crew.members}
 
     def status(self) -> list[dict[str, Any]]:
         """One row per rank: rank, pid, node, host, device, seat (the number of its device), reason for this device, phase, state."""
+        names = ("rank", "pid", "node", "host", "device", "seat", "why", "phase")
+        ended = self.state if self.state in {"closed", "dead"} else ""
         return [
-            {
-                "rank": m.rank,
-                "pid": m.pid,
-                "node": m.node,
-                "host": m.host,
-                "device": m.device,
-                "seat": m.seat,
-                "why": m.why,
-                "phase": m.phase,
-                "state": self.state if self.state in {"closed", "dead"} else "busy" if m.busy else "idle",
-            }
+            {name: getattr(m, name) for name in names} | {"state": ended or ("busy" if m.busy else "idle")}
             for m in self._crew.members
         ]
 
@@ -343,7 +322,7 @@ class World(Ranks):
     def ready(self, ranks: Sequence[int] | None) -> list[Member]:
         """The ranks, if they can take a call now; an error that says why not."""
         self._check_open()
-        chosen = check_chosen(ranks, self.numbers)
+        chosen = asked.check_chosen(ranks, self.numbers)
         members = [member for member in self._crew.members if member.rank in chosen]
         self._check_usable(members)
         return members

@@ -45,7 +45,7 @@ from kit.errors import BadInput
 from kit.labs.configure import validate
 from kit.labs.discover import discover, find
 from kit.preflight import run as preflight
-from kit.results.files import read_json, write_json
+from kit.results.records import read_json, write_json
 
 SLOW_BOX = 60.0  # limits that a busy machine keeps, where real parts run
 SMALL = (lab("smoke", 3, cycles=2), lab("smoke", 3, "refused", cycles=0))

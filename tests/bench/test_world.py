@@ -11,7 +11,7 @@ from kit.bench import world as bench
 from kit.bench.session import conduct, read_rows
 from kit.bench.world import Sizes
 from kit.errors import KitError
-from kit.world import interpreter
+from kit.world import asked
 
 TINY = Sizes(
     starts=1, megatron=1, steps=3, deaths=1, kernels=1, helps=1, restarts=1, phases=1, flights=1, peer_trials=0
@@ -32,7 +32,7 @@ def test_every_row(tmp_path: Path) -> None:
     assert [one["limit"] for one in rows.values()] == limits
     measured = [one for one in rows.values() if not one["note"].startswith("not measured")]
     assert all(one["low"] <= one["median"] <= one["high"] for one in measured)
-    assert len(measured) == 11 if interpreter.find().megatron else 9
+    assert len(measured) == 11 if asked.find_python().megatron else 9
     assert rows[bench.STEPPED]["n"] == 3
     assert "rank 1" in rows[bench.TOLD]["note"]
     assert said["provenance"]["versions"]["torch"]

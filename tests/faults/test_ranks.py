@@ -15,7 +15,7 @@ import pytest
 
 from kit import machine
 from kit.errors import KitError, RankDied, RankError, RankTimeout
-from kit.world import World, processes
+from kit.world import World, leftovers
 from tests.holdings import wait_for
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(20)]
@@ -51,7 +51,7 @@ def world_stack(world: World) -> str:
     """Rank 0's stack, written by its interpreter on the kit's signal, so as not to share the links with the call."""
 
     member = world._crew.members[0]
-    return processes.describe(member.pid, member.started, world._crew.folder / "stack0")
+    return leftovers.describe(member.pid, member.started, world._crew.folder / "stack0")
 
 
 def test_sigkill_of_a_rank(world: World) -> None:

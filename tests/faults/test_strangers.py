@@ -17,8 +17,9 @@ import pytest
 
 from kit.errors import KitError, RankDied
 from kit.world import World
+from kit.world.asked import CREWS
 from kit.world.channel import HEADER, LIMIT, MAC, NONCE, PENDING, ChannelClosed, Link, Listener, connect
-from kit.world.crew import CREWS, Crew
+from kit.world.crew import Crew
 from kit.world.world import Printer
 
 pytestmark = pytest.mark.timeout(20)

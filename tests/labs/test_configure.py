@@ -237,7 +237,7 @@ def test_a_lab_on_megatron_needs_a_python_that_has_it(tmp_path: Path, monkeypatc
     with pytest.raises(BadInput, match=sentence):
         configure(find("offload"), {"device": "cpu"}, None)
     assert configure(find("smoke"), {"device": "cpu"}, None).ranks == 2  # needs no Megatron
-    monkeypatch.setattr("kit.world.interpreter.candidates", list)
+    monkeypatch.setattr("kit.world.asked.candidates", list)
     with pytest.raises(BadInput, match=r"does not have; install megatron-core there$"):
         configure(find("offload"), {"device": "cpu"}, None)
 

@@ -16,7 +16,7 @@ from kit import cli, doctor, machine
 from kit.preflight import run
 from kit.preflight.report import Findings, Report, Row
 from kit.preflight.run import PROBES, TOTAL_S, Outcome, Probe, shm_names
-from kit.world import leftovers, processes
+from kit.world import leftovers
 from tests.holdings import wait_for
 
 ODD = """
@@ -117,7 +117,7 @@ def test_a_probe_that_hangs_is_cut_names_what_it_did_and_leaves_nothing():
     assert left.what == "left behind, now removed"
     assert f"{machine.SHM}/nccl-" in left.why
     pid = int(re.search(r"process (\d+) \(sleep 3600\)", left.why)[1])
-    assert wait_for(lambda: (processes.stat_fields(pid) or ["X"])[0] in "ZX")
+    assert wait_for(lambda: (machine.stat_fields(pid) or ["X"])[0] in "ZX")
     assert shm_names() == before
     assert not [path for path in leftovers.base().iterdir() if path.name.startswith("abcdef:")]
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kit.results import Record, create_run
-from kit.results.exports import METADATA
+from kit.results.frames import METADATA
 from kit.results.records import COLUMNS, PATTERN, note, parse
 from kit.results.run import File
 

@@ -273,3 +273,9 @@ def test_the_frame_has_the_columns_and_their_types_also_when_empty(record):
         assert [frame[name].dtype.kind for name in ("cycle", "rank", "value", "time")] == ["i", "i", "f", "f"]
     assert list(full.dtypes) == list(empty.dtypes)
     assert math.isnan(full["value"][0])
+
+
+def test_importing_the_room_loads_nothing_heavy():
+    code = "import sys, kit.results; print([m for m in ('torch', 'numpy', 'pandas', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -18,7 +18,7 @@ from kit.errors import BadInput
 from kit.labs.discover import checks_of
 from kit.results import VerdictRow, trace
 from kit.results.comparison import differing
-from kit.results.files import to_json
+from kit.results.records import to_json
 from kit.results.units import ROW
 from kit.results.verdict import Verdict
 from kit.view.report import CHANGES, MOST, changes, page, table_cells, tail, write_report

@@ -46,16 +46,17 @@ def test_a_status_that_torchrun_took_first_is_told(monkeypatch: Any) -> None:
 
 SKIPPED = """
 import subprocess
+from kit import machine
 from kit.machine import alive, start_time
-from kit.world import processes
+from kit.world import leftovers
 
 child = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 gone = subprocess.Popen(["true"])
 gone.wait()
-started, listed = start_time(child.pid), processes.children
-processes.children = lambda: next(looks, None) or listed()
+started, listed = start_time(child.pid), machine.children
+machine.children = lambda: next(looks, None) or listed()
 looks = iter([listed(), [gone.pid]])
-assert processes.end_children()
+assert leftovers.end_children()
 assert not alive(child.pid, started)
 """
 

@@ -9,12 +9,12 @@ from types import FrameType
 import pytest
 
 from kit.world.calls import Look, blame
-from kit.world.members import Exit
-from kit.world.stacks import in_collective, users_part
+from kit.world.channel import Exit
+from kit.world.execute import in_collective, users_part
 
 
 def look(*, waiting: bool = False, **progress: int) -> Look:
-    return Look(busy=True, phase="run", stack="", waiting=waiting, progress=progress)
+    return Look(phase="run", stack="", waiting=waiting, progress=progress)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -23,7 +24,7 @@ from kit.errors import BadInput
 from kit.labs.definition import role_names
 from kit.labs.lab import Lab
 from kit.view.panel.model import PanelModel
-from kit.view.panel.watch import Watch, failure_of
+from kit.view.progress import Watch, failure_of
 
 EVERY_S = 0.2  # between two updates of what only ticks
 POLL_S = 0.02
@@ -31,19 +32,11 @@ CLOSE_S = 10.0
 
 LOGGER = logging.getLogger(__name__)
 
-Post = Callable[[Callable[[], None]], None]
-
 
 class Controller:
     """`start`, `step`, `run_all`, `stop`, `restart`, `close`, as a panel's buttons. `wait` is for scripts."""
 
-    def __init__(
-        self,
-        model: PanelModel,
-        *,
-        lab: Lab | None = None,
-        out: str | os.PathLike[str] | None = None,
-    ) -> None:
+    def __init__(self, model: PanelModel, *, lab: Lab | None = None, out: str | os.PathLike[str] | None = None) -> None:
         self.model = model
         self._mail = Mail()
         self._out = None if out is None else Path(out)
@@ -61,17 +54,20 @@ class Controller:
 
     # -- what the buttons do --------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        self._order("start")
+    def _order(self, name: str) -> None:
+        if self._allowed(name):
+            self._stopping.clear()
+            goes_on = self.model.state == "ready" and name in {"step", "run"}
+            with self.model.hold_trait_notifications():
+                self.model.failure = None
+                self.model.said = ""
+                self.model.state = "running" if goes_on else "starting"
+            self._send(name)
 
-    def step(self) -> None:
-        self._order("step")
-
-    def run_all(self) -> None:
-        self._order("run")
-
-    def restart(self) -> None:
-        self._order("restart")
+    start = partialmethod(_order, "start")
+    step = partialmethod(_order, "step")
+    run_all = partialmethod(_order, "run")
+    restart = partialmethod(_order, "restart")
 
     def stop(self) -> None:
         """End the ranks, whatever they do. What was measured stays."""
@@ -104,16 +100,6 @@ class Controller:
         self._mail.deliver()
 
     # -- in the caller's thread ---------------------------------------------------------------------------------------------
-
-    def _order(self, name: str) -> None:
-        if self._allowed(name):
-            self._stopping.clear()
-            goes_on = self.model.state == "ready" and name in {"step", "run"}
-            with self.model.hold_trait_notifications():
-                self.model.failure = None
-                self.model.said = ""
-                self.model.state = "running" if goes_on else "starting"
-            self._send(name)
 
     def _allowed(self, name: str) -> bool:
         model = self.model
@@ -299,13 +285,19 @@ class Mail:
     """Changes of the model, in order, made in the kernel's own thread. `deliver` makes them now."""
 
     def __init__(self) -> None:
-        self._post = here()
+        self._loop: asyncio.AbstractEventLoop | None = None  # a kernel's; without one, changes are made at once
+        with contextlib.suppress(RuntimeError):
+            self._loop = asyncio.get_running_loop()
         self._changes: deque[Callable[[], None]] = deque()
         self.lock = threading.RLock()
 
     def send(self, change: Callable[[], None]) -> None:
         self._changes.append(change)
-        self._post(self.deliver)
+        if self._loop is None:
+            self.deliver()
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.deliver)
 
     def deliver(self) -> None:
         with self.lock:
@@ -314,17 +306,3 @@ class Mail:
                     self._changes.popleft()()
                 except Exception:  # a view that fails must not keep the others, or the ranks, from going on
                     LOGGER.exception("a view of the panel failed")
-
-
-def here() -> Post:
-    """How to reach the calling thread: through its event loop, as in a kernel; without one, changes are made at once."""
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return lambda call: call()
-
-    def post(call: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(call)
-
-    return post

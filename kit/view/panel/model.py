@@ -23,7 +23,7 @@ from kit.labs.options import Field, fields
 from kit.results import Check, Run, Verdict, load_tolerances, newest_run, runs_dir, save_tolerances
 from kit.results.run import Plotter
 from kit.results.verdict import asked, checked_tolerances
-from kit.view.panel.watch import Failure, PhaseState, Progress, marks
+from kit.view.progress import Failure, PhaseState, RunProgress, marks
 
 COUNTS = 10.0  # a slider of counts goes at least so far
 AS_IT_IS = "the lab's own"
@@ -33,9 +33,7 @@ CAN = {
     "ready": {"step", "run", "stop", "restart"},
     "running": {"stop"},
     "stopping": set[str](),
-    "finished": {"start", "step", "run", "restart"},
-    "failed": {"start", "step", "run", "restart"},
-    "stopped": {"start", "step", "run", "restart"},
+    **{over: {"start", "step", "run", "restart"} for over in ("finished", "failed", "stopped")},
 }
 BUSY = {"starting", "running", "stopping"}
 FRESH = {"start", "restart"}  # of these, and of step and run where no ranks live, new ranks come
@@ -65,7 +63,7 @@ class PanelModel(HasTraits):
     phases = Tuple()
     size = Int(0)
     roles: Any = Dict()  # of ranks, where they have names
-    progress = Instance(Progress, args=())
+    progress = Instance(RunProgress, args=())
     failure = Instance(Failure, allow_none=True)
     log = Tuple()
     said = Unicode("")
@@ -273,7 +271,7 @@ class PanelModel(HasTraits):
             )
             for index, step in enumerate(steps)
         )
-        self.progress = Progress(0, len(steps))
+        self.progress = RunProgress(0, len(steps))
 
 
 # -- small questions about settings and limits ---------------------------------------------------------------------------

@@ -1,29 +1,31 @@
 """The panel of a lab: its settings, its buttons, where it is, and tabs for what it measured.
 
 Parts only observe the model; what a person does goes to the model or the controller and returns at once, so the kernel stays free.
+Settings are controls made from the config's fields: a control passes a choice to the model and shows the model's value. A choice that
+the other settings exclude is marked in its label, since a browser cannot grey out one option from here.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Mapping
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ipywidgets as widgets
 
 from kit.labs.definition import Definition
 from kit.labs.lab import Lab
+from kit.labs.options import Field
 from kit.results.run import Plotter
 from kit.view import named
 from kit.view.panel import look
 from kit.view.panel.controller import Controller
-from kit.view.panel.model import PanelModel
-from kit.view.panel.parameters import Parameters
-from kit.view.panel.strip import LogsTab, Strip
-from kit.view.panel.tabs import CompareTab, ExportTab, PlotsTab, RecordsTab
-from kit.view.panel.verdict import VerdictTab
-from kit.view.panel.what_if import WhatIfTab
+from kit.view.panel.model import BUSY, PanelModel
+from kit.view.panel.strip import LogsTab, Strip, VerdictTab
+from kit.view.panel.tabs import CompareTab, ExportTab, PlotsTab, RecordsTab, WhatIfTab
 
 # What a button does, its icon and what it says of itself; the order is the order of work.
 BUTTONS = {
@@ -154,3 +156,279 @@ def asked_by() -> tuple[str, str]:
     parent: dict[str, Any] = getattr(get_ipython(), "get_parent", dict)() or {}
     cell = (parent.get("metadata") or {}).get("cellId") or ""
     return str(cell), str((parent.get("header") or {}).get("msg_id", ""))
+
+
+# -- the settings, and the faults as a menu ------------------------------------------------------------------------------
+
+NO_FAULT = ""
+OWN = "own code (module:attr)"
+LABEL = {"description_width": "11.5em"}
+
+
+class Parameters:
+    """All controls of a lab, its fault menu, and what is wrong with them in words."""
+
+    def __init__(self, model: PanelModel) -> None:
+        self.model = model
+        self.controls = {field.name: control(field, model.set) for field in model.fields}
+        first = model.definition.first or tuple(self.controls)
+        more = [name for name in self.controls if name not in first]
+        faults = [fault.name for fault in model.definition.faults]
+        self.fault = look.control(
+            widgets.Dropdown,
+            "fault",
+            "a known bug to switch on, to see which check catches it",
+            options=[("none: the code as it is", NO_FAULT), *zip(faults, faults, strict=True)],
+            style=LABEL,
+        )
+        self.reset = look.button("Defaults", "undo", "all settings back to the lab's defaults, no fault", model.reset)
+        self.about, self.problems, self.refused = widgets.HTML(), widgets.HTML(), widgets.HTML()
+        self.more = widgets.Accordion([self._grid(more)], titles=(f"More settings ({len(more)})",))
+        grids = [self._grid(first, self.fault), self.about, *([self.more] if more else [])]
+        self.form = widgets.VBox([*grids, look.box(self.reset, self.refused)])
+        self.line = look.classed(look.button("", "", "show or hide the settings", self._turn), "kit-line")
+        self.widget = widgets.VBox([self.line, self.form, self.problems])
+        self.fault.observe(lambda change: model.set_fault(change["new"] or None), "value")
+        model.observe(self._show, ["values", "fault", "refused", "problems", "state"])
+        model.observe(self._fold, ["run", "problems"])
+        self._fold()
+        self._show()
+
+    @property
+    def open(self) -> bool:
+        return bool(self.form.layout.display != "none")
+
+    def _turn(self) -> None:
+        self.form.layout.display = "none" if self.open else None
+        self._show()
+
+    def _fold(self, _: Any = None) -> None:
+        """Once there is a run, its verdict and picture come first; what is wrong must be seen."""
+        if self.open is not (self.model.run is None or bool(self.model.problems)):
+            self._turn()
+
+    def _grid(self, names: Sequence[str], *others: Any) -> widgets.Box:
+        return look.box(*(self.controls[name].widget for name in names), *others, names=("kit-fields",))
+
+    def _show(self, _: Any = None) -> None:
+        model = self.model
+        locked = model.state in BUSY  # the ranks have their config already
+        self.line.icon = "caret-down" if self.open else "caret-right"
+        self.line.description = "Settings" if self.open else f"Settings: {settings_line(model)}"
+        for name, one in self.controls.items():
+            if name in model.values:
+                one.take(model.values[name], model.refused.get(name, {}), locked=locked, wrong=name in model.problems)
+        self.fault.value = model.fault or NO_FAULT
+        self.fault.disabled = self.reset.disabled = locked
+        self.about.value = fault_html(model)
+        problems = "".join(
+            f'<p class="kit-bad">✗ {look.text(why)}</p>' for why in dict.fromkeys(model.problems.values())
+        )
+        self.problems.value = f'<div role="alert">{problems}</div>' if problems else ""
+        self.refused.value = refused_html(model.refused)
+
+
+def settings_line(model: PanelModel) -> str:
+    """The settings that matter, in one line: "size tiny, ranks 2, tp 2, cycles 3"."""
+    told = []
+    for field in model.fields:
+        value = model.values.get(field.name)
+        usual = value in (None, 1, "", False) or field.option.target
+        if field.name in model.given or (field.name in model.definition.first and not usual):
+            told.append(f"{field.name} {_said(value)}")
+    return ", ".join([*told, *([f"fault {model.fault}"] if model.fault else [])]) or "the lab's own"
+
+
+def fault_html(model: PanelModel) -> str:
+    """What the chosen fault breaks, which check should catch it, and what it sets."""
+    fault = next((fault for fault in model.definition.faults if fault.name == model.fault), None)
+    if fault is None:
+        return ""
+    ends = " The run itself must break." if fault.exit == 3 else ""
+    settings = ", ".join(f"{name}={_said(value)}" for name, value in fault.set.items())
+    sets = f" Sets {settings}." if settings else ""
+    return (
+        f'<p><b class="kit-bad">✗ {look.text(fault.name)}:</b> {look.text(fault.breaks)}. '
+        f"Check <b>{look.text(fault.check)}</b> should catch it.{ends}{look.text(sets)}</p>"
+    )
+
+
+def refused_html(refused: Mapping[str, Mapping[Any, str]]) -> str:
+    """The choices marked (no), folded, each with its reason."""
+    rows = [(name, choice, why) for name, choices in refused.items() for choice, why in choices.items()]
+    if not rows:
+        return ""
+    lines = "".join(f"<li>{look.text(f'{name}={_said(choice)}')}: {look.text(why)}</li>" for name, choice, why in rows)
+    count = "1 choice is" if len(rows) == 1 else f"{len(rows)} choices are"
+    return f"<details><summary>{count} excluded by other settings</summary><ul>{lines}</ul></details>"
+
+
+def _said(choice: Any) -> str:
+    return json.dumps(choice) if isinstance(choice, bool) or choice is None else str(choice)
+
+
+# -- a control for each kind of field ------------------------------------------------------------------------------------
+
+
+class Control:
+    """One field: text, in the simplest case. `take` shows a value without telling it back; code is `module:attr`."""
+
+    def __init__(self, field: Field, change: Callable[[str, Any], None]) -> None:
+        self.field = field
+        self.help = " ".join(filter(None, [field.option.help, f"({field.allowed()})"]))
+        self.label = f"{field.name} ({field.option.unit})" if field.option.unit else field.name
+        self._change = change
+        self._taking = False
+        self.parts: list[Any] = self.build()
+        self.widget: Any = self.parts[0]
+        if len(self.parts) > 1:
+            self.widget = look.classed(widgets.HBox(self.parts, layout={"width": "auto"}), "kit-number")
+        for part in self.parts:
+            part.observe(self._moved, "value")
+
+    def build(self) -> list[Any]:
+        hint = "module:attr" if self.field.option.target else ""
+        return [self._made(widgets.Text, continuous_update=False, placeholder=hint)]
+
+    def _made(self, kind: Any, **options: Any) -> Any:
+        return look.control(kind, self.label, self.help, style=LABEL, **options)
+
+    def _moved(self, change: Any) -> None:
+        if not self._taking:
+            self._change(self.field.name, self.read(change["owner"]))
+
+    def take(self, value: Any, refused: Mapping[Any, str], *, locked: bool, wrong: bool = False) -> None:
+        self._taking = True
+        try:
+            self.fixed: list[Any] = []  # parts that cannot be changed while the other settings stand as they do
+            self.show(value, refused)
+            for part in self.parts:
+                part.disabled = locked or part in self.fixed
+            (self.widget.add_class if wrong else self.widget.remove_class)("kit-wrong")
+        finally:
+            self._taking = False
+
+    def read(self, part: Any) -> Any:
+        written = part.value.strip()
+        return None if not written and self.field.optional else written
+
+    def show(self, value: Any, refused: Mapping[Any, str]) -> None:  # noqa: ARG002 - only choices can be refused
+        written = "" if value is None else str(value)
+        if self.parts[0].value != written:
+            self.parts[0].value = written
+
+
+class Choice(Control):
+    def build(self) -> list[Any]:
+        return [self._made(widgets.Dropdown, options=[(str(choice), choice) for choice in self.field.choices])]
+
+    def read(self, part: Any) -> Any:
+        return part.value
+
+    def show(self, value: Any, refused: Mapping[Any, str]) -> None:
+        choices = self.field.choices
+        options = tuple((f"{choice} (no)" if choice in refused else str(choice), choice) for choice in choices)
+        drop = self.parts[0]
+        with drop.hold_sync():
+            if options != drop.options:
+                drop.options = options
+            drop.value = value if value in choices else None  # nothing is chosen yet
+        drop.tooltip = " ".join([self.help, *(f"{choice}: {why}." for choice, why in refused.items())])
+
+
+class Switch(Control):
+    """A checkbox; greyed out where the other value would be refused."""
+
+    def build(self) -> list[Any]:
+        return [self._made(widgets.Checkbox, indent=True)]
+
+    def read(self, part: Any) -> Any:
+        return part.value
+
+    def show(self, value: Any, refused: Mapping[Any, str]) -> None:
+        tick, why = self.parts[0], refused.get(not value)
+        tick.value = bool(value)
+        tick.tooltip = f"{self.help}: {why}" if why else self.help
+        if why and value not in refused:
+            self.fixed = [tick]
+
+
+class Number(Control):
+    """A number; one that may be null has a tick for that."""
+
+    def build(self) -> list[Any]:
+        option = self.field.option
+        kind: Any = int if int in self.field.kinds else float
+        low, high = (None if end is None else kind(end) for end in (option.low, option.high))
+        bounds = {"min": kind(-(2**53)) if low is None else low, "max": kind(2**53) if high is None else high}
+        box = widgets.BoundedIntText if kind is int else widgets.BoundedFloatText
+        exact = self._made(box, value=1 if low is None else low, step=1 if kind is int else None, **bounds)
+        if not self.field.optional:
+            return [exact]
+        exact.layout = widgets.Layout(flex="1 1 auto", width="200px")
+        return [exact, look.control(widgets.Checkbox, "not set", f"{self.help}; ticked: null", indent=False)]
+
+    def read(self, part: Any) -> Any:
+        exact, *null = self.parts
+        return None if part in null and part.value else exact.value
+
+    def show(self, value: Any, refused: Mapping[Any, str]) -> None:  # noqa: ARG002 - as above
+        exact, *null = self.parts
+        for tick in null:
+            tick.value = value is None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            exact.value = value
+        self.fixed = [exact] if null and value is None else []
+
+
+class Several(Control):
+    """A list, written with commas. What is no list goes to the model as it is, which says what is allowed."""
+
+    def show(self, value: Any, refused: Mapping[Any, str]) -> None:
+        super().show(value if isinstance(value, str) else ", ".join(map(str, value or ())), refused)
+
+    def read(self, part: Any) -> Any:
+        try:
+            return json.loads(f"[{part.value.strip().strip('[]()')}]")
+        except ValueError:
+            return part.value
+
+
+class Named(Control):
+    def build(self) -> list[Any]:
+        drop = self._made(widgets.Dropdown, options=[*self.field.option.names, OWN])
+        tip = f"{self.field.name}: your own code"
+        own = widgets.Text(placeholder="module:attr", continuous_update=False, tooltip=tip)
+        own.layout = widgets.Layout(flex="1 1 100px", width="auto", min_width="60px")
+        drop.layout = widgets.Layout(flex="1 1 auto", width="auto")
+        return [drop, own]
+
+    def read(self, part: Any) -> Any:  # noqa: ARG002 - the drop-down tells which of the two counts
+        drop, own = self.parts
+        if drop.value == OWN:
+            own.layout.display = None
+            return own.value.strip()
+        return drop.value
+
+    def show(self, value: Any, refused: Mapping[Any, str]) -> None:  # noqa: ARG002 - as above
+        drop, own = self.parts
+        drop.value = value if value in self.field.option.names else OWN
+        if drop.value == OWN:
+            own.value = str(value or "")
+        own.layout.display = None if drop.value == OWN else "none"
+
+
+def control(field: Field, change: Callable[[str, Any], None]) -> Control:
+    plain = tuple(one for one in field.kinds if one is not type(None))
+    kind: type[Control] = Control
+    if field.choices:
+        kind = Choice
+    elif field.option.names:
+        kind = Named
+    elif plain == (bool,):
+        kind = Switch
+    elif plain and set(plain) <= {int, float}:
+        kind = Number
+    elif any(typing.get_origin(one) in {tuple, list} for one in plain):
+        kind = Several
+    return kind(field, change)

@@ -1,4 +1,4 @@
-"""The plots of the run, its tables to filter and to sort, runs of the runs' folder side by side, and the run as a file."""
+"""The plots of the run, its tables to filter and to sort, runs of the runs' folder side by side, the run as a file, and a forecast."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import contextlib
 import mimetypes
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import ipywidgets as widgets
 import pandas as pd
 
-from kit.draw.against import plot_against
-from kit.draw.plots import OVERVIEW, SHEET, Album, Picture, inline
+from kit.draw.general import plot_against
+from kit.draw.plots import OVERVIEW, SHEET, Album, Picture, WhatIf, inline
 from kit.errors import KitError
 from kit.labs.discover import checks_of
 from kit.labs.listed import described, in_line
@@ -181,12 +181,6 @@ def select(frame: pd.DataFrame, words: str) -> pd.DataFrame:
         return frame[found]
 
 
-def markdown(frame: pd.DataFrame) -> str:
-    """A pipe table, in which no cell ends early."""
-    text = frame.replace({r"\|": r"\\|"}, regex=True)
-    return str(text.to_markdown(index=False, floatfmt=".6g", missingval=""))
-
-
 class Grid:
     """A table to filter and to sort, its first rows. Another table keeps the order where it has the same columns."""
 
@@ -238,7 +232,8 @@ class Grid:
         self.count.value = look.status(
             f"{len(found):,} of {len(self.frame):,} rows" + (f", {MOST} shown" if len(found) > MOST else "")
         )
-        self.copy.value = markdown(shown)
+        safe = shown.replace({r"\|": r"\\|"}, regex=True)  # no cell ends early
+        self.copy.value = str(safe.to_markdown(index=False, floatfmt=".6g", missingval=""))
 
 
 LARGER = {"B": ("MiB", 2**-20), "s": ("ms", 1e3)}  # units that people read, and by what a value is multiplied
@@ -248,10 +243,8 @@ def in_larger_units(frame: pd.DataFrame) -> pd.DataFrame:
     """Bytes as MiB and seconds as ms, in a table whose rows have a value and its unit."""
     if not {"value", "unit"} <= {*frame.columns}:
         return frame
-    scale = {unit: by for unit, (_, by) in LARGER.items()}
-    words = {unit: word for unit, (word, _) in LARGER.items()}
-    value = frame["value"] * frame["unit"].map(lambda unit: scale.get(unit, 1.0))
-    return frame.assign(value=value, unit=frame["unit"].map(lambda unit: words.get(unit, unit)))
+    found = [LARGER.get(unit, (unit, 1.0)) for unit in frame["unit"]]
+    return frame.assign(value=frame["value"] * [by for _, by in found], unit=[word for word, _ in found])
 
 
 class RecordsTab(Tab):
@@ -429,3 +422,70 @@ def linked(path: Path) -> str:
     kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
     data = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
     return f'<a style="text-decoration:underline" download="{name}" href="{data}">Download {name}</a>'
+
+
+# -- what the run would have been with other settings: a lab's forecast as a table that follows its controls -----------
+
+
+class WhatIfTab(Tab):
+    """Reads the run when it is looked at; then each move of a control shows another forecast."""
+
+    def __init__(self, model: PanelModel, declared: WhatIf) -> None:
+        super().__init__(model)
+        self._declared = declared
+        self._read: tuple[Run, int] | None = None
+        self._forecast: Callable[..., pd.DataFrame] | None = None
+        self._setting = False
+        self.controls: dict[str, Any] = {
+            **{
+                name: look.control(widgets.Dropdown, name, f"another {name}", width="22em", options=[*options])
+                for name, options in declared.names.items()
+            },
+            **{
+                name: look.control(widgets.IntSlider, name, f"another {name}", width="28em", min=low, max=high)
+                for name, (low, high) in declared.numbers.items()
+            },
+        }
+        self.grid = Grid(declared.title)
+        self.widget = widgets.VBox([look.box(*self.controls.values()), self.said, self.grid.widget])
+        model.observe(self._changed, ["run", "revision"])
+        for control in self.controls.values():
+            control.observe(self._changed, "value")
+        self.grid.show(None)
+
+    def _changed(self, _: Any = None) -> None:
+        if not self._visible or self._setting:
+            return
+        self._say("")
+        try:
+            table = self._table()
+        except KitError as error:
+            self._say(str(error), bad=True)
+            table = None
+        self.grid.show(table, name=self._declared.title)
+
+    def _table(self) -> pd.DataFrame | None:
+        run = self.model.run
+        if run is None:
+            self._say(NO_RUN)
+            return None
+        wanted = (run, self.model.revision)
+        if self._read != wanted:
+            another = self._read is None or self._read[0] is not run
+            self._read, self._forecast = wanted, None
+            if another:
+                self._take_settings(run)
+            self._forecast = self._declared.prepare(run)
+        if self._forecast is None:  # this run could not be read
+            return None
+        return self._forecast(**{name: control.value for name, control in self.controls.items()})
+
+    def _take_settings(self, run: Run) -> None:
+        """The controls begin with the settings of the run."""
+        self._setting = True
+        for name, control in self.controls.items():
+            value = run.config.get(name)
+            options = self._declared.names.get(name)
+            if value is not None and (options is None or value in options):
+                control.value = value
+        self._setting = False

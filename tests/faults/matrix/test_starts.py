@@ -14,7 +14,7 @@ import pytest
 
 from kit.errors import KitError, RankDied
 from kit.world import World
-from kit.world.crew import CREWS
+from kit.world.asked import CREWS
 from kit.world.world import Printer
 from tests.faults.matrix.kinds import descendants, each, moment
 from tests.holdings import holdings, wait_for

@@ -24,7 +24,7 @@ from kit.labs.stepped import Stepped
 from kit.results import read_verdict
 from kit.view.panel.controller import Controller
 from kit.view.panel.model import PanelModel
-from kit.view.panel.watch import Failure, Watch
+from kit.view.progress import Failure, Watch
 from tests.holdings import holdings, wait_for
 
 SOURCE = """

@@ -17,7 +17,8 @@ from kit.labs.definition import working
 from kit.labs.discover import discover, find
 from kit.results import Record, create_run, load_tolerances
 from kit.view.panel.model import AS_IT_IS, PanelModel, choices, limits_of, rounded_up, span
-from kit.view.panel.watch import marks
+from kit.view.panel.strip import VerdictTab
+from kit.view.progress import marks
 
 LABS = sorted(discover().labs)
 
@@ -327,3 +328,27 @@ def test_a_check_that_stumbles_is_told_and_the_panel_stays(runs: Path, monkeypat
     assert model.said == f"{folder.name} cannot be judged: ZeroDivisionError: of this test"
     assert model.verdict is None
     assert model.limits
+
+
+# -- a check that is asked of some runs only: its limit is in the panel where the settings ask for it ------------------
+
+
+def names(model: PanelModel) -> set[str]:
+    return {limit.tolerance for limit in model.limits}
+
+
+def test_the_limit_comes_and_goes_with_the_setting(tmp_path, monkeypatch):
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path))
+    model = PanelModel(find("smoke"))
+    tab = VerdictTab(model)
+    assert "routed_part" not in names(model)
+    shown = len(tab.body.children)
+    model.set("routing", "torchcomms")
+    model.judge()
+    tab._order()
+    assert "routed_part" in names(model)
+    assert len(tab.body.children) == shown + 1
+    model.set("routing", "torch")
+    model.judge()
+    tab._order()
+    assert len(tab.body.children) == shown

@@ -15,11 +15,10 @@ import kit
 from kit.labs.definition import Definition
 from kit.labs.discover import find
 from kit.labs.options import LabConfig, Option
-from kit.view.panel import look, strip, verdict
+from kit.view.panel import look, strip
 from kit.view.panel.model import PanelModel
-from kit.view.panel.panel import Buttons, Panel
-from kit.view.panel.parameters import Parameters
-from kit.view.panel.watch import Failure, PhaseState, Progress
+from kit.view.panel.panel import Buttons, Panel, Parameters
+from kit.view.progress import Failure, PhaseState, RunProgress
 
 LABS = ("smoke", "offload", "split", "sync")
 
@@ -82,7 +81,7 @@ def test_every_control_tells_the_model_and_shows_it(lab):
 @pytest.mark.parametrize("lab", LABS)
 def test_every_control_has_a_label_and_says_what_it_is_for(lab):
     model = PanelModel(find(lab))
-    tab = verdict.VerdictTab(model)
+    tab = strip.VerdictTab(model)
     asked = [
         *tree(Parameters(model).widget),
         *tree(tab.widget),
@@ -350,16 +349,16 @@ def test_a_tick_leaves_the_unfolded_traceback_alone():
     sent = []
     shown.failure.observe(sent.append, "value")
     model.state = "running"
-    model.progress = Progress(1, 5, 2.0, None)
+    model.progress = RunProgress(1, 5, 2.0, None)
     assert sent == []
 
 
 def test_the_bar_says_in_words_how_far_it_is():
     phases = (DONE, PhaseState(1, "make", "running", ("running", "running"), (None, None), time.monotonic()))
-    words = strip.progress_words(Progress(6, 22, 12.3, 20.4), phases, "running")
+    words = strip.progress_words(RunProgress(6, 22, 12.3, 20.4), phases, "running")
     assert words == "phase 7 of 22 (make, cycle 1), 12 s, about 20 s left"
-    assert strip.progress_words(Progress(6, 22, 12.3, None), phases, "running").endswith("12 s")
-    bar = strip.bar_html(Progress(11, 22, 12.3, None), phases, "ready")
+    assert strip.progress_words(RunProgress(6, 22, 12.3, None), phases, "running").endswith("12 s")
+    bar = strip.bar_html(RunProgress(11, 22, 12.3, None), phases, "ready")
     for part in (
         'role="progressbar"',
         'aria-valuenow="11"',
@@ -431,22 +430,22 @@ def test_logs_by_rank_the_last_lines_and_the_error():
 
 def test_a_slider_has_whole_places_that_a_browser_cannot_round():
     for found in (
-        verdict.scale(0, 10, whole=True),
-        verdict.scale(1e-9, 1.0),
-        verdict.scale(0, 200.0),
-        verdict.scale(0, 5000, whole=True),
-        verdict.scale(1e-6, 2.0),
-        verdict.scale(0, 0),
+        strip.scale(0, 10, whole=True),
+        strip.scale(1e-9, 1.0),
+        strip.scale(0, 200.0),
+        strip.scale(0, 5000, whole=True),
+        strip.scale(1e-6, 2.0),
+        strip.scale(0, 0),
     ):
         assert found == sorted(set(found))
         for place in range(0, len(found), 7):
-            assert verdict.nearest(found, found[place]) == place
-        assert verdict.nearest(found, found[-1] + 1e9) == len(found) - 1
-        assert verdict.nearest(found, found[0] - 1e9) == 0
-    assert [verdict.scale(1e-9, 1.0)[place] for place in (0, 60, 61, 120, -1)] == [1e-9, 1e-6, 1.12e-6, 1e-3, 1.0]
-    assert (verdict.scale(0, 10, whole=True), verdict.scale(0, 0)) == ([*range(11)], [0])
-    assert verdict.scale(0, 200.0)[-2:] == [199.5, 200]
-    for row in verdict.VerdictTab(PanelModel(find("split"))).rows.values():
+            assert strip.nearest(found, found[place]) == place
+        assert strip.nearest(found, found[-1] + 1e9) == len(found) - 1
+        assert strip.nearest(found, found[0] - 1e9) == 0
+    assert [strip.scale(1e-9, 1.0)[place] for place in (0, 60, 61, 120, -1)] == [1e-9, 1e-6, 1.12e-6, 1e-3, 1.0]
+    assert (strip.scale(0, 10, whole=True), strip.scale(0, 0)) == ([*range(11)], [0])
+    assert strip.scale(0, 200.0)[-2:] == [199.5, 200]
+    for row in strip.VerdictTab(PanelModel(find("split"))).rows.values():
         assert isinstance(row.slider, widgets.IntSlider)
 
 
@@ -455,7 +454,7 @@ def test_a_slider_has_whole_places_that_a_browser_cannot_round():
 
 def test_a_limit_that_moves_flips_its_row_and_rebuilds_nothing(finished):
     model = PanelModel(find("smoke"))
-    tab = verdict.VerdictTab(model)
+    tab = strip.VerdictTab(model)
     assert "Not judged yet" in tab.head.value
     model.show(finished)
     assert "0 failed, 7 passed" in re.sub("<.*?>", "", tab.head.value)
@@ -478,7 +477,7 @@ def test_a_limit_that_moves_flips_its_row_and_rebuilds_nothing(finished):
 
 def test_rows_are_made_when_somebody_looks_and_then_know_what_was_measured_before(finished):
     model = PanelModel(find("smoke"))
-    tab = verdict.VerdictTab(model, visible=False)
+    tab = strip.VerdictTab(model, visible=False)
     made = len(list(tree(tab.widget)))
     model.show(finished)
     model.move("groups_more", -1)
@@ -498,7 +497,7 @@ def test_rows_are_made_when_somebody_looks_and_then_know_what_was_measured_befor
 
 def test_the_worst_come_first(finished):
     model = PanelModel(find("smoke"))
-    tab = verdict.VerdictTab(model)
+    tab = strip.VerdictTab(model)
     model.take({"drift_mib": -1e6})
     model.show(finished)
     assert tab.body.children[0] is tab.rows["drift_mib"].widget
@@ -507,7 +506,7 @@ def test_the_worst_come_first(finished):
 @pytest.mark.parametrize("lab", LABS)
 def test_every_limit_has_one_row_and_its_slider_holds_the_default(lab):
     model = PanelModel(find(lab))
-    tab = verdict.VerdictTab(model)
+    tab = strip.VerdictTab(model)
     asked = [check for check in model.checks if check.asked(model.values)]
     assert len(tab.body.children) == len({check.tolerance for check in asked})
     assert {name for row in tab.rows.values() for name in row.limit.checks} == {check.name for check in asked}
@@ -522,7 +521,7 @@ def test_every_limit_has_one_row_and_its_slider_holds_the_default(lab):
 
 def test_another_run_moves_the_ends_of_a_slider_and_makes_no_new_one(finished):
     model = PanelModel(find("smoke"))
-    tab = verdict.VerdictTab(model)
+    tab = strip.VerdictTab(model)
     row, made = tab.rows["drift_mib"], len(list(tree(tab.widget)))
     model.take({"drift_mib": 9000.0})
     assert row.exact.value == 9000
@@ -537,7 +536,7 @@ def test_another_run_moves_the_ends_of_a_slider_and_makes_no_new_one(finished):
 
 def test_presets_and_files(finished, tmp_path):
     model = PanelModel(find("smoke"))
-    tab = verdict.VerdictTab(model)
+    tab = strip.VerdictTab(model)
     model.show(finished)
     tab.rows["drift_mib"].exact.value = 7
     tab.path.value = str(tmp_path / "mine.json")
@@ -560,8 +559,8 @@ def test_presets_and_files(finished, tmp_path):
 def test_of_many_answers_the_failed_ones_are_written_out():
     limit = verdict_limit()
     rows = [answer("parity", 2.0, passed=False), *(answer(f"parity/t{n}", 2.0, passed=n > 8) for n in range(12))]
-    shown = verdict.check_html(limit, rows, moved=False)
-    assert shown.count("✗ FAIL") == 1 + verdict.FEW
+    shown = strip.check_html(limit, rows, moved=False)
+    assert shown.count("✗ FAIL") == 1 + strip.FEW
     assert "12 answers, 3 more fail" in shown
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from matplotlib.ticker import MaxNLocator
 
-from kit.draw.axes import grid_across, legend_of, marks_of
-from kit.draw.bars import Box, paint_boxes
+from kit.draw.axes import Box, grid_across, legend_of, marks_of, paint_boxes
 from kit.draw.style import LINES
 from kit.labs.stream import tables
 from kit.results.units import time_unit

@@ -7,7 +7,9 @@ import warnings
 import matplotlib as mpl
 import pytest
 
-from kit.draw.against import most, plot_against, ratios
+from kit.draw.axes import stretches
+from kit.draw.general import most, plot_against, ratios
+from kit.draw.plots import cycles_of
 from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.results import Record, Run, compare, create_run
@@ -130,3 +132,24 @@ def test_each_run_is_labelled_by_what_differs_and_a_difference_in_size_warns(mak
 def test_ticks_are_round():
     assert ratios(0.95, 2.2) == [1.0, 1.1, 1.25, 1.5, 2.0]
     assert 1.0 in ratios(1e-5, 40)
+
+
+# -- which cycles a run has, and where an axis of steps names them -----------------------------------------------------
+
+
+def test_a_cycle_is_named_where_it_has_most_steps() -> None:
+    once, control = [(0, "baseline")], [(1, "control"), (2, "control")]
+    cycles = [(cycle, phase) for cycle in (1, 2) for phase in ("make", "talk", "destroy")]
+    order = [*once, *control, *cycles, (0, "end")]
+    assert cycles_of(order) == [1, 2]
+    assert stretches(order, cycles_of(order)) == {1: [3, 4, 5], 2: [6, 7, 8]}
+
+
+def test_a_loop_may_count_from_zero() -> None:
+    order = [(0, "setup"), (0, "train"), (1, "train"), (2, "train")]
+    assert cycles_of(order) == [0, 1, 2]
+    assert stretches(order, cycles_of(order)) == {0: [0, 1], 1: [2], 2: [3]}
+
+
+def test_a_run_without_cycles_has_one() -> None:
+    assert cycles_of([(0, "baseline"), (0, "offload"), (0, "reload")]) == [0]
