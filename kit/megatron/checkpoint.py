@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from kit.errors import BadInput, KitError
 from kit.megatron import shards
-from kit.megatron.geometry import read_geometry
+from kit.megatron.config import read_geometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -21,7 +21,7 @@ import torch
 
 from kit.errors import BadInput, KitError
 from kit.megatron import standin
-from kit.train.draws import uniform
+from kit.train.arithmetic import uniform
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence

@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.megatron import groups, standin
-from kit.megatron.groups.handle import Handle, c10d, forget, registered, state
-from kit.megatron.groups.snapshot import global_names, parallel_state
+from kit.megatron.groups.handle import Handle, c10d, forget, global_names, parallel_state, registered, state
 from kit.train.numerics import Numerics
 
 if TYPE_CHECKING:

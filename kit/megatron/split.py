@@ -2,7 +2,8 @@
 
 Both work on chunks wrapped in DistributedDataParallel, with tensor, pipeline (1F1B), data and expert parallelism, with and
 without overlapped reduction and the distributed optimizer. The split step accumulates raw sums under `no_sync`, learns
-the true normalizer in finish(), divides, and reduces once.
+the true normalizer in finish(), divides, and reduces once. `logprobs` scores given tokens with the job as it is: the previous policy, or a
+reference.
 
 The load-balancing loss of experts asks for more: its gradient must be the mean over microbatches, whatever the other loss is divided
 by. It is scaled by what each piece would need if all pieces were alike; where the true counts say otherwise, one more
@@ -20,15 +21,14 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import BadInput
-from kit.megatron.balance import aux_metric, aux_scale, balances, clear_aux
-from kit.megatron.gradients import bucket_groups
-from kit.train import metrics
-from kit.train.batch import Batch, counts, cuts, rows
-from kit.train.stream import Misuse, SplitStep
+from kit.megatron.gradients import aux_metric, aux_scale, balances, bucket_groups, clear_aux
+from kit.train.batch import Batch, counts, cut, cuts, rows
+from kit.train.protocol import Misuse, SplitStep, normalised, of_microbatches, over_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kit.train.batch import Batch
     from kit.train.protocol import Loss, SplitContext, StepResult
 
 HOOKS = ("grad_sync_func", "no_sync_func", "finalize_model_grads_func")
@@ -219,8 +219,8 @@ class MegatronSync:
         )
         table: dict[str, float] = {}
         if last_stage():
-            table = metrics.over_ranks(metrics.of_microbatches(seen, loss.normalizers()), group, job.device)
-            table = metrics.normalised(table, {}, tokens=1.0, sequences=1.0)
+            table = over_ranks(of_microbatches(seen, loss.normalizers()), group, job.device)
+            table = normalised(table, {}, tokens=1.0, sequences=1.0)
         table = from_last_stage(table, sorted(loss.normalizers()), job.device)
         table |= aux_metric(job.chunks[0].config, len(pieces))
         synchronise(job.device)
@@ -381,3 +381,46 @@ def set_random_states(states: tuple[Any, ...]) -> None:
     if cuda is not None:
         torch.cuda.set_rng_state(cuda)
     torch.set_rng_state(cpu)
+
+
+def share(batch: Batch) -> Batch:
+    """The rows of this data rank."""
+    each = rows(batch) // data_ranks()
+    mine = dist.get_rank(data_group())
+    return cut(batch, mine * each, (mine + 1) * each)
+
+
+@torch.no_grad()
+def logprobs(job: Job, batch: Batch, mbs: int) -> torch.Tensor:
+    """[rows, length] float32 on every rank's host; 0.0 in column 0. Collective; rows must fill whole microbatches on each data rank."""
+    pieces = list(cuts(share(batch), mbs))
+    found = torch.cat([_forward(job, piece) for piece in pieces]) if pieces else None
+    tables: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(tables, (dist.get_rank(data_group()), found) if last_stage() else None)
+    by_share: dict[int, torch.Tensor] = dict(filter(None, tables))
+    whole = torch.cat([by_share[place] for place in sorted(by_share)])
+    return torch.nn.functional.pad(whole, (1, 0))
+
+
+def _forward(job: Job, piece: Batch) -> torch.Tensor:
+    """Of one microbatch, [rows, length - 1], on the last stage; elsewhere nothing that counts."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+        ids = next(data)["input_ids"].to(job.device)
+        places = torch.arange(ids.shape[1] - 1, device=job.device).expand(ids.shape[0], -1)
+        out = model(ids[:, :-1], places, None, labels=ids[:, 1:].contiguous())
+        return out, lambda losses, **_: -losses.float()
+
+    outputs = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter([piece]),
+        model=job.chunks,
+        num_microbatches=1,
+        seq_length=piece["input_ids"].shape[1] - 1,
+        micro_batch_size=rows(piece),
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    synchronise(job.device)
+    return outputs[0].cpu() if last_stage() else torch.empty(0)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from kit.machine import pss
-from kit.measure.memory import host_memory, reset_peaks
+from kit.measure.phase import host_memory, reset_peaks
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -42,7 +42,7 @@ def test_a_refused_reset_says_why_and_gives_no_peak():
     script = """
 import ctypes, os
 from kit.measure import PhaseMeter
-from kit.measure.memory import reset_peaks
+from kit.measure.phase import reset_peaks
 if os.getuid() == 0:
     os.setuid(65534)
 ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE

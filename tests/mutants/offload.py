@@ -7,10 +7,7 @@ from tests.mutants.mutant import Mutant
 RELEASER = "kit.labs.offload.ranks.releaser"
 EXACT = "kit.megatron.groups.exact"
 HANDLE = "kit.megatron.groups.handle"
-SNAPSHOT = "kit.megatron.groups.snapshot"
 TENSORS = "kit.megatron.tensors"
-ARENA = "kit.megatron.tensors.arena"
-INVENTORY = "kit.megatron.tensors.inventory"
 OWNERSHIP = "kit.megatron.ownership"
 
 MUTANTS = (
@@ -115,7 +112,7 @@ MUTANTS = (
         "offload",
         EXACT,
         "destroy",
-        old="            failed.append(title(facts))\n",
+        old="            failed.append((title(facts), str(error)))\n",
         new="",
         check="destroy_failure_raises",
         bug="a group that cannot be destroyed is not told",
@@ -242,7 +239,7 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        SNAPSHOT,
+        HANDLE,
         "decode",
         old='return getattr(parallel_state(), value["scratch"])()',
         new="return None",
@@ -337,7 +334,7 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        ARENA,
+        TENSORS,
         "Arena.reserve",
         old="        self.used += -(-size // _ALIGN) * _ALIGN\n",
         new="        self.used += size // _ALIGN * _ALIGN\n",
@@ -346,7 +343,7 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        ARENA,
+        TENSORS,
         "Arena.close",
         old="        self._unmap()\n",
         new="",
@@ -355,7 +352,7 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        ARENA,
+        TENSORS,
         "Arena.close",
         old="            os.close(self._fd)\n",
         new="            pass\n",
@@ -364,7 +361,7 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        INVENTORY,
+        TENSORS,
         "named_tensors",
         old="if isinstance(value, torch.Tensor):",
         new='if isinstance(value, torch.Tensor) and key != "exp_avg_sq":',
@@ -373,7 +370,7 @@ MUTANTS = (
     ),
     Mutant(
         "offload:experts",
-        INVENTORY,
+        TENSORS,
         "inner_optimizers",
         old="for each in chained for inner",
         new="for each in chained[:1] for inner",

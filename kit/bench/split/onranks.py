@@ -13,8 +13,7 @@ from kit.bench.session import turn_by_turn
 from kit.errors import KitError
 from kit.labs.split.config import RECIPES, SplitConfig, model_config
 from kit.labs.split.ranks.backends import chunks_of
-from kit.measure.memory import device_memory, host_memory, reset_peaks
-from kit.measure.phase import timed
+from kit.measure.phase import device_memory, host_memory, reset_peaks, timed
 from kit.megatron import groups, model, split
 from kit.train import fsdp
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood

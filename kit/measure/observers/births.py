@@ -1,4 +1,4 @@
-"""Process groups, found when they are made rather than in somebody's list.
+"""Process groups, found when they are made rather than in somebody's list; and functions of other modules that were replaced.
 
 `Births` hooks the constructors of torch's own group and backend classes: `new_group`, `init_process_group`, a raw `ProcessGroupGloo(...)`
 and a wrapper's `super().__init__` all call them. Groups that C++ makes (`split_group`) are taken from torch's tables. References are
@@ -17,7 +17,8 @@ import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -220,3 +221,48 @@ def facts(group: Any) -> dict[str, Any]:
 
 def _public(config: Any) -> list[tuple[str, Any]]:
     return [(name, getattr(config, name)) for name in dir(config) if not name.startswith("_")]
+
+
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
+_DATA = (int, float, str, bytes, type(None), tuple, list, dict, set, frozenset)
+
+
+class Name(NamedTuple):
+    """A name in a module, or of a class in it."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
+Names = dict[str, Name]
+
+
+def take_names(*prefixes: str) -> Names:
+    """Every function and class in the loaded modules of these packages, and every method of their classes, by dotted name."""
+    found: Names = {}
+    classes: dict[int, str] = {}
+    for module in _modules(prefixes):
+        for name, value in list(vars(module).items()):
+            if issubclass(type(value), (*_FUNCTIONS, type)):  # isinstance would wake names that warn of their end
+                found[f"{module.__name__}.{name}"] = Name(module, name, value)
+            if issubclass(type(value), type) and str(value.__module__).startswith((*prefixes, "torch._C")):
+                title = classes.setdefault(id(value), f"{module.__name__}.{name}")
+                for member, one in list(vars(value).items()):
+                    if not isinstance(one, _DATA):
+                        found.setdefault(f"{title}.{member}", Name(value, member, one))
+    return found
+
+
+def replaced_names(before: Names) -> list[str]:
+    """Names with another value now, or gone. Modules loaded since are ignored."""
+    missing = object()
+    return [title for title, one in before.items() if vars(one.owner).get(one.name, missing) is not one.value]
+
+
+def _modules(prefixes: tuple[str, ...]) -> list[ModuleType]:
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and any(name == one or name.startswith(one + ".") for one in prefixes)
+    ]

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kit.measure.host import map_shared, populate, trim, unmap
-from kit.measure.memory import device_memory, host_memory
-from kit.measure.phase import current_device, timed
+from kit.measure.phase import current_device, device_memory, host_memory, timed
 from kit.preflight.onranks import device, finish, meet
 
 if TYPE_CHECKING:

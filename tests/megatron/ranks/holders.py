@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kit.megatron.groups.handle import Handle, c10d
-from kit.megatron.groups.snapshot import global_names, groups_in, parallel_state
+from kit.megatron.groups.handle import Handle, c10d, global_names, groups_in, parallel_state
 
 _LEAVES = (torch.Tensor, str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device)
 

@@ -11,7 +11,7 @@ from holders import holders as holders_of
 from kit.megatron import groups, model, ownership
 from kit.megatron.config import ModelConfig, model_bytes
 from kit.megatron.groups import exact
-from kit.megatron.groups.snapshot import global_names, megatron_groups, parallel_state
+from kit.megatron.groups.handle import global_names, megatron_groups, parallel_state
 
 BEFORE, AFTER = 2, 2
 
