@@ -6,8 +6,8 @@ outer ones. Peaks are of the process and include threads that work beside the ph
 
 Host numbers come from /proc/self/status (about 15 us). The kernel counts pages per CPU and adds them up lazily, so before Linux 6.16 a
 level may be off by up to 32 pages for each core, more on very large boxes: compare drifts over many cycles, not single bytes. The peak is
-VmHWM, reset to the current level by writing "5" to /proc/self/clear_refs; that also resets the peak that `getrusage` reports. `pss` walks every
-mapping (2 to 15 ms with torch loaded): only for a run's boundaries.
+VmHWM, reset to the current level by writing "5" to /proc/self/clear_refs; that also resets the peak that `getrusage` reports. `pss` walks
+every mapping (2 to 15 ms with torch loaded): only for a run's boundaries.
 
 CUDA numbers: `allocated`, `reserved` and `peak_allocated` come from this process's caching allocator. `driver_used` comes from
 the driver and covers the whole GPU, every process and communicator on it; where ranks share a GPU it belongs to no single rank.

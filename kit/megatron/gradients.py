@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from kit.megatron.groups.handle import parallel_state
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -63,11 +65,10 @@ def counted(chunk: Any) -> Iterator[Reductions]:
 
     A tied embedding may have a bucket to itself, which pipeline stages then add up as well: that is no reduction over data ranks.
     """
-    from megatron.core import parallel_state
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     seen = Reductions(chunk)
-    between_stages = parallel_state.get_embedding_group(check_initialized=False)
+    between_stages = parallel_state().get_embedding_group(check_initialized=False)
 
     def spy(plain: Callable[..., Any], place: int, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from kit.errors import BadInput, KitError
 from kit.measure.host import huge_pages, trim
 from kit.megatron import model
+from kit.megatron.groups.handle import parallel_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,7 +91,6 @@ def logits(job: model.Training, tokens: torch.Tensor) -> torch.Tensor | None:
 
     One microbatch of the tokens, the same on every rank, goes through Megatron's own schedule. The job stays as it was.
     """
-    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     if job.mover.away:
@@ -110,8 +110,8 @@ def logits(job: model.Training, tokens: torch.Tensor) -> torch.Tensor | None:
         forward_only=True,
         collect_non_loss_data=True,
     )
-    found = _last(outputs[0]) if parallel_state.is_pipeline_last_stage() else None
-    stages = parallel_state.get_pipeline_model_parallel_group()
+    found = _last(outputs[0]) if parallel_state().is_pipeline_last_stage() else None
+    stages = parallel_state().get_pipeline_model_parallel_group()
     if 0 not in dist.get_process_group_ranks(stages):
         return None  # another replica, or another tensor rank
     if dist.get_world_size(stages) == 1:
@@ -132,9 +132,7 @@ def _positions(tokens: torch.Tensor) -> torch.Tensor:
 
 def _last(output: torch.Tensor) -> torch.Tensor:
     """The last position's logits from all tensor ranks, each of which has some columns."""
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = parallel_state().get_tensor_model_parallel_group()
     mine = output[:, -1].float().contiguous()
     columns = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(columns, mine, group=group)

@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 from kit.errors import BadInput
 from kit.megatron.gradients import aux_metric, aux_scale, balances, bucket_groups, clear_aux
+from kit.megatron.groups.handle import parallel_state
 from kit.train.batch import Batch, counts, cut, cuts, rows
-from kit.train.protocol import Misuse, SplitStep, normalised, of_microbatches, over_ranks
+from kit.train.protocol import Misuse, SplitStep, plain_metrics, step_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -104,7 +105,7 @@ class MegatronSplit(SplitStep):
 
     def _aux_guess(self, pieces: list[Batch]) -> float:
         """Right where every microbatch has as many valid tokens, or sequences, as these."""
-        sequences, tokens = counts(stacked(pieces)).tolist()
+        sequences, tokens = torch.stack([counts(piece) for piece in pieces]).sum(0).tolist()
         own: float = tokens if self.loss.level == "tokens" else sequences
         return own / len(pieces)
 
@@ -141,9 +142,7 @@ class MegatronSplit(SplitStep):
         synchronise(self.device)
 
     def _metrics(self, sequences: float, tokens: float) -> dict[str, float]:
-        table: dict[str, float] = {}
-        if last_stage():
-            table = self._step_metrics(data_group(), sequences, tokens)
+        table = self._step_metrics(data_group(), sequences, tokens) if last_stage() else {}
         table = from_last_stage(table, sorted(self.loss.normalizers()), self.device)
         return {**table, **aux_metric(self.config, self.microbatches)}
 
@@ -168,14 +167,11 @@ class MegatronSplit(SplitStep):
 
     def _reduce(self) -> None:
         """Once: with overlap finishing only waits, so that somebody must start; without, finishing starts by itself."""
+        from megatron.core.distributed import finalize_model_grads
+
         chunk = self.job.chunks[0]
         if chunk.ddp_config.overlap_grad_reduce:
             chunk.start_grad_sync()
-        self._finalise()
-
-    def _finalise(self) -> None:
-        from megatron.core.distributed import finalize_model_grads
-
         (self.saved["finalize_model_grads_func"] or finalize_model_grads)(self.job.chunks)
 
     def _update(self, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
@@ -217,10 +213,7 @@ class MegatronSync:
         seen = forward_backward(
             job, pieces, lambda logprobs, batch: loss(logprobs, batch, tokens=tokens, sequences=sequences)
         )
-        table: dict[str, float] = {}
-        if last_stage():
-            table = over_ranks(of_microbatches(seen, loss.normalizers()), group, job.device)
-            table = normalised(table, {}, tokens=1.0, sequences=1.0)
+        table = plain_metrics(seen, loss, group, job.device) if last_stage() else {}
         table = from_last_stage(table, sorted(loss.normalizers()), job.device)
         table |= aux_metric(job.chunks[0].config, len(pieces))
         synchronise(job.device)
@@ -234,22 +227,29 @@ class MegatronSync:
 
 def forward_backward(job: Job, pieces: list[Batch], loss: Callable[..., Any]) -> list[Row]:
     """Megatron's schedule over these microbatches; `loss` adds up, whatever schedule and DDP divide by."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    config = job.chunks[0].config
-    undo = len(pieces) * (1 if config.calculate_per_token_loss else data_ranks())
+    undo = len(pieces) * (1 if job.chunks[0].config.calculate_per_token_loss else data_ranks())
 
     def forward(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
         batch = {name: value.to(job.device) for name, value in next(data).items()}
-        ids = batch["input_ids"]
-        places = torch.arange(ids.shape[1] - 1, device=job.device).expand(ids.shape[0], -1)
-        out = model(ids[:, :-1], places, None, labels=ids[:, 1:].contiguous())
 
         def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, Row]:
             value, table = loss(-losses.float(), batch)
             return value * undo, table
 
-        return out, loss_of
+        return token_losses(model, batch["input_ids"]), loss_of
+
+    return schedule(job, forward, pieces, forward_only=False)
+
+
+def token_losses(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What the last stage gives: each following token's negative log-probability."""
+    places = torch.arange(ids.shape[1] - 1, device=ids.device).expand(ids.shape[0], -1)
+    losses: torch.Tensor = model(ids[:, :-1], places, None, labels=ids[:, 1:].contiguous())
+    return losses
+
+
+def schedule(job: Job, forward: Callable[..., Any], pieces: list[Batch], **how: bool) -> list[Any]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     return list(
         get_forward_backward_func()(
@@ -259,7 +259,7 @@ def forward_backward(job: Job, pieces: list[Batch], loss: Callable[..., Any]) ->
             num_microbatches=len(pieces),
             seq_length=pieces[0]["input_ids"].shape[1] - 1,
             micro_batch_size=rows(pieces[0]),
-            forward_only=False,
+            **how,
         )
     )
 
@@ -283,17 +283,7 @@ def update(job: Job, gbs: int, sequences: float, tokens: float, table: dict[str,
         zero_gradients(job)
     if updated:
         job.scheduler.step(increment=gbs)
-    return {
-        "global_loss": table["loss"],
-        "grad_norm": norm,
-        "lr": lr,
-        "wd": wd,
-        "global_valid_seqs": sequences,
-        "global_valid_toks": tokens,
-        "updated": updated,
-        "version": 0,
-        "metrics": table,
-    }
+    return step_result(table, norm=norm, rates=(lr, wd), counts=(sequences, tokens), updated=updated)
 
 
 def finite_gradients(job: Job) -> bool:
@@ -327,9 +317,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def data_group() -> Any:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_data_parallel_group()
+    return parallel_state().get_data_parallel_group()
 
 
 def data_ranks() -> int:
@@ -337,25 +325,18 @@ def data_ranks() -> int:
 
 
 def last_stage() -> bool:
-    from megatron.core import parallel_state
-
-    return bool(parallel_state.is_pipeline_last_stage())
+    return bool(parallel_state().is_pipeline_last_stage())
 
 
 def from_last_stage(table: dict[str, float], names: list[str], device: torch.device) -> dict[str, float]:
     """Only the last pipeline stage sees the loss; the others learn its metrics."""
-    from megatron.core import parallel_state
-
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+    stages = parallel_state()
+    if stages.get_pipeline_model_parallel_world_size() == 1:
         return table
     values = torch.tensor([table.get(name, 0.0) for name in names], dtype=torch.float64, device=device)
-    last = parallel_state.get_pipeline_model_parallel_last_rank()
-    dist.broadcast(values, last, group=parallel_state.get_pipeline_model_parallel_group())
+    last = stages.get_pipeline_model_parallel_last_rank()
+    dist.broadcast(values, last, group=stages.get_pipeline_model_parallel_group())
     return dict(zip(names, values.tolist(), strict=True))
-
-
-def stacked(pieces: list[Batch]) -> Batch:
-    return {name: torch.cat([piece[name] for piece in pieces]) for name in ("token_mask", "sample_mask")}
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
@@ -366,11 +347,8 @@ def random_states() -> tuple[Any, ...]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return (
-        torch.get_rng_state(),
-        cuda,
-        {name: value.clone() for name, value in get_cuda_rng_tracker().get_states().items()},
-    )
+    tracker = {name: value.clone() for name, value in get_cuda_rng_tracker().get_states().items()}
+    return torch.get_rng_state(), cuda, tracker
 
 
 def set_random_states(states: tuple[Any, ...]) -> None:
@@ -404,23 +382,10 @@ def logprobs(job: Job, batch: Batch, mbs: int) -> torch.Tensor:
 
 def _forward(job: Job, piece: Batch) -> torch.Tensor:
     """Of one microbatch, [rows, length - 1], on the last stage; elsewhere nothing that counts."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-        ids = next(data)["input_ids"].to(job.device)
-        places = torch.arange(ids.shape[1] - 1, device=job.device).expand(ids.shape[0], -1)
-        out = model(ids[:, :-1], places, None, labels=ids[:, 1:].contiguous())
-        return out, lambda losses, **_: -losses.float()
+        return token_losses(model, next(data)["input_ids"].to(job.device)), lambda losses, **_: -losses.float()
 
-    outputs = get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=iter([piece]),
-        model=job.chunks,
-        num_microbatches=1,
-        seq_length=piece["input_ids"].shape[1] - 1,
-        micro_batch_size=rows(piece),
-        forward_only=True,
-        collect_non_loss_data=True,
-    )
+    outputs = schedule(job, forward, [piece], forward_only=True, collect_non_loss_data=True)
     synchronise(job.device)
     return outputs[0].cpu() if last_stage() else torch.empty(0)

@@ -29,7 +29,7 @@ from kit.errors import BadInput, KitError
 from kit.measure.observers.tensors import digest
 from kit.train.batch import Batch, counts, microbatches, pack
 from kit.train.plain import PlainModel, from_weights, logprobs, next_logprobs
-from kit.train.protocol import Misuse, SplitStep, normalised, of_microbatches, over_ranks
+from kit.train.protocol import Misuse, SplitStep, plain_metrics, step_result
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -113,17 +113,13 @@ def build(
     token_budget: int = 0,
 ) -> FsdpJob:
     """The job over all ranks; every rank calls it with the same full weights. `token_budget` is for "dynamic" and "packed"."""
-    import torch.distributed as dist
-
     if batching != "fixed" and token_budget < 1:
         raise BadInput(
             f"token_budget={token_budget} is not allowed with batching={batching!r}: give the most tokens of a microbatch"
         )
     kept = torch.float32 if dtype == torch.bfloat16 else dtype
     model = from_weights(geometry, weights, dtype=kept, device=device)
-    policy = MixedPrecisionPolicy()
-    if kept != dtype:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=kept)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=kept) if kept != dtype else MixedPrecisionPolicy()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*model.model.layers, model):
         sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -132,12 +128,8 @@ def build(
         sharded.set_gradient_divide_factor(1.0)
     matrices = [param for param in model.parameters() if param.dim() > 1]
     vectors = [param for param in model.parameters() if param.dim() <= 1]
-    optimizer = ClippedAdamW(
-        [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-    )
+    decayed = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = ClippedAdamW(decayed, lr=settings.lr, betas=settings.betas, eps=settings.eps)
     return FsdpJob(
         model=model,
         optimizer=optimizer,
@@ -240,11 +232,6 @@ def nonzero_gradients(job: FsdpJob) -> int:
     return sum(int(torch.count_nonzero(each)) for each in found)
 
 
-def reduction_groups(job: FsdpJob) -> int:
-    """How many reduce-scatters make one reduction of all gradients."""
-    return len(list(sharded_modules(job.model)))
-
-
 class Reductions:
     """How often the gradients of each sharded module were reduced since the last reset."""
 
@@ -335,65 +322,40 @@ class Steps:
         self, piece: Batch, loss: Loss, *, tokens: float, sequences: float, sync: bool
     ) -> list[dict[str, torch.Tensor]]:
         """One microbatch; its metrics, or none of a dummy. With `sync` the gradients of all so far are reduced."""
-        device = self.job.device
+        model, device = self.job.model, self.job.device
         self.reduce_next(on=sync)
         if not piece:
-            model = self.job.model
             nothing = logprobs(model, torch.zeros(1, 2, dtype=torch.long, device=device))
             (nothing * 0.0).sum().backward()  # type: ignore[no-untyped-call]
             return []
         here = {name: value.to(device) for name, value in piece.items()}
-        value, seen = loss(self.logprobs(here), here, tokens=tokens, sequences=sequences)
+        if self.job.batching == "packed":
+            packed = pack(here)
+            found = packed.unpack(next_logprobs(model, packed.input_ids, packed.positions, packed.segments))
+        else:
+            found = logprobs(model, here["input_ids"])
+        value, seen = loss(found, here, tokens=tokens, sequences=sequences)
         value.backward()  # type: ignore[no-untyped-call]
         return [seen]
-
-    def logprobs(self, piece: Batch) -> torch.Tensor:
-        if self.job.batching != "packed":
-            return logprobs(self.job.model, piece["input_ids"])
-        packed = pack(piece)
-        return packed.unpack(next_logprobs(self.job.model, packed.input_ids, packed.positions, packed.segments))
 
     def reduce_next(self, *, on: bool) -> None:
         """Whether the next backward pass reduces gradients."""
         self.job.model.set_requires_gradient_sync(on)  # type: ignore[operator]
 
-    def divide(self, normalizer: float) -> None:
-        """Reduced gradients by the true count."""
-        torch._foreach_div_(local_gradients(self.job.optimizer), normalizer)
-
-    def grad_norm(self) -> float:
-        """Over all parameters, before clipping; the same on every rank. Collective."""
-        own = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in local_gradients(self.job.optimizer)]
-        return math.sqrt(self._over_ranks([float(torch.stack(own).square().sum())], dist.ReduceOp.SUM)[0])
-
-    def rates(self) -> tuple[float, float]:
-        """Learning rate and weight decay of the coming update."""
-        group = self.job.optimizer.param_groups[0]
-        return float(group["lr"]), float(group["weight_decay"])
-
     def update(self, table: dict[str, float], sequences: float, tokens: float, gbs: int) -> StepResult:
         """Weights and schedule move, or neither where loss or gradients are not finite. Rates are those that were used."""
-        lr, wd = self.rates()
-        norm = self.grad_norm()
+        optimizer, limit = self.job.optimizer, self.job.settings.clip
+        lr, wd = (float(optimizer.param_groups[0][name]) for name in ("lr", "weight_decay"))
+        own = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in local_gradients(optimizer)]
+        norm = math.sqrt(self._over_ranks([float(torch.stack(own).square().sum())], dist.ReduceOp.SUM)[0])
         updated = math.isfinite(norm) and math.isfinite(table["loss"])
-        limit = self.job.settings.clip
-        self.job.optimizer.scale = limit / (norm + 1e-6) if limit > 0 else 1.0
+        optimizer.scale = limit / (norm + 1e-6) if limit > 0 else 1.0
         if updated:
-            self.job.optimizer.step()
+            optimizer.step()
             self.job.scheduler.step(gbs)
         else:
-            self.job.optimizer.zero_grad()
-        return {
-            "global_loss": table["loss"],
-            "grad_norm": norm,
-            "lr": lr,
-            "wd": wd,
-            "global_valid_seqs": sequences,
-            "global_valid_toks": tokens,
-            "updated": updated,
-            "version": 0,
-            "metrics": table,
-        }
+            optimizer.zero_grad()
+        return step_result(table, norm=norm, rates=(lr, wd), counts=(sequences, tokens), updated=updated)
 
     def _over_ranks(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         own = torch.tensor(values, dtype=torch.float64, device=self.job.device)
@@ -409,7 +371,7 @@ class FsdpSync(Steps):
 
     def run(self, loss: Loss, data: Batch, gbs: int, mbs: int) -> StepResult:
         """One step on this rank's rows. If it raises, weights, optimizer and schedule are as before."""
-        with self._hooks():
+        try:
             forget_gradients(self.job)
             sequences, tokens = self._over_ranks(counts(data).tolist(), dist.ReduceOp.SUM)
             by = {"tokens": max(tokens, 1.0), "sequences": max(sequences, 1.0)}
@@ -417,22 +379,15 @@ class FsdpSync(Steps):
             seen = []
             for index, piece in enumerate(pieces):
                 seen += self.forward_backward(piece, loss, **by, sync=index == len(pieces) - 1)
-            names = loss.normalizers()
-            raw = over_ranks(of_microbatches(seen, names), self.job.group, self.job.device)
-            done = normalised(raw, {}, tokens=1.0, sequences=1.0)
+            done = plain_metrics(seen, loss, self.job.group, self.job.device)
             result = self.update(done, sequences, tokens, gbs)
-        self.version += 1
-        return {**result, "version": self.version}
-
-    @contextlib.contextmanager
-    def _hooks(self) -> Iterator[None]:
-        try:
-            yield
         except BaseException:
             forget_gradients(self.job)
             raise
         finally:
             self.reduce_next(on=True)
+        self.version += 1
+        return {**result, "version": self.version}
 
 
 class FsdpSplit(Steps, SplitStep):
@@ -448,11 +403,6 @@ class FsdpSplit(Steps, SplitStep):
         """Nothing of the step remains: no gradients, no microbatch held back."""
         self.held = []
         forget_gradients(self.job)
-
-    def flush(self) -> list[dict[str, torch.Tensor]]:
-        """The microbatch that was held back, and with it the step's one reduction."""
-        last = self.held.pop() if self.held else DUMMY
-        return self.forward_backward(last, self.loss, tokens=1.0, sequences=1.0, sync=True)
 
     def _open(self) -> None:
         self.randomness = [torch.get_rng_state()]
@@ -474,10 +424,11 @@ class FsdpSplit(Steps, SplitStep):
         return seen
 
     def _close(self) -> StepResult:
-        self.seen += self.flush()
+        last = self.held.pop() if self.held else DUMMY  # and with it the step's one reduction
+        self.seen += self.forward_backward(last, self.loss, tokens=1.0, sequences=1.0, sync=True)
         sequences, tokens, normalizer = self._true_counts(self.job.group)
         done = self._step_metrics(self.job.group, sequences, tokens)
-        self.divide(normalizer)
+        torch._foreach_div_(local_gradients(self.job.optimizer), normalizer)
         return self.update(done, sequences, tokens, self.gbs)
 
     def _restore(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,11 @@ from kit.target import load
 from kit.train.batch import Batch, counts, cuts, rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from kit.train.options import Settings
 
+T = TypeVar("T")
 Normalizer = Literal["tokens", "sequences"] | None
 
 
@@ -65,6 +66,23 @@ class StepResult(TypedDict):
     metrics: dict[str, float]
 
 
+def step_result(
+    table: dict[str, float], *, norm: float, rates: tuple[float, float], counts: tuple[float, float], updated: bool
+) -> StepResult:
+    """A step's result, but for its version. `rates` are learning rate and weight decay, `counts` valid sequences and tokens."""
+    return {
+        "global_loss": table["loss"],
+        "grad_norm": norm,
+        "lr": rates[0],
+        "wd": rates[1],
+        "global_valid_seqs": counts[0],
+        "global_valid_toks": counts[1],
+        "updated": updated,
+        "version": 0,
+        "metrics": table,
+    }
+
+
 class Split(Protocol):
     """A split step as the lab drives it: ours, or the person's own. Every rank makes the same calls."""
 
@@ -74,9 +92,6 @@ class Split(Protocol):
     def microbatch(self, data: Batch) -> None: ...
     def finish(self) -> StepResult: ...
     def abort(self) -> None: ...
-
-
-CALLS = ("begin", "microbatch", "finish", "abort", "version")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,7 +113,7 @@ class SplitContext:
 def make_split(target: str, ctx: SplitContext, setting: str) -> Split:
     """The split step that a lab's setting names as module:attr."""
     made: Split = load(target)(ctx)
-    if missing := [name for name in CALLS if not hasattr(made, name)]:
+    if missing := [name for name in ("begin", "microbatch", "finish", "abort", "version") if not hasattr(made, name)]:
         raise BadInput(f"{setting}={target}: the object it returned lacks {', '.join(missing)}")
     return made
 
@@ -116,8 +131,7 @@ class SplitStep(abc.ABC):
         self.state = "closed"
         self.failed = ""
         self.loss: Loss
-        self.mbs = 0
-        self.gbs = 0
+        self.mbs = self.gbs = 0
         self.counted = torch.zeros(2, dtype=torch.float64, device=device)
         self.seen: list[dict[str, torch.Tensor]] = []
         self.pieces = 0
@@ -143,8 +157,7 @@ class SplitStep(abc.ABC):
         self._need("open", "finish")
         if not self.pieces:
             raise Misuse("finish: the step is open and has no microbatch yet; call microbatch or abort first")
-        result: StepResult = self._guarded("finish", self._finish)
-        return result
+        return self._guarded("finish", self._finish)
 
     def abort(self) -> None:
         """Give the step up: weights and version stay. On a closed step it does nothing."""
@@ -216,7 +229,7 @@ class SplitStep(abc.ABC):
         if self.state != state:
             raise Misuse(f"{call}: the step is {self.state}; it must be {state}")
 
-    def _guarded(self, call: str, work: Any) -> Any:
+    def _guarded(self, call: str, work: Callable[[], T]) -> T:
         try:
             return work()
         except BaseException as error:
@@ -241,6 +254,14 @@ def of_microbatches(seen: Iterable[Mapping[str, torch.Tensor]], names: Iterable[
     """This rank's metrics: float64 over its microbatches. A name that no microbatch gave is what its kind gives over nothing."""
     table = list(seen)
     return {name: _over([float(row[name]) for row in table if name in row], kind(name)) for name in names}
+
+
+def plain_metrics(
+    seen: Iterable[Mapping[str, torch.Tensor]], loss: Loss, group: dist.ProcessGroup | None, device: torch.device
+) -> dict[str, float]:
+    """Metrics of a plain step, whose microbatches divided by the true counts already."""
+    raw = over_ranks(of_microbatches(seen, loss.normalizers()), group, device)
+    return normalised(raw, {}, tokens=1.0, sequences=1.0)
 
 
 def over_ranks(local: Mapping[str, float], group: dist.ProcessGroup | None, device: torch.device) -> dict[str, float]:

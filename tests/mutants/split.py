@@ -204,7 +204,7 @@ MUTANTS = (
     Mutant(
         "split",
         SPLIT,
-        "forward_backward",
+        "token_losses",
         old="labels=ids[:, 1:].contiguous()",
         new="labels=ids[:, :-1].contiguous()",
         check="oracle",
@@ -215,7 +215,7 @@ MUTANTS = (
         "split:stages",
         SPLIT,
         "from_last_stage",
-        old="    dist.broadcast(values, last, group=parallel_state.get_pipeline_model_parallel_group())\n",
+        old="    dist.broadcast(values, last, group=stages.get_pipeline_model_parallel_group())\n",
         new="",
         check="ranks_agree",
         bug="earlier stages do not learn the metrics",
