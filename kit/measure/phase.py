@@ -31,16 +31,6 @@ from kit.results.records import STEP_LINE
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
-    from types import TracebackType
-
-
-class HostMemory(NamedTuple):
-    """Bytes. None where the kernel does not report them."""
-
-    rss: int | None
-    anon: int | None
-    shared: int | None
-    peak: int | None
 
 
 class DeviceMemory(NamedTuple):
@@ -53,12 +43,13 @@ class DeviceMemory(NamedTuple):
     process_used: int | None
 
 
-def host_memory(status: Mapping[str, int] | None = None) -> HostMemory:
-    """Resident, anonymous and shared bytes, and the peak since the last reset, from a reading of `machine.status()`."""
+HOST = {"rss": ["VmRSS"], "anon_rss": ["RssAnon"], "shared_rss": ["RssFile", "RssShmem"], "peak_rss": ["VmHWM"]}
+
+
+def host_memory(status: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Resident, anonymous and shared bytes, and the peak since the last reset, as far as the kernel reports them."""
     found = machine.status() if status is None else status
-    file, shm = found.get("RssFile"), found.get("RssShmem")
-    shared = None if file is None or shm is None else file + shm
-    return HostMemory(rss=found.get("VmRSS"), anon=found.get("RssAnon"), shared=shared, peak=found.get("VmHWM"))
+    return {name: sum(found[part] for part in parts) for name, parts in HOST.items() if found.keys() >= {*parts}}
 
 
 def device_memory(device: str) -> DeviceMemory | None:
@@ -80,11 +71,11 @@ def device_memory(device: str) -> DeviceMemory | None:
     )
 
 
-def process_used(device: str, reserved: int, pid: int | None = None) -> int | None:
-    """Bytes of a process (this one) on a GPU, of which its allocator has `reserved`; None where the driver does not say."""
+def process_used(device: str, reserved: int) -> int | None:
+    """Bytes of this process on a GPU, of which its allocator has `reserved`; None where the driver does not say."""
     library = gpu.library()
     bus = None if library is None else bus_of(device)
-    return None if bus is None else gpu.process_bytes(library, bus, pid or os.getpid(), at_least=reserved)
+    return None if bus is None else gpu.process_bytes(library, bus, os.getpid(), at_least=reserved)
 
 
 @functools.cache
@@ -167,7 +158,7 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def now(device: str = "cpu") -> float:
+def now(device: str) -> float:
     """Seconds of a monotonic clock (for differences), read after the device has finished its work: a kernel launch returns at once."""
     synchronize(device)
     return time.perf_counter()
@@ -213,9 +204,7 @@ class PhaseMeter:
         self._overhead = self._start - began
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         device = self._device or current_device()
         failure: Exception | None = None
         try:
@@ -227,9 +216,8 @@ class PhaseMeter:
         _open.remove(self)
         after = _levels(device)
         self._fold(after)
-        self.metrics = self._summary(end - self._start, after)
-        overhead = self._overhead + time.perf_counter() - end
-        self.metrics.append(Metric("overhead_seconds", overhead, "s"))
+        self.metrics = [Metric("seconds", end - self._start, "s"), *self._summary(after)]
+        self.metrics.append(Metric("overhead_seconds", self._overhead + time.perf_counter() - end, "s"))
         if failure is not None and error is None:
             raise failure
         self.device_error = failure
@@ -238,13 +226,12 @@ class PhaseMeter:
         for name in _PEAKS:
             self._peaks[name] = max(self._peaks[name], seen.get(name, 0))
 
-    def _summary(self, seconds: float, after: dict[str, int]) -> list[Metric]:
+    def _summary(self, after: dict[str, int]) -> list[Metric]:
         levels = {name: self._peaks.get(name, value) for name, value in after.items()}
         if self.peak_refused:
             levels.pop("peak_rss", None)
         before = {f"{name}_before": value for name, value in self._before.items() if name not in _PEAKS}
-        rows = [Metric(name, value, _unit(name)) for name, value in (levels | before).items()]
-        return [Metric("seconds", seconds, "s"), *rows]
+        return [Metric(name, value, _unit(name)) for name, value in (levels | before).items()]
 
 
 def between_phases(device: str) -> list[Metric]:
@@ -277,14 +264,12 @@ def _unit(name: str) -> str:
 def _levels(device: str) -> dict[str, int]:
     """Take every cheap source once, under the names the records carry. A source that is not here has no key."""
     status = machine.status()
-    host = host_memory(status)
-    seen = {"rss": host.rss, "anon_rss": host.anon, "shared_rss": host.shared, "peak_rss": host.peak}
-    levels = {name: value for name, value in seen.items() if value is not None}
-    levels.update(counts(status)._asdict())
     on_device = device_memory(device)
-    if on_device is not None:
-        levels.update((name, value) for name, value in on_device._asdict().items() if value is not None)
-    return levels
+    levels = {**host_memory(status), **counts(status)._asdict(), **(on_device._asdict() if on_device else {})}
+    return {name: value for name, value in levels.items() if value is not None}
+
+
+WORDS = {"loss": "loss", "global_loss": "loss", "grad_norm": "grad norm"}
 
 
 def log_steps(results: Sequence[Mapping[str, Any]], *, done: int, seconds: float, device: str, what: str = "") -> None:
@@ -296,13 +281,10 @@ def log_steps(results: Sequence[Mapping[str, Any]], *, done: int, seconds: float
     for step, result in enumerate(results, start=done - len(results) + 1):
         numbers = [f"{word} {result[name]:.6g}" for name, word in WORDS.items() if name in result]
         of = f" ({what})" if what else ""
-        print(f"{STEP_LINE}{step}{of}: {', '.join([*numbers, memory(device), each])}")
+        print(f"{STEP_LINE}{step}{of}: {', '.join([*numbers, _held(device), each])}")
 
 
-WORDS = {"loss": "loss", "global_loss": "loss", "grad_norm": "grad norm"}
-
-
-def memory(device: str) -> str:
+def _held(device: str) -> str:
     on_gpu = device.startswith("cuda")
     held = sys.modules["torch"].cuda.memory_allocated(device) if on_gpu else machine.status()["VmRSS"]
     return f"{'allocated' if on_gpu else 'resident'} {held / 2**20:.1f} MiB"

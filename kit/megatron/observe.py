@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import types
+import weakref
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -261,7 +262,7 @@ def remember() -> list[Old]:
     with births.doors():
         for name, group in standing().items():
             if all(group is not one.group() for one in found):
-                found.append(Old(name, str(births.reach(group).group_desc), _weak(group)))
+                found.append(Old(name, str(births.reach(group).group_desc), weakref.ref(group)))
     return found
 
 
@@ -319,9 +320,3 @@ def draw_from_tracker(device: torch.device) -> None:
 
 def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
-
-
-def _weak(group: Any) -> Any:
-    import weakref
-
-    return weakref.ref(group)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.megatron import groups, standin
-from kit.megatron.groups.handle import Handle, c10d, forget, global_names, parallel_state, registered, state
+from kit.megatron.groups.handle import Handle, c10d, forget, megatron_globals, parallel_state, registered, state
 from kit.train.numerics import Numerics
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ def _look() -> _Found:
         groups=[weakref.ref(group) for group in registered()] if distributed else [],
         distributed=distributed,
         handles=bool(state.installed),
-        standin=standin.status().active,
+        standin=standin.active(),
         snapshot=groups.snapshot(),
-        globals={name: getattr(parallel_state(), name) for name in global_names()},
+        globals=megatron_globals(),
         singletons=[(module, name, getattr(module, name)) for module, name in _singletons()],
         tracker_states=dict(tracker.get_states()) if tracker is not None else None,
         generator=torch.get_rng_state(),
@@ -153,9 +153,8 @@ def _empty(group: Any) -> None:
 
 
 def _put_back(found: _Found) -> None:
-    module = parallel_state()
-    for name in global_names():
-        setattr(module, name, found.globals.get(name, {} if isinstance(getattr(module, name), dict) else None))
+    for name, value in megatron_globals().items():
+        setattr(parallel_state(), name, found.globals.get(name, {} if isinstance(value, dict) else None))
     for owner, name, value in found.singletons:
         setattr(owner, name, value)
     if found.tracker_states is not None:
@@ -175,13 +174,14 @@ def _put_back(found: _Found) -> None:
 def describe() -> dict[str, Any]:
     """The distributed and Megatron state in plain JSON, to compare before and after."""
     names = sorted(c10d._world.pg_names.values()) if dist.is_initialized() else []
-    state_of = {name: getattr(parallel_state(), name) for name in global_names()}
     return {
         "distributed": dist.is_initialized(),
         "groups": names,
-        "globals": {name: type(value).__name__ for name, value in state_of.items() if value not in (None, {})},
+        "globals": {
+            name: type(value).__name__ for name, value in megatron_globals().items() if value not in (None, {})
+        },
         "singletons": {name: type(getattr(module, name)).__name__ for module, name in _singletons()},
-        "standin": standin.status().active,
+        "standin": standin.active(),
         "handles": bool(state.installed),
         "numerics": dataclasses.asdict(Numerics.now()),
         "generator": hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest(),

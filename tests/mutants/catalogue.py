@@ -124,7 +124,7 @@ TARGETS = (
         "handles_alive",
         others=dict.fromkeys(
             (
-                "global_names",
+                "megatron_globals",
                 "groups_in",
                 "megatron_groups",
                 "maker",

@@ -76,12 +76,12 @@ def _tensors(job: model.Training, cycles: int) -> dict[str, Any]:
         if cycle and cuda:
             copies()
             refused = native_calls()
-        full = host_memory().anon or 0
+        full = host_memory().get("anon_rss", 0)
         which = "first" if cycle == 0 else "steady"
         if cycle:
             sample(copy_out=_warm(mover, out=True))
         sample(**{f"{which}_out": mover.release()["seconds"]})
-        resident.append((full, host_memory().anon or 0))
+        resident.append((full, host_memory().get("anon_rss", 0)))
         if cycle and not cuda:
             arena = mover.arena
             # Each of these leaves pages behind that the next one gets: the mover and what it is judged by both follow one.

@@ -165,7 +165,7 @@ def peak(*, job: dict[str, Any], chunks: int | None, steps: int) -> int:
         work()
     bench.apart("alone")
     on_device = device_memory(str(bench.device))
-    most = on_device.peak_allocated if on_device else host_memory().peak
+    most = on_device.peak_allocated if on_device else host_memory().get("peak_rss")
     groups.destroy()
     if most is None:
         raise KitError("this kernel does not tell a process's peak of memory (VmHWM)")

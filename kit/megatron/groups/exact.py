@@ -32,9 +32,9 @@ from kit.megatron.groups.handle import (
     c10d,
     decode,
     forget,
-    global_names,
     groups_in,
     make_options,
+    megatron_globals,
     megatron_groups,
     parallel_state,
     registered,
@@ -136,8 +136,8 @@ def finalize(group: Any) -> None:
 
 def reset_globals() -> None:
     """Every global of parallel_state as it is after a fresh import: None, or an empty dict."""
-    for name in global_names():
-        setattr(parallel_state(), name, {} if isinstance(getattr(parallel_state(), name), dict) else None)
+    for name, value in megatron_globals().items():
+        setattr(parallel_state(), name, {} if isinstance(value, dict) else None)
 
 
 def reload(snapshot: dict[str, Any], *, timeout_s: float) -> int:
@@ -208,9 +208,8 @@ def _fill(plain: dict[str, Any], inner: Any) -> Handle:
 
 def registered_left() -> list[str]:
     """Groups of Megatron's that are still registered, and any that its globals still hold."""
-    held = {id(g): g for name in global_names() for g in groups_in(getattr(parallel_state(), name))}
-    left = {id(g): g for g in megatron_groups()} if dist.is_initialized() else {}
-    return [repr(group) for group in {**held, **left}.values()]
+    found = [*groups_in(megatron_globals()), *(megatron_groups() if dist.is_initialized() else [])]
+    return [repr(group) for group in {id(group): group for group in found}.values()]
 
 
 STATS = ("suspend", "persist", "total")  # bytes; NCCL also reports whether it is suspended now

@@ -155,7 +155,10 @@ def registered() -> list[Any]:
 
 def install() -> None:
     """Hand out handles from now on. Needs an initialised torch.distributed; repeating it changes nothing."""
-    adopt_world()
+    default = c10d._world.default_pg
+    if default is not None and not isinstance(default, Handle):
+        state.store = c10d._world.pg_map[default][1]
+        _redirect_defaults(default, adopt(default, maker=WORLD))
     if state.installed:
         return
     plain = c10d.new_group
@@ -163,8 +166,10 @@ def install() -> None:
 
     @functools.wraps(plain)
     def new_group(*args: Any, **kwargs: Any) -> Any:
-        asked = signature.bind(*args, **kwargs).arguments.get("backend")
-        with unbound(c10d._world.default_pg) if over_gloo(asked) else contextlib.nullcontext():
+        asked = str(signature.bind(*args, **kwargs).arguments.get("backend")).lower()
+        # Under a default group that is bound to its device torch has the ranks outside of a group over gloo split NCCL's communicator
+        # all the same, which waits for those inside (pytorch/pytorch#145376).
+        with unbound(c10d._world.default_pg) if asked in {"gloo", "cpu:gloo"} else contextlib.nullcontext():
             group = plain(*args, **kwargs)
         # Another wrapper of new_group may sit inside or outside of this one: only a plain, registered group is adopted.
         if isinstance(group, dist.ProcessGroup) and not isinstance(group, Handle) and group in c10d._world.pg_map:
@@ -175,12 +180,6 @@ def install() -> None:
     _replace(dist, "new_group", new_group)
     _send_batches_whole()
     _remember_arguments()
-
-
-def over_gloo(backend: Any) -> bool:
-    """Whether a group is to have nothing of NCCL. Under a default group that is bound to its device torch has those outside of it split
-    NCCL's communicator all the same, which waits for those inside (pytorch/pytorch#145376)."""
-    return str(backend).lower() in {"gloo", "cpu:gloo"}
 
 
 def uninstall() -> None:
@@ -199,14 +198,6 @@ def uninstall() -> None:
 def _replace(owner: Any, name: str, new: Any) -> None:
     state.installed.append((owner, name, getattr(owner, name), new))
     setattr(owner, name, new)
-
-
-def adopt_world() -> None:
-    """Put the default group behind a handle, if there is one and it is plain."""
-    default = c10d._world.default_pg
-    if default is not None and not isinstance(default, Handle):
-        state.store = c10d._world.pg_map[default][1]
-        _redirect_defaults(default, adopt(default, maker=WORLD))
 
 
 def _redirect_defaults(old: Any, new: Any) -> None:
@@ -253,9 +244,8 @@ def back_to(module: Any) -> Callable[[], None]:
 
 def _remember_arguments() -> None:
     """Keep what Megatron was initialised with: the modes that rebuild through Megatron need it again."""
-    from megatron.core import parallel_state
-
-    plain = parallel_state.initialize_model_parallel
+    module = parallel_state()
+    plain = module.initialize_model_parallel
     signature = inspect.signature(plain)
 
     @functools.wraps(plain)
@@ -263,11 +253,11 @@ def _remember_arguments() -> None:
         state.init_arguments = dict(signature.bind(*args, **kwargs).arguments)
         act = functools.partial(plain, *args, **kwargs)
         if nccl2.requested():
-            nccl2.planned(act, undo=back_to(parallel_state))
+            nccl2.planned(act, undo=back_to(module))
         else:
             act()
 
-    _replace(parallel_state, "initialize_model_parallel", initialize_model_parallel)
+    _replace(module, "initialize_model_parallel", initialize_model_parallel)
 
 
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
@@ -285,35 +275,28 @@ def initialised() -> bool:
     return dist.is_initialized() and bool(parallel_state().model_parallel_is_initialized())
 
 
-def global_names() -> list[str]:
+def megatron_globals() -> dict[str, Any]:
     """The module's state: private names whose value is data. Functions, classes and modules are not state."""
-    return [
-        name
+    return {
+        name: value
         for name, value in vars(parallel_state()).items()
         if name.startswith("_") and not name.startswith("__") and not isinstance(value, _CODE)
-    ]
+    }
 
 
 def groups_in(value: Any) -> list[Any]:
     """Every process group inside a global: itself, or in a list, tuple or dict."""
     if isinstance(value, dist.ProcessGroup):
         return [value]
-    if isinstance(value, dict):
-        return [each for item in value.values() for each in groups_in(item)]
-    if isinstance(value, list | tuple):
-        return [each for item in value for each in groups_in(item)]
-    return []
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [each for item in items for each in groups_in(item)]
 
 
 def megatron_groups() -> list[Any]:
     """Every registered group that Megatron made or holds in its globals, in the order of creation, without WORLD."""
-    held = _held()
-    default = c10d._world.default_pg
-    return [
-        group
-        for group in registered()
-        if group is not default and (id(group) in held or maker(group).startswith("megatron."))
-    ]
+    held, default = _held(), c10d._world.default_pg
+    made = [group for group in registered() if group is not default]
+    return [group for group in made if id(group) in held or maker(group).startswith("megatron.")]
 
 
 def current_groups() -> list[Any]:
@@ -323,7 +306,7 @@ def current_groups() -> list[Any]:
 
 
 def _held() -> set[int]:
-    return {id(g) for name in global_names() for g in groups_in(getattr(parallel_state(), name))}
+    return {id(group) for group in groups_in(megatron_globals())}
 
 
 def maker(group: Any) -> str:
@@ -338,10 +321,9 @@ def snapshot(*, include_world: bool = False) -> dict[str, Any]:
     groups = [g for g in registered() if g is not c10d._world.default_pg] if include_world else megatron_groups()
     index = {id(group): number for number, group in enumerate(groups)}
     default = c10d._world.default_pg
-    names = {name: _encode(getattr(parallel_state(), name), index) for name in global_names()}
     return {
         "groups": [describe(group) for group in groups],
-        "globals": names,
+        "globals": {name: _encode(value, index) for name, value in megatron_globals().items()},
         "world": describe(default) if include_world else None,
         "group_count": c10d._world.group_count,
         "init_arguments": {

@@ -160,7 +160,7 @@ def held() -> int:
     """Bytes of the GPU in use, as the driver reports it; without a GPU this process's anonymous memory."""
     finish()
     seen = device_memory(current_device())
-    return seen.driver_used if seen else host_memory().anon or 0
+    return seen.driver_used if seen else host_memory().get("anon_rss", 0)
 
 
 def driver_view() -> dict[str, Any] | None:
