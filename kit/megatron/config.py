@@ -32,49 +32,18 @@ class Geometry:
     kv_heads: int
     ffn: int
     vocab: int
-    rope_base: int
-    qkv_bias: bool
-    norm_eps: float
-    seq: int
+    rope_base: int = 10_000
+    qkv_bias: bool = True
+    norm_eps: float = 1e-6
+    seq: int = 128
 
 
 GEOMETRIES = {
-    "tiny": Geometry(
-        hidden=64,
-        layers=4,
-        heads=4,
-        kv_heads=2,
-        ffn=128,
-        vocab=256,
-        rope_base=10_000,
-        qkv_bias=True,
-        norm_eps=1e-6,
-        seq=32,
-    ),
+    "tiny": Geometry(hidden=64, layers=4, heads=4, kv_heads=2, ffn=128, vocab=256, seq=32),
     "125m": Geometry(
-        hidden=768,
-        layers=12,
-        heads=12,
-        kv_heads=12,
-        ffn=2048,
-        vocab=50_304,
-        rope_base=10_000,
-        qkv_bias=False,
-        norm_eps=1e-5,
-        seq=128,
+        hidden=768, layers=12, heads=12, kv_heads=12, ffn=2048, vocab=50_304, qkv_bias=False, norm_eps=1e-5
     ),
-    "qwen2.5-0.5b": Geometry(
-        hidden=896,
-        layers=24,
-        heads=14,
-        kv_heads=2,
-        ffn=4864,
-        vocab=151_936,
-        rope_base=1_000_000,
-        qkv_bias=True,
-        norm_eps=1e-6,
-        seq=128,
-    ),
+    "qwen2.5-0.5b": Geometry(hidden=896, layers=24, heads=14, kv_heads=2, ffn=4864, vocab=151_936, rope_base=1_000_000),
 }
 
 

@@ -31,18 +31,8 @@ KINDS = ("weights", "grads", "optimizer", "other")
 GRADIENTS = ("grad", "main_grad", "decoupled_grad")
 OF_MODULES = ("_parameters", "_buffers", "_modules")
 SAMPLE = 4096  # elements of each tensor that are kept to say how far it is off
-_LEAVES = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    type(None),
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-)
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_LEAVES = (str, bytes, int, float, complex, type(None), *_CODE)
 
 
 class Tensor(NamedTuple):
@@ -79,7 +69,8 @@ def children(value: Any) -> Iterable[tuple[Any, Any]]:
         own = [item for named in _named(value) for item in named.items()]
         return [*own, *((name, one) for name, one in vars(value).items() if name not in OF_MODULES)]
     if isinstance(value, dict):
-        return [(_key(key, number), child) for number, (key, child) in enumerate(value.items())]
+        # What is no text or number counts by its place.
+        return [(key if isinstance(key, str | int) else at, child) for at, (key, child) in enumerate(value.items())]
     if isinstance(value, list | tuple | set | frozenset | deque):
         return list(enumerate(value))
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if isinstance(name, str)]
@@ -98,11 +89,6 @@ def _of_tensor(value: torch.Tensor) -> list[tuple[str, Any]]:
         warnings.simplefilter("ignore")  # a gradient of a view is odd to torch
         gradient = value.grad
     return [("grad", gradient), *vars(value).items()]
-
-
-def _key(key: Any, number: int) -> str:
-    """A dict's key in a name: what is no text or number counts by its place."""
-    return str(key) if isinstance(key, str | int) else str(number)
 
 
 class State:
@@ -202,22 +188,15 @@ def differences(before: Mapping[str, Print], after: Mapping[str, Print], *, zero
 def _difference(old: Print | None, new: Print | None) -> tuple[str, float | None]:
     if old is None or new is None:
         return ("did not exist before" if old is None else "is gone"), None
-    for what, was, now in (
-        ("shape", old.shape, new.shape),
-        ("type", old.dtype, new.dtype),
-        ("device", old.device, new.device),
-    ):
-        if was != now:
+    for what, field in (("shape", "shape"), ("type", "dtype"), ("device", "device")):
+        if (was := getattr(old, field)) != (now := getattr(new, field)):
             return f"{what} {was} became {now}", None
     if (old.part_of, old.at) != (new.part_of, new.at):
         return f"was a part of {old.part_of} and lies in other memory now", None
     if old.digest != new.digest:
-        return "other numbers", _largest(old.sample, new.sample)
+        apart = (old.sample.double() - new.sample.double()).abs().nan_to_num(nan=float("inf"))
+        return "other numbers", float(apart.max())
     return "", None
-
-
-def _largest(old: torch.Tensor, new: torch.Tensor) -> float:
-    return float((old.double() - new.double()).abs().nan_to_num(nan=float("inf")).max())
 
 
 def _zero(one: Print) -> bool:
