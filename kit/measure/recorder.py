@@ -34,7 +34,6 @@ from kit.version import kit_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from types import TracebackType
 
 OUTSIDE = "run"  # the phase of a number recorded outside any
 # The same on all ranks of a launch.
@@ -200,9 +199,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         wanted = isinstance(error, SystemExit) and error.code in (None, 0)
         self.close(None if wanted else error)
 

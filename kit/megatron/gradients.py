@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -48,11 +49,8 @@ class Reductions:
     def saw(self, tensor: Any) -> None:
         """Buckets are asked where they lie now: memory that was released in between may have moved."""
         for index, bucket in enumerate(self.buckets):
-            data = bucket.grad_data
-            if isinstance(tensor, torch.Tensor) and (tensor.data_ptr(), tensor.numel()) == (
-                data.data_ptr(),
-                data.numel(),
-            ):
+            place = bucket.grad_data.data_ptr(), bucket.grad_data.numel()
+            if isinstance(tensor, torch.Tensor) and (tensor.data_ptr(), tensor.numel()) == place:
                 self.counts[index] += 1
 
     def reset(self) -> None:
@@ -78,15 +76,12 @@ def counted(chunk: Any) -> Iterator[Reductions]:
 
         return call
 
-    watched = [(dist, "all_reduce", 0, "tensor"), (buffers, "dist_reduce_scatter_func", 1, "input")]
-    plain = [(owner, name, getattr(owner, name)) for owner, name, _, _ in watched]
-    for (owner, name, place, keyword), (_, _, function) in zip(watched, plain, strict=True):
-        setattr(owner, name, spy(function, place, keyword))
-    try:
+    scattered = spy(buffers.dist_reduce_scatter_func, 1, "input")
+    with (
+        mock.patch.object(dist, "all_reduce", spy(dist.all_reduce, 0, "tensor")),
+        mock.patch.object(buffers, "dist_reduce_scatter_func", scattered),
+    ):
         yield seen
-    finally:
-        for owner, name, function in plain:
-            setattr(owner, name, function)
 
 
 AUX_METRIC = "moe_aux_loss"
@@ -102,11 +97,9 @@ def aux_scale(scale: float) -> Iterator[None]:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     plain = MoEAuxLossAutoScaler.set_loss_scale
-    MoEAuxLossAutoScaler.set_loss_scale = staticmethod(lambda given: plain(torch.full_like(given, scale)))
-    try:
+    scaled = staticmethod(lambda given: plain(torch.full_like(given, scale)))
+    with mock.patch.object(MoEAuxLossAutoScaler, "set_loss_scale", scaled):
         yield
-    finally:
-        MoEAuxLossAutoScaler.set_loss_scale = staticmethod(plain)
 
 
 def clear_aux() -> None:

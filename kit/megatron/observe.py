@@ -23,7 +23,7 @@ from kit.measure.observers.births import is_group
 from kit.measure.observers.tensors import children
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 PATIENCE = dt.timedelta(seconds=10)  # for one collective over a group
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
@@ -201,18 +201,15 @@ def _device(group: Any) -> str:
 
 def moved(before: Seen, after: Seen) -> list[str]:
     """Names that stand for other ranks, or for the same in another order, and plain globals of another value."""
-    names = dict.fromkeys([*before.ranks, *after.ranks])
-    found = [
-        f"{name}: ranks {before.ranks.get(name)} became {after.ranks.get(name)}"
-        for name in names
-        if before.ranks.get(name) != after.ranks.get(name)
-    ]
-    values = dict.fromkeys([*before.plain, *after.plain])
-    return found + [
-        f"{name}: {before.plain.get(name)} became {after.plain.get(name)}"
-        for name in values
-        if before.plain.get(name) != after.plain.get(name) and name not in names
-    ]
+    names = before.ranks | after.ranks
+    found = [f"{name}: ranks {one}" for name, one in _became(before.ranks, after.ranks)]
+    return found + [f"{name}: {one}" for name, one in _became(before.plain, after.plain) if name not in names]
+
+
+def _became(old: Mapping[str, object], new: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    for name in {**old, **new}:
+        if old.get(name) != new.get(name):
+            yield name, f"{old.get(name)} became {new.get(name)}"
 
 
 def changed(before: Seen, after: Seen) -> list[str]:
@@ -238,13 +235,12 @@ def _apart(old: dict[str, Any], new: dict[str, Any], within: str = "") -> Iterat
 
 def stale(before: Seen, after: Seen) -> list[str]:
     """Names of Megatron's, and places, that lead to another group than before, or to none that works."""
-    names = [name for name in before.options if name not in after.options]
-    places = [
+    names = [f"{name} leads to no group that works" for name in before.options if name not in after.options]
+    return names + [
         f"{path} led to {group} and leads to {after.holders[path]}"
         for path, group in before.holders.items()
-        if path in after.holders and after.holders[path] != group
+        if after.holders.get(path, group) != group
     ]
-    return [f"{name} leads to no group that works" for name in names] + places
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,16 @@ without them).
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import warnings
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 CPU = torch.device("cpu")
 
@@ -110,7 +110,7 @@ def _define_missing() -> None:
         moe_utils.te_general_gemm = None
 
 
-_undo: list[Callable[[], object]] = []
+_undo: list[contextlib.ExitStack] = []
 
 
 def active() -> bool:
@@ -126,20 +126,18 @@ def install() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns of every optional package that is missing
         replacements = _replacements()
-    missing = object()
+    undo = contextlib.ExitStack()
     for owner, name, new in replacements:
-        old = owner.__dict__.get(name, missing)
-        setattr(owner, name, new)
-        _undo.append(lambda o=owner, n=name, v=old: delattr(o, n) if v is missing else setattr(o, n, v))  # type: ignore[misc]
+        undo.enter_context(mock.patch.object(owner, name, new, create=True))
     from megatron.core.tensor_parallel import random
 
     # Megatron warns at each dropout that the CPU's generator moved; here it is the one that is meant.
     logger = logging.getLogger(random.__name__)
-    _undo.append(functools.partial(logger.setLevel, logger.level))
+    undo.callback(logger.setLevel, logger.level)
     logger.setLevel(logging.ERROR)
     mode: Any = _CudaMeansCpu()
-    mode.__enter__()
-    _undo.append(lambda: mode.__exit__(None, None, None))
+    undo.enter_context(mode)
+    _undo.append(undo)
 
 
 @contextlib.contextmanager
@@ -162,4 +160,4 @@ def off() -> Iterator[None]:
 def uninstall() -> None:
     """Put everything back as it was before `install()`."""
     while _undo:
-        _undo.pop()()
+        _undo.pop().close()

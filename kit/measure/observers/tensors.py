@@ -114,22 +114,18 @@ class State:
 
     def prints(self) -> dict[str, Print]:
         """A digest of every tensor by name. A flat buffer with other tensors in it is represented by those tensors."""
+        filled = [one for one in self.tensors if one.tensor.numel()]
         spans: dict[int, list[tuple[int, int, str]]] = {}
-        for name, _, tensor in self.tensors:
-            if tensor.numel():
-                start = int(tensor.storage_offset()) * tensor.element_size()
-                spans.setdefault(_storage(tensor), []).append((start, start + _extent(tensor), name))
+        for name, _, tensor in filled:
+            start = _start(tensor)
+            spans.setdefault(_storage(tensor), []).append((start, start + _extent(tensor), name))
         whole = {place: max(of, key=lambda one: (one[1] - one[0], -len(one[2]), one[2])) for place, of in spans.items()}
         named = _essential([value for _, _, value in self.tensors])
         found: dict[str, Print] = {}
-        for name, kind, tensor in self.tensors:
-            if not tensor.numel():
-                continue
-            start = int(tensor.storage_offset()) * tensor.element_size()
+        for name, kind, tensor in filled:
             base, _, container = whole[_storage(tensor)]
-            if kind != "optimizer" and id(tensor) not in named and _has_parts(tensor, start, spans):
-                continue
-            found[name] = _print(tensor, kind, container, start - base)
+            if kind == "optimizer" or id(tensor) in named or not _has_parts(tensor, spans):
+                found[name] = _print(tensor, kind, container, _start(tensor) - base)
         return found
 
 
@@ -234,8 +230,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(one)
 
 
-def _has_parts(tensor: torch.Tensor, start: int, spans: Mapping[int, list[tuple[int, int, str]]]) -> bool:
-    end = start + _extent(tensor)
+def _has_parts(tensor: torch.Tensor, spans: Mapping[int, list[tuple[int, int, str]]]) -> bool:
+    start, end = _start(tensor), _start(tensor) + _extent(tensor)
     return any(start <= a and b <= end and b - a < end - start for a, b, _ in spans[_storage(tensor)])
 
 
@@ -243,10 +239,13 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _start(tensor: torch.Tensor) -> int:
+    """The byte of its storage at which a tensor begins."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to behind its last."""
-    if not tensor.numel():
-        return 0
+    """Bytes from a tensor's first element to behind its last; it has elements."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
