@@ -216,7 +216,14 @@ class PhaseMeter:
         _open.remove(self)
         after = _levels(device)
         self._fold(after)
-        self.metrics = [Metric("seconds", end - self._start, "s"), *self._summary(after)]
+        levels = {name: self._peaks.get(name, value) for name, value in after.items()}
+        if self.peak_refused:
+            levels.pop("peak_rss", None)
+        levels |= {f"{name}_before": value for name, value in self._before.items() if name not in _PEAKS}
+        self.metrics = [Metric("seconds", end - self._start, "s")]
+        for name, value in levels.items():
+            counted = name.removesuffix("_before") in Counts._fields
+            self.metrics.append(Metric(name, value, "1" if counted else "B"))
         self.metrics.append(Metric("overhead_seconds", self._overhead + time.perf_counter() - end, "s"))
         if failure is not None and error is None:
             raise failure
@@ -225,13 +232,6 @@ class PhaseMeter:
     def _fold(self, seen: dict[str, int]) -> None:
         for name in _PEAKS:
             self._peaks[name] = max(self._peaks[name], seen.get(name, 0))
-
-    def _summary(self, after: dict[str, int]) -> list[Metric]:
-        levels = {name: self._peaks.get(name, value) for name, value in after.items()}
-        if self.peak_refused:
-            levels.pop("peak_rss", None)
-        before = {f"{name}_before": value for name, value in self._before.items() if name not in _PEAKS}
-        return [Metric(name, value, _unit(name)) for name, value in (levels | before).items()]
 
 
 def between_phases(device: str) -> list[Metric]:
@@ -255,10 +255,6 @@ def counts(status: Mapping[str, int] | None = None) -> Counts:
     """Costs some 30 us. A communicator that was not destroyed shows here even where no GPU reports its memory."""
     status = machine.status() if status is None else status
     return Counts(len(registered()), *machine.descriptors(), status["Threads"])
-
-
-def _unit(name: str) -> str:
-    return "1" if name.removesuffix("_before") in Counts._fields else "B"
 
 
 def _levels(device: str) -> dict[str, int]:

@@ -63,7 +63,12 @@ def provenance() -> dict[str, Any]:
         "versions": {name: _version(name) for name in ("torch", "megatron-core", "numpy")},
         "cuda": cuda_state(),
         "gpu": gpu_state(),
-        "cpu": cpu_state(),
+        "cpu": {
+            "model": machine.cpu_model(),
+            "cores": os.cpu_count(),
+            "affinity": len(os.sched_getaffinity(0)),  # of this process
+            "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        },
         "cgroup": machine.cgroup_limits(),
         "settings": settings(os.environ),
     }
@@ -107,16 +112,6 @@ def _cell(text: str) -> int | str | None:
     if text.startswith("["):  # "[N/A]", "[Not Supported]"
         return None
     return int(text) if text.isdigit() else text
-
-
-def cpu_state() -> dict[str, Any]:
-    """Cores of the box and of this process, the CPU's model, and the box's memory in bytes."""
-    return {
-        "model": machine.cpu_model(),
-        "cores": os.cpu_count(),
-        "affinity": len(os.sched_getaffinity(0)),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-    }
 
 
 def git_state(root: Path) -> dict[str, Any]:

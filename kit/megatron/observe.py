@@ -67,22 +67,13 @@ def _groups_in(path: str, value: Any) -> list[tuple[str, Any]]:
     return [found for key, one in items for found in _groups_in(f"{path}[{key}]", one)]
 
 
-def plain_globals() -> dict[str, str]:
-    """Ranks, sizes and other plain values among the globals, as text."""
-    return {
-        name: repr(value)
-        for name, value in globals_now().items()
-        if isinstance(value, int | float | str | list | tuple | type(None)) and not _groups_in(name, value)
-    }
-
-
 @dataclass(slots=True)
 class Seen:
     """Megatron's groups at one moment. References to groups are weak or by identity: this keeps none alive.
 
     `ranks` are those that answered, by name; `options` what each group says of itself, and `others` what groups say that no name leads
-    to; `holders` the name of the group that each place leads to; `wrong`
-    what did not work, in words.
+    to; `plain` other values among the globals, as text; `holders` the name of the group that each place leads to; `wrong` what did not
+    work, in words.
     """
 
     ranks: dict[str, list[int]] = field(default_factory=dict)
@@ -95,7 +86,9 @@ class Seen:
 
 def look(made: list[Any], **roots: Any) -> Seen:
     """Everything but `ranks`, which takes collectives: see `talk`. `made` are the groups that are known by their births."""
-    seen = Seen(plain=plain_globals())
+    plain = (int, float, str, list, tuple, type(None))
+    now = globals_now()
+    seen = Seen(plain={k: repr(v) for k, v in now.items() if isinstance(v, plain) and not _groups_in(k, v)})
     reached: dict[int, str] = {}
     keep = []  # identities are good only while their objects live
     with births.doors():

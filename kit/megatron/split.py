@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import BadInput
+from kit.measure.phase import synchronize
 from kit.megatron.gradients import aux_metric, aux_scale, balances, bucket_groups, clear_aux
 from kit.megatron.groups.handle import parallel_state
 from kit.train.batch import Batch, counts, cut, cuts, rows
@@ -139,7 +140,7 @@ class MegatronSplit(SplitStep):
 
     def _synchronise(self) -> None:
         """A norm that is taken while the last copies run may miss some of them."""
-        synchronise(self.device)
+        synchronize(str(self.device))
 
     def _metrics(self, sequences: float, tokens: float) -> dict[str, float]:
         table = self._step_metrics(data_group(), sequences, tokens) if last_stage() else {}
@@ -216,7 +217,7 @@ class MegatronSync:
         table = plain_metrics(seen, loss, group, job.device) if last_stage() else {}
         table = from_last_stage(table, sorted(loss.normalizers()), job.device)
         table |= aux_metric(job.chunks[0].config, len(pieces))
-        synchronise(job.device)
+        synchronize(str(job.device))
         result = update(job, gbs, float(total[0]), float(total[1]), table)
         self.version += 1
         return {**result, "version": self.version}
@@ -311,11 +312,6 @@ def hooks(job: Job) -> tuple[Any, ...]:
     return *(getattr(config, name) for name in HOOKS), MoEAuxLossAutoScaler.set_loss_scale
 
 
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def data_group() -> Any:
     return parallel_state().get_data_parallel_group()
 
@@ -387,5 +383,5 @@ def _forward(job: Job, piece: Batch) -> torch.Tensor:
         return token_losses(model, next(data)["input_ids"].to(job.device)), lambda losses, **_: -losses.float()
 
     outputs = schedule(job, forward, [piece], forward_only=True, collect_non_loss_data=True)
-    synchronise(job.device)
+    synchronize(str(job.device))
     return outputs[0].cpu() if last_stage() else torch.empty(0)

@@ -204,11 +204,6 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def room(sizes: list[int]) -> int:
-    """How large an arena has to be for tensors of these sizes."""
-    return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
-
-
 PIECE = 64 * 2**20  # large tensors are cut, so that no stream is left with most of the bytes
 STREAMS = 2  # on one stream small copies would leave gaps: here one begins while the other ends
 
@@ -276,7 +271,7 @@ class Mover:
         if fixed := [item.name for item in items if not item.storage.resizable()]:
             raise KitError(f"the storage of {fixed[0]} cannot be resized, so it cannot be released")
         before, start = memory(), time.perf_counter()
-        fresh = self.arena.grow(room([item.size for item in items]))
+        fresh = self.arena.grow(sum(-(-item.size // _ALIGN) * _ALIGN for item in items))
         self._waiting = [(item, self.arena.reserve(item.size), item.storage.data_ptr()) for item in items]
         try:
             self._copy_out(fresh=fresh)

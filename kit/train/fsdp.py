@@ -149,8 +149,9 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         return [param.grad.to_local() for param in params if isinstance(param.grad, DTensor)]
 
 
-def sharded_modules(model: torch.nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
+def sharded(model: torch.nn.Module) -> list[Any]:
+    """FSDP's own record of each sharded module."""
+    return [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def forget_gradients(job: FsdpJob) -> None:
@@ -160,7 +161,7 @@ def forget_gradients(job: FsdpJob) -> None:
     """
     job.optimizer.zero_grad(set_to_none=True)
     model: Any = job.model
-    states = [module._get_fsdp_state() for module in sharded_modules(model)]
+    states = sharded(model)
     root = model._get_fsdp_state()
     if root._is_root is None:
         return  # no pass has run yet
@@ -221,8 +222,8 @@ def full_gradients(job: FsdpJob) -> dict[str, torch.Tensor]:
 def nonzero_gradients(job: FsdpJob) -> int:
     """Elements of this rank's gradients that are not zero, reduced or still waiting to be."""
     found = [_local(param.grad) for param in job.model.parameters() if param.grad is not None]
-    for module in sharded_modules(job.model):
-        for group in param_groups(module._get_fsdp_state()):
+    for state in sharded(job.model):
+        for group in param_groups(state):
             for param in group.fsdp_params:
                 waiting = (
                     param.unsharded_accumulated_grad,
@@ -247,8 +248,8 @@ def counted(job: FsdpJob) -> Iterator[Reductions]:
     """Counts while it is open. FSDP tells a parameter's hooks of every reduction that reaches it, and of nothing else."""
     seen = Reductions()
     hooks = []
-    for module in sharded_modules(job.model):
-        first = param_groups(module._get_fsdp_state())[0].fsdp_params[0].sharded_param
+    for state in sharded(job.model):
+        first = param_groups(state)[0].fsdp_params[0].sharded_param
         name = next(name for name, param in job.model.named_parameters() if param is first)
         seen.counts[name] = 0
 
@@ -265,8 +266,7 @@ def counted(job: FsdpJob) -> Iterator[Reductions]:
 
 def hooks(job: FsdpJob) -> tuple[bool, ...]:
     """Whether a backward pass reduces gradients, of each sharded module: what steps switch, and put back."""
-    states = [module._get_fsdp_state() for module in sharded_modules(job.model)]
-    return tuple(bool(group.reduce_grads) for state in states for group in param_groups(state))
+    return tuple(bool(group.reduce_grads) for state in sharded(job.model) for group in param_groups(state))
 
 
 def state(job: FsdpJob) -> dict[str, str]:

@@ -171,7 +171,6 @@ TARGETS = (
         left_out=leave_out(
             LOOK="hooks",
             UNUSED="share logprobs _forward",
-            GPU="synchronise",
             SAME="MegatronSplit.__init__ random_states",
         ),
     ),
@@ -196,10 +195,7 @@ TARGETS = (
         "kit.train.losses",
         "oracle",
         others={
-            **{
-                f"ClippedPolicyGradient.{name}": ("split:seq-mask-tis", "oracle")
-                for name in ("_weight", "_weight_of_row", "_outside_of_row")
-            },
+            "ClippedPolicyGradient._weight": ("split:seq-mask-tis", "oracle"),
             **{f"NegativeLogLikelihood.{name}": ("split:nll", "oracle") for name in ("normalizers", "__call__")},
         },
         left_out=leave_out(REFUSES="NegativeLogLikelihood.__post_init__"),

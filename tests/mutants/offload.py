@@ -390,8 +390,8 @@ MUTANTS = (
     Mutant(
         "offload",
         OWNERSHIP,
-        "_put_back",
-        old="    torch.set_rng_state(found.generator)\n",
+        "_look",
+        old="    undo.append(partial(torch.set_rng_state, torch.get_rng_state()))\n",
         new="",
         check="state_as_found",
         bug="the caller's random numbers go on elsewhere",
@@ -419,8 +419,8 @@ MUTANTS = (
     Mutant(
         "offload",
         OWNERSHIP,
-        "_put_back",
-        old="    for owner, name, value in found.singletons:\n        setattr(owner, name, value)\n",
+        "_look",
+        old="        *(partial(setattr, module, name, getattr(module, name)) for module, name in _singletons()),\n",
         new="",
         check="state_as_found",
         bug="the microbatch calculator of the job stays",

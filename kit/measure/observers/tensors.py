@@ -120,7 +120,9 @@ class State:
             start = _start(tensor)
             spans.setdefault(_storage(tensor), []).append((start, start + _extent(tensor), name))
         whole = {place: max(of, key=lambda one: (one[1] - one[0], -len(one[2]), one[2])) for place, of in spans.items()}
-        named = _essential([value for _, _, value in self.tensors])
+        params = [one.tensor for one in self.tensors if isinstance(one.tensor, torch.nn.Parameter)]
+        grads = [one for param in params for name, one in _of_tensor(param) if name in GRADIENTS]
+        named = {id(one) for one in (*params, *grads)}  # they get a digest although others lie within them
         found: dict[str, Print] = {}
         for name, kind, tensor in filled:
             base, _, container = whole[_storage(tensor)]
@@ -214,12 +216,6 @@ def _kinds(values: list[Any]) -> dict[int, str]:
             if isinstance(tensor, torch.Tensor):
                 kinds.setdefault(_storage(tensor), kind)
     return kinds
-
-
-def _essential(tensors: list[torch.Tensor]) -> set[int]:
-    """Tensors that get a digest although others lie within them: parameters and their gradients."""
-    params = [one for one in tensors if isinstance(one, torch.nn.Parameter)]
-    return {id(one) for param in params for one in (param, *(g for n, g in _of_tensor(param) if n in GRADIENTS))}
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -28,8 +28,6 @@ from kit.megatron.groups import exact
 from kit.megatron.groups.exact import DestroyFailed, communicators, registered_left
 from kit.megatron.groups.exact import refuse as refuse_keeping
 from kit.megatron.groups.handle import (
-    GroupReleased,
-    Handle,
     groups_in,
     initialised,
     install,
@@ -41,23 +39,8 @@ from kit.megatron.groups.handle import (
 )
 from kit.megatron.tensors import memory
 
-__all__ = [
-    "EXACT",
-    "KEEPING",
-    "MODES",
-    "DestroyFailed",
-    "GroupReleased",
-    "Handle",
-    "communicators",
-    "destroy",
-    "initialised",
-    "install",
-    "refuse_keeping",
-    "reload",
-    "snapshot",
-    "talk",
-    "uninstall",
-]
+# What comes from the files of this folder; the rest is below.
+__all__ = ["DestroyFailed", "communicators", "initialised", "install", "refuse_keeping", "snapshot", "uninstall"]
 
 MODES = ("exact", "abort", "manual", "official", "suspend")
 EXACT = ("exact", "abort")  # groups are gone, and come back inside the handles that everybody kept
