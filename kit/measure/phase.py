@@ -62,13 +62,8 @@ def device_memory(device: str) -> DeviceMemory | None:
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]["current"]
-    return DeviceMemory(
-        allocated=allocated["current"],
-        reserved=reserved,
-        peak_allocated=allocated["peak"],
-        driver_used=total - free,
-        process_used=process_used(device, reserved),
-    )
+    own = process_used(device, reserved)
+    return DeviceMemory(allocated["current"], reserved, allocated["peak"], total - free, own)
 
 
 def process_used(device: str, reserved: int) -> int | None:
@@ -235,7 +230,7 @@ class PhaseMeter:
 
 
 def between_phases(device: str) -> list[Metric]:
-    """What this process holds beside tensors, and how long it took to look: taken outside a phase, of whose time it is no part."""
+    """What this process holds besides tensors, and how long the look took. Call it outside a phase, so that it adds no time to one."""
     start = time.perf_counter()
     held = holdings(device)
     rows = [Metric(name, float(value), "B" if name in BYTES else "1") for name, value in held.items()]

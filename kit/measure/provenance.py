@@ -77,7 +77,7 @@ def provenance() -> dict[str, Any]:
 def _version(name: str) -> str | None:
     loaded = sys.modules.get(name)
     if loaded is not None:
-        return str(loaded.__version__)  # tells the build too ("+cu130"), which metadata may not
+        return str(loaded.__version__)  # includes the build ("+cu130"), which metadata may lack
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -137,7 +137,7 @@ def _public(value: str) -> str:
     return _SECRET_VALUE.sub("<hidden>", _PATH.sub("<path>", value))
 
 
-# -- what of a training environment matters when a job is released: imported only where nothing else tells ---------------------------
+# -- parts of a training environment that matter for a release; they are imported only where nothing else answers --------------------
 
 
 class Finding(NamedTuple):

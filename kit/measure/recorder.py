@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 OUTSIDE = "run"  # the phase of a number recorded outside any
 # The same on all ranks of a launch.
 LAUNCH = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "RAY_JOB_ID")
-CLOCK_S = 2.0  # by how much the start of a process, as the kernel tells it, may be off
+CLOCK_S = 2.0  # the error of a process's start time as the kernel reports it
 
 
 class Recorder:
@@ -326,7 +326,7 @@ def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _launch() -> str:
-    """What tells this launch from others, the same on all of its ranks; empty where the environment says nothing."""
+    """An identifier of this launch, the same on all of its ranks; empty where the environment has none."""
     return " ".join(os.environ[name] for name in LAUNCH if name in os.environ)
 
 

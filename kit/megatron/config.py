@@ -99,7 +99,7 @@ def forced_tf32() -> str:
 
 
 def check(config: ModelConfig, ranks: int) -> None:
-    """Raise `BadInput` with one sentence where the config cannot run on so many ranks."""
+    """Raise `BadInput` with one sentence if the config cannot run on this number of ranks."""
     if isinstance(config.size, str) and config.size not in GEOMETRIES:
         raise BadInput(f"size {config.size!r} is unknown: choose one of {', '.join(GEOMETRIES)}")
     if config.dtype not in DTYPE_BYTES:

@@ -256,8 +256,8 @@ def remember() -> list[Old]:
 
 
 def usable(old: list[Old], *, but_gloo: bool) -> list[str]:
-    """Old groups over which a collective would still run, or whose error does not name them. Nothing is sent. `but_gloo`: not those
-    that have nothing of NCCL, which stay in use where NCCL's are suspended."""
+    """Old groups over which a collective would still run, or that raise an error which does not name them. Nothing is sent.
+    `but_gloo`: leave out groups without NCCL, which stay in use where NCCL's are suspended."""
     found = []
     with births.doors():
         for one in old:

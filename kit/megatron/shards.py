@@ -1,7 +1,7 @@
 """Shards to names: a Megatron GPT's tensors merged under Hugging Face Qwen2 names, and full tensors cut back into any layout.
 
 `merge` is collective and gives every rank all full tensors, in their own dtype, on the host; `full_tensors` gives them to rank 0 one by
-one. `destinations` tells where full tensors go on a rank, in place; `load_full` puts all of them there. All know the dense model and
+one. `destinations` gives the places of full tensors on a rank; `load_full` puts all of them there. All know the dense model and
 experts (under Qwen2-MoE names). `made_of`, `views`, `share` and `join` are the mapping itself and need no ranks. Limits: the local layer
 spec of kit.megatron.model, tied embeddings, no padded vocabulary; a rank holds the whole model while it merges.
 """
@@ -49,7 +49,7 @@ EXPERT = {
     "linear_fc2.weight": (COLUMNS, ("down_proj.weight",)),
 }
 IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.local_experts\.(\d+)\.)?(.+)")
-NAMED = 5  # a refusal names so many tensors of each kind
+NAMED = 5  # tensors of each kind that a refusal names
 
 
 class Place(NamedTuple):

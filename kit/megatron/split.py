@@ -47,7 +47,7 @@ class Job(Protocol):
 
 
 class Fed(NamedTuple):
-    """A piece of a step whose experts' loss may have to be corrected: its microbatches, and the scale it went in with."""
+    """A piece of a step: its microbatches, and the scale of its experts' loss, which may have to be corrected."""
 
     pieces: list[Batch]
     scale: float

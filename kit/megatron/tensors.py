@@ -137,7 +137,7 @@ class Arena:
             self.close()
 
     def grow(self, size: int) -> bool:
-        """Make room for at least so many bytes; nothing may be waiting in the arena. True: its pages are not there yet."""
+        """Make room for at least `size` bytes; nothing may be waiting in the arena. True: its pages do not exist yet."""
         if self.used:
             raise RuntimeError("the arena cannot grow while tensors wait in it")
         if size <= self.size:
@@ -223,7 +223,7 @@ def copy_on_streams(pairs: Iterable[Pair], device: torch.device) -> None:
 
 
 def pieces(pairs: Iterable[Pair], size: int = PIECE) -> Iterator[Pair]:
-    """The same copies, none of more than so many bytes."""
+    """The same copies, each of at most `size` bytes."""
     for target, source in pairs:
         for start in range(0, target.numel(), size):
             yield target[start : start + size], source[start : start + size]
@@ -274,7 +274,7 @@ class Mover:
         fresh = self.arena.grow(sum(-(-item.size // _ALIGN) * _ALIGN for item in items))
         self._waiting = [(item, self.arena.reserve(item.size), item.storage.data_ptr()) for item in items]
         try:
-            self._copy_out(fresh=fresh)
+            self._copy(out=True, fresh=fresh)
         except BaseException:  # everything is where it was
             self._waiting = []
             self.arena.clear()
@@ -292,30 +292,24 @@ class Mover:
         before, start = memory(), time.perf_counter()
         for item, _, _ in self._waiting:
             item.storage.resize_(item.size)
-        if self.device.type == "cpu":
-            moves = [
-                Move(item.storage.data_ptr(), self.arena.address(offset), item.size)
-                for item, offset, _ in self._waiting
-            ]
-            transfer(moves, fresh=True, threads=workers())
-        else:
-            copy_on_streams(self._pairs(), self.device)
+        self._copy(out=False, fresh=True)
         moved = sum(item.storage.data_ptr() != old for item, _, old in self._waiting)
         items = [item for item, _, _ in self._waiting]
         self._waiting = []
         self.arena.clear()
         return self._stats(items, before, time.perf_counter() - start) | {"addresses_changed": moved}
 
-    def _copy_out(self, *, fresh: bool) -> None:
+    def _copy(self, *, out: bool, fresh: bool) -> None:
+        """Copy what waits to the arena, or back. `fresh`: the target's pages do not exist yet."""
         if self.device.type == "cpu":
-            moves = [Move(self.arena.address(offset), address, item.size) for item, offset, address in self._waiting]
+            moves = []
+            for item, offset, _ in self._waiting:
+                here, there = item.storage.data_ptr(), self.arena.address(offset)
+                moves.append(Move(there, here, item.size) if out else Move(here, there, item.size))
             transfer(moves, fresh=fresh, threads=workers())
         else:
-            copy_on_streams(((place, flat) for flat, place in self._pairs()), self.device)
-
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What waits, as it lies on the device and in the arena."""
-        return ((_bytes(item), self.arena.view(offset, item.size)) for item, offset, _ in self._waiting)
+            pairs = ((_bytes(item), self.arena.view(offset, item.size)) for item, offset, _ in self._waiting)
+            copy_on_streams(((there, here) for here, there in pairs) if out else pairs, self.device)
 
     def close(self) -> None:
         """Restore what is away and give the host memory back."""

@@ -245,7 +245,7 @@ class Reductions:
 
 @contextlib.contextmanager
 def counted(job: FsdpJob) -> Iterator[Reductions]:
-    """Counts while it is open. FSDP tells a parameter's hooks of every reduction that reaches it, and of nothing else."""
+    """Count reductions while this is open. FSDP calls a parameter's hooks for each reduction that reaches it, and for nothing else."""
     seen = Reductions()
     hooks = []
     for state in sharded(job.model):

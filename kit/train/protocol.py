@@ -259,7 +259,7 @@ def of_microbatches(seen: Iterable[Mapping[str, torch.Tensor]], names: Iterable[
 def plain_metrics(
     seen: Iterable[Mapping[str, torch.Tensor]], loss: Loss, group: dist.ProcessGroup | None, device: torch.device
 ) -> dict[str, float]:
-    """Metrics of a plain step, whose microbatches divided by the true counts already."""
+    """Metrics of a plain step: its microbatches were divided by the true counts already."""
     raw = over_ranks(of_microbatches(seen, loss.normalizers()), group, device)
     return normalised(raw, {}, tokens=1.0, sequences=1.0)
 

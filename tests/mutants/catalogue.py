@@ -147,7 +147,7 @@ TARGETS = (
         ),
         left_out=leave_out(
             LOOK="memory Mover._stats hashes _by_kind",
-            GPU="Mover._pairs _bytes Arena._pin Arena.view copy_on_streams pieces offload_natively reload_natively",
+            GPU="_bytes Arena._pin Arena.view copy_on_streams pieces offload_natively reload_natively",
         ),
     ),
     Target(

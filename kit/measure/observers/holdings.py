@@ -71,7 +71,7 @@ def shared_maps() -> tuple[int, int]:
 
 
 class Shared(NamedTuple):
-    """Memory that other processes may share: its bytes, and the name that the kernel has for it, be it gone."""
+    """Memory that other processes may share: its bytes, and the kernel's name for it, even after the file is gone."""
 
     size: int
     name: str
@@ -121,7 +121,7 @@ def temp_files() -> list[str]:
 
 
 def pinned() -> dict[str, int]:
-    """Host memory that torch's allocator has pinned, where this torch tells."""
+    """Host memory that torch's allocator has pinned, where this torch reports it."""
     import torch
 
     stats: Any = getattr(torch.cuda, "host_memory_stats", dict)()

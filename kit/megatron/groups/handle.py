@@ -1,7 +1,7 @@
 """A handle that stands in for every process group, so that the group behind it can be destroyed and come back; and a snapshot of them.
 
-`install()` wraps `torch.distributed.new_group` and the default group. What it hands out is a `Handle`: a ProcessGroup whose every use goes
-to the group inside. Layers, buckets, optimizers and collections keep the handle; a reload puts a new group into the same handle, so nobody
+`install()` wraps `torch.distributed.new_group` and the default group. It returns a `Handle`: a ProcessGroup that forwards every use to the
+group inside. Layers, buckets, optimizers and collections keep the handle; a reload puts a new group into the same handle, so nobody
 has to be re-pointed. The handle, not the inner group, is the key in torch's registry, so censuses and plain
 `destroy_process_group(handle)` behave as with any group. Limit: groups made before `install()` (other than the default one) stay plain and
 cannot be released exactly.
