@@ -58,7 +58,7 @@ class Bystander:
 
 def look(block: torch.Tensor, right: torch.Tensor) -> dict[str, int]:
     """Its bytes from the driver (0 if unknown) and from its own allocator, and the number of changed bytes in its block."""
-    from kit.measure.memory import device_memory
+    from kit.measure.phase import device_memory
 
     damaged = int((block.cpu() != right).sum()) * block.element_size()
     held = device_memory(str(block.device))

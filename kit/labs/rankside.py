@@ -22,9 +22,8 @@ from kit import nccl2, routing
 from kit.errors import BadInput
 from kit.measure import Metric, PhaseMeter, provenance, pss
 from kit.measure.host import trim
-from kit.measure.memory import History
 from kit.measure.observers.holdings import watch
-from kit.measure.phase import between_phases
+from kit.measure.phase import History, between_phases
 from kit.megatron.config import forced_tf32
 from kit.results.records import Recording, new_row
 from kit.target import load

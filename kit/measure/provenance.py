@@ -63,7 +63,12 @@ def provenance() -> dict[str, Any]:
         "versions": {name: _version(name) for name in ("torch", "megatron-core", "numpy")},
         "cuda": cuda_state(),
         "gpu": gpu_state(),
-        "cpu": cpu_state(),
+        "cpu": {
+            "model": machine.cpu_model(),
+            "cores": os.cpu_count(),
+            "affinity": len(os.sched_getaffinity(0)),  # of this process
+            "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        },
         "cgroup": machine.cgroup_limits(),
         "settings": settings(os.environ),
     }
@@ -72,7 +77,7 @@ def provenance() -> dict[str, Any]:
 def _version(name: str) -> str | None:
     loaded = sys.modules.get(name)
     if loaded is not None:
-        return str(loaded.__version__)  # tells the build too ("+cu130"), which metadata may not
+        return str(loaded.__version__)  # includes the build ("+cu130"), which metadata may lack
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -109,16 +114,6 @@ def _cell(text: str) -> int | str | None:
     return int(text) if text.isdigit() else text
 
 
-def cpu_state() -> dict[str, Any]:
-    """Cores of the box and of this process, the CPU's model, and the box's memory in bytes."""
-    return {
-        "model": machine.cpu_model(),
-        "cores": os.cpu_count(),
-        "affinity": len(os.sched_getaffinity(0)),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-    }
-
-
 def git_state(root: Path) -> dict[str, Any]:
     """Commit of the kit's own checkout, and whether any file differs from it (ignored files aside)."""
     nothing = {"commit": None, "dirty": None}
@@ -142,7 +137,7 @@ def _public(value: str) -> str:
     return _SECRET_VALUE.sub("<hidden>", _PATH.sub("<path>", value))
 
 
-# -- what of a training environment matters when a job is released: imported only where nothing else tells ---------------------------
+# -- parts of a training environment that matter for a release; they are imported only where nothing else answers --------------------
 
 
 class Finding(NamedTuple):

@@ -44,12 +44,11 @@ from kit.target import kit_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from types import TracebackType
 
 OUTSIDE = "run"  # the phase of a number recorded outside any
 # The same on all ranks of a launch.
 LAUNCH = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "RAY_JOB_ID")
-CLOCK_S = 2.0  # by how much the start of a process, as the kernel tells it, may be off
+CLOCK_S = 2.0  # the error of a process's start time as the kernel reports it
 
 
 class Recorder:
@@ -210,9 +209,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         wanted = isinstance(error, SystemExit) and error.code in (None, 0)
         self.close(None if wanted else error)
 
@@ -339,7 +336,7 @@ def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _launch() -> str:
-    """What tells this launch from others, the same on all of its ranks; empty where the environment says nothing."""
+    """An identifier of this launch, the same on all of its ranks; empty where the environment has none."""
     return " ".join(os.environ[name] for name in LAUNCH if name in os.environ)
 
 

@@ -10,6 +10,7 @@ must reach the folder that it loads, or that an export is to be like; a rank 0 t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -22,11 +23,10 @@ import torch.distributed as dist
 
 from kit.errors import BadInput, KitError
 from kit.megatron import shards
-from kit.megatron.geometry import read_geometry
+from kit.megatron.config import read_geometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
 Made = TypeVar("Made")
 WEIGHTS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -47,27 +47,24 @@ class Folder(Mapping[str, torch.Tensor]):
             raise BadInput(f"{self.path} has {have} of {SINGLE} and {INDEX}: a checkpoint folder has one of them")
         listed = {} if single.exists() else _read_index(index)
         self.files = {name: _opened(self.path / name) for name in sorted(set(listed.values()) or {SINGLE})}
-        self._home = {tensor: name for name, file in self.files.items() for tensor in file.keys()}  # noqa: SIM118
-        if listed and (unlike := sorted(name for name, _ in listed.items() ^ self._home.items())):
+        # The file that each tensor is in.
+        self.home = {tensor: name for name, file in self.files.items() for tensor in file.keys()}  # noqa: SIM118
+        if listed and (unlike := sorted(name for name, _ in listed.items() ^ self.home.items())):
             raise BadInput(f"{index} is damaged: it and the files beside it do not agree about {unlike[0]}")
 
     def kind(self, name: str) -> str:
         """The format's name of a tensor's dtype."""
-        return str(self.files[self._home[name]].get_slice(name).get_dtype())
-
-    def home(self, name: str) -> str:
-        """The file that a tensor is in."""
-        return self._home[name]
+        return str(self.files[self.home[name]].get_slice(name).get_dtype())
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        found: torch.Tensor = self.files[self._home[name]].get_tensor(name)
+        found: torch.Tensor = self.files[self.home[name]].get_tensor(name)
         return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._home)
+        return iter(self.home)
 
     def __len__(self) -> int:
-        return len(self._home)
+        return len(self.home)
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -127,9 +124,7 @@ class Writer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._file.close()
         if kind is None and self.left:
             raise KitError(f"{self.path} is not complete: {min(self.left)} was never written")
@@ -185,12 +180,8 @@ def _fitting(chunks: Sequence[Any], folder: str | Path) -> Folder:
         "qkv_bias": config.add_qkv_bias,
         "norm_eps": config.layernorm_epsilon,
     }
-    unlike = [
-        f"{name} {getattr(geometry, name)} and the job {has}"
-        for name, has in job.items()
-        if getattr(geometry, name) != has
-    ]
-    if unlike:
+    theirs = dataclasses.asdict(geometry)
+    if unlike := [f"{name} {theirs[name]} and the job {has}" for name, has in job.items() if theirs[name] != has]:
         raise BadInput(f"{folder} has {', '.join(unlike)}: build the job with its geometry")
     source = Folder(folder)
     for name in source:
@@ -208,7 +199,7 @@ def _prepared(files: contextlib.ExitStack, source: Folder, target: Path, partial
         if path.suffix in BESIDE and path.is_file():
             shutil.copyfile(path, partial / path.name)
     writers = {name: files.enter_context(Writer(partial / name, source.path / name)) for name in source.files}
-    return {name: writers[source.home(name)] for name in source}
+    return {name: writers[source.home[name]] for name in source}
 
 
 def _receive(arriving: Iterator[tuple[str, torch.Tensor]], source: Folder, writers: Mapping[str, Writer]) -> None:

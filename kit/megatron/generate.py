@@ -21,7 +21,7 @@ import torch
 
 from kit.errors import BadInput, KitError
 from kit.megatron import standin
-from kit.train.draws import uniform
+from kit.train.arithmetic import uniform
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -76,7 +76,7 @@ class Span:
         return slice(self.first, self.first + self.count)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
     """The tokens written for a request, END included, and their log-probabilities under the distribution that was sampled from."""
 
@@ -114,13 +114,7 @@ class Flight:
         return "length" if len(self.tokens) >= self.request.max_tokens else None
 
     def answer(self, ended: Ended) -> Answer:
-        return Answer(
-            request=self.request,
-            tokens=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
-            spans=tuple(self.spans),
-            ended=ended,
-        )
+        return Answer(self.request, tuple(self.tokens), tuple(self.logprobs), tuple(self.spans), ended)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

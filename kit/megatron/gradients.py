@@ -1,4 +1,4 @@
-"""A Megatron job's gradients as its optimizer finds them, and how often each bucket of them was reduced.
+"""A Megatron job's gradients: as its optimizer finds them, how often each bucket was reduced, and the experts' load-balancing loss.
 
 With the distributed optimizer a reduction leaves each data rank the sum of its own shard alone: `reduced` puts the shards of
 all ranks together again, on copies.
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from kit.megatron.groups.handle import parallel_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,11 +49,8 @@ class Reductions:
     def saw(self, tensor: Any) -> None:
         """Buckets are asked where they lie now: memory that was released in between may have moved."""
         for index, bucket in enumerate(self.buckets):
-            data = bucket.grad_data
-            if isinstance(tensor, torch.Tensor) and (tensor.data_ptr(), tensor.numel()) == (
-                data.data_ptr(),
-                data.numel(),
-            ):
+            place = bucket.grad_data.data_ptr(), bucket.grad_data.numel()
+            if isinstance(tensor, torch.Tensor) and (tensor.data_ptr(), tensor.numel()) == place:
                 self.counts[index] += 1
 
     def reset(self) -> None:
@@ -63,11 +63,10 @@ def counted(chunk: Any) -> Iterator[Reductions]:
 
     A tied embedding may have a bucket to itself, which pipeline stages then add up as well: that is no reduction over data ranks.
     """
-    from megatron.core import parallel_state
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     seen = Reductions(chunk)
-    between_stages = parallel_state.get_embedding_group(check_initialized=False)
+    between_stages = parallel_state().get_embedding_group(check_initialized=False)
 
     def spy(plain: Callable[..., Any], place: int, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -77,12 +76,46 @@ def counted(chunk: Any) -> Iterator[Reductions]:
 
         return call
 
-    watched = [(dist, "all_reduce", 0, "tensor"), (buffers, "dist_reduce_scatter_func", 1, "input")]
-    plain = [(owner, name, getattr(owner, name)) for owner, name, _, _ in watched]
-    for (owner, name, place, keyword), (_, _, function) in zip(watched, plain, strict=True):
-        setattr(owner, name, spy(function, place, keyword))
-    try:
+    scattered = spy(buffers.dist_reduce_scatter_func, 1, "input")
+    with (
+        mock.patch.object(dist, "all_reduce", spy(dist.all_reduce, 0, "tensor")),
+        mock.patch.object(buffers, "dist_reduce_scatter_func", scattered),
+    ):
         yield seen
-    finally:
-        for owner, name, function in plain:
-            setattr(owner, name, function)
+
+
+AUX_METRIC = "moe_aux_loss"
+
+
+def balances(config: Any) -> bool:
+    return bool(config.num_moe_experts) and bool(config.moe_aux_loss_coeff)
+
+
+@contextlib.contextmanager
+def aux_scale(scale: float) -> Iterator[None]:
+    """The gradient of the experts' loss goes in with this factor, whatever the schedule says."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    plain = MoEAuxLossAutoScaler.set_loss_scale
+    scaled = staticmethod(lambda given: plain(torch.full_like(given, scale)))
+    with mock.patch.object(MoEAuxLossAutoScaler, "set_loss_scale", scaled):
+        yield
+
+
+def clear_aux() -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.clear_aux_losses_tracker()
+
+
+def aux_metric(config: Any, microbatches: int) -> dict[str, float]:
+    """The experts' loss of the step: mean over layers, microbatches and data ranks, without its coefficient."""
+    if not balances(config):
+        return {}
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.reduce_aux_losses_tracker_across_ranks()
+    values = moe_utils.get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"]
+    value = float(values.double().mean()) / microbatches
+    clear_aux()
+    return {AUX_METRIC: value}

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from kit.errors import BadInput, KitError
 from kit.megatron import groups, standin, tensors
 from kit.megatron.config import ModelConfig, check
+from kit.megatron.groups.handle import parallel_state
 from kit.train import numerics
 from kit.train.options import DEFAULTS, Settings
 
@@ -97,10 +98,8 @@ def _forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[
 
 
 def _batches(config: ModelConfig, step: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    from megatron.core import parallel_state
-
     g = config.geometry
-    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    replica = parallel_state().get_data_parallel_rank(with_context_parallel=True)
     for microbatch in range(config.microbatches):
         generator = torch.Generator().manual_seed(
             ((config.seed * 1_000_003 + step) * 4099 + replica) * 257 + microbatch
@@ -111,16 +110,14 @@ def _batches(config: ModelConfig, step: int, device: torch.device) -> Iterator[d
 
 
 def _mean_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
-    from megatron.core import parallel_state
-
     total = torch.zeros(1, dtype=torch.float64, device=device)
-    if parallel_state.is_pipeline_last_stage():
+    if parallel_state().is_pipeline_last_stage():
         total += torch.stack([each["loss"] for each in losses]).double().mean()
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        total /= parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        last = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast(total, last, group=parallel_state.get_pipeline_model_parallel_group())
+        dist.all_reduce(total, group=parallel_state().get_data_parallel_group(with_context_parallel=True))
+        total /= parallel_state().get_data_parallel_world_size(with_context_parallel=True)
+    if parallel_state().get_pipeline_model_parallel_world_size() > 1:
+        last = parallel_state().get_pipeline_model_parallel_last_rank()
+        dist.broadcast(total, last, group=parallel_state().get_pipeline_model_parallel_group())
     return float(total.item())
 
 
@@ -135,15 +132,15 @@ def initialise(config: ModelConfig) -> torch.device:
     # Handles come first: some modules that Megatron imports keep the default group that they find.
     groups.install()
     standin.install()
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import tensor_parallel
 
-    if parallel_state.model_parallel_is_initialized():
+    if parallel_state().model_parallel_is_initialized():
         raise BadInput("Megatron's parallel state is already initialised: destroy it before building another job")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         numerics.deterministic()
-    parallel_state.initialize_model_parallel(
+    parallel_state().initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
         virtual_pipeline_model_parallel_size=config.vpp,
@@ -199,7 +196,6 @@ def assemble(config: ModelConfig, device: torch.device, settings: Settings = DEF
 @_quiet()
 def network(config: ModelConfig, device: torch.device, stage: int = 0) -> Any:
     """The bare GPTModel of this rank (or of one of its virtual stages), with its first weights: no gradient buffers, no optimizer."""
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
@@ -255,8 +251,8 @@ def network(config: ModelConfig, device: torch.device, stage: int = 0) -> Any:
         ),
         vocab_size=g.vocab,
         max_sequence_length=g.seq,
-        pre_process=parallel_state.is_pipeline_first_stage(**virtual),
-        post_process=parallel_state.is_pipeline_last_stage(**virtual),
+        pre_process=parallel_state().is_pipeline_first_stage(**virtual),
+        post_process=parallel_state().is_pipeline_last_stage(**virtual),
         share_embeddings_and_output_weights=True,
         position_embedding_type="rope",
         rotary_base=g.rope_base,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import types
+import weakref
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from kit.measure.observers.births import is_group
 from kit.measure.observers.tensors import children
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 PATIENCE = dt.timedelta(seconds=10)  # for one collective over a group
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
@@ -66,22 +67,13 @@ def _groups_in(path: str, value: Any) -> list[tuple[str, Any]]:
     return [found for key, one in items for found in _groups_in(f"{path}[{key}]", one)]
 
 
-def plain_globals() -> dict[str, str]:
-    """Ranks, sizes and other plain values among the globals, as text."""
-    return {
-        name: repr(value)
-        for name, value in globals_now().items()
-        if isinstance(value, int | float | str | list | tuple | type(None)) and not _groups_in(name, value)
-    }
-
-
 @dataclass(slots=True)
 class Seen:
     """Megatron's groups at one moment. References to groups are weak or by identity: this keeps none alive.
 
     `ranks` are those that answered, by name; `options` what each group says of itself, and `others` what groups say that no name leads
-    to; `holders` the name of the group that each place leads to; `wrong`
-    what did not work, in words.
+    to; `plain` other values among the globals, as text; `holders` the name of the group that each place leads to; `wrong` what did not
+    work, in words.
     """
 
     ranks: dict[str, list[int]] = field(default_factory=dict)
@@ -94,7 +86,9 @@ class Seen:
 
 def look(made: list[Any], **roots: Any) -> Seen:
     """Everything but `ranks`, which takes collectives: see `talk`. `made` are the groups that are known by their births."""
-    seen = Seen(plain=plain_globals())
+    plain = (int, float, str, list, tuple, type(None))
+    now = globals_now()
+    seen = Seen(plain={k: repr(v) for k, v in now.items() if isinstance(v, plain) and not _groups_in(k, v)})
     reached: dict[int, str] = {}
     keep = []  # identities are good only while their objects live
     with births.doors():
@@ -200,18 +194,15 @@ def _device(group: Any) -> str:
 
 def moved(before: Seen, after: Seen) -> list[str]:
     """Names that stand for other ranks, or for the same in another order, and plain globals of another value."""
-    names = dict.fromkeys([*before.ranks, *after.ranks])
-    found = [
-        f"{name}: ranks {before.ranks.get(name)} became {after.ranks.get(name)}"
-        for name in names
-        if before.ranks.get(name) != after.ranks.get(name)
-    ]
-    values = dict.fromkeys([*before.plain, *after.plain])
-    return found + [
-        f"{name}: {before.plain.get(name)} became {after.plain.get(name)}"
-        for name in values
-        if before.plain.get(name) != after.plain.get(name) and name not in names
-    ]
+    names = before.ranks | after.ranks
+    found = [f"{name}: ranks {one}" for name, one in _became(before.ranks, after.ranks)]
+    return found + [f"{name}: {one}" for name, one in _became(before.plain, after.plain) if name not in names]
+
+
+def _became(old: Mapping[str, object], new: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    for name in {**old, **new}:
+        if old.get(name) != new.get(name):
+            yield name, f"{old.get(name)} became {new.get(name)}"
 
 
 def changed(before: Seen, after: Seen) -> list[str]:
@@ -237,13 +228,12 @@ def _apart(old: dict[str, Any], new: dict[str, Any], within: str = "") -> Iterat
 
 def stale(before: Seen, after: Seen) -> list[str]:
     """Names of Megatron's, and places, that lead to another group than before, or to none that works."""
-    names = [name for name in before.options if name not in after.options]
-    places = [
+    names = [f"{name} leads to no group that works" for name in before.options if name not in after.options]
+    return names + [
         f"{path} led to {group} and leads to {after.holders[path]}"
         for path, group in before.holders.items()
-        if path in after.holders and after.holders[path] != group
+        if after.holders.get(path, group) != group
     ]
-    return [f"{name} leads to no group that works" for name in names] + places
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,13 +251,13 @@ def remember() -> list[Old]:
     with births.doors():
         for name, group in standing().items():
             if all(group is not one.group() for one in found):
-                found.append(Old(name, str(births.reach(group).group_desc), _weak(group)))
+                found.append(Old(name, str(births.reach(group).group_desc), weakref.ref(group)))
     return found
 
 
 def usable(old: list[Old], *, but_gloo: bool) -> list[str]:
-    """Old groups over which a collective would still run, or whose error does not name them. Nothing is sent. `but_gloo`: not those
-    that have nothing of NCCL, which stay in use where NCCL's are suspended."""
+    """Old groups over which a collective would still run, or that raise an error which does not name them. Nothing is sent.
+    `but_gloo`: leave out groups without NCCL, which stay in use where NCCL's are suspended."""
     found = []
     with births.doors():
         for one in old:
@@ -319,9 +309,3 @@ def draw_from_tracker(device: torch.device) -> None:
 
 def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
-
-
-def _weak(group: Any) -> Any:
-    import weakref
-
-    return weakref.ref(group)

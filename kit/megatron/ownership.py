@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import logging
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,12 +22,11 @@ import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.megatron import groups, standin
-from kit.megatron.groups.handle import Handle, c10d, forget, registered, state
-from kit.megatron.groups.snapshot import global_names, parallel_state
+from kit.megatron.groups.handle import Handle, c10d, forget, megatron_globals, parallel_state, registered, state
 from kit.train.numerics import Numerics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
 
@@ -46,39 +46,39 @@ def _singletons() -> list[tuple[Any, str]]:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Found:
-    """The state on entry."""
+    """The state on entry; `undo` brings back what is not a group, in this order."""
 
     groups: list[weakref.ref[Any]]  # weak: noting a group must not keep it alive when it is released inside
     distributed: bool
-    handles: bool
-    standin: bool
     snapshot: dict[str, Any]
-    globals: dict[str, Any]
-    singletons: list[tuple[Any, str, Any]]
-    tracker_states: dict[str, Any] | None
-    generator: torch.Tensor
-    cuda_generator: torch.Tensor | None
-    numerics: Numerics
+    undo: list[Callable[[], object]]
 
 
 def _look() -> _Found:
     from megatron.core.tensor_parallel import random
 
-    tracker = random._CUDA_RNG_STATE_TRACKER
+    undo: list[Callable[[], object]] = [
+        partial(_set_globals, megatron_globals()),
+        *(partial(setattr, module, name, getattr(module, name)) for module, name in _singletons()),
+    ]
+    if (tracker := random._CUDA_RNG_STATE_TRACKER) is not None:
+        undo.append(partial(tracker.set_states, dict(tracker.get_states())))
+    undo.append(Numerics.now().restore)
+    if not state.installed:
+        undo.append(groups.uninstall)
+    if not standin.active():
+        undo.append(standin.uninstall)
+    undo.append(partial(torch.set_rng_state, torch.get_rng_state()))
+    if torch.cuda.is_available():
+        undo.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
     distributed = dist.is_initialized()
-    return _Found(
-        groups=[weakref.ref(group) for group in registered()] if distributed else [],
-        distributed=distributed,
-        handles=bool(state.installed),
-        standin=standin.status().active,
-        snapshot=groups.snapshot(),
-        globals={name: getattr(parallel_state(), name) for name in global_names()},
-        singletons=[(module, name, getattr(module, name)) for module, name in _singletons()],
-        tracker_states=dict(tracker.get_states()) if tracker is not None else None,
-        generator=torch.get_rng_state(),
-        cuda_generator=torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        numerics=Numerics.now(),
-    )
+    made = [weakref.ref(group) for group in registered()] if distributed else []
+    return _Found(groups=made, distributed=distributed, snapshot=groups.snapshot(), undo=undo)
+
+
+def _set_globals(before: dict[str, Any]) -> None:
+    for name, value in megatron_globals().items():
+        setattr(parallel_state(), name, before.get(name, {} if isinstance(value, dict) else None))
 
 
 @contextlib.contextmanager
@@ -154,35 +154,21 @@ def _empty(group: Any) -> None:
 
 
 def _put_back(found: _Found) -> None:
-    module = parallel_state()
-    for name in global_names():
-        setattr(module, name, found.globals.get(name, {} if isinstance(getattr(module, name), dict) else None))
-    for owner, name, value in found.singletons:
-        setattr(owner, name, value)
-    if found.tracker_states is not None:
-        from megatron.core.tensor_parallel import random
-
-        random._CUDA_RNG_STATE_TRACKER.set_states(found.tracker_states)
-    found.numerics.restore()
-    if not found.handles:
-        groups.uninstall()
-    if not found.standin:
-        standin.uninstall()
-    torch.set_rng_state(found.generator)
-    if found.cuda_generator is not None:
-        torch.cuda.set_rng_state(found.cuda_generator)
+    for undo in found.undo:
+        undo()
 
 
 def describe() -> dict[str, Any]:
     """The distributed and Megatron state in plain JSON, to compare before and after."""
     names = sorted(c10d._world.pg_names.values()) if dist.is_initialized() else []
-    state_of = {name: getattr(parallel_state(), name) for name in global_names()}
     return {
         "distributed": dist.is_initialized(),
         "groups": names,
-        "globals": {name: type(value).__name__ for name, value in state_of.items() if value not in (None, {})},
+        "globals": {
+            name: type(value).__name__ for name, value in megatron_globals().items() if value not in (None, {})
+        },
         "singletons": {name: type(getattr(module, name)).__name__ for module, name in _singletons()},
-        "standin": standin.status().active,
+        "standin": standin.active(),
         "handles": bool(state.installed),
         "numerics": dataclasses.asdict(Numerics.now()),
         "generator": hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest(),

@@ -1,22 +1,29 @@
 """Serving: a replica of the model without gradients or optimizer, which can sleep, and logits to compare it with a training job by.
 
-A `Replica` is made inside `roles.as_world(group)`, where the group has the ranks of this one replica, and its `logits` are asked
-for inside of it too. Equal layouts give the same bits as the training job's `logits`. Limits: pp=1; the whole vocabulary of the last
-position is gathered, and nothing is cached between tokens.
+A `Replica` is made inside `as_world(group)`, where the group has the ranks of this one replica, and its `logits` are asked for inside of it
+too. Equal layouts give the same bits as the training job's `logits`. Limits: pp=1; the whole vocabulary of the last position is gathered,
+and nothing is cached between tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from kit.errors import BadInput, KitError
 from kit.measure.host import huge_pages, trim
 from kit.megatron import model
+from kit.megatron.groups.handle import parallel_state
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kit.megatron.config import ModelConfig
 
 
@@ -84,7 +91,6 @@ def logits(job: model.Training, tokens: torch.Tensor) -> torch.Tensor | None:
 
     One microbatch of the tokens, the same on every rank, goes through Megatron's own schedule. The job stays as it was.
     """
-    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     if job.mover.away:
@@ -104,8 +110,8 @@ def logits(job: model.Training, tokens: torch.Tensor) -> torch.Tensor | None:
         forward_only=True,
         collect_non_loss_data=True,
     )
-    found = _last(outputs[0]) if parallel_state.is_pipeline_last_stage() else None
-    stages = parallel_state.get_pipeline_model_parallel_group()
+    found = _last(outputs[0]) if parallel_state().is_pipeline_last_stage() else None
+    stages = parallel_state().get_pipeline_model_parallel_group()
     if 0 not in dist.get_process_group_ranks(stages):
         return None  # another replica, or another tensor rank
     if dist.get_world_size(stages) == 1:
@@ -126,10 +132,37 @@ def _positions(tokens: torch.Tensor) -> torch.Tensor:
 
 def _last(output: torch.Tensor) -> torch.Tensor:
     """The last position's logits from all tensor ranks, each of which has some columns."""
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = parallel_state().get_tensor_model_parallel_group()
     mine = output[:, -1].float().contiguous()
     columns = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(columns, mine, group=group)
     return torch.cat(columns, dim=-1)
+
+
+_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def as_world(group: Any) -> Iterator[None]:
+    """Inside, the group of this rank's job is what torch and Megatron take for the whole world.
+
+    Megatron's parallel state is made of all ranks of the default group. Where some ranks train and others serve, each job makes its own
+    from the group of its ranks, numbered from 0; groups that were made inside keep these numbers. torch names a group by how many a
+    process has made, and ranks of other jobs make more or fewer: inside has a count of its own, so that the World's ranks go on agreeing.
+    Limits: it holds while the context is open, on the thread that opened it; a job that asks for the default group later asks the World.
+    """
+    world: Any = c10d._world
+    if group not in world.pg_map:
+        raise BadInput("as_world takes a process group that this rank belongs to and that was not destroyed")
+    ranks = world.pg_group_ranks[group]
+    plain, count = world.default_pg, world.group_count
+    # The same number on all of its ranks, far from other groups' numbers.
+    world.group_count = _counts.get(group, zlib.crc32(world.pg_names[group].encode()) * 10**6)
+    world.default_pg = group
+    world.pg_group_ranks[group] = {place: place for place in range(dist.get_world_size(group))}
+    try:
+        yield
+    finally:
+        _counts[group], world.group_count = world.group_count, count
+        world.default_pg = plain
+        world.pg_group_ranks[group] = ranks

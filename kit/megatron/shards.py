@@ -1,7 +1,7 @@
 """Shards to names: a Megatron GPT's tensors merged under Hugging Face Qwen2 names, and full tensors cut back into any layout.
 
 `merge` is collective and gives every rank all full tensors, in their own dtype, on the host; `full_tensors` gives them to rank 0 one by
-one. `destinations` tells where full tensors go on a rank, in place; `load_full` puts all of them there. All know the dense model and
+one. `destinations` gives the places of full tensors on a rank; `load_full` puts all of them there. All know the dense model and
 experts (under Qwen2-MoE names). `made_of`, `views`, `share` and `join` are the mapping itself and need no ranks. Limits: the local layer
 spec of kit.megatron.model, tied embeddings, no padded vocabulary; a rank holds the whole model while it merges.
 """
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import BadInput
+from kit.megatron.groups.handle import parallel_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ EXPERT = {
     "linear_fc2.weight": (COLUMNS, ("down_proj.weight",)),
 }
 IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.local_experts\.(\d+)\.)?(.+)")
-NAMED = 5  # a refusal names so many tensors of each kind
+NAMED = 5  # tensors of each kind that a refusal names
 
 
 class Place(NamedTuple):
@@ -126,23 +127,19 @@ def merge(chunks: Sequence[Any], tensors: Callable[[Any], torch.Tensor] = lambda
     `tensors` gives what to merge of a parameter, its gradient perhaps. What several ranks have is taken from one of them, the
     tied embedding too: in a gradient both copies hold the whole sum, once gradients are finalised.
     """
-    from megatron.core import parallel_state
-
     own: Tensors = {}
     for chunk in chunks:
         for part in parts(chunk):
             own |= whole(part, tensors(part.param))
     if any(".experts." in name for name in own):
-        own = _shared(own, parallel_state.get_expert_model_parallel_group())
-    own = _shared(own, parallel_state.get_pipeline_model_parallel_group())
+        own = _shared(own, parallel_state().get_expert_model_parallel_group())
+    own = _shared(own, parallel_state().get_pipeline_model_parallel_group())
     return {name: value.to("cpu", copy=True) for name, value in sorted(own.items())}
 
 
 def by_rank(chunks: Sequence[Any], tensors: Callable[[Any], torch.Tensor]) -> Tensors:
     """The parts of all model-parallel ranks, by rank and name, for a model whose whole tensors are not known. Collective."""
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_model_parallel_group()
+    group = parallel_state().get_model_parallel_group()
     named = [pair for chunk in chunks for pair in chunk.module.named_parameters()]
     own = {name: tensors(param).detach().cpu().clone() for name, param in named}
     everybody: list[Any] = [None] * dist.get_world_size(group)
@@ -187,20 +184,18 @@ def whole(part: Part, tensor: torch.Tensor) -> Tensors:
 
 def parts(chunk: Any) -> Iterator[Part]:
     """Every parameter of a chunk."""
-    from megatron.core import parallel_state
-
     module = bare(chunk)
     config = module.config
     first_layer = module.decoder.layers[0].layer_number - 1
     first_expert = 0
     if config.num_moe_experts:
-        local = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
-        first_expert = parallel_state.get_expert_model_parallel_rank() * local
+        local = config.num_moe_experts // parallel_state().get_expert_model_parallel_world_size()
+        first_expert = parallel_state().get_expert_model_parallel_rank() * local
     for name, param in module.named_parameters():
         if ".experts." in name:
-            group = parallel_state.get_expert_tensor_parallel_group()
+            group = parallel_state().get_expert_tensor_parallel_group()
         else:
-            group = parallel_state.get_tensor_model_parallel_group()
+            group = parallel_state().get_tensor_model_parallel_group()
         place = Place(
             rank=dist.get_rank(group),
             size=dist.get_world_size(group),

@@ -2,7 +2,8 @@
 
 Both work on chunks wrapped in DistributedDataParallel, with tensor, pipeline (1F1B), data and expert parallelism, with and
 without overlapped reduction and the distributed optimizer. The split step accumulates raw sums under `no_sync`, learns
-the true normalizer in finish(), divides, and reduces once.
+the true normalizer in finish(), divides, and reduces once. `logprobs` scores given tokens with the job as it is: the previous policy, or a
+reference.
 
 The load-balancing loss of experts asks for more: its gradient must be the mean over microbatches, whatever the other loss is divided
 by. It is scaled by what each piece would need if all pieces were alike; where the true counts say otherwise, one more
@@ -20,15 +21,16 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import BadInput
-from kit.megatron.balance import aux_metric, aux_scale, balances, clear_aux
-from kit.megatron.gradients import bucket_groups
-from kit.train import metrics
-from kit.train.batch import Batch, counts, cuts, rows
-from kit.train.stream import Misuse, SplitStep
+from kit.measure.phase import synchronize
+from kit.megatron.gradients import aux_metric, aux_scale, balances, bucket_groups, clear_aux
+from kit.megatron.groups.handle import parallel_state
+from kit.train.batch import Batch, counts, cut, cuts, rows
+from kit.train.protocol import Misuse, SplitStep, plain_metrics, step_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kit.train.batch import Batch
     from kit.train.protocol import Loss, SplitContext, StepResult
 
 HOOKS = ("grad_sync_func", "no_sync_func", "finalize_model_grads_func")
@@ -45,7 +47,7 @@ class Job(Protocol):
 
 
 class Fed(NamedTuple):
-    """A piece of a step whose experts' loss may have to be corrected: its microbatches, and the scale it went in with."""
+    """A piece of a step: its microbatches, and the scale of its experts' loss, which may have to be corrected."""
 
     pieces: list[Batch]
     scale: float
@@ -104,7 +106,7 @@ class MegatronSplit(SplitStep):
 
     def _aux_guess(self, pieces: list[Batch]) -> float:
         """Right where every microbatch has as many valid tokens, or sequences, as these."""
-        sequences, tokens = counts(stacked(pieces)).tolist()
+        sequences, tokens = torch.stack([counts(piece) for piece in pieces]).sum(0).tolist()
         own: float = tokens if self.loss.level == "tokens" else sequences
         return own / len(pieces)
 
@@ -138,12 +140,10 @@ class MegatronSplit(SplitStep):
 
     def _synchronise(self) -> None:
         """A norm that is taken while the last copies run may miss some of them."""
-        synchronise(self.device)
+        synchronize(str(self.device))
 
     def _metrics(self, sequences: float, tokens: float) -> dict[str, float]:
-        table: dict[str, float] = {}
-        if last_stage():
-            table = self._step_metrics(data_group(), sequences, tokens)
+        table = self._step_metrics(data_group(), sequences, tokens) if last_stage() else {}
         table = from_last_stage(table, sorted(self.loss.normalizers()), self.device)
         return {**table, **aux_metric(self.config, self.microbatches)}
 
@@ -168,14 +168,11 @@ class MegatronSplit(SplitStep):
 
     def _reduce(self) -> None:
         """Once: with overlap finishing only waits, so that somebody must start; without, finishing starts by itself."""
+        from megatron.core.distributed import finalize_model_grads
+
         chunk = self.job.chunks[0]
         if chunk.ddp_config.overlap_grad_reduce:
             chunk.start_grad_sync()
-        self._finalise()
-
-    def _finalise(self) -> None:
-        from megatron.core.distributed import finalize_model_grads
-
         (self.saved["finalize_model_grads_func"] or finalize_model_grads)(self.job.chunks)
 
     def _update(self, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
@@ -217,13 +214,10 @@ class MegatronSync:
         seen = forward_backward(
             job, pieces, lambda logprobs, batch: loss(logprobs, batch, tokens=tokens, sequences=sequences)
         )
-        table: dict[str, float] = {}
-        if last_stage():
-            table = metrics.over_ranks(metrics.of_microbatches(seen, loss.normalizers()), group, job.device)
-            table = metrics.normalised(table, {}, tokens=1.0, sequences=1.0)
+        table = plain_metrics(seen, loss, group, job.device) if last_stage() else {}
         table = from_last_stage(table, sorted(loss.normalizers()), job.device)
         table |= aux_metric(job.chunks[0].config, len(pieces))
-        synchronise(job.device)
+        synchronize(str(job.device))
         result = update(job, gbs, float(total[0]), float(total[1]), table)
         self.version += 1
         return {**result, "version": self.version}
@@ -234,22 +228,29 @@ class MegatronSync:
 
 def forward_backward(job: Job, pieces: list[Batch], loss: Callable[..., Any]) -> list[Row]:
     """Megatron's schedule over these microbatches; `loss` adds up, whatever schedule and DDP divide by."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    config = job.chunks[0].config
-    undo = len(pieces) * (1 if config.calculate_per_token_loss else data_ranks())
+    undo = len(pieces) * (1 if job.chunks[0].config.calculate_per_token_loss else data_ranks())
 
     def forward(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
         batch = {name: value.to(job.device) for name, value in next(data).items()}
-        ids = batch["input_ids"]
-        places = torch.arange(ids.shape[1] - 1, device=job.device).expand(ids.shape[0], -1)
-        out = model(ids[:, :-1], places, None, labels=ids[:, 1:].contiguous())
 
         def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, Row]:
             value, table = loss(-losses.float(), batch)
             return value * undo, table
 
-        return out, loss_of
+        return token_losses(model, batch["input_ids"]), loss_of
+
+    return schedule(job, forward, pieces, forward_only=False)
+
+
+def token_losses(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What the last stage gives: each following token's negative log-probability."""
+    places = torch.arange(ids.shape[1] - 1, device=ids.device).expand(ids.shape[0], -1)
+    losses: torch.Tensor = model(ids[:, :-1], places, None, labels=ids[:, 1:].contiguous())
+    return losses
+
+
+def schedule(job: Job, forward: Callable[..., Any], pieces: list[Batch], **how: bool) -> list[Any]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     return list(
         get_forward_backward_func()(
@@ -259,7 +260,7 @@ def forward_backward(job: Job, pieces: list[Batch], loss: Callable[..., Any]) ->
             num_microbatches=len(pieces),
             seq_length=pieces[0]["input_ids"].shape[1] - 1,
             micro_batch_size=rows(pieces[0]),
-            forward_only=False,
+            **how,
         )
     )
 
@@ -283,17 +284,7 @@ def update(job: Job, gbs: int, sequences: float, tokens: float, table: dict[str,
         zero_gradients(job)
     if updated:
         job.scheduler.step(increment=gbs)
-    return {
-        "global_loss": table["loss"],
-        "grad_norm": norm,
-        "lr": lr,
-        "wd": wd,
-        "global_valid_seqs": sequences,
-        "global_valid_toks": tokens,
-        "updated": updated,
-        "version": 0,
-        "metrics": table,
-    }
+    return step_result(table, norm=norm, rates=(lr, wd), counts=(sequences, tokens), updated=updated)
 
 
 def finite_gradients(job: Job) -> bool:
@@ -321,15 +312,8 @@ def hooks(job: Job) -> tuple[Any, ...]:
     return *(getattr(config, name) for name in HOOKS), MoEAuxLossAutoScaler.set_loss_scale
 
 
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def data_group() -> Any:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_data_parallel_group()
+    return parallel_state().get_data_parallel_group()
 
 
 def data_ranks() -> int:
@@ -337,25 +321,18 @@ def data_ranks() -> int:
 
 
 def last_stage() -> bool:
-    from megatron.core import parallel_state
-
-    return bool(parallel_state.is_pipeline_last_stage())
+    return bool(parallel_state().is_pipeline_last_stage())
 
 
 def from_last_stage(table: dict[str, float], names: list[str], device: torch.device) -> dict[str, float]:
     """Only the last pipeline stage sees the loss; the others learn its metrics."""
-    from megatron.core import parallel_state
-
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+    stages = parallel_state()
+    if stages.get_pipeline_model_parallel_world_size() == 1:
         return table
     values = torch.tensor([table.get(name, 0.0) for name in names], dtype=torch.float64, device=device)
-    last = parallel_state.get_pipeline_model_parallel_last_rank()
-    dist.broadcast(values, last, group=parallel_state.get_pipeline_model_parallel_group())
+    last = stages.get_pipeline_model_parallel_last_rank()
+    dist.broadcast(values, last, group=stages.get_pipeline_model_parallel_group())
     return dict(zip(names, values.tolist(), strict=True))
-
-
-def stacked(pieces: list[Batch]) -> Batch:
-    return {name: torch.cat([piece[name] for piece in pieces]) for name in ("token_mask", "sample_mask")}
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
@@ -366,11 +343,8 @@ def random_states() -> tuple[Any, ...]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return (
-        torch.get_rng_state(),
-        cuda,
-        {name: value.clone() for name, value in get_cuda_rng_tracker().get_states().items()},
-    )
+    tracker = {name: value.clone() for name, value in get_cuda_rng_tracker().get_states().items()}
+    return torch.get_rng_state(), cuda, tracker
 
 
 def set_random_states(states: tuple[Any, ...]) -> None:
@@ -381,3 +355,33 @@ def set_random_states(states: tuple[Any, ...]) -> None:
     if cuda is not None:
         torch.cuda.set_rng_state(cuda)
     torch.set_rng_state(cpu)
+
+
+def share(batch: Batch) -> Batch:
+    """The rows of this data rank."""
+    each = rows(batch) // data_ranks()
+    mine = dist.get_rank(data_group())
+    return cut(batch, mine * each, (mine + 1) * each)
+
+
+@torch.no_grad()
+def logprobs(job: Job, batch: Batch, mbs: int) -> torch.Tensor:
+    """[rows, length] float32 on every rank's host; 0.0 in column 0. Collective; rows must fill whole microbatches on each data rank."""
+    pieces = list(cuts(share(batch), mbs))
+    found = torch.cat([_forward(job, piece) for piece in pieces]) if pieces else None
+    tables: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(tables, (dist.get_rank(data_group()), found) if last_stage() else None)
+    by_share: dict[int, torch.Tensor] = dict(filter(None, tables))
+    whole = torch.cat([by_share[place] for place in sorted(by_share)])
+    return torch.nn.functional.pad(whole, (1, 0))
+
+
+def _forward(job: Job, piece: Batch) -> torch.Tensor:
+    """Of one microbatch, [rows, length - 1], on the last stage; elsewhere nothing that counts."""
+
+    def forward(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+        return token_losses(model, next(data)["input_ids"].to(job.device)), lambda losses, **_: -losses.float()
+
+    outputs = schedule(job, forward, [piece], forward_only=True, collect_non_loss_data=True)
+    synchronize(str(job.device))
+    return outputs[0].cpu() if last_stage() else torch.empty(0)

@@ -10,26 +10,18 @@ without them).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import warnings
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 CPU = torch.device("cpu")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Status:
-    """Whether "cuda" means the CPU in this process, and why."""
-
-    active: bool
-    why: str
 
 
 def _on_cpu(value: Any) -> Any:
@@ -86,7 +78,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         return lambda *_, **__: value
 
     cuda: Any = torch.cuda
-    wanted: list[tuple[Any, str, Any]] = [
+    return [
         (cuda, "current_device", give(CPU)),
         (cuda, "set_device", give(None)),
         (cuda, "synchronize", give(None)),
@@ -105,7 +97,6 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (cuda, "BFloat16Tensor", torch.BFloat16Tensor),
         (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
     ]
-    return wanted
 
 
 def _define_missing() -> None:
@@ -119,46 +110,34 @@ def _define_missing() -> None:
         moe_utils.te_general_gemm = None
 
 
-_undo: list[Callable[[], object]] = []
+_undo: list[contextlib.ExitStack] = []
 
 
-def status() -> Status:
-    """Whether the stand-in is active, and why."""
-    if torch.cuda.is_available():
-        return Status(active=False, why="this box has a GPU: Megatron uses it")
-    if _undo:
-        return Status(active=True, why='no GPU: Megatron\'s "cuda" is the CPU')
-    return Status(active=False, why="not installed: without a GPU Megatron cannot run until install() is called")
+def active() -> bool:
+    """Whether "cuda" means the CPU in this process."""
+    return bool(_undo)
 
 
-def install() -> Status:
+def install() -> None:
     """Make "cuda" mean the CPU where there is no GPU. Once per process; repeating it changes nothing."""
     _define_missing()
     if torch.cuda.is_available() or _undo:
-        return status()
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns of every optional package that is missing
         replacements = _replacements()
-    missing = object()
+    undo = contextlib.ExitStack()
     for owner, name, new in replacements:
-        old = owner.__dict__.get(name, missing)
-        setattr(owner, name, new)
-        _undo.append(lambda o=owner, n=name, v=old: delattr(o, n) if v is missing else setattr(o, n, v))  # type: ignore[misc]
-    _undo.append(_quiet_tracker())
-    mode: Any = _CudaMeansCpu()
-    mode.__enter__()
-    _undo.append(lambda: mode.__exit__(None, None, None))
-    return status()
-
-
-def _quiet_tracker() -> Callable[[], None]:
-    """Megatron warns at each dropout that the CPU's generator moved; here it is the one that is meant. Gives the way back."""
+        undo.enter_context(mock.patch.object(owner, name, new, create=True))
     from megatron.core.tensor_parallel import random
 
+    # Megatron warns at each dropout that the CPU's generator moved; here it is the one that is meant.
     logger = logging.getLogger(random.__name__)
-    level = logger.level
+    undo.callback(logger.setLevel, logger.level)
     logger.setLevel(logging.ERROR)
-    return lambda: logger.setLevel(level)
+    mode: Any = _CudaMeansCpu()
+    undo.enter_context(mode)
+    _undo.append(undo)
 
 
 @contextlib.contextmanager
@@ -178,8 +157,7 @@ def off() -> Iterator[None]:
         yield
 
 
-def uninstall() -> Status:
+def uninstall() -> None:
     """Put everything back as it was before `install()`."""
     while _undo:
-        _undo.pop()()
-    return status()
+        _undo.pop().close()

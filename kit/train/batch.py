@@ -103,14 +103,12 @@ def bins(lengths: list[int], token_budget: int) -> list[list[int]]:
     groups: list[list[int]] = []
     room: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
-        for index, left in enumerate(room):
-            if lengths[row] <= left:
-                groups[index].append(row)
-                room[index] -= lengths[row]
-                break
-        else:
-            groups.append([row])
-            room.append(token_budget - lengths[row])
+        at = next((index for index, left in enumerate(room) if lengths[row] <= left), len(room))
+        if at == len(room):
+            groups.append([])
+            room.append(token_budget)
+        groups[at].append(row)
+        room[at] -= lengths[row]
     return groups
 
 

@@ -93,7 +93,9 @@ class ClippedPolicyGradient(ClippedOptions):
         if not self.metrics:
             return loss, {"loss": loss.detach()}
         with torch.no_grad():
-            apart = gap.abs()
+            apart, lost = gap.abs(), outside & inside
+            by_sequence = self.importance == "sequences"
+            by_weight = weight[:, 0] * batch["sample_mask"] if by_sequence else kept(weight, inside).sum(1)
             columns = {
                 "loss": rows,
                 "kl_penalty": torch.zeros_like(rows) if penalty is None else by_row(penalty, length, self.level),
@@ -105,8 +107,9 @@ class ClippedPolicyGradient(ClippedOptions):
                 # log cosh(gap / 2), which does not overflow in this form
                 "js_divergence_error": (apart / 2 + ((-apart).expm1() / 2).log1p()).sum(1),
                 "approx_entropy": -((cur - gen).exp() * cur).sum(1),
-                "sampling_importance_ratio": self._weight_of_row(weight, inside, batch["sample_mask"]),
-                "is_oob_ratio": self._outside_of_row(outside, inside),
+                "sampling_importance_ratio": by_weight,
+                # Tokens, or for seq-mask-tis rows: one without a valid token has nothing outside.
+                "is_oob_ratio": lost.any(1) if self.truncation == "seq-mask-tis" else lost.sum(1),
                 "num_valid_samples": batch["sample_mask"],
                 "num_unmasked_tokens": length[:, 0],
             }
@@ -152,14 +155,6 @@ class ClippedPolicyGradient(ClippedOptions):
         if self.truncation == "tis":
             return weight.clamp(self.band_low, self.band_high), outside
         return weight.masked_fill(outside, 0.0), outside
-
-    def _weight_of_row(self, weight: Tensor, inside: Tensor, sample_mask: Tensor) -> Tensor:
-        return weight[:, 0] * sample_mask if self.importance == "sequences" else kept(weight, inside).sum(1)
-
-    def _outside_of_row(self, outside: Tensor, inside: Tensor) -> Tensor:
-        """How many tokens, or for seq-mask-tis whether the row: one without a valid token has nothing outside."""
-        counted = outside & inside
-        return counted.any(1) if self.truncation == "seq-mask-tis" else counted.sum(1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ side can check a config."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -72,76 +73,40 @@ class ClippedOptions:
         known("importance", self.importance, Importance)
         known("truncation", self.truncation, Truncation)
         known("kl_kind", self.kl_kind, KLKind)
-        for name, value, above in (
-            ("clip_low", self.clip_low, 0),
-            ("clip_high", self.clip_high, 0),
-            ("dual_clip", self.dual_clip, 1),
-            ("band_high", self.band_high, 0),
-            ("kl_input_clamp", self.kl_input_clamp, 0),
-            ("kl_output_clamp", self.kl_output_clamp, 0),
-        ):
+        for name in ("clip_low", "clip_high", "dual_clip", "band_high", "kl_input_clamp", "kl_output_clamp"):
+            value, above = getattr(self, name), 1 if name == "dual_clip" else 0
             if value is not None and not (math.isfinite(value) and value > above):
                 raise BadInput(f"{name}={value} is not allowed: it must be a finite number above {above}")
-        for name, value in (("band_low", self.band_low), ("kl", self.kl), ("positive_nll", self.positive_nll)):
-            if not (math.isfinite(value) and value >= 0):
+        for name in ("band_low", "kl", "positive_nll"):
+            if not (math.isfinite(value := getattr(self, name)) and value >= 0):
                 raise BadInput(f"{name}={value} is not allowed: it must be a finite number, 0 or above")
-        for wrong, sentence in self._contradictions():
-            if wrong:
-                raise BadInput(sentence)
+        if sentence := next(self._contradictions(), None):
+            raise BadInput(sentence)
 
-    def _contradictions(self) -> list[tuple[bool, str]]:
-        cut, penalised = self.truncation != "none", self.kl > 0
-        return [
-            (
-                self.ratio == "sequences" and self.level != "sequences",
-                "ratio='sequences' needs level='sequences': a ratio per row must count once, not once per token",
-            ),
-            (
-                self.cispo and self.ratio == "sequences",
-                "cispo=True needs ratio='tokens': its weight is a token's own clipped ratio",
-            ),
-            (
-                self.cispo and self.dual_clip is not None,
-                "cispo=True and dual_clip exclude each other: dual_clip bounds -A r, which cispo does not have",
-            ),
-            (
-                self.on_policy and self.cispo,
-                "on_policy=True and cispo=True exclude each other: the ratio is 1, so nothing is clipped",
-            ),
-            (
-                self.on_policy and self.dual_clip is not None,
-                "on_policy=True and dual_clip exclude each other: the ratio is 1, so nothing is clipped",
-            ),
-            (
-                self.ratio == "none" and (self.cispo or self.on_policy or self.dual_clip is not None),
-                "ratio='none' excludes cispo, on_policy and dual_clip: without a ratio they have no effect",
-            ),
-            (
-                cut and self.importance == "none",
-                f"truncation={self.truncation!r} needs importance='tokens' or 'sequences': without a weight nothing is truncated",
-            ),
-            (
-                self.truncation == "seq-mask-tis" and self.importance == "sequences",
-                "truncation='seq-mask-tis' needs importance='tokens': it drops rows by the mean weight of their tokens",
-            ),
-            (
-                cut and self.band_high is None,
-                f"truncation={self.truncation!r} needs band_high, the largest weight that is not truncated",
-            ),
-            (
-                self.truncation in {"icepop", "seq-mask-tis"} and self.band_low <= 0,
-                f"truncation={self.truncation!r} needs band_low above 0: it also drops weights below the band",
-            ),
-            (
-                self.band_high is not None and self.band_low > self.band_high,
-                f"band_low={self.band_low} is above band_high={self.band_high}: the band is empty",
-            ),
-            (
-                not cut and (self.band_high is not None or self.band_low > 0),
-                "band_low and band_high need truncation='tis', 'icepop' or 'seq-mask-tis'",
-            ),
-            (
-                not penalised and (self.kl_input_clamp is not None or self.kl_output_clamp is not None),
-                "kl_input_clamp and kl_output_clamp need kl above 0: without a penalty nothing is clamped",
-            ),
-        ]
+    def _contradictions(self) -> Iterator[str]:
+        cut = self.truncation != "none"
+        if self.ratio == "sequences" and self.level != "sequences":
+            yield "ratio='sequences' needs level='sequences': a ratio per row must count once, not once per token"
+        if self.cispo and self.ratio == "sequences":
+            yield "cispo=True needs ratio='tokens': its weight is a token's own clipped ratio"
+        if self.cispo and self.dual_clip is not None:
+            yield "cispo=True and dual_clip exclude each other: dual_clip bounds -A r, which cispo does not have"
+        if self.on_policy and (self.cispo or self.dual_clip is not None):
+            other = "cispo=True" if self.cispo else "dual_clip"
+            yield f"on_policy=True and {other} exclude each other: the ratio is 1, so nothing is clipped"
+        if self.ratio == "none" and (self.cispo or self.on_policy or self.dual_clip is not None):
+            yield "ratio='none' excludes cispo, on_policy and dual_clip: without a ratio they have no effect"
+        if cut and self.importance == "none":
+            yield f"truncation={self.truncation!r} needs importance='tokens' or 'sequences': without a weight nothing is truncated"
+        if self.truncation == "seq-mask-tis" and self.importance == "sequences":
+            yield "truncation='seq-mask-tis' needs importance='tokens': it drops rows by the mean weight of their tokens"
+        if cut and self.band_high is None:
+            yield f"truncation={self.truncation!r} needs band_high, the largest weight that is not truncated"
+        if self.truncation in {"icepop", "seq-mask-tis"} and self.band_low <= 0:
+            yield f"truncation={self.truncation!r} needs band_low above 0: it also drops weights below the band"
+        if self.band_high is not None and self.band_low > self.band_high:
+            yield f"band_low={self.band_low} is above band_high={self.band_high}: the band is empty"
+        if not cut and (self.band_high is not None or self.band_low > 0):
+            yield "band_low and band_high need truncation='tis', 'icepop' or 'seq-mask-tis'"
+        if self.kl <= 0 and (self.kl_input_clamp is not None or self.kl_output_clamp is not None):
+            yield "kl_input_clamp and kl_output_clamp need kl above 0: without a penalty nothing is clamped"

@@ -86,15 +86,8 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(geometry.hidden, geometry.norm_eps, **made)
         self.post_attention_layernorm = Norm(geometry.hidden, geometry.norm_eps, **made)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        turn: tuple[torch.Tensor, torch.Tensor],
-        allowed: torch.Tensor | None,
-        cache: Cache | None,
-        start: int,
-    ) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turn, allowed, cache, start)
+    def forward(self, x: torch.Tensor, *attention: Any) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), *attention)
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 

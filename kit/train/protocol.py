@@ -1,24 +1,33 @@
-"""What a split step is: four calls, three words for how metrics are normalised, and the result that a trainer expects.
+"""What a split step is, and the state that every backend's shares: four calls, the metrics, and the result that a trainer expects.
 
-begin(loss, gbs, mbs) -> microbatch(data) ... -> finish() -> result, or abort(). `SplitStep` keeps the state; a backend adds how.
+begin(loss, gbs, mbs) -> microbatch(data) ... -> finish() -> result, or abort(). A backend subclasses `SplitStep` and implements how to
+open, run, close and give up a step. An exception restores the job's hooks and leaves the step open; then only abort() closes it.
+
+Metrics of microbatches become those of a step: sums over microbatches and data ranks, each by its own normalizer. Names decide what is
+done: `..._min` and `..._max` are extremes, and where nothing was seen (all infinite) they are -1.0; `lr`, `wd`, `reward` and
+`global_valid_...` are means; everything else is a sum.
 """
 
 from __future__ import annotations
 
+import abc
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar
 
-from kit.errors import BadInput
+import torch
+import torch.distributed as dist
+
+from kit.errors import BadInput, KitError
 from kit.target import load
+from kit.train.batch import Batch, counts, cuts, rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    import torch
-
-    from kit.train.batch import Batch
     from kit.train.options import Settings
 
+T = TypeVar("T")
 Normalizer = Literal["tokens", "sequences"] | None
 
 
@@ -57,6 +66,23 @@ class StepResult(TypedDict):
     metrics: dict[str, float]
 
 
+def step_result(
+    table: dict[str, float], *, norm: float, rates: tuple[float, float], counts: tuple[float, float], updated: bool
+) -> StepResult:
+    """A step's result, but for its version. `rates` are learning rate and weight decay, `counts` valid sequences and tokens."""
+    return {
+        "global_loss": table["loss"],
+        "grad_norm": norm,
+        "lr": rates[0],
+        "wd": rates[1],
+        "global_valid_seqs": counts[0],
+        "global_valid_toks": counts[1],
+        "updated": updated,
+        "version": 0,
+        "metrics": table,
+    }
+
+
 class Split(Protocol):
     """A split step as the lab drives it: ours, or the person's own. Every rank makes the same calls."""
 
@@ -66,9 +92,6 @@ class Split(Protocol):
     def microbatch(self, data: Batch) -> None: ...
     def finish(self) -> StepResult: ...
     def abort(self) -> None: ...
-
-
-CALLS = ("begin", "microbatch", "finish", "abort", "version")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,6 +113,206 @@ class SplitContext:
 def make_split(target: str, ctx: SplitContext, setting: str) -> Split:
     """The split step that a lab's setting names as module:attr."""
     made: Split = load(target)(ctx)
-    if missing := [name for name in CALLS if not hasattr(made, name)]:
+    if missing := [name for name in ("begin", "microbatch", "finish", "abort", "version") if not hasattr(made, name)]:
         raise BadInput(f"{setting}={target}: the object it returned lacks {', '.join(missing)}")
     return made
+
+
+class Misuse(KitError):  # noqa: N818 - it names what the caller did
+    """A call in the wrong state of the step."""
+
+
+class SplitStep(abc.ABC):
+    """begin, any number of microbatch calls, then finish or abort. Every rank makes the same calls in the same order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.version = 0
+        self.state = "closed"
+        self.failed = ""
+        self.loss: Loss
+        self.mbs = self.gbs = 0
+        self.counted = torch.zeros(2, dtype=torch.float64, device=device)
+        self.seen: list[dict[str, torch.Tensor]] = []
+        self.pieces = 0
+
+    def begin(self, loss: Loss, gbs: int, mbs: int) -> None:
+        """Open the step: gradients start from zero. `gbs` is the step's sequences over all data ranks, for the scheduler."""
+        self._need("closed", "begin")
+        if mbs < 1 or gbs < 1:
+            raise Misuse(f"begin: gbs={gbs} and mbs={mbs} must be at least 1")
+        self.loss, self.gbs, self.mbs = loss, gbs, mbs
+        self.counted = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.seen, self.pieces, self.failed = [], 0, ""
+        self.state = "open"
+        self._guarded("begin", self._open)
+
+    def microbatch(self, data: Batch) -> None:
+        """Forward and backward of the rows in `data`, in microbatches of `mbs`; gradients are added up, nothing is reduced."""
+        self._need("open", "microbatch")
+        self._guarded("microbatch", lambda: self._take(data))
+
+    def finish(self) -> StepResult:
+        """Get the true counts, normalise, reduce once, update, increment the version."""
+        self._need("open", "finish")
+        if not self.pieces:
+            raise Misuse("finish: the step is open and has no microbatch yet; call microbatch or abort first")
+        return self._guarded("finish", self._finish)
+
+    def abort(self) -> None:
+        """Give the step up: weights and version stay. On a closed step it does nothing."""
+        if self.state == "closed":
+            return
+        self._give_up()
+        self.seen, self.failed = [], ""
+        self.state = "closed"
+
+    # -- implemented by a backend ------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _open(self) -> None:
+        """Zero the gradients, save and replace the job's hooks."""
+
+    @abc.abstractmethod
+    def _run(self, pieces: list[Batch]) -> list[dict[str, torch.Tensor]]:
+        """Forward and backward of microbatches with raw sums; returns their metrics on ranks that have them."""
+
+    @abc.abstractmethod
+    def _close(self) -> StepResult:
+        """All of finish() except the version."""
+
+    @abc.abstractmethod
+    def _restore(self) -> None:
+        """Restore the job's hooks. May be called twice."""
+
+    @abc.abstractmethod
+    def _give_up(self) -> None:
+        """Restore the state before begin()."""
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
+
+    def _take(self, data: Batch) -> None:
+        self.counted += counts(data).to(self.device)
+        self.seen += self._run(self._pieces(data))
+        self.pieces += 1
+
+    def _pieces(self, data: Batch) -> list[Batch]:
+        if rows(data) % self.mbs:
+            raise Misuse(f"microbatch: {rows(data)} rows do not fill whole microbatches of mbs={self.mbs}")
+        return list(cuts(data, self.mbs))
+
+    def _finish(self) -> StepResult:
+        result = self._close()
+        self._restore()
+        self.version += 1
+        self.state = "closed"
+        self.seen = []
+        return {**result, "version": self.version}
+
+    def _true_counts(self, group: dist.ProcessGroup | None) -> tuple[float, float, float]:
+        """Valid sequences, valid tokens, and the divisor of the loss, which is 1 if the count is 0."""
+        total = self.counted.clone()
+        dist.all_reduce(total, group=group)
+        sequences, tokens = total.tolist()
+        own = tokens if self.loss.level == "tokens" else sequences
+        return sequences, tokens, own if own > 0 else 1.0
+
+    def _step_metrics(self, group: dist.ProcessGroup | None, sequences: float, tokens: float) -> dict[str, float]:
+        normalizers = self.loss.normalizers()
+        local = of_microbatches(self.seen, normalizers)
+        raw = over_ranks(local, group, self.device)
+        return normalised(raw, normalizers, tokens=max(tokens, 1.0), sequences=max(sequences, 1.0))
+
+    def _need(self, state: str, call: str) -> None:
+        if self.failed:
+            raise Misuse(f"{call}: the step is open and {self.failed}; call abort() first")
+        if self.state != state:
+            raise Misuse(f"{call}: the step is {self.state}; it must be {state}")
+
+    def _guarded(self, call: str, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except BaseException as error:
+            self.failed = f"{call} raised {type(error).__name__}"
+            self._restore()
+            raise
+
+
+MEANS = ("lr", "wd", "reward")
+NOTHING = -1.0  # what an extreme over nothing is
+
+
+def kind(name: str) -> str:
+    if name.endswith("_min"):
+        return "min"
+    if name.endswith("_max"):
+        return "max"
+    return "mean" if name in MEANS or name.startswith("global_valid_") else "sum"
+
+
+def of_microbatches(seen: Iterable[Mapping[str, torch.Tensor]], names: Iterable[str]) -> dict[str, float]:
+    """This rank's metrics: float64 over its microbatches. A name that no microbatch gave is what its kind gives over nothing."""
+    table = list(seen)
+    return {name: _over([float(row[name]) for row in table if name in row], kind(name)) for name in names}
+
+
+def plain_metrics(
+    seen: Iterable[Mapping[str, torch.Tensor]], loss: Loss, group: dist.ProcessGroup | None, device: torch.device
+) -> dict[str, float]:
+    """Metrics of a plain step: its microbatches were divided by the true counts already."""
+    raw = over_ranks(of_microbatches(seen, loss.normalizers()), group, device)
+    return normalised(raw, {}, tokens=1.0, sequences=1.0)
+
+
+def over_ranks(local: Mapping[str, float], group: dist.ProcessGroup | None, device: torch.device) -> dict[str, float]:
+    """The same over the ranks of a group of data ranks; one replica of tensor and pipeline ranks is in it, so none counts twice."""
+    names = sorted(local)
+    done: dict[str, float] = {}
+    for how, op in (
+        ("sum", dist.ReduceOp.SUM),
+        ("mean", dist.ReduceOp.SUM),
+        ("min", dist.ReduceOp.MIN),
+        ("max", dist.ReduceOp.MAX),
+    ):
+        chosen = [name for name in names if kind(name) == how]
+        if not chosen:
+            continue
+        values = torch.tensor([local[name] for name in chosen], dtype=torch.float64, device=device)
+        dist.all_reduce(values, op=op, group=group)
+        if how == "mean":
+            values /= dist.get_world_size(group)
+        done |= dict(zip(chosen, values.tolist(), strict=True))
+    return done
+
+
+def normalised(
+    raw: Mapping[str, float], normalizers: Mapping[str, Normalizer], *, tokens: float, sequences: float
+) -> dict[str, float]:
+    """Sums divided by the true counts, each by its own; extremes over nothing become -1.0."""
+    by = {"tokens": tokens, "sequences": sequences, None: 1.0}
+    done = {}
+    for name, value in raw.items():
+        if kind(name) in {"min", "max"}:
+            done[name] = NOTHING if math.isinf(value) else value
+        else:
+            done[name] = value / by[normalizers.get(name)]
+    return done
+
+
+def _over(values: list[float], how: str) -> float:
+    if how in {"min", "max"} and any(map(math.isnan, values)):
+        return math.nan  # Python's own min and max would depend on the order
+    if how == "min":
+        return min(values, default=math.inf)
+    if how == "max":
+        return max(values, default=-math.inf)
+    total = _sum(values)
+    return total / len(values) if how == "mean" and values else total
+
+
+def _sum(values: list[float]) -> float:
+    """Exact; where infinities or an overflow are in the way, as plain addition has it. An error on one rank would stop the others."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return sum(values)

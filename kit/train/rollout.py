@@ -95,7 +95,9 @@ def prepare(
         pupil.learn(1, far=4.0)
         batch["reference_logprobs"] = score(from_weights(geometry, reference, device=device), batch)
     batch["advantages"] = _advantages(asked, group, batch)
-    batch["sample_mask"] = _sample_mask(rows(batch), seed)
+    count = rows(batch)
+    left_out = torch.randperm(count, generator=torch.Generator().manual_seed(seed + 2))[: count // MASKED]
+    batch["sample_mask"] = torch.ones(count).index_fill(0, left_out, 0.0)
     return _weights(model), {name: batch[name] for name in KEYS}
 
 
@@ -209,13 +211,6 @@ def _advantages(asked: list[Problem], group: int, batch: Batch) -> torch.Tensor:
     centred = rewards - rewards.mean(1, keepdim=True)
     each = (centred / (rewards.std(1, correction=0, keepdim=True) + 1e-6)).flatten()
     return each[:, None].expand_as(batch["input_ids"]) * batch["token_mask"]
-
-
-def _sample_mask(count: int, seed: int) -> torch.Tensor:
-    """All but one row in MASKED count; at least one does."""
-    mask = torch.ones(count)
-    mask[torch.randperm(count, generator=torch.Generator().manual_seed(seed + 2))[: count // MASKED]] = 0.0
-    return mask
 
 
 def _weights(model: PlainModel) -> dict[str, torch.Tensor]:

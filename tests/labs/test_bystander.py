@@ -12,8 +12,8 @@ import torch
 
 from kit.labs import bystander
 from kit.labs.bystander import BLOCK, Bystander
-from kit.measure import memory
-from kit.measure.memory import DeviceMemory
+from kit.measure import phase
+from kit.measure.phase import DeviceMemory
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_its_bytes_are_the_drivers_where_the_driver_lists_it(
 ) -> None:
     """Of a stand-in for the driver."""
     held = DeviceMemory(allocated=16, reserved=2**21, peak_allocated=16, driver_used=2**30, process_used=listed)
-    monkeypatch.setattr(memory, "device_memory", lambda _: held)
+    monkeypatch.setattr(phase, "device_memory", lambda _: held)
     block = torch.arange(4, dtype=torch.int32)
     assert bystander.look(block, block.clone()) == {"driver": driver, "bytes": 2**21, "damaged": 0}
     assert bystander.look(block, block + 1)["damaged"] == 16

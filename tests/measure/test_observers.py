@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kit.measure.observers import births, holdings, names, tensors
+from kit.measure.observers import births, holdings, tensors
 from kit.measure.observers.births import Births
 from kit.measure.observers.tensors import State, differences, live_bytes
 
@@ -243,18 +243,18 @@ def test_names_that_were_replaced() -> None:
     module.Class.__module__ = "stranger"
     sys.modules["stranger"] = module
     try:
-        before = names.take("stranger")
-        assert names.replaced(before) == []
+        before = births.take_names("stranger")
+        assert births.replaced_names(before) == []
         module.number, module.Class.number = 4, 5
-        assert names.replaced(before) == []
+        assert births.replaced_names(before) == []
         for owner, name, title in ((module, "function", "function"), (module.Class, "own", "Class.own")):
             plain = vars(owner)[name]
             setattr(owner, name, lambda: 2)
-            assert names.replaced(before) == [f"stranger.{title}"]
+            assert births.replaced_names(before) == [f"stranger.{title}"]
             setattr(owner, name, plain)
-            assert names.replaced(before) == []
+            assert births.replaced_names(before) == []
         del module.function
-        assert names.replaced(before) == ["stranger.function"]
+        assert births.replaced_names(before) == ["stranger.function"]
     finally:
         del sys.modules["stranger"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kit.measure.memory import History
+from kit.measure.phase import History
 
 Calls = list[object]
 

@@ -2,7 +2,7 @@
 
 import re
 
-from kit.measure.steps import log_steps
+from kit.measure.phase import log_steps
 
 
 def test_a_line_for_each_step(capsys):

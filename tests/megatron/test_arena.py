@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kit.megatron import tensors
-from kit.megatron.tensors import Mover, streams
-from kit.megatron.tensors.arena import Arena
+from kit.megatron.tensors import Arena, Mover, copy_on_streams, pieces
 
 CUDA = torch.device("cuda", 0)
 
@@ -128,7 +127,7 @@ def said(monkeypatch):
 def test_copies_wait_for_what_was_begun_and_are_done_at_the_end(said):
     source = torch.arange(200, dtype=torch.uint8)
     targets = [torch.zeros(120, dtype=torch.uint8), torch.zeros(80, dtype=torch.uint8)]
-    streams.copy(zip(targets, source.split([120, 80]), strict=True), CUDA)
+    copy_on_streams(zip(targets, source.split([120, 80]), strict=True), CUDA)
     assert torch.equal(torch.cat(targets), source)
     assert [line for line in said if not line.startswith("made")] == [
         "all of cuda:0 is done",  # also what other streams than the current one had begun
@@ -143,7 +142,7 @@ def test_copies_under_way_are_waited_for_where_one_fails(said):
     source = torch.arange(4, dtype=torch.uint8)
     pairs = [(torch.zeros(4, dtype=torch.uint8), source), (torch.zeros(3, dtype=torch.uint8), source)]
     with pytest.raises(RuntimeError, match="must match the size"):
-        streams.copy(pairs, CUDA)
+        copy_on_streams(pairs, CUDA)
     assert said[-2:] == ["side 0 is done", "side 1 is done"]
 
 
@@ -167,7 +166,7 @@ def test_a_release_that_fails_leaves_every_tensor_where_it_is(monkeypatch):
 def test_large_copies_are_cut_and_small_ones_are_not():
     source = torch.arange(25, dtype=torch.uint8)
     target = torch.zeros(25, dtype=torch.uint8)
-    cut = list(streams.pieces([(target, source), (target[:3], source[:3])], size=10))
+    cut = list(pieces([(target, source), (target[:3], source[:3])], size=10))
     assert [to.numel() for to, _ in cut] == [10, 10, 5, 3]
     for to, what in cut[:3]:
         to.copy_(what)

@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 
 from kit.errors import BadInput
 from kit.megatron.checkpoint import WEIGHTS, Folder
-from kit.megatron.config import Geometry, ModelConfig, check
-from kit.megatron.geometry import read_geometry
+from kit.megatron.config import Geometry, ModelConfig, check, read_geometry
 from kit.train.plain import initial_weights
 from kit.world import World
 

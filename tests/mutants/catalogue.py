@@ -106,36 +106,50 @@ TARGETS = (
         "tensors_restored",
         left_out=leave_out(LOOK="told", UNUSED="PairReleaser.__init__ PairReleaser.destroy PairReleaser.reload"),
     ),
-    Target("offload", "kit.megatron.groups", "handles_alive", left_out=leave_out(UNUSED="reload")),
+    Target("offload", "kit.megatron.groups", "handles_alive", left_out=leave_out(LOOK="talk", UNUSED="reload _manual")),
     Target(
         "offload",
         "kit.megatron.groups.exact",
         "old_groups_dead",
         others={"_make_world": ("offload:data", "handles_alive"), "_place": ("offload:data", "handles_alive")},
-        left_out=leave_out(LOOK="registered_left", TEXT="DestroyFailed.__init__", GPU="finalize"),
+        left_out=leave_out(
+            LOOK="registered_left",
+            TEXT="DestroyFailed.__init__",
+            GPU="finalize refuse unbuilt brief suspend resume communicators on_gpu picked",
+        ),
     ),
     Target(
         "offload",
         "kit.megatron.groups.handle",
         "handles_alive",
-        left_out=leave_out(TEXT="title Handle.__repr__"),
-    ),
-    Target(
-        "offload",
-        "kit.megatron.groups.snapshot",
-        "membership_unchanged",
-        left_out=leave_out(GPU="make_options _settings", UNUSED="current_groups"),
+        others=dict.fromkeys(
+            (
+                "megatron_globals",
+                "groups_in",
+                "megatron_groups",
+                "maker",
+                "snapshot",
+                "describe",
+                "_backend",
+                "_encode",
+                "decode",
+            ),
+            ("offload", "membership_unchanged"),
+        ),
+        left_out=leave_out(TEXT="title Handle.__repr__", GPU="make_options _settings", UNUSED="current_groups"),
     ),
     Target(
         "offload",
         "kit.megatron.tensors",
         "tensors_restored",
-        left_out=leave_out(LOOK="memory Mover._stats", GPU="Mover._pairs _bytes"),
+        others=dict.fromkeys(
+            ("named_tensors", "ddp_buffers", "_grads", "inner_optimizers", "inventory"), ("offload", "tensors_released")
+        ),
+        left_out=leave_out(
+            LOOK="memory Mover._stats hashes _by_kind",
+            GPU="_bytes Arena._pin Arena.view copy_on_streams pieces offload_natively reload_natively",
+        ),
     ),
-    Target(
-        "offload", "kit.megatron.tensors.arena", "tensors_restored", left_out=leave_out(GPU="Arena._pin Arena.view")
-    ),
-    Target("offload", "kit.megatron.tensors.inventory", "tensors_released", left_out=leave_out(LOOK="hashes digest")),
     Target(
         "offload",
         "kit.measure.host",
@@ -154,26 +168,34 @@ TARGETS = (
                 ("split:experts", "grad_parity"),
             ),
         },
-        left_out=leave_out(LOOK="hooks", GPU="synchronise", SAME="MegatronSplit.__init__ random_states"),
+        left_out=leave_out(
+            LOOK="hooks",
+            UNUSED="share logprobs _forward",
+            SAME="MegatronSplit.__init__ random_states",
+        ),
     ),
     Target(
         "split",
         "kit.megatron.gradients",
         "grad_parity",
+        others=dict.fromkeys(("balances", "aux_scale", "clear_aux", "aux_metric"), ("split:experts", "grad_parity")),
         left_out=leave_out(LOOK="reduced Reductions.__init__ Reductions.saw Reductions.reset counted"),
     ),
-    Target("split:experts", "kit.megatron.balance", "grad_parity"),
-    Target("split", "kit.train.stream", "metric_parity"),
-    Target("split", "kit.train.metrics", "oracle"),
+    Target(
+        "split",
+        "kit.train.protocol",
+        "metric_parity",
+        others=dict.fromkeys(
+            ("kind", "of_microbatches", "over_ranks", "normalised", "_over", "_sum"), ("split", "oracle")
+        ),
+        left_out=leave_out(REFUSES="make_split"),
+    ),
     Target(
         "split",
         "kit.train.losses",
         "oracle",
         others={
-            **{
-                f"ClippedPolicyGradient.{name}": ("split:seq-mask-tis", "oracle")
-                for name in ("_weight", "_weight_of_row", "_outside_of_row")
-            },
+            "ClippedPolicyGradient._weight": ("split:seq-mask-tis", "oracle"),
             **{f"NegativeLogLikelihood.{name}": ("split:nll", "oracle") for name in ("normalizers", "__call__")},
         },
         left_out=leave_out(REFUSES="NegativeLogLikelihood.__post_init__"),

@@ -7,10 +7,7 @@ from tests.mutants.mutant import Mutant
 RELEASER = "kit.labs.offload.ranks.releaser"
 EXACT = "kit.megatron.groups.exact"
 HANDLE = "kit.megatron.groups.handle"
-SNAPSHOT = "kit.megatron.groups.snapshot"
 TENSORS = "kit.megatron.tensors"
-ARENA = "kit.megatron.tensors.arena"
-INVENTORY = "kit.megatron.tensors.inventory"
 OWNERSHIP = "kit.megatron.ownership"
 
 MUTANTS = (
@@ -115,8 +112,8 @@ MUTANTS = (
         "offload",
         EXACT,
         "destroy",
-        old="            failed.append(title(facts))\n",
-        new="",
+        old="            failed.append((title(facts), str(error)))\n",
+        new="            pass\n",
         check="destroy_failure_raises",
         bug="a group that cannot be destroyed is not told",
         origin="docs",
@@ -242,7 +239,7 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        SNAPSHOT,
+        HANDLE,
         "decode",
         old='return getattr(parallel_state(), value["scratch"])()',
         new="return None",
@@ -290,18 +287,18 @@ MUTANTS = (
     Mutant(
         "offload",
         TENSORS,
-        "Mover.restore",
-        old="item.size)\n                for item, offset, _ in self._waiting\n",
-        new="item.size)\n                for item, offset, _ in self._waiting[:-1]\n",
+        "Mover._copy",
+        old="for item, offset, _ in self._waiting:\n",
+        new="for item, offset, _ in self._waiting if out else self._waiting[:-1]:\n",
         check="tensors_restored",
         bug="the last tensor comes back empty",
     ),
     Mutant(
         "offload",
         TENSORS,
-        "Mover.restore",
-        old="item.size)\n                for item, offset, _ in self._waiting\n",
-        new='item.size)\n                for item, offset, _ in self._waiting\n                if item.kind != "grads"\n',
+        "Mover._copy",
+        old="for item, offset, _ in self._waiting:\n",
+        new='for item, offset, _ in [one for one in self._waiting if out or one[0].kind != "grads"]:\n',
         check="tensors_restored",
         bug="gradients come back as zeros",
         origin="docs",
@@ -337,7 +334,7 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        ARENA,
+        TENSORS,
         "Arena.reserve",
         old="        self.used += -(-size // _ALIGN) * _ALIGN\n",
         new="        self.used += size // _ALIGN * _ALIGN\n",
@@ -346,7 +343,7 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        ARENA,
+        TENSORS,
         "Arena.close",
         old="        self._unmap()\n",
         new="",
@@ -355,7 +352,7 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        ARENA,
+        TENSORS,
         "Arena.close",
         old="            os.close(self._fd)\n",
         new="            pass\n",
@@ -364,7 +361,7 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        INVENTORY,
+        TENSORS,
         "named_tensors",
         old="if isinstance(value, torch.Tensor):",
         new='if isinstance(value, torch.Tensor) and key != "exp_avg_sq":',
@@ -373,7 +370,7 @@ MUTANTS = (
     ),
     Mutant(
         "offload:experts",
-        INVENTORY,
+        TENSORS,
         "inner_optimizers",
         old="for each in chained for inner",
         new="for each in chained[:1] for inner",
@@ -393,8 +390,8 @@ MUTANTS = (
     Mutant(
         "offload",
         OWNERSHIP,
-        "_put_back",
-        old="    torch.set_rng_state(found.generator)\n",
+        "_look",
+        old="    undo.append(partial(torch.set_rng_state, torch.get_rng_state()))\n",
         new="",
         check="state_as_found",
         bug="the caller's random numbers go on elsewhere",
@@ -422,8 +419,8 @@ MUTANTS = (
     Mutant(
         "offload",
         OWNERSHIP,
-        "_put_back",
-        old="    for owner, name, value in found.singletons:\n        setattr(owner, name, value)\n",
+        "_look",
+        old="        *(partial(setattr, module, name, getattr(module, name)) for module, name in _singletons()),\n",
         new="",
         check="state_as_found",
         bug="the microbatch calculator of the job stays",

@@ -5,11 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 SPLIT = "kit.megatron.split"
-STREAM = "kit.train.stream"
-METRICS = "kit.train.metrics"
+PROTOCOL = "kit.train.protocol"
 LOSSES = "kit.train.losses"
 LOSS = "ClippedPolicyGradient"
-BALANCE = "kit.megatron.balance"
+BALANCE = "kit.megatron.gradients"
 
 MUTANTS = (
     # -- the step on Megatron --------------------------------------------------------------------------------------------------
@@ -205,7 +204,7 @@ MUTANTS = (
     Mutant(
         "split",
         SPLIT,
-        "forward_backward",
+        "token_losses",
         old="labels=ids[:, 1:].contiguous()",
         new="labels=ids[:, :-1].contiguous()",
         check="oracle",
@@ -216,7 +215,7 @@ MUTANTS = (
         "split:stages",
         SPLIT,
         "from_last_stage",
-        old="    dist.broadcast(values, last, group=parallel_state.get_pipeline_model_parallel_group())\n",
+        old="    dist.broadcast(values, last, group=stages.get_pipeline_model_parallel_group())\n",
         new="",
         check="ranks_agree",
         bug="earlier stages do not learn the metrics",
@@ -234,7 +233,7 @@ MUTANTS = (
     # -- the state of a step ---------------------------------------------------------------------------------------------------
     Mutant(
         "split",
-        STREAM,
+        PROTOCOL,
         "SplitStep._take",
         old="self.counted += counts(data)",
         new="self.counted = counts(data)",
@@ -243,7 +242,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        STREAM,
+        PROTOCOL,
         "SplitStep._take",
         old="self.seen += self._run(self._pieces(data))",
         new="self.seen = self._run(self._pieces(data))",
@@ -252,7 +251,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        STREAM,
+        PROTOCOL,
         "SplitStep._finish",
         old="self.version += 1",
         new="self.version += self.pieces",
@@ -262,7 +261,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        STREAM,
+        PROTOCOL,
         "SplitStep._finish",
         old="self.version += 1",
         new='self.version += int(result["updated"])',
@@ -272,7 +271,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        STREAM,
+        PROTOCOL,
         "SplitStep._need",
         old="if self.failed:",
         new='if self.failed and call != "finish":',
@@ -282,7 +281,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        STREAM,
+        PROTOCOL,
         "SplitStep._need",
         old="if self.state != state:",
         new='if self.state != state and call != "begin":',
@@ -292,7 +291,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        STREAM,
+        PROTOCOL,
         "SplitStep._guarded",
         old="            self._restore()\n",
         new="",
@@ -302,7 +301,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        STREAM,
+        PROTOCOL,
         "SplitStep._true_counts",
         old="        dist.all_reduce(total, group=group)\n",
         new="",
@@ -312,7 +311,7 @@ MUTANTS = (
     ),
     Mutant(
         "split:empty",
-        STREAM,
+        PROTOCOL,
         "SplitStep._true_counts",
         old="own if own > 0 else 1.0",
         new="own",
@@ -321,7 +320,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        STREAM,
+        PROTOCOL,
         "SplitStep.begin",
         old="        self.counted = torch.zeros(2, dtype=torch.float64, device=self.device)\n",
         new="",
@@ -330,7 +329,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        STREAM,
+        PROTOCOL,
         "SplitStep.begin",
         old="        self.counted = torch.zeros(2, dtype=torch.float64, device=self.device)\n",
         new="        self.counted = torch.zeros(2, dtype=torch.float16, device=self.device)\n",
@@ -339,7 +338,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        STREAM,
+        PROTOCOL,
         "SplitStep._step_metrics",
         old="tokens=max(tokens, 1.0), sequences=max(sequences, 1.0)",
         new="tokens=max(sequences, 1.0), sequences=max(tokens, 1.0)",
@@ -348,7 +347,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        STREAM,
+        PROTOCOL,
         "SplitStep.finish",
         old='            raise Misuse("finish: the step is open and has no microbatch yet; call microbatch or abort first")\n',
         new="            self.counted += 1\n",
@@ -359,7 +358,7 @@ MUTANTS = (
     # -- metrics ---------------------------------------------------------------------------------------------------------------
     Mutant(
         "split",
-        METRICS,
+        PROTOCOL,
         "over_ranks",
         old='("min", dist.ReduceOp.MIN),',
         new='("min", dist.ReduceOp.SUM),',
@@ -368,7 +367,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        METRICS,
+        PROTOCOL,
         "over_ranks",
         old='("max", dist.ReduceOp.MAX),',
         new='("max", dist.ReduceOp.MIN),',
@@ -377,7 +376,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        METRICS,
+        PROTOCOL,
         "_over",
         old="total = _sum(values)",
         new="total = values[-1] if values else 0.0",
@@ -386,7 +385,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        METRICS,
+        PROTOCOL,
         "normalised",
         old="value / by[normalizers.get(name)]",
         new='value / by[normalizers.get(name) or "tokens"]',

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from kit import nccl
-from kit.measure.memory import DeviceMemory
+from kit.measure.phase import DeviceMemory
 from kit.preflight import onranks
 from kit.preflight.onranks import jobs, memory, rebuilding
 from tests.preflight.test_judging import COPIES, SUSPENDED, VIEW

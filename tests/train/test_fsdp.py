@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kit.train.fsdp.job import Schedule
+from kit.train.fsdp import Schedule
 from kit.train.options import Settings
 from kit.world import World
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kit.labs.split.ranks.oracle import oracle
-from kit.train import metrics
+from kit.train import protocol
 from kit.train.batch import counts, cut
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
 
@@ -49,8 +49,8 @@ def run(loss, logprobs, batch, **by):
     by = by or {"tokens": tokens, "sequences": sequences}
     value, seen = loss(logprobs, batch, **by)
     value.backward()
-    raw = metrics.of_microbatches([seen], loss.normalizers())
-    return value, logprobs.grad, metrics.normalised(raw, loss.normalizers(), tokens=1, sequences=1)
+    raw = protocol.of_microbatches([seen], loss.normalizers())
+    return value, logprobs.grad, protocol.normalised(raw, loss.normalizers(), tokens=1, sequences=1)
 
 
 SURROGATES = [
@@ -173,8 +173,8 @@ def test_raw_sums_of_any_pieces_are_those_of_the_whole(loss, pieces):
         gradients.append(piece.grad)
         seen.append(table)
         start += size
-    raw = metrics.of_microbatches(seen, loss.normalizers())
-    together = metrics.normalised(raw, loss.normalizers(), tokens=1.0, sequences=1.0)
+    raw = protocol.of_microbatches(seen, loss.normalizers())
+    together = protocol.normalised(raw, loss.normalizers(), tokens=1.0, sequences=1.0)
     assert math.fsum(values) == pytest.approx(whole_value.item(), rel=1e-6, abs=1e-6)
     torch.testing.assert_close(torch.cat(gradients), whole_gradient, rtol=0, atol=0)
     assert together == pytest.approx(whole, rel=1e-14)
@@ -187,7 +187,7 @@ def test_dividing_first_or_last_is_the_same(loss):
     sequences, tokens = counts(batch).tolist()
     first = run(loss, logprobs, batch)[2]
     raw = {name: value.item() for name, value in loss(logprobs, batch, tokens=1.0, sequences=1.0)[1].items()}
-    last = metrics.normalised(raw, loss.normalizers(), tokens=tokens, sequences=sequences)
+    last = protocol.normalised(raw, loss.normalizers(), tokens=tokens, sequences=sequences)
     assert last == pytest.approx(first, rel=1e-14)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kit.labs.split.ranks.oracle import oracle
-from kit.train import metrics
+from kit.train import protocol
 from kit.train.batch import counts
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
 
@@ -58,7 +58,7 @@ def run(loss, logprobs, batch):
     sequences, tokens = counts(batch).tolist()
     value, seen = loss(logprobs, batch, tokens=tokens, sequences=sequences)
     value.backward()
-    return value.item(), logprobs.grad, metrics.of_microbatches([seen], loss.normalizers())
+    return value.item(), logprobs.grad, protocol.of_microbatches([seen], loss.normalizers())
 
 
 @pytest.mark.parametrize("gap", GAPS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kit import World
-from kit.train import metrics
+from kit.train import protocol
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from kit.train import metrics
     ],
 )
 def test_names_decide(name, kind):
-    assert metrics.kind(name) == kind
+    assert protocol.kind(name) == kind
 
 
 def microbatches(name, values):
@@ -48,12 +48,12 @@ def microbatches(name, values):
     ],
 )
 def test_over_microbatches(name, values, together):
-    assert metrics.of_microbatches(microbatches(name, values), [name]) == {name: together}
+    assert protocol.of_microbatches(microbatches(name, values), [name]) == {name: together}
 
 
 def test_sums_are_exact_in_float64():
     seen = [{"loss": torch.tensor(value, dtype=torch.float64)} for value in (1e16, 1.0, -1e16, 1.0)]
-    assert metrics.of_microbatches(seen, ["loss"])["loss"] == 2.0
+    assert protocol.of_microbatches(seen, ["loss"])["loss"] == 2.0
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_sums_are_exact_in_float64():
 def test_sums_that_are_not_finite_are_no_error(values, total):
     """One rank that raises would leave the others in their collective."""
     seen = [{"loss": torch.tensor(value, dtype=torch.float64)} for value in values]
-    assert metrics.of_microbatches(seen, ["loss"])["loss"] == pytest.approx(total, nan_ok=True)
+    assert protocol.of_microbatches(seen, ["loss"])["loss"] == pytest.approx(total, nan_ok=True)
 
 
 def test_each_is_divided_by_its_own():
     raw = {"loss": 12.0, "probs_ratio": 12.0, "num_valid_samples": 12.0, "unknown": 12.0, "r_min": 12.0}
     by = {"loss": "sequences", "probs_ratio": "tokens", "num_valid_samples": None, "r_min": None}
-    assert metrics.normalised(raw, by, tokens=6.0, sequences=3.0) == {
+    assert protocol.normalised(raw, by, tokens=6.0, sequences=3.0) == {
         "loss": 4.0,
         "probs_ratio": 2.0,
         "num_valid_samples": 12.0,
@@ -80,23 +80,23 @@ def test_each_is_divided_by_its_own():
 
 @pytest.mark.parametrize(("name", "value"), [("r_min", math.inf), ("r_max", -math.inf), ("r_min", -math.inf)])
 def test_extremes_over_nothing_are_minus_one(name, value):
-    assert metrics.normalised({name: value}, {name: None}, tokens=1.0, sequences=1.0) == {name: -1.0}
+    assert protocol.normalised({name: value}, {name: None}, tokens=1.0, sequences=1.0) == {name: -1.0}
 
 
 def test_extremes_are_never_divided():
-    assert metrics.normalised({"r_max": 3.0}, {"r_max": "tokens"}, tokens=6.0, sequences=2.0) == {"r_max": 3.0}
+    assert protocol.normalised({"r_max": 3.0}, {"r_max": "tokens"}, tokens=6.0, sequences=2.0) == {"r_max": 3.0}
 
 
 def test_over_data_ranks_the_kind_decides(nothing_left):
     """Rank 1 has no valid token: its sums are 0 and its extremes infinite."""
     with World(ranks=2, device="cpu") as world:
-        world.run("import math, torch\nfrom kit.train import metrics")
+        world.run("import math, torch\nfrom kit.train import protocol")
         world.run(
             "some = {'loss': 3.0, 'lr': 0.5, 'a_min': 2.0, 'a_max': 4.0, 'none_min': math.inf, 'none_max': -math.inf}"
         )
         world.run("empty = {'loss': 0.0, 'lr': 0.5, 'a_min': math.inf, 'a_max': -math.inf}")
         world.run("empty |= {'none_min': math.inf, 'none_max': -math.inf}")
-        world.run("total = metrics.over_ranks([some, empty][rank], None, torch.device('cpu'))")
-        seen = world.eval("metrics.normalised(total, {'loss': 'tokens'}, tokens=6.0, sequences=1.0)")
+        world.run("total = protocol.over_ranks([some, empty][rank], None, torch.device('cpu'))")
+        seen = world.eval("protocol.normalised(total, {'loss': 'tokens'}, tokens=6.0, sequences=1.0)")
     wanted = {"loss": 0.5, "lr": 0.5, "a_min": 2.0, "a_max": 4.0, "none_min": -1.0, "none_max": -1.0}
     assert seen == [wanted, wanted]

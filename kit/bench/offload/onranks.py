@@ -14,11 +14,10 @@ import torch
 
 from kit.errors import BadInput, KitError
 from kit.measure import host
-from kit.measure.memory import device_memory, host_memory
-from kit.measure.phase import timed
+from kit.measure.phase import device_memory, host_memory, timed
 from kit.megatron import groups, model
 from kit.megatron.config import ModelConfig
-from kit.megatron.tensors import native
+from kit.megatron.tensors import offload_natively, reload_natively
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,8 +62,8 @@ def _tensors(job: model.Training, cycles: int) -> dict[str, Any]:
 
     def native_calls() -> str:
         try:
-            sample(native_out=native.release(job.chunks, job.optimizer, job.device)["seconds"])
-            sample(native_back=native.restore(job.chunks, job.optimizer)["seconds"])
+            sample(native_out=offload_natively(job.chunks, job.optimizer, job.device)["seconds"])
+            sample(native_back=reload_natively(job.chunks, job.optimizer)["seconds"])
         except BadInput as error:
             return str(error)
         return ""
@@ -77,12 +76,12 @@ def _tensors(job: model.Training, cycles: int) -> dict[str, Any]:
         if cycle and cuda:
             copies()
             refused = native_calls()
-        full = host_memory().anon or 0
+        full = host_memory().get("anon_rss", 0)
         which = "first" if cycle == 0 else "steady"
         if cycle:
             sample(copy_out=_warm(mover, out=True))
         sample(**{f"{which}_out": mover.release()["seconds"]})
-        resident.append((full, host_memory().anon or 0))
+        resident.append((full, host_memory().get("anon_rss", 0)))
         if cycle and not cuda:
             arena = mover.arena
             # Each of these leaves pages behind that the next one gets: the mover and what it is judged by both follow one.

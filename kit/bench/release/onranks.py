@@ -14,8 +14,7 @@ from kit.errors import BadInput
 from kit.measure import counts
 from kit.megatron import groups, model
 from kit.megatron.config import ModelConfig
-from kit.megatron.groups.handle import c10d
-from kit.megatron.groups.snapshot import current_groups, parallel_state
+from kit.megatron.groups.handle import c10d, current_groups, parallel_state
 from kit.megatron.tensors import memory
 from kit.nccl import unbound
 

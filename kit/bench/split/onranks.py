@@ -13,8 +13,7 @@ from kit.bench.session import turn_by_turn
 from kit.errors import KitError
 from kit.labs.split.config import RECIPES, SplitConfig, model_config
 from kit.labs.split.ranks.backends import chunks_of
-from kit.measure.memory import device_memory, host_memory, reset_peaks
-from kit.measure.phase import timed
+from kit.measure.phase import device_memory, host_memory, reset_peaks, timed
 from kit.megatron import groups, model, split
 from kit.train import fsdp
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
@@ -166,7 +165,7 @@ def peak(*, job: dict[str, Any], chunks: int | None, steps: int) -> int:
         work()
     bench.apart("alone")
     on_device = device_memory(str(bench.device))
-    most = on_device.peak_allocated if on_device else host_memory().peak
+    most = on_device.peak_allocated if on_device else host_memory().get("peak_rss")
     groups.destroy()
     if most is None:
         raise KitError("this kernel does not tell a process's peak of memory (VmHWM)")

@@ -1,9 +1,9 @@
 """Observers watch a rank from outside, between phases, and never ask the code under test.
 
-births     every process group that is made, by whatever code and behind whatever wrapper; which group a collective reaches
+births     every process group that is made, by whatever code and behind whatever wrapper; which group a collective reaches; functions of
+           other modules that were replaced
 holdings   what the process holds: shared memory, files, child processes, memory of every kind
 tensors    the training state, found by walking objects: bytes by kind, digests, what shares memory with what; random generators
-names      functions of other modules that were replaced
 
 Inside a phase only clocks and counters run. The cost of an observer is recorded with the phase before it.
 """

@@ -1,4 +1,4 @@
-"""Process groups, found when they are made rather than in somebody's list.
+"""Process groups, found when they are made rather than in somebody's list; and functions of other modules that were replaced.
 
 `Births` hooks the constructors of torch's own group and backend classes: `new_group`, `init_process_group`, a raw `ProcessGroupGloo(...)`
 and a wrapper's `super().__init__` all call them. Groups that C++ makes (`split_group`) are taken from torch's tables. References are
@@ -17,7 +17,8 @@ import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,19 +77,11 @@ def attributes(value: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-@dataclass(slots=True)
-class Born:
-    """One group as it was made: torch's class by name, and the group by weak reference."""
-
-    kind: str
-    group: weakref.ref[Any]
-
-
 @dataclass
 class Births:
     """Every group that is made while this is entered. `alive()` are those of torch's own that something still refers to."""
 
-    made: list[Born] = field(default_factory=list)
+    made: list[weakref.ref[Any]] = field(default_factory=list)
     _before: list[weakref.ref[Any]] = field(default_factory=list)
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
@@ -104,32 +97,24 @@ class Births:
 
     def look(self) -> None:
         """Add groups of torch's tables that no constructor made, and forget those that are gone."""
-        self.made = [one for one in self.made if one.group() is not None]
-        known = {id(one.group()) for one in self.made} | {id(one()) for one in self._before}
-        for group in registered():
-            if is_real(group) and id(group) not in known:
-                self._add(group)
+        self.made = [one for one in self.made if one() is not None]
+        known = {id(one()) for one in (*self.made, *self._before)}
+        self.made += [weakref.ref(group) for group in registered() if is_real(group) and id(group) not in known]
 
     def alive(self) -> list[Any]:
         """torch's own groups made here that are still there."""
         self.look()
-        return [group for one in self.made if (group := one.group()) is not None and is_real(group)]
-
-    def _add(self, group: Any) -> None:
-        self.made.append(Born(type(group).__name__, weakref.ref(group)))
+        return [group for one in self.made if (group := one()) is not None and is_real(group)]
 
     def _hook(self, kind: Any) -> None:
         plain = vars(kind)["__init__"]  # not by attribute: torch's own come bound to nothing, and could not be put back
 
         def __init__(group: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it takes this method's place
             plain.__get__(group)(*args, **kwargs)
-            self._add(group)
-
-        def undo() -> None:
-            kind.__init__ = plain
+            self.made.append(weakref.ref(group))
 
         kind.__init__ = __init__
-        self._undo.append(undo)
+        self._undo.append(functools.partial(setattr, kind, "__init__", plain))
 
 
 def registered() -> list[Any]:
@@ -213,10 +198,53 @@ def facts(group: Any) -> dict[str, Any]:
         plain: dict[str, Any] = {"backend": type(backend).__name__, "timeout_s": options._timeout.total_seconds()}
         if hasattr(options, "config"):
             plain["is_high_priority_stream"] = bool(options.is_high_priority_stream)
-            plain |= {name: value for name, value in _public(options.config) if not callable(value)}
+            shown = {name: getattr(options.config, name) for name in dir(options.config) if not name.startswith("_")}
+            plain |= {name: value for name, value in shown.items() if not callable(value)}
         backends[str(device)] = plain
     return {"description": str(group.group_desc), "bound": str(group.bound_device_id), "backends": backends}
 
 
-def _public(config: Any) -> list[tuple[str, Any]]:
-    return [(name, getattr(config, name)) for name in dir(config) if not name.startswith("_")]
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
+_DATA = (int, float, str, bytes, type(None), tuple, list, dict, set, frozenset)
+
+
+class Name(NamedTuple):
+    """A name in a module, or of a class in it."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
+Names = dict[str, Name]
+
+
+def take_names(*prefixes: str) -> Names:
+    """Every function and class in the loaded modules of these packages, and every method of their classes, by dotted name."""
+    found: Names = {}
+    classes: dict[int, str] = {}
+    for module in _modules(prefixes):
+        for name, value in list(vars(module).items()):
+            if issubclass(type(value), (*_FUNCTIONS, type)):  # isinstance would wake names that warn of their end
+                found[f"{module.__name__}.{name}"] = Name(module, name, value)
+            if issubclass(type(value), type) and str(value.__module__).startswith((*prefixes, "torch._C")):
+                title = classes.setdefault(id(value), f"{module.__name__}.{name}")
+                for member, one in list(vars(value).items()):
+                    if not isinstance(one, _DATA):
+                        found.setdefault(f"{title}.{member}", Name(value, member, one))
+    return found
+
+
+def replaced_names(before: Names) -> list[str]:
+    """Names with another value now, or gone. Modules loaded since are ignored."""
+    missing = object()
+    return [title for title, one in before.items() if vars(one.owner).get(one.name, missing) is not one.value]
+
+
+def _modules(prefixes: tuple[str, ...]) -> list[ModuleType]:
+    inside = tuple(f"{one}." for one in prefixes)
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and f"{name}.".startswith(inside)
+    ]

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 SHM = machine.SHM
 MEMFD = "/memfd:"
-_NOT_MEMORY = tuple(
-    f"{SHM}/{name}" for name in ("sem.", "nccl-", "cuda.shm.")
-)  # semaphores, and what groups and drivers make
+# Semaphores, and what groups and drivers make.
+_NOT_MEMORY = (f"{SHM}/sem.", f"{SHM}/nccl-", f"{SHM}/cuda.shm.")
 _DRIVERS = ("/dev/nvidia", "/dev/dri")
 _GONE = " (deleted)"
 CREATING = ("os.mkdir", "os.rename", "os.link", "os.symlink")
@@ -66,14 +65,13 @@ def holdings(device: str = "cpu") -> dict[str, int]:
 
 def shared_maps() -> tuple[int, int]:
     """Mappings that other processes may share: how many, and their bytes. Those of drivers and libraries are left out."""
-    sizes = [
-        one.end - one.start for one in machine.mappings() if one.mode[3] == "s" and not one.name.startswith(NOT_OURS)
-    ]
+    shared = [one for one in machine.mappings() if one.mode[3] == "s" and not one.name.startswith(NOT_OURS)]
+    sizes = [one.end - one.start for one in shared]
     return len(sizes), sum(sizes)
 
 
 class Shared(NamedTuple):
-    """Memory that other processes may share: its bytes, and the name that the kernel has for it, be it gone."""
+    """Memory that other processes may share: its bytes, and the kernel's name for it, even after the file is gone."""
 
     size: int
     name: str
@@ -103,9 +101,8 @@ def shared_at(address: int) -> Place | None:
 def _mappings() -> Iterator[tuple[int, int, Place, str]]:
     """Where each mapping of shared memory begins and ends, of what, by which name."""
     for one in machine.mappings():
-        writable = (
-            one.mode[1] == "w" and one.mode[3] == "s" and one.name[:1] == "/" and not one.name.startswith(_DRIVERS)
-        )
+        shared = one.mode[1] == "w" and one.mode[3] == "s" and one.name[:1] == "/"
+        writable = shared and not one.name.startswith(_DRIVERS)
         if writable or one.name.startswith((MEMFD, f"{SHM}/")):
             yield one.start, one.end, (one.device, one.inode), one.name.removesuffix(_GONE)
 
@@ -124,7 +121,7 @@ def temp_files() -> list[str]:
 
 
 def pinned() -> dict[str, int]:
-    """Host memory that torch's allocator has pinned, where this torch tells."""
+    """Host memory that torch's allocator has pinned, where this torch reports it."""
     import torch
 
     stats: Any = getattr(torch.cuda, "host_memory_stats", dict)()

@@ -31,18 +31,8 @@ KINDS = ("weights", "grads", "optimizer", "other")
 GRADIENTS = ("grad", "main_grad", "decoupled_grad")
 OF_MODULES = ("_parameters", "_buffers", "_modules")
 SAMPLE = 4096  # elements of each tensor that are kept to say how far it is off
-_LEAVES = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    type(None),
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-)
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_LEAVES = (str, bytes, int, float, complex, type(None), *_CODE)
 
 
 class Tensor(NamedTuple):
@@ -79,7 +69,8 @@ def children(value: Any) -> Iterable[tuple[Any, Any]]:
         own = [item for named in _named(value) for item in named.items()]
         return [*own, *((name, one) for name, one in vars(value).items() if name not in OF_MODULES)]
     if isinstance(value, dict):
-        return [(_key(key, number), child) for number, (key, child) in enumerate(value.items())]
+        # What is no text or number counts by its place.
+        return [(key if isinstance(key, str | int) else at, child) for at, (key, child) in enumerate(value.items())]
     if isinstance(value, list | tuple | set | frozenset | deque):
         return list(enumerate(value))
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if isinstance(name, str)]
@@ -98,11 +89,6 @@ def _of_tensor(value: torch.Tensor) -> list[tuple[str, Any]]:
         warnings.simplefilter("ignore")  # a gradient of a view is odd to torch
         gradient = value.grad
     return [("grad", gradient), *vars(value).items()]
-
-
-def _key(key: Any, number: int) -> str:
-    """A dict's key in a name: what is no text or number counts by its place."""
-    return str(key) if isinstance(key, str | int) else str(number)
 
 
 class State:
@@ -128,22 +114,20 @@ class State:
 
     def prints(self) -> dict[str, Print]:
         """A digest of every tensor by name. A flat buffer with other tensors in it is represented by those tensors."""
+        filled = [one for one in self.tensors if one.tensor.numel()]
         spans: dict[int, list[tuple[int, int, str]]] = {}
-        for name, _, tensor in self.tensors:
-            if tensor.numel():
-                start = int(tensor.storage_offset()) * tensor.element_size()
-                spans.setdefault(_storage(tensor), []).append((start, start + _extent(tensor), name))
+        for name, _, tensor in filled:
+            start = _start(tensor)
+            spans.setdefault(_storage(tensor), []).append((start, start + _extent(tensor), name))
         whole = {place: max(of, key=lambda one: (one[1] - one[0], -len(one[2]), one[2])) for place, of in spans.items()}
-        named = _essential([value for _, _, value in self.tensors])
+        params = [one.tensor for one in self.tensors if isinstance(one.tensor, torch.nn.Parameter)]
+        grads = [one for param in params for name, one in _of_tensor(param) if name in GRADIENTS]
+        named = {id(one) for one in (*params, *grads)}  # they get a digest although others lie within them
         found: dict[str, Print] = {}
-        for name, kind, tensor in self.tensors:
-            if not tensor.numel():
-                continue
-            start = int(tensor.storage_offset()) * tensor.element_size()
+        for name, kind, tensor in filled:
             base, _, container = whole[_storage(tensor)]
-            if kind != "optimizer" and id(tensor) not in named and _has_parts(tensor, start, spans):
-                continue
-            found[name] = _print(tensor, kind, container, start - base)
+            if kind == "optimizer" or id(tensor) in named or not _has_parts(tensor, spans):
+                found[name] = _print(tensor, kind, container, _start(tensor) - base)
         return found
 
 
@@ -202,22 +186,15 @@ def differences(before: Mapping[str, Print], after: Mapping[str, Print], *, zero
 def _difference(old: Print | None, new: Print | None) -> tuple[str, float | None]:
     if old is None or new is None:
         return ("did not exist before" if old is None else "is gone"), None
-    for what, was, now in (
-        ("shape", old.shape, new.shape),
-        ("type", old.dtype, new.dtype),
-        ("device", old.device, new.device),
-    ):
-        if was != now:
+    for what, field in (("shape", "shape"), ("type", "dtype"), ("device", "device")):
+        if (was := getattr(old, field)) != (now := getattr(new, field)):
             return f"{what} {was} became {now}", None
     if (old.part_of, old.at) != (new.part_of, new.at):
         return f"was a part of {old.part_of} and lies in other memory now", None
     if old.digest != new.digest:
-        return "other numbers", _largest(old.sample, new.sample)
+        apart = (old.sample.double() - new.sample.double()).abs().nan_to_num(nan=float("inf"))
+        return "other numbers", float(apart.max())
     return "", None
-
-
-def _largest(old: torch.Tensor, new: torch.Tensor) -> float:
-    return float((old.double() - new.double()).abs().nan_to_num(nan=float("inf")).max())
 
 
 def _zero(one: Print) -> bool:
@@ -241,12 +218,6 @@ def _kinds(values: list[Any]) -> dict[int, str]:
     return kinds
 
 
-def _essential(tensors: list[torch.Tensor]) -> set[int]:
-    """Tensors that get a digest although others lie within them: parameters and their gradients."""
-    params = [one for one in tensors if isinstance(one, torch.nn.Parameter)]
-    return {id(one) for param in params for one in (param, *(g for n, g in _of_tensor(param) if n in GRADIENTS))}
-
-
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -255,8 +226,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(one)
 
 
-def _has_parts(tensor: torch.Tensor, start: int, spans: Mapping[int, list[tuple[int, int, str]]]) -> bool:
-    end = start + _extent(tensor)
+def _has_parts(tensor: torch.Tensor, spans: Mapping[int, list[tuple[int, int, str]]]) -> bool:
+    start, end = _start(tensor), _start(tensor) + _extent(tensor)
     return any(start <= a and b <= end and b - a < end - start for a, b, _ in spans[_storage(tensor)])
 
 
@@ -264,10 +235,13 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _start(tensor: torch.Tensor) -> int:
+    """The byte of its storage at which a tensor begins."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to behind its last."""
-    if not tensor.numel():
-        return 0
+    """Bytes from a tensor's first element to behind its last; it has elements."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 

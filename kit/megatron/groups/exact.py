@@ -1,13 +1,17 @@
-"""Destroy every group of Megatron's for real, and make each again inside the handle that everybody kept.
+"""Destroy every group of Megatron's for real, and make each again inside the handle that everybody kept; or suspend them.
 
-Over gloo a group lives as long as anything refers to it, so its sockets and threads go only when the last reference
-does: handles let go of the inner groups, on threads, because each takes about 15 ms to wind down. Over NCCL the groups
-are shut down one after the other in reverse order of creation, since destroying is collective there; what a group has of
-gloo beside NCCL winds down as above. All ranks meet at the store before anything is destroyed and before anything is made; a
-rank that does not come is named.
+Over gloo a group lives as long as anything refers to it, so its sockets and threads go only when the last reference does: handles let go of
+the inner groups, on threads, because each takes about 15 ms to wind down. Over NCCL the groups are shut down one after the other in reverse
+order of creation, since destroying is collective there; what a group has of gloo beside NCCL winds down as above. All ranks meet at the
+store before anything is destroyed, made or suspended; a rank that does not come is named.
 
-`abort` is another word to the same groups: NCCL then frees a communicator at once, where a shutdown flushes it and waits
-for its peers. Nothing is on its way by then either way, since all have met and the device is idle. Gloo has neither.
+`abort` is another word to the same groups: NCCL then frees a communicator at once, where a shutdown flushes it and waits for its peers.
+Nothing is on its way by then either way, since all have met and the device is idle. Gloo has neither.
+
+`suspend` gives the memory of NCCL's communicators back and keeps the communicators. A group that never ran a collective has no communicator
+yet, and one over gloo none on the GPU: they are skipped, and listed. While suspended a group's handle is empty, so that a use raises in
+Python: nothing in NCCL guards it, and the GPU could fault. Limits: NCCL keeps what it cannot give back (`persist` in its statistics) and
+refuses communicators that share their memory with others. Suspending has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -20,10 +24,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kit.errors import KitError
+from kit import nccl
+from kit.errors import BadInput, KitError
 from kit.measure.host import join
-from kit.megatron.groups.handle import Handle, c10d, forget, rekey, state, title
-from kit.megatron.groups.snapshot import decode, global_names, groups_in, make_options, megatron_groups, parallel_state
+from kit.megatron.groups.handle import (
+    Handle,
+    c10d,
+    decode,
+    forget,
+    groups_in,
+    make_options,
+    megatron_globals,
+    megatron_groups,
+    parallel_state,
+    registered,
+    rekey,
+    state,
+    title,
+)
 from kit.nccl import unbound
 
 # Handles between a destroy and the reload that fills them again, by group name.
@@ -34,9 +52,10 @@ _rounds: dict[str, int] = {}
 class DestroyFailed(KitError):  # noqa: N818 - reads as what happened
     """Some groups could not be destroyed. `held` names them; `stats` is what destroy would have returned."""
 
-    def __init__(self, held: list[str], reasons: list[str], stats: dict[str, Any]) -> None:
-        super().__init__(f"{len(held)} group(s) may still be held: {'; '.join(reasons)}")
-        self.held = held
+    def __init__(self, failed: list[tuple[str, str]], stats: dict[str, Any]) -> None:
+        reasons = "; ".join(f"{name}: {why}" for name, why in failed)
+        super().__init__(f"{len(failed)} group(s) may still be held: {reasons}")
+        self.held = [name for name, _ in failed]
         self.stats = stats
 
 
@@ -57,10 +76,8 @@ def meet(what: str, rank: int, size: int, timeout_s: float) -> None:
         state.store.delete_key(f"kit/{what}/{here - 1}/{rank}")
 
 
-def destroy(
-    *, include_world: bool, timeout_s: float, abort: bool = False
-) -> tuple[int, list[str], list[str], list[str]]:
-    """Destroy; gives the number destroyed, names that failed with reasons, and names of inner groups still alive."""
+def destroy(*, include_world: bool, timeout_s: float, abort: bool) -> tuple[int, list[tuple[str, str]], list[str]]:
+    """Destroy; gives the number destroyed, what failed with why, and names of inner groups still alive."""
     default = c10d._world.default_pg
     groups = [g for g in c10d._world.pg_map if g is not default] if include_world else megatron_groups()
     targets = [default, *groups] if include_world else groups  # as they were made
@@ -74,8 +91,7 @@ def destroy(
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     reset_globals()
-    failed: list[str] = []
-    reasons: list[str] = []
+    failed: list[tuple[str, str]] = []
     boxes: list[list[Any]] = []
     watched: list[tuple[str, Any]] = []
     for handle in reversed(targets):
@@ -89,8 +105,7 @@ def destroy(
                 finalize(inner)
                 inner.shutdown()
         except Exception as error:  # noqa: BLE001 - collected, and raised by the caller after the rest was tried
-            failed.append(title(facts))
-            reasons.append(f"{title(facts)}: {error}")
+            failed.append((title(facts), str(error)))
         forget(handle)
         handle.kit_inner = None
         watched.append((title(facts), weakref.ref(inner)))
@@ -101,9 +116,13 @@ def destroy(
         c10d._world.tags_to_pg.clear()
         c10d._unregister_all_process_groups()
         c10d._world.group_count = 0
-    _let_go(boxes)
+    # Drop the last references to gloo groups, all at once: each winds down by itself, without its peers.
+    threads = [threading.Thread(target=box.clear, name="kit-let-go") for box in boxes]
+    for thread in threads:
+        thread.start()
+    join(threads)
     alive = [name for name, reference in watched if reference() is not None]
-    return len(targets) - len(failed), failed, reasons, alive
+    return len(targets) - len(failed), failed, alive
 
 
 def finalize(group: Any) -> None:
@@ -115,18 +134,10 @@ def finalize(group: Any) -> None:
                 backend.get_comm().finalize()
 
 
-def _let_go(boxes: list[list[Any]]) -> None:
-    """Drop the last references to gloo groups, all at once: each winds down by itself, without its peers."""
-    threads = [threading.Thread(target=box.clear, name="kit-let-go") for box in boxes]
-    for thread in threads:
-        thread.start()
-    join(threads)
-
-
 def reset_globals() -> None:
     """Every global of parallel_state as it is after a fresh import: None, or an empty dict."""
-    for name in global_names():
-        setattr(parallel_state(), name, {} if isinstance(getattr(parallel_state(), name), dict) else None)
+    for name, value in megatron_globals().items():
+        setattr(parallel_state(), name, {} if isinstance(value, dict) else None)
 
 
 def reload(snapshot: dict[str, Any], *, timeout_s: float) -> int:
@@ -197,6 +208,125 @@ def _fill(plain: dict[str, Any], inner: Any) -> Handle:
 
 def registered_left() -> list[str]:
     """Groups of Megatron's that are still registered, and any that its globals still hold."""
-    held = {id(g): g for name in global_names() for g in groups_in(getattr(parallel_state(), name))}
-    left = {id(g): g for g in megatron_groups()} if dist.is_initialized() else {}
-    return [repr(group) for group in {**held, **left}.values()]
+    found = [*groups_in(megatron_globals()), *(megatron_groups() if dist.is_initialized() else [])]
+    return [repr(group) for group in {id(group): group for group in found}.values()]
+
+
+STATS = ("suspend", "persist", "total")  # bytes; NCCL also reports whether it is suspended now
+UNUSED = "not initialized"  # in what NCCL's statistics say of a communicator that is not there yet
+NEVER_USED = "never used, so that it has no communicator"
+
+# Handles between suspend and resume, in the order in which both go.
+asleep: list[tuple[Handle, Any]] = []
+
+
+def refuse() -> None:
+    """Where this process cannot suspend anything: by the versions that run, and by what torch was built with, which WORLD's statistics
+    tell. A torch that was built for an older NCCL refuses whatever runs (TORCH_CHECK in torch/csrc/distributed/c10d/NCCLUtils.cpp)."""
+    why = nccl.no_suspend(nccl.running(), torch.__version__, gpus=torch.cuda.device_count()) or unbuilt()
+    if why:
+        raise BadInput(f"mode=suspend cannot be had: {why}")
+
+
+def unbuilt() -> str:
+    """Why this torch shows no statistics of WORLD's communicator; empty where it does, or where there is no such WORLD to ask."""
+    world = c10d._world.default_pg
+    backend = None if world is None else on_gpu(world)
+    if backend is None:
+        return ""
+    try:
+        backend.memory_stats()
+    except AttributeError:
+        return f"torch {torch.__version__} shows no statistics of communicators"
+    except RuntimeError as error:
+        if UNUSED not in str(error):
+            return f"torch {torch.__version__} cannot ask NCCL: {brief(error)}"
+    return ""
+
+
+def brief(error: BaseException) -> str:
+    return " ".join(str(error).partition("\n")[0].split())
+
+
+def suspend(*, include_world: bool, timeout_s: float) -> dict[str, Any]:
+    """Suspend; gives what was suspended with the library's statistics before and after, what was skipped and why, what failed and why."""
+    default = c10d._world.default_pg
+    targets = [*([default] if include_world else []), *megatron_groups()]
+    meet("suspend", dist.get_rank(), dist.get_world_size(), timeout_s)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    done: list[dict[str, Any]] = []
+    skipped: list[tuple[str, str]] = []
+    failed: list[tuple[str, str]] = []
+    for handle in targets:
+        name, backend = title(handle.kit_facts), on_gpu(handle)
+        if backend is None:
+            skipped.append((name, "over gloo"))
+            continue
+        try:
+            before = backend.memory_stats()
+        except RuntimeError as error:
+            if UNUSED not in str(error):
+                raise
+            skipped.append((name, NEVER_USED))
+            continue
+        try:
+            backend.suspend()
+        except RuntimeError as error:
+            failed.append((name, brief(error)))
+            continue
+        after = backend.memory_stats()
+        done.append({"group": name, "before": picked(before), "after": picked(after)})
+        asleep.append((handle, handle.kit_inner))
+        handle.kit_inner = None
+    return {"suspended": done, "skipped": skipped, "failed": failed}
+
+
+def resume(*, timeout_s: float) -> int:
+    """Bring every suspended group back into its handle, in the same order; gives how many."""
+    meet("resume", dist.get_rank(), dist.get_world_size(), timeout_s)
+    count = len(asleep)
+    while asleep:
+        handle, inner = asleep[0]
+        handle.kit_inner = inner
+        try:
+            on_gpu(handle).resume()
+        except BaseException:
+            handle.kit_inner = None  # still asleep: a use would fault
+            raise
+        asleep.pop(0)
+    return count
+
+
+def communicators() -> dict[str, int]:
+    """What NCCL says that this process's communicators take, summed over every registered group; empty where it says nothing:
+    without NCCL, or with one or a torch that keeps no such statistics."""
+    suspended = {id(handle): inner for handle, inner in asleep}
+    found: list[dict[str, int]] = []
+    for group in registered():
+        inner = suspended.get(id(group), group)
+        if "nccl" in str(c10d._world.pg_backend_config.get(group, "")):
+            try:
+                found.append(picked(inner._get_backend(torch.device("cuda")).memory_stats()))
+            except AttributeError:
+                return {}  # a torch that cannot ask
+            except RuntimeError as error:
+                if UNUSED not in str(error):
+                    return {}  # a sum without one of them would pass for that of all
+    return {name: sum(one.get(name, 0) for one in found) for name in STATS} if found else {}
+
+
+def on_gpu(handle: Any) -> Any:
+    """The group's NCCL part; None where it has none."""
+    if "nccl" not in str(c10d._world.pg_backend_config.get(handle, "")):
+        return None
+    return handle._get_backend(torch.device("cuda"))
+
+
+def picked(stats: dict[str, int]) -> dict[str, int]:
+    """Bytes that are on the GPU now. NCCL's own sums go on counting what is suspended: only allocating and freeing changes them
+    (ncclCommMemStats and ncclCommMemSuspend in its src/mem_manager.cc, 2.29.7 to 2.30.7)."""
+    there = {name: stats[name] for name in STATS if name in stats}
+    if stats.get("suspended"):
+        there |= {"suspend": 0, "total": there.get("persist", 0)}
+    return there

@@ -1,16 +1,20 @@
-"""A handle that stands in for every process group, so that the group behind it can be destroyed and come back.
+"""A handle that stands in for every process group, so that the group behind it can be destroyed and come back; and a snapshot of them.
 
-`install()` wraps `torch.distributed.new_group` and the default group. What it hands out is a `Handle`: a ProcessGroup
-whose every use goes to the group inside. Layers, buckets, optimizers and collections keep the handle; a reload puts a
-new group into the same handle, so nobody has to be re-pointed. The handle, not the inner group, is the key in torch's
-registry, so censuses and plain `destroy_process_group(handle)` behave as with any group. Limit: groups made before
-`install()` (other than the default one) stay plain and cannot be released exactly.
+`install()` wraps `torch.distributed.new_group` and the default group. It returns a `Handle`: a ProcessGroup that forwards every use to the
+group inside. Layers, buckets, optimizers and collections keep the handle; a reload puts a new group into the same handle, so nobody
+has to be re-pointed. The handle, not the inner group, is the key in torch's registry, so censuses and plain
+`destroy_process_group(handle)` behave as with any group. Limit: groups made before `install()` (other than the default one) stay plain and
+cannot be released exactly.
+
+A snapshot is plain JSON: the groups of this rank in the order of their creation, with ranks, backend, timeout, options and description,
+and every global of `parallel_state` by name, group or not. Scratch buffers are named, not kept.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import datetime as dt
 import functools
 import gc
 import inspect
@@ -18,10 +22,11 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as _c10d
 
-from kit import nccl2
+from kit import nccl2, routing
 from kit.errors import KitError
 from kit.nccl import unbound
 
@@ -150,7 +155,10 @@ def registered() -> list[Any]:
 
 def install() -> None:
     """Hand out handles from now on. Needs an initialised torch.distributed; repeating it changes nothing."""
-    adopt_world()
+    default = c10d._world.default_pg
+    if default is not None and not isinstance(default, Handle):
+        state.store = c10d._world.pg_map[default][1]
+        _redirect_defaults(default, adopt(default, maker=WORLD))
     if state.installed:
         return
     plain = c10d.new_group
@@ -158,8 +166,10 @@ def install() -> None:
 
     @functools.wraps(plain)
     def new_group(*args: Any, **kwargs: Any) -> Any:
-        asked = signature.bind(*args, **kwargs).arguments.get("backend")
-        with unbound(c10d._world.default_pg) if over_gloo(asked) else contextlib.nullcontext():
+        asked = str(signature.bind(*args, **kwargs).arguments.get("backend")).lower()
+        # Under a default group that is bound to its device torch has the ranks outside of a group over gloo split NCCL's communicator
+        # all the same, which waits for those inside (pytorch/pytorch#145376).
+        with unbound(c10d._world.default_pg) if asked in {"gloo", "cpu:gloo"} else contextlib.nullcontext():
             group = plain(*args, **kwargs)
         # Another wrapper of new_group may sit inside or outside of this one: only a plain, registered group is adopted.
         if isinstance(group, dist.ProcessGroup) and not isinstance(group, Handle) and group in c10d._world.pg_map:
@@ -170,12 +180,6 @@ def install() -> None:
     _replace(dist, "new_group", new_group)
     _send_batches_whole()
     _remember_arguments()
-
-
-def over_gloo(backend: Any) -> bool:
-    """Whether a group is to have nothing of NCCL. Under a default group that is bound to its device torch has those outside of it split
-    NCCL's communicator all the same, which waits for those inside (pytorch/pytorch#145376)."""
-    return str(backend).lower() in {"gloo", "cpu:gloo"}
 
 
 def uninstall() -> None:
@@ -194,14 +198,6 @@ def uninstall() -> None:
 def _replace(owner: Any, name: str, new: Any) -> None:
     state.installed.append((owner, name, getattr(owner, name), new))
     setattr(owner, name, new)
-
-
-def adopt_world() -> None:
-    """Put the default group behind a handle, if there is one and it is plain."""
-    default = c10d._world.default_pg
-    if default is not None and not isinstance(default, Handle):
-        state.store = c10d._world.pg_map[default][1]
-        _redirect_defaults(default, adopt(default, maker=WORLD))
 
 
 def _redirect_defaults(old: Any, new: Any) -> None:
@@ -248,9 +244,8 @@ def back_to(module: Any) -> Callable[[], None]:
 
 def _remember_arguments() -> None:
     """Keep what Megatron was initialised with: the modes that rebuild through Megatron need it again."""
-    from megatron.core import parallel_state
-
-    plain = parallel_state.initialize_model_parallel
+    module = parallel_state()
+    plain = module.initialize_model_parallel
     signature = inspect.signature(plain)
 
     @functools.wraps(plain)
@@ -258,8 +253,152 @@ def _remember_arguments() -> None:
         state.init_arguments = dict(signature.bind(*args, **kwargs).arguments)
         act = functools.partial(plain, *args, **kwargs)
         if nccl2.requested():
-            nccl2.planned(act, undo=back_to(parallel_state))
+            nccl2.planned(act, undo=back_to(module))
         else:
             act()
 
-    _replace(parallel_state, "initialize_model_parallel", initialize_model_parallel)
+    _replace(module, "initialize_model_parallel", initialize_model_parallel)
+
+
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+
+
+def parallel_state() -> Any:
+    """The one module that holds Megatron's groups."""
+    from megatron.core import parallel_state as module
+
+    return module
+
+
+def initialised() -> bool:
+    """Whether Megatron's model parallel groups exist in this process."""
+    return dist.is_initialized() and bool(parallel_state().model_parallel_is_initialized())
+
+
+def megatron_globals() -> dict[str, Any]:
+    """The module's state: private names whose value is data. Functions, classes and modules are not state."""
+    return {
+        name: value
+        for name, value in vars(parallel_state()).items()
+        if name.startswith("_") and not name.startswith("__") and not isinstance(value, _CODE)
+    }
+
+
+def groups_in(value: Any) -> list[Any]:
+    """Every process group inside a global: itself, or in a list, tuple or dict."""
+    if isinstance(value, dist.ProcessGroup):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [each for item in items for each in groups_in(item)]
+
+
+def megatron_groups() -> list[Any]:
+    """Every registered group that Megatron made or holds in its globals, in the order of creation, without WORLD."""
+    held, default = _held(), c10d._world.default_pg
+    made = [group for group in registered() if group is not default]
+    return [group for group in made if id(group) in held or maker(group).startswith("megatron.")]
+
+
+def current_groups() -> list[Any]:
+    """Those that Megatron's globals hold now, so that none is among them that was forgotten and not destroyed."""
+    held = _held()
+    return [group for group in megatron_groups() if id(group) in held]
+
+
+def _held() -> set[int]:
+    return {id(group) for group in groups_in(megatron_globals())}
+
+
+def maker(group: Any) -> str:
+    """The module that asked for the group; empty for a plain one."""
+    return str(group.kit_facts["maker"]) if isinstance(group, Handle) else ""
+
+
+def snapshot(*, include_world: bool = False) -> dict[str, Any]:
+    """The groups and globals as they are now; empty when Megatron is not initialised."""
+    if not initialised():
+        return {}
+    groups = [g for g in registered() if g is not c10d._world.default_pg] if include_world else megatron_groups()
+    index = {id(group): number for number, group in enumerate(groups)}
+    default = c10d._world.default_pg
+    return {
+        "groups": [describe(group) for group in groups],
+        "globals": {name: _encode(value, index) for name, value in megatron_globals().items()},
+        "world": describe(default) if include_world else None,
+        "group_count": c10d._world.group_count,
+        "init_arguments": {
+            k: v for k, v in (state.init_arguments or {}).items() if isinstance(v, int | float | str | list | None)
+        },
+    }
+
+
+def describe(group: Any) -> dict[str, Any]:
+    """One group: everything that is needed to make it again."""
+    world = c10d._world
+    ranks = world.pg_group_ranks[group]
+    backends = {str(device): _backend(group, device) for device in group._device_types}
+    bound = group.bound_device_id
+    return {
+        "name": world.pg_names[group],
+        "description": group.group_desc,
+        "ranks": sorted(ranks, key=ranks.__getitem__),
+        "backend": str(world.pg_map[group][0]),
+        "timeout_s": next(iter(backends.values()))["timeout_s"],
+        "options": {device: each["options"] for device, each in backends.items()},
+        "tag": world.pg_to_tag.get(group),
+        "bound_device": str(bound) if bound is not None else None,
+        "maker": maker(group) or WORLD,
+    }
+
+
+def _backend(group: Any, device: Any) -> dict[str, Any]:
+    options = routing.settings(group) or group._get_backend(torch.device(device)).options
+    plain: dict[str, Any] = {}
+    if hasattr(options, "config"):
+        plain["is_high_priority_stream"] = bool(options.is_high_priority_stream)
+        plain["config"] = _settings(options.config)
+    return {"timeout_s": options._timeout.total_seconds(), "options": plain}
+
+
+def _settings(config: Any) -> dict[str, int | str | None]:
+    """All that this torch shows of NCCL's configuration, which is more with every version."""
+    shown = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
+    return {name: value for name, value in shown.items() if not callable(value)}
+
+
+def make_options(plain: dict[str, dict[str, Any]], timeout_s: float) -> Any:
+    """NCCL options from their plain form; None where the backend takes none (gloo)."""
+    for options in plain.values():
+        if options:
+            made: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options["is_high_priority_stream"])
+            for key, value in options["config"].items():
+                if value is not None:
+                    setattr(made.config, key, value)
+            made._timeout = dt.timedelta(seconds=timeout_s)
+            return made
+    return None
+
+
+def _encode(value: Any, index: dict[int, int]) -> Any:
+    if id(value) in index:
+        return {"group": index[id(value)]}
+    if value is None or isinstance(value, int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_encode(item, index) for item in value]
+    if isinstance(value, dict):
+        return {"items": [[key, _encode(item, index)] for key, item in value.items()]}
+    return {"scratch": type(value).__name__}
+
+
+def decode(value: Any, groups: list[Any]) -> Any:
+    """A global's value from its plain form, with living groups in it and fresh scratch buffers."""
+    if isinstance(value, list):
+        return [decode(item, groups) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "group" in value:
+        return groups[value["group"]]
+    if "items" in value:
+        return {key: decode(item, groups) for key, item in value["items"]}
+    return getattr(parallel_state(), value["scratch"])()

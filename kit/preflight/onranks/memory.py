@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kit.measure.host import map_shared, populate, trim, unmap
-from kit.measure.memory import device_memory, host_memory
-from kit.measure.phase import current_device, timed
+from kit.measure.phase import current_device, device_memory, host_memory, timed
 from kit.preflight.onranks import device, finish, meet
 
 if TYPE_CHECKING:
@@ -161,7 +160,7 @@ def held() -> int:
     """Bytes of the GPU in use, as the driver reports it; without a GPU this process's anonymous memory."""
     finish()
     seen = device_memory(current_device())
-    return seen.driver_used if seen else host_memory().anon or 0
+    return seen.driver_used if seen else host_memory().get("anon_rss", 0)
 
 
 def driver_view() -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ import torch
 
 from kit.labs.split.ranks import compare, extremes, phases, updates
 from kit.labs.split.ranks.oracle import by_itself, oracle, true_counts
-from kit.train.fsdp.job import Schedule
+from kit.train.fsdp import Schedule
 from kit.train.losses import ClippedPolicyGradient
 from kit.train.options import Settings
 

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from kit.megatron import checkpoint, model, ownership, shards
-from kit.megatron.config import ModelConfig
-from kit.megatron.geometry import read_geometry
+from kit.megatron.config import ModelConfig, read_geometry
 from tests.megatron.ranks.common import attempt
 from tests.megatron.ranks.shards import _logits, unequal
 

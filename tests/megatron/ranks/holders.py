@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kit.megatron.groups.handle import Handle, c10d
-from kit.megatron.groups.snapshot import global_names, groups_in, parallel_state
+from kit.megatron.groups.handle import Handle, c10d, groups_in, megatron_globals, parallel_state
 
 _LEAVES = (torch.Tensor, str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device)
 
@@ -36,9 +35,9 @@ def holders(**roots: Any) -> list[Holder]:
     found: list[Holder] = []
     seen: set[int] = set()
     replaced = {
-        _identity(group): group for name in global_names() for group in groups_in(getattr(parallel_state(), name))
+        _identity(group): group for name in megatron_globals() for group in groups_in(getattr(parallel_state(), name))
     }
-    globals_ = {name: getattr(parallel_state(), name) for name in global_names()}
+    globals_ = {name: getattr(parallel_state(), name) for name in megatron_globals()}
     todo: list[tuple[str, Any]] = [("parallel_state", globals_), *roots.items()]
     while todo:
         path, value = todo.pop()

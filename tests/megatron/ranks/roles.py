@@ -8,7 +8,7 @@ from common import attempt, write
 
 from kit.megatron import groups, model
 from kit.megatron.config import ModelConfig
-from kit.megatron.roles import as_world
+from kit.megatron.serve import as_world
 
 dist.init_process_group("gloo")
 groups.install()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from kit.megatron import groups, model, ownership, serve, shards
 from kit.megatron.config import GEOMETRIES, ModelConfig
-from kit.megatron.roles import as_world
+from kit.megatron.serve import as_world
 from kit.megatron.tensors import memory
 from tests.megatron.ranks.common import attempt
 from tests.megatron.ranks.shards import unequal

@@ -18,7 +18,7 @@ from kit.megatron.split import MegatronSplit, MegatronSync, hooks, random_states
 from kit.train.batch import Batch, cut, rows
 from kit.train.losses import ClippedPolicyGradient
 from kit.train.options import Settings
-from kit.train.stream import Misuse
+from kit.train.protocol import Misuse
 
 ROWS, MBS, LENGTH = 8, 2, 16  # rows of a data rank
 LOSS = ClippedPolicyGradient(level="sequences", kl=0.05)

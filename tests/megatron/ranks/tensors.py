@@ -7,7 +7,7 @@ from common import attempt, census, write
 
 from kit.megatron import groups, model
 from kit.megatron.config import ModelConfig
-from kit.megatron.tensors import inventory, native
+from kit.megatron.tensors import inventory, offload_natively
 
 
 def aliases(job: model.Training) -> dict[str, bool]:
@@ -56,7 +56,7 @@ def case(*, distributed_optimizer: bool, dtype: str) -> dict[str, Any]:
         "cycles": cycles,
         "idle_restore": job.mover.restore()["tensors"],
         "unknown": attempt(lambda: job.mover.release(("everything",))),
-        "native": attempt(lambda: native.release(job.chunks, job.optimizer, job.device)),
+        "native": attempt(lambda: offload_natively(job.chunks, job.optimizer, job.device)),
         "fds": census()["fds"] - fds,
     }
     job.step(1)

@@ -11,7 +11,7 @@ from holders import holders as holders_of
 from kit.megatron import groups, model, ownership
 from kit.megatron.config import ModelConfig, model_bytes
 from kit.megatron.groups import exact
-from kit.megatron.groups.snapshot import global_names, megatron_groups, parallel_state
+from kit.megatron.groups.handle import megatron_globals, megatron_groups, parallel_state
 
 BEFORE, AFTER = 2, 2
 
@@ -56,7 +56,9 @@ def interrupted(config: ModelConfig, *, mode: str, include_world: bool) -> dict[
     collect()
     result["released"] = census()
     result["globals_left"] = {
-        n: repr(getattr(parallel_state(), n)) for n in global_names() if getattr(parallel_state(), n) not in (None, {})
+        n: repr(getattr(parallel_state(), n))
+        for n in megatron_globals()
+        if getattr(parallel_state(), n) not in (None, {})
     }
     result["stale"] = {group.group_desc: attempt(lambda g=group: exercise(g)) for group in stale}
     result["stale_attribute"] = attempt(lambda: stale[0].size() + 0)

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from kit.labs.offload.ranks.releaser import KitReleaser, State
 from kit.megatron import groups
 from kit.megatron.groups.exact import DestroyFailed
-from kit.megatron.groups.handle import Handle, c10d
-from kit.megatron.groups.snapshot import groups_in, megatron_groups, parallel_state
+from kit.megatron.groups.handle import Handle, c10d, groups_in, megatron_groups, parallel_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -21,10 +21,9 @@ from kit.labs.offload.ranks.job import JobContext, arithmetic, context_for
 from kit.labs.offload.ranks.releaser import around, make_releaser, told
 from kit.labs.offload.ranks.watch import Watch, any_rank, departs, differing
 from kit.labs.rankside import digest
-from kit.measure.observers import names
-from kit.measure.observers.births import Births
+from kit.measure.observers.births import Births, Names, replaced_names, take_names
 from kit.measure.observers.tensors import KINDS, Resident, State, children, live_bytes
-from kit.measure.steps import log_steps
+from kit.measure.phase import log_steps
 from kit.megatron import groups, observe, ownership, standin, tensors
 from kit.target import load
 
@@ -53,7 +52,7 @@ class Offload:
         self.log: Log = []
         self.state: Any = None
         self.watch = Watch(Births())
-        self.names: names.Names = {}
+        self.names: Names = {}
         self.broken = False  # handles went stale on some rank: training on would use dead groups
         self.found: dict[str, Any] = {}
         self.scope = contextlib.ExitStack()
@@ -105,7 +104,7 @@ class Offload:
         tensors.trim()
         dist.barrier()
         self._communicators()
-        self.names = names.take(*PATCHABLE)
+        self.names = take_names(*PATCHABLE)
 
     def build(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self._enter()
@@ -220,7 +219,7 @@ class Offload:
 
     def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self._leave()
-        gone = names.replaced(self.names)
+        gone = replaced_names(self.names)
         self.ctx.record("names_replaced", len(gone), text=shown(gone))
         if self.bystander is not None:
             self.bystander.close()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from kit.labs.rankside import digest
-from kit.measure.observers import births, names
+from kit.measure.observers import births
 from kit.measure.observers.births import Births
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Smoke:
         self.code = ctx.implementation(ctx.config.implementation)
         self.groups: list[Any] = []
         self.forgotten: list[Any] = []
-        self.names = names.take(PATCHABLE)
+        self.names = births.take_names(PATCHABLE)
         self.before = len(self.births.alive())
 
     def baseline(self, cycle: int) -> None:
@@ -88,7 +88,7 @@ class Smoke:
         """What garbage still held goes; what is open after this phase is left over."""
         gc.collect()
         self.ctx.record("groups_alive", len(self.births.alive()) - self.before)
-        gone = names.replaced(self.names)
+        gone = births.replaced_names(self.names)
         self.ctx.record("names_replaced", len(gone), text=", ".join(gone[:5]))
 
     def end(self, cycle: int) -> None:  # noqa: ARG002 - as above

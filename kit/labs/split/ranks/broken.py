@@ -12,7 +12,7 @@ import torch.distributed as dist
 from kit.errors import BadInput
 from kit.labs.split.config import KIT_SPLIT
 from kit.megatron import gradients, split
-from kit.train import fsdp, metrics, protocol
+from kit.train import fsdp, protocol
 from kit.train.batch import Batch, cut, rows
 from kit.train.losses import ClippedPolicyGradient
 
@@ -210,8 +210,8 @@ class BrokenMegatron(split.MegatronSplit):
         table = super()._step_metrics(group, sequences, tokens)
         if self.fault == "metrics-on-rank-0-alone" and dist.get_rank(group) and tokens:
             names = self.loss.normalizers()
-            own = metrics.of_microbatches(self.seen, names)
-            table = metrics.normalised(own, names, tokens=tokens, sequences=sequences)
+            own = protocol.of_microbatches(self.seen, names)
+            table = protocol.normalised(own, names, tokens=tokens, sequences=sequences)
         if self.fault == "loses-a-metric":
             del table["num_unmasked_tokens"]
         return table

@@ -17,11 +17,10 @@ from kit.labs.split.ranks.broken import NUMBERS, broken_job, broken_loss, make_s
 from kit.labs.split.ranks.compare import Tensors
 from kit.labs.split.ranks.losses import LossContext, make_loss
 from kit.labs.split.ranks.oracle import by_itself, oracle, true_counts
-from kit.measure.phase import now
-from kit.measure.steps import log_steps
+from kit.measure.phase import log_steps, now
 from kit.megatron import groups
 from kit.megatron import split as megatron_split
-from kit.megatron.balance import clear_aux
+from kit.megatron.gradients import clear_aux
 from kit.train.batch import cuts
 from kit.train.plain import from_weights, logprobs
 from kit.train.protocol import SplitContext

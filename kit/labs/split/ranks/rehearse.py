@@ -20,7 +20,7 @@ from kit.labs.split.ranks.oracle import true_counts
 from kit.measure.observers.births import Births
 from kit.megatron import observe, split
 from kit.train.batch import valid
-from kit.train.stream import Misuse
+from kit.train.protocol import Misuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,7 +17,7 @@ from kit.labs.stream.ranks.replica import Happened, Replica, name_of
 from kit.labs.stream.ranks.rows import Key
 from kit.labs.stream.ranks.trainer import Trainer
 from kit.megatron.generate import Engine, PrefixCache, Span, distribution, pick
-from kit.train.draws import uniform
+from kit.train.arithmetic import uniform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -34,8 +34,8 @@ from kit.labs.stream.ranks.side import (
     rows_of,
     syncs_of,
 )
-from kit.measure.steps import log_steps
-from kit.megatron import model, score, shards, tensors
+from kit.measure.phase import log_steps
+from kit.megatron import model, shards, split, tensors
 from kit.megatron.groups import destroy, snapshot
 from kit.stream.drift import drifted
 from kit.sync import hashes
@@ -217,7 +217,7 @@ class Trainer:
         batch = self.batch_of(groups)
         tokens = int(valid(batch).sum())
         if tokens:
-            self.step.microbatch(score.share(batch))
+            self.step.microbatch(split.share(batch))
         if self.first:
             self.observe(self.inbox.take(self.keys(groups)), batch)
         rest(began, self.config.train_pace_ms * len(groups) * self.config.group)
@@ -271,7 +271,7 @@ class Trainer:
     def logprobs(self, step: int, groups: Sequence[int], which: str) -> None:  # noqa: ARG002 - as above
         """Recompute the previous policy's (`previous`) or the reference's log-probabilities of these groups, by the current weights."""
         batch = self.batch_of(groups)
-        found = score.logprobs(self.job, batch, self.config.micro_batch)
+        found = split.logprobs(self.job, batch, self.config.micro_batch)
         kept = self.previous if which == "previous" else self.reference
         kept.update(zip(self.keys(groups), found, strict=True))
 

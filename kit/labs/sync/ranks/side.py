@@ -15,7 +15,7 @@ from kit.labs.bystander import Bystander
 from kit.machine import host
 from kit.measure.observers.holdings import shared_memory
 from kit.megatron import groups, ownership, standin
-from kit.megatron.roles import as_world
+from kit.megatron.serve import as_world
 from kit.megatron.shards import destinations
 from kit.sync.link import address_of
 from kit.sync.sender import SyncFailed

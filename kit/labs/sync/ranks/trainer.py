@@ -15,7 +15,7 @@ from kit.labs.sync.ranks import broken
 from kit.labs.sync.ranks.side import Side, failed, fill, lock_is_free, name_of
 from kit.labs.sync.ranks.watch import Watch, sha256
 from kit.measure.observers.holdings import MEMFD, SHM, shared_memory
-from kit.measure.steps import log_steps
+from kit.measure.phase import log_steps
 from kit.megatron import model, serve, shards
 from kit.sync.cache import BASE, LARGEST, Cache, Ring
 from kit.sync.layout import ALIGN, automatic, lay_out, specs_of

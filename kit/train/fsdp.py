@@ -1,8 +1,15 @@
-"""A plain model under `fully_shard`, its AdamW and its schedule: what a training step works on, and what is looked at in it.
+"""Training steps on FSDP2 (`fully_shard`, DTensor parameters): the job, the plain step, and the step that is cut into a stream.
 
-Over gloo on the host and NCCL on GPUs; one group of ranks, all of them data ranks. Gradients are sums over the ranks, never means.
-bfloat16 computes on copies: the parameters that are kept and updated are float32, and so are the reductions. Limits: every rank
-holds the full weights while the job is built.
+The job is a plain model, its AdamW and its schedule; one group of ranks, all of them data ranks, over gloo on the host and NCCL on GPUs.
+Gradients are sums over the ranks, never means. bfloat16 computes on copies: the parameters that are kept and updated are float32, and so
+are the reductions. Limits: every rank holds the full weights while the job is built.
+
+Sync learns the true counts first and divides each loss by them. Split runs raw sums, and divides the gradients once they are reduced. Both
+reduce once, in the backward pass of the step's last microbatch: the split step holds one microbatch back, since only finish() tells which
+was the last. Ranks may have different numbers of microbatches, or no rows: dummies fill up, and nobody counts them.
+
+Where the gradients are not finite nothing is updated and the schedule stays, as Megatron's trainer has it; the version ticks all the same.
+Between the update and the result nothing is left that can fail.
 """
 
 from __future__ import annotations
@@ -13,13 +20,16 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from kit.errors import BadInput
+from kit.errors import BadInput, KitError
 from kit.measure.observers.tensors import digest
-from kit.train.plain import PlainModel, from_weights
+from kit.train.batch import Batch, counts, microbatches, pack
+from kit.train.plain import PlainModel, from_weights, logprobs, next_logprobs
+from kit.train.protocol import Misuse, SplitStep, plain_metrics, step_result
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -29,6 +39,7 @@ if TYPE_CHECKING:
     from kit.megatron.config import Geometry
     from kit.train.batch import Batching
     from kit.train.options import Settings
+    from kit.train.protocol import Loss, StepResult
 
 
 class Schedule:
@@ -102,17 +113,13 @@ def build(
     token_budget: int = 0,
 ) -> FsdpJob:
     """The job over all ranks; every rank calls it with the same full weights. `token_budget` is for "dynamic" and "packed"."""
-    import torch.distributed as dist
-
     if batching != "fixed" and token_budget < 1:
         raise BadInput(
             f"token_budget={token_budget} is not allowed with batching={batching!r}: give the most tokens of a microbatch"
         )
     kept = torch.float32 if dtype == torch.bfloat16 else dtype
     model = from_weights(geometry, weights, dtype=kept, device=device)
-    policy = MixedPrecisionPolicy()
-    if kept != dtype:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=kept)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=kept) if kept != dtype else MixedPrecisionPolicy()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*model.model.layers, model):
         sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -121,12 +128,8 @@ def build(
         sharded.set_gradient_divide_factor(1.0)
     matrices = [param for param in model.parameters() if param.dim() > 1]
     vectors = [param for param in model.parameters() if param.dim() <= 1]
-    optimizer = ClippedAdamW(
-        [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-    )
+    decayed = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = ClippedAdamW(decayed, lr=settings.lr, betas=settings.betas, eps=settings.eps)
     return FsdpJob(
         model=model,
         optimizer=optimizer,
@@ -146,8 +149,9 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         return [param.grad.to_local() for param in params if isinstance(param.grad, DTensor)]
 
 
-def sharded_modules(model: torch.nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
+def sharded(model: torch.nn.Module) -> list[Any]:
+    """FSDP's own record of each sharded module."""
+    return [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def forget_gradients(job: FsdpJob) -> None:
@@ -157,7 +161,7 @@ def forget_gradients(job: FsdpJob) -> None:
     """
     job.optimizer.zero_grad(set_to_none=True)
     model: Any = job.model
-    states = [module._get_fsdp_state() for module in sharded_modules(model)]
+    states = sharded(model)
     root = model._get_fsdp_state()
     if root._is_root is None:
         return  # no pass has run yet
@@ -218,8 +222,8 @@ def full_gradients(job: FsdpJob) -> dict[str, torch.Tensor]:
 def nonzero_gradients(job: FsdpJob) -> int:
     """Elements of this rank's gradients that are not zero, reduced or still waiting to be."""
     found = [_local(param.grad) for param in job.model.parameters() if param.grad is not None]
-    for module in sharded_modules(job.model):
-        for group in param_groups(module._get_fsdp_state()):
+    for state in sharded(job.model):
+        for group in param_groups(state):
             for param in group.fsdp_params:
                 waiting = (
                     param.unsharded_accumulated_grad,
@@ -227,11 +231,6 @@ def nonzero_gradients(job: FsdpJob) -> int:
                 )
                 found += [_local(each) for each in waiting if each is not None]
     return sum(int(torch.count_nonzero(each)) for each in found)
-
-
-def reduction_groups(job: FsdpJob) -> int:
-    """How many reduce-scatters make one reduction of all gradients."""
-    return len(list(sharded_modules(job.model)))
 
 
 class Reductions:
@@ -246,11 +245,11 @@ class Reductions:
 
 @contextlib.contextmanager
 def counted(job: FsdpJob) -> Iterator[Reductions]:
-    """Counts while it is open. FSDP tells a parameter's hooks of every reduction that reaches it, and of nothing else."""
+    """Count reductions while this is open. FSDP calls a parameter's hooks for each reduction that reaches it, and for nothing else."""
     seen = Reductions()
     hooks = []
-    for module in sharded_modules(job.model):
-        first = param_groups(module._get_fsdp_state())[0].fsdp_params[0].sharded_param
+    for state in sharded(job.model):
+        first = param_groups(state)[0].fsdp_params[0].sharded_param
         name = next(name for name, param in job.model.named_parameters() if param is first)
         seen.counts[name] = 0
 
@@ -267,8 +266,7 @@ def counted(job: FsdpJob) -> Iterator[Reductions]:
 
 def hooks(job: FsdpJob) -> tuple[bool, ...]:
     """Whether a backward pass reduces gradients, of each sharded module: what steps switch, and put back."""
-    states = [module._get_fsdp_state() for module in sharded_modules(job.model)]
-    return tuple(bool(group.reduce_grads) for state in states for group in param_groups(state))
+    return tuple(bool(group.reduce_grads) for state in sharded(job.model) for group in param_groups(state))
 
 
 def state(job: FsdpJob) -> dict[str, str]:
@@ -291,3 +289,154 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 def _local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+DUMMY: Batch = {}  # a microbatch of a rank that has fewer than others
+
+
+class Steps:
+    """What both steps do with a job."""
+
+    def __init__(self, job: FsdpJob) -> None:
+        self.job = job
+
+    def cut(self, data: Batch, mbs: int) -> list[Batch]:
+        """This rank's rows as microbatches, filled up with dummies to the number that the fullest rank has. Collective."""
+        pieces: list[Batch] = []
+        refused: KitError | None = None
+        try:
+            pieces = microbatches(data, self.job.batching, mbs=mbs, token_budget=self.job.token_budget)
+        except KitError as error:
+            refused = error
+        most, any_refused = self._over_ranks([len(pieces), refused is not None], dist.ReduceOp.MAX)
+        if refused:
+            raise refused
+        if any_refused:
+            raise Misuse("microbatch: another rank refused its rows, so no rank ran its rows")
+        return self.fill(pieces, int(most))
+
+    def fill(self, pieces: list[Batch], most: int) -> list[Batch]:
+        return pieces + [DUMMY] * (most - len(pieces))
+
+    def forward_backward(
+        self, piece: Batch, loss: Loss, *, tokens: float, sequences: float, sync: bool
+    ) -> list[dict[str, torch.Tensor]]:
+        """One microbatch; its metrics, or none of a dummy. With `sync` the gradients of all so far are reduced."""
+        model, device = self.job.model, self.job.device
+        self.reduce_next(on=sync)
+        if not piece:
+            nothing = logprobs(model, torch.zeros(1, 2, dtype=torch.long, device=device))
+            (nothing * 0.0).sum().backward()  # type: ignore[no-untyped-call]
+            return []
+        here = {name: value.to(device) for name, value in piece.items()}
+        if self.job.batching == "packed":
+            packed = pack(here)
+            found = packed.unpack(next_logprobs(model, packed.input_ids, packed.positions, packed.segments))
+        else:
+            found = logprobs(model, here["input_ids"])
+        value, seen = loss(found, here, tokens=tokens, sequences=sequences)
+        value.backward()  # type: ignore[no-untyped-call]
+        return [seen]
+
+    def reduce_next(self, *, on: bool) -> None:
+        """Whether the next backward pass reduces gradients."""
+        self.job.model.set_requires_gradient_sync(on)  # type: ignore[operator]
+
+    def update(self, table: dict[str, float], sequences: float, tokens: float, gbs: int) -> StepResult:
+        """Weights and schedule move, or neither where loss or gradients are not finite. Rates are those that were used."""
+        optimizer, limit = self.job.optimizer, self.job.settings.clip
+        lr, wd = (float(optimizer.param_groups[0][name]) for name in ("lr", "weight_decay"))
+        own = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in local_gradients(optimizer)]
+        norm = math.sqrt(self._over_ranks([float(torch.stack(own).square().sum())], dist.ReduceOp.SUM)[0])
+        updated = math.isfinite(norm) and math.isfinite(table["loss"])
+        optimizer.scale = limit / (norm + 1e-6) if limit > 0 else 1.0
+        if updated:
+            optimizer.step()
+            self.job.scheduler.step(gbs)
+        else:
+            optimizer.zero_grad()
+        return step_result(table, norm=norm, rates=(lr, wd), counts=(sequences, tokens), updated=updated)
+
+    def _over_ranks(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        own = torch.tensor(values, dtype=torch.float64, device=self.job.device)
+        dist.all_reduce(own, op=op, group=self.job.group)
+        done: list[float] = own.tolist()
+        return done
+
+
+class FsdpSync(Steps):
+    """The plain step: everything is known before it begins."""
+
+    version = 0
+
+    def run(self, loss: Loss, data: Batch, gbs: int, mbs: int) -> StepResult:
+        """One step on this rank's rows. If it raises, weights, optimizer and schedule are as before."""
+        try:
+            forget_gradients(self.job)
+            sequences, tokens = self._over_ranks(counts(data).tolist(), dist.ReduceOp.SUM)
+            by = {"tokens": max(tokens, 1.0), "sequences": max(sequences, 1.0)}
+            pieces = self.cut(data, mbs) or [DUMMY]
+            seen = []
+            for index, piece in enumerate(pieces):
+                seen += self.forward_backward(piece, loss, **by, sync=index == len(pieces) - 1)
+            done = plain_metrics(seen, loss, self.job.group, self.job.device)
+            result = self.update(done, sequences, tokens, gbs)
+        except BaseException:
+            forget_gradients(self.job)
+            raise
+        finally:
+            self.reduce_next(on=True)
+        self.version += 1
+        return {**result, "version": self.version}
+
+
+class FsdpSplit(Steps, SplitStep):
+    """begin, microbatch as often as one likes, finish or abort. Every rank makes the same calls; rows may be uneven, or none."""
+
+    def __init__(self, job: FsdpJob) -> None:
+        Steps.__init__(self, job)
+        SplitStep.__init__(self, job.device)
+        self.held: list[Batch] = []
+        self.randomness: list[torch.Tensor] = []
+
+    def drop(self) -> None:
+        """Nothing of the step remains: no gradients, no microbatch held back."""
+        self.held = []
+        forget_gradients(self.job)
+
+    def _open(self) -> None:
+        self.randomness = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            self.randomness.append(torch.cuda.get_rng_state(self.device))
+        self.drop()
+
+    def _pieces(self, data: Batch) -> list[Batch]:
+        return self.cut(data, self.mbs)
+
+    def _run(self, pieces: list[Batch]) -> list[dict[str, torch.Tensor]]:
+        seen = []
+        ready, self.held = self.held + pieces, []
+        if ready:
+            # A copy: the caller may reuse what it passed.
+            self.held = [{name: value.clone() for name, value in ready.pop().items()}]
+        for piece in ready:
+            seen += self.forward_backward(piece, self.loss, tokens=1.0, sequences=1.0, sync=False)
+        return seen
+
+    def _close(self) -> StepResult:
+        last = self.held.pop() if self.held else DUMMY  # and with it the step's one reduction
+        self.seen += self.forward_backward(last, self.loss, tokens=1.0, sequences=1.0, sync=True)
+        sequences, tokens, normalizer = self._true_counts(self.job.group)
+        done = self._step_metrics(self.job.group, sequences, tokens)
+        torch._foreach_div_(local_gradients(self.job.optimizer), normalizer)
+        return self.update(done, sequences, tokens, self.gbs)
+
+    def _restore(self) -> None:
+        self.reduce_next(on=True)
+
+    def _give_up(self) -> None:
+        self._restore()
+        self.drop()
+        torch.set_rng_state(self.randomness[0])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(self.randomness[1], self.device)
