@@ -13,22 +13,107 @@ Limits: with `keep` the place of an old version is overwritten. Receivers must b
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
+import os
 import threading
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Self
+
+import torch
 
 from kit.errors import BadInput, KitError
 from kit.machine import free_memory
-from kit.measure.host import Move, transfer
-from kit.sync.buckets import Bound
-from kit.sync.layout import Layout
-from kit.sync.memory import Segment
+from kit.measure.host import Move, huge_pages, map_shared, populate, transfer, unmap
+from kit.sync.buckets import Bound, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
-    from kit.sync.layout import Key
+    from kit.sync.buckets import Key
+
+
+class Segment:
+    """`size` bytes; `tensor` are they, as uint8. With `close` the descriptor goes, and the mapping with the last view of it."""
+
+    def __init__(self, size: int, *, name: str = "kit-segment") -> None:
+        if size < 1:
+            raise BadInput(f"a segment of {size} bytes is too small: use at least 1")
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._map(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, fd: int) -> Self:
+        """Map a segment that another process made. The descriptor is this segment's from here on; where it is refused, the caller's."""
+        segment = cls.__new__(cls)
+        segment._map(fd, os.fstat(fd).st_size)
+        return segment
+
+    def _map(self, fd: int, size: int) -> None:
+        if size < 1:
+            raise BadInput(f"descriptor {fd} has no bytes to map")
+        address = map_shared(fd, size)
+        huge_pages(address, size)
+        array = (ctypes.c_ubyte * size).from_address(address)
+        # Every view of the tensor holds the array. At exit the system takes the mapping: a tensor may outlive this module.
+        weakref.finalize(array, unmap, address, size).atexit = False
+        self.fd = fd
+        self.size = size
+        self._address = address
+        self._tensor: torch.Tensor | None = torch.frombuffer(array, dtype=torch.uint8)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        if self._tensor is None:
+            raise BadInput("the segment is closed")
+        return self._tensor
+
+    def populate(self) -> None:
+        """Have every page supplied now, not when it is first written. What is in them stays."""
+        if self._tensor is not None:
+            populate(self._address, self.size)
+
+    def close(self) -> None:
+        """Give up descriptor and tensor. A second time does nothing."""
+        if self._tensor is not None:
+            os.close(self.fd)
+            self.fd, self._tensor = -1, None
+
+
+class Kept:
+    """Mappings that stay, the last used ones: as many as a sender's cache has places. Its owner closes it. Only for a sender that
+    keeps its memory, too: pages that it gave up would stay with whoever maps them."""
+
+    def __init__(self, most: int = 2) -> None:
+        self.most = most
+        self._segments: dict[int, Segment] = {}  # by inode, which is nobody else's while it is mapped here
+
+    def attach(self, fd: int) -> Segment:
+        """The segment behind a descriptor, which is taken over."""
+        inode = os.fstat(fd).st_ino
+        segment = self._segments.pop(inode, None)
+        if segment is None:
+            segment = Segment.attach(fd)
+        else:
+            os.close(fd)
+        self._segments[inode] = segment
+        while len(self._segments) > self.most:
+            self._segments.pop(next(iter(self._segments))).close()
+        return segment
+
+    def close(self) -> None:
+        for segment in self._segments.values():
+            segment.close()
+        self._segments = {}
+
 
 BASE = -1
 SHARE = 0.8  # of the free memory, for both copies

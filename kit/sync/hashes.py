@@ -28,8 +28,7 @@ except ModuleNotFoundError:
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kit.sync.buckets import View
-    from kit.sync.layout import Layout
+    from kit.sync.buckets import Layout, View
 
 
 NONE = "none"

@@ -19,20 +19,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from kit.errors import KitError
-from kit.sync.buckets import Mismatch, views
+from kit.sync.buckets import Layout, Mismatch, views
 from kit.sync.cache import BASE, starts
 from kit.sync.hashes import Digests
-from kit.sync.layout import Layout
 from kit.sync.link import BRIEF_S, FAILED, Link, PeerFailed, PeerGone, call
-from kit.sync.log import Log
-from kit.sync.sending import KEEP, LAYOUT
+from kit.sync.sending import KEEP, LAYOUT, Log
 from kit.sync.transports import make
 from kit.sync.transports.base import TransportContext, received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kit.sync.memory import Kept
+    from kit.sync.cache import Kept
     from kit.sync.transports.base import Transport
     from kit.sync.weights import Applier, Weights
 

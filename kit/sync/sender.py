@@ -32,8 +32,7 @@ from kit.sync.buckets import live
 from kit.sync.cache import BASE
 from kit.sync.hashes import AUTO, Digests, algorithms
 from kit.sync.link import PeerFailed
-from kit.sync.log import Log
-from kit.sync.sending import BUILDS, Sending, named
+from kit.sync.sending import BUILDS, Log, Sending, named
 from kit.sync.transports import make
 
 if TYPE_CHECKING:

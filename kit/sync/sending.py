@@ -20,12 +20,35 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kit.sync.layout import Key
+    from kit.sync.buckets import Key
     from kit.sync.link import Link
     from kit.sync.sender import Report, Sender, Target
     from kit.sync.transports.base import Transport
 
     Gathered = Mapping[Key, torch.Tensor] | Bound
+
+
+class Log:
+    """`seconds` by stage; `events` in order, by the system clock, which all ranks of a machine share."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.events: list[tuple[str, float]] = []
+
+    def add(self, stage: str, seconds: float) -> None:
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - started)
+
+    def event(self, name: str) -> None:
+        self.events.append((name, time.time()))
+
 
 LAYOUT = "layout_id"  # of the buckets that a receiver has seen last
 KEEP = "keep"  # in a failure message: whether the receiver keeps the version nevertheless

@@ -15,7 +15,7 @@ from kit.sync.buckets import Bound, Mismatch, views
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kit.sync.layout import Key, Layout, Spec
+    from kit.sync.buckets import Key, Layout, Spec
 
     Destination = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 

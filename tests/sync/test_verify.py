@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from kit.errors import BadInput
-from kit.sync.buckets import Bound, Mismatch, live, views
+from kit.sync.buckets import Bound, Layout, Mismatch, live, views
 from kit.sync.hashes import Difference, Digests
-from kit.sync.layout import Layout
 from tests.sync.ranks.service import KINDS, LAYOUT, Tensors, tensors
 
 

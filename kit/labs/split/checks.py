@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kit.labs.growth import at_most
-from kit.labs.split import parity, truths
+from kit.labs.split import parity
 from kit.labs.split.config import KIT_MODEL, cases_of
-from kit.labs.split.truths import promised
+from kit.labs.split.parity import promised
 from kit.results import Check, Measured, NotMeasured, incomplete, select, with_ids
 from kit.results.units import counted
 
@@ -339,11 +339,11 @@ CHECKS = (
             right="no update; weights, optimizer and schedule are unchanged bit for bit; the next step equals one without it",
         ),
     ),
-    at_most("replicas_counted_once", "Do all ranks together count each row once?", "replicas_off", truths.replicas),
+    at_most("replicas_counted_once", "Do all ranks together count each row once?", "replicas_off", parity.replicas),
     ratio(
         "oracle",
         "Does the plain step match a float64 computation?",
-        truths.oracle,
+        parity.oracle,
         "oracle_rel",
         exact=1e-5,
         coarse=0.05,
@@ -353,7 +353,7 @@ CHECKS = (
         "experts_balance",
         "Does the load-balancing loss match a float64 computation?",
         "balance_rel",
-        truths.balance,
+        parity.balance,
         limit=fine(1e-5, 0.05),
         unit="ratio",
         when=balanced,
@@ -361,7 +361,7 @@ CHECKS = (
     ratio(
         "update",
         "Do clipping, AdamW and schedule match a float64 computation?",
-        truths.update,
+        parity.update,
         "update_rel",
         exact=1e-5,
         coarse=0.1,
@@ -369,7 +369,7 @@ CHECKS = (
     ratio(
         "extreme_gaps",
         "Is the loss correct if the log-probabilities of trainer and engine are far apart?",
-        truths.gaps,
+        parity.gaps,
         "gap_rel",
         exact=1e-5,
         coarse=1e-5,
@@ -387,7 +387,7 @@ CHECKS = (
     ratio(
         "backends_agree",
         "Do Megatron and FSDP2 give the same gradients?",
-        truths.backends,
+        parity.backends,
         "backends_rel",
         exact=1e-5,
         cannot=one_backend,

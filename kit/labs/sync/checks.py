@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.labs.growth import at_most, growth, on_cuda, one_cycle, others_untouched
 from kit.labs.sync.config import SyncConfig, roles
-from kit.labs.sync.counts import attempts, ended, out_of_order
+from kit.labs.sync.tables import attempts, ended, out_of_order
 from kit.results import Measured, Missing, NotMeasured, incomplete, select
 from kit.results.units import counted
 

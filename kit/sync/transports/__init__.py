@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from kit.sync.transports.base import Transport, TransportContext
 
 NAMES = {
-    "shm": "kit.sync.transports.shm:Shm",
+    "shm": "kit.sync.transports.direct:Shm",
     "broadcast": "kit.sync.transports.groups:Broadcast",
     "rendezvous": "kit.sync.transports.groups:Rendezvous",
-    "serialize": "kit.sync.transports.serialize:Serialize",
-    "ipc": "kit.sync.transports.ipc:Ipc",
+    "serialize": "kit.sync.transports.direct:Serialize",
+    "ipc": "kit.sync.transports.direct:Ipc",
     "per-tensor": "kit.sync.transports.groups:PerTensor",
 }
 CALLS = ("send", "flush", "receive", "done", "close")

@@ -21,8 +21,8 @@ from kit.sync.link import FAILED, PeerFailed, PeerGone, PeerSilent, ready
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kit.sync.cache import Kept, Segment
     from kit.sync.link import Link
-    from kit.sync.memory import Kept, Segment
 
 DEPTH = 3
 GRACE_S = 0.3  # within this time the link shows that a peer has died

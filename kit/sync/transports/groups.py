@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from kit.errors import BadInput, KitError
 from kit.nccl import unbound
-from kit.sync.layout import ALIGN
+from kit.sync.buckets import ALIGN
 from kit.sync.link import PeerSilent
 from kit.sync.transports.base import DEPTH, Transport, TransportContext
 

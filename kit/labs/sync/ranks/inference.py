@@ -22,7 +22,7 @@ from kit.sync.hashes import digest
 from kit.sync.link import call
 from kit.sync.receiver import SENDER, Receiver
 from kit.sync.serving import Serving
-from kit.sync.transports.serialize import memory
+from kit.sync.transports.direct import memory
 from kit.sync.weights import Cut
 
 if TYPE_CHECKING:

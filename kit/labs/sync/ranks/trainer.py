@@ -17,11 +17,11 @@ from kit.labs.sync.ranks.watch import Watch, sha256
 from kit.measure.observers.holdings import MEMFD, SHM, shared_memory
 from kit.measure.steps import log_steps
 from kit.megatron import model, serve, shards
+from kit.sync.buckets import ALIGN, automatic, lay_out, specs_of
 from kit.sync.cache import BASE, LARGEST, Cache, Ring
-from kit.sync.layout import ALIGN, automatic, lay_out, specs_of
 from kit.sync.link import Listener
 from kit.sync.sender import Target
-from kit.sync.transports.serialize import memory
+from kit.sync.transports.direct import memory
 from kit.train.options import DEFAULTS
 from kit.train.plain import PlainModel
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kit.labs.rankside import Context
     from kit.measure.observers.holdings import Place
     from kit.megatron.config import ModelConfig
-    from kit.sync.layout import Key, Layout
+    from kit.sync.buckets import Key, Layout
     from kit.sync.sender import Report, Sender
 
 MOVES = dataclasses.replace(
