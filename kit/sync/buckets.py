@@ -10,7 +10,7 @@ version counters do not see plain copies.
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
@@ -190,11 +190,9 @@ def automatic(specs: Sequence[Spec], *, oversize: Literal["refuse", "split"] = "
 
 
 def _refuse_twice(specs: Iterable[Spec]) -> None:
-    seen: set[Key] = set()
-    for spec in specs:
-        if spec.key in seen:
-            raise BadInput(f"{spec} appears twice")
-        seen.add(spec.key)
+    for key, times in Counter(spec.key for spec in specs).items():
+        if times > 1:
+            raise BadInput(f"{key[0]} (shard {key[1]}) appears twice")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -221,13 +219,14 @@ class View(NamedTuple):
 
 
 class Mismatch(KitError):  # noqa: N818 - it is what was found
-    """The tensors do not fit the contents of the bucket, and nothing was copied. `missing` and `failed` are keys."""
+    """The tensors do not fit the contents of the bucket (None: of all buckets), and nothing was copied. `missing` and `failed` are keys."""
 
-    def __init__(self, message: str, *, bucket: int, missing: tuple[Key, ...], failed: tuple[Key, ...]) -> None:
+    def __init__(self, message: str, *, bucket: int | None, missing: tuple[Key, ...], failed: tuple[Key, ...]) -> None:
         super().__init__(message)
         self.bucket = bucket
         self.missing = missing
         self.failed = failed
+        self.tensors = tuple(name for name, _ in (*failed, *missing))
 
 
 def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[View]:
@@ -244,9 +243,8 @@ def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[View]:
 def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> list[View]:
     """The same for live tensors: what `views` would return for a bucket with them. Contiguous tensors are not copied."""
     found = []
-    missing = [layout.specs[piece.spec].key for piece in layout.buckets[index]]
-    missing = [key for key in missing if key not in tensors]
-    if missing:
+    keys = [layout.specs[piece.spec].key for piece in layout.buckets[index]]
+    if missing := [key for key in keys if key not in tensors]:
         raise _mismatch(index, tensors, [(key, "is missing") for key in missing])
     for number, start, size, _ in layout.buckets[index]:
         spec = layout.specs[number]
@@ -273,7 +271,9 @@ class Bound:
         _into_bucket(self._plan(index, out, target=False), out, fresh=fresh, hot=hot)
 
     def apply(self, index: int, buffer: torch.Tensor) -> None:
-        _out_of_bucket(self._plan(index, buffer, target=True), buffer)
+        plan, base = self._plan(index, buffer, target=True), buffer.data_ptr()
+        _copy_all(plan.addresses, [base + offset for offset in plan.offsets], plan.sizes)
+        _copy_by_torch(plan, buffer, target=True)
 
     def _plan(self, index: int, buffer: torch.Tensor, *, target: bool) -> _Plan:
         _check_buffer(self.layout, index, buffer)
@@ -357,15 +357,7 @@ def _into_bucket(plan: _Plan, out: torch.Tensor, *, fresh: bool, hot: bool) -> N
             _copy_all([place + at for at in cuts], [address + at for at in cuts], [min(HOT, size - at) for at in cuts])
     else:
         _copy_all(places, plan.addresses, plan.sizes)
-    if plan.by_torch:
-        _copy_by_torch(plan, out, target=False)
-
-
-def _out_of_bucket(plan: _Plan, buffer: torch.Tensor) -> None:
-    base = buffer.data_ptr()
-    _copy_all(plan.addresses, [base + offset for offset in plan.offsets], plan.sizes)
-    if plan.by_torch:
-        _copy_by_torch(plan, buffer, target=True)
+    _copy_by_torch(plan, out, target=False)
 
 
 def _copy_all(targets: list[int], sources: list[int], sizes: list[int]) -> None:
@@ -373,17 +365,16 @@ def _copy_all(targets: list[int], sources: list[int], sizes: list[int]) -> None:
 
 
 def _copy_by_torch(plan: _Plan, buffer: torch.Tensor, *, target: bool) -> None:
+    if not plan.by_torch:
+        return
     found = views(plan.layout, plan.bucket, buffer)
     packed = [found[place].tensor for place, _ in plan.by_torch]
     outside = [_part(tensor.detach(), found[place]) for place, tensor in plan.by_torch]
-    if target:
-        torch._foreach_copy_(outside, packed)
-    else:
-        torch._foreach_copy_(packed, outside)
+    torch._foreach_copy_(*((outside, packed) if target else (packed, outside)))
 
 
 def _part(tensor: torch.Tensor, view: View) -> torch.Tensor:
-    """What of a tensor a view of a bucket stands for: of a contiguous one a view, too."""
+    """The part of a tensor that a view of a bucket stands for; of a contiguous tensor it is a view, too."""
     whole = view.tensor.numel() == tensor.numel()
     return tensor if whole else tensor.reshape(-1)[view.start : view.start + view.tensor.numel()]
 

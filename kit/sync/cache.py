@@ -154,19 +154,13 @@ class Cache:
 
     slots = 0
 
-    def __init__(
-        self,
-        layout: Layout,
-        *,
-        keep: bool = False,
-        timeout_s: float = 60.0,
-    ) -> None:
+    def __init__(self, layout: Layout, *, keep: bool = False, timeout_s: float = 60.0) -> None:
         self.layout = layout
         self.latest = self.active = BASE
         self.keep = keep
         self.timeout_s = timeout_s
         self._sizes = layout.sizes
-        self._starts, self._size = starts(self._sizes, self.slots)
+        self.starts, self._size = starts(self._sizes, self.slots)  # of each bucket in a version's memory
         self._places: dict[int, _Place] = {}  # by version; places kept for the next build are in _spare
         self._spare: list[_Place] = []
         self._lock = threading.RLock()
@@ -265,15 +259,9 @@ class Cache:
             raise BadInput(f"no copy of version {version}: the cache has {sorted(self._places) or 'none'}")
         return place.segment
 
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """Where each bucket begins in a version's memory."""
-        return tuple(self._starts)
-
     def bucket(self, version: int, index: int) -> torch.Tensor:
         """The bytes of a bucket, in place."""
-        start = self._starts[index]
-        return self.segment(version).tensor[start : start + self._sizes[index]]
+        return self._bytes(self.segment(version), index)
 
     def activate(self, version: int) -> None:
         """Make this the version that receivers run. Other versions, except the latest, are freed or kept for the next build."""
@@ -319,8 +307,7 @@ class Cache:
     ) -> None:
         assert place.segment is not None
         for index, size in enumerate(self._sizes):
-            start = self._starts[index]
-            out = place.segment.tensor[start : start + size]
+            out = self._bytes(place.segment, index)
             if index in stale:
                 bound.pack(index, out, fresh=fresh, hot=self.slots > 0)
                 place.filled[index] = version
@@ -328,11 +315,15 @@ class Cache:
                 assert source is not None
                 assert source.segment is not None
                 if place.filled[index] != source.filled[index]:
-                    clean = source.segment.tensor[start : start + size]
+                    clean = self._bytes(source.segment, index)
                     transfer([Move(out.data_ptr(), clean.data_ptr(), size)], fresh=fresh, threads=1)
                     place.filled[index] = source.filled[index]
             if packed is not None:
                 packed(index)
+
+    def _bytes(self, segment: Segment, index: int) -> torch.Tensor:
+        start = self.starts[index]
+        return segment.tensor[start : start + self._sizes[index]]
 
     def _give_up(self, version: int) -> None:
         place = self._places.pop(version)
@@ -398,16 +389,16 @@ class Ring(Cache):
         return place, False
 
 
-def starts(sizes: Sequence[int], slots: int = 0) -> tuple[list[int], int]:
+def starts(sizes: Sequence[int], slots: int = 0) -> tuple[tuple[int, ...], int]:
     """Where each bucket begins, at a page boundary, and the total size: one after the other, or in turn in `slots` places."""
     if slots:
         room = -(-max(sizes) // _PAGE) * _PAGE
-        return [index % slots * room for index in range(len(sizes))], slots * room
+        return tuple(index % slots * room for index in range(len(sizes))), slots * room
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
         end += -(-size // _PAGE) * _PAGE
-    return starts, max(end, _PAGE)
+    return tuple(starts), max(end, _PAGE)
 
 
 def _gib(size: float) -> str:

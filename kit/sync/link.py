@@ -65,7 +65,7 @@ class Link:
     def __init__(self, sock: socket.socket, peer: str, timeout_s: float) -> None:
         self.peer = peer
         self.timeout_s = timeout_s
-        self.hello: dict[str, Any] = {}  # what a caller said beside its name
+        self.hello: dict[str, Any] = {}  # a caller's first message
         self._sock = sock
         sock.settimeout(timeout_s)
 
@@ -81,11 +81,11 @@ class Link:
                 f"a message of {len(data) / 2**20:.0f} MiB to {self.peer} exceeds the limit of {LIMIT >> 20} MiB"
             )
         fds = fds or []
-        with self._named(f"room for {_name(message)}"):
+        with self._named(f"room for {message.get('kind', 'a message')}"):
             rest = HEADER.pack(len(data), len(fds)) + data
             if fds:
                 rest = rest[socket.send_fds(self._sock, [rest], fds) :]
-            if rest:  # where it has all the other end may have closed, which is no failure to send
+            if rest:  # if all is sent, the other end may have closed already, which is no failure to send
                 self._sock.sendall(rest)
 
     def receive(self, waiting_for: str = "a message") -> tuple[dict[str, Any], list[int]]:
@@ -107,6 +107,13 @@ class Link:
         message: dict[str, Any] = json.loads(body)
         return message, fds
 
+    def message(self, waiting_for: str) -> dict[str, Any]:
+        """The next message alone; descriptors with it are closed."""
+        message, fds = self.receive(waiting_for)
+        for fd in fds:
+            os.close(fd)
+        return message
+
     def expect(self, kind: str) -> tuple[dict[str, Any], list[int]]:
         """A message of this kind; an error that the other end tells is raised here."""
         message, fds = self.receive(kind)
@@ -127,9 +134,7 @@ class Link:
         end = time.monotonic() + within_s
         with contextlib.suppress(KitError, ValueError):
             while self.waits() and time.monotonic() < end:
-                said, fds = self.receive(awaited)
-                for fd in fds:
-                    os.close(fd)
+                said = self.message(awaited)
                 if isinstance(said, dict) and said.get("kind") == FAILED:
                     return PeerFailed(self.peer, awaited, said)
         return None
@@ -152,8 +157,8 @@ class Link:
             if descriptors > len(fds):
                 data, got, _, _ = socket.recv_fds(self._sock, len(into) - done, FDS)
                 fds += got
-                into[done : done + len(data)] = data
                 count = len(data)
+                into[done : done + count] = data
             else:
                 count = self._sock.recv_into(into[done:])
             if not count:
@@ -255,11 +260,9 @@ class Listener:
                 return None
         link = Link(sock, "a caller", max(0.001, min(5.0, end - time.monotonic())))
         try:
-            hello, fds = link.receive("its name")
+            hello = link.message("its name")
         except (KitError, ValueError):
             return None
-        for fd in fds:
-            os.close(fd)
         if not isinstance(hello, dict) or "name" not in hello:
             return None
         return hello if hmac.compare_digest(str(hello.get("secret", "")), self._secret) else None
@@ -279,12 +282,9 @@ def call(
     address: dict[str, Any], name: str, *, peer: str, timeout_s: float, hello: dict[str, Any] | None = None
 ) -> Link:
     """Call a listener, under a name that it awaits. `hello` is what it shall know at once."""
-    if "unix" in address:
-        sock = socket.socket(socket.AF_UNIX)
-        place: Any = b"\0" + address["unix"].encode()
-    else:
-        sock = socket.socket(socket.AF_INET)
-        place = (address["host"], address["port"])
+    unix = "unix" in address
+    place: Any = b"\0" + address["unix"].encode() if unix else (address["host"], address["port"])
+    sock = socket.socket(socket.AF_UNIX if unix else socket.AF_INET)
     sock.settimeout(timeout_s)
     try:
         sock.connect(place)
@@ -294,7 +294,3 @@ def call(
     link = Link(sock, peer, timeout_s)
     link.send({**(hello or {}), "name": name, "secret": address["secret"]})
     return link
-
-
-def _name(message: dict[str, Any]) -> str:
-    return str(message.get("kind", "a message"))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,22 +39,15 @@ PATIENCE = 2  # deadlines
 
 
 class Host(Protocol):
-    """The object that holds the weights and serves with them."""
+    """The object that holds the weights and serves with them. `wake` allocates the memory of the weights again, `sleep` releases it; no
+    forward runs inside `writing`; `finalize` recomputes what is derived from the weights, after all weights of a version are in place;
+    `digests` returns the digest of every full tensor."""
 
-    def wake(self) -> None:
-        """Allocate the memory of the weights again."""
-
-    def sleep(self) -> None:
-        """Release the memory of the weights."""
-
-    def writing(self) -> contextlib.AbstractContextManager[None]:
-        """No forward runs inside."""
-
-    def finalize(self) -> None:
-        """Recompute what is derived from the weights, after all weights of a version are in place."""
-
-    def digests(self, algorithm: str) -> dict[str, str]:
-        """The digest of every full tensor."""
+    def wake(self) -> None: ...
+    def sleep(self) -> None: ...
+    def writing(self) -> contextlib.AbstractContextManager[None]: ...
+    def finalize(self) -> None: ...
+    def digests(self, algorithm: str) -> dict[str, str]: ...
 
 
 class WrongBytes(KitError):  # noqa: N818 - it is what was found
@@ -123,8 +115,7 @@ class Receiver:
                     self.routed = False
                     error.add_note(f"the undo failed too, and this receiver has no route any more: {worse}")
                 # A transport raises an error of its own when the sender has given up; the sender's reason is then on the link.
-                known = isinstance(error, KitError)
-                words = None
+                known, words = isinstance(error, KitError), None
                 if not known or isinstance(error, PeerGone):
                     words = link.last_words("the sender's next step", math.inf if known else BRIEF_S)
                 with contextlib.suppress(KitError):
@@ -161,14 +152,11 @@ class Call:
 
     def run(self) -> None:
         said = self.link.expect("begin")[0]
-        received = self.received
-        received.path, received.version, received.began = said["path"], said["version"], said["began"]
+        self.received.path, self.received.version, self.received.began = said["path"], said["version"], said["began"]
         self.mates = said["mates"]
         self.begin(said)
         while True:
-            said, fds = self.link.receive("the sender's next step")
-            for fd in fds:
-                os.close(fd)
+            said = self.link.message("the sender's next step")
             kind = said["kind"]
             if kind == FAILED:
                 self.in_doubt = False
@@ -222,10 +210,7 @@ class Call:
 
     def stream(self, transport: Transport) -> None:
         """Apply every bucket to the weights as it comes."""
-        place = landing(transport, self.receiver.device)
-        for index, into in enumerate(self.room(self.layout, len(self.layout.buckets), place)):
-            with self.log.stage("receive"):
-                buffer = received(transport, index, into)
+        for index, into, buffer in self.receive(transport, landing(transport, self.receiver.device), reuse=True):
             self.look(index, buffer)
             with self.log.stage("apply"):
                 self.apply_bucket(index, buffer)
@@ -236,9 +221,7 @@ class Call:
     def store(self, transport: Transport) -> None:
         """Store every bucket until all have arrived."""
         place = landing(transport, self.receiver.device, sum(self.layout.sizes))
-        for index, into in enumerate(self.room(self.layout, None, place)):
-            with self.log.stage("receive"):
-                buffer = received(transport, index, into)
+        for index, _, buffer in self.receive(transport, place, reuse=False):
             self.look(index, buffer)
             self.stored.append(buffer)
             transport.done(index)
@@ -250,13 +233,10 @@ class Call:
         with self.log.stage("verify"):
             differing = self.digests.differences(self.layout, said["digests"])
         if differing:
-            names = tuple(dict.fromkeys(each.name for each in differing))
+            first, names = differing[0][0], tuple(dict.fromkeys(name for _, name in differing))
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise WrongBytes(
-                f"bucket {differing[0].bucket} differs from what was sent: {', '.join(names[:3])}{more}",
-                bucket=differing[0].bucket,
-                tensors=names,
-            )
+            wrong = f"bucket {first} differs from what was sent: {', '.join(names[:3])}{more}"
+            raise WrongBytes(wrong, bucket=first, tensors=names)
         self.link.send({"kind": "verified"})
 
     def apply(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - steps are called alike
@@ -312,18 +292,19 @@ class Call:
         if self.digests is not None and self.digests.count:
             self.digests.add(index, views(self.layout, index, buffer))
 
-    def room(self, layout: Layout, slots: int | None, device: torch.device) -> Iterator[torch.Tensor]:
-        """Memory for each bucket, allocated when it is first written: for all buckets, or one that is reused."""
-        sizes = layout.sizes
-        if slots is None:
-            places, total = starts(sizes)
-            memory = torch.empty(total, dtype=torch.uint8, device=device)
-            for place, size in zip(places, sizes, strict=True):
-                yield memory[place : place + size]
-        else:
-            memory = torch.empty(max(sizes), dtype=torch.uint8, device=device)
-            for size in sizes:
-                yield memory[:size]
+    def receive(
+        self, transport: Transport, device: torch.device, *, reuse: bool
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """The number of each bucket, memory for it, and where its bytes are. The memory is for all buckets, or for one and reused; pages
+        are allocated when they are first written."""
+        sizes = self.layout.sizes
+        places, total = starts(sizes, 1 if reuse else 0)
+        memory = torch.empty(total, dtype=torch.uint8, device=device)
+        for index, (place, size) in enumerate(zip(places, sizes, strict=True)):
+            into = memory[place : place + size]
+            with self.log.stage("receive"):
+                buffer = received(transport, index, into)
+            yield index, into, buffer
 
     def context(self, said: dict[str, Any]) -> TransportContext:
         return TransportContext(
@@ -331,7 +312,7 @@ class Call:
             name=self.receiver.name,
             links={SENDER: self.link},
             sizes=self.layout.sizes,
-            starts=tuple(starts(self.layout.sizes, self.slots)[0]),
+            starts=starts(self.layout.sizes, self.slots)[0],
             device=self.receiver.device,
             timeout_s=self.receiver.timeout_s,
             ranks=tuple(said["ranks"]),
@@ -392,11 +373,6 @@ def failure_message(error: BaseException) -> dict[str, Any]:
     """An error as a message to the sender."""
     kind = "" if isinstance(error, KitError) else f"{type(error).__name__}: "
     message: dict[str, Any] = {"kind": FAILED, "why": "; ".join([f"{kind}{error}", *getattr(error, "__notes__", ())])}
-    if isinstance(error, WrongBytes):
+    if isinstance(error, WrongBytes | Mismatch):
         message |= {"bucket": error.bucket, "tensors": error.tensors}
-    if isinstance(error, Mismatch):
-        message |= {
-            "bucket": error.bucket if error.failed else None,
-            "tensors": [name for name, _ in (*error.failed, *error.missing)],
-        }
     return message

@@ -91,8 +91,6 @@ class Report:
     began: float = 0.0
     wall: float = 0.0
     verified: int = 0  # tensors whose digests were compared on the way
-    said: str = ""
-    base_differs: dict[str, list[str]] = field(default_factory=dict)
 
 
 class Sender:
@@ -149,28 +147,19 @@ class Sender:
                 scope.enter_context(self.cache.held(f"the sync of version {version}"))
             except KitError as error:
                 raise SyncFailed(f"the sync of version {version}", self.cache.active, error) from error
-            return self._sync(self._path(version, targets, gather), version, targets, gather, dirty)
-
-    def _sync(
-        self,
-        path: str,
-        version: int,
-        targets: Sequence[Target],
-        gather: Callable[[], Gathered] | None,
-        dirty: Iterable[str] | None,
-    ) -> Report:
-        report = Report(path=path, version=version, began=time.time(), receivers=len(targets))
-        report.log.event("begin")
-        started = time.perf_counter()
-        try:
-            Sending(self, report, targets).run(gather, dirty)
-        except KitError as error:
-            active = self.cache.active
-            published = path in BUILDS and active == version
-            raise SyncFailed(f"the {path} with version {version}", active, error, published=published) from error
-        report.copies = max(report.copies, self.cache.copies)
-        report.wall = time.perf_counter() - started
-        return report
+            path = self._path(version, targets, gather)
+            report = Report(path=path, version=version, began=time.time(), receivers=len(targets))
+            report.log.event("begin")
+            started = time.perf_counter()
+            try:
+                Sending(self, report, targets).run(gather, dirty)
+            except KitError as error:
+                active = self.cache.active
+                published = path in BUILDS and active == version
+                raise SyncFailed(f"the {path} with version {version}", active, error, published=published) from error
+            report.copies = max(report.copies, self.cache.copies)
+            report.wall = time.perf_counter() - started
+            return report
 
     def build(self, version: int, tensors: Gathered) -> None:
         """Make a version that no receiver has yet, while the live weights are there; expansions send it."""

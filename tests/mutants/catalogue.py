@@ -191,7 +191,7 @@ TARGETS = (
         "bit_exact",
         others={"automatic": ("sync", "bit_exact")},
         left_out=leave_out(
-            UNUSED="Bound.apply _Plan.holds _out_of_bucket _copy_by_torch _part Layout.holding specs_of",
+            UNUSED="Bound.apply _Plan.holds _copy_by_torch _part Layout.holding specs_of",
             REFUSES="_check_buffer _unlike _mismatch Layout.check _refuse_twice _dtype",
         ),
     ),

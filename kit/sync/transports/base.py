@@ -8,7 +8,6 @@ overlap and no link fills up.
 from __future__ import annotations
 
 import abc
-import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -140,7 +139,7 @@ class Transport(abc.ABC):
                     over.add(name)
                     failed.append(error)
             if gone or time.monotonic() >= end:
-                return next(iter([*gone, *failed]), None)
+                return next(iter(gone + failed), None)
             time.sleep(0.005)
 
     def absent(self, index: int) -> list[str]:
@@ -149,9 +148,7 @@ class Transport(abc.ABC):
 
     def _hear(self, name: str) -> None:
         link = self.ctx.links[name]
-        message, fds = link.receive("done")
-        for fd in fds:
-            os.close(fd)
+        message = link.message("done")
         kind, bucket = message.get("kind"), int(message.get("bucket", -1))
         if kind == "done":
             self._acknowledged[name] = bucket

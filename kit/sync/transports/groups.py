@@ -163,9 +163,8 @@ class Grouped(Transport):
         """The error that names the culprit, as far as the links show it. A peer that only waited for a silent one is not blamed."""
         ctx, late = self.ctx, "time" in words.lower()  # "Timed out", "timeout"
         reported = self.trouble(awaited)
-        if (
-            reported is None and not late
-        ):  # a group breaks when a peer leaves, and a busy machine may show that later on the link
+        if reported is None and not late:
+            # A group breaks when a peer leaves, and on a busy machine the link may show that later.
             reported = self.trouble(awaited, min(ctx.timeout_s, LEAVING_S))
         absent = self.absent(index) if ctx.role == "sender" else []
         if late and absent and getattr(reported, "peer", None) not in absent:
@@ -200,24 +199,15 @@ class Broadcast(Grouped):
     def join(self, offer: dict[str, Any]) -> None:
         """`new_group` of these ranks alone would name the group after them and a count of groups that differs from rank to rank:
         names that do not meet, or that are met again with the last group's addresses in the store."""
-        ranks = list(self.ctx.ranks)
-        default = c10d._get_default_group()
-        store = c10d._world.pg_map[default][1]
+        ranks, name, default = list(self.ctx.ranks), offer["name"], c10d._get_default_group()
+        store, backend = c10d._world.pg_map[default][1], "gloo"
         if self.ctx.device.type == "cuda":
-            store = hurried(store, self.wait)
+            store, backend = hurried(store, self.wait), "nccl"
+        make = c10d._new_process_group_helper
         with unbound(default):
-            group, _ = c10d._new_process_group_helper(
-                len(ranks),
-                self.ctx.place,
-                ranks,
-                "nccl" if self.ctx.device.type == "cuda" else "gloo",
-                store,
-                offer["name"],
-                timeout=self.wait,
-                group_desc=offer["name"],
-            )
-        c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-        self.group = group
+            args = len(ranks), self.ctx.place, ranks, backend, store, name
+            self.group, _ = make(*args, timeout=self.wait, group_desc=name)
+        c10d._world.pg_group_ranks[self.group] = {rank: place for place, rank in enumerate(ranks)}
 
     def leave(self, group: Any) -> None:
         dist.destroy_process_group(group)

@@ -55,7 +55,7 @@ def trained(told: Settings, steps: int = 6, *, clip: bool = True, decay_vectors:
 
 def worst(told: Settings, start: Tensors, end: Tensors, seen: list[Tensors]) -> float:
     done = module.steps(told, seen, SEQUENCES)
-    return max(each.error for each in module.moved(told, start, end, seen, done, eps=EPS))
+    return max(module.moved(told, start, end, seen, done, eps=EPS).values())
 
 
 def test_the_oracles_import_nothing_of_what_they_check() -> None:

@@ -1,15 +1,14 @@
-"""The two training backends under one interface: fresh jobs, their plain and split steps, and the tensors that are compared.
-
-`split_step(ctx)` is the code under test unless `implementation` names another.
+"""The two training backends under one interface, and the rows for every step: rollouts made once on rank 0, sent to all ranks, divided
+over data-parallel ranks. `split_step(ctx)` is the code under test unless `implementation` names another.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +24,11 @@ from kit.train.options import Settings
 from kit.train.protocol import SplitContext
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    import contextlib
+    from collections.abc import Callable
 
     from kit.labs.split.config import SplitConfig
-    from kit.train.protocol import Loss, Split, StepResult
+    from kit.train.protocol import Split
 
 
 Tensors = dict[str, torch.Tensor]
@@ -43,42 +43,6 @@ class ModelContext:
     device: torch.device
     config: SplitConfig
     settings: Settings
-
-
-class Sync(Protocol):
-    def run(self, loss: Loss, data: Batch, gbs: int, mbs: int) -> StepResult: ...
-
-
-class Backend(Protocol):
-    """A training backend for one config."""
-
-    def fresh(self) -> Any:
-        """A job on the starting weights, with chunks, optimizer and scheduler."""
-
-    def sync(self, job: Any) -> Sync: ...
-    def split(self, job: Any) -> Split: ...
-    def parameters(self, job: Any) -> Tensors:
-        """Full tensors by their Hugging Face names, on the host. Collective."""
-
-    def gradients(self, job: Any) -> Tensors:
-        """The gradients that the optimizer gets. Collective."""
-
-    def counted(self, job: Any) -> contextlib.AbstractContextManager[Counter]: ...
-    def hooks(self, job: Any) -> tuple[Any, ...]:
-        """The hooks that a step replaces and must restore."""
-
-    def state(self, job: Any) -> dict[str, str]:
-        """Hashes of weights, optimizer state, scheduler and random numbers."""
-
-    def nonzero_gradients(self, job: Any) -> int: ...
-
-
-class Counter(Protocol):
-    """Number of reductions of each bucket since the last reset."""
-
-    @property
-    def counts(self) -> Mapping[Any, int]: ...
-    def reset(self) -> None: ...
 
 
 def settings(config: SplitConfig) -> Settings:
@@ -134,7 +98,9 @@ def assemble(ctx: ModelContext) -> model.Training:
 
 
 class Megatron:
-    """kit.megatron.model on groups that are created once."""
+    """kit.megatron.model on groups that are created once. `fresh` makes a job on the starting weights."""
+
+    sync, hooks = staticmethod(split.MegatronSync), staticmethod(split.hooks)
 
     def __init__(self, config: SplitConfig, weights: Tensors) -> None:
         self.config = config
@@ -160,30 +126,23 @@ class Megatron:
             built.optimizer.reload_model_params()
         return built
 
-    def sync(self, job: Any) -> split.MegatronSync:
-        return split.MegatronSync(job)
-
-    def split(self, job: Any) -> split.MegatronSplit:
-        return split.MegatronSplit(job)
-
     def parameters(self, job: Any) -> Tensors:
+        """Full tensors by their Hugging Face names, on the host. Collective."""
         return self._whole(job, lambda param: param.data)
 
     def gradients(self, job: Any) -> Tensors:
+        """The gradients that the optimizer gets. Collective."""
         return self._whole(job, reduced(job.chunks[0]))
 
     def _whole(self, job: Any, tensor: Callable[[Any], torch.Tensor]) -> Tensors:
-        return (
-            shards.merge(job.chunks, tensor) if self.config.model == KIT_MODEL else shards.by_rank(job.chunks, tensor)
-        )
+        merge = shards.merge if self.config.model == KIT_MODEL else shards.by_rank
+        return merge(job.chunks, tensor)
 
     def counted(self, job: Any) -> contextlib.AbstractContextManager[Reductions]:
         return counted(job.chunks[0])
 
-    def hooks(self, job: Any) -> tuple[Any, ...]:
-        return split.hooks(job)
-
     def state(self, job: Any) -> dict[str, str]:
+        """Hashes of weights, optimizer state, scheduler and random numbers."""
         named = tensors.hashes(job.chunks, job.optimizer, ("weights", "optimizer"))
         return {**named, "scheduler": repr(job.scheduler.state_dict()), "random": str(observe.random_state())}
 
@@ -194,48 +153,26 @@ class Megatron:
 
 
 class Fsdp2:
-    """kit.train.fsdp over all ranks."""
+    """kit.train.fsdp over all ranks, with the same methods."""
+
+    sync, hooks, state = staticmethod(fsdp.FsdpSync), staticmethod(fsdp.hooks), staticmethod(fsdp.state)
+    parameters, gradients = staticmethod(fsdp.full_parameters), staticmethod(fsdp.full_gradients)
+    counted, nonzero_gradients = staticmethod(fsdp.counted), staticmethod(fsdp.nonzero_gradients)
 
     def __init__(self, config: SplitConfig, weights: Tensors, device: torch.device) -> None:
-        self.config = config
-        self.weights = weights
-        self.device = device
-        self.geometry = model_config(config).geometry
-
-    def fresh(self) -> fsdp.FsdpJob:
-        return fsdp.build(
-            self.geometry,
-            self.weights,
-            settings=settings(self.config),
-            dtype=model.DTYPES[self.config.dtype],
-            device=self.device,
-            batching=self.config.batching,
-            token_budget=self.config.token_budget,
+        self.fresh = functools.partial(
+            fsdp.build,
+            model_config(config).geometry,
+            weights,
+            settings=settings(config),
+            dtype=model.DTYPES[config.dtype],
+            device=device,
+            batching=config.batching,
+            token_budget=config.token_budget,
         )
 
-    def sync(self, job: Any) -> fsdp.FsdpSync:
-        return fsdp.FsdpSync(job)
 
-    def split(self, job: Any) -> fsdp.FsdpSplit:
-        return fsdp.FsdpSplit(job)
-
-    def parameters(self, job: Any) -> Tensors:
-        return fsdp.full_parameters(job)
-
-    def gradients(self, job: Any) -> Tensors:
-        return fsdp.full_gradients(job)
-
-    def counted(self, job: Any) -> contextlib.AbstractContextManager[fsdp.Reductions]:
-        return fsdp.counted(job)
-
-    def hooks(self, job: Any) -> tuple[Any, ...]:
-        return fsdp.hooks(job)
-
-    def state(self, job: Any) -> dict[str, str]:
-        return fsdp.state(job)
-
-    def nonzero_gradients(self, job: Any) -> int:
-        return fsdp.nonzero_gradients(job)
+Backend = Megatron | Fsdp2
 
 
 def split_step(ctx: SplitContext) -> Split:

@@ -273,14 +273,6 @@ class Step:
     wd: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moved:
-    """The error of a tensor after all steps, without rounding, relative to the distance that it had to move."""
-
-    name: str
-    error: float
-
-
 def learning_rate(settings: Any, seen: int) -> float:
     """The learning rate of a step after `seen` trained sequences: linear warm-up, then half a cosine down."""
     if seen < settings.warmup:
@@ -348,16 +340,11 @@ def replay(
 
 
 def moved(
-    settings: Any,
-    start: Tensors,
-    end: Tensors,
-    gradients: Sequence[Tensors],
-    done: Sequence[Step],
-    *,
-    eps: float,
-) -> list[Moved]:
-    """The error of every tensor. `eps` is the relative rounding of the dtype of the weights."""
-    found = []
+    settings: Any, start: Tensors, end: Tensors, gradients: Sequence[Tensors], done: Sequence[Step], *, eps: float
+) -> dict[str, float]:
+    """The error of every tensor after all steps, relative to the distance that it had to move. Rounding is excluded; `eps` is the relative
+    rounding of the dtype of the weights."""
+    found = {}
     for name, before in start.items():
         must = replay(settings, before, [step.get(name) if step else None for step in gradients], done)
         rounding = len(gradients) * eps * must.abs()
@@ -365,7 +352,7 @@ def moved(
         whole = float((must - before.double()).norm())
         off = float(beyond.norm())
         error = off / whole if whole else (math.inf if off else 0.0)
-        found.append(Moved(name=name, error=error if math.isfinite(error) else math.inf))
+        found[name] = error if math.isfinite(error) else math.inf
     return found
 
 

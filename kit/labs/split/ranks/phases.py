@@ -118,10 +118,16 @@ class Split:
         level, step = self.cases[cycle].level, self.whole[0]
         formulas = oracle.oracle if self.config.loss == KIT_LOSS else oracle.by_itself
         exact = functools.partial(formulas, self._loss(level, sound=True))
-        self._extremes(self._loss(level), exact, step)
+        loss = self._loss(level)
+        for gap in losses.GAPS:
+            error, name = losses.gap_error(loss, exact, step, gap)
+            self.ctx.record("gap_error", error, text=name, gap=int(gap))
+        for name, rubbish in losses.RUBBISH.items():
+            reached = losses.masked_reach(loss, step, rubbish)
+            self.ctx.record("masked_reach", len(reached), text=", ".join(reached[:3]), rubbish=name)
         if not self.config.has_twin:
             return
-        net = from_weights(self._geometry(), self.weights, dtype=torch.float64)
+        net = from_weights(self.megatron.model_config.geometry, self.weights, dtype=torch.float64)
         value, table = exact(logprobs(net, step["input_ids"]), step)
         value.backward()  # type: ignore[no-untyped-call]
         slopes = {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
@@ -175,8 +181,6 @@ class Split:
         """The promises of the protocol about aborts, errors in the middle of a step, and calls in the wrong state."""
         scene = rehearse.Scene(
             backend=self.backend,
-            job=None,
-            step=None,
             make=self._make,
             loss=self._loss(self.config.levels[0]),
             batches=self.batches,
@@ -194,26 +198,16 @@ class Split:
     # -- helpers --------------------------------------------------------------------------------------------------------
 
     def _loss(self, level: Any, *, sound: bool = False) -> Loss:
-        ctx = losses.LossContext(
-            rank=self.ctx.rank,
-            world_size=self.ctx.world_size,
-            device=self.megatron.device,
-            config=self.config,
-            level=level,
-        )
         if level not in self.losses:
+            ctx = losses.LossContext(
+                rank=self.ctx.rank,
+                world_size=self.ctx.world_size,
+                device=self.megatron.device,
+                config=self.config,
+                level=level,
+            )
             self.losses[level] = losses.make_loss(ctx)
-        loss = self.losses[level]
-        return loss if sound else broken_loss(self.ctx.fault, loss)
-
-    def _extremes(self, loss: Loss, exact: Any, step: Batch) -> None:
-        """The loss at large gaps between trainer and engine, and with NaN and infinities in masked places."""
-        for gap in losses.GAPS:
-            error, name = losses.gap_error(loss, exact, step, gap)
-            self.ctx.record("gap_error", error, text=name, gap=int(gap))
-        for name, rubbish in losses.RUBBISH.items():
-            reached = losses.masked_reach(loss, step, rubbish)
-            self.ctx.record("masked_reach", len(reached), text=", ".join(reached[:3]), rubbish=name)
+        return self.losses[level] if sound else broken_loss(self.ctx.fault, self.losses[level])
 
     def _judge_updates(self, way: str, start: Tensors, found: Trained) -> None:
         """Clipping, AdamW and schedule of all steps against float64, from the observed weights and gradients."""
@@ -223,8 +217,8 @@ class Split:
         done = oracle.steps(settings, found.gradients, self.config.batch)
         eps = torch.finfo(backends.weights_dtype(self.config)).eps
         moved = oracle.moved(settings, start, found.weights, found.gradients, done, eps=eps)
-        worst = max(moved, key=lambda each: each.error)
-        self.ctx.record("update_error", worst.error, text=worst.name, way=way)
+        worst = max(moved, key=lambda name: moved[name])
+        self.ctx.record("update_error", moved[worst], text=worst, way=way)
         for number, (result, must) in enumerate(zip(found.results, done, strict=True), start=1):
             if not found.gradients[number - 1]:
                 continue
@@ -236,15 +230,9 @@ class Split:
                 error = max(0.0, oracle.relative(float(value), exact) - rounding)
                 self.ctx.record(metric, error, way=way, step=number)
 
-    def _geometry(self) -> Any:
-        return self.megatron.model_config.geometry
-
     def _make(self, job: Any) -> Any:
         """The code under test for a job."""
-        return make_split(self.ctx, self._context(job))
-
-    def _context(self, job: Any) -> SplitContext:
-        return SplitContext(
+        ctx = SplitContext(
             rank=self.ctx.rank,
             world_size=self.ctx.world_size,
             device=self.megatron.device,
@@ -256,6 +244,7 @@ class Split:
             groups=groups.snapshot().get("groups", []),
             job=job,
         )
+        return make_split(self.ctx, ctx)
 
     def _drive(self, backend: backends.Backend, case: Case, *, plain: bool) -> Trained:
         """All plain or all split steps on a fresh job. Rank 0 keeps the gradients that the optimizer gets."""
@@ -380,11 +369,10 @@ def balance_of_step(job: Any, batch: Batch, micro_batch: int) -> float:
     return float(total[0] / total[1])
 
 
-EPS = torch.finfo(torch.float32).eps
 ROUNDING = 64  # a gradient below this many roundings of the model's largest gradient is noise
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Distance:
     """One tensor: ||a - b|| / ||b||, the element that differs most, and whether all bits are the same."""
 
@@ -398,27 +386,24 @@ class Distance:
 def overall(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
     """||a - b|| / ||b|| over all tensors; infinite if a tensor is missing or not finite."""
     if set(a) != set(b):
-        return float("inf")
+        return math.inf
     apart = sum(float((a[name].double() - b[name].double()).square().sum()) for name in b)
     whole = sum(float(b[name].double().square().sum()) for name in b)
     if not (math.isfinite(apart) and math.isfinite(whole)):
-        return float("inf")
-    return (apart / whole) ** 0.5 if whole else (float("inf") if apart else 0.0)
+        return math.inf
+    return (apart / whole) ** 0.5 if whole else (math.inf if apart else 0.0)
 
 
 def by_tensor(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> list[Distance]:
     """Every tensor; the error of one that `a` or `b` lacks is infinite."""
     both = [_distance(name, a[name].double(), b[name].double()) for name in b if name in a]
-    lone = [
-        Distance(name=name, error=math.inf, index=0, worst=math.inf, same=False) for name in sorted(set(a) ^ set(b))
-    ]
-    return both + lone
+    return both + [Distance(name, math.inf, 0, math.inf, same=False) for name in sorted(set(a) ^ set(b))]
 
 
 def certain(gradients: Tensors) -> dict[str, torch.Tensor]:
     """The elements whose gradient is above rounding. Adam turns the noise of the others into whole steps."""
     largest = max((float(value.abs().max()) for value in gradients.values()), default=0.0)
-    return {name: value.abs() > ROUNDING * EPS * largest for name, value in gradients.items()}
+    return {name: value.abs() > ROUNDING * oracle.EPS * largest for name, value in gradients.items()}
 
 
 def only(tensors: Tensors, chosen: Mapping[str, torch.Tensor], *, those: bool = True) -> Tensors:
@@ -428,10 +413,7 @@ def only(tensors: Tensors, chosen: Mapping[str, torch.Tensor], *, those: bool = 
 
 def _distance(name: str, a: torch.Tensor, b: torch.Tensor) -> Distance:
     difference = (a - b).abs().flatten()
-    whole = float(b.norm())
-    error = float(difference.norm())
+    whole, error = float(b.norm()), float(difference.norm())
     index = int(difference.argmax())
-    relative = error / whole if whole else (float("inf") if error else 0.0)
-    return Distance(
-        name=name, error=relative, index=index, worst=float(difference[index]), same=bool(torch.equal(a, b))
-    )
+    relative = error / whole if whole else (math.inf if error else 0.0)
+    return Distance(name, relative, index, float(difference[index]), same=torch.equal(a, b))
