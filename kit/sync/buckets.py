@@ -1,4 +1,7 @@
-"""Tensors packed into buckets of bytes by a layout: copies in, views without a copy, copies out.
+"""Buckets of bytes: the layout, on which both ends agree, and tensors packed by it: copies in, views without a copy, copies out.
+
+The layout says which bytes of which tensor are in which bucket. It depends only on the specs of the tensors, and is sent as JSON. Tensors
+are in order, each at a 512-byte boundary. A tensor larger than a bucket is refused, or split into pieces over several.
 
 Between contiguous tensors of the host bytes move by plain copies outside of the interpreter's lock, neighbours on both sides in one;
 everything else goes through torch in one call a bucket.

@@ -1,13 +1,18 @@
 """Host copies of a trainer's weights by version, packed into buckets that transports send unchanged.
 
-There are two places, each a memfd segment for the whole model, so there are at most two copies: the active version, which receivers run,
-and the latest one. A new version goes to the place that is not active, and replaces a latest version there. Version -1 is the base, of
-which there is no copy.
+There are at most two copies, each in a segment for the whole model: the active version, which receivers run, and the latest one. A new
+version goes to the place that is not active. Version -1 is the base, of which there is no copy.
 
-One lock covers building, activating and closing; a transport and its teardown hold it with `held`. Another thread waits for it, and gets
-an error with the name of the holder when its deadline passes. The lock is reentrant.
+One reentrant lock covers building, activating and closing; a transport and its teardown hold it with `held`. Another thread waits for it,
+and gets an error with the name of the holder when its deadline passes.
 
-Limits: with `keep` the place of an old version is overwritten. Receivers must be done with it by then; the end of a transport ensures it.
+Segments are anonymous shared memory by memfd: no name can be left behind, and /dev/shm, which many containers keep at 64 MB, is not
+needed. A segment goes to another process as a file descriptor over a Unix socket. Its pages exist as long as anybody has a descriptor or
+a mapping; a view of `tensor` keeps this process's mapping, so that a late reader finds old bytes and never a hole. The size is sealed: no
+other holder can cut the file short under a reader.
+
+Limits: Linux, host memory. With `keep` the place of an old version is overwritten. Receivers must be done with it by then; the end of a
+transport ensures it.
 """
 
 from __future__ import annotations
@@ -29,8 +34,6 @@ from kit.sync.buckets import Bound, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    import torch
 
     from kit.sync.buckets import Key
 
@@ -186,7 +189,7 @@ class Cache:
 
     @contextlib.contextmanager
     def held(self, purpose: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Hold the lock, so that no other thread can build, activate or close: around a whole transport and its teardown."""
+        """Hold the lock, so that no other thread can build, activate or close."""
         limit = self.timeout_s if timeout_s is None else timeout_s
         if not self._lock.acquire(timeout=limit):
             raise CacheBusy(purpose, self._holder[-1] if self._holder else "a moment", limit)
@@ -205,12 +208,9 @@ class Cache:
         packed: Callable[[int], None] | None = None,
     ) -> None:
         """Pack a new version. Pass tensors that stay as `Bound`, so that they are looked up once. `dirty` names the changed tensors: only
-        buckets with any of them are packed, others are copied from the latest version.
-
-        `packed` is called with the number of each bucket, clean ones included, as soon as its bytes are in place, so that it can be sent
-        meanwhile; `segment` and `bucket` know the version from the first call on. After an error the version does not exist, `latest` is
-        the active one, and the next build packs all buckets.
-        """
+        buckets with any of them are packed, others are copied from the latest version. `packed` is called with the number of each bucket as
+        soon as its bytes are in place, so that it can be sent. After an error the version does not exist, `latest` is the active one, and
+        the next build packs all buckets."""
         with self.held(f"the build of version {version}"):
             self._refuse_closed()
             if version <= self.latest:

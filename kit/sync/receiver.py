@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -70,35 +70,25 @@ class Received:
     log: Log = field(default_factory=Log)
 
 
+@dataclass(eq=False, repr=False)
 class Receiver:
-    """`version` is the last published version; `routed` says whether it may get requests. `kept`: mappings that stay from sync to sync,
-    for a sender that keeps its memory."""
+    """`version` is the last published version; `routed` says whether it may get requests."""
 
-    def __init__(
-        self,
-        name: str,
-        weights: Callable[[], Weights],
-        host: Host,
-        *,
-        address: dict[str, Any],
-        device: torch.device,
-        timeout_s: float = 60.0,
-        config: dict[str, Any] | None = None,
-        kept: Kept | None = None,
-    ) -> None:
-        self.name = name
-        self.weights = weights
-        self.host = host
-        self.address = address
-        self.device = device
-        self.timeout_s = timeout_s
-        self.config = config or {}
-        self.kept = kept
-        self.calls: type[Call] = Call  # what takes part in one sync
+    name: str
+    weights: Callable[[], Weights]
+    host: Host
+    _: KW_ONLY
+    address: dict[str, Any]
+    device: torch.device
+    timeout_s: float = 60.0
+    kept: Kept | None = None  # mappings that stay from sync to sync, for a sender that keeps its memory
+    layout: tuple[str, Layout | None] = "", None  # the last layout from the sender, which is not sent again
+    version: int = BASE
+    routed: bool = False
+
+    def __post_init__(self) -> None:
+        self.calls: type[Call] = Call  # the class that takes part in one sync
         self.make = make  # a transport by its name; an observer puts its own here
-        self.layout: tuple[str, Layout | None] = "", None  # the last layout from the sender, which is not sent again
-        self.version = BASE
-        self.routed = False
 
     def join(self) -> Received:
         """Take part in the next sync. Raises the error of this end, or the one that the sender reports, after the old state is restored. If
@@ -319,7 +309,6 @@ class Call:
             place=said["place"],
             pieces=self.layout.pieces,
             kept=self.receiver.kept,
-            config={**self.receiver.config, "size": len(said["ranks"])},
         )
 
     def let_go(self) -> None:

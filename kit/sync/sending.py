@@ -330,7 +330,6 @@ class Sending:
 
     def open(self) -> None:
         for kind, sharing in self.sharing.items():
-            ranks = self.ranks(kind)
             context = TransportContext(
                 role="sender",
                 name="the sender",
@@ -342,8 +341,8 @@ class Sending:
                 pack=self.pack,
                 device=self.sender.device,
                 timeout_s=self.sender.timeout_s,
-                ranks=tuple(ranks),
-                config={**self.sender.config, "size": len(ranks)},
+                ranks=tuple(self.ranks(kind)),
+                config=self.sender.config,
             )
             self.transports.append(self.sender.make(kind, context, ring=bool(self.cache.slots)))
 

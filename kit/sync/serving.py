@@ -1,9 +1,8 @@
 """A replica that serves while weights arrive: forwards run one after the other on a thread, and a writer enters between two of them.
 
 All ranks of a replica run the same forwards, so a writer must enter between the same two on each rank: before every forward they agree
-whether all of them have a waiting writer. The output of each forward is kept as a digest, which identifies its weights. A forward waits as
-long as a writer is inside. That takes many steps of a sync, each with its own deadline, and the writer leaves after the last step or a
-failure; a deadline here would end the serving of a replica although its sync succeeds.
+whether all of them have a waiting writer. The output of each forward is kept as a digest, which identifies its weights. A forward waits
+without a deadline while a writer is inside: the steps of a sync have their own, and the writer leaves after the last one or a failure.
 """
 
 from __future__ import annotations
@@ -158,7 +157,8 @@ class Serving:
         try:
             with self._changed:
                 if self._thread is not None and self._group is not None:
-                    self._await(lambda: self._open or self._stopped, "a gap between two forwards")
+                    # If serving has ended without an error, it has on all ranks of the replica.
+                    self._await(lambda: self._open or (self._ended and not self._error), "a gap between two forwards")
             with self.gate.writing(self.timeout_s):
                 self._writing = True
                 yield
@@ -171,7 +171,10 @@ class Serving:
         try:
             while not self._all(lambda: self._stopping):
                 if self._group is not None and self._all(lambda: self._wanted):
-                    self._let_writer_in()
+                    with self._changed:
+                        self._open = self._wanted  # unless the writer has given up since
+                        self._changed.notify_all()
+                        self._changed.wait_for(lambda: not self._open)
                     continue
                 with self._reading():
                     with self._changed:
@@ -187,11 +190,6 @@ class Serving:
                 self._ended = True
                 self._changed.notify_all()
 
-    @property
-    def _stopped(self) -> bool:
-        """Whether serving has ended on all ranks of the replica."""
-        return self._ended and self._error is None
-
     def _all(self, wish: Callable[[], bool]) -> bool:
         """Whether the condition holds on every rank of the replica."""
         if self._group is None:
@@ -199,12 +197,6 @@ class Serving:
         flag = torch.tensor([int(wish())])
         dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
         return bool(flag.item())
-
-    def _let_writer_in(self) -> None:
-        with self._changed:
-            self._open = self._wanted  # unless the writer has given up since
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._open)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:

@@ -1,4 +1,5 @@
-"""The tables of a split run: every metric of the plain and the split step, and the errors of every gradient and weight.
+"""The tables of a split run: every metric of the plain and the split step, and the errors of every gradient and weight; and the measures
+of checks that need no second step to compare with: promises of the protocol, float64 computations, counts of the rows.
 
 `metrics(frame, config)` and `tensors(frame, config)` return pandas tables.
 """
@@ -77,40 +78,29 @@ def paired(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
 
 def metrics(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
     """Every metric of every case and step, its normalizer, and its value if one scalar divided all metrics."""
-    table = paired(frame, config)
-    table = table[~table["metric"].isin(NOT_METRICS)]
-    plain = paired(frame, config).pivot_table(index=["cycle", "step"], columns="metric", values="sync", dropna=False)
-    recorded = with_ids(
-        frame[(frame["phase"] == "sync") & (frame["rank"] == 0) & (frame["metric"] == "normalizer")], "name"
-    )
+    numbers = paired(frame, config)
+    table = numbers[~numbers["metric"].isin(NOT_METRICS)]
+    rows = frame[(frame["phase"] == "sync") & (frame["rank"] == 0) & (frame["metric"] == "normalizer")]
+    recorded = with_ids(rows, "name")
     level = {case.cycle: case.level for case in cases_of(config)}
-    rows = zip(recorded["cycle"], recorded["name"], recorded["text"], strict=True)
-    by = {(level[cycle], name): normalizer for cycle, name, normalizer in rows}
+    keys = zip(recorded["cycle"].map(level), recorded["name"], strict=True)
+    by = dict(zip(keys, recorded["text"], strict=True))
     keys = zip(table["level"], table["metric"], strict=True)
     table = table.assign(normalizer=[by.get(key, "none") for key in keys])
-    counts = plain[["global_valid_seqs", "global_valid_toks"]].clip(lower=1)
-    where = pd.MultiIndex.from_frame(table[["cycle", "step"]])
-    sequences = counts["global_valid_seqs"].reindex(where).to_numpy()
-    tokens = counts["global_valid_toks"].reindex(where).to_numpy()
-    own = {"tokens": tokens, "sequences": sequences}
-    right = [own[each][index] if each in own else 1.0 for index, each in enumerate(table["normalizer"])]
-    scalar = [own[level][index] for index, level in enumerate(table["level"])]
+    steps = numbers.pivot_table(index=["cycle", "step"], columns="metric", values="sync", dropna=False)
+    counts = steps[["global_valid_seqs", "global_valid_toks"]].clip(lower=1)
+    counts = counts.set_axis(["sequences", "tokens"], axis=1).reindex(
+        pd.MultiIndex.from_frame(table[["cycle", "step"]])
+    )
+    own = counts.assign(none=1.0).to_dict("records")
+    right = [each[name] for each, name in zip(own, table["normalizer"], strict=True)]
+    scalar = [each[name] for each, name in zip(own, table["level"], strict=True)]
     extreme = table["metric"].str.endswith(("_min", "_max"))
     table["one_scalar"] = table["sync"].where(extreme, table["sync"] * right / scalar)
     table["one_scalar_error"] = error(table["one_scalar"], table["sync"], FLOOR)
-    columns = [
-        "level",
-        "chunks",
-        "step",
-        "metric",
-        "normalizer",
-        "sync",
-        "split",
-        "one_scalar",
-        "error",
-        "one_scalar_error",
-    ]
-    return table[columns].sort_values(["level", "chunks", "step", "metric"], ignore_index=True)
+    keys_of = ["level", "chunks", "step", "metric"]
+    columns = [*keys_of, "normalizer", "sync", "split", "one_scalar", "error", "one_scalar_error"]
+    return table[columns].sort_values(keys_of, ignore_index=True)
 
 
 def tensors(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
@@ -120,11 +110,9 @@ def tensors(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
     if found.empty:
         raise Missing("no tensors were compared")
     found = found.assign(name=found["metric"].str.removeprefix("tensor_"))
+    cases = pd.DataFrame(cases_of(config))[["cycle", "level", "chunks"]]
     wide = found.pivot_table(index=["cycle", "tensor"], columns="name", values="value", sort=False).reset_index()
-    cases = {case.cycle: case for case in cases_of(config)}
-    wide.insert(0, "level", [cases[cycle].level for cycle in wide["cycle"]])
-    wide.insert(1, "chunks", [cases[cycle].chunks for cycle in wide["cycle"]])
-    return wide.drop(columns="cycle").rename_axis(columns=None)
+    return cases.merge(wide, on="cycle").drop(columns="cycle")
 
 
 # -- words for the reasons of checks and for pictures -------------------------------------------------------------------
@@ -200,10 +188,8 @@ def promised(*names: str, phases: Sequence[str] = ("rehearse",), right: str, unc
         for name in (*names, *uncounted):
             rows = frame[frame["phase"].isin(phases) & (frame["metric"] == name)]
             if rows.empty and not broke.empty:
-                row = broke.iloc[0]
-                return Measured(
-                    math.inf, f"could not be judged: a rehearsal raised an error ({place_of(row['ids'], row['text'])})"
-                )
+                where = place_of(*broke.iloc[0][["ids", "text"]])
+                return Measured(math.inf, f"could not be judged: a rehearsal raised an error ({where})")
             if rows.empty:
                 raise Missing(f"no records of {name}")
             worst = rows.loc[rows.groupby(["cycle", "ids"])["value"].idxmax()]
@@ -212,9 +198,8 @@ def promised(*names: str, phases: Sequence[str] = ("rehearse",), right: str, unc
                 total += float(broken["value"].sum())
             if not broken.empty:
                 places = [*filter(None, map(place_of, broken["ids"], broken["text"]))]
-                where = "; ".join(
-                    [*places[:PLACES], *([f"and {len(places) - PLACES} more"] if places[PLACES:] else [])]
-                )
+                more = [f"and {len(places) - PLACES} more"] if places[PLACES:] else []
+                where = "; ".join(places[:PLACES] + more)
                 reasons.append(f"{PROMISES[name]}: {broken['value'].sum():g}" + (f" ({where})" if where else ""))
         return Measured(total, ", ".join(reasons) if total else "; ".join([right, *reasons]))
 
@@ -239,20 +224,19 @@ def update(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     runs = rows[rows["metric"] == "update_error"]["cycle"].nunique()
     if runs < len(cases_of(config)):
         incomplete(f"updates were recorded for {runs} of {len(cases_of(config))} cases (level and number of chunks)")
-    worst = {name: worst(rows[rows["metric"] == name], "value") for name in names if name in set(rows["metric"])}
-    if len(worst) < len(names) and runs < len(cases_of(config)):
+    most = {name: worst(rows[rows["metric"] == name], "value") for name in names if name in set(rows["metric"])}
+    if len(most) < len(names) and runs < len(cases_of(config)):
         raise Missing("updates were not recorded")
-    if len(worst) < len(names):
+    if len(most) < len(names):
         return Measured(math.inf, "no step called ctx.optimizer.step")
-    row = max(worst.values(), key=lambda each: float(each["value"]))
-    moved = worst["update_error"]
+    row = max(most.values(), key=lambda each: float(each["value"]))
+    moved = most["update_error"]
     why = f"worst tensor after {counted(config['steps'], 'step')}: {moved['text']}, error {moved['value']:.2g} of the distance it moved"
     why += f" ({place_of(moved['ids'], '')} step, against float64 clipping, AdamW and schedule)"
     off = ", ".join(
-        f"{UPDATES[name]} {each['value']:.2g}"
-        + (f" in step {json.loads(each['ids'])['step']}" if each["value"] else "")
-        for name, each in worst.items()
-        if name in UPDATES
+        f"{word} {most[name]['value']:.2g}"
+        + (f" in step {json.loads(most[name]['ids'])['step']}" if most[name]["value"] else "")
+        for name, word in UPDATES.items()
     )
     return Measured(float(row["value"]), f"{why}; relative errors: {off}")
 
@@ -280,9 +264,8 @@ def replicas(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     if not here:
         return Measured(math.inf, "the result has no count of sequences or tokens")
     true = known.pivot_table(index="step", columns="metric", values="value")
-    times = {
-        name: wide[name] / true[by].reindex(wide.index.get_level_values("step")).to_numpy() for name, by in here.items()
-    }
+    steps = wide.index.get_level_values("step")
+    times = {name: wide[name] / true[by].reindex(steps).to_numpy() for name, by in here.items()}
     off = pd.DataFrame(times).sub(1).abs().fillna(float("inf"))
     worst = off.max().idxmax()
     why = f"{', '.join(here)} equal the counts of the rows"
@@ -304,11 +287,8 @@ def oracle(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     table = table.assign(error=error(table["plain"], table["exact"], floor))
     row = worst(table, "error")
     gradients = float(select(frame, phase="oracle", metric="gradient_error")["value"].max())
-    return Measured(
-        max(row["error"], gradients),
-        f"worst of {counted(table['metric'].nunique(), 'metric')}: {row['metric']}, {row['plain']:.9g} vs {row['exact']:.9g} in float64; "
-        f"gradients: ||dg||/||g|| {gradients:.2g}",
-    )
+    why = f"worst of {counted(table['metric'].nunique(), 'metric')}: {row['metric']}, {row['plain']:.9g} vs {row['exact']:.9g} in float64"
+    return Measured(max(row["error"], gradients), f"{why}; gradients: ||dg||/||g|| {gradients:.2g}")
 
 
 def balance(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
@@ -328,7 +308,5 @@ def backends(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     steps = with_ids(select(frame, phase="other_backend", metric="gradient_error"), "step")
     first = select(steps, step=1)["value"].max()
     weights = select(frame, phase="other_backend", metric="parameter_error")["value"].max()
-    return Measured(
-        first,
-        f"||dg||/||g|| between Megatron and FSDP2 in step 1; weights after {counted(config['steps'], 'step')}: ||dp||/||p|| {weights:.2g}",
-    )
+    after = f"weights after {counted(config['steps'], 'step')}: ||dp||/||p|| {weights:.2g}"
+    return Measured(first, f"||dg||/||g|| between Megatron and FSDP2 in step 1; {after}")

@@ -1,10 +1,14 @@
-"""The tables of a sync run: stages by cycle, transports by bucket size, the order of events, digests.
+"""The tables of a sync run: stages by cycle, transports by bucket size, the order of events, digests. Each takes `run.frame()` and returns
+a pandas table; it raises `NotMeasured` if the run ended before.
 
-Each takes `run.frame()` and returns a pandas table; it raises `NotMeasured` if the run ended before.
+And the required order of a sync, with the lab's own samples against it: points, versions, routes and attempted forwards. A successful sync
+has the points of `rule` on every receiver; `bucket` and `write` come once per bucket, from 0 on. If a rank did not end the phase, or raised
+in it, points may be missing at the end: such a sync is compared with the beginning of the rule, up to its undo.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from typing import TYPE_CHECKING, Any
@@ -33,10 +37,7 @@ def stages(frame: pd.DataFrame) -> pd.DataFrame:
     received = rows[rows["rank"] != 0]
     walls = received[received["stage"] == "wall"]
     slowest = walls.loc[walls.groupby(["cycle", "phase"])["value"].idxmax(), ["cycle", "phase", "rank"]]
-    found = pd.concat(
-        [rows[rows["rank"] == 0].assign(who="sender"), received.merge(slowest).assign(who="receiver")],
-        ignore_index=True,
-    )
+    found = pd.concat([rows[rows["rank"] == 0].assign(who="sender"), received.merge(slowest).assign(who="receiver")])
     if found.empty:
         raise NotMeasured("no sync was timed")
     found = found.rename(columns={"phase": "path", "value": "seconds"})
@@ -93,10 +94,9 @@ def memcpy(frame: pd.DataFrame) -> float:
 def events(frame: pd.DataFrame, path: str, cycle: int) -> pd.DataFrame:
     """What happened on each rank, in its order: rank, order, event, seconds since the sender began."""
     rows = all_events(frame)
-    rows = rows[(rows["phase"] == path) & (rows["cycle"] == cycle)]
-    if rows.empty:
+    found = rows[(rows["phase"] == path) & (rows["cycle"] == cycle)].rename(columns={"value": "seconds"})
+    if found.empty:
         raise NotMeasured(f"no events of {path} in cycle {cycle}")
-    found = rows.rename(columns={"value": "seconds"})
     return found.sort_values(["rank", "order"], ignore_index=True)[["rank", "order", "event", "seconds"]]
 
 
@@ -116,14 +116,11 @@ def digests(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 AFTER = ("apply", "close", "closed", "teardown", "derive", "finalize", "publish", "activate", "end")
-BEFORE = {
-    "refresh": ("begin", "open"),
-    "stream": ("begin", "gate", "open"),
-    "expand": ("begin", "wake", "open"),
-}
+BEFORE = {"refresh": ("begin", "open"), "stream": ("begin", "gate", "open"), "expand": ("begin", "wake", "open")}
 PUBLISHED = ("publish", "activate", "end")
 SERVED = ("refresh", "stream")  # paths for replicas that are awake
 WAITS = "waits"
+END = "the end of the sync", 0
 BY_SYNC = ["cycle", "phase", "path", "sync"]
 BY_RANK = ["cycle", "phase", "rank"]
 
@@ -181,13 +178,8 @@ def problems(path: str, rows: pd.DataFrame, sender_closed: float) -> Iterator[st
     found = list(zip(rows["point"], rows["bucket"].astype(int), strict=True))
     wanted = rule(path, sum(name == "bucket" for name, _ in found))
     if found != (wanted if rows["whole"].all() else wanted[: len(found)]):
-        place = next(
-            (at for at, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]),
-            min(len(found), len(wanted)),
-        )
-        was = spelled(found[place]) if place < len(found) else "the end of the sync"
-        must = spelled(wanted[place]) if place < len(wanted) else "the end of the sync"
-        yield f"{was} came instead of {must}"
+        was, must = next(pair for pair in itertools.zip_longest(found, wanted, fillvalue=END) if pair[0] != pair[1])
+        yield f"{spelled(was)} came instead of {spelled(must)}"
     if not rows["value"].is_monotonic_increasing:
         yield "the times of the points are not increasing"
     published = rows["point"].isin(PUBLISHED)
@@ -199,7 +191,7 @@ def problems(path: str, rows: pd.DataFrame, sender_closed: float) -> Iterator[st
         yield f"version {new.iloc[0]} was published while version {old.iloc[0]} was active"
     yield from routes(path, rows)
     if path in SERVED:
-        inside = rows[(rows["order"] >= first_order(rows, "gate")) & (rows["order"] < first_order(rows, "end"))]
+        inside = rows[rows["order"].between(first_order(rows, "gate"), first_order(rows, "end"), inclusive="left")]
         early = inside[inside["forward"] != WAITS]
         if len(early):
             yield f"a forward ran at {early['point'].iloc[0]}, between gate and end"
@@ -227,8 +219,7 @@ def routes(path: str, rows: pd.DataFrame) -> Iterator[str]:
 
 
 def first_order(rows: pd.DataFrame, point: str) -> float:
-    orders = rows[rows["point"] == point]["order"]
-    return float(orders.min()) if len(orders) else float("inf")
+    return min(rows[rows["point"] == point]["order"], default=math.inf)
 
 
 def spelled(point: tuple[str, int]) -> str:
@@ -238,10 +229,8 @@ def spelled(point: tuple[str, int]) -> str:
 
 def attempts(frame: pd.DataFrame, config: Mapping[str, Any]) -> tuple[pd.DataFrame, list[str]]:
     """Attempted forwards in syncs of awake replicas, and the points of the rule without an attempt."""
-    table = points(frame)
-    table = table[
-        table["path"].isin(SERVED) & (table["rank"] >= config["ranks"] - config["infer_tp"] * config["replicas"])
-    ]
+    table, first = points(frame), config["ranks"] - config["infer_tp"] * config["replicas"]
+    table = table[table["path"].isin(SERVED) & (table["rank"] >= first)]
     if table.empty:
         raise Missing("no replica was awake in any sync")
     missing = []

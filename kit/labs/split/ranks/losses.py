@@ -1,4 +1,5 @@
-"""The loss of a run: that of the recipe, or your own, whose declared metrics are checked."""
+"""The loss of a run: that of the recipe, or your own, whose declared metrics are checked. And the loss on rows that rollouts do not
+produce: large gaps between trainer and engine, and NaN or infinities in masked places."""
 
 from __future__ import annotations
 
@@ -48,7 +49,21 @@ def make_loss(ctx: LossContext) -> Loss:
     return loss if target == KIT_LOSS else OwnLoss(target, loss, ctx.level)
 
 
-class OwnLoss:
+class WrappedLoss:
+    """A loss around another one."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        self.level = loss.level
+
+    def normalizers(self) -> Mapping[str, Normalizer]:
+        return self.loss.normalizers()
+
+    def __call__(self, logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
+        return self.loss(logprobs, batch, **counts)
+
+
+class OwnLoss(WrappedLoss):
     """Your own loss, checked against the level and the metrics that it declares."""
 
     def __init__(self, target: str, loss: Any, level: Level) -> None:
@@ -59,10 +74,10 @@ class OwnLoss:
             raise BadInput(
                 f"loss={target}: its level is {loss.level!r} but ctx.level is {level!r}; use level={loss.level}"
             )
-        self.target, self.loss, self.level = target, loss, level
+        super().__init__(loss)
+        self.target = target
         self.names: dict[str, Normalizer] = dict(loss.normalizers())
-        wrong = {name: by for name, by in self.names.items() if by not in NORMALIZERS}
-        if wrong:
+        if wrong := {name: by for name, by in self.names.items() if by not in NORMALIZERS}:
             raise BadInput(
                 f"loss={target}: normalizers() returned {wrong}; a normalizer must be 'tokens', 'sequences' or None"
             )
@@ -72,12 +87,9 @@ class OwnLoss:
     def normalizers(self) -> Mapping[str, Normalizer]:
         return self.names
 
-    def __call__(
-        self, logprobs: torch.Tensor, batch: Any, *, tokens: float, sequences: float
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        value, seen = self.loss(logprobs, batch, tokens=tokens, sequences=sequences)
-        odd = sorted(set(seen) ^ set(self.names))
-        if odd:
+    def __call__(self, logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
+        value, seen = self.loss(logprobs, batch, **counts)
+        if odd := sorted(set(seen) ^ set(self.names)):
             raise BadInput(
                 f"loss={self.target}: normalizers() and the returned metrics differ in {', '.join(odd)}; they must have the same names"
             )
@@ -160,11 +172,8 @@ def trained(loss: Loss, logprobs: torch.Tensor, batch: Batch) -> tuple[float, di
     value.backward()  # type: ignore[no-untyped-call]
     assert own.grad is not None
     table = {name: float(number) for name, number in seen.items()}
-    table = {
-        name: -1.0 if name.endswith(("_min", "_max")) and math.isinf(number) else number
-        for name, number in table.items()
-    }
-    return value.item(), table, own.grad
+    empty = {name: -1.0 for name, number in table.items() if name.endswith(("_min", "_max")) and math.isinf(number)}
+    return value.item(), {**table, **empty}, own.grad
 
 
 def gradient_error(value: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:

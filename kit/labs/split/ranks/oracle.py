@@ -1,14 +1,15 @@
-"""The losses in float64, one token at a time, as an oracle for tests: no code is shared with the losses used in training.
+"""Losses and optimizer updates in float64 as oracles, with formulas of their own: only settings are shared with the code under test.
 
-`oracle` takes all rows of a step, over all data-parallel ranks, and returns the numbers that the step must give: the loss with its graph,
-and every metric, divided by the true counts. It reads only the settings of a loss. It is slow, and meant for some thousand tokens.
+`oracle` takes all rows of a step, over all data-parallel ranks, one token at a time, and returns the numbers that the step must give: the
+loss with its graph, and every metric, divided by the true counts. It is slow, and meant for some thousand tokens. From the weights before
+the first step and the gradients that the optimizer got in each step, `replay` computes the weights afterwards (clipping by the global norm,
+AdamW, schedule), and `steps` the numbers that each result must have.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,8 +21,7 @@ NOTHING_SEEN = -1.0
 Tensors = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """One valid token. `now` is the model's log-probability with its graph; the others are plain numbers."""
 
     now: torch.Tensor
@@ -31,8 +31,7 @@ class Token:
     advantage: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
+class Judged(NamedTuple):
     """The terms of one valid token in a clipped policy gradient."""
 
     loss: torch.Tensor
@@ -102,27 +101,16 @@ def _exp(x: float) -> float:
 
 def _valid_rows(settings: Any, logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> list[list[Token]]:
     """The valid tokens of each valid row; a row may have none."""
-    rows = []
-    for i, row_counts in enumerate(batch["sample_mask"].tolist()):
-        if not row_counts:
-            continue
-        row = []
-        for place, token_counts in enumerate(batch["token_mask"][i].tolist()):
-            if place == 0 or not token_counts:
-                continue
-            now = logprobs[i, place - 1]
-            forced = getattr(settings, "on_policy", False)
-            row.append(
-                Token(
-                    now=now,
-                    before=now.item() if forced else batch["prev_logprobs"][i, place].item(),
-                    engine=batch["generation_logprobs"][i, place].item(),
-                    reference=batch["reference_logprobs"][i, place].item(),
-                    advantage=batch["advantages"][i, place].item(),
-                )
-            )
-        rows.append(row)
-    return rows
+    names = ("prev_logprobs", "generation_logprobs", "reference_logprobs", "advantages")
+
+    def token(i: int, place: int) -> Token:
+        now = logprobs[i, place - 1]
+        before, *others = (batch[name][i, place].item() for name in names)
+        return Token(now, now.item() if getattr(settings, "on_policy", False) else before, *others)
+
+    masks = batch["token_mask"].tolist()
+    valid = [i for i, row_counts in enumerate(batch["sample_mask"].tolist()) if row_counts]
+    return [[token(i, place) for place, counts in enumerate(masks[i]) if place and counts] for i in valid]
 
 
 def _judge(settings: Any, row: Sequence[Token]) -> list[Judged]:
@@ -187,19 +175,15 @@ def _gain(settings: Any, token: Token, ratio: torch.Tensor, clipped: torch.Tenso
 
 
 def _penalty(settings: Any, token: Token) -> torch.Tensor:
-    apart = token.reference - token.now
-    limit = settings.kl_input_clamp
-    if limit is not None and abs(apart.item()) > limit:
-        apart = torch.full_like(apart, math.copysign(limit, apart.item()))
-    estimate = {
-        "k1": lambda: -apart,
-        "k2": lambda: apart.square() / 2,
-        "k3": lambda: apart.exp() - apart - 1,
-    }[settings.kl_kind]()
-    limit = settings.kl_output_clamp
-    if limit is not None and abs(estimate.item()) > limit:
-        return torch.full_like(estimate, math.copysign(limit, estimate.item()))
-    return estimate
+    apart = _clamped(token.reference - token.now, settings.kl_input_clamp)
+    estimates = {"k1": lambda: -apart, "k2": lambda: apart.square() / 2, "k3": lambda: apart.exp() - apart - 1}
+    return _clamped(estimates[settings.kl_kind](), settings.kl_output_clamp)
+
+
+def _clamped(value: torch.Tensor, limit: float | None) -> torch.Tensor:
+    if limit is not None and abs(value.item()) > limit:
+        return torch.full_like(value, math.copysign(limit, value.item()))
+    return value
 
 
 def _clipped_table(
@@ -263,8 +247,7 @@ def _to_mixture(one: float, other: float) -> float:
 EPS = 2.0**-23  # of float32, in which gradients are
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """The numbers that the result of one step must have, and the relative rounding that a float32 norm may have."""
 
     norm: float

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from kit.labs.split.ranks.losses import WrappedLoss
 from kit.labs.split.ranks.oracle import true_counts
 from kit.measure.observers.births import Births
 from kit.megatron import observe, split
@@ -87,21 +88,14 @@ class Scene:
         return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
 
 
-class DrawingLoss:
+class DrawingLoss(WrappedLoss):
     """The loss, which also draws random numbers: without dropout the model draws none, so an abort that keeps the state would not show."""
 
-    def __init__(self, loss: Loss) -> None:
-        self.loss = loss
-        self.level = loss.level
-
-    def normalizers(self) -> Any:
-        return self.loss.normalizers()
-
-    def __call__(self, logprobs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
         torch.rand(1)
         torch.rand(1, device=logprobs.device)
         observe.draw_from_tracker(logprobs.device)
-        return self.loss(logprobs, *args, **kwargs)
+        return super().__call__(logprobs, batch, **counts)
 
 
 class RaisingLoss(DrawingLoss):
@@ -109,22 +103,22 @@ class RaisingLoss(DrawingLoss):
 
     armed = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        value = super().__call__(*args, **kwargs)
+    def __call__(self, logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
+        value = super().__call__(logprobs, batch, **counts)
         if self.armed:
             raise RehearsedError("a loss that raises, on purpose")
         return value
 
 
-class Poisoned(DrawingLoss):
+class Poisoned(WrappedLoss):
     """The loss with a non-finite gradient or value on one data-parallel rank only."""
 
     def __init__(self, loss: Loss, kind: str) -> None:
         super().__init__(loss)
         self.kind = kind
 
-    def __call__(self, logprobs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        value, seen = self.loss(logprobs, *args, **kwargs)
+    def __call__(self, logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
+        value, seen = self.loss(logprobs, batch, **counts)
         if dist.get_rank(split.data_group()):
             return value, seen
         if self.kind == "loss":

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.labs import rankside
-from kit.labs.sync.config import replica_model
+from kit.labs.sync.config import replica_model, roles
 from kit.labs.sync.ranks import broken
 from kit.labs.sync.ranks.side import Side, fill, name_of, raised
 from kit.labs.sync.ranks.watch import Forwards, SeenWeights, Watch, judge, sha256
@@ -37,11 +37,9 @@ class Inference(Side):
 
     def __init__(self, ctx: Context) -> None:
         super().__init__(ctx)
-        place = ctx.rank - self.config.trainer_ranks
-        self.sleeper = self.config.sleeps(place // self.config.infer_tp)
+        alike = next(role.ranks for role in roles(self.config) if ctx.rank in role.ranks)
+        self.sleeper = self.config.sleeps((ctx.rank - self.config.trainer_ranks) // self.config.infer_tp)
         self.sweeps = ctx.rank == self.config.ranks - 1
-        here = range(self.config.trainer_ranks, self.config.ranks)
-        alike = [rank for rank in here if self.config.sleeps((rank - here[0]) // self.config.infer_tp) == self.sleeper]
         self.last = ctx.rank == alike[-1]  # of the receivers of one sync
         self.of_last_replica = ctx.rank in alike[-self.config.infer_tp :]
         self.cut: Callable[[Cut], Cut] = lambda weights: weights  # a rehearsal gives the receiver other weights

@@ -56,44 +56,26 @@ def wrong_bytes(config: Any) -> tuple[str, ...]:
 
 
 def trainer(side: Trainer) -> None:
+    awake, asleep = side.targets(sleeping=False), side.targets(sleeping=True)
     train(side)
-    if not side.sends:
-        for _ in scenes(side.config):
-            side.gather()
-        if side.config.shares:
-            side.job.mover.release()
-            side.job.mover.restore()
-        side.gather()
-        side.update_truth()
-        train(side)
-        side.gather()
-        train(side)
-        side.gather()
-        side.update_truth()
-        return
-    sender, awake = side.sender, side.targets(sleeping=False)
-    record(side, "accepted", accepted(side), "calls that must be refused")
+    if side.sends:
+        record(side, "accepted", accepted(side), "calls that must be refused")
     for scene in scenes(side.config):
-        fail(side, scene, awake, sender.version + 1, side.gather)
+        fail(side, scene, awake, ahead=1)
     if side.config.shares:
-        asleep = side.targets(sleeping=True)
         side.job.mover.release()
         for scene in expansions(side.config):
-            fail(side, scene, asleep, sender.version, None)
-        report = side.deliver(sender.version, asleep, asleep=True)
-        record(side, "next_failed", int(report.answered != len(asleep)), scene="expansion")
+            fail(side, scene, asleep, ahead=0)
+        succeed(side, "expansion", asleep, ahead=0)
         side.job.mover.restore()
-    version = sender.version
     # No tensor is marked dirty: the cache must know by itself that the failed syncs changed all of them.
-    report = side.deliver(version + 1, awake, dirty=())
-    record(side, "next_failed", int(sender.version != version + 1 or report.answered != len(awake)), scene="refresh")
+    succeed(side, "refresh", awake, ahead=1, dirty=())
     side.update_truth()
     side.send_truth(awake)
     train(side)
     fail_late(side, awake)
     train(side)
-    report = side.deliver(version + 3, awake)
-    record(side, "next_failed", int(sender.version != version + 3 or report.answered != len(awake)), scene=TOO_LATE)
+    succeed(side, TOO_LATE, awake, ahead=1)
     side.update_truth()
     side.send_truth(awake)
 
@@ -103,8 +85,24 @@ def train(side: Trainer) -> None:
         side.job.step()
 
 
+def succeed(
+    side: Trainer, scene: str, targets: Sequence[Target], *, ahead: int, dirty: Sequence[str] | None = None
+) -> None:
+    """The sync after failed ones. An expansion is not ahead of the active version and gathers nothing."""
+    if side.sends:
+        version = side.sender.version + ahead
+        report = side.deliver(version, targets, asleep=not ahead, dirty=dirty)
+        wrong = side.sender.version != version or report.answered != len(targets)
+        record(side, "next_failed", int(wrong), scene=scene)
+    elif ahead:
+        side.gather()
+
+
 def fail_late(side: Trainer, targets: Sequence[Target]) -> None:
     """A receiver fails after the version became active: only its replica goes back."""
+    if not side.sends:
+        side.gather()
+        return
     sender, active = side.sender, side.sender.version
     with nothing_left(side, TOO_LATE):
         error = failed(functools.partial(sender.sync, active + 1, targets, side.gather))
@@ -116,14 +114,18 @@ def fail_late(side: Trainer, targets: Sequence[Target]) -> None:
     record(side, "kept_version", int(sender.version != active + 1), scene=TOO_LATE)
 
 
-def fail(side: Trainer, scene: str, targets: Sequence[Target], version: int, gather: Callable[[], Any] | None) -> None:
-    """One failing sync on the sender."""
+def fail(side: Trainer, scene: str, targets: Sequence[Target], *, ahead: int) -> None:
+    """One failing sync."""
+    if not side.sends:
+        if ahead:
+            side.gather()
+        return
     sender, active = side.sender, side.sender.version
     with (
         nothing_left(side, scene),
         failing_transport(sender, scene) if scene in BY_THE_SENDER else contextlib.nullcontext(),
     ):
-        error = failed(functools.partial(sender.sync, version, targets, gather))
+        error = failed(functools.partial(sender.sync, active + ahead, targets, side.gather if ahead else None))
     named = error is not None and f"version {active} stays" in str(error)
     if error is not None and scene == ALONE:
         named = named and error.peer is None and "the sender" in str(error)
@@ -153,8 +155,7 @@ def blamed(side: Trainer, scene: str) -> list[str]:
 
 def accepted(side: Trainer) -> int:
     """Invalid calls, which must be refused before any receiver is contacted; returns how many were accepted."""
-    sender, targets = side.sender, side.targets(sleeping=False)
-    asleep = side.targets(sleeping=True)
+    sender, targets, asleep = side.sender, side.targets(sleeping=False), side.targets(sleeping=True)
     version = sender.version
     wrong: list[Callable[[], object]] = [
         lambda: sender.sync(version, targets, dict),
@@ -165,7 +166,7 @@ def accepted(side: Trainer) -> int:
     ]
     if asleep:
         wrong += [lambda: sender.sync(version + 1, asleep), lambda: sender.sync(version, [*asleep, *targets], dict)]
-    return sum(not refused(each) for each in wrong)
+    return sum(not isinstance(raised(each), BadInput) for each in wrong)
 
 
 # -- a replica -------------------------------------------------------------------------------------------------------------
@@ -232,13 +233,12 @@ def endure(side: Inference, scene: str) -> None:
         record(side, "kept_version", int(receiver.version != version), scene=scene)
         if serves:
             served, failed = stop_serving(side)
-            wrong = [each for each in side.forwards.made.values() if each.logits != side.watch.known.get(version)]
-            wrong_label = [each for each in side.forwards.made.values() if each.versions != (version, version)]
+            made, known = side.forwards.made.values(), side.watch.known
+            count = sum((each.logits != known.get(version)) + (each.versions != (version, version)) for each in made)
             # Old weights are restored behind the gate: no forward may run at `derive`.
-            early = [point for point in side.watch.points if point.name == "derive" and point.logits != WAITS]
-            count = len(wrong) + len(wrong_label) + len(early) + side.forwards.overlaps
-            stopped = failed is not None or served not in side.watch.known.values()
-            record(side, "served_wrong", count + int(stopped), scene=scene)
+            early = sum(point.name == "derive" and point.logits != WAITS for point in side.watch.points)
+            stopped = failed is not None or served not in known.values()
+            record(side, "served_wrong", count + early + side.forwards.overlaps + stopped, scene=scene)
             record(side, "kept_wrong", int(not receiver.routed) + side.compare_weights(scene=scene), scene=scene)
         else:
             # The weights of a replica that paused or woke are undefined now: it must have no route, and sleep again if it woke.
@@ -265,20 +265,11 @@ def stop_serving(side: Inference) -> tuple[str, Exception | None]:
 @contextlib.contextmanager
 def nothing_left(side: Trainer | Inference, scene: str) -> Iterator[None]:
     """Count process groups, shared memory and temporary files that a failed sync leaves behind."""
-    groups, held, files = len(pg_map()), side.held(), set(temp_files())
+    groups, held, files = len(c10d._world.pg_map), side.held(), set(temp_files())
     yield
-    record(side, "left_groups", max(0, len(pg_map()) - groups), scene=scene)
+    record(side, "left_groups", max(0, len(c10d._world.pg_map) - groups), scene=scene)
     record(side, "left_segments", len(side.held() - held), scene=scene)
     record(side, "left_files", len(set(temp_files()) - files), scene=scene)
-
-
-def refused(call: Callable[[], object]) -> bool:
-    return isinstance(raised(call), BadInput)
-
-
-def pg_map() -> dict[Any, Any]:
-    found: dict[Any, Any] = c10d._world.pg_map
-    return found
 
 
 def record(side: Trainer | Inference, metric: str, number: int, scene: str) -> None:

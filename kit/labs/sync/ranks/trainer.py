@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     from kit.sync.buckets import Key, Layout
     from kit.sync.sender import Report, Sender
 
-MOVES = dataclasses.replace(
-    DEFAULTS, first_lr=DEFAULTS.lr
-)  # no warm-up, so that the first step changes the weights too
+MOVES = dataclasses.replace(DEFAULTS, first_lr=DEFAULTS.lr)  # no warm-up, so that the first step changes weights
 OF_THE_CACHE = ("stale-bucket", "cache-after-offload")  # faults that need the cache
 LEAST_BUCKETS = 8  # also for a model that would fit into fewer, because a run with one bucket proves little
 
@@ -73,9 +71,7 @@ class Trainer(Side):
             if self.ctx.fault == "resumed-trainer":
                 self.job.step()
         self.tokens = self.prompt(config.geometry.vocab)
-        if (
-            self.config.shares
-        ):  # once before anything is counted, because the host memory for offloaded weights stays allocated
+        if self.config.shares:  # before anything is counted: the host memory for offloaded weights stays allocated
             self.job.mover.release()
             self.job.mover.restore()
         tensors = self.gather()
@@ -103,7 +99,11 @@ class Trainer(Side):
         self.update_truth()
         if self.sends:
             error = failed(lambda: self.sender.sync(BASE, self.targets(), self.other_base))
-            named = error is not None and error.tensors == (max(self.digests),) and error.peer in self.names()
+            named = (
+                error is not None
+                and error.tensors == (max(self.digests),)
+                and error.peer in {target.name for target in self.targets()}
+            )
             self.ctx.record("base_accepted", int(not named))
         else:
             self.gather()
@@ -190,11 +190,8 @@ class Trainer(Side):
         """Full tensors of the live weights, on rank 0. Collective over the trainer."""
         if self.job.mover.away and self.ctx.fault == "cache-after-offload":
             # Without its guard a cache packs whatever memory the allocator returns next: here zeros, like fresh pages.
-            return (
-                {spec.key: torch.zeros(spec.shape, dtype=spec.dtype) for spec in self.cache.layout.specs}
-                if self.sends
-                else {}
-            )
+            specs = self.cache.layout.specs if self.sends else ()
+            return {spec.key: torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs}
         with self.as_job():
             return {(name, 0): tensor for name, tensor in shards.full_tensors(self.job.chunks)}
 
@@ -264,20 +261,12 @@ class Trainer(Side):
         self.named |= {one.name for one in held.values() if one.name.startswith(SHM)}
         self.most = max(self.most, sum(size for place, size in files.items() if place in self.shared))
 
-    def names(self) -> list[str]:
-        return [target.name for target in self.targets()]
-
     def held(self) -> set[Any]:
-        """Without the segments from which versions were sent, up to the allowed number; files in /dev/shm always count."""
+        """Without the segments from which versions were sent, of which one is allowed with a ring, else two; files in /dev/shm always
+        count."""
         held = super().held()
-        homes = sorted(held & self.watch.homes)
-        named = {name for name in self.named if Path(name).exists()}
-        return (held - set(homes[: copies(self.config, self.ctx.fault)])) | named
-
-
-def copies(config: Any, fault: str | None) -> int:
-    """The allowed number of versions in memory between syncs: one with a ring, else two."""
-    return 1 if streams(config, fault) else 2
+        homes = sorted(held & self.watch.homes)[: 1 if streams(self.config, self.ctx.fault) else 2]
+        return held - set(homes) | {name for name in self.named if Path(name).exists()}
 
 
 def streams(config: Any, fault: str | None) -> bool:
