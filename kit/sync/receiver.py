@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from kit.sync.cache import Kept
     from kit.sync.transports.base import Transport
-    from kit.sync.weights import Applier, Weights
+    from kit.sync.weights import Weights
 
 SENDER = "the sender"
 STREAMS = ("stream", "expand")  # paths in which weights change bucket by bucket
@@ -66,7 +66,6 @@ class Received:
     path: str = ""
     version: int = BASE
     began: float = 0.0  # by the sender's clock
-    applied: int = 0  # buckets
     log: Log = field(default_factory=Log)
 
 
@@ -126,16 +125,12 @@ class Call:
         self.link = link
         self.received = Received()
         self.log = self.received.log
-        self.layout: Layout
-        self.slots: int  # in the sender's memory, where it has not all buckets
-        self.applier: Applier
         self.transport: Transport | None = None
         self.digests: Digests | None = None
         self.stored: list[torch.Tensor] = []
         self.before: list[torch.Tensor] = []  # a copy of the weights, while a refresh can be undone
         self.was = receiver.version, receiver.routed
         self.changing = False  # weights that serve may be half new
-        self.mates: int  # other ranks of its replica
         self.in_doubt = False  # ready to run the version; whether all ranks of the replica are is not known yet
         self.woke = self.committed = False
         self.writing = contextlib.ExitStack()
@@ -143,7 +138,7 @@ class Call:
     def run(self) -> None:
         said = self.link.expect("begin")[0]
         self.received.path, self.received.version, self.received.began = said["path"], said["version"], said["began"]
-        self.mates = said["mates"]
+        self.mates = said["mates"]  # other ranks of its replica
         self.begin(said)
         while True:
             said = self.link.message("the sender's next step")
@@ -182,7 +177,10 @@ class Call:
         known = self.receiver.layout[1]
         if known is None:
             raise KitError("the sender sent no bucket layout")
-        self.layout, self.slots = known, said["slots"]
+        self.layout, self.slots = (
+            known,
+            said["slots"],
+        )  # slots: in the sender's memory, if it has not all buckets; else 0
         weights = self.receiver.weights()
         self.applier = weights.bind(self.layout)
         self.digests = Digests(self.layout, said["version"], algorithm=said["verify"], share=said["share"])
@@ -237,7 +235,7 @@ class Call:
             self.changing = True
             with self.log.stage("apply"):
                 self.apply_stored()
-        self.link.send({"kind": "applied", "buckets": self.received.applied})
+        self.link.send({"kind": "applied"})
 
     def teardown(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as above
         with self.log.stage("teardown"):
@@ -272,7 +270,6 @@ class Call:
 
     def apply_bucket(self, index: int, buffer: torch.Tensor) -> None:
         self.applier.apply(index, buffer)
-        self.received.applied += 1
 
     def apply_stored(self) -> None:
         for index, buffer in enumerate(self.stored):

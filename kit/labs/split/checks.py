@@ -65,7 +65,7 @@ def fields(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """The numbers of the result that are no metrics. Norms of later steps contain rounding of the weights; the others do not.
 
     A norm may be summed in float32 in any order, tensor by tensor or shard by shard. The rounding that this allows
-    (`updates.norm_rounding`: about sqrt(n) times EPS with n elements in the largest tensor, 1.5e-5 in the tiny model) is excluded.
+    (`oracle.norm_rounding`: about sqrt(n) times EPS with n elements in the largest tensor, 1.5e-5 in the tiny model) is excluded.
     """
     table = parity.paired(frame, config)
     table = table[table["metric"].isin(FIELDS) & ((table["metric"] != "grad_norm") | (table["step"] == 1))]

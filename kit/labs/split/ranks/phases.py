@@ -66,10 +66,7 @@ class Split:
         self.ctx = ctx
         self.config: SplitConfig = ctx.config
         self.cases = {case.cycle: case for case in cases(self.config)}
-        self.backend: Any
-        self.batches: list[Batch]
-        self.plain = Trained()
-        self.cut = Trained()
+        self.plain = self.cut = Trained()
         self.first: Tensors = {}  # the gradients of the first number of chunks at this level
         self.losses: dict[str, Loss] = {}  # by level
 
@@ -80,11 +77,9 @@ class Split:
         config = self.config
         self.weights, whole = backends.rollouts(config, self.ctx.device)
         self.megatron = backends.Megatron(config, self.weights if config.has_twin else {})
-        self.backend = (
-            self.megatron
-            if config.backend == "megatron"
-            else backends.Fsdp2(config, self.weights, self.megatron.device)
-        )
+        self.backend: backends.Backend = self.megatron
+        if config.backend == "fsdp2":
+            self.backend = backends.Fsdp2(config, self.weights, self.megatron.device)
         self.whole = backends.steps(config, whole)
         if not config.has_twin:
             self.whole = [backends.shifted(self.megatron, step) for step in self.whole]

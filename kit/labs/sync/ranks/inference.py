@@ -45,11 +45,6 @@ class Inference(Side):
         self.cut: Callable[[Cut], Cut] = lambda weights: weights  # a rehearsal gives the receiver other weights
         self.truth: dict[str, str] = {}  # the trainer's digests of the version that this replica must have
         self.own: dict[str, str] = {}  # the digests of this replica's weights when they were last hashed
-        self.replica: serve.Replica
-        self.receiver: Receiver
-        self.serving: Serving
-        self.forwards: Forwards
-        self.watch: Watch
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
         """Build a replica with the base weights."""
@@ -96,9 +91,7 @@ class Inference(Side):
         self.take()
         self.count()
 
-    def expand(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        self.take()
-        self.count()
+    expand = refresh
 
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Compare this replica with the trainer: a SHA-256 of every tensor, and logits."""

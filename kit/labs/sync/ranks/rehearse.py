@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -73,7 +74,7 @@ def trainer(side: Trainer) -> None:
     side.update_truth()
     side.send_truth(awake)
     train(side)
-    fail_late(side, awake)
+    fail(side, TOO_LATE, awake, ahead=1)
     train(side)
     succeed(side, TOO_LATE, awake, ahead=1)
     side.update_truth()
@@ -98,35 +99,21 @@ def succeed(
         side.gather()
 
 
-def fail_late(side: Trainer, targets: Sequence[Target]) -> None:
-    """A receiver fails after the version became active: only its replica goes back."""
-    if not side.sends:
-        side.gather()
-        return
-    sender, active = side.sender, side.sender.version
-    with nothing_left(side, TOO_LATE):
-        error = failed(functools.partial(sender.sync, active + 1, targets, side.gather))
-    named = error is not None and error.peer == targets[-1].name
-    named = named and f"version {active + 1} is already active" in str(error)
-    if not named:
-        print(f"rehearse: the error in scene {TOO_LATE} does not name the cause: {error}")
-    record(side, "unnamed", int(not named), scene=TOO_LATE)
-    record(side, "kept_version", int(sender.version != active + 1), scene=TOO_LATE)
-
-
 def fail(side: Trainer, scene: str, targets: Sequence[Target], *, ahead: int) -> None:
-    """One failing sync."""
+    """One failing sync. With TOO_LATE the version is active by then, and only the replica that fails goes back."""
     if not side.sends:
         if ahead:
             side.gather()
         return
-    sender, active = side.sender, side.sender.version
+    sender, version = side.sender, side.sender.version + ahead
+    active = version if scene == TOO_LATE else sender.version
     with (
         nothing_left(side, scene),
         failing_transport(sender, scene) if scene in BY_THE_SENDER else contextlib.nullcontext(),
     ):
-        error = failed(functools.partial(sender.sync, active + ahead, targets, side.gather if ahead else None))
-    named = error is not None and f"version {active} stays" in str(error)
+        error = failed(functools.partial(sender.sync, version, targets, side.gather if ahead else None))
+    remains = "is already active" if scene == TOO_LATE else "stays"
+    named = error is not None and f"version {active} {remains}" in str(error)
     if error is not None and scene == ALONE:
         named = named and error.peer is None and "the sender" in str(error)
     elif error is not None:
@@ -311,38 +298,27 @@ def failing(side: Inference, scene: str) -> Iterator[None]:
                 raise RehearsedError("rehearsed failure after the version became active")
             super().activate(said)
 
-    receiver.calls = Failing
-    side.cut = functools.partial(CUTS.get(scene, same), max(side.truth))
-    try:
-        with failing_transport(receiver, scene) if scene in {"transport", "both"} else contextlib.nullcontext():
-            yield
-    finally:
-        receiver.calls, side.cut = plain, functools.partial(same, "")
+    with contextlib.ExitStack() as scope:
+        scope.enter_context(mock.patch.object(receiver, "calls", Failing))
+        scope.enter_context(mock.patch.object(side, "cut", functools.partial(cut_for, scene, max(side.truth))))
+        if scene in {"transport", "both"}:
+            scope.enter_context(failing_transport(receiver, scene))
+        yield
 
 
-def same(name: str, weights: Cut) -> Cut:  # noqa: ARG001 - all cuts are called alike
-    return weights
-
-
-def missing(name: str, weights: Cut) -> Cut:
-    """The weights without one tensor."""
-    return Cut({key: places for key, places in weights.destinations.items() if key != name}, weights.own())
-
-
-def unsent(name: str, weights: Cut) -> Cut:
-    """The weights with one more tensor, which the trainer does not have."""
-    return Cut({**weights.destinations, EXTRA: weights.destinations[name]}, weights.own())
-
-
-def unfit(name: str, weights: Cut) -> Cut:
-    """One tensor of another dtype, and one of another shape: a plain copy would silently convert and broadcast."""
-    wide = [(into.to(torch.float64), take) for into, take in weights.destinations[name]]
-    first = min(weights.destinations)
-    more = [(into.new_empty(2, *into.shape), take) for into, take in weights.destinations[first]]
-    return Cut({**weights.destinations, name: wide, first: more}, weights.own())
-
-
-CUTS: dict[str, Callable[[str, Cut], Cut]] = {"missing": missing, "unsent": unsent, "unfit": unfit}
+def cut_for(scene: str, name: str, weights: Cut) -> Cut:
+    """Other weights for the receiver: without one tensor; with one that the trainer does not have; or with one of another dtype and one of
+    another shape, which a plain copy would silently convert and broadcast."""
+    places = dict(weights.destinations)
+    if scene == "missing":
+        del places[name]
+    elif scene == "unsent":
+        places[EXTRA] = places[name]
+    elif scene == "unfit":
+        first = min(places)
+        places[name] = [(into.to(torch.float64), take) for into, take in places[name]]
+        places[first] = [(into.new_empty(2, *into.shape), take) for into, take in places[first]]
+    return Cut(places, weights.own())
 
 
 def corrupted(layout: Any, index: int, buffer: torch.Tensor) -> torch.Tensor:
@@ -408,8 +384,5 @@ def failing_transport(end: Any, scene: str) -> Iterator[None]:
     def make(kind: Any, ctx: Any, **named: Any) -> Any:
         return Fails(plain(kind, ctx, **named), len(ctx.sizes) - 1, scene)
 
-    end.make = make
-    try:
+    with mock.patch.object(end, "make", make):
         yield
-    finally:
-        end.make = plain

@@ -23,7 +23,7 @@ from kit.sync.transports import Place, direct
 from kit.train.plain import PlainModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from kit.labs.rankside import Context
     from kit.labs.sync.config import SyncConfig
@@ -66,10 +66,8 @@ class Side:
                 if self.ctx.rank in ranks:
                     self.group = made
 
-    @contextlib.contextmanager
-    def as_job(self) -> Iterator[None]:
-        with as_world(self.group):
-            yield
+    def as_job(self) -> contextlib.AbstractContextManager[None]:
+        return as_world(self.group)
 
     def end(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
         self.scope.close()

@@ -20,7 +20,7 @@ from kit.megatron import model, serve, shards
 from kit.sync.buckets import ALIGN, automatic, lay_out, specs_of
 from kit.sync.cache import BASE, LARGEST, Cache, Ring
 from kit.sync.link import Listener
-from kit.sync.sender import Target
+from kit.sync.sender import Sender, Target
 from kit.sync.transports.direct import memory
 from kit.train.options import DEFAULTS
 from kit.train.plain import PlainModel
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kit.measure.observers.holdings import Place
     from kit.megatron.config import ModelConfig
     from kit.sync.buckets import Key, Layout
-    from kit.sync.sender import Report, Sender
+    from kit.sync.sender import Report
 
 MOVES = dataclasses.replace(DEFAULTS, first_lr=DEFAULTS.lr)  # no warm-up, so that the first step changes weights
 OF_THE_CACHE = ("stale-bucket", "cache-after-offload")  # faults that need the cache
@@ -54,10 +54,6 @@ class Trainer(Side):
         self.unlocked = 0  # points of a sync at which the sender's lock was free
         self.total = 0  # bytes of all tensors
         self.watch = Watch(lambda: self.sender.version, measure=self.weigh)
-        self.job: Any
-        self.cache: Cache
-        self.listener: Listener
-        self.sender: Sender
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
         """Build a training job with the base weights."""
@@ -80,13 +76,13 @@ class Trainer(Side):
             self.cache = memory_of(self.config, tensors, self.ctx.fault)
             self.listener = self.scope.enter_context(Listener(name=self.ctx.meeting))
             self.scope.callback(self.cache.close)
-            self.sender = broken.sender_of(self.ctx.fault)(
+            self.sender = broken.SENDERS.get(self.ctx.fault, Sender)(
                 self.cache,
                 self.listener,
                 place=self.where,
                 rank=0,
                 device=self.ctx.device,
-                transport=broken.transport_of(self.ctx.fault, self.config.transport),
+                transport=broken.LEAKY if self.ctx.fault == "leaked-group" else self.config.transport,
                 verify=self.config.verify,
                 share=self.config.verify_share,
                 timeout_s=self.config.deadline_s,
