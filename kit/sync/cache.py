@@ -95,8 +95,9 @@ class Kept:
     """Mappings that stay, the last used ones: as many as a sender's cache has places. Its owner closes it. Only for a sender that
     keeps its memory, too: pages that it gave up would stay with whoever maps them."""
 
-    def __init__(self, most: int = 2) -> None:
-        self.most = most
+    most = 2
+
+    def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}  # by inode, which is nobody else's while it is mapped here
 
     def attach(self, fd: int) -> Segment:

@@ -51,14 +51,14 @@ class Gate:
         self._waiting_writers = 0
 
     @contextlib.contextmanager
-    def reading(self, timeout_s: float | None = None) -> Iterator[None]:
+    def reading(self) -> Iterator[None]:
         """Block writers. Waits for a writer inside and for waiting writers."""
         me = threading.current_thread()
         with self._changed:
             if self._writer is me:
                 raise BadInput("a thread that writes cannot read at the gate: it would wait for itself")
             if me not in self._readers:
-                self._wait("reader", lambda: self._writer is None and not self._waiting_writers, timeout_s)
+                self._wait("reader", lambda: self._writer is None and not self._waiting_writers)
             self._readers[me] = self._readers.get(me, 0) + 1
         try:
             yield
@@ -70,7 +70,7 @@ class Gate:
                     self._changed.notify_all()
 
     @contextlib.contextmanager
-    def writing(self, timeout_s: float | None = None) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
         """Block all others. Waits for everybody inside; a writer that gives up lets readers in again."""
         me = threading.current_thread()
         with self._changed:
@@ -78,7 +78,7 @@ class Gate:
                 raise BadInput("a thread that is inside the gate cannot write: it would wait for itself")
             self._waiting_writers += 1
             try:
-                self._wait("writer", lambda: self._writer is None and not self._readers, timeout_s)
+                self._wait("writer", lambda: self._writer is None and not self._readers)
                 self._writer = me
             finally:
                 self._waiting_writers -= 1
@@ -90,15 +90,10 @@ class Gate:
                 self._writer = None
                 self._changed.notify_all()
 
-    def _wait(self, waiting: str, free: Callable[[], bool], timeout_s: float | None) -> None:
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        end = time.monotonic() + limit
-        while not free():
-            left = end - time.monotonic()
-            if left <= 0:
-                inside = [self._writer] if self._writer else self._readers
-                raise GateTimeout(waiting, tuple(sorted(thread.name for thread in inside)), limit)
-            self._changed.wait(left)
+    def _wait(self, waiting: str, free: Callable[[], bool]) -> None:
+        if not self._changed.wait_for(free, self.timeout_s):
+            inside = [self._writer] if self._writer else self._readers
+            raise GateTimeout(waiting, tuple(sorted(thread.name for thread in inside)), self.timeout_s)
 
 
 class Serving:
@@ -159,7 +154,7 @@ class Serving:
                 if self._thread is not None and self._group is not None:
                     # If serving has ended without an error, it has on all ranks of the replica.
                     self._await(lambda: self._open or (self._ended and not self._error), "a gap between two forwards")
-            with self.gate.writing(self.timeout_s):
+            with self.gate.writing():
                 self._writing = True
                 yield
         finally:

@@ -571,7 +571,7 @@ MUTANTS = (
         "sync",
         SERVING,
         "Serving.writing",
-        old="            with self.gate.writing(self.timeout_s):\n",
+        old="            with self.gate.writing():\n",
         new="            with contextlib.nullcontext():\n",
         check="no_torn_reads",
         bug="the writer does not go through the gate",

@@ -264,27 +264,21 @@ def settle(work: Any, wait: timedelta) -> None:
 def within(wait: timedelta, act: Callable[[], None]) -> None:
     """Do it on a thread, and give up on it after a while: a communicator that is being made waits for its peers without a deadline
     (ncclCommInitRankConfig). Limits: the thread that was given up stays until the process ends."""
-    done: list[BaseException | None] = []
+    failed: list[BaseException] = []
 
     def body() -> None:
         try:
             act()
-        except BaseException as error:  # noqa: BLE001 - raised by who waits
-            done.append(error)
-        else:
-            done.append(None)
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            failed.append(error)
 
     thread = threading.Thread(target=body, daemon=True, name="kit-sync-start")
     thread.start()
     thread.join(wait.total_seconds())
-    if not done:
+    if thread.is_alive():
         raise RuntimeError(f"timed out after {wait.total_seconds():g} s: a peer did not join the communicator")
-    error = done.pop()
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error  # its frames would keep it, and with it the group, until the garbage is collected
+    if failed:
+        raise failed.pop()  # a reference from here would keep it, and with it the group, until the garbage is collected
 
 
 def hurried(store: Any, wait: timedelta) -> Any:

@@ -112,9 +112,9 @@ class ReadsAhead(Gate):
         self.tensor = tensor.detach()
 
     @contextlib.contextmanager
-    def reading(self, timeout_s: float | None = None) -> Iterator[None]:
+    def reading(self) -> Iterator[None]:
         ahead = self.tensor.clone()
-        with super().reading(timeout_s):
+        with super().reading():
             now = self.tensor.clone()
             self.tensor.copy_(ahead)
             try:

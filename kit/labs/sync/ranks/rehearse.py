@@ -90,13 +90,11 @@ def succeed(
     side: Trainer, scene: str, targets: Sequence[Target], *, ahead: int, dirty: Sequence[str] | None = None
 ) -> None:
     """The sync after failed ones. An expansion is not ahead of the active version and gathers nothing."""
-    if side.sends:
-        version = side.sender.version + ahead
-        report = side.deliver(version, targets, asleep=not ahead, dirty=dirty)
+    version = side.sender.version + ahead if side.sends else BASE
+    report = side.deliver(version, targets, asleep=not ahead, dirty=dirty)
+    if report is not None:
         wrong = side.sender.version != version or report.answered != len(targets)
         record(side, "next_failed", int(wrong), scene=scene)
-    elif ahead:
-        side.gather()
 
 
 def fail(side: Trainer, scene: str, targets: Sequence[Target], *, ahead: int) -> None:

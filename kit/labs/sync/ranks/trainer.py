@@ -103,7 +103,7 @@ class Trainer(Side):
             self.ctx.record("base_accepted", int(not named))
         else:
             self.gather()
-        self.sync(BASE, self.targets())
+        self.deliver(BASE, self.targets())
         self.send_truth(self.targets())
         self.count()
 
@@ -138,7 +138,8 @@ class Trainer(Side):
     def refresh(self, cycle: int) -> None:
         if self.ctx.fault == "cache-after-offload":
             self.job.mover.release(("weights",))
-        self.sync(cycle, self.targets(sleeping=False))
+        dirty = broken.dirty(self.ctx.fault, self.cache) if self.sends else None
+        self.deliver(cycle, self.targets(sleeping=False), dirty=dirty)
         if self.ctx.fault == "cache-after-offload":
             self.job.mover.restore()
         self.count()
@@ -148,8 +149,7 @@ class Trainer(Side):
         self.job.mover.release()
 
     def expand(self, cycle: int) -> None:
-        if self.sends:
-            self.deliver(cycle, self.targets(sleeping=True), asleep=True)
+        self.deliver(cycle, self.targets(sleeping=True), asleep=True)
 
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.send_truth(self.targets())
@@ -212,16 +212,14 @@ class Trainer(Side):
         gpu = self.where.gpu if self.ctx.devices[rank] == str(self.ctx.device) else ""
         return self.where._replace(world=self.ctx.world_of(rank), gpu=gpu)
 
-    def sync(self, version: int, targets: Sequence[Target]) -> Report | None:
-        if not self.sends:
-            self.gather()
-            return None
-        return self.deliver(version, targets, dirty=broken.dirty(self.ctx.fault, self.cache))
-
     def deliver(
         self, version: int, targets: Sequence[Target], *, asleep: bool = False, dirty: Sequence[str] | None = None
-    ) -> Report:
-        """One sync on the sender, observed by the lab."""
+    ) -> Report | None:
+        """One sync, observed by the lab on the sender; the other ranks take part in gathering the weights."""
+        if not self.sends:
+            if not asleep:
+                self.gather()
+            return None
         self.watch.reset("base" if version == BASE else self.path_of(asleep=asleep))
         self.others |= shared_memory().keys() - self.shared
         try:
