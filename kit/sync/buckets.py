@@ -88,8 +88,7 @@ class Layout:
     def holding(self, names: Iterable[str]) -> set[int]:
         """The buckets with any part of these tensors, of any shard; an unknown name is refused."""
         wanted = set(names)
-        unknown = wanted - {spec.name for spec in self.specs}
-        if unknown:
+        if unknown := wanted - {spec.name for spec in self.specs}:
             more = f", and {len(unknown) - 1} more are unknown" if len(unknown) > 1 else ""
             raise BadInput(f"the layout has no tensor named {min(unknown)}{more}")
         return {

@@ -219,7 +219,7 @@ class Cache:
                     f"version {version} cannot be built: version {self.latest} exists, and versions only grow from {BASE} on"
                 )
             every = set(range(len(self.layout.buckets)))
-            stale = every if dirty is None else self.layout.holding(dirty)
+            stale = every if dirty is None or self.slots else self.layout.holding(dirty)
             if self.latest == BASE or self._owes_all:
                 stale = every
             bound = tensors if isinstance(tensors, Bound) else Bound(self.layout, tensors)
@@ -228,10 +228,22 @@ class Cache:
             self._refuse_emptied(bound.tensors)
             self._check_room()
             source = self._places.get(self.latest)
-            place, fresh = self._free_place()
+            place, segment, fresh = self._free_place()
             self._filling = version, place
             try:
-                self._fill(place, source, version, stale, bound=bound, packed=packed, fresh=fresh)
+                for index, size in enumerate(self._sizes):
+                    out = self._bytes(segment, index)
+                    if index in stale:
+                        bound.pack(index, out, fresh=fresh, hot=self.slots > 0)
+                        place.filled[index] = version
+                    else:
+                        assert source is not None
+                        if place.filled[index] != source.filled[index]:
+                            clean = self._bytes(source.segment, index)
+                            transfer([Move(out.data_ptr(), clean.data_ptr(), size)], fresh=fresh, threads=1)
+                            place.filled[index] = source.filled[index]
+                    if packed is not None:
+                        packed(index)
             except BaseException:
                 self.latest, self._owes_all = self.active, True
                 place.free()
@@ -284,45 +296,18 @@ class Cache:
             self._places, self._spare = {}, []
             self._closed = True
 
-    def _free_place(self) -> tuple[_Place, bool]:
-        """The place for the next version, and whether its pages are not allocated yet."""
+    def _free_place(self) -> tuple[_Place, Segment, bool]:
+        """The place for the next version, its memory, and whether its pages are not allocated yet."""
         if self.latest != self.active:
             place = self._places.pop(self.latest)
         else:
             place = self._spare.pop() if self._spare else _Place(len(self.layout.buckets))
         fresh = place.segment is None
-        if place.segment is None:
-            place.segment = Segment(self._size, name="kit-buckets")
-        return place, fresh
+        place.segment = place.segment or Segment(self._size, name="kit-buckets")
+        return place, place.segment, fresh
 
-    def _fill(
-        self,
-        place: _Place,
-        source: _Place | None,
-        version: int,
-        stale: set[int],
-        *,
-        bound: Bound,
-        packed: Callable[[int], None] | None,
-        fresh: bool,
-    ) -> None:
-        assert place.segment is not None
-        for index, size in enumerate(self._sizes):
-            out = self._bytes(place.segment, index)
-            if index in stale:
-                bound.pack(index, out, fresh=fresh, hot=self.slots > 0)
-                place.filled[index] = version
-            else:
-                assert source is not None
-                assert source.segment is not None
-                if place.filled[index] != source.filled[index]:
-                    clean = self._bytes(source.segment, index)
-                    transfer([Move(out.data_ptr(), clean.data_ptr(), size)], fresh=fresh, threads=1)
-                    place.filled[index] = source.filled[index]
-            if packed is not None:
-                packed(index)
-
-    def _bytes(self, segment: Segment, index: int) -> torch.Tensor:
+    def _bytes(self, segment: Segment | None, index: int) -> torch.Tensor:
+        assert segment is not None
         start = self.starts[index]
         return segment.tensor[start : start + self._sizes[index]]
 
@@ -338,8 +323,7 @@ class Cache:
             raise BadInput("the bucket cache is closed")
 
     def _refuse_emptied(self, tensors: Mapping[Key, torch.Tensor]) -> None:
-        empty = [name for (name, _), t in tensors.items() if t.numel() and not t.untyped_storage().nbytes()]
-        if empty:
+        if empty := [name for (name, _), t in tensors.items() if t.numel() and not t.untyped_storage().nbytes()]:
             more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
             raise BadInput(
                 f"the storage of {', '.join(empty[:5])}{more} is empty: the weights were offloaded; build before that, or reload them"
@@ -359,7 +343,8 @@ class Cache:
 class Ring(Cache):
     """Shared memory for a few buckets, through which versions stream: of none is anything kept. In the cache's place at a sender where all
     receivers pause and none sleeps: the host holds no copy of the weights then, and what has been packed is still in the processor's
-    cache when receivers on the same host copy it out. `latest` and `active` are the versions that were sent, whose bytes are gone.
+    cache when receivers on the same host copy it out. `latest` and `active` are the versions that were sent, whose bytes are gone. A build
+    packs every bucket; `packed` returns when the place of the next one is free.
 
     Limits: a version goes out once, as it is built: receivers that wake would need it later, and those that serve need all buckets at once.
     """
@@ -370,24 +355,14 @@ class Ring(Cache):
         self.slots = slots
         super().__init__(layout, keep=True, timeout_s=timeout_s)
 
-    def build(
-        self,
-        version: int,
-        tensors: Mapping[Key, torch.Tensor] | Bound,
-        dirty: Iterable[str] | None = None,  # noqa: ARG002 - there is nothing to take clean buckets from
-        packed: Callable[[int], None] | None = None,
-    ) -> None:
-        """Pack every bucket; `packed` returns when the place of the next one is free."""
-        super().build(version, tensors, None, packed)
-
-    def _free_place(self) -> tuple[_Place, bool]:
+    def _free_place(self) -> tuple[_Place, Segment, bool]:
         for version in list(self._places):
             self._give_up(version)
         self.latest = self.active
-        place, fresh = super()._free_place()
-        if fresh and place.segment is not None:
-            place.segment.populate()
-        return place, False
+        place, segment, fresh = super()._free_place()
+        if fresh:
+            segment.populate()
+        return place, segment, False
 
 
 def starts(sizes: Sequence[int], slots: int = 0) -> tuple[tuple[int, ...], int]:

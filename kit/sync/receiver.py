@@ -154,8 +154,6 @@ class Call:
             if kind == "end":
                 return
 
-    # -- receiving -------------------------------------------------------------------------------------------------------
-
     def begin(self, said: dict[str, Any]) -> None:
         if said["path"] == "base":
             self.log.event("begin")
@@ -265,8 +263,6 @@ class Call:
         self.committed = self.receiver.routed = True
         self.before = []
         self.writing.close()
-
-    # -- helpers ---------------------------------------------------------------------------------------------------------
 
     def apply_bucket(self, index: int, buffer: torch.Tensor) -> None:
         self.applier.apply(index, buffer)

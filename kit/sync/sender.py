@@ -180,8 +180,7 @@ class Sender:
         if not targets:
             raise BadInput("a sync needs at least one receiver")
         names = [target.name for target in targets]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        if twice := sorted({name for name in names if names.count(name) > 1}):
             raise BadInput(f"several receivers have the name {', '.join(twice)}: names must be unique")
         states = {target.state for target in targets}
         if len(states) > 1:

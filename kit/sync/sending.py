@@ -130,8 +130,6 @@ class Sending:
             for link in self.links.values():
                 link.close()
 
-    # -- sending -------------------------------------------------------------------------------------------------------
-
     def compare_base(self, weights: Gathered) -> None:
         algorithm = self.sender.verify if self.sender.verify != NONE else "sha256"
         self.tell(
@@ -270,8 +268,6 @@ class Sending:
             if first := unreachable or failed:
                 raise first
         self.log.event("activate")
-
-    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def command(self, kind: str, answer: str) -> None:
         """Send a command to all receivers and wait for all answers."""

@@ -202,9 +202,9 @@ MUTANTS = (
     Mutant(
         "sync",
         CACHE,
-        "Cache._fill",
-        old="            if index in stale:\n",
-        new="            if index in stale and (source is None or index):\n",
+        "Cache.build",
+        old="                    if index in stale:\n",
+        new="                    if index in stale and (source is None or index):\n",
         check="bit_exact",
         bug="the first bucket is always taken for clean",
     ),

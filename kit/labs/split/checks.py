@@ -32,8 +32,7 @@ def beside(value: float) -> str:
 def of_every_case(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, metric: str) -> pd.DataFrame:
     """A metric of every case; the check cannot pass if any is missing."""
     rows = select(frame, phase=phase, metric=metric)
-    missing = len(cases_of(config)) - rows["cycle"].nunique()
-    if missing:
+    if missing := len(cases_of(config)) - rows["cycle"].nunique():
         incomplete(f"{metric} is missing for {missing} of {len(cases_of(config))} cases (level and number of chunks)")
     return rows
 

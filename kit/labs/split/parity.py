@@ -296,8 +296,7 @@ def balance(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa
     exact = float(select(frame, phase="oracle", metric="balance")["value"].iloc[0])
     reported = [values(frame, phase).query("step == 1").assign(way=way) for phase, way in WAYS]
     table = pd.concat(each[each["metric"] == "moe_aux_loss"] for each in reported)
-    lacking = [way for _, way in WAYS if way not in set(table["way"])]
-    if lacking:
+    if lacking := [way for _, way in WAYS if way not in set(table["way"])]:
         return Measured(math.inf, f"the result of the {lacking[0]} step has no moe_aux_loss")
     table["error"] = error(table["value"], pd.Series(exact, index=table.index), FLOOR)
     row = worst(table, "error")

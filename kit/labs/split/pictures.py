@@ -261,9 +261,6 @@ def draw_metrics(ax: Axes, table: pd.DataFrame, level: str, limit: float | None,
     ax.set_title(f"Metrics, loss per {parity.singular(level)}")
 
 
-# -- all of them --------------------------------------------------------------------------------------------------------
-
-
 def ready(data: RunData) -> bool:
     """Whether every number of chunks was compared: the next phase has begun."""
     return "rehearse" in data.phases and "result" in data.metrics()  # not in runs of an older kit

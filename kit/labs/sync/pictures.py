@@ -245,9 +245,6 @@ def side_by_side(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
     ax.set_title("Best medians (share of memcpy, bucket)")
 
 
-# -- all of them ---------------------------------------------------------------------------------------------------------
-
-
 def ready(data: RunData) -> bool:
     """Whether a sync succeeded."""
     timed = data.of("wall")

@@ -166,8 +166,7 @@ def out_of_order(frame: pd.DataFrame, trainers: int) -> tuple[int, int, str]:
     for (cycle, phase, path, sync, rank), rows in table[table["rank"] >= trainers].groupby([*BY_SYNC, "rank"]):
         count += 1
         end = closed.get((cycle, phase, path, sync), math.inf if (cycle, phase, 0) in done else -math.inf)
-        problem = next(problems(str(path), rows, end), "")
-        if problem:
+        if problem := next(problems(str(path), rows, end), ""):
             wrong += 1
             first = first or f"{problem} (rank {rank}, {path} in {phase}, cycle {cycle})"
     return wrong, count, first

@@ -59,8 +59,7 @@ def make(
 ) -> Transport:
     """This end of a transport, which is given by name or as a type. With a ring the sender also needs `ahead`."""
     made = (by_name(kind) if isinstance(kind, str) else kind)(ctx)
-    lacks = [name for name in (*CALLS, *["ahead"] * ring) if not callable(getattr(made, name, None))]
-    if lacks:
+    if lacks := [name for name in (*CALLS, *["ahead"] * ring) if not callable(getattr(made, name, None))]:
         why = ", which a ring needs" if lacks == ["ahead"] else ""
         raise BadInput(f"transport {kind}: the object it returned lacks {', '.join(lacks)}{why}")
     return made

@@ -76,8 +76,7 @@ class OwnJob:
 
 def own_job(target: str, built: Any, device: torch.device) -> OwnJob:
     """The job that your own code built, if it has what a step needs."""
-    missing = [name for name in ("chunks", "optimizer", "scheduler") if not hasattr(built, name)]
-    if missing:
+    if missing := [name for name in ("chunks", "optimizer", "scheduler") if not hasattr(built, name)]:
         raise BadInput(f"model={target}: the object it returned lacks {', '.join(missing)}")
     chunks = list(built.chunks)
     if not all(hasattr(chunk, "scale_gradients") for chunk in chunks):

@@ -67,8 +67,7 @@ class OwnLoss(WrappedLoss):
     """Your own loss, checked against the level and the metrics that it declares."""
 
     def __init__(self, target: str, loss: Any, level: Level) -> None:
-        missing = [name for name in ("level", "normalizers", "__call__") if not hasattr(loss, name)]
-        if missing:
+        if missing := [name for name in ("level", "normalizers", "__call__") if not hasattr(loss, name)]:
             raise BadInput(f"loss={target}: the object it returned lacks {', '.join(missing)}")
         if loss.level != level:
             raise BadInput(

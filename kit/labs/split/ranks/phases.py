@@ -70,8 +70,6 @@ class Split:
         self.first: Tensors = {}  # the gradients of the first number of chunks at this level
         self.losses: dict[str, Loss] = {}  # by level
 
-    # -- phases ---------------------------------------------------------------------------------------------------------
-
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
         """Weights, rollouts and groups. Model-parallel ranks of one replica get the same rows."""
         config = self.config
@@ -189,8 +187,6 @@ class Split:
     def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.plain = self.cut = Trained()
         groups.destroy()
-
-    # -- helpers --------------------------------------------------------------------------------------------------------
 
     def _loss(self, level: Any, *, sound: bool = False) -> Loss:
         if level not in self.losses:

@@ -119,8 +119,7 @@ class Inference(Side):
         """Record how many tensors differ from the trainer's; return how many changed since the last call. Collective over a replica."""
         own, before = self.hashes(sha256), self.own
         self.own = own
-        differing = sorted(name for name in {*own, *self.truth} if own.get(name) != self.truth.get(name))
-        if differing:
+        if differing := sorted(name for name in {*own, *self.truth} if own.get(name) != self.truth.get(name)):
             print(f"tensors that differ from the trainer's: {len(differing)}, first: {differing[0]}")
         self.ctx.record("tensors_hashed", len(own), scene=scene)
         self.ctx.record("digest", None, text=rankside.digest(own), scene=scene)
@@ -172,8 +171,6 @@ class Inference(Side):
             places = shards.destinations(self.replica.chunks)
         weights = Cut(broken.places_of(self.ctx.fault, places), [p.data for p in self.replica.chunks[0].parameters()])
         return SeenWeights(self.cut(weights), self.watch)
-
-    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Lose the route and sleep, which makes room for the trainer."""

@@ -180,8 +180,6 @@ class Trainer(Side):
         del self.job
         super().end(cycle)
 
-    # -- helpers -------------------------------------------------------------------------------------------------------
-
     def gather(self) -> dict[Key, torch.Tensor]:
         """Full tensors of the live weights, on rank 0. Collective over the trainer."""
         if self.job.mover.away and self.ctx.fault == "cache-after-offload":

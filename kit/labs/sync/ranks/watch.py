@@ -203,8 +203,6 @@ class Watch:
             setattr(Seen, step, _seen_step(plain, step, watch))
         return Seen
 
-    # -- results -------------------------------------------------------------------------------------------------------
-
     def version_of(self, logits: str) -> str:
         """The version that gave these logits, in words."""
         if logits in {"", WAITS, STUCK}:
