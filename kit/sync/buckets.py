@@ -258,10 +258,8 @@ def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> lis
 
 
 class Bound:
-    """`pack` and `apply` for tensors that stay: they are looked up and checked once, and again if one has moved.
-
-    Limits: a tensor that changes its shape where it lies is not noticed; what was copied last is kept alive until the next use.
-    """
+    """`pack` and `apply` for tensors that stay: they are looked up and checked once, and again if one has moved. Limits: a tensor that
+    changes its shape in place is not noticed; the tensors copied last are kept alive until the next use."""
 
     def __init__(self, layout: Layout, tensors: Mapping[Key, torch.Tensor]) -> None:
         self.layout = layout
@@ -269,7 +267,7 @@ class Bound:
         self._plans: dict[tuple[int, bool, torch.device], _Plan] = {}
 
     def pack(self, index: int, out: torch.Tensor, *, fresh: bool = False, hot: bool = False) -> None:
-        """`hot`: the bucket is to be in the processor's cache afterwards, for whoever copies it out at once."""
+        """`hot`: keep the bucket in the processor's cache, for a reader that copies it out at once."""
         _into_bucket(self._plan(index, out, target=False), out, fresh=fresh, hot=hot)
 
     def apply(self, index: int, buffer: torch.Tensor) -> None:
@@ -314,7 +312,7 @@ def _plan(
     problems: list[tuple[Key, str]] = []
     on_host = buffer.is_cpu
     end_here = end_there = -1
-    # This loop runs once a tensor, thousands of times a model: what is rare is told apart in functions of its own.
+    # This loop runs once per tensor, thousands of times per model: rare cases are handled in separate functions.
     for place, (number, start, size, offset) in enumerate(layout.buckets[index]):
         name, shard, dtype, shape = layout.specs[number]
         tensor = tensors.get((name, shard))
@@ -363,7 +361,7 @@ def _into_bucket(plan: _Plan, out: torch.Tensor, *, fresh: bool, hot: bool) -> N
 
 
 def _copy_all(targets: list[int], sources: list[int], sizes: list[int]) -> None:
-    deque(map(libc.memcpy, targets, sources, sizes), maxlen=0)  # a loop without the interpreter's share of one
+    deque(map(libc.memcpy, targets, sources, sizes), maxlen=0)  # a loop without the interpreter's overhead
 
 
 def _copy_by_torch(plan: _Plan, buffer: torch.Tensor, *, target: bool) -> None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Segment:
-    """`size` bytes; `tensor` are they, as uint8. With `close` the descriptor goes, and the mapping with the last view of it."""
+    """`size` bytes of shared memory; `tensor` views them as uint8. `close` closes the descriptor; the mapping ends with the last view."""
 
     def __init__(self, size: int, *, name: str = "kit-segment") -> None:
         if size < 1:
@@ -55,7 +55,7 @@ class Segment:
 
     @classmethod
     def attach(cls, fd: int) -> Self:
-        """Map a segment that another process made. The descriptor is this segment's from here on; where it is refused, the caller's."""
+        """Map a segment that another process made, and take over the descriptor. If that fails, the caller keeps it."""
         segment = cls.__new__(cls)
         segment._map(fd, os.fstat(fd).st_size)
         return segment
@@ -80,20 +80,20 @@ class Segment:
         return self._tensor
 
     def populate(self) -> None:
-        """Have every page supplied now, not when it is first written. What is in them stays."""
+        """Allocate every page now, not when it is first written. The contents stay."""
         if self._tensor is not None:
             populate(self._address, self.size)
 
     def close(self) -> None:
-        """Give up descriptor and tensor. A second time does nothing."""
+        """Release descriptor and tensor. A second call does nothing."""
         if self._tensor is not None:
             os.close(self.fd)
             self.fd, self._tensor = -1, None
 
 
 class Kept:
-    """Mappings that stay, the last used ones: as many as a sender's cache has places. Its owner closes it. Only for a sender that
-    keeps its memory, too: pages that it gave up would stay with whoever maps them."""
+    """Mappings that stay, the last used ones: as many as a sender's cache has places. Its owner closes it. Only for a sender that also keeps
+    its memory: pages that the sender frees would stay allocated as long as they are mapped."""
 
     most = 2
 
@@ -123,8 +123,9 @@ BASE = -1
 SHARE = 0.8  # of the free memory, for both copies
 _PAGE = 4096
 SLOTS = 2  # one is packed while the other is applied; measured: more do not help, and fill the processor's cache
-# For a bucket. Measured: smaller ones cost more messages, of larger ones less is still in the cache.
-LARGEST = 4 * 2**20
+LARGEST = (
+    4 * 2**20
+)  # of a ring's buckets. Measured: smaller ones cost messages, larger ones do not stay in the processor's cache
 
 
 class CacheBusy(KitError):  # noqa: N818 - it is a state
@@ -341,12 +342,10 @@ class Cache:
 
 
 class Ring(Cache):
-    """Shared memory for a few buckets, through which versions stream: of none is anything kept. In the cache's place at a sender where all
-    receivers pause and none sleeps: the host holds no copy of the weights then, and what has been packed is still in the processor's
-    cache when receivers on the same host copy it out. `latest` and `active` are the versions that were sent, whose bytes are gone. A build
-    packs every bucket; `packed` returns when the place of the next one is free.
-
-    Limits: a version goes out once, as it is built: receivers that wake would need it later, and those that serve need all buckets at once.
+    """Shared memory for a few buckets, through which versions stream without a copy. For a sender whose receivers all pause: the host holds no
+    copy of the weights, and a packed bucket is still in the processor's cache when receivers on the same host copy it out. `latest` and
+    `active` are the versions that were sent, whose bytes are gone. A build packs every bucket; `packed` returns when the place of the next
+    one is free. Limits: a version is sent once, as it is built. Receivers that wake would need it later, and serving ones all at once.
     """
 
     def __init__(self, layout: Layout, *, slots: int = SLOTS, timeout_s: float = 60.0) -> None:

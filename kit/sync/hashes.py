@@ -1,10 +1,10 @@
 """Digests of tensors: their bytes in the order of their elements, with dtype and shape; equal digests, equal tensors.
 
-"sha256" is for proofs; "xxh3" (128 bits, where xxhash is installed) is 15 times as fast for large tensors and guards against accidents,
-not against people.
+"sha256" is for proofs; "xxh3" (128 bits, if xxhash is installed) is 15 times as fast for large tensors and guards against accidents, not
+against people.
 
-Limits: a tensor on a device, or one that is not contiguous, is copied first. The host's bytes are read where they lie, by address and not
-through `Tensor.numpy`, which marks a storage as never to be resized again.
+Limits: a tensor on a device, or one that is not contiguous, is copied first. The host's bytes are read in place, by address and not through
+`Tensor.numpy`, which marks a storage as fixed in size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AUTO = "auto"  # the fastest that this rank has
 
 
 def algorithms() -> tuple[str, ...]:
-    """What there is on this rank, the fastest first."""
+    """The algorithms of this rank, the fastest first."""
     return tuple(_ALGORITHMS)
 
 
@@ -49,7 +49,7 @@ def digest(tensor: torch.Tensor, algorithm: str) -> str:
         raise BadInput(
             f"cannot hash a tensor {tuple(tensor.shape)} without bytes: it was offloaded, or it only wraps other tensors"
         )
-    # What is conjugated or negated lazily has other bytes in memory than it stands for.
+    # A lazily conjugated or negated tensor has other bytes in memory than its values.
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     header = f"{flat.nbytes} {flat.dtype} {tuple(flat.shape)}\n".encode()
     raw = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr()) if flat.nbytes else b""

@@ -1,8 +1,8 @@
 """A connection between a sender of weights and one receiver: small JSON messages, raw bytes, and file descriptors beside them.
 
-On one machine it is an abstract Unix socket, which leaves no file behind and takes callers of the same user only; between machines
-TCP, where a caller must know the secret. Every wait has a deadline, and an error names who did not answer, to what. Limits: raw bytes
-are neither encrypted nor signed.
+On one machine it is an abstract Unix socket, which leaves no file behind and accepts callers of the same user only; between machines it is
+TCP, where a caller must know the secret. Every wait has a deadline, and an error names the end that did not answer and what was awaited.
+Limits: raw bytes are neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PeerSilent(KitError):  # noqa: N818 - as above
 
 
 class PeerFailed(KitError):  # noqa: N818 - as above
-    """The other end says that it cannot go on. `said` is its whole message."""
+    """The other end reports that it cannot go on. `said` is its whole message."""
 
     def __init__(self, peer: str, waiting_for: str, said: dict[str, Any]) -> None:
         what = f"failed: {said.get('why')}" if said.get("kind") == FAILED else f"said {said.get('kind')!r}"
@@ -60,7 +60,7 @@ class PeerFailed(KitError):  # noqa: N818 - as above
 
 
 class Link:
-    """One end. `peer` is what the other is called in errors; `timeout_s` is how long a wait may last."""
+    """One end. `peer` is the name of the other end in errors; `timeout_s` is the longest wait."""
 
     def __init__(self, sock: socket.socket, peer: str, timeout_s: float) -> None:
         self.peer = peer
@@ -70,7 +70,6 @@ class Link:
         sock.settimeout(timeout_s)
 
     def wait_at_most(self, timeout_s: float) -> None:
-        """From now on."""
         self.timeout_s = timeout_s
         self._sock.settimeout(timeout_s)
 
@@ -89,7 +88,7 @@ class Link:
                 self._sock.sendall(rest)
 
     def receive(self, waiting_for: str = "a message") -> tuple[dict[str, Any], list[int]]:
-        """The next message and the descriptors with it, which are the caller's to close."""
+        """The next message and the descriptors with it, which the caller must close."""
         with self._named(waiting_for):
             fds: list[int] = []
             head = b""
@@ -115,7 +114,7 @@ class Link:
         return message
 
     def expect(self, kind: str) -> tuple[dict[str, Any], list[int]]:
-        """A message of this kind; an error that the other end tells is raised here."""
+        """A message of this kind; an error that the other end reports is raised here."""
         message, fds = self.receive(kind)
         if message.get("kind") != kind:
             for fd in fds:
@@ -124,13 +123,13 @@ class Link:
         return message, fds
 
     def waits(self) -> bool:
-        """Whether there is something to receive, the end of the connection included."""
+        """Whether a message or the end of the connection can be received."""
         return bool(ready([self], 0.0))
 
     def last_words(self, awaited: str, within_s: float = math.inf) -> PeerFailed | None:
-        """Why the other end cannot go on or left, if it has said so by now. The link is of no other use afterwards. `within_s` is for an
-        end that may still be there and talk on."""
-        self.wait_at_most(BRIEF_S)  # what lies there may be raw bytes, which are no message
+        """The reason for which the other end cannot go on or left, if it has sent one. The link is of no other use afterwards. `within_s`
+        limits the search if the other end may still be there and send more."""
+        self.wait_at_most(BRIEF_S)  # the next bytes may be raw ones, which are no message
         end = time.monotonic() + within_s
         with contextlib.suppress(KitError, ValueError):
             while self.waits() and time.monotonic() < end:
@@ -183,7 +182,7 @@ class Link:
 
 
 def ready(links: Iterable[Link], timeout_s: float) -> list[Link]:
-    """Those that have something to receive, the end of a connection included, once any has or the time is over."""
+    """The links with a message or the end of the connection to receive, as soon as any has one or the time is over."""
     asked, found = select.poll(), {}
     for link in links:
         asked.register(link._sock, select.POLLIN)
@@ -192,13 +191,13 @@ def ready(links: Iterable[Link], timeout_s: float) -> list[Link]:
 
 
 def address_of(name: str) -> dict[str, Any]:
-    """Where the listener of this machine that was given this name is called."""
+    """The address of the listener with this name on this machine."""
     return {"unix": (_PLACE[1:] + name.encode()).decode(), "secret": name}
 
 
 class Listener:
-    """Where receivers call. `address` can reach them in any way; whoever knows it may call. With a `name` that both ends know, it
-    need not be sent: it is `address_of(name)`."""
+    """The sender's end, which receivers call at `address`; whoever knows it may call. With a `name` that both ends know, the address need
+    not be sent: it is `address_of(name)`."""
 
     def __init__(self, *, tcp_host: str | None = None, name: str | None = None) -> None:
         self._secret = name or secrets.token_hex(16)
@@ -214,12 +213,12 @@ class Listener:
         self.address: dict[str, Any] = {**place, "secret": self._secret}
 
     def accept(self, names: list[str], timeout_s: float) -> dict[str, Link]:
-        """A link to each of these, in whatever order they call; who does not call is named. Whoever has left again did not call, and of two
-        calls under one name the later counts. Strangers are turned away; who is not of these is kept for the next time."""
+        """A link to each of these, in any order of their calls; the error names those that do not call. A caller that has left again does
+        not count, and of two calls under one name the later counts. Strangers are refused; other known callers wait for the next time."""
         end = time.monotonic() + timeout_s
         try:
             while True:
-                # A caller sends nothing before it is spoken to: anything to receive is the end of the connection.
+                # A caller sends nothing before the sender does: anything to receive is the end of the connection.
                 self._forget(*(name for name, link in self._called.items() if link.waits()))
                 missing = [name for name in names if name not in self._called]
                 self._sock.settimeout(max(0.001, end - time.monotonic()) if missing else 0.0)
@@ -281,7 +280,7 @@ class Listener:
 def call(
     address: dict[str, Any], name: str, *, peer: str, timeout_s: float, hello: dict[str, Any] | None = None
 ) -> Link:
-    """Call a listener, under a name that it awaits. `hello` is what it shall know at once."""
+    """Call a listener under a name that it awaits. `hello` is added to the first message."""
     unix = "unix" in address
     place: Any = b"\0" + address["unix"].encode() if unix else (address["host"], address["port"])
     sock = socket.socket(socket.AF_UNIX if unix else socket.AF_INET)

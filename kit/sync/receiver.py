@@ -90,8 +90,8 @@ class Receiver:
         self.make = make  # a transport by its name; an observer puts its own here
 
     def join(self) -> Received:
-        """Take part in the next sync. Raises the error of this end, or the one that the sender reports, after the old state is restored. If
-        that fails too, this receiver has no route any more."""
+        """Take part in the next sync. On failure the old state is restored, then the error of this end or of the sender is raised. If the
+        restoring fails too, this receiver has no route."""
         hello = {LAYOUT: self.layout[0]}
         with call(self.address, self.name, peer=SENDER, timeout_s=PATIENCE * self.timeout_s, hello=hello) as link:
             one = self.calls(self, link)
