@@ -92,8 +92,8 @@ class Segment:
 
 
 class Kept:
-    """Mappings that stay, the last used ones: as many as a sender's cache has places. Its owner closes it. Only for a sender that also keeps
-    its memory: pages that the sender frees would stay allocated as long as they are mapped."""
+    """Mappings that stay, the last used ones: as many as a sender's cache has places. Its owner closes it. Only for a sender that also
+    keeps its memory: pages that the sender frees would stay allocated as long as they are mapped."""
 
     most = 2
 
@@ -342,8 +342,8 @@ class Cache:
 
 
 class Ring(Cache):
-    """Shared memory for a few buckets, through which versions stream without a copy. For a sender whose receivers all pause: the host holds no
-    copy of the weights, and a packed bucket is still in the processor's cache when receivers on the same host copy it out. `latest` and
+    """Shared memory for a few buckets, through which versions stream without a copy. For a sender whose receivers all pause: the host holds
+    no copy of the weights, and a packed bucket is still in the processor's cache when receivers on the same host copy it out. `latest` and
     `active` are the versions that were sent, whose bytes are gone. A build packs every bucket; `packed` returns when the place of the next
     one is free. Limits: a version is sent once, as it is built. Receivers that wake would need it later, and serving ones all at once.
     """

@@ -58,10 +58,8 @@ def digest(tensor: torch.Tensor, algorithm: str) -> str:
     return str(hashed.hexdigest())
 
 
-_ALGORITHMS: dict[str, Callable[[bytes], Any]] = {
-    **({"xxh3": xxhash.xxh3_128} if xxhash else {}),
-    "sha256": hashlib.sha256,
-}
+_ALGORITHMS: dict[str, Callable[[bytes], Any]] = {"xxh3": xxhash.xxh3_128} if xxhash else {}
+_ALGORITHMS["sha256"] = hashlib.sha256
 
 
 class Digests:

@@ -76,9 +76,8 @@ class Link:
     def send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
         data = json.dumps(message, separators=(",", ":")).encode()
         if len(data) > LIMIT:
-            raise KitError(
-                f"a message of {len(data) / 2**20:.0f} MiB to {self.peer} exceeds the limit of {LIMIT >> 20} MiB"
-            )
+            size = f"{len(data) / 2**20:.0f} MiB"
+            raise KitError(f"a message of {size} to {self.peer} exceeds the limit of {LIMIT >> 20} MiB")
         fds = fds or []
         with self._named(f"room for {message.get('kind', 'a message')}"):
             rest = HEADER.pack(len(data), len(fds)) + data

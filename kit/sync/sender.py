@@ -64,9 +64,8 @@ class SyncFailed(KitError):  # noqa: N818 - it is what happened
     that failed, if one did; `bucket` and `tensors` say where."""
 
     def __init__(self, what: str, active: int, error: KitError, *, published: bool = False) -> None:
-        super().__init__(
-            f"{what} failed: {error}; version {active} {'is already active' if published else 'stays active'}"
-        )
+        remains = "is already active" if published else "stays active"
+        super().__init__(f"{what} failed: {error}; version {active} {remains}")
         said = error.said if isinstance(error, PeerFailed) else {}
         self.peer: str | None = getattr(error, "peer", None)
         self.bucket: int | None = said.get("bucket")

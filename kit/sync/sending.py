@@ -350,10 +350,8 @@ class Sending:
         except Exception as error:
             if isinstance(error, BadInput) or getattr(error, "peer", None) is not None:
                 raise
-            what = (
-                f"the sender's end of the transport {' or '.join(self.sharing)} raised {type(error).__name__}: {error}"
-            )
-            raise self.culprit() or KitError(what) from error
+            what = f"the sender's end of the transport {' or '.join(self.sharing)}"
+            raise self.culprit() or KitError(f"{what} raised {type(error).__name__}: {error}") from error
 
     def culprit(self) -> KitError | None:
         """The receiver that the links report as gone or failed; gone first, because others may fail as a consequence."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -42,9 +43,8 @@ class Whole:
         self._seen: list[torch.Tensor] = []
 
     def bind(self, layout: Layout) -> Bound:
-        split = {
-            piece.spec for bucket in layout.buckets for piece in bucket if piece.size < layout.specs[piece.spec].size
-        }
+        pieces = itertools.chain(*layout.buckets)
+        split = {piece.spec for piece in pieces if piece.size < layout.specs[piece.spec].size}
         specs = enumerate(layout.specs)
         wrong = {spec: _unlike(spec, self.tensors.get(spec.key), split=number in split) for number, spec in specs}
         _refuse(layout, self.tensors.keys(), wrong)

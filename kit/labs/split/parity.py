@@ -89,10 +89,8 @@ def metrics(frame: pd.DataFrame, config: Mapping[str, Any]) -> pd.DataFrame:
     table = table.assign(normalizer=[by.get(key, "none") for key in keys])
     steps = numbers.pivot_table(index=["cycle", "step"], columns="metric", values="sync", dropna=False)
     counts = steps[["global_valid_seqs", "global_valid_toks"]].clip(lower=1)
-    counts = counts.set_axis(["sequences", "tokens"], axis=1).reindex(
-        pd.MultiIndex.from_frame(table[["cycle", "step"]])
-    )
-    own = counts.assign(none=1.0).to_dict("records")
+    counts = counts.set_axis(["sequences", "tokens"], axis=1).assign(none=1.0)
+    own = counts.reindex(pd.MultiIndex.from_frame(table[["cycle", "step"]])).to_dict("records")
     right = [each[name] for each, name in zip(own, table["normalizer"], strict=True)]
     scalar = [each[name] for each, name in zip(own, table["level"], strict=True)]
     extreme = table["metric"].str.endswith(("_min", "_max"))

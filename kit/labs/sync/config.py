@@ -52,9 +52,7 @@ class SyncConfig(JobConfig):
     bucket_mib: Annotated[
         float | None, Option("bucket size in MiB; null: from the sizes of the tensors", low=0.001, high=65536)
     ] = None
-    oversize: Annotated[Literal["refuse", "split"], Option("treatment of a tensor that is larger than a bucket")] = (
-        "split"
-    )
+    oversize: Annotated[Literal["refuse", "split"], Option("treatment of a tensor larger than a bucket")] = "split"
     verify: Annotated[
         Literal["auto", "none", "xxh3", "sha256"],
         Option(

@@ -42,9 +42,7 @@ class Judged(NamedTuple):
     outside: bool
 
 
-def oracle(
-    settings: Any, logprobs: torch.Tensor, batch: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, dict[str, float]]:
+def oracle(settings: Any, logprobs: torch.Tensor, batch: Tensors) -> tuple[torch.Tensor, dict[str, float]]:
     """Loss and metrics of the step. `logprobs[i, t]` belongs to token t + 1 of row i."""
     if logprobs.dtype != torch.float64:
         raise TypeError(f"the oracle needs log-probabilities in float64, not {logprobs.dtype}")
@@ -70,9 +68,7 @@ def oracle(
     return total, table
 
 
-def by_itself(
-    loss: Any, logprobs: torch.Tensor, batch: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, dict[str, float]]:
+def by_itself(loss: Any, logprobs: torch.Tensor, batch: Tensors) -> tuple[torch.Tensor, dict[str, float]]:
     """For your own loss, whose formulas are unknown: its value over all rows at once, in float64, divided by the true counts."""
     sequences, tokens = true_counts(batch)
     exact = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
@@ -80,11 +76,10 @@ def by_itself(
     return value, {"loss": value.item()}
 
 
-def true_counts(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
+def true_counts(batch: Tensors) -> tuple[int, int]:
     """Valid sequences and valid tokens, counted one by one. Nothing predicts a row's first token."""
-    kept = [
-        tokens for row, tokens in zip(batch["sample_mask"].tolist(), batch["token_mask"].tolist(), strict=True) if row
-    ]
+    rows = zip(batch["sample_mask"].tolist(), batch["token_mask"].tolist(), strict=True)
+    kept = [tokens for row, tokens in rows if row]
     return len(kept), sum(1 for tokens in kept for token in tokens[1:] if token)
 
 
@@ -99,7 +94,7 @@ def _exp(x: float) -> float:
         return math.inf
 
 
-def _valid_rows(settings: Any, logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> list[list[Token]]:
+def _valid_rows(settings: Any, logprobs: torch.Tensor, batch: Tensors) -> list[list[Token]]:
     """The valid tokens of each valid row; a row may have none."""
     names = ("prev_logprobs", "generation_logprobs", "reference_logprobs", "advantages")
 

@@ -86,12 +86,10 @@ def train(side: Trainer) -> None:
         side.job.step()
 
 
-def succeed(
-    side: Trainer, scene: str, targets: Sequence[Target], *, ahead: int, dirty: Sequence[str] | None = None
-) -> None:
+def succeed(side: Trainer, scene: str, targets: Sequence[Target], *, ahead: int, **given: Any) -> None:
     """The sync after failed ones. An expansion is not ahead of the active version and gathers nothing."""
     version = side.sender.version + ahead if side.sends else BASE
-    report = side.deliver(version, targets, asleep=not ahead, dirty=dirty)
+    report = side.deliver(version, targets, asleep=not ahead, **given)
     if report is not None:
         wrong = side.sender.version != version or report.answered != len(targets)
         record(side, "next_failed", int(wrong), scene=scene)
@@ -128,14 +126,8 @@ def blamed(side: Trainer, scene: str) -> list[str]:
     """The tensors that an error must name."""
     names, layout = sorted(side.digests), side.cache.layout
     first = layout.specs[layout.buckets[0][0].spec].name
-    wrong = {
-        "missing": names[-1:],
-        "unfit": [names[0], names[-1]],
-        "unsent": [EXTRA],
-        "wrong-bytes": names,
-        PACKED: [first],
-    }
-    return wrong.get(scene, [])
+    of_receivers = {"missing": names[-1:], "unfit": [names[0], names[-1]], "unsent": [EXTRA], "wrong-bytes": names}
+    return {**of_receivers, PACKED: [first]}.get(scene, [])
 
 
 def accepted(side: Trainer) -> int:
