@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 ALIGN = 512
 _PAGE = 4096
 _MIB = 2**20
+PROBLEMS = 5  # tensors that an error names; it has the keys of all of them
 
 Key = tuple[str, int]  # name and shard
 
@@ -392,9 +393,6 @@ def _unlike(spec: Spec, tensor: torch.Tensor | None) -> str:
         return "is missing"
     here, there = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}", f"{dtype_name(spec.dtype)} {spec.shape}"
     return f"is {here} here and {there} in the bucket"
-
-
-PROBLEMS = 5  # tensors that an error names; it has the keys of all of them
 
 
 def _mismatch(index: int, tensors: Mapping[Key, torch.Tensor], problems: list[tuple[Key, str]]) -> Mismatch:

@@ -38,6 +38,13 @@ if TYPE_CHECKING:
     from kit.sync.buckets import Key
 
 
+BASE = -1
+SHARE = 0.8  # of the free memory, for both copies
+_PAGE = 4096
+SLOTS = 2  # one is packed while the other is applied; measured: more do not help, and fill the processor's cache
+LARGEST = 4 * 2**20  # of a ring's bucket; measured: smaller ones cost messages, larger ones do not stay in the cache
+
+
 class Segment:
     """`size` bytes of shared memory; `tensor` views them as uint8. `close` closes the descriptor; the mapping ends with the last view."""
 
@@ -117,15 +124,6 @@ class Kept:
         for segment in self._segments.values():
             segment.close()
         self._segments = {}
-
-
-BASE = -1
-SHARE = 0.8  # of the free memory, for both copies
-_PAGE = 4096
-SLOTS = 2  # one is packed while the other is applied; measured: more do not help, and fill the processor's cache
-LARGEST = (
-    4 * 2**20
-)  # of a ring's buckets. Measured: smaller ones cost messages, larger ones do not stay in the processor's cache
 
 
 class CacheBusy(KitError):  # noqa: N818 - it is a state

@@ -47,6 +47,7 @@ LOSS_OPTIONS = (
     *("kl", "kl_kind", "kl_input_clamp", "kl_output_clamp", "positive_nll"),
 )
 NORMALIZERS = (None, "tokens", "sequences")  # allowed divisors of a metric
+STEPS = 2  # the gradients of the plain and the split step are kept
 
 
 class Case(NamedTuple):
@@ -261,9 +262,6 @@ def plan(config: SplitConfig) -> list[Step]:
         for phase in (*(plain if case.first else ()), "split", "compare")
     ]
     return [Step(0, "prepare"), *steps, Step(0, "rehearse"), Step(0, "end")]
-
-
-STEPS = 2  # the gradients of the plain and the split step are kept
 
 
 def fits(config: SplitConfig) -> None:

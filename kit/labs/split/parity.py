@@ -28,6 +28,9 @@ FLOOR = 1e-2
 # near zero is a small difference of large terms.
 REGROUPED = 1.0
 NOT_METRICS = frozenset({"grad_norm", "lr", "wd", "global_valid_seqs", "global_valid_toks", "updated", "global_loss"})
+WAYS = (("sync", "plain"), ("split", "split"))
+UPDATES = {"update_norm_error": "norm", "update_rate_error": "learning rate", "update_decay_error": "decay"}
+PLACES = 3  # of a broken promise that are named
 
 
 def results(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
@@ -145,9 +148,6 @@ def against(row: Mapping[str, Any]) -> str:
     return f"{row['split']:.9g} vs {row['sync']:.9g} in the plain step"
 
 
-WAYS = (("sync", "plain"), ("split", "split"))
-
-
 # What each number counts, in words.
 PROMISES = {
     "hooks_lost": "hooks not restored",
@@ -172,9 +172,6 @@ PROMISES = {
     "nonfinite_next_differs": "tensors that differ after the step that follows a non-finite one",
     "masked_reach": "numbers changed by masked places",
 }
-
-
-PLACES = 3  # of a broken promise that are named
 
 
 def promised(*names: str, phases: Sequence[str] = ("rehearse",), right: str, uncounted: Sequence[str] = ()) -> Measure:
@@ -208,9 +205,6 @@ def place_of(ids: str, text: str) -> str:
     """The ids and the text of a record, in words."""
     words = [str(value) for value in json.loads(ids).values()] if ids else []
     return ", ".join(filter(None, [*words, text]))
-
-
-UPDATES = {"update_norm_error": "norm", "update_rate_error": "learning rate", "update_decay_error": "decay"}
 
 
 def update(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 NOTHING_SEEN = -1.0
+EPS = 2.0**-23  # of float32, in which gradients are
 Tensors = dict[str, torch.Tensor]
 
 
@@ -237,9 +238,6 @@ def _to_mixture(one: float, other: float) -> float:
     top = max(one, other)
     mixture = top + math.log(0.5 * math.exp(one - top) + 0.5 * math.exp(other - top))
     return 0.5 * _k3(one - mixture) + 0.5 * _k3(other - mixture)
-
-
-EPS = 2.0**-23  # of float32, in which gradients are
 
 
 class Step(NamedTuple):

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from kit.train.batch import Batch
     from kit.train.protocol import Loss, StepResult
 
+ROUNDING = 64  # a gradient below this many roundings of the model's largest gradient is noise
+
 
 @dataclass(kw_only=True, slots=True)
 class Trained:
@@ -358,9 +360,6 @@ def balance_of_step(job: Any, batch: Batch, micro_batch: int) -> float:
     total = torch.tensor([sum(found), len(found)], dtype=torch.float64, device=job.device)
     dist.all_reduce(total)
     return float(total[0] / total[1])
-
-
-ROUNDING = 64  # a gradient below this many roundings of the model's largest gradient is noise
 
 
 @dataclass(frozen=True, slots=True)
