@@ -1,4 +1,7 @@
-"""Tensors packed into buckets of bytes by a layout: copies in, views without a copy, copies out.
+"""Buckets of bytes: the layout, on which both ends agree, and tensors packed by it: copies in, views without a copy, copies out.
+
+The layout says which bytes of which tensor are in which bucket. It depends only on the specs of the tensors, and is sent as JSON. Tensors
+are in order, each at a 512-byte boundary. A tensor larger than a bucket is refused, or split into pieces over several.
 
 Between contiguous tensors of the host bytes move by plain copies outside of the interpreter's lock, neighbours on both sides in one;
 everything else goes through torch in one call a bucket.
@@ -9,17 +12,202 @@ version counters do not see plain copies.
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+import statistics
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 
 from kit.errors import BadInput, KitError
 from kit.measure.host import Move, libc, transfer
-from kit.sync.layout import Key, Layout, Spec, dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
+
+
+ALIGN = 512
+_PAGE = 4096
+_MIB = 2**20
+PROBLEMS = 5  # tensors that an error names; it has the keys of all of them
+
+Key = tuple[str, int]  # name and shard
+
+
+class Spec(NamedTuple):
+    """One tensor, or one shard of it. A whole tensor is shard 0."""
+
+    name: str
+    shard: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def key(self) -> Key:
+        return self.name, self.shard
+
+    @property
+    def size(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} (shard {self.shard})"
+
+
+class Piece(NamedTuple):
+    """`size` bytes of tensor number `spec`, starting at its byte `start`, at `offset` in a bucket."""
+
+    spec: int
+    start: int
+    size: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The place of every byte of every tensor. Made by `lay_out`."""
+
+    specs: tuple[Spec, ...]
+    bucket_bytes: int
+    buckets: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The used bytes of each bucket."""
+        return tuple(max(piece.offset + piece.size for piece in bucket) for bucket in self.buckets)
+
+    @property
+    def pieces(self) -> tuple[tuple[int, ...], ...]:
+        """The bytes of each piece in each bucket."""
+        return tuple(tuple(piece.size for piece in bucket) for bucket in self.buckets)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.size for spec in self.specs)
+
+    def holding(self, names: Iterable[str]) -> set[int]:
+        """The buckets with any part of these tensors, of any shard; an unknown name is refused."""
+        wanted = set(names)
+        if unknown := wanted - {spec.name for spec in self.specs}:
+            more = f", and {len(unknown) - 1} more are unknown" if len(unknown) > 1 else ""
+            raise BadInput(f"the layout has no tensor named {min(unknown)}{more}")
+        return {
+            index
+            for index, bucket in enumerate(self.buckets)
+            if any(self.specs[piece.spec].name in wanted for piece in bucket)
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "specs": [[name, shard, dtype_name(dtype), list(shape)] for name, shard, dtype, shape in self.specs],
+            "bucket_bytes": self.bucket_bytes,
+            "buckets": [[list(piece) for piece in bucket] for bucket in self.buckets],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read the result of `to_json`; a layout that does not hold every byte exactly once is refused."""
+        layout = cls(
+            specs=tuple(Spec(name, shard, _dtype(dtype), tuple(shape)) for name, shard, dtype, shape in data["specs"]),
+            bucket_bytes=data["bucket_bytes"],
+            buckets=tuple(tuple(Piece(*piece) for piece in bucket) for bucket in data["buckets"]),
+        )
+        layout.check()
+        return layout
+
+    def check(self) -> None:
+        """Refuse pieces that are misaligned, overlap, exceed their bucket, or omit or repeat bytes of a tensor."""
+        _refuse_twice(self.specs)
+        reached = [0] * len(self.specs)
+        for index, bucket in enumerate(self.buckets):
+            end = 0
+            for piece in bucket:
+                spec = self.specs[piece.spec]
+                if piece.offset % ALIGN:
+                    raise BadInput(f"bucket {index}: {spec} lies at {piece.offset}, which is not a multiple of {ALIGN}")
+                if piece.offset < end or piece.offset + piece.size > self.bucket_bytes:
+                    raise BadInput(
+                        f"bucket {index}: {spec} lies at {piece.offset} to {piece.offset + piece.size}; only {end} "
+                        f"to {self.bucket_bytes} is free"
+                    )
+                if piece.start != reached[piece.spec]:
+                    raise BadInput(f"bucket {index}: {spec} continues at byte {piece.start}, not {reached[piece.spec]}")
+                end = piece.offset + piece.size
+                reached[piece.spec] += piece.size
+        short = [str(spec) for spec, got in zip(self.specs, reached, strict=True) if got != spec.size]
+        placed = {piece.spec for bucket in self.buckets for piece in bucket}
+        short += [str(spec) for number, spec in enumerate(self.specs) if not spec.size and number not in placed]
+        if short:
+            raise BadInput(f"the layout does not hold all bytes of {', '.join(short)}")
+
+
+def specs_of(tensors: Mapping[Key, torch.Tensor]) -> list[Spec]:
+    """The specs, in the order of the mapping."""
+    return [Spec(name, shard, t.dtype, tuple(t.shape)) for (name, shard), t in tensors.items()]
+
+
+def lay_out(specs: Sequence[Spec], bucket_bytes: int, *, oversize: Literal["refuse", "split"] = "refuse") -> Layout:
+    """Fill one bucket after another. A tensor that does not fit into the rest starts a new bucket; a split one uses the rest."""
+    if bucket_bytes < ALIGN or bucket_bytes % ALIGN:
+        raise BadInput(f"bucket_bytes={bucket_bytes} must be a multiple of {ALIGN}")
+    _refuse_twice(specs)
+    buckets: list[list[Piece]] = []
+    end = bucket_bytes  # of the filled part; there is no bucket yet
+    for number, spec in enumerate(specs):
+        if spec.size > bucket_bytes and oversize == "refuse":
+            raise BadInput(
+                f"{spec} has {spec.size} bytes and a bucket {bucket_bytes}: use larger buckets, or oversize='split'"
+            )
+        if end + spec.size > bucket_bytes >= spec.size or not buckets:
+            buckets.append([])
+            end = 0
+        start = 0
+        while True:
+            if end == bucket_bytes and spec.size:
+                buckets.append([])
+                end = 0
+            size = min(spec.size - start, bucket_bytes - end)
+            buckets[-1].append(Piece(number, start, size, end))
+            end += -(-size // ALIGN) * ALIGN
+            start += size
+            if start == spec.size:
+                break
+    return Layout(specs=tuple(specs), bucket_bytes=bucket_bytes, buckets=tuple(map(tuple, buckets)))
+
+
+def automatic(specs: Sequence[Spec], *, oversize: Literal["refuse", "split"] = "refuse") -> int:
+    """A bucket size from the sizes only, so that every rank computes the same.
+
+    It is 1/16 of all bytes, so that packing, sending and applying overlap, between 1 and 64 MiB: smaller buckets cost messages, larger
+    ones only memory. If the median tensor is larger than half of that, packing gains nothing, and a bucket is one such tensor, up to
+    64 MiB. There are at most about 256 buckets. If tensors are not split, the largest must fit.
+    """
+    sizes = [spec.size for spec in specs] or [0]
+    total, median = sum(sizes), int(statistics.median(sizes))
+    size = min(max(total // 16, _MIB), 64 * _MIB)
+    if median > size // 2:
+        size = min(max(median, _MIB), 64 * _MIB)
+    size = max(size, total // 256, max(sizes) if oversize == "refuse" else 0)
+    return -(-size // _PAGE) * _PAGE
+
+
+def _refuse_twice(specs: Iterable[Spec]) -> None:
+    for key, times in Counter(spec.key for spec in specs).items():
+        if times > 1:
+            raise BadInput(f"{key[0]} (shard {key[1]}) appears twice")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise BadInput(f"{name!r} is not a dtype of this torch")
+    return dtype
+
 
 # The C library copies pieces below a MiB through the processor's cache, whatever its threshold for what goes past it.
 HOT = 2**19
@@ -34,13 +222,14 @@ class View(NamedTuple):
 
 
 class Mismatch(KitError):  # noqa: N818 - it is what was found
-    """The tensors do not fit the contents of the bucket, and nothing was copied. `missing` and `failed` are keys."""
+    """The tensors do not fit the contents of the bucket (None: of all buckets), and nothing was copied. `missing` and `failed` are keys."""
 
-    def __init__(self, message: str, *, bucket: int, missing: tuple[Key, ...], failed: tuple[Key, ...]) -> None:
+    def __init__(self, message: str, *, bucket: int | None, missing: tuple[Key, ...], failed: tuple[Key, ...]) -> None:
         super().__init__(message)
         self.bucket = bucket
         self.missing = missing
         self.failed = failed
+        self.tensors = tuple(name for name, _ in (*failed, *missing))
 
 
 def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[View]:
@@ -57,9 +246,8 @@ def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[View]:
 def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> list[View]:
     """The same for live tensors: what `views` would return for a bucket with them. Contiguous tensors are not copied."""
     found = []
-    missing = [layout.specs[piece.spec].key for piece in layout.buckets[index]]
-    missing = [key for key in missing if key not in tensors]
-    if missing:
+    keys = [layout.specs[piece.spec].key for piece in layout.buckets[index]]
+    if missing := [key for key in keys if key not in tensors]:
         raise _mismatch(index, tensors, [(key, "is missing") for key in missing])
     for number, start, size, _ in layout.buckets[index]:
         spec = layout.specs[number]
@@ -71,10 +259,8 @@ def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> lis
 
 
 class Bound:
-    """`pack` and `apply` for tensors that stay: they are looked up and checked once, and again if one has moved.
-
-    Limits: a tensor that changes its shape where it lies is not noticed; what was copied last is kept alive until the next use.
-    """
+    """`pack` and `apply` for tensors that stay: they are looked up and checked once, and again if one has moved. Limits: a tensor that
+    changes its shape in place is not noticed; the tensors copied last are kept alive until the next use."""
 
     def __init__(self, layout: Layout, tensors: Mapping[Key, torch.Tensor]) -> None:
         self.layout = layout
@@ -82,11 +268,13 @@ class Bound:
         self._plans: dict[tuple[int, bool, torch.device], _Plan] = {}
 
     def pack(self, index: int, out: torch.Tensor, *, fresh: bool = False, hot: bool = False) -> None:
-        """`hot`: the bucket is to be in the processor's cache afterwards, for whoever copies it out at once."""
+        """`hot`: keep the bucket in the processor's cache, for a reader that copies it out at once."""
         _into_bucket(self._plan(index, out, target=False), out, fresh=fresh, hot=hot)
 
     def apply(self, index: int, buffer: torch.Tensor) -> None:
-        _out_of_bucket(self._plan(index, buffer, target=True), buffer)
+        plan, base = self._plan(index, buffer, target=True), buffer.data_ptr()
+        _copy_all(plan.addresses, [base + offset for offset in plan.offsets], plan.sizes)
+        _copy_by_torch(plan, buffer, target=True)
 
     def _plan(self, index: int, buffer: torch.Tensor, *, target: bool) -> _Plan:
         _check_buffer(self.layout, index, buffer)
@@ -125,7 +313,7 @@ def _plan(
     problems: list[tuple[Key, str]] = []
     on_host = buffer.is_cpu
     end_here = end_there = -1
-    # This loop runs once a tensor, thousands of times a model: what is rare is told apart in functions of its own.
+    # This loop runs once per tensor, thousands of times per model: rare cases are handled in separate functions.
     for place, (number, start, size, offset) in enumerate(layout.buckets[index]):
         name, shard, dtype, shape = layout.specs[number]
         tensor = tensors.get((name, shard))
@@ -170,33 +358,24 @@ def _into_bucket(plan: _Plan, out: torch.Tensor, *, fresh: bool, hot: bool) -> N
             _copy_all([place + at for at in cuts], [address + at for at in cuts], [min(HOT, size - at) for at in cuts])
     else:
         _copy_all(places, plan.addresses, plan.sizes)
-    if plan.by_torch:
-        _copy_by_torch(plan, out, target=False)
-
-
-def _out_of_bucket(plan: _Plan, buffer: torch.Tensor) -> None:
-    base = buffer.data_ptr()
-    _copy_all(plan.addresses, [base + offset for offset in plan.offsets], plan.sizes)
-    if plan.by_torch:
-        _copy_by_torch(plan, buffer, target=True)
+    _copy_by_torch(plan, out, target=False)
 
 
 def _copy_all(targets: list[int], sources: list[int], sizes: list[int]) -> None:
-    deque(map(libc.memcpy, targets, sources, sizes), maxlen=0)  # a loop without the interpreter's share of one
+    deque(map(libc.memcpy, targets, sources, sizes), maxlen=0)  # a loop without the interpreter's overhead
 
 
 def _copy_by_torch(plan: _Plan, buffer: torch.Tensor, *, target: bool) -> None:
+    if not plan.by_torch:
+        return
     found = views(plan.layout, plan.bucket, buffer)
     packed = [found[place].tensor for place, _ in plan.by_torch]
     outside = [_part(tensor.detach(), found[place]) for place, tensor in plan.by_torch]
-    if target:
-        torch._foreach_copy_(outside, packed)
-    else:
-        torch._foreach_copy_(packed, outside)
+    torch._foreach_copy_(*((outside, packed) if target else (packed, outside)))
 
 
 def _part(tensor: torch.Tensor, view: View) -> torch.Tensor:
-    """What of a tensor a view of a bucket stands for: of a contiguous one a view, too."""
+    """The part of a tensor that a view of a bucket stands for; of a contiguous tensor it is a view, too."""
     whole = view.tensor.numel() == tensor.numel()
     return tensor if whole else tensor.reshape(-1)[view.start : view.start + view.tensor.numel()]
 
@@ -214,9 +393,6 @@ def _unlike(spec: Spec, tensor: torch.Tensor | None) -> str:
         return "is missing"
     here, there = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}", f"{dtype_name(spec.dtype)} {spec.shape}"
     return f"is {here} here and {there} in the bucket"
-
-
-PROBLEMS = 5  # tensors that an error names; it has the keys of all of them
 
 
 def _mismatch(index: int, tensors: Mapping[Key, torch.Tensor], problems: list[tuple[Key, str]]) -> Mismatch:

@@ -1,41 +1,129 @@
 """Host copies of a trainer's weights by version, packed into buckets that transports send unchanged.
 
-There are two places, each a memfd segment for the whole model, so there are at most two copies: the active version, which receivers run,
-and the latest one. A new version goes to the place that is not active, and replaces a latest version there. Version -1 is the base, of
-which there is no copy.
+There are at most two copies, each in a segment for the whole model: the active version, which receivers run, and the latest one. A new
+version goes to the place that is not active. Version -1 is the base, of which there is no copy.
 
-One lock covers building, activating and closing; a transport and its teardown hold it with `held`. Another thread waits for it, and gets
-an error with the name of the holder when its deadline passes. The lock is reentrant.
+One reentrant lock covers building, activating and closing; a transport and its teardown hold it with `held`. Another thread waits for it,
+and gets an error with the name of the holder when its deadline passes.
 
-Limits: with `keep` the place of an old version is overwritten. Receivers must be done with it by then; the end of a transport ensures it.
+Segments are anonymous shared memory by memfd: no name can be left behind, and /dev/shm, which many containers keep at 64 MB, is not
+needed. A segment goes to another process as a file descriptor over a Unix socket. Its pages exist as long as anybody has a descriptor or
+a mapping; a view of `tensor` keeps this process's mapping, so that a late reader finds old bytes and never a hole. The size is sealed: no
+other holder can cut the file short under a reader.
+
+Limits: Linux, host memory. With `keep` the place of an old version is overwritten. Receivers must be done with it by then; the end of a
+transport ensures it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
+import os
 import threading
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Self
+
+import torch
 
 from kit.errors import BadInput, KitError
 from kit.machine import free_memory
-from kit.measure.host import Move, transfer
-from kit.sync.buckets import Bound
-from kit.sync.layout import Layout
-from kit.sync.memory import Segment
+from kit.measure.host import Move, huge_pages, map_shared, populate, transfer, unmap
+from kit.sync.buckets import Bound, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    import torch
+    from kit.sync.buckets import Key
 
-    from kit.sync.layout import Key
 
 BASE = -1
 SHARE = 0.8  # of the free memory, for both copies
 _PAGE = 4096
 SLOTS = 2  # one is packed while the other is applied; measured: more do not help, and fill the processor's cache
-# For a bucket. Measured: smaller ones cost more messages, of larger ones less is still in the cache.
-LARGEST = 4 * 2**20
+LARGEST = 4 * 2**20  # of a ring's bucket; measured: smaller ones cost messages, larger ones do not stay in the cache
+
+
+class Segment:
+    """`size` bytes of shared memory; `tensor` views them as uint8. `close` closes the descriptor; the mapping ends with the last view."""
+
+    def __init__(self, size: int, *, name: str = "kit-segment") -> None:
+        if size < 1:
+            raise BadInput(f"a segment of {size} bytes is too small: use at least 1")
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._map(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, fd: int) -> Self:
+        """Map a segment that another process made, and take over the descriptor. If that fails, the caller keeps it."""
+        segment = cls.__new__(cls)
+        segment._map(fd, os.fstat(fd).st_size)
+        return segment
+
+    def _map(self, fd: int, size: int) -> None:
+        if size < 1:
+            raise BadInput(f"descriptor {fd} has no bytes to map")
+        address = map_shared(fd, size)
+        huge_pages(address, size)
+        array = (ctypes.c_ubyte * size).from_address(address)
+        # Every view of the tensor holds the array. At exit the system takes the mapping: a tensor may outlive this module.
+        weakref.finalize(array, unmap, address, size).atexit = False
+        self.fd = fd
+        self.size = size
+        self._address = address
+        self._tensor: torch.Tensor | None = torch.frombuffer(array, dtype=torch.uint8)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        if self._tensor is None:
+            raise BadInput("the segment is closed")
+        return self._tensor
+
+    def populate(self) -> None:
+        """Allocate every page now, not when it is first written. The contents stay."""
+        if self._tensor is not None:
+            populate(self._address, self.size)
+
+    def close(self) -> None:
+        """Release descriptor and tensor. A second call does nothing."""
+        if self._tensor is not None:
+            os.close(self.fd)
+            self.fd, self._tensor = -1, None
+
+
+class Kept:
+    """Mappings that stay, the last used ones: as many as a sender's cache has places. Its owner closes it. Only for a sender that also
+    keeps its memory: pages that the sender frees would stay allocated as long as they are mapped."""
+
+    most = 2
+
+    def __init__(self) -> None:
+        self._segments: dict[int, Segment] = {}  # by inode, which is nobody else's while it is mapped here
+
+    def attach(self, fd: int) -> Segment:
+        """The segment behind a descriptor, which is taken over."""
+        inode = os.fstat(fd).st_ino
+        segment = self._segments.pop(inode, None)
+        if segment is None:
+            segment = Segment.attach(fd)
+        else:
+            os.close(fd)
+        self._segments[inode] = segment
+        while len(self._segments) > self.most:
+            self._segments.pop(next(iter(self._segments))).close()
+        return segment
+
+    def close(self) -> None:
+        for segment in self._segments.values():
+            segment.close()
+        self._segments = {}
 
 
 class CacheBusy(KitError):  # noqa: N818 - it is a state
@@ -69,19 +157,13 @@ class Cache:
 
     slots = 0
 
-    def __init__(
-        self,
-        layout: Layout,
-        *,
-        keep: bool = False,
-        timeout_s: float = 60.0,
-    ) -> None:
+    def __init__(self, layout: Layout, *, keep: bool = False, timeout_s: float = 60.0) -> None:
         self.layout = layout
         self.latest = self.active = BASE
         self.keep = keep
         self.timeout_s = timeout_s
         self._sizes = layout.sizes
-        self._starts, self._size = starts(self._sizes, self.slots)
+        self.starts, self._size = starts(self._sizes, self.slots)  # of each bucket in a version's memory
         self._places: dict[int, _Place] = {}  # by version; places kept for the next build are in _spare
         self._spare: list[_Place] = []
         self._lock = threading.RLock()
@@ -107,7 +189,7 @@ class Cache:
 
     @contextlib.contextmanager
     def held(self, purpose: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Hold the lock, so that no other thread can build, activate or close: around a whole transport and its teardown."""
+        """Hold the lock, so that no other thread can build, activate or close."""
         limit = self.timeout_s if timeout_s is None else timeout_s
         if not self._lock.acquire(timeout=limit):
             raise CacheBusy(purpose, self._holder[-1] if self._holder else "a moment", limit)
@@ -126,12 +208,9 @@ class Cache:
         packed: Callable[[int], None] | None = None,
     ) -> None:
         """Pack a new version. Pass tensors that stay as `Bound`, so that they are looked up once. `dirty` names the changed tensors: only
-        buckets with any of them are packed, others are copied from the latest version.
-
-        `packed` is called with the number of each bucket, clean ones included, as soon as its bytes are in place, so that it can be sent
-        meanwhile; `segment` and `bucket` know the version from the first call on. After an error the version does not exist, `latest` is
-        the active one, and the next build packs all buckets.
-        """
+        buckets with any of them are packed, others are copied from the latest version. `packed` is called with the number of each bucket as
+        soon as its bytes are in place, so that it can be sent. After an error the version does not exist, `latest` is the active one, and
+        the next build packs all buckets."""
         with self.held(f"the build of version {version}"):
             self._refuse_closed()
             if version <= self.latest:
@@ -139,7 +218,7 @@ class Cache:
                     f"version {version} cannot be built: version {self.latest} exists, and versions only grow from {BASE} on"
                 )
             every = set(range(len(self.layout.buckets)))
-            stale = every if dirty is None else self.layout.holding(dirty)
+            stale = every if dirty is None or self.slots else self.layout.holding(dirty)
             if self.latest == BASE or self._owes_all:
                 stale = every
             bound = tensors if isinstance(tensors, Bound) else Bound(self.layout, tensors)
@@ -148,10 +227,22 @@ class Cache:
             self._refuse_emptied(bound.tensors)
             self._check_room()
             source = self._places.get(self.latest)
-            place, fresh = self._free_place()
+            place, segment, fresh = self._free_place()
             self._filling = version, place
             try:
-                self._fill(place, source, version, stale, bound=bound, packed=packed, fresh=fresh)
+                for index, size in enumerate(self._sizes):
+                    out = self._bytes(segment, index)
+                    if index in stale:
+                        bound.pack(index, out, fresh=fresh, hot=self.slots > 0)
+                        place.filled[index] = version
+                    else:
+                        assert source is not None
+                        if place.filled[index] != source.filled[index]:
+                            clean = self._bytes(source.segment, index)
+                            transfer([Move(out.data_ptr(), clean.data_ptr(), size)], fresh=fresh, threads=1)
+                            place.filled[index] = source.filled[index]
+                    if packed is not None:
+                        packed(index)
             except BaseException:
                 self.latest, self._owes_all = self.active, True
                 place.free()
@@ -180,15 +271,9 @@ class Cache:
             raise BadInput(f"no copy of version {version}: the cache has {sorted(self._places) or 'none'}")
         return place.segment
 
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """Where each bucket begins in a version's memory."""
-        return tuple(self._starts)
-
     def bucket(self, version: int, index: int) -> torch.Tensor:
         """The bytes of a bucket, in place."""
-        start = self._starts[index]
-        return self.segment(version).tensor[start : start + self._sizes[index]]
+        return self._bytes(self.segment(version), index)
 
     def activate(self, version: int) -> None:
         """Make this the version that receivers run. Other versions, except the latest, are freed or kept for the next build."""
@@ -210,44 +295,20 @@ class Cache:
             self._places, self._spare = {}, []
             self._closed = True
 
-    def _free_place(self) -> tuple[_Place, bool]:
-        """The place for the next version, and whether its pages are not allocated yet."""
+    def _free_place(self) -> tuple[_Place, Segment, bool]:
+        """The place for the next version, its memory, and whether its pages are not allocated yet."""
         if self.latest != self.active:
             place = self._places.pop(self.latest)
         else:
             place = self._spare.pop() if self._spare else _Place(len(self.layout.buckets))
         fresh = place.segment is None
-        if place.segment is None:
-            place.segment = Segment(self._size, name="kit-buckets")
-        return place, fresh
+        place.segment = place.segment or Segment(self._size, name="kit-buckets")
+        return place, place.segment, fresh
 
-    def _fill(
-        self,
-        place: _Place,
-        source: _Place | None,
-        version: int,
-        stale: set[int],
-        *,
-        bound: Bound,
-        packed: Callable[[int], None] | None,
-        fresh: bool,
-    ) -> None:
-        assert place.segment is not None
-        for index, size in enumerate(self._sizes):
-            start = self._starts[index]
-            out = place.segment.tensor[start : start + size]
-            if index in stale:
-                bound.pack(index, out, fresh=fresh, hot=self.slots > 0)
-                place.filled[index] = version
-            else:
-                assert source is not None
-                assert source.segment is not None
-                if place.filled[index] != source.filled[index]:
-                    clean = source.segment.tensor[start : start + size]
-                    transfer([Move(out.data_ptr(), clean.data_ptr(), size)], fresh=fresh, threads=1)
-                    place.filled[index] = source.filled[index]
-            if packed is not None:
-                packed(index)
+    def _bytes(self, segment: Segment | None, index: int) -> torch.Tensor:
+        assert segment is not None
+        start = self.starts[index]
+        return segment.tensor[start : start + self._sizes[index]]
 
     def _give_up(self, version: int) -> None:
         place = self._places.pop(version)
@@ -261,8 +322,7 @@ class Cache:
             raise BadInput("the bucket cache is closed")
 
     def _refuse_emptied(self, tensors: Mapping[Key, torch.Tensor]) -> None:
-        empty = [name for (name, _), t in tensors.items() if t.numel() and not t.untyped_storage().nbytes()]
-        if empty:
+        if empty := [name for (name, _), t in tensors.items() if t.numel() and not t.untyped_storage().nbytes()]:
             more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
             raise BadInput(
                 f"the storage of {', '.join(empty[:5])}{more} is empty: the weights were offloaded; build before that, or reload them"
@@ -280,11 +340,10 @@ class Cache:
 
 
 class Ring(Cache):
-    """Shared memory for a few buckets, through which versions stream: of none is anything kept. In the cache's place at a sender where all
-    receivers pause and none sleeps: the host holds no copy of the weights then, and what has been packed is still in the processor's
-    cache when receivers on the same host copy it out. `latest` and `active` are the versions that were sent, whose bytes are gone.
-
-    Limits: a version goes out once, as it is built: receivers that wake would need it later, and those that serve need all buckets at once.
+    """Shared memory for a few buckets, through which versions stream without a copy. For a sender whose receivers all pause: the host holds
+    no copy of the weights, and a packed bucket is still in the processor's cache when receivers on the same host copy it out. `latest` and
+    `active` are the versions that were sent, whose bytes are gone. A build packs every bucket; `packed` returns when the place of the next
+    one is free. Limits: a version is sent once, as it is built. Receivers that wake would need it later, and serving ones all at once.
     """
 
     def __init__(self, layout: Layout, *, slots: int = SLOTS, timeout_s: float = 60.0) -> None:
@@ -293,36 +352,26 @@ class Ring(Cache):
         self.slots = slots
         super().__init__(layout, keep=True, timeout_s=timeout_s)
 
-    def build(
-        self,
-        version: int,
-        tensors: Mapping[Key, torch.Tensor] | Bound,
-        dirty: Iterable[str] | None = None,  # noqa: ARG002 - there is nothing to take clean buckets from
-        packed: Callable[[int], None] | None = None,
-    ) -> None:
-        """Pack every bucket; `packed` returns when the place of the next one is free."""
-        super().build(version, tensors, None, packed)
-
-    def _free_place(self) -> tuple[_Place, bool]:
+    def _free_place(self) -> tuple[_Place, Segment, bool]:
         for version in list(self._places):
             self._give_up(version)
         self.latest = self.active
-        place, fresh = super()._free_place()
-        if fresh and place.segment is not None:
-            place.segment.populate()
-        return place, False
+        place, segment, fresh = super()._free_place()
+        if fresh:
+            segment.populate()
+        return place, segment, False
 
 
-def starts(sizes: Sequence[int], slots: int = 0) -> tuple[list[int], int]:
+def starts(sizes: Sequence[int], slots: int = 0) -> tuple[tuple[int, ...], int]:
     """Where each bucket begins, at a page boundary, and the total size: one after the other, or in turn in `slots` places."""
     if slots:
         room = -(-max(sizes) // _PAGE) * _PAGE
-        return [index % slots * room for index in range(len(sizes))], slots * room
+        return tuple(index % slots * room for index in range(len(sizes))), slots * room
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
         end += -(-size // _PAGE) * _PAGE
-    return starts, max(end, _PAGE)
+    return tuple(starts), max(end, _PAGE)
 
 
 def _gib(size: float) -> str:

@@ -1,20 +1,20 @@
 """Digests of tensors: their bytes in the order of their elements, with dtype and shape; equal digests, equal tensors.
 
-"sha256" is for proofs; "xxh3" (128 bits, where xxhash is installed) is 15 times as fast for large tensors and guards against accidents,
-not against people.
+"sha256" is for proofs; "xxh3" (128 bits, if xxhash is installed) is 15 times as fast for large tensors and guards against accidents, not
+against people.
 
-Limits: a tensor on a device, or one that is not contiguous, is copied first. The host's bytes are read where they lie, by address and not
-through `Tensor.numpy`, which marks a storage as never to be resized again.
+Limits: a tensor on a device, or one that is not contiguous, is copied first. The host's bytes are read in place, by address and not through
+`Tensor.numpy`, which marks a storage as fixed in size.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import time
+import itertools
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,8 +28,7 @@ except ModuleNotFoundError:
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kit.sync.buckets import View
-    from kit.sync.layout import Layout
+    from kit.sync.buckets import Layout, View
 
 
 NONE = "none"
@@ -37,7 +36,7 @@ AUTO = "auto"  # the fastest that this rank has
 
 
 def algorithms() -> tuple[str, ...]:
-    """What there is on this rank, the fastest first."""
+    """The algorithms of this rank, the fastest first."""
     return tuple(_ALGORITHMS)
 
 
@@ -50,7 +49,7 @@ def digest(tensor: torch.Tensor, algorithm: str) -> str:
         raise BadInput(
             f"cannot hash a tensor {tuple(tensor.shape)} without bytes: it was offloaded, or it only wraps other tensors"
         )
-    # What is conjugated or negated lazily has other bytes in memory than it stands for.
+    # A lazily conjugated or negated tensor has other bytes in memory than its values.
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     header = f"{flat.nbytes} {flat.dtype} {tuple(flat.shape)}\n".encode()
     raw = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr()) if flat.nbytes else b""
@@ -59,22 +58,13 @@ def digest(tensor: torch.Tensor, algorithm: str) -> str:
     return str(hashed.hexdigest())
 
 
-_ALGORITHMS: dict[str, Callable[[bytes], Any]] = {
-    **({"xxh3": xxhash.xxh3_128} if xxhash else {}),
-    "sha256": hashlib.sha256,
-}
-
-
-class Difference(NamedTuple):
-    """A tensor whose bytes differ from what was sent."""
-
-    bucket: int
-    name: str
+_ALGORITHMS: dict[str, Callable[[bytes], Any]] = {"xxh3": xxhash.xxh3_128} if xxhash else {}
+_ALGORITHMS["sha256"] = hashlib.sha256
 
 
 class Digests:
     """Digests of live tensors on the sender and of received bytes on the receiver, computed on a separate thread: `add` the pieces of
-    each bucket, then `table()`; `seconds` is the time spent hashing.
+    each bucket, then `table()`.
 
     Each piece of a tensor in a bucket has one digest. With a share below 1 only some tensors are hashed, other ones with every version;
     both ends select the same ones by version and name.
@@ -83,23 +73,14 @@ class Digests:
     def __init__(self, layout: Layout, version: int, *, algorithm: str, share: float = 1.0) -> None:
         if algorithm not in (NONE, *algorithms()):
             raise BadInput(f"verify={algorithm} is not available on this rank: use {', '.join((NONE, *algorithms()))}")
-        self.seconds = 0.0
         self._algorithm = algorithm
         self._wanted = {
             spec.name
             for spec in layout.specs
             if algorithm != NONE and zlib.crc32(f"{version} {spec.name}".encode()) < share * 2**32
         }
-        self._all = len({spec.name for spec in layout.specs})
         self._pool = ThreadPoolExecutor(1, "kit-digests")
         self._made: dict[int, Future[list[str]]] = {}
-
-    @property
-    def said(self) -> str:
-        """How many tensors were verified, in words."""
-        if not self._wanted:
-            return "no tensor was verified in transit"
-        return f"{len(self._wanted)} of {self._all} tensors verified in transit ({self._algorithm})"
 
     @property
     def count(self) -> int:
@@ -119,25 +100,18 @@ class Digests:
         """The digests of every bucket by its number; waits for those in progress."""
         return {str(index): made.result() for index, made in self._made.items()}
 
-    def differences(self, layout: Layout, other: dict[str, list[str]]) -> list[Difference]:
-        """The differences to the digests of the other end."""
+    def differences(self, layout: Layout, other: dict[str, list[str]]) -> list[tuple[int, str]]:
+        """The buckets and names of tensors whose digests differ from those of the other end."""
         mine, found = self.table(), []
         for key in sorted({*mine, *other}, key=int):
-            names = [layout.specs[piece.spec].name for piece in layout.buckets[int(key)]]
-            names = [name for name in names if name in self._wanted]
-            ours, theirs = mine.get(key, []), other.get(key, [])
-            found += [
-                Difference(int(key), name)
-                for place, name in enumerate(names)
-                if ours[place : place + 1] != theirs[place : place + 1]
-            ]
+            names = (layout.specs[piece.spec].name for piece in layout.buckets[int(key)])
+            wanted = [name for name in names if name in self._wanted]
+            both = itertools.zip_longest(wanted, mine.get(key, []), other.get(key, []))
+            found += [(int(key), name) for name, ours, theirs in both if name is not None and ours != theirs]
         return found
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
     def _of(self, pieces: Sequence[View]) -> list[str]:
-        started = time.perf_counter()
-        made = [digest(piece.tensor, self._algorithm) for piece in pieces if piece.spec.name in self._wanted]
-        self.seconds += time.perf_counter() - started
-        return made
+        return [digest(piece.tensor, self._algorithm) for piece in pieces if piece.spec.name in self._wanted]

@@ -1,8 +1,8 @@
 """A connection between a sender of weights and one receiver: small JSON messages, raw bytes, and file descriptors beside them.
 
-On one machine it is an abstract Unix socket, which leaves no file behind and takes callers of the same user only; between machines
-TCP, where a caller must know the secret. Every wait has a deadline, and an error names who did not answer, to what. Limits: raw bytes
-are neither encrypted nor signed.
+On one machine it is an abstract Unix socket, which leaves no file behind and accepts callers of the same user only; between machines it is
+TCP, where a caller must know the secret. Every wait has a deadline, and an error names the end that did not answer and what was awaited.
+Limits: raw bytes are neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PeerSilent(KitError):  # noqa: N818 - as above
 
 
 class PeerFailed(KitError):  # noqa: N818 - as above
-    """The other end says that it cannot go on. `said` is its whole message."""
+    """The other end reports that it cannot go on. `said` is its whole message."""
 
     def __init__(self, peer: str, waiting_for: str, said: dict[str, Any]) -> None:
         what = f"failed: {said.get('why')}" if said.get("kind") == FAILED else f"said {said.get('kind')!r}"
@@ -60,36 +60,34 @@ class PeerFailed(KitError):  # noqa: N818 - as above
 
 
 class Link:
-    """One end. `peer` is what the other is called in errors; `timeout_s` is how long a wait may last."""
+    """One end. `peer` is the name of the other end in errors; `timeout_s` is the longest wait."""
 
     def __init__(self, sock: socket.socket, peer: str, timeout_s: float) -> None:
         self.peer = peer
         self.timeout_s = timeout_s
-        self.hello: dict[str, Any] = {}  # what a caller said beside its name
+        self.hello: dict[str, Any] = {}  # a caller's first message
         self._sock = sock
         sock.settimeout(timeout_s)
 
     def wait_at_most(self, timeout_s: float) -> None:
-        """From now on."""
         self.timeout_s = timeout_s
         self._sock.settimeout(timeout_s)
 
     def send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
         data = json.dumps(message, separators=(",", ":")).encode()
         if len(data) > LIMIT:
-            raise KitError(
-                f"a message of {len(data) / 2**20:.0f} MiB to {self.peer} exceeds the limit of {LIMIT >> 20} MiB"
-            )
+            size = f"{len(data) / 2**20:.0f} MiB"
+            raise KitError(f"a message of {size} to {self.peer} exceeds the limit of {LIMIT >> 20} MiB")
         fds = fds or []
-        with self._named(f"room for {_name(message)}"):
+        with self._named(f"room for {message.get('kind', 'a message')}"):
             rest = HEADER.pack(len(data), len(fds)) + data
             if fds:
                 rest = rest[socket.send_fds(self._sock, [rest], fds) :]
-            if rest:  # where it has all the other end may have closed, which is no failure to send
+            if rest:  # if all is sent, the other end may have closed already, which is no failure to send
                 self._sock.sendall(rest)
 
     def receive(self, waiting_for: str = "a message") -> tuple[dict[str, Any], list[int]]:
-        """The next message and the descriptors with it, which are the caller's to close."""
+        """The next message and the descriptors with it, which the caller must close."""
         with self._named(waiting_for):
             fds: list[int] = []
             head = b""
@@ -107,8 +105,15 @@ class Link:
         message: dict[str, Any] = json.loads(body)
         return message, fds
 
+    def message(self, waiting_for: str) -> dict[str, Any]:
+        """The next message alone; descriptors with it are closed."""
+        message, fds = self.receive(waiting_for)
+        for fd in fds:
+            os.close(fd)
+        return message
+
     def expect(self, kind: str) -> tuple[dict[str, Any], list[int]]:
-        """A message of this kind; an error that the other end tells is raised here."""
+        """A message of this kind; an error that the other end reports is raised here."""
         message, fds = self.receive(kind)
         if message.get("kind") != kind:
             for fd in fds:
@@ -117,19 +122,17 @@ class Link:
         return message, fds
 
     def waits(self) -> bool:
-        """Whether there is something to receive, the end of the connection included."""
+        """Whether a message or the end of the connection can be received."""
         return bool(ready([self], 0.0))
 
     def last_words(self, awaited: str, within_s: float = math.inf) -> PeerFailed | None:
-        """Why the other end cannot go on or left, if it has said so by now. The link is of no other use afterwards. `within_s` is for an
-        end that may still be there and talk on."""
-        self.wait_at_most(BRIEF_S)  # what lies there may be raw bytes, which are no message
+        """The reason for which the other end cannot go on or left, if it has sent one. The link is of no other use afterwards. `within_s`
+        limits the search if the other end may still be there and send more."""
+        self.wait_at_most(BRIEF_S)  # the next bytes may be raw ones, which are no message
         end = time.monotonic() + within_s
         with contextlib.suppress(KitError, ValueError):
             while self.waits() and time.monotonic() < end:
-                said, fds = self.receive(awaited)
-                for fd in fds:
-                    os.close(fd)
+                said = self.message(awaited)
                 if isinstance(said, dict) and said.get("kind") == FAILED:
                     return PeerFailed(self.peer, awaited, said)
         return None
@@ -152,8 +155,8 @@ class Link:
             if descriptors > len(fds):
                 data, got, _, _ = socket.recv_fds(self._sock, len(into) - done, FDS)
                 fds += got
-                into[done : done + len(data)] = data
                 count = len(data)
+                into[done : done + count] = data
             else:
                 count = self._sock.recv_into(into[done:])
             if not count:
@@ -178,7 +181,7 @@ class Link:
 
 
 def ready(links: Iterable[Link], timeout_s: float) -> list[Link]:
-    """Those that have something to receive, the end of a connection included, once any has or the time is over."""
+    """The links with a message or the end of the connection to receive, as soon as any has one or the time is over."""
     asked, found = select.poll(), {}
     for link in links:
         asked.register(link._sock, select.POLLIN)
@@ -187,13 +190,13 @@ def ready(links: Iterable[Link], timeout_s: float) -> list[Link]:
 
 
 def address_of(name: str) -> dict[str, Any]:
-    """Where the listener of this machine that was given this name is called."""
+    """The address of the listener with this name on this machine."""
     return {"unix": (_PLACE[1:] + name.encode()).decode(), "secret": name}
 
 
 class Listener:
-    """Where receivers call. `address` can reach them in any way; whoever knows it may call. With a `name` that both ends know, it
-    need not be sent: it is `address_of(name)`."""
+    """The sender's end, which receivers call at `address`; whoever knows it may call. With a `name` that both ends know, the address need
+    not be sent: it is `address_of(name)`."""
 
     def __init__(self, *, tcp_host: str | None = None, name: str | None = None) -> None:
         self._secret = name or secrets.token_hex(16)
@@ -209,12 +212,12 @@ class Listener:
         self.address: dict[str, Any] = {**place, "secret": self._secret}
 
     def accept(self, names: list[str], timeout_s: float) -> dict[str, Link]:
-        """A link to each of these, in whatever order they call; who does not call is named. Whoever has left again did not call, and of two
-        calls under one name the later counts. Strangers are turned away; who is not of these is kept for the next time."""
+        """A link to each of these, in any order of their calls; the error names those that do not call. A caller that has left again does
+        not count, and of two calls under one name the later counts. Strangers are refused; other known callers wait for the next time."""
         end = time.monotonic() + timeout_s
         try:
             while True:
-                # A caller sends nothing before it is spoken to: anything to receive is the end of the connection.
+                # A caller sends nothing before the sender does: anything to receive is the end of the connection.
                 self._forget(*(name for name, link in self._called.items() if link.waits()))
                 missing = [name for name in names if name not in self._called]
                 self._sock.settimeout(max(0.001, end - time.monotonic()) if missing else 0.0)
@@ -255,11 +258,9 @@ class Listener:
                 return None
         link = Link(sock, "a caller", max(0.001, min(5.0, end - time.monotonic())))
         try:
-            hello, fds = link.receive("its name")
+            hello = link.message("its name")
         except (KitError, ValueError):
             return None
-        for fd in fds:
-            os.close(fd)
         if not isinstance(hello, dict) or "name" not in hello:
             return None
         return hello if hmac.compare_digest(str(hello.get("secret", "")), self._secret) else None
@@ -278,13 +279,10 @@ class Listener:
 def call(
     address: dict[str, Any], name: str, *, peer: str, timeout_s: float, hello: dict[str, Any] | None = None
 ) -> Link:
-    """Call a listener, under a name that it awaits. `hello` is what it shall know at once."""
-    if "unix" in address:
-        sock = socket.socket(socket.AF_UNIX)
-        place: Any = b"\0" + address["unix"].encode()
-    else:
-        sock = socket.socket(socket.AF_INET)
-        place = (address["host"], address["port"])
+    """Call a listener under a name that it awaits. `hello` is added to the first message."""
+    unix = "unix" in address
+    place: Any = b"\0" + address["unix"].encode() if unix else (address["host"], address["port"])
+    sock = socket.socket(socket.AF_UNIX if unix else socket.AF_INET)
     sock.settimeout(timeout_s)
     try:
         sock.connect(place)
@@ -294,7 +292,3 @@ def call(
     link = Link(sock, peer, timeout_s)
     link.send({**(hello or {}), "name": name, "secret": address["secret"]})
     return link
-
-
-def _name(message: dict[str, Any]) -> str:
-    return str(message.get("kind", "a message"))

@@ -12,29 +12,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from kit.errors import KitError
-from kit.sync.buckets import Mismatch, views
+from kit.sync.buckets import Layout, Mismatch, views
 from kit.sync.cache import BASE, starts
 from kit.sync.hashes import Digests
-from kit.sync.layout import Layout
 from kit.sync.link import BRIEF_S, FAILED, Link, PeerFailed, PeerGone, call
-from kit.sync.log import Log
-from kit.sync.sending import KEEP, LAYOUT
+from kit.sync.sending import KEEP, LAYOUT, Log
 from kit.sync.transports import make
 from kit.sync.transports.base import TransportContext, received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kit.sync.memory import Kept
+    from kit.sync.cache import Kept
     from kit.sync.transports.base import Transport
-    from kit.sync.weights import Applier, Weights
+    from kit.sync.weights import Weights
 
 SENDER = "the sender"
 STREAMS = ("stream", "expand")  # paths in which weights change bucket by bucket
@@ -42,22 +39,15 @@ PATIENCE = 2  # deadlines
 
 
 class Host(Protocol):
-    """The object that holds the weights and serves with them."""
+    """The object that holds the weights and serves with them. `wake` allocates the memory of the weights again, `sleep` releases it; no
+    forward runs inside `writing`; `finalize` recomputes what is derived from the weights, after all weights of a version are in place;
+    `digests` returns the digest of every full tensor."""
 
-    def wake(self) -> None:
-        """Allocate the memory of the weights again."""
-
-    def sleep(self) -> None:
-        """Release the memory of the weights."""
-
-    def writing(self) -> contextlib.AbstractContextManager[None]:
-        """No forward runs inside."""
-
-    def finalize(self) -> None:
-        """Recompute what is derived from the weights, after all weights of a version are in place."""
-
-    def digests(self, algorithm: str) -> dict[str, str]:
-        """The digest of every full tensor."""
+    def wake(self) -> None: ...
+    def sleep(self) -> None: ...
+    def writing(self) -> contextlib.AbstractContextManager[None]: ...
+    def finalize(self) -> None: ...
+    def digests(self, algorithm: str) -> dict[str, str]: ...
 
 
 class WrongBytes(KitError):  # noqa: N818 - it is what was found
@@ -76,43 +66,32 @@ class Received:
     path: str = ""
     version: int = BASE
     began: float = 0.0  # by the sender's clock
-    applied: int = 0  # buckets
     log: Log = field(default_factory=Log)
 
 
+@dataclass(eq=False, repr=False)
 class Receiver:
-    """`version` is the last published version; `routed` says whether it may get requests. `kept`: mappings that stay from sync to sync,
-    for a sender that keeps its memory."""
+    """`version` is the last published version; `routed` says whether it may get requests."""
 
-    def __init__(
-        self,
-        name: str,
-        weights: Callable[[], Weights],
-        host: Host,
-        *,
-        address: dict[str, Any],
-        device: torch.device,
-        timeout_s: float = 60.0,
-        config: dict[str, Any] | None = None,
-        kept: Kept | None = None,
-    ) -> None:
-        self.name = name
-        self.weights = weights
-        self.host = host
-        self.address = address
-        self.device = device
-        self.timeout_s = timeout_s
-        self.config = config or {}
-        self.kept = kept
-        self.calls: type[Call] = Call  # what takes part in one sync
+    name: str
+    weights: Callable[[], Weights]
+    host: Host
+    _: KW_ONLY
+    address: dict[str, Any]
+    device: torch.device
+    timeout_s: float = 60.0
+    kept: Kept | None = None  # mappings that stay from sync to sync, for a sender that keeps its memory
+    layout: tuple[str, Layout | None] = "", None  # the last layout from the sender, which is not sent again
+    version: int = BASE
+    routed: bool = False
+
+    def __post_init__(self) -> None:
+        self.calls: type[Call] = Call  # the class that takes part in one sync
         self.make = make  # a transport by its name; an observer puts its own here
-        self.layout: tuple[str, Layout | None] = "", None  # the last layout from the sender, which is not sent again
-        self.version = BASE
-        self.routed = False
 
     def join(self) -> Received:
-        """Take part in the next sync. Raises the error of this end, or the one that the sender reports, after the old state is restored. If
-        that fails too, this receiver has no route any more."""
+        """Take part in the next sync. On failure the old state is restored, then the error of this end or of the sender is raised. If the
+        restoring fails too, this receiver has no route."""
         hello = {LAYOUT: self.layout[0]}
         with call(self.address, self.name, peer=SENDER, timeout_s=PATIENCE * self.timeout_s, hello=hello) as link:
             one = self.calls(self, link)
@@ -125,8 +104,7 @@ class Receiver:
                     self.routed = False
                     error.add_note(f"the undo failed too, and this receiver has no route any more: {worse}")
                 # A transport raises an error of its own when the sender has given up; the sender's reason is then on the link.
-                known = isinstance(error, KitError)
-                words = None
+                known, words = isinstance(error, KitError), None
                 if not known or isinstance(error, PeerGone):
                     words = link.last_words("the sender's next step", math.inf if known else BRIEF_S)
                 with contextlib.suppress(KitError):
@@ -147,30 +125,23 @@ class Call:
         self.link = link
         self.received = Received()
         self.log = self.received.log
-        self.layout: Layout
-        self.slots: int  # in the sender's memory, where it has not all buckets
-        self.applier: Applier
         self.transport: Transport | None = None
         self.digests: Digests | None = None
         self.stored: list[torch.Tensor] = []
         self.before: list[torch.Tensor] = []  # a copy of the weights, while a refresh can be undone
         self.was = receiver.version, receiver.routed
         self.changing = False  # weights that serve may be half new
-        self.mates: int  # other ranks of its replica
         self.in_doubt = False  # ready to run the version; whether all ranks of the replica are is not known yet
         self.woke = self.committed = False
         self.writing = contextlib.ExitStack()
 
     def run(self) -> None:
         said = self.link.expect("begin")[0]
-        received = self.received
-        received.path, received.version, received.began = said["path"], said["version"], said["began"]
-        self.mates = said["mates"]
+        self.received.path, self.received.version, self.received.began = said["path"], said["version"], said["began"]
+        self.mates = said["mates"]  # other ranks of its replica
         self.begin(said)
         while True:
-            said, fds = self.link.receive("the sender's next step")
-            for fd in fds:
-                os.close(fd)
+            said = self.link.message("the sender's next step")
             kind = said["kind"]
             if kind == FAILED:
                 self.in_doubt = False
@@ -182,8 +153,6 @@ class Call:
             self.log.event({"verify": "verified", "apply": "applied"}.get(kind, kind))
             if kind == "end":
                 return
-
-    # -- receiving -------------------------------------------------------------------------------------------------------
 
     def begin(self, said: dict[str, Any]) -> None:
         if said["path"] == "base":
@@ -206,7 +175,10 @@ class Call:
         known = self.receiver.layout[1]
         if known is None:
             raise KitError("the sender sent no bucket layout")
-        self.layout, self.slots = known, said["slots"]
+        self.layout, self.slots = (
+            known,
+            said["slots"],
+        )  # slots: in the sender's memory, if it has not all buckets; else 0
         weights = self.receiver.weights()
         self.applier = weights.bind(self.layout)
         self.digests = Digests(self.layout, said["version"], algorithm=said["verify"], share=said["share"])
@@ -224,10 +196,7 @@ class Call:
 
     def stream(self, transport: Transport) -> None:
         """Apply every bucket to the weights as it comes."""
-        place = landing(transport, self.receiver.device)
-        for index, into in enumerate(self.room(self.layout, len(self.layout.buckets), place)):
-            with self.log.stage("receive"):
-                buffer = received(transport, index, into)
+        for index, into, buffer in self.receive(transport, landing(transport, self.receiver.device), reuse=True):
             self.look(index, buffer)
             with self.log.stage("apply"):
                 self.apply_bucket(index, buffer)
@@ -238,9 +207,7 @@ class Call:
     def store(self, transport: Transport) -> None:
         """Store every bucket until all have arrived."""
         place = landing(transport, self.receiver.device, sum(self.layout.sizes))
-        for index, into in enumerate(self.room(self.layout, None, place)):
-            with self.log.stage("receive"):
-                buffer = received(transport, index, into)
+        for index, _, buffer in self.receive(transport, place, reuse=False):
             self.look(index, buffer)
             self.stored.append(buffer)
             transport.done(index)
@@ -252,13 +219,10 @@ class Call:
         with self.log.stage("verify"):
             differing = self.digests.differences(self.layout, said["digests"])
         if differing:
-            names = tuple(dict.fromkeys(each.name for each in differing))
+            first, names = differing[0][0], tuple(dict.fromkeys(name for _, name in differing))
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise WrongBytes(
-                f"bucket {differing[0].bucket} differs from what was sent: {', '.join(names[:3])}{more}",
-                bucket=differing[0].bucket,
-                tensors=names,
-            )
+            wrong = f"bucket {first} differs from what was sent: {', '.join(names[:3])}{more}"
+            raise WrongBytes(wrong, bucket=first, tensors=names)
         self.link.send({"kind": "verified"})
 
     def apply(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - steps are called alike
@@ -269,7 +233,7 @@ class Call:
             self.changing = True
             with self.log.stage("apply"):
                 self.apply_stored()
-        self.link.send({"kind": "applied", "buckets": self.received.applied})
+        self.link.send({"kind": "applied"})
 
     def teardown(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as above
         with self.log.stage("teardown"):
@@ -300,11 +264,8 @@ class Call:
         self.before = []
         self.writing.close()
 
-    # -- helpers ---------------------------------------------------------------------------------------------------------
-
     def apply_bucket(self, index: int, buffer: torch.Tensor) -> None:
         self.applier.apply(index, buffer)
-        self.received.applied += 1
 
     def apply_stored(self) -> None:
         for index, buffer in enumerate(self.stored):
@@ -314,18 +275,19 @@ class Call:
         if self.digests is not None and self.digests.count:
             self.digests.add(index, views(self.layout, index, buffer))
 
-    def room(self, layout: Layout, slots: int | None, device: torch.device) -> Iterator[torch.Tensor]:
-        """Memory for each bucket, allocated when it is first written: for all buckets, or one that is reused."""
-        sizes = layout.sizes
-        if slots is None:
-            places, total = starts(sizes)
-            memory = torch.empty(total, dtype=torch.uint8, device=device)
-            for place, size in zip(places, sizes, strict=True):
-                yield memory[place : place + size]
-        else:
-            memory = torch.empty(max(sizes), dtype=torch.uint8, device=device)
-            for size in sizes:
-                yield memory[:size]
+    def receive(
+        self, transport: Transport, device: torch.device, *, reuse: bool
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """The number of each bucket, memory for it, and where its bytes are. The memory is for all buckets, or for one and reused; pages
+        are allocated when they are first written."""
+        sizes = self.layout.sizes
+        places, total = starts(sizes, 1 if reuse else 0)
+        memory = torch.empty(total, dtype=torch.uint8, device=device)
+        for index, (place, size) in enumerate(zip(places, sizes, strict=True)):
+            into = memory[place : place + size]
+            with self.log.stage("receive"):
+                buffer = received(transport, index, into)
+            yield index, into, buffer
 
     def context(self, said: dict[str, Any]) -> TransportContext:
         return TransportContext(
@@ -333,14 +295,13 @@ class Call:
             name=self.receiver.name,
             links={SENDER: self.link},
             sizes=self.layout.sizes,
-            starts=tuple(starts(self.layout.sizes, self.slots)[0]),
+            starts=starts(self.layout.sizes, self.slots)[0],
             device=self.receiver.device,
             timeout_s=self.receiver.timeout_s,
             ranks=tuple(said["ranks"]),
             place=said["place"],
             pieces=self.layout.pieces,
             kept=self.receiver.kept,
-            config={**self.receiver.config, "size": len(said["ranks"])},
         )
 
     def let_go(self) -> None:
@@ -394,11 +355,6 @@ def failure_message(error: BaseException) -> dict[str, Any]:
     """An error as a message to the sender."""
     kind = "" if isinstance(error, KitError) else f"{type(error).__name__}: "
     message: dict[str, Any] = {"kind": FAILED, "why": "; ".join([f"{kind}{error}", *getattr(error, "__notes__", ())])}
-    if isinstance(error, WrongBytes):
+    if isinstance(error, WrongBytes | Mismatch):
         message |= {"bucket": error.bucket, "tensors": error.tensors}
-    if isinstance(error, Mismatch):
-        message |= {
-            "bucket": error.bucket if error.failed else None,
-            "tensors": [name for name, _ in (*error.failed, *error.missing)],
-        }
     return message

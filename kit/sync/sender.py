@@ -1,21 +1,21 @@
 """The sender's end of a sync: from live weights to receivers that run them, or to none that do.
 
 `sync(version, targets, gather)` brings one version to some receivers:
-- a **refresh** of those that serve: a new version is built in the cache; every bucket is stored at the receivers before any of them changes
-  a weight, and no forward runs between the change and the publication;
-- a **stream** to those that pause: a new version too, and buckets go into their weights as they are packed; nobody is routed to them
-  until the end, and after a failure not at all;
-- an **expansion** to those that wake: they get the active version from the cache, whatever the live weights are by now, bucket by
-  bucket into their weights, and are not routed before the end; it makes no version;
-- the **base**, version -1: nothing moves, and only where all weights are equal.
+- a **refresh** of those that serve: a new version is built in the cache. Every bucket is stored at the receivers before any of them changes
+  a weight, and no forward runs between the change and the publication.
+- a **stream** to those that pause: also a new version. Buckets go into their weights as they are packed. They have no route until the end,
+  and none after a failure.
+- an **expansion** to those that wake: they get the active version from the cache, whatever the live weights are, bucket by bucket into
+  their weights. They have no route until the end. It makes no version.
+- the **base**, version -1: nothing moves, and it succeeds only if all weights are equal.
 
-Then, for all of them alike: apply, teardown (here first), finalize once, publish, activate. Whatever fails, on either end, ends the
-sync with an error that names who and what: nobody has the new version, the active one stays, and the next sync starts afresh. That
-holds until all have published: the version is active from then on, and whoever fails later is named and goes back, with all ranks of its
-replica and nobody else.
-One lock is held throughout. Limits: one sync at a time; the sender's host holds the whole model, gathered and packed; where the sender
-dies while it ends a sync, some receivers have the new version and some the old, each under its own number; those with the old one have no
-route where they are ranks of a larger replica.
+Then, for all of them: apply, teardown (here first), finalize once, publish, activate. A failure on either end ends the sync with an error
+that names its cause: no receiver has the new version, the active one stays, and the next sync starts afresh. Once all have published, the
+version is active; a receiver that fails later is named and goes back, with all ranks of its replica and no others.
+
+One lock is held throughout. Limits: one sync at a time; the sender's host holds the whole model, gathered and packed. If the sender dies
+while it ends a sync, some receivers have the new version and some the old, each under its own number; those with the old one have no route
+if they are ranks of a larger replica.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ import contextlib
 import hashlib
 import json
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kit.errors import BadInput, KitError
 from kit.sync.buckets import live
 from kit.sync.cache import BASE
 from kit.sync.hashes import AUTO, Digests, algorithms
 from kit.sync.link import PeerFailed
-from kit.sync.log import Log
-from kit.sync.sending import BUILDS, Sending, named
+from kit.sync.sending import BUILDS, Log, Sending, named
 from kit.sync.transports import make
 
 if TYPE_CHECKING:
@@ -65,9 +64,8 @@ class SyncFailed(KitError):  # noqa: N818 - it is what happened
     that failed, if one did; `bucket` and `tensors` say where."""
 
     def __init__(self, what: str, active: int, error: KitError, *, published: bool = False) -> None:
-        super().__init__(
-            f"{what} failed: {error}; version {active} {'is already active' if published else 'stays active'}"
-        )
+        remains = "is already active" if published else "stays active"
+        super().__init__(f"{what} failed: {error}; version {active} {remains}")
         said = error.said if isinstance(error, PeerFailed) else {}
         self.peer: str | None = getattr(error, "peer", None)
         self.bucket: int | None = said.get("bucket")
@@ -92,41 +90,31 @@ class Report:
     began: float = 0.0
     wall: float = 0.0
     verified: int = 0  # tensors whose digests were compared on the way
-    said: str = ""
-    base_differs: dict[str, list[str]] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False)
 class Sender:
-    """`transport` is a name, `module:attr`, or "auto": chosen for each receiver by where it lives."""
+    """`transport` is a name, `module:attr`, or "auto": chosen for each receiver by its location. `share`: of the tensors that receivers
+    verify. `config` reaches this end's transports."""
 
-    steps: Sequence[str] = STEPS
+    steps: ClassVar[Sequence[str]] = STEPS
 
-    def __init__(
-        self,
-        cache: Cache,
-        listener: Listener,
-        *,
-        place: Place,
-        rank: int,
-        device: torch.device,
-        transport: str = AUTO,
-        verify: str = AUTO,
-        share: float = 1.0,
-        timeout_s: float = 60.0,
-        config: dict[str, Any] | None = None,
-    ) -> None:
-        self.cache = cache
-        self.listener = listener
-        self.place = place
-        self.rank = rank
-        self.device = device
-        self.transport = transport
-        self.verify = algorithms()[0] if verify == AUTO else verify
-        self.share = share
-        self.timeout_s = timeout_s
-        self.config = config or {}
+    cache: Cache
+    listener: Listener
+    _: KW_ONLY
+    place: Place
+    rank: int
+    device: torch.device
+    transport: str = AUTO
+    verify: str = AUTO
+    share: float = 1.0
+    timeout_s: float = 60.0
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.verify = algorithms()[0] if self.verify == AUTO else self.verify
         self.make = make  # a transport by its name; an observer puts its own here
-        self.layout_json = cache.layout.to_json()
+        self.layout_json = self.cache.layout.to_json()
         self.layout_id = hashlib.sha256(json.dumps(self.layout_json).encode()).hexdigest()
         self.digests: dict[str, list[str]] = {}  # of the live weights that the active version was built from
 
@@ -150,28 +138,19 @@ class Sender:
                 scope.enter_context(self.cache.held(f"the sync of version {version}"))
             except KitError as error:
                 raise SyncFailed(f"the sync of version {version}", self.cache.active, error) from error
-            return self._sync(self._path(version, targets, gather), version, targets, gather, dirty)
-
-    def _sync(
-        self,
-        path: str,
-        version: int,
-        targets: Sequence[Target],
-        gather: Callable[[], Gathered] | None,
-        dirty: Iterable[str] | None,
-    ) -> Report:
-        report = Report(path=path, version=version, began=time.time(), receivers=len(targets))
-        report.log.event("begin")
-        started = time.perf_counter()
-        try:
-            Sending(self, report, targets).run(gather, dirty)
-        except KitError as error:
-            active = self.cache.active
-            published = path in BUILDS and active == version
-            raise SyncFailed(f"the {path} with version {version}", active, error, published=published) from error
-        report.copies = max(report.copies, self.cache.copies)
-        report.wall = time.perf_counter() - started
-        return report
+            path = self._path(version, targets, gather)
+            report = Report(path=path, version=version, began=time.time(), receivers=len(targets))
+            report.log.event("begin")
+            started = time.perf_counter()
+            try:
+                Sending(self, report, targets).run(gather, dirty)
+            except KitError as error:
+                active = self.cache.active
+                published = path in BUILDS and active == version
+                raise SyncFailed(f"the {path} with version {version}", active, error, published=published) from error
+            report.copies = max(report.copies, self.cache.copies)
+            report.wall = time.perf_counter() - started
+            return report
 
     def build(self, version: int, tensors: Gathered) -> None:
         """Make a version that no receiver has yet, while the live weights are there; expansions send it."""
@@ -200,8 +179,7 @@ class Sender:
         if not targets:
             raise BadInput("a sync needs at least one receiver")
         names = [target.name for target in targets]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        if twice := sorted({name for name in names if names.count(name) > 1}):
             raise BadInput(f"several receivers have the name {', '.join(twice)}: names must be unique")
         states = {target.state for target in targets}
         if len(states) > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +19,41 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kit.sync.layout import Key
+    from kit.sync.buckets import Key
     from kit.sync.link import Link
     from kit.sync.sender import Report, Sender, Target
     from kit.sync.transports.base import Transport
 
     Gathered = Mapping[Key, torch.Tensor] | Bound
 
+
 LAYOUT = "layout_id"  # of the buckets that a receiver has seen last
 KEEP = "keep"  # in a failure message: whether the receiver keeps the version nevertheless
 BUILDS = ("refresh", "stream")  # paths that make a version
+
+
+class Log:
+    """Stages of a sync overlap, so their sum may exceed the elapsed time.
+
+    `seconds` by stage; `events` in order, by the system clock, which all ranks of a machine share."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.events: list[tuple[str, float]] = []
+
+    def add(self, stage: str, seconds: float) -> None:
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - started)
+
+    def event(self, name: str) -> None:
+        self.events.append((name, time.time()))
 
 
 class OtherBase(KitError):  # noqa: N818 - it is what was found
@@ -42,15 +66,6 @@ class OtherBase(KitError):  # noqa: N818 - it is what was found
         )
         self.peer = peer
         self.tensors = tuple(tensors)
-
-
-class TransportFailed(KitError):  # noqa: N818 - it is what happened
-    """The sender's end of a transport raised an error of its own, and no receiver is known to have failed."""
-
-    def __init__(self, kinds: Iterable[str], error: Exception) -> None:
-        super().__init__(
-            f"the sender's end of the transport {' or '.join(kinds)} raised {type(error).__name__}: {error}"
-        )
 
 
 class Packed(Bound):
@@ -77,13 +92,13 @@ class Sending:
         self.layout = sender.cache.layout
         self.links: dict[str, Link] = {}
         self.transports: list[Transport] = []
+        self.sharing: dict[str, list[Target]] = {}  # the receivers of each transport
         self.replicas = {target.name: target.replica or target.name for target in targets}
         self.ready: set[str] = set()  # receivers whose whole replica is ready to run the version
         self.digests: Digests | None = None
         self.table: dict[str, list[str]] = {}
-        self.pack: Callable[[int, torch.Tensor], None] | None = (
-            None  # of live weights, where they are on the sender's GPU
-        )
+        # Packs live weights, if they are on the sender's GPU.
+        self.pack: Callable[[int, torch.Tensor], None] | None = None
 
     def run(self, gather: Callable[[], Gathered] | None, dirty: Iterable[str] | None) -> None:
         sender, report = self.sender, self.report
@@ -115,18 +130,22 @@ class Sending:
             for link in self.links.values():
                 link.close()
 
-    # -- sending -------------------------------------------------------------------------------------------------------
-
     def compare_base(self, weights: Gathered) -> None:
         algorithm = self.sender.verify if self.sender.verify != NONE else "sha256"
-        self.tell("begin", self.mates, path="base", version=BASE, algorithm=algorithm, began=self.report.began)
+        self.tell(
+            "begin",
+            lambda name: {"mates": self.mates(name)},
+            path="base",
+            version=BASE,
+            algorithm=algorithm,
+            began=self.report.began,
+        )
         mine = {name: digest(tensor, algorithm) for (name, _), tensor in named(weights).items()}
         theirs = self.hear("base")
         differing = {
             peer: sorted(name for name in {*mine, *said["digests"]} if mine.get(name) != said["digests"].get(name))
             for peer, said in theirs.items()
         }
-        self.report.base_differs = differing
         self.report.verified = len(mine)
         if not self.sender.base_agrees(differing):
             peer, names = next((peer, names) for peer, names in differing.items() if names)
@@ -135,19 +154,22 @@ class Sending:
     def send(self, weights: Gathered, dirty: Iterable[str] | None) -> None:
         sender, report, layout, version = self.sender, self.report, self.layout, self.report.version
         self.digests = Digests(layout, version, algorithm=sender.verify, share=sender.share)
-        kinds = {target.name: self.kind(target) for target in self.targets}
-        report.tensors = len(layout.specs)
+        for target in self.targets:
+            kind = choose(sender.place, target.place) if sender.transport == "auto" else sender.transport
+            self.sharing.setdefault(kind, []).append(target)
+        places = {
+            target.name: {"transport": kind, "ranks": self.ranks(kind), "place": place}
+            for kind, sharing in self.sharing.items()
+            for place, target in enumerate(sharing, start=1)
+        }
+        report.transports = {kind: len(sharing) for kind, sharing in self.sharing.items()}
+        report.tensors, report.verified = len(layout.specs), self.digests.count
         report.bytes, report.buckets, report.bucket_bytes = layout.total, len(layout.buckets), layout.bucket_bytes
-        report.verified, report.said = self.digests.count, self.digests.said
-        for kind in kinds.values():
-            report.transports[kind] = report.transports.get(kind, 0) + 1
         self.tell(
             "begin",
             lambda name: {
-                **self.mates(name),
-                "transport": kinds[name],
-                "ranks": self.ranks(kinds, kinds[name]),
-                "place": self.spot(kinds, name),
+                **places[name],
+                "mates": self.mates(name),
                 "layout": None if self.links[name].hello.get(LAYOUT) == sender.layout_id else sender.layout_json,
             },
             path=report.path,
@@ -165,7 +187,7 @@ class Sending:
         if builds and dirty is None and on_gpu(named(weights).values(), sender.device):
             weights = weights if isinstance(weights, Bound) else Bound(layout, weights)
             self.pack = weights.pack
-            if self.cache.slots and set(kinds.values()) == {"ipc"}:
+            if self.cache.slots and self.sharing.keys() == {"ipc"}:
                 weights = Packed(layout, weights.tensors)
 
         def packed(index: int) -> None:
@@ -175,11 +197,11 @@ class Sending:
                 self.log.add("pack", time.perf_counter() - last)
             with self.log.stage("send"):
                 if not self.transports:
-                    with self.blaming(kinds.values()):
-                        self.open(kinds)
+                    with self.blaming():
+                        self.open()
                 if builds and self.digests.count:
                     self.digests.add(index, live(layout, index, named(weights)))
-                with self.blaming(kinds.values()):
+                with self.blaming():
                     for transport in self.transports:
                         transport.send(index, self.cache.bucket(version, index))
                     for transport in self.transports if self.cache.slots else ():
@@ -193,7 +215,7 @@ class Sending:
         else:
             for index in range(len(layout.buckets)):
                 packed(index)
-        with self.log.stage("send"), self.blaming(kinds.values()):
+        with self.log.stage("send"), self.blaming():
             for transport in self.transports:
                 transport.flush()
         self.log.event("sent")
@@ -212,7 +234,7 @@ class Sending:
     def teardown(self) -> None:
         """The sender's ends first, then everybody else's."""
         with self.log.stage("teardown"):
-            with self.blaming(self.report.transports):
+            with self.blaming():
                 self.close()
             self.command("teardown", "closed")
 
@@ -247,14 +269,11 @@ class Sending:
                 raise first
         self.log.event("activate")
 
-    # -- helpers -------------------------------------------------------------------------------------------------------
-
-    def command(self, kind: str, answer: str) -> int:
-        """Send a command to all receivers and wait for all answers. Returns how many answered, or raises."""
+    def command(self, kind: str, answer: str) -> None:
+        """Send a command to all receivers and wait for all answers."""
         self.tell(kind)
-        answers = self.hear(answer)
+        self.hear(answer)
         self.log.event(kind)
-        return len(answers)
 
     def tell(self, kind: str, each: Callable[[str], dict[str, Any]] = lambda _: {}, **message: Any) -> None:
         """Send a message to all receivers, and only then raise: a receiver that is gone must not keep it from the others."""
@@ -297,32 +316,20 @@ class Sending:
             failed.append(PeerSilent(", ".join(waiting), kind, self.sender.timeout_s))
         return answers, min(failed, key=lambda error: not isinstance(error, PeerGone), default=None)
 
-    def mates(self, name: str) -> dict[str, int]:
+    def mates(self, name: str) -> int:
         """How many other ranks a receiver's replica has."""
-        return {"mates": [*self.replicas.values()].count(self.replicas[name]) - 1}
+        return [*self.replicas.values()].count(self.replicas[name]) - 1
 
-    def kind(self, target: Target) -> str:
-        kind = self.sender.transport
-        return choose(self.sender.place, target.place) if kind == "auto" else kind
+    def ranks(self, kind: str) -> list[int]:
+        """The ranks that use one transport, the sender's first."""
+        return [self.sender.rank, *(target.rank for target in self.sharing[kind])]
 
-    def sharing(self, kinds: Mapping[str, str], kind: str) -> list[Target]:
-        """The receivers that use one transport."""
-        return [target for target in self.targets if kinds[target.name] == kind]
-
-    def ranks(self, kinds: Mapping[str, str], kind: str) -> list[int]:
-        return [self.sender.rank, *(target.rank for target in self.sharing(kinds, kind))]
-
-    def spot(self, kinds: Mapping[str, str], name: str) -> int:
-        return 1 + [target.name for target in self.sharing(kinds, kinds[name])].index(name)
-
-    def open(self, kinds: Mapping[str, str]) -> None:
-        for kind in dict.fromkeys(kinds.values()):
-            names = [target.name for target in self.sharing(kinds, kind)]
-            ranks = self.ranks(kinds, kind)
+    def open(self) -> None:
+        for kind, sharing in self.sharing.items():
             context = TransportContext(
                 role="sender",
                 name="the sender",
-                links={name: self.links[name] for name in names},
+                links={target.name: self.links[target.name] for target in sharing},
                 sizes=self.layout.sizes,
                 starts=self.cache.starts,
                 segment=self.cache.segment(self.report.version),
@@ -330,21 +337,21 @@ class Sending:
                 pack=self.pack,
                 device=self.sender.device,
                 timeout_s=self.sender.timeout_s,
-                ranks=tuple(ranks),
-                place=0,
-                config={**self.sender.config, "size": len(ranks)},
+                ranks=tuple(self.ranks(kind)),
+                config=self.sender.config,
             )
             self.transports.append(self.sender.make(kind, context, ring=bool(self.cache.slots)))
 
     @contextlib.contextmanager
-    def blaming(self, kinds: Iterable[str]) -> Iterator[None]:
+    def blaming(self) -> Iterator[None]:
         """A transport may raise its own error because a receiver failed: if the links report a failure soon, blame that receiver."""
         try:
             yield
         except Exception as error:
             if isinstance(error, BadInput) or getattr(error, "peer", None) is not None:
                 raise
-            raise self.culprit() or TransportFailed(dict.fromkeys(kinds), error) from error
+            what = f"the sender's end of the transport {' or '.join(self.sharing)}"
+            raise self.culprit() or KitError(f"{what} raised {type(error).__name__}: {error}") from error
 
     def culprit(self) -> KitError | None:
         """The receiver that the links report as gone or failed; gone first, because others may fail as a consequence."""
@@ -353,13 +360,11 @@ class Sending:
         while waiting and (there := ready(waiting.values(), end - time.monotonic())):
             for name in [name for name, link in waiting.items() if link in there]:
                 try:
-                    said, fds = waiting[name].receive("bytes")
+                    said = waiting[name].message("bytes")
                 except (PeerGone, PeerSilent) as error:
                     found.append(error)
                     del waiting[name]
                     continue
-                for fd in fds:
-                    os.close(fd)
                 if said.get("kind") == FAILED:
                     found.append(PeerFailed(waiting.pop(name).peer, "bytes", said))
         return min(found, key=lambda error: not isinstance(error, PeerGone), default=None)

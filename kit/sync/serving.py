@@ -1,9 +1,8 @@
 """A replica that serves while weights arrive: forwards run one after the other on a thread, and a writer enters between two of them.
 
 All ranks of a replica run the same forwards, so a writer must enter between the same two on each rank: before every forward they agree
-whether all of them have a waiting writer. The output of each forward is kept as a digest, which identifies its weights. A forward waits as
-long as a writer is inside. That takes many steps of a sync, each with its own deadline, and the writer leaves after the last step or a
-failure; a deadline here would end the serving of a replica although its sync succeeds.
+whether all of them have a waiting writer. The output of each forward is kept as a digest, which identifies its weights. A forward waits
+without a deadline while a writer is inside: the steps of a sync have their own, and the writer leaves after the last one or a failure.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ class Gate:
         self._waiting_writers = 0
 
     @contextlib.contextmanager
-    def reading(self, timeout_s: float | None = None) -> Iterator[None]:
+    def reading(self) -> Iterator[None]:
         """Block writers. Waits for a writer inside and for waiting writers."""
         me = threading.current_thread()
         with self._changed:
             if self._writer is me:
                 raise BadInput("a thread that writes cannot read at the gate: it would wait for itself")
             if me not in self._readers:
-                self._wait("reader", lambda: self._writer is None and not self._waiting_writers, timeout_s)
+                self._wait("reader", lambda: self._writer is None and not self._waiting_writers)
             self._readers[me] = self._readers.get(me, 0) + 1
         try:
             yield
@@ -71,7 +70,7 @@ class Gate:
                     self._changed.notify_all()
 
     @contextlib.contextmanager
-    def writing(self, timeout_s: float | None = None) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
         """Block all others. Waits for everybody inside; a writer that gives up lets readers in again."""
         me = threading.current_thread()
         with self._changed:
@@ -79,7 +78,7 @@ class Gate:
                 raise BadInput("a thread that is inside the gate cannot write: it would wait for itself")
             self._waiting_writers += 1
             try:
-                self._wait("writer", lambda: self._writer is None and not self._readers, timeout_s)
+                self._wait("writer", lambda: self._writer is None and not self._readers)
                 self._writer = me
             finally:
                 self._waiting_writers -= 1
@@ -91,15 +90,10 @@ class Gate:
                 self._writer = None
                 self._changed.notify_all()
 
-    def _wait(self, waiting: str, free: Callable[[], bool], timeout_s: float | None) -> None:
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        end = time.monotonic() + limit
-        while not free():
-            left = end - time.monotonic()
-            if left <= 0:
-                inside = [self._writer] if self._writer else self._readers
-                raise GateTimeout(waiting, tuple(sorted(thread.name for thread in inside)), limit)
-            self._changed.wait(left)
+    def _wait(self, waiting: str, free: Callable[[], bool]) -> None:
+        if not self._changed.wait_for(free, self.timeout_s):
+            inside = [self._writer] if self._writer else self._readers
+            raise GateTimeout(waiting, tuple(sorted(thread.name for thread in inside)), self.timeout_s)
 
 
 class Serving:
@@ -158,8 +152,9 @@ class Serving:
         try:
             with self._changed:
                 if self._thread is not None and self._group is not None:
-                    self._await(lambda: self._open or self._stopped, "a gap between two forwards")
-            with self.gate.writing(self.timeout_s):
+                    # If serving has ended without an error, it has on all ranks of the replica.
+                    self._await(lambda: self._open or (self._ended and not self._error), "a gap between two forwards")
+            with self.gate.writing():
                 self._writing = True
                 yield
         finally:
@@ -171,7 +166,10 @@ class Serving:
         try:
             while not self._all(lambda: self._stopping):
                 if self._group is not None and self._all(lambda: self._wanted):
-                    self._let_writer_in()
+                    with self._changed:
+                        self._open = self._wanted  # unless the writer has given up since
+                        self._changed.notify_all()
+                        self._changed.wait_for(lambda: not self._open)
                     continue
                 with self._reading():
                     with self._changed:
@@ -187,11 +185,6 @@ class Serving:
                 self._ended = True
                 self._changed.notify_all()
 
-    @property
-    def _stopped(self) -> bool:
-        """Whether serving has ended on all ranks of the replica."""
-        return self._ended and self._error is None
-
     def _all(self, wish: Callable[[], bool]) -> bool:
         """Whether the condition holds on every rank of the replica."""
         if self._group is None:
@@ -199,12 +192,6 @@ class Serving:
         flag = torch.tensor([int(wish())])
         dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
         return bool(flag.item())
-
-    def _let_writer_in(self) -> None:
-        with self._changed:
-            self._open = self._wanted  # unless the writer has given up since
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._open)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -15,26 +16,22 @@ from kit.sync.buckets import Bound, Mismatch, views
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kit.sync.layout import Key, Layout, Spec
+    from kit.sync.buckets import Key, Layout, Spec
 
     Destination = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 
 
 class Applier(Protocol):
-    """Weights bound to a bucket layout."""
+    """Weights bound to a bucket layout: `apply` copies the contents of a bucket into them."""
 
-    def apply(self, index: int, buffer: torch.Tensor) -> None:
-        """Copy the contents of a bucket into the weights."""
+    def apply(self, index: int, buffer: torch.Tensor) -> None: ...
 
 
 class Weights(Protocol):
-    """The weights that a receiver fills."""
+    """The weights that a receiver fills: `bind` them to buckets of a layout, or raise `Mismatch`; `own` returns the tensors."""
 
-    def bind(self, layout: Layout) -> Applier:
-        """Bind the weights to buckets of this layout, or raise `Mismatch`."""
-
-    def own(self) -> Sequence[torch.Tensor]:
-        """The tensors themselves."""
+    def bind(self, layout: Layout) -> Applier: ...
+    def own(self) -> Sequence[torch.Tensor]: ...
 
 
 class Whole:
@@ -46,16 +43,13 @@ class Whole:
         self._seen: list[torch.Tensor] = []
 
     def bind(self, layout: Layout) -> Bound:
-        split = {
-            piece.spec for bucket in layout.buckets for piece in bucket if piece.size < layout.specs[piece.spec].size
-        }
-        wrong = {
-            spec: _unlike(spec, self.tensors.get(spec.key), split=number in split)
-            for number, spec in enumerate(layout.specs)
-        }
+        pieces = itertools.chain(*layout.buckets)
+        split = {piece.spec for piece in pieces if piece.size < layout.specs[piece.spec].size}
+        specs = enumerate(layout.specs)
+        wrong = {spec: _unlike(spec, self.tensors.get(spec.key), split=number in split) for number, spec in specs}
         _refuse(layout, self.tensors.keys(), wrong)
         now = list(self.tensors.values())
-        same = len(now) == len(self._seen) and all(a is b for a, b in zip(now, self._seen, strict=True))
+        same = [*map(id, now)] == [*map(id, self._seen)]
         if self._bound is None or self._bound.layout != layout or not same:
             self._bound, self._seen = Bound(layout, self.tensors), now
         return self._bound
@@ -115,13 +109,11 @@ def _refuse(layout: Layout, here: object, wrong: Mapping[Spec, str]) -> None:
     failed = [(spec, why) for spec, why in wrong.items() if why]
     if not (missing or failed):
         return
-    problems = [f"{spec} {why}" for spec, why in failed] + [
-        f"{name} (shard {shard}) is not sent" for name, shard in missing
-    ]
+    problems = [f"{spec} {why}" for spec, why in failed]
+    problems += [f"{name} (shard {shard}) is not sent" for name, shard in missing]
     more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
     holding = {piece.spec: index for index, bucket in enumerate(layout.buckets) for piece in bucket}
-    numbers = {spec: number for number, spec in enumerate(layout.specs)}
-    bucket = holding[numbers[failed[0][0]]] if failed else -1
+    bucket = holding[layout.specs.index(failed[0][0])] if failed else None
     raise Mismatch(
         f"{'; '.join(problems[:5])}{more}",
         bucket=bucket,
@@ -155,9 +147,8 @@ def _uncut(spec: Spec, destinations: Sequence[Destination] | None) -> str:
         except (KitError, RuntimeError, IndexError):
             fits = False
         if not fits or into.dtype != spec.dtype:
-            return (
-                f"does not fit its {into.dtype} {tuple(into.shape)} here: it is {spec.dtype} {spec.shape} at the sender"
-            )
+            here = f"{into.dtype} {tuple(into.shape)}"
+            return f"does not fit its {here} here: it is {spec.dtype} {spec.shape} at the sender"
         if empty := _emptied(into):
             return empty
     return ""

@@ -209,29 +209,30 @@ TARGETS = (
     Target("sync", "kit.megatron.serve", "logits_equal"),
     Target(
         "sync:buckets",
-        "kit.sync.layout",
-        "bit_exact",
-        others={"automatic": ("sync", "bit_exact")},
-        left_out=leave_out(REFUSES="Layout.check _refuse_twice _dtype", UNUSED="Layout.holding specs_of"),
-    ),
-    Target(
-        "sync:buckets",
         "kit.sync.buckets",
         "bit_exact",
+        others={"automatic": ("sync", "bit_exact")},
         left_out=leave_out(
-            UNUSED="Bound.apply _Plan.holds _out_of_bucket _copy_by_torch _part",
-            REFUSES="_check_buffer _unlike _mismatch",
+            UNUSED="Bound.apply _Plan.holds _copy_by_torch _part Layout.holding specs_of",
+            REFUSES="_check_buffer _unlike _mismatch Layout.check _refuse_twice _dtype",
         ),
     ),
     Target(
         "sync",
         "kit.sync.cache",
         "bit_exact",
-        others=dict.fromkeys(("Ring.__init__", "Ring.build", "Ring._free_place"), ("sync:paused", "bit_exact")),
+        others={
+            **dict.fromkeys(("Ring.__init__", "Ring._free_place"), ("sync:paused", "bit_exact")),
+            **dict.fromkeys(
+                ("Segment.__init__", "Segment.attach", "Segment._map", "Segment.tensor", "Segment.close"),
+                ("sync", "segments_return_to_baseline"),
+            ),
+        },
         left_out=leave_out(
             REFUSES="Cache._check_room Cache._refuse_emptied Cache._refuse_closed",
             TEXT="_gib",
-            UNUSED="CacheBusy.__init__",
+            UNUSED="CacheBusy.__init__ Kept.__init__ Kept.attach Kept.close",
+            SPEED="Segment.populate",
         ),
     ),
     Target("sync", "kit.sync.sender", "version_order"),
@@ -253,15 +254,6 @@ TARGETS = (
         left_out=leave_out(UNUSED="Whole.__init__ Whole.bind Whole.own", REFUSES="_refuse _unlike _uncut _emptied"),
     ),
     Target("sync", "kit.sync.hashes", "failure_is_clean", others={"Digests.wait": ("sync:paused", "bit_exact")}),
-    Target(
-        "sync",
-        "kit.sync.memory",
-        "segments_return_to_baseline",
-        left_out=leave_out(
-            UNUSED="Kept.__init__ Kept.attach Kept.close",
-            SPEED="Segment.populate",
-        ),
-    ),
     Target(
         "sync",
         "kit.sync.link",
@@ -289,12 +281,17 @@ TARGETS = (
         left_out=leave_out(GPU="Grouped.slot", UNUSED="Grouped.explained", TEXT="Grouped.described"),
     ),
     Target(
-        "sync:serialize",
-        "kit.sync.transports.serialize",
-        "receivers_answer",
-        left_out=leave_out(UNUSED="Serialize.skip", GPU="Serialize.host Serialize.__init__"),
+        "sync",
+        "kit.sync.transports.direct",
+        "segments_return_to_baseline",
+        others=dict.fromkeys(
+            ("Serialize.send", "Serialize.receive", "Serialize.close", "memory"), ("sync:serialize", "receivers_answer")
+        ),
+        left_out=leave_out(
+            UNUSED="Serialize.skip",
+            GPU="Serialize.host Ipc.__init__ Ipc.slot Ipc.send Ipc.receive Ipc.done Ipc.close needs_permission handle_of opened",
+        ),
     ),
-    Target("sync", "kit.sync.transports.shm", "segments_return_to_baseline"),
 )
 DRAWN = 62
 

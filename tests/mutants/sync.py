@@ -6,7 +6,6 @@ from tests.mutants.mutant import Mutant
 
 SHARDS = "kit.megatron.shards"
 SERVE = "kit.megatron.serve"
-LAYOUT = "kit.sync.layout"
 BUCKETS = "kit.sync.buckets"
 CACHE = "kit.sync.cache"
 SENDER = "kit.sync.sender"
@@ -15,11 +14,10 @@ RECEIVER = "kit.sync.receiver"
 SERVING = "kit.sync.serving"
 WEIGHTS = "kit.sync.weights"
 HASHES = "kit.sync.hashes"
-MEMORY = "kit.sync.memory"
 LINK = "kit.sync.link"
 BASE = "kit.sync.transports.base"
 GROUPS = "kit.sync.transports.groups"
-SHM = "kit.sync.transports.shm"
+DIRECT = "kit.sync.transports.direct"
 
 MUTANTS = (
     # -- shards ----------------------------------------------------------------------------------------------------------------
@@ -109,7 +107,7 @@ MUTANTS = (
     # -- layout, buckets, cache ------------------------------------------------------------------------------------------------
     Mutant(
         "sync:buckets",
-        LAYOUT,
+        BUCKETS,
         "lay_out",
         old="end += -(-size // ALIGN) * ALIGN",
         new="end += size // ALIGN * ALIGN",
@@ -118,7 +116,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync:buckets",
-        LAYOUT,
+        BUCKETS,
         "lay_out",
         old="    return Layout(specs=tuple(specs)",
         new="    buckets[-1].pop()\n    return Layout(specs=tuple(specs)",
@@ -204,9 +202,9 @@ MUTANTS = (
     Mutant(
         "sync",
         CACHE,
-        "Cache._fill",
-        old="            if index in stale:\n",
-        new="            if index in stale and (source is None or index):\n",
+        "Cache.build",
+        old="                    if index in stale:\n",
+        new="                    if index in stale and (source is None or index):\n",
         check="bit_exact",
         bug="the first bucket is always taken for clean",
     ),
@@ -573,7 +571,7 @@ MUTANTS = (
         "sync",
         SERVING,
         "Serving.writing",
-        old="            with self.gate.writing(self.timeout_s):\n",
+        old="            with self.gate.writing():\n",
         new="            with contextlib.nullcontext():\n",
         check="no_torn_reads",
         bug="the writer does not go through the gate",
@@ -678,7 +676,7 @@ MUTANTS = (
     # -- memory, links, transports ---------------------------------------------------------------------------------------------
     Mutant(
         "sync",
-        MEMORY,
+        CACHE,
         "Segment.close",
         old="            os.close(self.fd)\n",
         new="            pass\n",
@@ -688,7 +686,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        MEMORY,
+        CACHE,
         "Segment._map",
         old="        weakref.finalize(array, unmap, address, size).atexit = False\n",
         new="",
@@ -707,7 +705,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        SHM,
+        DIRECT,
         "Shm.close",
         old="            segment.close()\n",
         new="            pass\n",
@@ -717,7 +715,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        SHM,
+        DIRECT,
         "Shm.receive",
         old="        start = self.ctx.starts[index]\n",
         new="        start = self.ctx.starts[max(0, index - 1)]\n",
@@ -726,7 +724,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync:serialize",
-        "kit.sync.transports.serialize",
+        DIRECT,
         "Serialize.receive",
         old="        self.ctx.sender.receive_bytes(memory(there))\n",
         new="        self.ctx.sender.receive_bytes(memory(there))\n        there[-1] = 0\n",

@@ -8,8 +8,7 @@ import torch
 
 from kit.errors import BadInput
 from kit.sync import buckets
-from kit.sync.buckets import Bound, Mismatch, views
-from kit.sync.layout import ALIGN, Layout, Piece, Spec, automatic, lay_out, specs_of
+from kit.sync.buckets import ALIGN, Bound, Layout, Mismatch, Piece, Spec, automatic, lay_out, specs_of, views
 
 MIB = 2**20
 MIXED = {

@@ -8,9 +8,8 @@ import torch
 from kit import machine
 from kit.errors import BadInput, KitError
 from kit.sync import cache as module
-from kit.sync.buckets import Bound, Mismatch, views
+from kit.sync.buckets import Bound, Mismatch, lay_out, specs_of, views
 from kit.sync.cache import Cache, CacheBusy
-from kit.sync.layout import lay_out, specs_of
 from tests.holdings import memory_files
 
 LIMIT = 20.0

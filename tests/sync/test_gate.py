@@ -94,8 +94,10 @@ def test_a_writer_goes_before_readers_who_come_later():
         writer = start(write, "the writer")
         while not gate._waiting_writers:
             time.sleep(0)
+        gate.timeout_s = 0.0
         with pytest.raises(GateTimeout, match="a reader waited 0 s") as caught:
-            from_another_thread(lambda: gate.reading(timeout_s=0))
+            from_another_thread(gate.reading)
+        gate.timeout_s = LIMIT
         assert caught.value.waiting == "reader"
         later = start(read, "the later reader")
         with gate.reading():  # who is inside may read again, though a writer waits

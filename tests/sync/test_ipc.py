@@ -19,12 +19,12 @@ from kit.sync import sending
 from kit.sync.buckets import Bound
 from kit.sync.cache import Ring
 from kit.sync.link import Listener
-from kit.sync.log import Log
 from kit.sync.receiver import Call, landing
 from kit.sync.sender import Report
-from kit.sync.transports import ipc, make
+from kit.sync.sending import Log
+from kit.sync.transports import direct, make
 from kit.sync.transports.base import Transport, TransportContext
-from kit.sync.transports.ipc import Ipc, opened
+from kit.sync.transports.direct import Ipc, opened
 from tests.sync.ranks.service import LAYOUT, Host, at_once, receiver_of, sender_of, table, target, tensors
 from tests.sync.ranks.transports import SIZES, bucket, receive, send
 from tests.sync.test_transports import between
@@ -48,9 +48,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     stream = SimpleNamespace(synchronize=lambda: None)
     cuda = SimpleNamespace(is_available=lambda: True, current_stream=lambda _: stream, ipc_collect=lambda: None)
-    monkeypatch.setattr(ipc, "torch", SimpleNamespace(cuda=cuda, empty=on_host, uint8=torch.uint8))
-    monkeypatch.setattr(ipc, "handle_of", handle)
-    monkeypatch.setattr(ipc, "opened", lambda found: SLOTS[found[0]])
+    monkeypatch.setattr(direct, "torch", SimpleNamespace(cuda=cuda, empty=on_host, uint8=torch.uint8))
+    monkeypatch.setattr(direct, "handle_of", handle)
+    monkeypatch.setattr(direct, "opened", lambda found: SLOTS[found[0]])
 
 
 @pytest.mark.parametrize("receivers", [1, 3])
@@ -172,7 +172,7 @@ def test_memory_that_goes_by_descriptors_is_known_by_the_allocators_setting(
 ) -> None:
     """`assumed`: both names are read (c10/core/AllocatorConfig.cpp, 2.9 to 2.13), the second also by older builds."""
     monkeypatch.setenv(name, value)
-    assert ipc.needs_permission() is needed
+    assert direct.needs_permission() is needed
 
 
 PERMITTED = "pidfd_getfd: Operation not permitted\nException raised from fromShared"

@@ -10,7 +10,7 @@ import torch
 
 from kit.errors import BadInput
 from kit.machine import descriptors
-from kit.sync.memory import Segment
+from kit.sync.cache import Segment
 from tests.holdings import memory_files
 
 MIB = 2**20

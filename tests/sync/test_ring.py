@@ -105,7 +105,7 @@ def test_receivers_that_serve_or_wake_are_refused(sender: Sender) -> None:
 
 
 def test_places_come_by_turns() -> None:
-    assert starts((5000, 100, 4096, 1), 2) == ([0, 8192, 0, 8192], 16384)
+    assert starts((5000, 100, 4096, 1), 2) == ((0, 8192, 0, 8192), 16384)
 
 
 def test_hot_buckets_have_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from kit.sync.receiver import Call
 from kit.sync.sender import Report, SyncFailed
 from kit.sync.sending import Sending
 from kit.sync.transports.base import TransportContext
-from kit.sync.transports.shm import Shm
+from kit.sync.transports.direct import Shm
 from tests.holdings import wait_for
 from tests.sync.ranks.service import (
     HERE,

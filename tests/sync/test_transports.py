@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from kit.errors import BadInput, KitError
+from kit.sync.cache import Kept, Segment
 from kit.sync.link import Listener, PeerFailed, PeerGone, PeerSilent
-from kit.sync.memory import Kept, Segment
-from kit.sync.transports import NAMES, Place, base, by_name, choose, shm
+from kit.sync.transports import NAMES, Place, base, by_name, choose, direct
 from kit.sync.transports.base import DEPTH, GRACE_S, Transport
-from kit.sync.transports.ipc import Ipc
+from kit.sync.transports.direct import Ipc
 from tests.holdings import memory_files
 from tests.sync.ranks.transports import SIZES, Act, as_receiver, as_sender, bucket, context, receive, send
 
@@ -122,7 +122,7 @@ def test_other_transports_fill_what_they_are_given(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "depth"), [("serialize", DEPTH), ("rendezvous", DEPTH), ("shm", shm.DEPTH)])
+@pytest.mark.parametrize(("kind", "depth"), [("serialize", DEPTH), ("rendezvous", DEPTH), ("shm", direct.MESSAGES)])
 def test_the_sender_waits_for_the_slowest(kind: str, depth: int) -> None:
     """It is so many buckets ahead of a receiver that does not say that it is done, and no more."""
     sent: list[int] = []
@@ -165,11 +165,11 @@ def test_another_bucket_than_the_awaited_one_is_refused() -> None:
 def test_a_segment_that_is_too_small_is_refused() -> None:
     def short(ctx: Any) -> Transport:
         with closing(Segment(4096)) as segment:
-            return shm.Shm(context("sender", ctx.links, 5.0, segment=segment))
+            return direct.Shm(context("sender", ctx.links, 5.0, segment=segment))
 
     class Ends:
         def __call__(self, ctx: Any) -> Transport:
-            return short(ctx) if ctx.role == "sender" else shm.Shm(ctx)
+            return short(ctx) if ctx.role == "sender" else direct.Shm(ctx)
 
     before = mapped()
     _, receiver = between(Ends(), lambda _: None, receive)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from kit.errors import KitError
-from kit.sync.buckets import Bound, Mismatch
-from kit.sync.layout import Layout, lay_out, specs_of
+from kit.sync.buckets import Bound, Layout, Mismatch, lay_out, specs_of
 from kit.sync.weights import Cut, Whole
 from tests.sync.ranks.service import LAYOUT, Tensors, table, tensors
 

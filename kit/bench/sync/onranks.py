@@ -18,12 +18,10 @@ from kit.bench.session import seconds_of, turn_by_turn
 from kit.bench.sync import gpus, others
 from kit.errors import KitError
 from kit.megatron.config import GEOMETRIES
-from kit.sync.buckets import Bound, live, views
-from kit.sync.cache import LARGEST, SLOTS, Cache, starts
+from kit.sync.buckets import Bound, Layout, automatic, lay_out, live, specs_of, views
+from kit.sync.cache import LARGEST, SLOTS, Cache, Kept, Segment, starts
 from kit.sync.hashes import NONE, Digests, algorithms, digest
-from kit.sync.layout import Layout, automatic, lay_out, specs_of
 from kit.sync.link import Listener, address_of, call
-from kit.sync.memory import Kept, Segment
 from kit.sync.transports import make
 from kit.sync.transports.base import TransportContext
 from kit.train.plain import PlainModel

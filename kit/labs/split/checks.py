@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kit.labs.growth import at_most
-from kit.labs.split import parity, truths
+from kit.labs.split import parity
 from kit.labs.split.config import KIT_MODEL, cases_of
-from kit.labs.split.truths import promised
+from kit.labs.split.parity import promised
 from kit.results import Check, Measured, NotMeasured, incomplete, select, with_ids
 from kit.results.units import counted
 
@@ -32,8 +32,7 @@ def beside(value: float) -> str:
 def of_every_case(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, metric: str) -> pd.DataFrame:
     """A metric of every case; the check cannot pass if any is missing."""
     rows = select(frame, phase=phase, metric=metric)
-    missing = len(cases_of(config)) - rows["cycle"].nunique()
-    if missing:
+    if missing := len(cases_of(config)) - rows["cycle"].nunique():
         incomplete(f"{metric} is missing for {missing} of {len(cases_of(config))} cases (level and number of chunks)")
     return rows
 
@@ -52,7 +51,7 @@ def later(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Loss, metrics, norms and gradients of the steps after the first, whose weights differ by rounding."""
     table = parity.paired(frame, config)
     row = parity.worst(table[(table["step"] > 1) & ~table["metric"].isin(["lr", "wd", "updated"])], "error")
-    steps = pd_steps(frame, config, "gradient_error")
+    steps = with_ids(of_every_case(frame, config, "compare", "gradient_error"), "step")
     gradients = parity.worst(steps[steps["step"] > 1], "value")
     why = f"worst number: {row['metric']}, {parity.against(row)}, step {row['step']}, {parity.where(config, row['cycle'])}"
     return Measured(
@@ -65,7 +64,7 @@ def fields(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """The numbers of the result that are no metrics. Norms of later steps contain rounding of the weights; the others do not.
 
     A norm may be summed in float32 in any order, tensor by tensor or shard by shard. The rounding that this allows
-    (`updates.norm_rounding`: about sqrt(n) times EPS with n elements in the largest tensor, 1.5e-5 in the tiny model) is excluded.
+    (`oracle.norm_rounding`: about sqrt(n) times EPS with n elements in the largest tensor, 1.5e-5 in the tiny model) is excluded.
     """
     table = parity.paired(frame, config)
     table = table[table["metric"].isin(FIELDS) & ((table["metric"] != "grad_norm") | (table["step"] == 1))]
@@ -85,14 +84,13 @@ def fields(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 def ranks(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Numbers of the result that differ between ranks."""
     results = parity.results(frame, "split")
-    results = results[
-        results.groupby("cycle")["rank"].transform("nunique") == config["ranks"]
-    ]  # without phases in which a rank raised
-    if results.empty:
+    whole = results.groupby("cycle")["rank"].transform("nunique") == config["ranks"]  # no rank raised in the phase
+    if not whole.any():
         raise NotMeasured("no case has results of every rank")
-    sides = results.pivot_table(
-        index=["cycle", "step", "name"], columns="rank", values="value", aggfunc="first", dropna=False
-    ).reindex(columns=range(config["ranks"]))
+    results = results[whole]
+    keys = ["cycle", "step", "name"]
+    sides = results.pivot_table(index=keys, columns="rank", values="value", aggfunc="first", dropna=False)
+    sides = sides.reindex(columns=range(config["ranks"]))
     first = sides[0]
     differing = sides[~sides.apply(lambda one: (one == first) | (one.isna() & first.isna())).all(axis=1)]
     if differing.empty:
@@ -101,11 +99,8 @@ def ranks(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     cycle, step, name = differing.index[0]
     row = differing.iloc[0]
     odd = next(rank for rank in row.index[1:] if row[rank] != row[0] and not (isnan(row[rank]) and isnan(row[0])))
-    return Measured(
-        len(differing),
-        f"{name} differs between ranks in step {step}: {row[0]:.9g} on rank 0, {row[odd]:.9g} on rank {odd}; "
-        f"{parity.where(config, cycle)}",
-    )
+    why = f"{name} differs between ranks in step {step}: {row[0]:.9g} on rank 0, {row[odd]:.9g} on rank {odd}"
+    return Measured(len(differing), f"{why}; {parity.where(config, cycle)}")
 
 
 def every_metric(frame: pd.DataFrame, config: Mapping[str, Any]) -> list[Measured]:
@@ -117,12 +112,8 @@ def every_metric(frame: pd.DataFrame, config: Mapping[str, Any]) -> list[Measure
         row = parity.worst(rows, "error")
         scalar = rows["one_scalar_error"].max()
         per = "not divided" if row["normalizer"] == "none" else f"per {parity.singular(row['normalizer'])}"
-        why = f"{name} ({per}), {parity.against(row)}"
-        why += (
-            f", loss per {parity.singular(row['level'])}, {parity.chunks_of(row['chunks'])}"
-            if row["error"]
-            else ", bit for bit"
-        )
+        case = f"loss per {parity.singular(row['level'])}, {parity.chunks_of(row['chunks'])}"
+        why = f"{name} ({per}), {parity.against(row)}, {case if row['error'] else 'bit for bit'}"
         why += f"; one scalar for all metrics would give an error of {scalar:.2g}" if scalar else ""
         found.append(Measured(row["error"], why, of=str(name)))
     return found
@@ -138,28 +129,17 @@ def coverage(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 
 
 def gradient(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    table = pd_steps(frame, config, "gradient_error")
-    table = table[table["step"] == 1]
-    row = parity.worst(table, "value")
-    tensors = parity.tensors(frame, config)
-    worst = parity.worst(tensors, "gradient_error")
+    table = with_ids(of_every_case(frame, config, "compare", "gradient_error"), "step")
+    row = parity.worst(table[table["step"] == 1], "value")
+    worst = parity.worst(parity.tensors(frame, config), "gradient_error")
     why = f"||dg||/||g|| over the model in step 1, worst: {parity.where(config, row['cycle'])}"
     why += f"; worst tensor: {worst['tensor']}, {worst['gradient_error']:.3g}, element {worst['gradient_index']:.0f}"
     return Measured(row["value"], why + beside(row["value"]))
 
 
-def pd_steps(frame: pd.DataFrame, config: Mapping[str, Any], name: str) -> pd.DataFrame:
-    """A metric of every step of every case."""
-    rows = with_ids(frame[(frame["phase"] == "compare") & (frame["metric"] == name)], "step")
-    if rows["cycle"].nunique() < len(cases_of(config)):
-        incomplete(f"{name} was not measured for every level and number of chunks")
-    return rows
-
-
 def parameters(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     rows = of_every_case(frame, config, "compare", "parameter_error")
-    row = parity.worst(rows, "value")
-    tensors = parity.tensors(frame, config)
+    row, tensors = parity.worst(rows, "value"), parity.tensors(frame, config)
     worst = parity.worst(tensors, "parameter_error")
     uncertain = tensors["uncertain_worst"].max()
     share = select(frame, phase="compare", metric="uncertain_elements")["value"].max()
@@ -200,20 +180,9 @@ def fine(exact: float, coarse: float) -> Callable[[Mapping[str, Any]], float]:
     return lambda config: coarse if config.get("dtype") == "bfloat16" else exact
 
 
-def one_step(config: Mapping[str, Any]) -> str:
-    return "" if config["steps"] > 1 else "steps=1: no step after the first"
-
-
-def one_cut(config: Mapping[str, Any]) -> str:
-    return (
-        ""
-        if len(config["chunks"]) > 1
-        else "only one number of chunks was run; use at least two, such as chunks=[1, 5]"
-    )
-
-
-def balanced(config: Mapping[str, Any]) -> bool:
-    return bool(config["experts"] and config["aux_loss"])
+def unless(can: Callable[[Mapping[str, Any]], bool], why: str) -> Callable[[Mapping[str, Any]], str]:
+    """The reason why a config cannot have a check."""
+    return lambda config: "" if can(config) else why
 
 
 def no_oracle(config: Mapping[str, Any]) -> str:
@@ -222,25 +191,10 @@ def no_oracle(config: Mapping[str, Any]) -> str:
     return "" if config["model"] == KIT_MODEL else f"model={config['model']} has no float64 model to compare with"
 
 
-def one_backend(config: Mapping[str, Any]) -> str:
-    return (
-        ""
-        if config["backend"] == "fsdp2"
-        else "backend=megatron runs Megatron only; use backend=fsdp2 to compare both backends"
-    )
-
-
 def ratio(
-    name: str,
-    question: str,
-    measure: Measure,
-    tolerance: str,
-    *,
-    exact: float,
-    coarse: float = COARSE,
-    cannot: Callable[[Mapping[str, Any]], str] | None = None,
+    name: str, question: str, measure: Measure, tolerance: str, *, exact: float, coarse: float = COARSE, **given: Any
 ) -> Check:
-    return at_most(name, question, tolerance, measure, limit=fine(exact, coarse), unit="ratio", cannot=cannot)
+    return at_most(name, question, tolerance, measure, limit=fine(exact, coarse), unit="ratio", **given)
 
 
 CHECKS = (
@@ -254,7 +208,7 @@ CHECKS = (
         "later_rel",
         exact=1e-4,
         coarse=0.1,
-        cannot=one_step,
+        cannot=unless(lambda config: config["steps"] > 1, "steps=1: no step after the first"),
     ),
     ratio("metric_parity", "Does every metric match the plain step's?", every_metric, "metric_rel", exact=1e-6),
     ratio("result_parity", "Do norm, learning rate, decay and counts match?", fields, "result_rel", exact=1e-6),
@@ -266,7 +220,10 @@ CHECKS = (
         chunks,
         "chunk_rel",
         exact=1e-6,
-        cannot=one_cut,
+        cannot=unless(
+            lambda config: len(config["chunks"]) > 1,
+            "only one number of chunks was run; use at least two, such as chunks=[1, 5]",
+        ),
     ),
     at_most("one_reduction", "Is each gradient reduced exactly once per step?", "reductions_off", reductions),
     at_most(
@@ -339,29 +296,29 @@ CHECKS = (
             right="no update; weights, optimizer and schedule are unchanged bit for bit; the next step equals one without it",
         ),
     ),
-    at_most("replicas_counted_once", "Do all ranks together count each row once?", "replicas_off", truths.replicas),
+    at_most("replicas_counted_once", "Do all ranks together count each row once?", "replicas_off", parity.replicas),
     ratio(
         "oracle",
         "Does the plain step match a float64 computation?",
-        truths.oracle,
+        parity.oracle,
         "oracle_rel",
         exact=1e-5,
         coarse=0.05,
         cannot=no_oracle,
     ),
-    at_most(
+    ratio(
         "experts_balance",
         "Does the load-balancing loss match a float64 computation?",
+        parity.balance,
         "balance_rel",
-        truths.balance,
-        limit=fine(1e-5, 0.05),
-        unit="ratio",
-        when=balanced,
+        exact=1e-5,
+        coarse=0.05,
+        when=lambda config: bool(config["experts"] and config["aux_loss"]),
     ),
     ratio(
         "update",
         "Do clipping, AdamW and schedule match a float64 computation?",
-        truths.update,
+        parity.update,
         "update_rel",
         exact=1e-5,
         coarse=0.1,
@@ -369,7 +326,7 @@ CHECKS = (
     ratio(
         "extreme_gaps",
         "Is the loss correct if the log-probabilities of trainer and engine are far apart?",
-        truths.gaps,
+        parity.gaps,
         "gap_rel",
         exact=1e-5,
         coarse=1e-5,
@@ -387,10 +344,13 @@ CHECKS = (
     ratio(
         "backends_agree",
         "Do Megatron and FSDP2 give the same gradients?",
-        truths.backends,
+        parity.backends,
         "backends_rel",
         exact=1e-5,
-        cannot=one_backend,
+        cannot=unless(
+            lambda config: config["backend"] == "fsdp2",
+            "backend=megatron runs Megatron only; use backend=fsdp2 to compare both backends",
+        ),
     ),
 )
 

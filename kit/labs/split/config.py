@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -46,6 +47,7 @@ LOSS_OPTIONS = (
     *("kl", "kl_kind", "kl_input_clamp", "kl_output_clamp", "positive_nll"),
 )
 NORMALIZERS = (None, "tokens", "sequences")  # allowed divisors of a metric
+STEPS = 2  # the gradients of the plain and the split step are kept
 
 
 class Case(NamedTuple):
@@ -181,13 +183,22 @@ class SplitConfig(JobConfig):
             )
         if self.recipe == "gspo" and self.level != "sequences":
             raise BadInput(f"recipe=gspo needs level=sequences, not {self.level!r}: its ratio is per sequence")
-        check_loss(self)
+        self._check_loss()
         if self.model != KIT_MODEL and (self.backend != "megatron" or self.experts or self.layers is not None):
             raise BadInput(
                 f"model={self.model} needs backend=megatron, without experts and layers: they configure the kit's own model only"
             )
         if self.masks == "empty-rank" and self.data_ranks < 2:
             raise BadInput("masks=empty-rank needs at least 2 data-parallel ranks: one of them has no valid token")
+
+    def _check_loss(self) -> None:
+        options = ", ".join(self.set_options)
+        if self.loss != KIT_LOSS and (options or self.recipe != "grpo"):
+            raise BadInput(f"loss={self.loss} replaces the recipe and its options: leave out {options or 'recipe'}")
+        if self.recipe == "nll" and options:
+            raise BadInput(f"recipe=nll (negative log-likelihood) does not have {options}: use another recipe")
+        for level in self.levels if self.recipe != "nll" else ():
+            ClippedOptions(level=level, **loss_settings(self))
 
     @property
     def data_ranks(self) -> int:
@@ -209,32 +220,19 @@ class SplitConfig(JobConfig):
         return self.experts > 0 and self.aux_loss > 0
 
     @property
+    def set_options(self) -> dict[str, Any]:
+        """The options of the loss that were set."""
+        values = {name: getattr(self, name) for name in LOSS_OPTIONS}
+        return {name: value for name, value in values.items() if value not in (None, "recipe")}
+
+    @property
     def levels(self) -> tuple[Level, ...]:
         return LEVELS if self.level == "both" else (self.level,)
 
 
 def loss_settings(config: SplitConfig) -> dict[str, Any]:
     """The options of the kit's loss, except its level: those of the recipe, then those that were set."""
-    return {**RECIPES[config.recipe], **set_options(config)}
-
-
-def set_options(config: SplitConfig) -> dict[str, Any]:
-    """The options of the loss that were set."""
-    values = {name: getattr(config, name) for name in LOSS_OPTIONS}
-    return {name: value for name, value in values.items() if value not in (None, "recipe")}
-
-
-def check_loss(config: SplitConfig) -> None:
-    """Refuse options that the loss cannot have."""
-    options = ", ".join(set_options(config))
-    if config.loss != KIT_LOSS and (options or config.recipe != "grpo"):
-        raise BadInput(f"loss={config.loss} replaces the recipe and its options: leave out {options or 'recipe'}")
-    if config.recipe == "nll":
-        if options:
-            raise BadInput(f"recipe=nll (negative log-likelihood) does not have {options}: use another recipe")
-        return
-    for level in config.levels:
-        ClippedOptions(level=level, **loss_settings(config))
+    return {**RECIPES[config.recipe], **config.set_options}
 
 
 def model_config(config: SplitConfig) -> ModelConfig:
@@ -251,26 +249,19 @@ def cases(config: SplitConfig) -> list[Case]:
 def cases_of(config: Mapping[str, Any]) -> list[Case]:
     """The same from the config of a run on disk."""
     levels = LEVELS if config["level"] == "both" else (config["level"],)
-    ways = [(level, count) for level in levels for count in config["chunks"]]
-    return [
-        Case(cycle, level, count, first=count == config["chunks"][0])
-        for cycle, (level, count) in enumerate(ways, start=1)
-    ]
+    ways = enumerate(itertools.product(levels, config["chunks"]), start=1)
+    return [Case(cycle, level, count, first=count == config["chunks"][0]) for cycle, (level, count) in ways]
 
 
 def plan(config: SplitConfig) -> list[Step]:
     """For each level the plain step, then the split step for each number of chunks; at the end the rehearsed failures."""
-    steps = [Step(0, "prepare")]
-    for case in cases(config):
-        if case.first:
-            steps += [Step(case.cycle, "sync"), Step(case.cycle, "oracle")]
-            if config.backend == "fsdp2":
-                steps.append(Step(case.cycle, "other_backend"))
-        steps += [Step(case.cycle, "split"), Step(case.cycle, "compare")]
-    return [*steps, Step(0, "rehearse"), Step(0, "end")]
-
-
-STEPS = 2  # the gradients of the plain and the split step are kept
+    plain = ["sync", "oracle", *(["other_backend"] if config.backend == "fsdp2" else [])]
+    steps = [
+        Step(case.cycle, phase)
+        for case in cases(config)
+        for phase in (*(plain if case.first else ()), "split", "compare")
+    ]
+    return [Step(0, "prepare"), *steps, Step(0, "rehearse"), Step(0, "end")]
 
 
 def fits(config: SplitConfig) -> None:

@@ -44,14 +44,10 @@ RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 def ways(config: Mapping[str, Any]) -> list[tuple[float, Case, str]]:
     """The rows from top to bottom: position, case, phase."""
     found: list[tuple[float, Case, str]] = []
-    place = 0.0
     for case in cases_of(config):
-        if case.first:
-            place += BETWEEN if found else 0.0
-            found.append((place, case, "sync"))
-            place += 1
-        found.append((place, case, "split"))
-        place += 1
+        for phase in ("sync", "split") if case.first else ("split",):
+            gap = 1 + BETWEEN * (phase == "sync")
+            found.append((found[-1][0] + gap if found else 0.0, case, phase))
     return found
 
 
@@ -106,9 +102,8 @@ class Decades:
     @classmethod
     def of(cls, values: Iterable[float], marks: Iterable[float]) -> Decades:
         known = list(values)
-        found = [value for value in (*known, *marks) if 0 < value < math.inf]
-        low, high = (math.log10(pick(found)) for pick in (min, max))
-        return cls(math.floor(low), math.ceil(high + 0.01), any(not value < math.inf for value in known))
+        found = [math.log10(value) for value in (*known, *marks) if 0 < value < math.inf]
+        return cls(math.floor(min(found)), math.ceil(max(found) + 0.01), any(not value < math.inf for value in known))
 
     def place(self, value: float) -> float:
         if value == 0:
@@ -202,10 +197,6 @@ def first_step(data: RunData) -> pd.DataFrame:
     return found.sort_values("level", ascending=False, kind="stable", ignore_index=True)  # tokens first
 
 
-def height(table: pd.DataFrame) -> float:
-    return 0.5 + ROWS * table["metric"].nunique()
-
-
 def draw_bar(
     ax: Axes, y: float, error: float, decades: Decades, *, colour: str, zero: str, word: str = "", hatch: str = ""
 ) -> None:
@@ -224,7 +215,9 @@ def metrics(scene: Scene) -> None:
     """A drawing for each level of the loss, side by side."""
     table, theme = first_step(scene.data), scene.theme
     levels = list(dict.fromkeys(case.level for case in cases_of(scene.data.config)))
-    axes = scene.figure.subplot_mosaic([["legend"] * len(levels), levels], height_ratios=(0.1, height(table)))
+    axes = scene.figure.subplot_mosaic(
+        [["legend"] * len(levels), levels], height_ratios=(0.1, 0.5 + ROWS * table["metric"].nunique())
+    )
     marks: dict[str, dict[str, Any]] = {
         "measured against the plain step": {"facecolor": theme.series[0]},
         "above the limit": {"facecolor": theme.bad, "hatch": WRONG, "edgecolor": theme.paper, "linewidth": 0},
@@ -258,8 +251,7 @@ def draw_metrics(ax: Axes, table: pd.DataFrame, level: str, limit: float | None,
     ax.axvspan(*decades.shade(), color=theme.shade, zorder=0, linewidth=0)
     ax.set_xticks(list(decades.ticks()), list(decades.ticks().values()))
     ax.set_xlim(*decades.ends())
-    units = [rows.loc[name, "normalizer"] for name in names]
-    words = ["" if unit == "none" else f"per {parity.singular(unit)}" for unit in units]
+    words = ["" if unit == "none" else f"per {parity.singular(unit)}" for unit in rows.loc[names, "normalizer"]]
     if level == table["level"].iloc[0]:
         words = [f"{name}  {word}" for name, word in zip(names, words, strict=True)]
     ax.set_yticks(range(len(names)), words, fontsize=8)
@@ -267,9 +259,6 @@ def draw_metrics(ax: Axes, table: pd.DataFrame, level: str, limit: float | None,
     grid_across(ax)
     ax.set_xlabel("relative error in step 1, worst of all numbers of chunks")
     ax.set_title(f"Metrics, loss per {parity.singular(level)}")
-
-
-# -- all of them --------------------------------------------------------------------------------------------------------
 
 
 def ready(data: RunData) -> bool:
@@ -298,7 +287,7 @@ PICTURES = Pictures(
         "metrics": Plot(
             "Metrics against the plain step",
             ready,
-            lambda data, _: height(first_step(data)) + 0.9,
+            lambda data, _: 1.4 + ROWS * first_step(data)["metric"].nunique(),
             metrics,
             ("metric_parity",),
         ),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.labs.growth import at_most, growth, on_cuda, one_cycle, others_untouched
 from kit.labs.sync.config import SyncConfig, roles
-from kit.labs.sync.counts import attempts, ended, out_of_order
+from kit.labs.sync.tables import attempts, ended, out_of_order
 from kit.results import Measured, Missing, NotMeasured, incomplete, select
 from kit.results.units import counted
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
-    Cannot = Callable[[Mapping[str, Any]], str]
 
 MIB = 2**20
 SYNCS = ("refresh", "expand")
@@ -69,32 +68,29 @@ def equal_layouts(config: Mapping[str, Any]) -> bool:
     return bool(config["tp"] == config["infer_tp"] and config["pp"] == 1)
 
 
+def rounding(config: Mapping[str, Any]) -> float:
+    return 1e-5 if config["dtype"] == "float32" else 3e-2
+
+
 def logits_limit(config: Mapping[str, Any]) -> float:
     """Equal layouts add in the same order; different ones round differently."""
-    if equal_layouts(config):
-        return 0.0
-    return 1e-5 if config["dtype"] == "float32" else 3e-2
+    return 0.0 if equal_layouts(config) else rounding(config)
 
 
 def logits_equal(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     errors = frame[frame["phase"].isin(["base", "verify", "rehearse"]) & (frame["metric"] == "logits_error")]
     same = select(frame, metric="logits_same")["value"]
     value, where = worst(errors)
-    if equal_layouts(config) and value == 0 and same.min() < 1:
-        value = float("inf")
     why = f"{same.sum():.0f} of {len(errors)} logits are identical bit for bit; largest difference: {where}"
-    if equal_layouts(config):
-        return Measured(value, f"{why}; replicas have the trainer's layout")
-    return Measured(value, why, if_passed="the layouts differ, so sums round differently")
+    if not equal_layouts(config):
+        return Measured(value, why, if_passed="the layouts differ, so sums round differently")
+    value = float("inf") if value == 0 and same.min() < 1 else value
+    return Measured(value, f"{why}; replicas have the trainer's layout")
 
 
 def names_right(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
     value, where = worst(select(frame, metric="plain_error"))
     return Measured(value, f"largest difference divided by the largest logit: {where}")
-
-
-def plain_limit(config: Mapping[str, Any]) -> float:
-    return 1e-5 if config["dtype"] == "float32" else 3e-2
 
 
 def no_torn_reads(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
@@ -120,13 +116,13 @@ def version_order(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     wrong, count, first = out_of_order(frame, trainer_ranks(config))
     labels = frame[frame["metric"] == "mislabelled"]["value"].sum()
     unlocked = max(frame[frame["metric"] == "unlocked"]["value"], default=0)
-    if labels:
-        first = first or f"{labels:.0f} forwards ran on another version than the replica reported"
-    if unlocked:
-        first = first or f"the sender's lock was free at {unlocked:.0f} points of a sync"
-    return Measured(
-        float(wrong + labels + unlocked), first or f"all {count} syncs on receivers ran in the required order"
-    )
+    reasons = [
+        first,
+        f"{labels:.0f} forwards ran on another version than the replica reported" if labels else "",
+        f"the sender's lock was free at {unlocked:.0f} points of a sync" if unlocked else "",
+        f"all {count} syncs on receivers ran in the required order",
+    ]
+    return Measured(float(wrong + labels + unlocked), next(filter(None, reasons)))
 
 
 def no_double_bump(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
@@ -134,9 +130,10 @@ def no_double_bump(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured: 
     rows = select(frame, phase="verify", metric="version")
     off = rows.assign(value=(rows["value"] - rows["cycle"]).abs())
     value, where = worst(off)
-    if value:
-        return Measured(value, f"version differs from the number of trained versions by {value:.0f} ({where})")
-    return Measured(value, f"version equals the number of trained versions ({counted(len(rows), 'reading')})")
+    right = f"version equals the number of trained versions ({counted(len(rows), 'reading')})"
+    return Measured(
+        value, f"version differs from the number of trained versions by {value:.0f} ({where})" if value else right
+    )
 
 
 def answers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
@@ -175,9 +172,8 @@ def returns_to_baseline(metric: str, noun: str) -> Measure:
         if rows.empty:
             raise Missing(f"{metric} was not counted after any cycle")
         value, where = worst(rows.assign(value=rows["value"] - rows["rank"].map(before)))
-        if value > 0:
-            return Measured(value, f"{value:.0f} more {noun} than at baseline ({where})")
-        return Measured(value, f"no rank has more {noun} than at baseline ({counted(len(rows), 'reading')})")
+        right = f"no rank has more {noun} than at baseline ({counted(len(rows), 'reading')})"
+        return Measured(value, f"{value:.0f} more {noun} than at baseline ({where})" if value > 0 else right)
 
     return measure
 
@@ -225,11 +221,9 @@ def asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa:
     if rows.empty:
         raise Missing("no sleeping replica was looked at")
     row = rows.iloc[int(rows["value"].to_numpy().argmax())]
-    if not row["value"]:
-        return Measured(0, f"no weight has memory on the device ({rows['rank'].nunique()} sleeping ranks)")
-    return Measured(
-        float(row["value"]), f"{row['value']:g} weights keep their memory (rank {row['rank']}): {row['text']}"
-    )
+    right = f"no weight has memory on the device ({rows['rank'].nunique()} sleeping ranks)"
+    wrong = f"{row['value']:g} weights keep their memory (rank {row['rank']}): {row['text']}"
+    return Measured(float(row["value"]), wrong if row["value"] else right)
 
 
 def sweep_arrived(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
@@ -253,10 +247,6 @@ def shares(frame: pd.DataFrame) -> bool:
     return bool((frame["phase"] == "shrink").any())
 
 
-def no_sweep(config: Mapping[str, Any]) -> str:
-    return "" if config["sweep"] else "sweep=false: transports were not compared"
-
-
 CHECKS = (
     at_most("bit_exact", "Does every replica have the trainer's tensors, bit for bit?", "tensors_differ", bit_exact),
     at_most(
@@ -272,7 +262,7 @@ CHECKS = (
         "Does a plain model, loaded by tensor names, return the trainer's logits?",
         "names_rel",
         names_right,
-        limit=plain_limit,
+        limit=rounding,
         unit="ratio",
     ),
     at_most("no_torn_reads", "Did every forward run on a single weight version?", "torn_reads", no_torn_reads),
@@ -322,7 +312,7 @@ CHECKS = (
         "Did every tensor of the transport comparison arrive?",
         "sweep_missing",
         sweep_arrived,
-        cannot=no_sweep,
+        cannot=lambda config: "" if config["sweep"] else "sweep=false: transports were not compared",
     ),
 )
 

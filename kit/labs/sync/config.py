@@ -52,9 +52,7 @@ class SyncConfig(JobConfig):
     bucket_mib: Annotated[
         float | None, Option("bucket size in MiB; null: from the sizes of the tensors", low=0.001, high=65536)
     ] = None
-    oversize: Annotated[Literal["refuse", "split"], Option("treatment of a tensor that is larger than a bucket")] = (
-        "split"
-    )
+    oversize: Annotated[Literal["refuse", "split"], Option("treatment of a tensor larger than a bucket")] = "split"
     verify: Annotated[
         Literal["auto", "none", "xxh3", "sha256"],
         Option(
@@ -183,18 +181,15 @@ def replica_model(config: SyncConfig) -> ModelConfig:
 def roles(config: SyncConfig) -> tuple[Role, ...]:
     """The trainer, the replicas that serve, and those that sleep while the trainer uses their devices."""
     first, apart = config.trainer_ranks, int(config.worlds == "two")
-    replicas = {
-        sleeps: tuple(
-            rank for rank in range(first, config.ranks) if config.sleeps((rank - first) // config.infer_tp) == sleeps
-        )
-        for sleeps in (False, True)
-    }
-    found = (
-        Role(name="trainer", ranks=tuple(range(first))),
-        Role(name="replica", ranks=replicas[False], world=apart),
-        Role(name="sleeper", ranks=replicas[True], world=apart),
+    replicas: dict[bool, tuple[int, ...]] = {False: (), True: ()}
+    for rank in range(first, config.ranks):
+        replicas[config.sleeps((rank - first) // config.infer_tp)] += (rank,)
+    named = (
+        ("trainer", tuple(range(first)), 0),
+        ("replica", replicas[False], apart),
+        ("sleeper", replicas[True], apart),
     )
-    return tuple(role for role in found if role.ranks)
+    return tuple(Role(name=name, ranks=ranks, world=world) for name, ranks, world in named if ranks)
 
 
 def plan(config: SyncConfig) -> list[Step]:
@@ -203,14 +198,8 @@ def plan(config: SyncConfig) -> list[Step]:
     expand = [("offload", ("trainer",)), ("expand", ("trainer", "sleeper"))] if config.shares else []
     cycle = [("train", ("trainer",)), *refresh, *expand, ("verify", ()), *([("shrink", ())] if config.shares else [])]
     steps = [Step(number, phase, who) for number in range(1, config.cycles + 1) for phase, who in cycle]
-    return [
-        Step(0, "prepare"),
-        Step(0, "base"),
-        *steps,
-        *([Step(0, "sweep")] if config.sweep else []),
-        Step(0, "rehearse"),
-        Step(0, "end"),
-    ]
+    last = [*(["sweep"] if config.sweep else []), "rehearse", "end"]
+    return [Step(0, "prepare"), Step(0, "base"), *steps, *(Step(0, phase) for phase in last)]
 
 
 GATHERED, CACHED = 1, 2  # models on the sender's host
@@ -219,10 +208,9 @@ STAGED = 2  # of a serving replica's shards: the old weights for an undo, and th
 
 def fits(config: SyncConfig) -> None:
     trainer = trainer_model(config)
-    jobs = [model_bytes(trainer, ranks=config.trainer_ranks, stage=stage)["total"] for stage in range(config.pp)]
-    jobs = [job for job in jobs for _ in range(config.trainer_ranks // config.pp)]
+    stages = [model_bytes(trainer, ranks=config.trainer_ranks, stage=stage)["total"] for stage in range(config.pp)]
+    jobs = sum(stages) * (config.trainer_ranks // config.pp)
     whole = model_bytes(replica_model(config), ranks=config.infer_tp)["params"] * config.infer_tp
-    replicas = whole * config.replicas
     copies = whole * (GATHERED + CACHED + STAGED * config.awake)
-    job, host = (sum(jobs) + replicas) // config.ranks, copies // config.ranks
+    job, host = (jobs + whole * config.replicas) // config.ranks, copies // config.ranks
     check_fits(config, job=job, host=host, kept="for copies on the way to the replicas")

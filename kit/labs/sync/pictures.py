@@ -78,26 +78,20 @@ def bars(scene: Scene) -> None:
     table = tables.stages(scene.data.records)
     table = table[table["cycle"].isin(sorted(table["cycle"].unique())[-CYCLES:])]
     scale, unit = time_unit(float(table["seconds"].max()))
-    places: dict[tuple[int, str], float] = {}
-    for cycle, path in dict.fromkeys(zip(table["cycle"], table["path"], strict=True)):
-        last = list(places)[-1:]
-        places[cycle, path] = (places[last[0]] + (1.0 if last[0][0] == cycle else 1.35)) if last else 0.0
-    ticks = {}
-    for (cycle, path), x in places.items():
-        mine = table[(table["cycle"] == cycle) & (table["path"] == path)]
+    ticks: dict[float, str] = {}
+    x, last = -1.0, None
+    for (cycle, path), mine in table.groupby(["cycle", "path"], sort=False):
+        x, last = x + (1.0 if last in (cycle, None) else 1.35), cycle
         for side, who in ((-1, "sender"), (1, "receiver")):
             rows = mine[mine["who"] == who]
-            busy = (
-                rows.assign(stage=rows["stage"].replace({"gate": "rest", **SHORT})).groupby("stage")["seconds"].sum()
-                * scale
-            )
+            busy = scale * rows.groupby(rows["stage"].replace({"gate": "rest", **SHORT}))["seconds"].sum()
             parts = [(float(busy[stage]), look_of(stage, theme)) for stage in STAGES if stage in busy]
             stack(ax, x + side * WIDTH / 2, WIDTH * 0.9, parts)
         ticks[x] = f"{path}\ncycle {cycle}"
         for passed in mine[(mine["who"] == "sender") & (mine["stage"] == "wall")]["seconds"] * scale:
             ax.plot([x - WIDTH, x + WIDTH], [passed] * 2, color=theme.ink, linewidth=1.8, zorder=4)
             ticks[x] += f"\ntook {passed:.3g} {unit}"
-    ax.set_xlim(-0.7, max(4.0, *places.values()) + 0.7)  # one sync is not drawn as wide as all of it
+    ax.set_xlim(-0.7, max(4.0, *ticks) + 0.7)  # one sync is not drawn as wide as all of it
     ax.set_xticks(list(ticks), list(ticks.values()))
     ax.tick_params(axis="x", length=0)
     ax.set_ylabel(f"busy [{unit}]")
@@ -120,9 +114,8 @@ def shown(frame: pd.DataFrame) -> tuple[str, int] | None:
 def lanes(events: pd.DataFrame) -> list[int]:
     """The sender and the receivers; of many those that took longest."""
     last = events[events["rank"] != 0].groupby("rank")["seconds"].max().sort_values(ascending=False)
-    return [rank for rank in (0,) if rank in set(events["rank"])] + sorted(
-        int(rank) for rank in last.index[: LANES - 1]
-    )
+    sender = [0] if (events["rank"] == 0).any() else []
+    return sender + sorted(int(rank) for rank in last.index[: LANES - 1])
 
 
 def height(frame: pd.DataFrame) -> float:
@@ -252,9 +245,6 @@ def side_by_side(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
     ax.set_title("Best medians (share of memcpy, bucket)")
 
 
-# -- all of them ---------------------------------------------------------------------------------------------------------
-
-
 def ready(data: RunData) -> bool:
     """Whether a sync succeeded."""
     timed = data.of("wall")
@@ -266,9 +256,9 @@ def words(data: RunData) -> list[str]:
     config = data.config
     sizes = [f"{name} {config[name]}" for name in ("tp", "pp") if config[name] > 1]
     replicas = counted(config["replicas"], "replica") + (f" of {config['infer_tp']}" if config["infer_tp"] > 1 else "")
-    where = [config["placement"], *(["two Worlds"] if config["worlds"] == "two" else [])]
+    where = config["placement"] + (", two Worlds" if config["worlds"] == "two" else "")
     cycles = counted(config["cycles"], "cycle")
-    return [", ".join([config["size"], *sizes]), replicas, ", ".join(where), f"transport {config['transport']}", cycles]
+    return [", ".join([config["size"], *sizes]), replicas, where, f"transport {config['transport']}", cycles]
 
 
 def has_rates(frame: pd.DataFrame) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from kit.errors import BadInput
 from kit.target import is_target, load
@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 
     from kit.sync.transports.base import Transport, TransportContext
 
+    Make = Callable[[TransportContext], Transport]
+
 NAMES = {
-    "shm": "kit.sync.transports.shm:Shm",
+    "shm": "kit.sync.transports.direct:Shm",
     "broadcast": "kit.sync.transports.groups:Broadcast",
     "rendezvous": "kit.sync.transports.groups:Rendezvous",
-    "serialize": "kit.sync.transports.serialize:Serialize",
-    "ipc": "kit.sync.transports.ipc:Ipc",
+    "serialize": "kit.sync.transports.direct:Serialize",
+    "ipc": "kit.sync.transports.direct:Ipc",
     "per-tensor": "kit.sync.transports.groups:PerTensor",
 }
 CALLS = ("send", "flush", "receive", "done", "close")
@@ -39,7 +41,7 @@ def choose(sender: Place, receiver: Place) -> str:
     return "broadcast" if sender.world == receiver.world else "rendezvous"
 
 
-def by_name(name: str) -> Callable[[TransportContext], Transport]:
+def by_name(name: str) -> Make:
     """The transport with this name, or your own at `module:attr`. It is called with a context on each end."""
     target = NAMES.get(name, name)
     if not is_target(target):
@@ -50,17 +52,13 @@ def by_name(name: str) -> Callable[[TransportContext], Transport]:
         raise BadInput(f"transport {name} cannot be loaded on this rank: {error}") from error
     if not callable(found):
         raise BadInput(f"transport {name} is {found!r}, which cannot be called with a TransportContext")
-    made: Callable[[TransportContext], Transport] = found
-    return made
+    return cast("Make", found)
 
 
-def make(
-    kind: str | Callable[[TransportContext], Transport], ctx: TransportContext, *, ring: bool = False
-) -> Transport:
+def make(kind: str | Make, ctx: TransportContext, *, ring: bool = False) -> Transport:
     """This end of a transport, which is given by name or as a type. With a ring the sender also needs `ahead`."""
     made = (by_name(kind) if isinstance(kind, str) else kind)(ctx)
-    lacks = [name for name in (*CALLS, *["ahead"] * ring) if not callable(getattr(made, name, None))]
-    if lacks:
+    if lacks := [name for name in (*CALLS, *["ahead"] * ring) if not callable(getattr(made, name, None))]:
         why = ", which a ring needs" if lacks == ["ahead"] else ""
         raise BadInput(f"transport {kind}: the object it returned lacks {', '.join(lacks)}{why}")
     return made

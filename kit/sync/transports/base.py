@@ -8,7 +8,6 @@ overlap and no link fills up.
 from __future__ import annotations
 
 import abc
-import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,8 +20,8 @@ from kit.sync.link import FAILED, PeerFailed, PeerGone, PeerSilent, ready
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kit.sync.cache import Kept, Segment
     from kit.sync.link import Link
-    from kit.sync.memory import Kept, Segment
 
 DEPTH = 3
 GRACE_S = 0.3  # within this time the link shows that a peer has died
@@ -140,7 +139,7 @@ class Transport(abc.ABC):
                     over.add(name)
                     failed.append(error)
             if gone or time.monotonic() >= end:
-                return next(iter([*gone, *failed]), None)
+                return next(iter(gone + failed), None)
             time.sleep(0.005)
 
     def absent(self, index: int) -> list[str]:
@@ -149,9 +148,7 @@ class Transport(abc.ABC):
 
     def _hear(self, name: str) -> None:
         link = self.ctx.links[name]
-        message, fds = link.receive("done")
-        for fd in fds:
-            os.close(fd)
+        message = link.message("done")
         kind, bucket = message.get("kind"), int(message.get("bucket", -1))
         if kind == "done":
             self._acknowledged[name] = bucket

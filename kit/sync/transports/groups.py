@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from kit.errors import BadInput, KitError
 from kit.nccl import unbound
-from kit.sync.layout import ALIGN
+from kit.sync.buckets import ALIGN
 from kit.sync.link import PeerSilent
 from kit.sync.transports.base import DEPTH, Transport, TransportContext
 
@@ -56,7 +56,7 @@ class Grouped(Transport):
             raise
 
     def meet(self) -> None:
-        """No rank enters the group before all have announced it: a wait inside the group could not name the missing rank."""
+        """No rank enters the group before all have announced it: a wait inside the group could not name a missing rank."""
         links = self.ctx.links.values()
         if self.ctx.role == "sender":
             offer = {"name": f"kit-sync-{secrets.token_hex(4)}", "size": 1 + len(links), **self.offer()}
@@ -101,7 +101,7 @@ class Grouped(Transport):
         self.handed = index + 1
 
     def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
-        self.say({"kind": "here", "bucket": index})  # where the group gets stuck, the sender knows who came
+        self.say({"kind": "here", "bucket": index})  # if the group gets stuck, the sender knows which receivers came
         direct = self.ctx.device.type == into.device.type
         there = into if direct else self.slot(index)
         self.broadcast(index, there)
@@ -140,11 +140,11 @@ class Grouped(Transport):
             self.leave(group)
 
     def abort(self) -> None:
-        """Over NCCL: to destroy the group would wait for peers that may be gone, and a kernel that waits for them keeps the GPU busy."""
+        """With NCCL, destroying the group would wait for peers that may be gone, and a kernel that waits for them keeps the GPU busy."""
         if self.group is None or self.aborted or self.ctx.device.type != "cuda":
             return
         self.aborted = True
-        with contextlib.suppress(RuntimeError):  # it is given back below whatever it says here
+        with contextlib.suppress(RuntimeError):  # close() releases it in any case
             self.group.abort()
 
     def guarded(self, action: str, act: Callable[[], None], index: int = -1) -> None:
@@ -163,9 +163,8 @@ class Grouped(Transport):
         """The error that names the culprit, as far as the links show it. A peer that only waited for a silent one is not blamed."""
         ctx, late = self.ctx, "time" in words.lower()  # "Timed out", "timeout"
         reported = self.trouble(awaited)
-        if (
-            reported is None and not late
-        ):  # a group breaks when a peer leaves, and a busy machine may show that later on the link
+        if reported is None and not late:
+            # A group breaks when a peer leaves, and on a busy machine the link may show that later.
             reported = self.trouble(awaited, min(ctx.timeout_s, LEAVING_S))
         absent = self.absent(index) if ctx.role == "sender" else []
         if late and absent and getattr(reported, "peer", None) not in absent:
@@ -198,26 +197,17 @@ class Broadcast(Grouped):
         super().meet()
 
     def join(self, offer: dict[str, Any]) -> None:
-        """`new_group` of these ranks alone would name the group after them and a count of groups that differs from rank to rank:
-        names that do not meet, or that are met again with the last group's addresses in the store."""
-        ranks = list(self.ctx.ranks)
-        default = c10d._get_default_group()
-        store = c10d._world.pg_map[default][1]
+        """`new_group` of these ranks alone would derive the name from them and from a count of groups that differs between ranks: the names
+        would not match, or match an earlier group's addresses in the store."""
+        ranks, name, default = list(self.ctx.ranks), offer["name"], c10d._get_default_group()
+        store, backend = c10d._world.pg_map[default][1], "gloo"
         if self.ctx.device.type == "cuda":
-            store = hurried(store, self.wait)
+            store, backend = hurried(store, self.wait), "nccl"
+        make = c10d._new_process_group_helper
         with unbound(default):
-            group, _ = c10d._new_process_group_helper(
-                len(ranks),
-                self.ctx.place,
-                ranks,
-                "nccl" if self.ctx.device.type == "cuda" else "gloo",
-                store,
-                offer["name"],
-                timeout=self.wait,
-                group_desc=offer["name"],
-            )
-        c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-        self.group = group
+            args = len(ranks), self.ctx.place, ranks, backend, store, name
+            self.group, _ = make(*args, timeout=self.wait, group_desc=name)
+        c10d._world.pg_group_ranks[self.group] = {rank: place for place, rank in enumerate(ranks)}
 
     def leave(self, group: Any) -> None:
         dist.destroy_process_group(group)
@@ -235,8 +225,8 @@ class PerTensor(Broadcast):
 
 
 class Rendezvous(Grouped):
-    """For a sender and receivers of different Worlds, which meet at a fresh store that the sender keeps. `host` of the config is where
-    receivers reach it. torch's registry does not know the group."""
+    """For a sender and receivers of different Worlds, which meet at a fresh store that the sender keeps. Receivers reach it at `host` of
+    the config. torch's registry does not know the group."""
 
     store: Any = None
 
@@ -262,9 +252,9 @@ class Rendezvous(Grouped):
 
 
 def settle(work: Any, wait: timedelta) -> None:
-    """Until a collective on a GPU is over. torch's wait with a deadline sleeps between two looks (WorkNCCL::wait: 1 ms or more), which
-    alone would hold a bucket of 64 MiB to 60 GB/s. So it is looked at without a pause first; what is late or has failed is left to that
-    wait, which aborts the communicator and raises."""
+    """Wait for a collective on a GPU. torch's wait with a deadline sleeps between two polls (WorkNCCL::wait: 1 ms or more), which alone
+    limits a bucket of 64 MiB to 60 GB/s. So poll without a pause first; a late or failed collective is left to torch's wait, which aborts
+    the communicator and raises."""
     end = time.monotonic() + SPIN_S
     while not work.is_completed() and time.monotonic() < end:
         pass
@@ -272,34 +262,28 @@ def settle(work: Any, wait: timedelta) -> None:
 
 
 def within(wait: timedelta, act: Callable[[], None]) -> None:
-    """Do it on a thread, and give up on it after a while: a communicator that is being made waits for its peers without a deadline
-    (ncclCommInitRankConfig). Limits: the thread that was given up stays until the process ends."""
-    done: list[BaseException | None] = []
+    """Act on a thread with a deadline: the creation of a communicator waits for its peers without one (ncclCommInitRankConfig). Limits: a
+    thread that misses the deadline stays until the process ends."""
+    failed: list[BaseException] = []
 
     def body() -> None:
         try:
             act()
-        except BaseException as error:  # noqa: BLE001 - raised by who waits
-            done.append(error)
-        else:
-            done.append(None)
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            failed.append(error)
 
     thread = threading.Thread(target=body, daemon=True, name="kit-sync-start")
     thread.start()
     thread.join(wait.total_seconds())
-    if not done:
+    if thread.is_alive():
         raise RuntimeError(f"timed out after {wait.total_seconds():g} s: a peer did not join the communicator")
-    error = done.pop()
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error  # its frames would keep it, and with it the group, until the garbage is collected
+    if failed:
+        raise failed.pop()  # a reference from here would keep it, and with it the group, until the garbage is collected
 
 
 def hurried(store: Any, wait: timedelta) -> Any:
-    """The store with a deadline of its own, on a connection of its own. Who makes a communicator asks the store for its id, and waits for
-    as long as that store's clients do (broadcastUniqueNCCLID): of the World's, half an hour."""
+    """The store with a deadline and a connection of its own. The creation of a communicator asks the store for its id, with the deadline
+    of the store's client (broadcastUniqueNCCLID): half an hour for the World's."""
     own = store.clone()
     own.set_timeout(wait)
     return own

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from kit.labs.split.ranks import compare, extremes, phases, updates
+from kit.labs.split.ranks import losses, phases
+from kit.labs.split.ranks import oracle as module
 from kit.labs.split.ranks.oracle import by_itself, oracle, true_counts
 from kit.train.fsdp import Schedule
 from kit.train.losses import ClippedPolicyGradient
@@ -53,12 +54,12 @@ def trained(told: Settings, steps: int = 6, *, clip: bool = True, decay_vectors:
 
 
 def worst(told: Settings, start: Tensors, end: Tensors, seen: list[Tensors]) -> float:
-    done = updates.steps(told, seen, SEQUENCES)
-    return max(each.error for each in updates.moved(told, start, end, seen, done, eps=EPS))
+    done = module.steps(told, seen, SEQUENCES)
+    return max(module.moved(told, start, end, seen, done, eps=EPS).values())
 
 
 def test_the_oracles_import_nothing_of_what_they_check() -> None:
-    tree = ast.parse(Path(updates.__file__).read_text())
+    tree = ast.parse(Path(module.__file__).read_text())
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert not {name for name in names if name and name.split(".")[0] == "kit"}
@@ -67,7 +68,7 @@ def test_the_oracles_import_nothing_of_what_they_check() -> None:
 def test_updates_are_those_of_torch() -> None:
     start, end, seen, rates = trained(TOLD)
     assert worst(TOLD, start, end, seen) < 2e-6
-    done = updates.steps(TOLD, seen, SEQUENCES)
+    done = module.steps(TOLD, seen, SEQUENCES)
     assert [step.lr for step in done] == pytest.approx(rates, rel=1e-12)
     assert rates[0] < rates[1] < rates[2] > rates[3] > rates[4]  # up, and down again
     whole = torch.cat([value.flatten() for value in seen[0].values()])
@@ -124,12 +125,12 @@ def test_a_float32_norm_is_within_its_rounding() -> None:
     off = []
     for seed in range(5):
         found = odd_gradients(seed)
-        (step,) = updates.steps(TOLD, [found], SEQUENCES)
+        (step,) = module.steps(TOLD, [found], SEQUENCES)
         whole = torch.nn.utils.get_total_norm(found.values()).item()
         shards = torch.nn.utils.get_total_norm([half for value in found.values() for half in value.chunk(2)]).item()
-        off += [updates.relative(norm, step.norm) for norm in (whole, shards)]
+        off += [module.relative(norm, step.norm) for norm in (whole, shards)]
         assert max(off) < step.norm_rounding < 2e-5
-        assert updates.relative(found["embedding"].double().norm().item(), step.norm) > step.norm_rounding
+        assert module.relative(found["embedding"].double().norm().item(), step.norm) > step.norm_rounding
     assert max(off) > 1e-6
 
 
@@ -145,22 +146,22 @@ def clipped_first(found: Tensors, limit: float) -> tuple[Tensors, float]:
 def test_gradients_that_were_clipped_first_are_made_whole() -> None:
     found = odd_gradients(0)
     clipped, norm = clipped_first(found, TOLD.clip)
-    assert compare.overall(clipped, found) > 0.9
-    assert compare.overall(updates.unclipped(TOLD, clipped, norm), found) < 1e-7
-    assert updates.unclipped(TOLD, found, norm) is found  # the optimizer clips
+    assert phases.overall(clipped, found) > 0.9
+    assert phases.overall(module.unclipped(TOLD, clipped, norm), found) < 1e-7
+    assert module.unclipped(TOLD, found, norm) is found  # the optimizer clips
     small = {name: value * (0.01 / norm) for name, value in found.items()}
-    assert updates.unclipped(TOLD, small, 0.01) is small  # nothing to clip
-    assert updates.unclipped(TOLD, {}, math.nan) == {}
+    assert module.unclipped(TOLD, small, 0.01) is small  # nothing to clip
+    assert module.unclipped(TOLD, {}, math.nan) == {}
 
 
 def test_gradients_that_were_clipped_wrongly_stay_wrong() -> None:
     found = odd_gradients(0)
     other, norm = clipped_first(found, TOLD.clip * 1.001)
-    assert updates.unclipped(TOLD, other, norm) is other
+    assert module.unclipped(TOLD, other, norm) is other
     clipped, norm = clipped_first({**found, "bias": found["bias"] * 1.01}, TOLD.clip)
-    assert compare.overall(updates.unclipped(TOLD, clipped, norm), found) > 1e-5
+    assert phases.overall(module.unclipped(TOLD, clipped, norm), found) > 1e-5
     doubled, norm = clipped_first({name: value * 2 for name, value in found.items()}, TOLD.clip)
-    assert compare.overall(updates.unclipped(TOLD, doubled, norm), found) == pytest.approx(1.0, rel=1e-5)
+    assert phases.overall(module.unclipped(TOLD, doubled, norm), found) == pytest.approx(1.0, rel=1e-5)
 
 
 def rows(count: int = 8, length: int = 10) -> Tensors:
@@ -201,25 +202,25 @@ class Cancels(ClippedPolicyGradient):
         return super(Cancels, self)._weight((gap.float().expm1() + 1).double().log(), length)
 
 
-@pytest.mark.parametrize("gap", extremes.GAPS)
+@pytest.mark.parametrize("gap", losses.GAPS)
 def test_the_losses_hold_at_every_gap(gap: float) -> None:
     for options in ({"kl": 0.05}, {"importance": "sequences"}, {"dual_clip": 3.0}, {"ratio": "none"}):
         loss = ClippedPolicyGradient(**options)
-        error, name = extremes.gap_error(loss, functools.partial(oracle, loss), rows(), gap)
+        error, name = losses.gap_error(loss, functools.partial(oracle, loss), rows(), gap)
         assert error < 1e-6, (options, name)
 
 
 def test_a_cancellation_is_seen() -> None:
     loss = Cancels(importance="tokens")
-    assert extremes.gap_error(loss, functools.partial(oracle, loss), rows(), -15.0)[0] > 1e-3
-    assert extremes.gap_error(loss, functools.partial(by_itself, loss), rows(), 17.0)[0] < 1e-5
+    assert losses.gap_error(loss, functools.partial(oracle, loss), rows(), -15.0)[0] > 1e-3
+    assert losses.gap_error(loss, functools.partial(by_itself, loss), rows(), 17.0)[0] < 1e-5
 
 
 def test_rows_reach_what_a_ratio_is_clipped_for() -> None:
     """Else a missing dual clip would not show."""
     plain, bounded = ClippedPolicyGradient(), ClippedPolicyGradient(dual_clip=3.0)
-    logprobs, batch = extremes.rows_of(rows(16))
-    assert extremes.trained(plain, logprobs, batch)[0] != extremes.trained(bounded, logprobs, batch)[0]
+    logprobs, batch = losses.rows_of(rows(16))
+    assert losses.trained(plain, logprobs, batch)[0] != losses.trained(bounded, logprobs, batch)[0]
 
 
 class Multiplies:
@@ -235,11 +236,11 @@ class Multiplies:
         return loss, {"loss": loss.detach()}
 
 
-@pytest.mark.parametrize("rubbish", extremes.RUBBISH.values())
+@pytest.mark.parametrize("rubbish", losses.RUBBISH.values())
 def test_what_reaches_masked_places_is_named(rubbish: float) -> None:
     wrong: Any = Multiplies()
-    assert extremes.masked_reach(wrong, rows(), rubbish) == ["loss", "value to differentiate"]
-    assert extremes.masked_reach(ClippedPolicyGradient(kl=0.1), rows(), rubbish) == []
+    assert losses.masked_reach(wrong, rows(), rubbish) == ["loss", "value to differentiate"]
+    assert losses.masked_reach(ClippedPolicyGradient(kl=0.1), rows(), rubbish) == []
 
 
 def test_a_balance_by_hand() -> None:

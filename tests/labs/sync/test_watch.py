@@ -19,7 +19,7 @@ from kit.labs.sync.config import SyncConfig
 from kit.labs.sync.ranks.trainer import Trainer
 from kit.labs.sync.ranks.watch import WAITS, Forward, Forwards, SeenTransport, Watch, judge, sha256
 from kit.measure.observers.holdings import shared_memory
-from kit.sync.memory import Segment
+from kit.sync.cache import Segment
 from kit.sync.serving import Serving
 
 LONG = 10.0

@@ -18,9 +18,9 @@ import torch
 
 from kit.errors import KitError
 from kit.measure import counts
+from kit.sync.buckets import lay_out, specs_of
 from kit.sync.cache import Cache
 from kit.sync.hashes import digest
-from kit.sync.layout import lay_out, specs_of
 from kit.sync.link import Listener, address_of
 from kit.sync.receiver import Call, Receiver
 from kit.sync.sender import Sender, Target

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.measure import counts
-from kit.sync.layout import ALIGN
+from kit.sync.buckets import ALIGN
+from kit.sync.cache import Segment
 from kit.sync.link import Listener, call
-from kit.sync.memory import Segment
 from kit.sync.transports import make
 from kit.sync.transports.base import Transport, TransportContext
 from tests.holdings import memory_files

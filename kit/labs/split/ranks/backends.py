@@ -1,14 +1,14 @@
-"""The two training backends under one interface: fresh jobs, their plain and split steps, and the tensors that are compared.
-
-`split_step(ctx)` is the code under test unless `implementation` names another.
+"""The two training backends under one interface, and the rows for every step: rollouts made once on rank 0, sent to all ranks, divided
+over data-parallel ranks. `split_step(ctx)` is the code under test unless `implementation` names another.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,18 @@ from kit.labs.split.config import KIT_MODEL, model_config
 from kit.megatron import model, observe, shards, split, tensors
 from kit.megatron.gradients import Reductions, counted, reduced
 from kit.target import load
-from kit.train import fsdp
-from kit.train.batch import Batch, cut, rows
+from kit.train import fsdp, rollout
+from kit.train.batch import Batch, cut, cuts, rows, valid
 from kit.train.options import Settings
 from kit.train.protocol import SplitContext
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    import contextlib
+    from collections.abc import Callable
 
     from kit.labs.split.config import SplitConfig
-    from kit.train.protocol import Loss, Split, StepResult
+    from kit.train.protocol import Split
+
 
 Tensors = dict[str, torch.Tensor]
 
@@ -41,42 +43,6 @@ class ModelContext:
     device: torch.device
     config: SplitConfig
     settings: Settings
-
-
-class Sync(Protocol):
-    def run(self, loss: Loss, data: Batch, gbs: int, mbs: int) -> StepResult: ...
-
-
-class Backend(Protocol):
-    """A training backend for one config."""
-
-    def fresh(self) -> Any:
-        """A job on the starting weights, with chunks, optimizer and scheduler."""
-
-    def sync(self, job: Any) -> Sync: ...
-    def split(self, job: Any) -> Split: ...
-    def parameters(self, job: Any) -> Tensors:
-        """Full tensors by their Hugging Face names, on the host. Collective."""
-
-    def gradients(self, job: Any) -> Tensors:
-        """The gradients that the optimizer gets. Collective."""
-
-    def counted(self, job: Any) -> contextlib.AbstractContextManager[Counter]: ...
-    def hooks(self, job: Any) -> tuple[Any, ...]:
-        """The hooks that a step replaces and must restore."""
-
-    def state(self, job: Any) -> dict[str, str]:
-        """Hashes of weights, optimizer state, scheduler and random numbers."""
-
-    def nonzero_gradients(self, job: Any) -> int: ...
-
-
-class Counter(Protocol):
-    """Number of reductions of each bucket since the last reset."""
-
-    @property
-    def counts(self) -> Mapping[Any, int]: ...
-    def reset(self) -> None: ...
 
 
 def settings(config: SplitConfig) -> Settings:
@@ -110,8 +76,7 @@ class OwnJob:
 
 def own_job(target: str, built: Any, device: torch.device) -> OwnJob:
     """The job that your own code built, if it has what a step needs."""
-    missing = [name for name in ("chunks", "optimizer", "scheduler") if not hasattr(built, name)]
-    if missing:
+    if missing := [name for name in ("chunks", "optimizer", "scheduler") if not hasattr(built, name)]:
         raise BadInput(f"model={target}: the object it returned lacks {', '.join(missing)}")
     chunks = list(built.chunks)
     if not all(hasattr(chunk, "scale_gradients") for chunk in chunks):
@@ -132,7 +97,9 @@ def assemble(ctx: ModelContext) -> model.Training:
 
 
 class Megatron:
-    """kit.megatron.model on groups that are created once."""
+    """kit.megatron.model on groups that are created once. `fresh` makes a job on the starting weights."""
+
+    sync, hooks = staticmethod(split.MegatronSync), staticmethod(split.hooks)
 
     def __init__(self, config: SplitConfig, weights: Tensors) -> None:
         self.config = config
@@ -158,30 +125,23 @@ class Megatron:
             built.optimizer.reload_model_params()
         return built
 
-    def sync(self, job: Any) -> split.MegatronSync:
-        return split.MegatronSync(job)
-
-    def split(self, job: Any) -> split.MegatronSplit:
-        return split.MegatronSplit(job)
-
     def parameters(self, job: Any) -> Tensors:
+        """Full tensors by their Hugging Face names, on the host. Collective."""
         return self._whole(job, lambda param: param.data)
 
     def gradients(self, job: Any) -> Tensors:
+        """The gradients that the optimizer gets. Collective."""
         return self._whole(job, reduced(job.chunks[0]))
 
     def _whole(self, job: Any, tensor: Callable[[Any], torch.Tensor]) -> Tensors:
-        return (
-            shards.merge(job.chunks, tensor) if self.config.model == KIT_MODEL else shards.by_rank(job.chunks, tensor)
-        )
+        merge = shards.merge if self.config.model == KIT_MODEL else shards.by_rank
+        return merge(job.chunks, tensor)
 
     def counted(self, job: Any) -> contextlib.AbstractContextManager[Reductions]:
         return counted(job.chunks[0])
 
-    def hooks(self, job: Any) -> tuple[Any, ...]:
-        return split.hooks(job)
-
     def state(self, job: Any) -> dict[str, str]:
+        """Hashes of weights, optimizer state, scheduler and random numbers."""
         named = tensors.hashes(job.chunks, job.optimizer, ("weights", "optimizer"))
         return {**named, "scheduler": repr(job.scheduler.state_dict()), "random": str(observe.random_state())}
 
@@ -192,48 +152,26 @@ class Megatron:
 
 
 class Fsdp2:
-    """kit.train.fsdp over all ranks."""
+    """kit.train.fsdp over all ranks, with the same methods."""
+
+    sync, hooks, state = staticmethod(fsdp.FsdpSync), staticmethod(fsdp.hooks), staticmethod(fsdp.state)
+    parameters, gradients = staticmethod(fsdp.full_parameters), staticmethod(fsdp.full_gradients)
+    counted, nonzero_gradients = staticmethod(fsdp.counted), staticmethod(fsdp.nonzero_gradients)
 
     def __init__(self, config: SplitConfig, weights: Tensors, device: torch.device) -> None:
-        self.config = config
-        self.weights = weights
-        self.device = device
-        self.geometry = model_config(config).geometry
-
-    def fresh(self) -> fsdp.FsdpJob:
-        return fsdp.build(
-            self.geometry,
-            self.weights,
-            settings=settings(self.config),
-            dtype=model.DTYPES[self.config.dtype],
-            device=self.device,
-            batching=self.config.batching,
-            token_budget=self.config.token_budget,
+        self.fresh = functools.partial(
+            fsdp.build,
+            model_config(config).geometry,
+            weights,
+            settings=settings(config),
+            dtype=model.DTYPES[config.dtype],
+            device=device,
+            batching=config.batching,
+            token_budget=config.token_budget,
         )
 
-    def sync(self, job: Any) -> fsdp.FsdpSync:
-        return fsdp.FsdpSync(job)
 
-    def split(self, job: Any) -> fsdp.FsdpSplit:
-        return fsdp.FsdpSplit(job)
-
-    def parameters(self, job: Any) -> Tensors:
-        return fsdp.full_parameters(job)
-
-    def gradients(self, job: Any) -> Tensors:
-        return fsdp.full_gradients(job)
-
-    def counted(self, job: Any) -> contextlib.AbstractContextManager[fsdp.Reductions]:
-        return fsdp.counted(job)
-
-    def hooks(self, job: Any) -> tuple[Any, ...]:
-        return fsdp.hooks(job)
-
-    def state(self, job: Any) -> dict[str, str]:
-        return fsdp.state(job)
-
-    def nonzero_gradients(self, job: Any) -> int:
-        return fsdp.nonzero_gradients(job)
+Backend = Megatron | Fsdp2
 
 
 def split_step(ctx: SplitContext) -> Split:
@@ -260,3 +198,100 @@ def watch_optimizer(job: Any, look: Callable[[], None]) -> None:
         return plain(*args, **kwargs)
 
     job.optimizer.step = step
+
+
+ANSWERS = 4  # per prompt
+WARM = 24  # supervised updates of the tiny model; for a large model they would take longer than the lab
+
+
+def rollouts(config: SplitConfig, device: torch.device) -> tuple[Tensors, Batch]:
+    """Initial weights and the rows of all steps, made on rank 0."""
+    total = config.batch * config.steps
+    group = math.gcd(ANSWERS, total)
+    made: tuple[Tensors, Batch] = ({}, {})
+    if dist.get_rank() == 0:
+        made = rollout.prepare(
+            model_config(config).geometry,
+            seed=config.seed,
+            prompts=total // group,
+            group=group,
+            length=config.length,
+            warm_steps=WARM if config.size == "tiny" else 0,
+            device=device,
+        )
+    weights, batch = (everywhere(tensors, device) for tensors in made)
+    if config.masks == "ragged":
+        batch = edges(batch)
+    if config.masks == "full":
+        batch["sample_mask"] = torch.ones_like(batch["sample_mask"])
+        batch["token_mask"] = torch.ones_like(batch["token_mask"])
+        batch["input_lengths"] = torch.full_like(batch["input_lengths"], config.length)
+    return weights, batch
+
+
+def edges(batch: Batch) -> Batch:
+    """Mark the first and last column as trained on in one row of four. Nothing predicts the first one, so it must not count. In the
+    next row the first token of the answer has an advantage of exactly 0, which is neither positive nor negative."""
+    made = {name: value.clone() for name, value in batch.items()}
+    some = slice(0, None, 4)
+    made["token_mask"][some, [0, -1]] = 1.0
+    made["advantages"][some, -1] = made["advantages"][some].sum(1) / made["token_mask"][some, 1:-1].sum(1).clamp(min=1)
+    others = made["token_mask"][1::4]
+    made["advantages"][1::4].scatter_(1, others[:, 1:].argmax(1, keepdim=True) + 1, 0.0)
+    ended = made["input_lengths"][some] < made["token_mask"].shape[1]
+    for place, name in enumerate(("prev_logprobs", "generation_logprobs", "reference_logprobs")):
+        made[name][some, -1] = torch.where(ended, -5.0 - 0.1 * place, made[name][some, -1])
+    made["input_lengths"][some] = made["token_mask"].shape[1]
+    return made
+
+
+def everywhere(tensors: Tensors, device: torch.device) -> Tensors:
+    """Rank 0's tensors on every rank, on the host."""
+    specs: list[Any] = [[(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]]
+    dist.broadcast_object_list(specs, src=0)
+    found = {}
+    for name, shape, dtype in specs[0]:
+        value = tensors[name].to(device) if tensors else torch.empty(shape, dtype=dtype, device=device)
+        dist.broadcast(value, src=0)
+        found[name] = value.cpu()
+    return found
+
+
+def steps(config: SplitConfig, whole: Batch) -> list[Batch]:
+    """The rows of each step over all data-parallel ranks."""
+    found = list(cuts(whole, config.batch))
+    return [rollout.uneven(step, config.data_ranks) for step in found] if config.masks == "empty-rank" else found
+
+
+def share(config: SplitConfig, step: Batch) -> Batch:
+    """This rank's rows of a step."""
+    each = config.batch // config.data_ranks
+    start = dist.get_rank(split.data_group()) * each
+    return cut(step, start, start + each)
+
+
+def shifted(megatron: Megatron, step: Batch) -> Batch:
+    """For experts, which no plain model supports: log-probabilities keep their distances, around those of the job itself."""
+    job = megatron.fresh()
+    seen: list[torch.Tensor] = []
+
+    def keep(logprobs: torch.Tensor, _: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        seen.append(logprobs.detach().cpu())
+        return split.nothing(logprobs, _)
+
+    split.forward_backward(job, list(cuts(step, megatron.config.micro_batch)), keep)
+    own = torch.zeros(rows(step), step["input_ids"].shape[1])
+    if seen:
+        own[:, 1:] = torch.cat(seen)
+    dist.all_reduce(own_on := own.to(megatron.device), op=dist.ReduceOp.MIN)
+    own = own_on.cpu() * (step["token_mask"] > 0)
+    distance = own - step["prev_logprobs"]
+    names = ("prev_logprobs", "generation_logprobs", "reference_logprobs")
+    return {**step, **{name: step[name] + distance for name in names}}
+
+
+def ratios_off_one(batch: Batch) -> float:
+    """The share of valid tokens whose log-probabilities differ between engine and trainer; at 0 the ratios would not be tested."""
+    apart = (batch["prev_logprobs"] - batch["generation_logprobs"])[:, 1:].abs() > 1e-4
+    mask = valid(batch) > 0
+    return float((apart & mask).sum() / mask.sum().clamp(min=1))

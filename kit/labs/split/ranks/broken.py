@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from kit.errors import BadInput
 from kit.labs.split.config import KIT_SPLIT
+from kit.labs.split.ranks.losses import WrappedLoss
 from kit.megatron import gradients, split
 from kit.train import fsdp, protocol
 from kit.train.batch import Batch, cut, rows
@@ -49,18 +50,15 @@ def whole_result(config: SplitConfig, result: Any) -> StepResult:
     required = f"implementation={config.implementation}: finish() must return a dict with {', '.join(NUMBERS)}, version, metrics"
     if not isinstance(result, dict):
         raise BadInput(f"{required}; it returned {type(result).__name__}")
-    missing = [name for name in (*NUMBERS, "version", "metrics") if name not in result]
-    if missing:
+    if missing := [name for name in (*NUMBERS, "version", "metrics") if name not in result]:
         raise BadInput(f"{required}; it lacks {', '.join(missing)}")
     table = result["metrics"]
     if not isinstance(table, dict):
         raise BadInput(f"{required}; metrics is a {type(table).__name__} and must be a dict from names to numbers")
     values = {name: result[name] for name in (*NUMBERS, "version")} | table
-    odd = [f"{name}={value!r}" for name, value in values.items() if not is_number(value)]
-    if odd:
+    if odd := [f"{name}={value!r}" for name, value in values.items() if not is_number(value)]:
         raise BadInput(f"{required}; not a number: {', '.join(odd)}")
-    whole: Any = result
-    return whole  # type: ignore[no-any-return]
+    return cast("StepResult", result)
 
 
 def is_number(value: Any) -> bool:
@@ -89,30 +87,18 @@ def broken_job(fault: str | None, job: Any) -> Any:
     return job
 
 
-class NotShifted:
+class NotShifted(WrappedLoss):
     """A loss that does not shift the token mask: off by one in the plain and in the split step."""
 
-    def __init__(self, loss: Loss) -> None:
-        self.loss = loss
-        self.level = loss.level
-
-    def normalizers(self) -> Mapping[str, Normalizer]:
-        return self.loss.normalizers()
-
-    def __call__(
-        self, logprobs: torch.Tensor, batch: Batch, *, tokens: float, sequences: float
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mask = batch["token_mask"].roll(1, dims=1)
-        return self.loss(logprobs, {**batch, "token_mask": mask}, tokens=tokens, sequences=sequences)
+    def __call__(self, logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
+        return self.loss(logprobs, {**batch, "token_mask": batch["token_mask"].roll(1, dims=1)}, **counts)
 
 
-class Multiplied(NotShifted):
+class Multiplied(WrappedLoss):
     """A loss that multiplies masked places by 0 instead of replacing them."""
 
-    def __call__(
-        self, logprobs: torch.Tensor, batch: Batch, *, tokens: float, sequences: float
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        value, seen = self.loss(logprobs, batch, tokens=tokens, sequences=sequences)
+    def __call__(self, logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
+        value, seen = self.loss(logprobs, batch, **counts)
         return value + (logprobs * 0.0).sum(), seen
 
 
@@ -125,19 +111,15 @@ class Cancelling(ClippedPolicyGradient):
         return super(Cancelling, self)._weight(lossy, length)
 
 
-class OneScalar:
+class OneScalar(WrappedLoss):
     """A loss that reports one normalizer for all metrics."""
 
     def __init__(self, loss: Loss, wrong: Mapping[str, Normalizer]) -> None:
-        self.loss = loss
-        self.level = loss.level
+        super().__init__(loss)
         self.wrong = wrong
 
     def normalizers(self) -> Mapping[str, Normalizer]:
         return self.wrong
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.loss(*args, **kwargs)
 
 
 class BrokenMegatron(split.MegatronSplit):

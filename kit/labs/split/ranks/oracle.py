@@ -1,25 +1,28 @@
-"""The losses in float64, one token at a time, as an oracle for tests: no code is shared with the losses used in training.
+"""Losses and optimizer updates in float64 as oracles, with formulas of their own: only settings are shared with the code under test.
 
-`oracle` takes all rows of a step, over all data-parallel ranks, and returns the numbers that the step must give: the loss with its graph,
-and every metric, divided by the true counts. It reads only the settings of a loss. It is slow, and meant for some thousand tokens.
+`oracle` takes all rows of a step, over all data-parallel ranks, one token at a time, and returns the numbers that the step must give: the
+loss with its graph, and every metric, divided by the true counts. It is slow, and meant for some thousand tokens. From the weights before
+the first step and the gradients that the optimizer got in each step, `replay` computes the weights afterwards (clipping by the global norm,
+AdamW, schedule), and `steps` the numbers that each result must have.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
 
 NOTHING_SEEN = -1.0
+EPS = 2.0**-23  # of float32, in which gradients are
+Tensors = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """One valid token. `now` is the model's log-probability with its graph; the others are plain numbers."""
 
     now: torch.Tensor
@@ -29,8 +32,7 @@ class Token:
     advantage: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
+class Judged(NamedTuple):
     """The terms of one valid token in a clipped policy gradient."""
 
     loss: torch.Tensor
@@ -41,9 +43,7 @@ class Judged:
     outside: bool
 
 
-def oracle(
-    settings: Any, logprobs: torch.Tensor, batch: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, dict[str, float]]:
+def oracle(settings: Any, logprobs: torch.Tensor, batch: Tensors) -> tuple[torch.Tensor, dict[str, float]]:
     """Loss and metrics of the step. `logprobs[i, t]` belongs to token t + 1 of row i."""
     if logprobs.dtype != torch.float64:
         raise TypeError(f"the oracle needs log-probabilities in float64, not {logprobs.dtype}")
@@ -69,9 +69,7 @@ def oracle(
     return total, table
 
 
-def by_itself(
-    loss: Any, logprobs: torch.Tensor, batch: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, dict[str, float]]:
+def by_itself(loss: Any, logprobs: torch.Tensor, batch: Tensors) -> tuple[torch.Tensor, dict[str, float]]:
     """For your own loss, whose formulas are unknown: its value over all rows at once, in float64, divided by the true counts."""
     sequences, tokens = true_counts(batch)
     exact = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
@@ -79,11 +77,10 @@ def by_itself(
     return value, {"loss": value.item()}
 
 
-def true_counts(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
+def true_counts(batch: Tensors) -> tuple[int, int]:
     """Valid sequences and valid tokens, counted one by one. Nothing predicts a row's first token."""
-    kept = [
-        tokens for row, tokens in zip(batch["sample_mask"].tolist(), batch["token_mask"].tolist(), strict=True) if row
-    ]
+    rows = zip(batch["sample_mask"].tolist(), batch["token_mask"].tolist(), strict=True)
+    kept = [tokens for row, tokens in rows if row]
     return len(kept), sum(1 for tokens in kept for token in tokens[1:] if token)
 
 
@@ -98,29 +95,18 @@ def _exp(x: float) -> float:
         return math.inf
 
 
-def _valid_rows(settings: Any, logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> list[list[Token]]:
+def _valid_rows(settings: Any, logprobs: torch.Tensor, batch: Tensors) -> list[list[Token]]:
     """The valid tokens of each valid row; a row may have none."""
-    rows = []
-    for i, row_counts in enumerate(batch["sample_mask"].tolist()):
-        if not row_counts:
-            continue
-        row = []
-        for place, token_counts in enumerate(batch["token_mask"][i].tolist()):
-            if place == 0 or not token_counts:
-                continue
-            now = logprobs[i, place - 1]
-            forced = getattr(settings, "on_policy", False)
-            row.append(
-                Token(
-                    now=now,
-                    before=now.item() if forced else batch["prev_logprobs"][i, place].item(),
-                    engine=batch["generation_logprobs"][i, place].item(),
-                    reference=batch["reference_logprobs"][i, place].item(),
-                    advantage=batch["advantages"][i, place].item(),
-                )
-            )
-        rows.append(row)
-    return rows
+    names = ("prev_logprobs", "generation_logprobs", "reference_logprobs", "advantages")
+
+    def token(i: int, place: int) -> Token:
+        now = logprobs[i, place - 1]
+        before, *others = (batch[name][i, place].item() for name in names)
+        return Token(now, now.item() if getattr(settings, "on_policy", False) else before, *others)
+
+    masks = batch["token_mask"].tolist()
+    valid = [i for i, row_counts in enumerate(batch["sample_mask"].tolist()) if row_counts]
+    return [[token(i, place) for place, counts in enumerate(masks[i]) if place and counts] for i in valid]
 
 
 def _judge(settings: Any, row: Sequence[Token]) -> list[Judged]:
@@ -185,19 +171,15 @@ def _gain(settings: Any, token: Token, ratio: torch.Tensor, clipped: torch.Tenso
 
 
 def _penalty(settings: Any, token: Token) -> torch.Tensor:
-    apart = token.reference - token.now
-    limit = settings.kl_input_clamp
-    if limit is not None and abs(apart.item()) > limit:
-        apart = torch.full_like(apart, math.copysign(limit, apart.item()))
-    estimate = {
-        "k1": lambda: -apart,
-        "k2": lambda: apart.square() / 2,
-        "k3": lambda: apart.exp() - apart - 1,
-    }[settings.kl_kind]()
-    limit = settings.kl_output_clamp
-    if limit is not None and abs(estimate.item()) > limit:
-        return torch.full_like(estimate, math.copysign(limit, estimate.item()))
-    return estimate
+    apart = _clamped(token.reference - token.now, settings.kl_input_clamp)
+    estimates = {"k1": lambda: -apart, "k2": lambda: apart.square() / 2, "k3": lambda: apart.exp() - apart - 1}
+    return _clamped(estimates[settings.kl_kind](), settings.kl_output_clamp)
+
+
+def _clamped(value: torch.Tensor, limit: float | None) -> torch.Tensor:
+    if limit is not None and abs(value.item()) > limit:
+        return torch.full_like(value, math.copysign(limit, value.item()))
+    return value
 
 
 def _clipped_table(
@@ -256,3 +238,101 @@ def _to_mixture(one: float, other: float) -> float:
     top = max(one, other)
     mixture = top + math.log(0.5 * math.exp(one - top) + 0.5 * math.exp(other - top))
     return 0.5 * _k3(one - mixture) + 0.5 * _k3(other - mixture)
+
+
+class Step(NamedTuple):
+    """The numbers that the result of one step must have, and the relative rounding that a float32 norm may have."""
+
+    norm: float
+    norm_rounding: float
+    lr: float
+    wd: float
+
+
+def learning_rate(settings: Any, seen: int) -> float:
+    """The learning rate of a step after `seen` trained sequences: linear warm-up, then half a cosine down."""
+    if seen < settings.warmup:
+        part = seen / settings.warmup
+        return float((1 - part) * settings.first_lr + part * settings.lr)
+    part = min(1.0, (seen - settings.warmup) / (settings.decay - settings.warmup))
+    return float(settings.last_lr + (settings.lr - settings.last_lr) * math.cos(part * math.pi / 2) ** 2)
+
+
+def steps(settings: Any, gradients: Sequence[Mapping[str, torch.Tensor]], sequences: int) -> list[Step]:
+    """Norm, learning rate and decay of every step. A step without gradients was skipped and does not advance the schedule."""
+    made, seen = [], 0
+    for found in gradients:
+        squares = [torch.dot(flat, flat).item() for flat in (value.double().flatten() for value in found.values())]
+        norm = math.sqrt(math.fsum(squares)) if found else math.nan
+        lr = learning_rate(settings, seen)
+        made.append(Step(norm=norm, norm_rounding=norm_rounding(found), lr=lr, wd=settings.weight_decay))
+        seen += sequences if found else 0
+    return made
+
+
+def norm_rounding(tensors: Mapping[str, torch.Tensor]) -> float:
+    """The relative error that rounding allows for a norm that is summed in float32, tensor by tensor, in any order.
+
+    Each of n additions rounds by at most half an EPS, up or down. The error of the sum is about sqrt(n) of these, and that of its root
+    half as much. Four times that is allowed. torch's own norm of 16384 elements uses a tenth of it, 1.5e-6.
+    """
+    return EPS * math.sqrt(max((value.numel() for value in tensors.values()), default=0))
+
+
+def unclipped(settings: Any, found: Tensors, norm: float) -> Tensors:
+    """Gradients before clipping, also if the step clips them before it calls the optimizer.
+
+    Clipped gradients have exactly the norm that clipping leaves, while the step reports a larger one. They are multiplied in float64 by
+    the factor that follows from the reported `norm`; if that is wrong, so are they. Other gradients are returned unchanged.
+    """
+    factor = (norm + 1e-6) / settings.clip
+    if not found or not factor > 1:
+        return found
+    (now,) = steps(settings, [found], 0)
+    if relative(now.norm, norm / factor) > now.norm_rounding + EPS:
+        return found
+    return {name: value.double() * factor for name, value in found.items()}
+
+
+def replay(
+    settings: Any, start: torch.Tensor, gradients: Sequence[torch.Tensor | None], done: Sequence[Step]
+) -> torch.Tensor:
+    """One tensor after all steps, in float64. Only matrices decay."""
+    b1, b2 = settings.betas
+    weight = start.double().clone()
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    count = 0
+    for gradient, step in zip(gradients, done, strict=True):
+        if gradient is None:
+            continue
+        count += 1
+        held = gradient.double() * min(1.0, settings.clip / (step.norm + 1e-6))
+        first += (held - first) * (1 - b1)
+        second += (held**2 - second) * (1 - b2)
+        direction = first / (1 - b1**count) / ((second / (1 - b2**count)) ** 0.5 + settings.eps)
+        pulled = step.wd * weight if start.dim() > 1 else 0.0
+        weight = weight - step.lr * (direction + pulled)
+    return weight
+
+
+def moved(
+    settings: Any, start: Tensors, end: Tensors, gradients: Sequence[Tensors], done: Sequence[Step], *, eps: float
+) -> dict[str, float]:
+    """The error of every tensor after all steps, relative to the distance that it had to move. Rounding is excluded; `eps` is the relative
+    rounding of the dtype of the weights."""
+    found = {}
+    for name, before in start.items():
+        must = replay(settings, before, [step.get(name) if step else None for step in gradients], done)
+        rounding = len(gradients) * eps * must.abs()
+        beyond = ((end[name].double() - must).abs() - rounding).clamp(min=0)
+        whole = float((must - before.double()).norm())
+        off = float(beyond.norm())
+        error = off / whole if whole else (math.inf if off else 0.0)
+        found[name] = error if math.isfinite(error) else math.inf
+    return found
+
+
+def relative(value: float, exact: float) -> float:
+    """|value - exact| / |exact|; infinite if that is not a number."""
+    error = abs(value - exact) / abs(exact) if exact else float(value != exact)
+    return error if math.isfinite(error) else math.inf

@@ -12,11 +12,8 @@ import torch
 import torch.distributed as dist
 
 from kit.labs.split.config import KIT_LOSS, KIT_MODEL, Case, SplitConfig, cases
-from kit.labs.split.ranks import backends, compare, data, extremes, rehearse, updates
+from kit.labs.split.ranks import backends, losses, oracle, rehearse
 from kit.labs.split.ranks.broken import NUMBERS, broken_job, broken_loss, make_split, whole_result
-from kit.labs.split.ranks.compare import Tensors
-from kit.labs.split.ranks.losses import LossContext, make_loss
-from kit.labs.split.ranks.oracle import by_itself, oracle, true_counts
 from kit.measure.phase import log_steps, now
 from kit.megatron import groups
 from kit.megatron import split as megatron_split
@@ -26,11 +23,14 @@ from kit.train.plain import from_weights, logprobs
 from kit.train.protocol import SplitContext
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kit.labs.rankside import Context
+    from kit.labs.split.ranks.backends import Tensors
     from kit.train.batch import Batch
     from kit.train.protocol import Loss, StepResult
+
+ROUNDING = 64  # a gradient below this many roundings of the model's largest gradient is noise
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,35 +67,28 @@ class Split:
         self.ctx = ctx
         self.config: SplitConfig = ctx.config
         self.cases = {case.cycle: case for case in cases(self.config)}
-        self.backend: Any
-        self.batches: list[Batch]
-        self.plain = Trained()
-        self.cut = Trained()
+        self.plain = self.cut = Trained()
         self.first: Tensors = {}  # the gradients of the first number of chunks at this level
         self.losses: dict[str, Loss] = {}  # by level
-
-    # -- phases ---------------------------------------------------------------------------------------------------------
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
         """Weights, rollouts and groups. Model-parallel ranks of one replica get the same rows."""
         config = self.config
-        self.weights, whole = data.rollouts(config, self.ctx.device)
+        self.weights, whole = backends.rollouts(config, self.ctx.device)
         self.megatron = backends.Megatron(config, self.weights if config.has_twin else {})
-        self.backend = (
-            self.megatron
-            if config.backend == "megatron"
-            else backends.Fsdp2(config, self.weights, self.megatron.device)
-        )
-        self.whole = data.steps(config, whole)
+        self.backend: backends.Backend = self.megatron
+        if config.backend == "fsdp2":
+            self.backend = backends.Fsdp2(config, self.weights, self.megatron.device)
+        self.whole = backends.steps(config, whole)
         if not config.has_twin:
-            self.whole = [data.shifted(self.megatron, step) for step in self.whole]
-        self.batches = [data.share(config, step) for step in self.whole]
+            self.whole = [backends.shifted(self.megatron, step) for step in self.whole]
+        self.batches = [backends.share(config, step) for step in self.whole]
         for step, batch in enumerate(self.whole, start=1):
-            sequences, tokens = true_counts(batch)
+            sequences, tokens = oracle.true_counts(batch)
             self.ctx.record("result", sequences, step=step, name="sequences")
             self.ctx.record("result", tokens, step=step, name="tokens")
         self.ctx.record("rows", config.batch * config.steps)
-        self.ctx.record("ratios_off_one", data.ratios_off_one(whole))
+        self.ctx.record("ratios_off_one", backends.ratios_off_one(whole))
 
     def sync(self, cycle: int) -> None:
         """The plain step."""
@@ -117,16 +110,22 @@ class Split:
         if self.ctx.rank:
             return
         level, step = self.cases[cycle].level, self.whole[0]
-        formulas = oracle if self.config.loss == KIT_LOSS else by_itself
+        formulas = oracle.oracle if self.config.loss == KIT_LOSS else oracle.by_itself
         exact = functools.partial(formulas, self._loss(level, sound=True))
-        self._extremes(self._loss(level), exact, step)
+        loss = self._loss(level)
+        for gap in losses.GAPS:
+            error, name = losses.gap_error(loss, exact, step, gap)
+            self.ctx.record("gap_error", error, text=name, gap=int(gap))
+        for name, rubbish in losses.RUBBISH.items():
+            reached = losses.masked_reach(loss, step, rubbish)
+            self.ctx.record("masked_reach", len(reached), text=", ".join(reached[:3]), rubbish=name)
         if not self.config.has_twin:
             return
-        net = from_weights(self._geometry(), self.weights, dtype=torch.float64)
+        net = from_weights(self.megatron.model_config.geometry, self.weights, dtype=torch.float64)
         value, table = exact(logprobs(net, step["input_ids"]), step)
         value.backward()  # type: ignore[no-untyped-call]
         slopes = {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
-        self.ctx.record("gradient_error", compare.overall(self.plain.gradients[0], slopes))
+        self.ctx.record("gradient_error", overall(self.plain.gradients[0], slopes))
         for name, number in table.items():
             self.ctx.record("result", number, step=1, name=name)
 
@@ -136,8 +135,8 @@ class Split:
         self._record_results(other)
         if self.ctx.rank == 0:
             for step, (a, b) in enumerate(zip(self.plain.gradients, other.gradients, strict=True), start=1):
-                self.ctx.record("gradient_error", compare.overall(a, b), step=step)
-            self.ctx.record("parameter_error", compare.overall(self.plain.weights, other.weights))
+                self.ctx.record("gradient_error", overall(a, b), step=step)
+            self.ctx.record("parameter_error", overall(self.plain.weights, other.weights))
 
     def split(self, cycle: int) -> None:
         """The split step."""
@@ -147,26 +146,26 @@ class Split:
     def compare(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Weights on every rank, since one replica may differ; gradients and tensors on rank 0, which has all of them."""
         cut, plain, record = self.cut, self.plain, self.ctx.record
-        record("parameter_error", compare.overall(cut.weights, plain.weights))
+        record("parameter_error", overall(cut.weights, plain.weights))
         if self.ctx.rank:
             return
         sure: dict[str, torch.Tensor] = {}
         for step, (a, b) in enumerate(zip(cut.gradients, plain.gradients, strict=True), start=1):
-            distances = compare.by_tensor(a, b)
-            record("gradient_error", compare.overall(a, b), step=step)
+            distances = by_tensor(a, b)
+            record("gradient_error", overall(a, b), step=step)
             record("gradients_same", sum(each.same for each in distances) / max(len(distances), 1), step=step)
-            sure |= {name: mask & sure.get(name, mask) for name, mask in compare.certain(b).items()}
+            sure |= {name: mask & sure.get(name, mask) for name, mask in certain(b).items()}
             if step == 1:
                 for each in distances:
                     record("tensor_gradient_error", each.error, tensor=each.name)
                     record("tensor_gradient_index", each.index, tensor=each.name)
                     record("tensor_gradient_worst", each.worst, tensor=each.name)
         self.first = self.first or cut.gradients[0]
-        record("chunk_error", compare.overall(cut.gradients[0], self.first))
+        record("chunk_error", overall(cut.gradients[0], self.first))
         sure = sure or {name: torch.ones_like(value, dtype=torch.bool) for name, value in plain.weights.items()}
         for name, these in (("parameter", True), ("uncertain", False)):
-            a, b = compare.only(cut.weights, sure, those=these), compare.only(plain.weights, sure, those=these)
-            for each in compare.by_tensor(a, b):
+            a, b = only(cut.weights, sure, those=these), only(plain.weights, sure, those=these)
+            for each in by_tensor(a, b):
                 record(f"tensor_{name}_error", each.error, tensor=each.name)
                 record(f"tensor_{name}_worst", each.worst, tensor=each.name)
         record("uncertain_elements", sum(int((~mask).sum()) for mask in sure.values()))
@@ -176,8 +175,6 @@ class Split:
         """The promises of the protocol about aborts, errors in the middle of a step, and calls in the wrong state."""
         scene = rehearse.Scene(
             backend=self.backend,
-            job=None,
-            step=None,
             make=self._make,
             loss=self._loss(self.config.levels[0]),
             batches=self.batches,
@@ -192,40 +189,28 @@ class Split:
         self.plain = self.cut = Trained()
         groups.destroy()
 
-    # -- helpers --------------------------------------------------------------------------------------------------------
-
     def _loss(self, level: Any, *, sound: bool = False) -> Loss:
-        ctx = LossContext(
-            rank=self.ctx.rank,
-            world_size=self.ctx.world_size,
-            device=self.megatron.device,
-            config=self.config,
-            level=level,
-        )
         if level not in self.losses:
-            self.losses[level] = make_loss(ctx)
-        loss = self.losses[level]
-        return loss if sound else broken_loss(self.ctx.fault, loss)
-
-    def _extremes(self, loss: Loss, exact: Any, step: Batch) -> None:
-        """The loss at large gaps between trainer and engine, and with NaN and infinities in masked places."""
-        for gap in extremes.GAPS:
-            error, name = extremes.gap_error(loss, exact, step, gap)
-            self.ctx.record("gap_error", error, text=name, gap=int(gap))
-        for name, rubbish in extremes.RUBBISH.items():
-            reached = extremes.masked_reach(loss, step, rubbish)
-            self.ctx.record("masked_reach", len(reached), text=", ".join(reached[:3]), rubbish=name)
+            ctx = losses.LossContext(
+                rank=self.ctx.rank,
+                world_size=self.ctx.world_size,
+                device=self.megatron.device,
+                config=self.config,
+                level=level,
+            )
+            self.losses[level] = losses.make_loss(ctx)
+        return self.losses[level] if sound else broken_loss(self.ctx.fault, self.losses[level])
 
     def _judge_updates(self, way: str, start: Tensors, found: Trained) -> None:
         """Clipping, AdamW and schedule of all steps against float64, from the observed weights and gradients."""
         if self.ctx.rank or self.config.model != KIT_MODEL:
             return
         settings = backends.settings(self.config)
-        done = updates.steps(settings, found.gradients, self.config.batch)
+        done = oracle.steps(settings, found.gradients, self.config.batch)
         eps = torch.finfo(backends.weights_dtype(self.config)).eps
-        moved = updates.moved(settings, start, found.weights, found.gradients, done, eps=eps)
-        worst = max(moved, key=lambda each: each.error)
-        self.ctx.record("update_error", worst.error, text=worst.name, way=way)
+        moved = oracle.moved(settings, start, found.weights, found.gradients, done, eps=eps)
+        worst = max(moved, key=lambda name: moved[name])
+        self.ctx.record("update_error", moved[worst], text=worst, way=way)
         for number, (result, must) in enumerate(zip(found.results, done, strict=True), start=1):
             if not found.gradients[number - 1]:
                 continue
@@ -234,18 +219,12 @@ class Split:
                 ("update_rate_error", result["lr"], must.lr, 0.0),
                 ("update_decay_error", result["wd"], must.wd, 0.0),
             ):
-                error = max(0.0, updates.relative(float(value), exact) - rounding)
+                error = max(0.0, oracle.relative(float(value), exact) - rounding)
                 self.ctx.record(metric, error, way=way, step=number)
-
-    def _geometry(self) -> Any:
-        return self.megatron.model_config.geometry
 
     def _make(self, job: Any) -> Any:
         """The code under test for a job."""
-        return make_split(self.ctx, self._context(job))
-
-    def _context(self, job: Any) -> SplitContext:
-        return SplitContext(
+        ctx = SplitContext(
             rank=self.ctx.rank,
             world_size=self.ctx.world_size,
             device=self.megatron.device,
@@ -257,6 +236,7 @@ class Split:
             groups=groups.snapshot().get("groups", []),
             job=job,
         )
+        return make_split(self.ctx, ctx)
 
     def _drive(self, backend: backends.Backend, case: Case, *, plain: bool) -> Trained:
         """All plain or all split steps on a fresh job. Rank 0 keeps the gradients that the optimizer gets."""
@@ -317,7 +297,7 @@ class Split:
             "hooks_lost": hooks_lost,
             "rate_off": rate_off,
             "wrong_versions": wrong_versions,
-            "norm_rounding": updates.norm_rounding(trained.weights),
+            "norm_rounding": oracle.norm_rounding(trained.weights),
         }
         for name, value in numbers.items():
             self.ctx.record(name, value)
@@ -329,7 +309,7 @@ class Split:
         """Gradients before clipping. How your own model clips is unknown: its gradients stay unchanged."""
         if self.config.model != KIT_MODEL:
             return found
-        return updates.unclipped(backends.settings(self.config), found, float(result["grad_norm"]))
+        return oracle.unclipped(backends.settings(self.config), found, float(result["grad_norm"]))
 
     def _record_results(self, trained: Trained) -> None:
         """The numbers of every step, on every rank, since all ranks must report the same."""
@@ -379,3 +359,50 @@ def balance_of_step(job: Any, batch: Batch, micro_batch: int) -> float:
     total = torch.tensor([sum(found), len(found)], dtype=torch.float64, device=job.device)
     dist.all_reduce(total)
     return float(total[0] / total[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """One tensor: ||a - b|| / ||b||, the element that differs most, and whether all bits are the same."""
+
+    name: str
+    error: float
+    index: int
+    worst: float
+    same: bool
+
+
+def overall(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
+    """||a - b|| / ||b|| over all tensors; infinite if a tensor is missing or not finite."""
+    if set(a) != set(b):
+        return math.inf
+    apart = sum(float((a[name].double() - b[name].double()).square().sum()) for name in b)
+    whole = sum(float(b[name].double().square().sum()) for name in b)
+    if not (math.isfinite(apart) and math.isfinite(whole)):
+        return math.inf
+    return (apart / whole) ** 0.5 if whole else (math.inf if apart else 0.0)
+
+
+def by_tensor(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> list[Distance]:
+    """Every tensor; the error of one that `a` or `b` lacks is infinite."""
+    both = [_distance(name, a[name].double(), b[name].double()) for name in b if name in a]
+    return both + [Distance(name, math.inf, 0, math.inf, same=False) for name in sorted(set(a) ^ set(b))]
+
+
+def certain(gradients: Tensors) -> dict[str, torch.Tensor]:
+    """The elements whose gradient is above rounding. Adam turns the noise of the others into whole steps."""
+    largest = max((float(value.abs().max()) for value in gradients.values()), default=0.0)
+    return {name: value.abs() > ROUNDING * oracle.EPS * largest for name, value in gradients.items()}
+
+
+def only(tensors: Tensors, chosen: Mapping[str, torch.Tensor], *, those: bool = True) -> Tensors:
+    """The tensors with the other elements set to zero."""
+    return {name: torch.where(chosen[name] == those, value, 0.0) for name, value in tensors.items()}
+
+
+def _distance(name: str, a: torch.Tensor, b: torch.Tensor) -> Distance:
+    difference = (a - b).abs().flatten()
+    whole, error = float(b.norm()), float(difference.norm())
+    index = int(difference.argmax())
+    relative = error / whole if whole else (math.inf if error else 0.0)
+    return Distance(name, relative, index, float(difference[index]), same=torch.equal(a, b))

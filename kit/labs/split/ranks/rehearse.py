@@ -10,12 +10,14 @@ import dataclasses
 import gc
 import math
 import traceback
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from kit.labs.split.ranks.losses import WrappedLoss
 from kit.labs.split.ranks.oracle import true_counts
 from kit.measure.observers.births import Births
 from kit.megatron import observe, split
@@ -23,15 +25,14 @@ from kit.train.batch import valid
 from kit.train.protocol import Misuse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kit.labs.split.config import SplitConfig
-    from kit.labs.split.ranks.backends import Backend
     from kit.train.batch import Batch
     from kit.train.protocol import Loss, StepResult
 
 
-HALF_PRECISION = 2**11  # the first whole number after which float16 cannot count on by one
+HALF_PRECISION = 2**11  # float16 cannot count beyond it in steps of one
 MANY_CALLS = 100
 
 
@@ -39,27 +40,26 @@ class RehearsedError(RuntimeError):
     """An error that is raised on purpose."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """A number of broken promises, its ids, and what was observed."""
+class Finding(NamedTuple):
+    """A number of broken promises, what was observed, and its ids."""
 
     metric: str
     value: float
     text: str = ""
-    ids: dict[str, Any] = field(default_factory=dict)
+    ids: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
     """A job, its step, and the rows to feed it."""
 
-    backend: Backend
-    job: Any
-    step: Any
+    backend: Any  # of backends.py
     make: Callable[[Any], Any]  # the code under test on another job
     loss: Loss
     batches: list[Batch]
     config: SplitConfig
+    job: Any = None
+    step: Any = None
     hooks: tuple[Any, ...] = ()
 
     def fresh(self) -> Scene:
@@ -88,21 +88,14 @@ class Scene:
         return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
 
 
-class DrawingLoss:
+class DrawingLoss(WrappedLoss):
     """The loss, which also draws random numbers: without dropout the model draws none, so an abort that keeps the state would not show."""
 
-    def __init__(self, loss: Loss) -> None:
-        self.loss = loss
-        self.level = loss.level
-
-    def normalizers(self) -> Any:
-        return self.loss.normalizers()
-
-    def __call__(self, logprobs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
         torch.rand(1)
         torch.rand(1, device=logprobs.device)
         observe.draw_from_tracker(logprobs.device)
-        return self.loss(logprobs, *args, **kwargs)
+        return super().__call__(logprobs, batch, **counts)
 
 
 class RaisingLoss(DrawingLoss):
@@ -110,22 +103,22 @@ class RaisingLoss(DrawingLoss):
 
     armed = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        value = super().__call__(*args, **kwargs)
+    def __call__(self, logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
+        value = super().__call__(logprobs, batch, **counts)
         if self.armed:
             raise RehearsedError("a loss that raises, on purpose")
         return value
 
 
-class Poisoned(DrawingLoss):
+class Poisoned(WrappedLoss):
     """The loss with a non-finite gradient or value on one data-parallel rank only."""
 
     def __init__(self, loss: Loss, kind: str) -> None:
         super().__init__(loss)
         self.kind = kind
 
-    def __call__(self, logprobs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        value, seen = self.loss(logprobs, *args, **kwargs)
+    def __call__(self, logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
+        value, seen = self.loss(logprobs, batch, **counts)
         if dist.get_rank(split.data_group()):
             return value, seen
         if self.kind == "loss":
@@ -142,15 +135,19 @@ def rehearse_all(made: Scene) -> list[Finding]:
         before = scene.backend.state(scene.job)
         scene.whole(scene.batches[0])  # from here on the optimizer has state
         ids = {"rehearsal": rehearsal.__name__}
-        found.append(Finding(metric="state_unseen", value=unseen(scene.changed(before)), ids=ids))
+        found.append(Finding("state_unseen", unseen(scene.changed(before)), ids=ids))
         text = ""
         try:
             found += rehearsal(scene, scene.batches[-1])
         except Exception as error:  # noqa: BLE001 - your own step may raise anything
-            text = f"{type(error).__name__}: {str(error)[:120]}"
+            text = described(error)
             traceback.print_exc()
-        found.append(Finding(metric="rehearsal_raised", value=int(bool(text)), text=text, ids=ids))
+        found.append(Finding("rehearsal_raised", int(bool(text)), text, ids))
     return found
+
+
+def described(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:120]}"
 
 
 def unseen(changed: list[str]) -> int:
@@ -172,11 +169,11 @@ def aborted(scene: Scene, batch: Batch) -> list[Finding]:
     ticked = int(scene.step.version != version)
     scene.whole(batch)
     return [
-        Finding(metric="abort_changed", value=len(changed), text=", ".join(changed[:3])),
-        Finding(metric="abort_gradients", value=gradients),
-        Finding(metric="abort_next_differs", value=differs_from_control(scene, batch)),
-        Finding(metric="abort_ticked", value=ticked),
-        Finding(metric="hooks_lost", value=lost, ids={"after": "abort"}),
+        Finding("abort_changed", len(changed), text=", ".join(changed[:3])),
+        Finding("abort_gradients", gradients),
+        Finding("abort_next_differs", differs_from_control(scene, batch)),
+        Finding("abort_ticked", ticked),
+        Finding("hooks_lost", lost, ids={"after": "abort"}),
     ]
 
 
@@ -195,14 +192,14 @@ def raised(scene: Scene, batch: Batch) -> list[Finding]:
     before, version = scene.backend.state(scene.job), scene.step.version
     for call, breaks in (("microbatch", broken_microbatch), ("finish", broken_finish)):
         ids = {"after": f"error in {call}"}
-        found.append(Finding(metric="error_swallowed", value=int(not breaks(scene, batch)), ids=ids))
-        found.append(Finding(metric="hooks_lost", value=scene.lost_hooks(), ids=ids))
+        found.append(Finding("error_swallowed", int(not breaks(scene, batch)), ids=ids))
+        found.append(Finding("hooks_lost", scene.lost_hooks(), ids=ids))
         found += refused(f"microbatch after an error in {call}", lambda: scene.feed(batch), "open")
         found += refused(f"finish after an error in {call}", scene.step.finish, "open")
         scene.step.abort()
     changed = scene.changed(before)
-    found.append(Finding(metric="error_changed", value=len(changed), text=", ".join(changed[:3])))
-    return [*found, Finding(metric="error_ticked", value=int(scene.step.version != version))]
+    found.append(Finding("error_changed", len(changed), text=", ".join(changed[:3])))
+    return [*found, Finding("error_ticked", int(scene.step.version != version))]
 
 
 def broken_microbatch(scene: Scene, batch: Batch) -> bool:
@@ -263,13 +260,13 @@ def not_finite(scene: Scene, batch: Batch) -> list[Finding]:
             hook.remove()
         changed = [name for name in scene.changed(before) if name != "random"]
         found += [
-            Finding(metric="nonfinite_updated", value=int(updated), ids=ids),
-            Finding(metric="nonfinite_changed", value=len(changed), text=", ".join(changed[:3]), ids=ids),
-            Finding(metric="nonfinite_ticks_off", value=abs(scene.step.version - version - ticks), ids=ids),
-            Finding(metric="hooks_lost", value=scene.lost_hooks(), ids={"after": f"{kind} not finite"}),
+            Finding("nonfinite_updated", int(updated), ids=ids),
+            Finding("nonfinite_changed", len(changed), text=", ".join(changed[:3]), ids=ids),
+            Finding("nonfinite_ticks_off", abs(scene.step.version - version - ticks), ids=ids),
+            Finding("hooks_lost", scene.lost_hooks(), ids={"after": f"{kind} not finite"}),
         ]
     scene.whole(batch)
-    return [*found, Finding(metric="nonfinite_next_differs", value=differs_from_control(scene, batch))]
+    return [*found, Finding("nonfinite_next_differs", differs_from_control(scene, batch))]
 
 
 def misuse(scene: Scene, batch: Batch) -> list[Finding]:
@@ -278,13 +275,13 @@ def misuse(scene: Scene, batch: Batch) -> list[Finding]:
     version, before = step.version, scene.backend.state(scene.job)
     found = refused("microbatch while closed", lambda: scene.feed(batch), "closed")
     found += refused("finish while closed", step.finish, "closed")
-    found.append(Finding(metric="abort_raised", value=int(raises(step.abort)), ids={"call": "abort while closed"}))
+    found.append(Finding("abort_raised", int(raises(step.abort)), ids={"call": "abort while closed"}))
     scene.begin()
     found += refused("begin while open", scene.begin, "open")
     found += refused("finish without a microbatch", step.finish, "open")
     step.abort()
     changed = scene.backend.state(scene.job) != before or step.version != version
-    return [*found, Finding(metric="misuse_changed", value=int(changed))]
+    return [*found, Finding("misuse_changed", int(changed))]
 
 
 def remainder(scene: Scene, batch: Batch) -> list[Finding]:
@@ -303,18 +300,14 @@ def remainder(scene: Scene, batch: Batch) -> list[Finding]:
     other = {**more, "input_ids": more["input_ids"].roll(1, dims=1)}
     given = [{name: torch.cat([batch[name], end[name]]) for name in batch} for end in (more, other)]
     try:
-        taken = [take_step(scene.fresh(), each) for each in given]
+        (result, state), (_, state_of_others) = (take_step(scene.fresh(), each) for each in given)
     except Exception as error:  # noqa: BLE001 - your own step may raise anything
-        return [lost_rows("", f"refused with {type(error).__name__}: {str(error)[:120]}")]
-    (result, state), (_, state_of_others) = taken
+        return [lost_rows("", f"refused with {described(error)}")]
     if wrong := miscounted(result, torch.tensor(true_counts(given[0]), device=scene.job.device)):
         return [lost_rows(wrong)]
     untouched = state == state_of_others and bool(valid(more).any())
-    return [
-        lost_rows(
-            "all rows were counted, but the tokens of the last rows do not change the weights" if untouched else ""
-        )
-    ]
+    why = "all rows were counted, but the tokens of the last rows do not change the weights"
+    return [lost_rows(why if untouched else "")]
 
 
 def many_calls(scene: Scene, batch: Batch) -> list[Finding]:
@@ -340,8 +333,8 @@ def nothing_valid(scene: Scene, batch: Batch) -> list[Finding]:
         result = scene.step.finish()
     except Exception as error:  # noqa: BLE001 - your own step may raise anything
         scene.step.abort()
-        told = f"refused with {type(error).__name__}: {str(error)[:120]}"
-        return [lost_rows(told if isinstance(error, ArithmeticError) else "", told, call=call)]  # 0 / 0 refuses nothing
+        why = f"refused with {described(error)}"
+        return [lost_rows(why if isinstance(error, ArithmeticError) else "", why, call=call)]  # 0 / 0 refuses nothing
     numbers = {name: float(value) for name, value in result.items() if name in ("global_loss", "grad_norm")}
     wrong = ", ".join(f"{name} is {value:g}" for name, value in numbers.items() if not math.isfinite(value))
     return [lost_rows(wrong, call=call)]
@@ -357,10 +350,8 @@ def miscounted(result: StepResult, mine: torch.Tensor) -> str:
     return "" if counted == true.tolist() else wrong
 
 
-def lost_rows(
-    wrong: str, fine: str = "", *, call: str = "microbatch with rows that do not fill a microbatch"
-) -> Finding:
-    return Finding(metric="misuse_silent", value=int(bool(wrong)), text=wrong or fine, ids={"call": call})
+def lost_rows(wrong: str, fine: str = "", call: str = "microbatch with rows that do not fill a microbatch") -> Finding:
+    return Finding("misuse_silent", int(bool(wrong)), wrong or fine, {"call": call})
 
 
 def take_step(scene: Scene, batch: Batch) -> tuple[StepResult, dict[str, str]]:
@@ -384,13 +375,8 @@ def groups_of_steps(scene: Scene, batch: Batch) -> list[Finding]:
             gc.collect()
             levels.append(len(born.alive()))
     first, second = levels[1], levels[2] - levels[1]
-    return [
-        Finding(
-            metric="groups_kept",
-            value=max(0, min(first, second)),
-            text=f"{first} new groups after one round, {levels[2]} after two" if first > 0 else "",
-        )
-    ]
+    text = f"{first} new groups after one round, {levels[2]} after two" if first > 0 else ""
+    return [Finding("groups_kept", max(0, min(first, second)), text)]
 
 
 def refused(call: str, function: Callable[[], object], state: str) -> list[Finding]:
@@ -400,7 +386,7 @@ def refused(call: str, function: Callable[[], object], state: str) -> list[Findi
         function()
         silent = 1
     except Exception as error:  # noqa: BLE001 - your own step may raise anything
-        text = f"{type(error).__name__}: {str(error)[:120]}"
+        text = described(error)
         other_words = int(state not in str(error))
         other_type = int(not isinstance(error, Misuse))
     numbers = {"misuse_silent": silent, "misuse_other_words": other_words, "misuse_other_type": other_type}

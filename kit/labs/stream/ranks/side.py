@@ -11,7 +11,7 @@ import torch
 from kit.labs.stream.config import trainer_model
 from kit.machine import host
 from kit.megatron.model import DTYPES
-from kit.sync.layout import automatic, lay_out, specs_of
+from kit.sync.buckets import automatic, lay_out, specs_of
 from kit.sync.transports import Place
 from kit.train.arithmetic import END, encode, problem
 from kit.train.options import Settings
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kit.labs.rankside import Context
     from kit.labs.stream.config import StreamConfig
-    from kit.sync.layout import Layout
+    from kit.sync.buckets import Layout
 
 Weights = dict[str, torch.Tensor]
 DIGEST = "sha256"  # of weights

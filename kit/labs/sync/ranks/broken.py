@@ -31,18 +31,10 @@ KEPT_GROUPS: list[Any] = []
 LEAKED = 2  # groups, before the rehearsed failures
 
 
-def sender_of(fault: str | None) -> type[Sender]:
-    return SENDERS.get(fault, Sender)
-
-
 def call_of(fault: str | None, *, last: bool) -> type[Call]:
     """The class that runs a sync on a receiver; only one rank dies, stalls or keeps weights."""
     alone = fault in {"receiver-dies", "receiver-stalls", "keeps-new-weights"}
     return CALLS.get(fault, Call) if last or not alone else Call
-
-
-def transport_of(fault: str | None, wanted: str) -> str:
-    return f"{__name__}:LeakyBroadcast" if fault == "leaked-group" else wanted
 
 
 def dirty(fault: str | None, cache: Cache) -> list[str] | None:
@@ -109,6 +101,9 @@ class LeakyBroadcast(Broadcast):
         super().close()
 
 
+LEAKY = f"{__name__}:LeakyBroadcast"
+
+
 class ReadsAhead(Gate):
     """A forward that reads one tensor before it passes the gate."""
 
@@ -117,9 +112,9 @@ class ReadsAhead(Gate):
         self.tensor = tensor.detach()
 
     @contextlib.contextmanager
-    def reading(self, timeout_s: float | None = None) -> Iterator[None]:
+    def reading(self) -> Iterator[None]:
         ahead = self.tensor.clone()
-        with super().reading(timeout_s):
+        with super().reading():
             now = self.tensor.clone()
             self.tensor.copy_(ahead)
             try:
@@ -143,9 +138,7 @@ class PermutedRows(Call):
 
 class DroppedBucket(Call):
     def apply_bucket(self, index: int, buffer: torch.Tensor) -> None:
-        if index == len(self.layout.buckets) - 1:
-            self.received.applied += 1
-        else:
+        if index < len(self.layout.buckets) - 1:
             super().apply_bucket(index, buffer)
 
 
@@ -177,7 +170,7 @@ class TornRead(Call):
             if index == middle and host.serving.running:
                 host.serving.next()
             self.apply_bucket(index, buffer)
-        self.link.send({"kind": "applied", "buckets": self.received.applied})
+        self.link.send({"kind": "applied"})
 
 
 class EarlyGate(Call):

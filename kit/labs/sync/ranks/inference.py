@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.labs import rankside
-from kit.labs.sync.config import replica_model
+from kit.labs.sync.config import replica_model, roles
 from kit.labs.sync.ranks import broken
 from kit.labs.sync.ranks.side import Side, fill, name_of, raised
 from kit.labs.sync.ranks.watch import Forwards, SeenWeights, Watch, judge, sha256
@@ -22,7 +22,7 @@ from kit.sync.hashes import digest
 from kit.sync.link import call
 from kit.sync.receiver import SENDER, Receiver
 from kit.sync.serving import Serving
-from kit.sync.transports.serialize import memory
+from kit.sync.transports.direct import memory
 from kit.sync.weights import Cut
 
 if TYPE_CHECKING:
@@ -37,21 +37,14 @@ class Inference(Side):
 
     def __init__(self, ctx: Context) -> None:
         super().__init__(ctx)
-        place = ctx.rank - self.config.trainer_ranks
-        self.sleeper = self.config.sleeps(place // self.config.infer_tp)
+        alike = next(role.ranks for role in roles(self.config) if ctx.rank in role.ranks)
+        self.sleeper = self.config.sleeps((ctx.rank - self.config.trainer_ranks) // self.config.infer_tp)
         self.sweeps = ctx.rank == self.config.ranks - 1
-        here = range(self.config.trainer_ranks, self.config.ranks)
-        alike = [rank for rank in here if self.config.sleeps((rank - here[0]) // self.config.infer_tp) == self.sleeper]
         self.last = ctx.rank == alike[-1]  # of the receivers of one sync
         self.of_last_replica = ctx.rank in alike[-self.config.infer_tp :]
         self.cut: Callable[[Cut], Cut] = lambda weights: weights  # a rehearsal gives the receiver other weights
         self.truth: dict[str, str] = {}  # the trainer's digests of the version that this replica must have
         self.own: dict[str, str] = {}  # the digests of this replica's weights when they were last hashed
-        self.replica: serve.Replica
-        self.receiver: Receiver
-        self.serving: Serving
-        self.forwards: Forwards
-        self.watch: Watch
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
         """Build a replica with the base weights."""
@@ -98,9 +91,7 @@ class Inference(Side):
         self.take()
         self.count()
 
-    def expand(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        self.take()
-        self.count()
+    expand = refresh
 
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Compare this replica with the trainer: a SHA-256 of every tensor, and logits."""
@@ -128,8 +119,7 @@ class Inference(Side):
         """Record how many tensors differ from the trainer's; return how many changed since the last call. Collective over a replica."""
         own, before = self.hashes(sha256), self.own
         self.own = own
-        differing = sorted(name for name in {*own, *self.truth} if own.get(name) != self.truth.get(name))
-        if differing:
+        if differing := sorted(name for name in {*own, *self.truth} if own.get(name) != self.truth.get(name)):
             print(f"tensors that differ from the trainer's: {len(differing)}, first: {differing[0]}")
         self.ctx.record("tensors_hashed", len(own), scene=scene)
         self.ctx.record("digest", None, text=rankside.digest(own), scene=scene)
@@ -181,8 +171,6 @@ class Inference(Side):
             places = shards.destinations(self.replica.chunks)
         weights = Cut(broken.places_of(self.ctx.fault, places), [p.data for p in self.replica.chunks[0].parameters()])
         return SeenWeights(self.cut(weights), self.watch)
-
-    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Lose the route and sleep, which makes room for the trainer."""

@@ -11,15 +11,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
+import torch
 from torch.distributed import distributed_c10d as c10d
 
-from kit.errors import BadInput
-from kit.labs.sync.ranks.failing import ALONE, EXTRA, PACKED, TOO_LATE, failing, failing_transport
+from kit.errors import BadInput, KitError
 from kit.labs.sync.ranks.side import failed, raised
 from kit.labs.sync.ranks.watch import WAITS, judge, sha256
 from kit.measure.observers.holdings import temp_files
 from kit.sync.cache import BASE
+from kit.sync.weights import Cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +30,11 @@ if TYPE_CHECKING:
     from kit.labs.sync.ranks.trainer import Trainer
     from kit.sync.sender import Target
 
+
+EXTRA = "rehearsed.weight"
+ALONE = "alone"
+PACKED = "packed"
+TOO_LATE = "activate"
 BY_THE_SENDER = ("both", ALONE, PACKED)
 
 
@@ -50,44 +57,26 @@ def wrong_bytes(config: Any) -> tuple[str, ...]:
 
 
 def trainer(side: Trainer) -> None:
+    awake, asleep = side.targets(sleeping=False), side.targets(sleeping=True)
     train(side)
-    if not side.sends:
-        for _ in scenes(side.config):
-            side.gather()
-        if side.config.shares:
-            side.job.mover.release()
-            side.job.mover.restore()
-        side.gather()
-        side.update_truth()
-        train(side)
-        side.gather()
-        train(side)
-        side.gather()
-        side.update_truth()
-        return
-    sender, awake = side.sender, side.targets(sleeping=False)
-    record(side, "accepted", accepted(side), "calls that must be refused")
+    if side.sends:
+        record(side, "accepted", accepted(side), "calls that must be refused")
     for scene in scenes(side.config):
-        fail(side, scene, awake, sender.version + 1, side.gather)
+        fail(side, scene, awake, ahead=1)
     if side.config.shares:
-        asleep = side.targets(sleeping=True)
         side.job.mover.release()
         for scene in expansions(side.config):
-            fail(side, scene, asleep, sender.version, None)
-        report = side.deliver(sender.version, asleep, asleep=True)
-        record(side, "next_failed", int(report.answered != len(asleep)), scene="expansion")
+            fail(side, scene, asleep, ahead=0)
+        succeed(side, "expansion", asleep, ahead=0)
         side.job.mover.restore()
-    version = sender.version
     # No tensor is marked dirty: the cache must know by itself that the failed syncs changed all of them.
-    report = side.deliver(version + 1, awake, dirty=())
-    record(side, "next_failed", int(sender.version != version + 1 or report.answered != len(awake)), scene="refresh")
+    succeed(side, "refresh", awake, ahead=1, dirty=())
     side.update_truth()
     side.send_truth(awake)
     train(side)
-    fail_late(side, awake)
+    fail(side, TOO_LATE, awake, ahead=1)
     train(side)
-    report = side.deliver(version + 3, awake)
-    record(side, "next_failed", int(sender.version != version + 3 or report.answered != len(awake)), scene=TOO_LATE)
+    succeed(side, TOO_LATE, awake, ahead=1)
     side.update_truth()
     side.send_truth(awake)
 
@@ -97,28 +86,30 @@ def train(side: Trainer) -> None:
         side.job.step()
 
 
-def fail_late(side: Trainer, targets: Sequence[Target]) -> None:
-    """A receiver fails after the version became active: only its replica goes back."""
-    sender, active = side.sender, side.sender.version
-    with nothing_left(side, TOO_LATE):
-        error = failed(functools.partial(sender.sync, active + 1, targets, side.gather))
-    named = error is not None and error.peer == targets[-1].name
-    named = named and f"version {active + 1} is already active" in str(error)
-    if not named:
-        print(f"rehearse: the error in scene {TOO_LATE} does not name the cause: {error}")
-    record(side, "unnamed", int(not named), scene=TOO_LATE)
-    record(side, "kept_version", int(sender.version != active + 1), scene=TOO_LATE)
+def succeed(side: Trainer, scene: str, targets: Sequence[Target], *, ahead: int, **given: Any) -> None:
+    """The sync after failed ones. An expansion is not ahead of the active version and gathers nothing."""
+    version = side.sender.version + ahead if side.sends else BASE
+    report = side.deliver(version, targets, asleep=not ahead, **given)
+    if report is not None:
+        wrong = side.sender.version != version or report.answered != len(targets)
+        record(side, "next_failed", int(wrong), scene=scene)
 
 
-def fail(side: Trainer, scene: str, targets: Sequence[Target], version: int, gather: Callable[[], Any] | None) -> None:
-    """One failing sync on the sender."""
-    sender, active = side.sender, side.sender.version
+def fail(side: Trainer, scene: str, targets: Sequence[Target], *, ahead: int) -> None:
+    """One failing sync. With TOO_LATE the version is active by then, and only the replica that fails goes back."""
+    if not side.sends:
+        if ahead:
+            side.gather()
+        return
+    sender, version = side.sender, side.sender.version + ahead
+    active = version if scene == TOO_LATE else sender.version
     with (
         nothing_left(side, scene),
         failing_transport(sender, scene) if scene in BY_THE_SENDER else contextlib.nullcontext(),
     ):
-        error = failed(functools.partial(sender.sync, version, targets, gather))
-    named = error is not None and f"version {active} stays" in str(error)
+        error = failed(functools.partial(sender.sync, version, targets, side.gather if ahead else None))
+    remains = "is already active" if scene == TOO_LATE else "stays"
+    named = error is not None and f"version {active} {remains}" in str(error)
     if error is not None and scene == ALONE:
         named = named and error.peer is None and "the sender" in str(error)
     elif error is not None:
@@ -135,20 +126,13 @@ def blamed(side: Trainer, scene: str) -> list[str]:
     """The tensors that an error must name."""
     names, layout = sorted(side.digests), side.cache.layout
     first = layout.specs[layout.buckets[0][0].spec].name
-    wrong = {
-        "missing": names[-1:],
-        "unfit": [names[0], names[-1]],
-        "unsent": [EXTRA],
-        "wrong-bytes": names,
-        PACKED: [first],
-    }
-    return wrong.get(scene, [])
+    of_receivers = {"missing": names[-1:], "unfit": [names[0], names[-1]], "unsent": [EXTRA], "wrong-bytes": names}
+    return {**of_receivers, PACKED: [first]}.get(scene, [])
 
 
 def accepted(side: Trainer) -> int:
     """Invalid calls, which must be refused before any receiver is contacted; returns how many were accepted."""
-    sender, targets = side.sender, side.targets(sleeping=False)
-    asleep = side.targets(sleeping=True)
+    sender, targets, asleep = side.sender, side.targets(sleeping=False), side.targets(sleeping=True)
     version = sender.version
     wrong: list[Callable[[], object]] = [
         lambda: sender.sync(version, targets, dict),
@@ -159,7 +143,7 @@ def accepted(side: Trainer) -> int:
     ]
     if asleep:
         wrong += [lambda: sender.sync(version + 1, asleep), lambda: sender.sync(version, [*asleep, *targets], dict)]
-    return sum(not refused(each) for each in wrong)
+    return sum(not isinstance(raised(each), BadInput) for each in wrong)
 
 
 # -- a replica -------------------------------------------------------------------------------------------------------------
@@ -226,13 +210,12 @@ def endure(side: Inference, scene: str) -> None:
         record(side, "kept_version", int(receiver.version != version), scene=scene)
         if serves:
             served, failed = stop_serving(side)
-            wrong = [each for each in side.forwards.made.values() if each.logits != side.watch.known.get(version)]
-            wrong_label = [each for each in side.forwards.made.values() if each.versions != (version, version)]
+            made, known = side.forwards.made.values(), side.watch.known
+            count = sum((each.logits != known.get(version)) + (each.versions != (version, version)) for each in made)
             # Old weights are restored behind the gate: no forward may run at `derive`.
-            early = [point for point in side.watch.points if point.name == "derive" and point.logits != WAITS]
-            count = len(wrong) + len(wrong_label) + len(early) + side.forwards.overlaps
-            stopped = failed is not None or served not in side.watch.known.values()
-            record(side, "served_wrong", count + int(stopped), scene=scene)
+            early = sum(point.name == "derive" and point.logits != WAITS for point in side.watch.points)
+            stopped = failed is not None or served not in known.values()
+            record(side, "served_wrong", count + early + side.forwards.overlaps + stopped, scene=scene)
             record(side, "kept_wrong", int(not receiver.routed) + side.compare_weights(scene=scene), scene=scene)
         else:
             # The weights of a replica that paused or woke are undefined now: it must have no route, and sleep again if it woke.
@@ -259,23 +242,137 @@ def stop_serving(side: Inference) -> tuple[str, Exception | None]:
 @contextlib.contextmanager
 def nothing_left(side: Trainer | Inference, scene: str) -> Iterator[None]:
     """Count process groups, shared memory and temporary files that a failed sync leaves behind."""
-    groups, held, files = len(pg_map()), side.held(), set(temp_files())
+    groups, held, files = len(c10d._world.pg_map), side.held(), set(temp_files())
     yield
-    record(side, "left_groups", max(0, len(pg_map()) - groups), scene=scene)
+    record(side, "left_groups", max(0, len(c10d._world.pg_map) - groups), scene=scene)
     record(side, "left_segments", len(side.held() - held), scene=scene)
     record(side, "left_files", len(set(temp_files()) - files), scene=scene)
-
-
-def refused(call: Callable[[], object]) -> bool:
-    return isinstance(raised(call), BadInput)
-
-
-def pg_map() -> dict[Any, Any]:
-    found: dict[Any, Any] = c10d._world.pg_map
-    return found
 
 
 def record(side: Trainer | Inference, metric: str, number: int, scene: str) -> None:
     side.ctx.record(metric, number, scene=scene)
     if number:
         print(f"rehearse: {metric} is {number} in scene {scene}")
+
+
+# -- code that fails on purpose --------------------------------------------------------------------------------------------
+
+
+class RehearsedError(KitError):
+    """An error that is raised on purpose."""
+
+
+@contextlib.contextmanager
+def failing(side: Inference, scene: str) -> Iterator[None]:
+    """Make the receiver fail in the next sync, as the scene says."""
+    receiver = side.receiver
+    plain: Any = receiver.calls
+
+    class Failing(plain):  # type: ignore[misc]
+        def look(self, index: int, buffer: torch.Tensor) -> None:
+            super().look(index, corrupted(self.layout, index, buffer) if scene == "wrong-bytes" else buffer)
+
+        def finalize(self, said: dict[str, Any]) -> None:
+            if scene == "late":
+                raise RehearsedError("rehearsed failure after all weights are new")
+            super().finalize(said)
+
+        def publish(self, said: dict[str, Any]) -> None:
+            if scene == "publish":
+                receiver.version = said["version"]
+                raise RehearsedError("rehearsed failure after others have published")
+            super().publish(said)
+
+        def activate(self, said: dict[str, Any]) -> None:
+            if scene == TOO_LATE:
+                raise RehearsedError("rehearsed failure after the version became active")
+            super().activate(said)
+
+    with contextlib.ExitStack() as scope:
+        scope.enter_context(mock.patch.object(receiver, "calls", Failing))
+        scope.enter_context(mock.patch.object(side, "cut", functools.partial(cut_for, scene, max(side.truth))))
+        if scene in {"transport", "both"}:
+            scope.enter_context(failing_transport(receiver, scene))
+        yield
+
+
+def cut_for(scene: str, name: str, weights: Cut) -> Cut:
+    """Other weights for the receiver: without one tensor; with one that the trainer does not have; or with one of another dtype and one of
+    another shape, which a plain copy would silently convert and broadcast."""
+    places = dict(weights.destinations)
+    if scene == "missing":
+        del places[name]
+    elif scene == "unsent":
+        places[EXTRA] = places[name]
+    elif scene == "unfit":
+        first = min(places)
+        places[name] = [(into.to(torch.float64), take) for into, take in places[name]]
+        places[first] = [(into.new_empty(2, *into.shape), take) for into, take in places[first]]
+    return Cut(places, weights.own())
+
+
+def corrupted(layout: Any, index: int, buffer: torch.Tensor) -> torch.Tensor:
+    """Change every piece of a bucket: swap two words, or flip one bit of the first or last byte."""
+    buffer = buffer.clone()
+    for number, _, size, offset in layout.buckets[index]:
+        piece = buffer[offset : offset + size]
+        words = piece[: size // 8 * 8].view(-1, 8)
+        if number % 3 == 0 and len(words) > 1 and not torch.equal(words[0], words[-1]):
+            words[[0, -1]] = words[[-1, 0]]
+        else:
+            piece[-1 if number % 3 == 1 else 0] ^= 1
+    return buffer
+
+
+class Fails:
+    """A transport that raises its own error: a receiver's at the last bucket, the sender's in flush; with ALONE at the second bucket.
+    It hides what the links report. With PACKED it flips a bit of the first bucket after packing."""
+
+    def __init__(self, transport: Any, last: int, scene: str) -> None:
+        self._transport = transport
+        self._last = last
+        self._scene = scene
+        self._changed: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def send(self, index: int, buffer: torch.Tensor) -> None:
+        if self._scene == ALONE and index == min(1, self._last):
+            raise OSError("rehearsed error of a transport")
+        if self._scene == PACKED and index == 0:
+            buffer[0] ^= 1
+            self._changed = buffer
+        self._transport.send(index, buffer)
+
+    def close(self) -> None:
+        if self._changed is not None:
+            self._changed[0] ^= 1  # the packed bytes may be the only copy of the active version
+            self._changed = None
+        self._transport.close()
+
+    def flush(self) -> None:
+        if self._scene == PACKED:
+            self._transport.flush()
+            return
+        with contextlib.suppress(KitError):
+            self._transport.flush()
+        raise OSError("rehearsed error of the sender's transport")
+
+    def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
+        got: torch.Tensor = self._transport.receive(index, into)
+        if index == self._last:
+            raise OSError("rehearsed error of the receiver's transport")
+        return got
+
+
+@contextlib.contextmanager
+def failing_transport(end: Any, scene: str) -> Iterator[None]:
+    """Make the transport of this end (sender or receiver) fail in the next sync."""
+    plain = end.make
+
+    def make(kind: Any, ctx: Any, **named: Any) -> Any:
+        return Fails(plain(kind, ctx, **named), len(ctx.sizes) - 1, scene)
+
+    with mock.patch.object(end, "make", make):
+        yield

@@ -19,17 +19,17 @@ from kit.megatron.serve import as_world
 from kit.megatron.shards import destinations
 from kit.sync.link import address_of
 from kit.sync.sender import SyncFailed
-from kit.sync.transports import Place, ipc
+from kit.sync.transports import Place, direct
 from kit.train.plain import PlainModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from kit.labs.rankside import Context
     from kit.labs.sync.config import SyncConfig
     from kit.megatron.config import Geometry
     from kit.sync.cache import Cache
-    from kit.sync.log import Log
+    from kit.sync.sending import Log
 
 ROWS, LENGTH = 2, 8  # of the prompt whose logits are compared
 
@@ -66,10 +66,8 @@ class Side:
                 if self.ctx.rank in ranks:
                     self.group = made
 
-    @contextlib.contextmanager
-    def as_job(self) -> Iterator[None]:
-        with as_world(self.group):
-            yield
+    def as_job(self) -> contextlib.AbstractContextManager[None]:
+        return as_world(self.group)
 
     def end(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
         self.scope.close()
@@ -107,7 +105,7 @@ def name_of(rank: int) -> str:
 def place(ctx: Context) -> Place:
     """The location of a rank, from which transports are chosen."""
     gpu = ""
-    if ctx.device.type == "cuda" and not ipc.needs_permission():
+    if ctx.device.type == "cuda" and not direct.needs_permission():
         gpu = str(torch.cuda.get_device_properties(ctx.device).uuid)
     return Place(host=host(), world=ctx.world_of(ctx.rank), gpu=gpu)
 

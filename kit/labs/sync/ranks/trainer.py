@@ -17,11 +17,11 @@ from kit.labs.sync.ranks.watch import Watch, sha256
 from kit.measure.observers.holdings import MEMFD, SHM, shared_memory
 from kit.measure.phase import log_steps
 from kit.megatron import model, serve, shards
+from kit.sync.buckets import ALIGN, automatic, lay_out, specs_of
 from kit.sync.cache import BASE, LARGEST, Cache, Ring
-from kit.sync.layout import ALIGN, automatic, lay_out, specs_of
 from kit.sync.link import Listener
-from kit.sync.sender import Target
-from kit.sync.transports.serialize import memory
+from kit.sync.sender import Sender, Target
+from kit.sync.transports.direct import memory
 from kit.train.options import DEFAULTS
 from kit.train.plain import PlainModel
 
@@ -31,12 +31,10 @@ if TYPE_CHECKING:
     from kit.labs.rankside import Context
     from kit.measure.observers.holdings import Place
     from kit.megatron.config import ModelConfig
-    from kit.sync.layout import Key, Layout
-    from kit.sync.sender import Report, Sender
+    from kit.sync.buckets import Key, Layout
+    from kit.sync.sender import Report
 
-MOVES = dataclasses.replace(
-    DEFAULTS, first_lr=DEFAULTS.lr
-)  # no warm-up, so that the first step changes the weights too
+MOVES = dataclasses.replace(DEFAULTS, first_lr=DEFAULTS.lr)  # no warm-up, so that the first step changes weights
 OF_THE_CACHE = ("stale-bucket", "cache-after-offload")  # faults that need the cache
 LEAST_BUCKETS = 8  # also for a model that would fit into fewer, because a run with one bucket proves little
 
@@ -56,10 +54,6 @@ class Trainer(Side):
         self.unlocked = 0  # points of a sync at which the sender's lock was free
         self.total = 0  # bytes of all tensors
         self.watch = Watch(lambda: self.sender.version, measure=self.weigh)
-        self.job: Any
-        self.cache: Cache
-        self.listener: Listener
-        self.sender: Sender
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
         """Build a training job with the base weights."""
@@ -73,9 +67,7 @@ class Trainer(Side):
             if self.ctx.fault == "resumed-trainer":
                 self.job.step()
         self.tokens = self.prompt(config.geometry.vocab)
-        if (
-            self.config.shares
-        ):  # once before anything is counted, because the host memory for offloaded weights stays allocated
+        if self.config.shares:  # before anything is counted: the host memory for offloaded weights stays allocated
             self.job.mover.release()
             self.job.mover.restore()
         tensors = self.gather()
@@ -84,13 +76,13 @@ class Trainer(Side):
             self.cache = memory_of(self.config, tensors, self.ctx.fault)
             self.listener = self.scope.enter_context(Listener(name=self.ctx.meeting))
             self.scope.callback(self.cache.close)
-            self.sender = broken.sender_of(self.ctx.fault)(
+            self.sender = broken.SENDERS.get(self.ctx.fault, Sender)(
                 self.cache,
                 self.listener,
                 place=self.where,
                 rank=0,
                 device=self.ctx.device,
-                transport=broken.transport_of(self.ctx.fault, self.config.transport),
+                transport=broken.LEAKY if self.ctx.fault == "leaked-group" else self.config.transport,
                 verify=self.config.verify,
                 share=self.config.verify_share,
                 timeout_s=self.config.deadline_s,
@@ -103,11 +95,15 @@ class Trainer(Side):
         self.update_truth()
         if self.sends:
             error = failed(lambda: self.sender.sync(BASE, self.targets(), self.other_base))
-            named = error is not None and error.tensors == (max(self.digests),) and error.peer in self.names()
+            named = (
+                error is not None
+                and error.tensors == (max(self.digests),)
+                and error.peer in {target.name for target in self.targets()}
+            )
             self.ctx.record("base_accepted", int(not named))
         else:
             self.gather()
-        self.sync(BASE, self.targets())
+        self.deliver(BASE, self.targets())
         self.send_truth(self.targets())
         self.count()
 
@@ -142,7 +138,8 @@ class Trainer(Side):
     def refresh(self, cycle: int) -> None:
         if self.ctx.fault == "cache-after-offload":
             self.job.mover.release(("weights",))
-        self.sync(cycle, self.targets(sleeping=False))
+        dirty = broken.dirty(self.ctx.fault, self.cache) if self.sends else None
+        self.deliver(cycle, self.targets(sleeping=False), dirty=dirty)
         if self.ctx.fault == "cache-after-offload":
             self.job.mover.restore()
         self.count()
@@ -152,8 +149,7 @@ class Trainer(Side):
         self.job.mover.release()
 
     def expand(self, cycle: int) -> None:
-        if self.sends:
-            self.deliver(cycle, self.targets(sleeping=True), asleep=True)
+        self.deliver(cycle, self.targets(sleeping=True), asleep=True)
 
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.send_truth(self.targets())
@@ -184,17 +180,12 @@ class Trainer(Side):
         del self.job
         super().end(cycle)
 
-    # -- helpers -------------------------------------------------------------------------------------------------------
-
     def gather(self) -> dict[Key, torch.Tensor]:
         """Full tensors of the live weights, on rank 0. Collective over the trainer."""
         if self.job.mover.away and self.ctx.fault == "cache-after-offload":
             # Without its guard a cache packs whatever memory the allocator returns next: here zeros, like fresh pages.
-            return (
-                {spec.key: torch.zeros(spec.shape, dtype=spec.dtype) for spec in self.cache.layout.specs}
-                if self.sends
-                else {}
-            )
+            specs = self.cache.layout.specs if self.sends else ()
+            return {spec.key: torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs}
         with self.as_job():
             return {(name, 0): tensor for name, tensor in shards.full_tensors(self.job.chunks)}
 
@@ -219,16 +210,14 @@ class Trainer(Side):
         gpu = self.where.gpu if self.ctx.devices[rank] == str(self.ctx.device) else ""
         return self.where._replace(world=self.ctx.world_of(rank), gpu=gpu)
 
-    def sync(self, version: int, targets: Sequence[Target]) -> Report | None:
-        if not self.sends:
-            self.gather()
-            return None
-        return self.deliver(version, targets, dirty=broken.dirty(self.ctx.fault, self.cache))
-
     def deliver(
         self, version: int, targets: Sequence[Target], *, asleep: bool = False, dirty: Sequence[str] | None = None
-    ) -> Report:
-        """One sync on the sender, observed by the lab."""
+    ) -> Report | None:
+        """One sync, observed by the lab on the sender; the other ranks take part in gathering the weights."""
+        if not self.sends:
+            if not asleep:
+                self.gather()
+            return None
         self.watch.reset("base" if version == BASE else self.path_of(asleep=asleep))
         self.others |= shared_memory().keys() - self.shared
         try:
@@ -264,20 +253,12 @@ class Trainer(Side):
         self.named |= {one.name for one in held.values() if one.name.startswith(SHM)}
         self.most = max(self.most, sum(size for place, size in files.items() if place in self.shared))
 
-    def names(self) -> list[str]:
-        return [target.name for target in self.targets()]
-
     def held(self) -> set[Any]:
-        """Without the segments from which versions were sent, up to the allowed number; files in /dev/shm always count."""
+        """Without the segments from which versions were sent, of which one is allowed with a ring, else two; files in /dev/shm always
+        count."""
         held = super().held()
-        homes = sorted(held & self.watch.homes)
-        named = {name for name in self.named if Path(name).exists()}
-        return (held - set(homes[: copies(self.config, self.ctx.fault)])) | named
-
-
-def copies(config: Any, fault: str | None) -> int:
-    """The allowed number of versions in memory between syncs: one with a ring, else two."""
-    return 1 if streams(config, fault) else 2
+        homes = sorted(held & self.watch.homes)[: 1 if streams(self.config, self.ctx.fault) else 2]
+        return held - set(homes) | {name for name in self.named if Path(name).exists()}
 
 
 def streams(config: Any, fault: str | None) -> bool:

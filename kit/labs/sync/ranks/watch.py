@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,11 +32,8 @@ if TYPE_CHECKING:
 
 QUIET_S = 0.015  # if no forward is inside and none begins for this long, forwards wait
 SETTLED_S = 2.0  # after a sync a forward has this long to begin: nothing may hold it back any more
-LINGER_S = (
-    0.02  # a forward stays inside this long when a writer arrives, so that a writer that does not wait is detected
-)
-WAITS = "waits"
-STUCK = "stuck"
+LINGER_S = 0.02  # a forward stays inside this long when a writer arrives, to detect a writer that does not wait
+WAITS, STUCK = "waits", "stuck"
 STEPS = ("verify", "apply", "teardown", "finalize", "publish", "activate", "end")
 
 
@@ -66,15 +64,15 @@ class Point(NamedTuple):
     logits: str
 
 
+@dataclass(eq=False)
 class Forwards:
     """The forward that `Serving` runs, with a record of each call."""
 
-    def __init__(
-        self, forward: Callable[[], torch.Tensor], receiver: Callable[[], Receiver], deadline_s: float
-    ) -> None:
-        self.forward = forward
-        self.receiver = receiver
-        self.deadline_s = deadline_s
+    forward: Callable[[], torch.Tensor]
+    receiver: Callable[[], Receiver]
+    deadline_s: float
+
+    def __post_init__(self) -> None:
         self.made: dict[int, Forward] = {}
         self.overlaps = 0  # writers that entered while a forward was inside
         self._begun = 0
@@ -146,27 +144,20 @@ class Forwards:
             yield
 
 
+@dataclass(eq=False)
 class Watch:
     """One rank's observer: the `points` of the current sync. `known` are the logits of each version, taken at rest."""
 
-    def __init__(
-        self,
-        version: Callable[[], int],
-        routed: Callable[[], bool] = lambda: True,
-        forwards: Forwards | None = None,
-        serving: Serving | None = None,
-        measure: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.version = version
-        self.routed = routed
-        self.forwards = forwards
-        self.serving = serving
-        self.measure = measure  # called at every point
-        self.points: list[Point] = []
-        self.homes: set[Place] = set()  # shared memory from which buckets were sent
-        self.known: dict[int, str] = {}
-        self.path = "base"
-        self.recorded: Counter[str] = Counter()  # number of recorded syncs by path
+    version: Callable[[], int]
+    routed: Callable[[], bool] = lambda: True
+    forwards: Forwards | None = None
+    serving: Serving | None = None
+    measure: Callable[[], None] = lambda: None  # called at every point
+    points: list[Point] = field(default_factory=list)
+    homes: set[Place] = field(default_factory=set)  # shared memory from which buckets were sent
+    known: dict[int, str] = field(default_factory=dict)
+    path: str = "base"
+    recorded: Counter[str] = field(default_factory=Counter)  # number of recorded syncs by path
 
     def point(self, name: str, bucket: int = 0) -> None:
         when, version, routed = time.time(), self.version(), self.routed()
@@ -211,8 +202,6 @@ class Watch:
         for step in STEPS:
             setattr(Seen, step, _seen_step(plain, step, watch))
         return Seen
-
-    # -- results -------------------------------------------------------------------------------------------------------
 
     def version_of(self, logits: str) -> str:
         """The version that gave these logits, in words."""
@@ -298,14 +287,9 @@ class SeenWeights:
     def own(self) -> Any:
         return self._weights.own()
 
-    def bind(self, layout: Any) -> SeenApplier:
-        return SeenApplier(self._weights.bind(layout), self._watch)
-
-
-class SeenApplier:
-    def __init__(self, applier: Any, watch: Watch) -> None:
-        self._applier = applier
-        self._watch = watch
+    def bind(self, layout: Any) -> SeenWeights:
+        self._applier = self._weights.bind(layout)
+        return self
 
     def apply(self, index: int, buffer: torch.Tensor) -> None:
         self._watch.point("write", index)
