@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.bench.session import Part, Row, Session, progress, row, samples, seconds_of
 from kit.labs.discover import find
-from kit.labs.offload.config import OffloadConfig
+from kit.labs.offload import OffloadConfig
 from kit.measure import provenance
 from kit.results import Record, create_run
 

@@ -21,10 +21,9 @@ from kit import nccl2, routing
 from kit.errors import BadInput, KitError, RankDied, RankError
 from kit.labs.configure import configure, find_fault, refuse_device
 from kit.labs.definition import Definition, Role, Step, role_names, working
-from kit.labs.drive import RANKSIDE, Drive, Quiet, Write
+from kit.labs.drive import RANKSIDE, Drive, Quiet, Stepped, Write
 from kit.labs.growth import gpus
 from kit.labs.options import LabConfig
-from kit.labs.stepped import Stepped
 from kit.measure.provenance import provenance
 from kit.results import Record, Run, create_run, runs_dir
 from kit.results.files import write_text

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kit.bench import offload
-from kit.bench.offload import Samples, Sizes, onranks
+from kit.bench.offload import Samples, Sizes
+from kit.bench.onranks import release as onranks
 from kit.bench.session import Book, Session, conduct, read_rows
 from kit.errors import KitError
 from kit.megatron.tensors import Item

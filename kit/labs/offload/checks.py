@@ -17,33 +17,31 @@ from kit.labs.growth import (
     slopes,
     steady,
 )
-from kit.labs.offload.counts import (
+from kit.labs.offload.measures import (
     as_found,
     bitwise,
+    comm_released,
     count_of,
     failure,
     groups_return,
+    kept_by_choice,
     kept_groups,
     kept_world,
     names_restored,
     old_groups,
     random_unchanged,
-    tensors_left,
-    tensors_restored,
-    undestroyed,
-    unhashed,
-    unrehearsed,
-    world_released,
-)
-from kit.labs.offload.memory import (
-    comm_released,
-    kept_by_choice,
     reload_peak,
     residual,
     state_bytes,
+    tensors_left,
     tensors_released,
+    tensors_restored,
+    undestroyed,
+    unhashed,
     unmoved,
+    unrehearsed,
     unseen,
+    world_released,
 )
 from kit.results import Check
 

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
-from kit.labs.offload.config import KIT_RELEASER
+from kit.labs.offload import KIT_RELEASER
 from kit.megatron import groups
 from kit.megatron.groups.suspend import STATS
 from kit.target import load

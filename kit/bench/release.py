@@ -93,7 +93,7 @@ def side_by_side(
         if session.device == "cuda":
             ways.insert(ways.index(Way("official")), LIKE_EXACT)
         for way in WAYS:
-            if why := world.call("kit.bench.release.onranks:refused", mode=way.mode)[0]:
+            if why := world.call("kit.bench.onranks.release:refused", mode=way.mode)[0]:
                 broken.add(way)
                 yield unmeasured(what, why, who=way.name, ids={**about, "way": way.name})
         for trial, way in itertools.product(range(trials), ways):
@@ -103,7 +103,7 @@ def side_by_side(
             world.restart()
             asked: dict[str, Any] = {"mode": way.mode, "by_store": way.by_store}
             try:
-                answers = world.call("kit.bench.release.onranks:cycles", **asked, total=total, n=cycles)
+                answers = world.call("kit.bench.onranks.release:cycles", **asked, total=total, n=cycles)
             except KitError as error:
                 broken.add(way)
                 yield unmeasured(what, error, who=way.name, ids={**about, "way": way.name})

@@ -6,22 +6,28 @@ fewer cores than ranks that work, what could go side by side waits. Ranks import
 
 from __future__ import annotations
 
+import os
 import secrets
+import shutil
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kit.bench.session import KIT, Part, Row, Session, progress, ratios, row
-from kit.bench.sync import gpus, others
+from kit.bench.session import KIT, Part, Row, Session, progress, ratios, row, unmeasured
 from kit.errors import BadInput
 from kit.machine import free_memory
 from kit.megatron.config import ModelConfig, model_bytes
 from kit.world import World
 
+if TYPE_CHECKING:
+    from kit.results import Run
+
 Seconds = Mapping[str, Sequence[float]]
-ONRANKS = "kit.bench.sync.onranks"
+ONRANKS = "kit.bench.onranks.sync"
 SLOW = 1800.0  # for a call that makes all turns, on a busy machine
 MIB, GIB, GB = 2**20, 2**30, 1e9
 LARGE, SMALL = 1 / 0.8, 1 / 0.6  # of memcpy's time: for tensors of a MiB and more, and for smaller ones
@@ -36,6 +42,15 @@ NOT_HERE = "not installed"
 PEERS = {"file:safetensors": "safetensors", "file:dcp": "torch"}  # and their packages
 OVER_MEMCPY = ("shm", "shm+whole", "shm+whole+fresh", "shm+cache")
 GROUPS = ("broadcast", "per-tensor", "rendezvous")
+
+IN_MEMORY = Path("/dev/shm")  # noqa: S108 - the place itself is what is measured
+SPARE = 1.25  # a checkpoint is a little more than its tensors
+# Names of plain copies; `PEER` has the number of the other GPU after it.
+HOST, WITHIN, OUT, BACK, PEER = "memcpy", "within the GPU", "GPU to pinned memory", "pinned memory to GPU", "to GPU"
+RANKS = {"ipc": 2, "shm": 2, "broadcast": 3}  # a group is a proper part of the World: one looks on
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+BLOCK = 2**28
+ROUNDS = 7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +122,7 @@ def parts(sizes: Sizes, device: str) -> dict[str, Part]:
         return part
 
     by_gpu: dict[str, Part] = {
-        f"gpus.{name}": partial(gpus.rows, name=name, model=sizes.on_gpus, cycles=few) for name in gpus.RANKS
+        f"gpus.{name}": partial(on_gpus, name=name, model=sizes.on_gpus, cycles=few) for name in RANKS
     }
     made: dict[str, Part] = {}
     for shape in sizes.shapes:
@@ -231,11 +246,11 @@ def verified(world: World, shape: Shape, algorithms: Sequence[str], *, rounds: i
 
 def through_files(world: World, shape: Shape, *, rounds: int) -> list[Row]:
     """Against what others do: files in memory."""
-    peers = {name: others.missing(package) for name, package in PEERS.items()}
+    peers = {name: missing(package) for name, package in PEERS.items()}
     ways = ["shm", *(name for name, why in peers.items() if not why)]
     answer = rates(world, shape, ways, receivers=1, rounds=rounds)
     what = f"{shape.name}, 1 receiver, files"
-    where = others.place_for(shape.size())
+    where = place_for(shape.size())
     place = f"in {where}" if where else "in the folder for temporary files: too little room in memory"
     made = []
     for name in ways[1:]:
@@ -268,3 +283,86 @@ def growth(world: World, megabytes: Sequence[int], receivers: Sequence[int], *, 
             ways = ["memcpy", "shm", "broadcast"]
             answer = rates(world, of_megabytes(size), ways, receivers=count, rounds=rounds)
             yield from times(what, answer, ways, megabytes=size, receivers=count)
+
+
+def missing(package: str) -> str:
+    """Why a peer cannot be measured; empty where it can."""
+    return "" if find_spec(package) else "not installed"
+
+
+def place_for(size: int) -> Path | None:
+    """Where so many bytes have room in memory; None where they do not, and go to the folder for temporary files."""
+    return IN_MEMORY if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > SPARE * size else None
+
+
+# -- on CUDA: the lab's syncs by each transport, beside plain copies -------------------------------------------------------
+#
+# A rate counts a byte that is copied once, although it is read and written. A time is the sender's, from when all are ready until the
+# receivers have applied everything, as in the lab's own comparison of transports. Copies are measured in the same ranks just before. Where
+# two ranks share a GPU, NCCL may refuse: then the row says so. Has not run on a GPU yet; on the CPU the same code runs over shared memory
+# and gloo, in the tests.
+
+
+def on_gpus(session: Session, name: str, *, model: str, cycles: int) -> list[Row]:
+    """One transport. Without a GPU a row gives the reason."""
+    if session.device == "cpu":
+        return [unmeasured(f"on GPUs: {name}", "the CPU was asked for, or this machine has no GPU driver")]
+    return by_transport(session, name, model=model, cycles=cycles)
+
+
+def by_transport(session: Session, name: str, *, model: str, cycles: int) -> list[Row]:
+    """Ceilings, then as many versions, in the same ranks; the first version allocates pages and connections, and is not reported."""
+    env = {VISIBLE: os.environ.get(VISIBLE, "0").partition(",")[0]} if name == "ipc" else None  # both ends on one GPU
+    logs = session.logs / "gpus" / name
+    logs.mkdir(parents=True, exist_ok=True)
+    with session.world(RANKS[name], logs=logs / "ranks", env=env, preload=("megatron.core",), timeout_s=600) as world:
+        seats = [seat["device"] for seat in world.status()]
+        plain = world.call(f"{ONRANKS}:measured", ranks=[0], size=BLOCK, rounds=ROUNDS, device=seats[0], timeout_s=600)[
+            0
+        ]
+        settings: dict[str, Any] = {"tp": 1, "replicas": 1, "infer_tp": 1, "placement": "apart", "refresh": "paused"}
+        settings |= {"transport": name, "verify": "none", "sweep": False, "ranks": RANKS[name], "size": model}
+        run = session.lab("sync", logs / "run", world=world, timeout_s=600, cycles=cycles + 1, **settings)
+    return beside_copies(run, name, plain, same=seats[0] == seats[-1])
+
+
+def beside_copies(run: Run, name: str, plain: Seconds, *, same: bool) -> list[Row]:
+    """The transport's time with its ceiling beside it, and the ceilings themselves."""
+    from kit.labs.sync.tables import events
+
+    frame = run.frame()
+    sent = frame[(frame["phase"] == "refresh") & (frame["rank"] == 0)]
+    size = float(sent[sent["metric"] == "bytes"]["value"].max())
+    seconds = []
+    for cycle in sorted(sent["cycle"].unique())[1:]:
+        at = events(frame, "refresh", int(cycle)).query("rank == 0").set_index("event")["seconds"]
+        seconds.append(float(at["apply"] - at["ready"]))
+    limits = ceiling_of(name, plain, same=same)
+    least = {what: statistics.median(plain[what]) * size / BLOCK for what in limits}
+    slowest = max(least, key=least.__getitem__)
+    rate = size / statistics.median(seconds) / GB
+    share = least[slowest] / statistics.median(seconds)
+    where = f"{run.config['size']}, 1 receiver on {'the same' if same else 'another'} device"
+    note = f"{rate:.2f} GB/s, {share:.2f} of {slowest} at {size / least[slowest] / GB:.2f} GB/s"
+    ids: dict[str, str | int | float] = {"transport": name, "bytes": size, "device": "same" if same else "another"}
+    made = [row(f"{where}: {name}, from all ready to applied", seconds, ceiling=least[slowest], note=note, ids=ids)]
+    return made + [
+        row(
+            f"{name}: {BLOCK >> 20} MiB, {what}",
+            taken,
+            who="plain copy",
+            note=f"{BLOCK / statistics.median(taken) / GB:.2f} GB/s",
+            ids={"transport": name, "bytes": BLOCK, "copy": what},
+        )
+        for what, taken in plain.items()
+    ]
+
+
+def ceiling_of(name: str, plain: Seconds, *, same: bool) -> list[str]:
+    """Which plain copies bound a transport: shared memory goes through the host, NCCL from GPU to GPU."""
+    if WITHIN not in plain:
+        return [HOST]
+    peers = [what for what in plain if what.startswith(PEER)]
+    if name == "shm" or not (same or peers):
+        return [OUT, BACK]
+    return [WITHIN] if same else peers

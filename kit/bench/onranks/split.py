@@ -1,5 +1,3 @@
-"""What `kit bench split` has its ranks do. What is compared works on the same job and the same rows, and takes turns within one loop."""
-
 from __future__ import annotations
 
 import math

@@ -1,24 +1,31 @@
-"""What `kit bench offload` has its ranks do: each function times one thing again and again and gives its samples back.
+"""What `kit bench offload` and `kit bench release` have their ranks do: tensors out and back, and groups released and brought back.
 
 The things that are compared take turns within one loop, so that what else happens on the machine befalls them alike.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
+import time
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from kit.errors import BadInput, KitError
-from kit.measure import host
+from kit.measure import counts, host
 from kit.measure.memory import device_memory, host_memory
 from kit.measure.phase import timed
 from kit.megatron import groups, model
 from kit.megatron.config import ModelConfig
-from kit.megatron.tensors import native
+from kit.megatron.groups.handle import c10d
+from kit.megatron.groups.snapshot import current_groups, parallel_state
+from kit.megatron.tensors import memory, native
+from kit.nccl import unbound
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -229,3 +236,97 @@ def _used(job: model.Training) -> int:
     seen = device_memory(str(job.device))
     assert seen is not None
     return seen.driver_used
+
+
+GLOO, STORE, SPLIT, KEPT = (
+    "gloo over the store",
+    "ncclCommInitRankConfig over the store",
+    "ncclCommSplit",
+    "ncclCommResume",
+)
+EXTRA = "_MORE_FOR_THE_BENCH_GROUPS"  # a global among Megatron's own, so that every mode finds what it holds
+
+
+def refused(*, mode: str) -> str:
+    """Why these ranks cannot release in this way; empty where they can."""
+    if mode not in groups.KEEPING:
+        return ""
+    try:
+        groups.refuse_keeping()
+    except BadInput as error:
+        return str(error)
+    return ""
+
+
+def mechanism(*, mode: str, by_store: bool) -> str:
+    """What makes this rank's communicators again. Under a default group that is bound to its device, torch splits it; the exact modes
+    unbind it meanwhile, and so does `by_store`."""
+    if not c10d._world.default_pg.bound_device_id:
+        return STORE if torch.cuda.is_available() else GLOO
+    if mode in groups.KEEPING:
+        return KEPT
+    return STORE if by_store or mode in groups.EXACT else SPLIT
+
+
+def cycles(*, mode: str, by_store: bool, total: int, n: int) -> dict[str, Any]:
+    """A job of tensor parallel 2 with `total` groups a rank, or as many as Megatron makes where that is 0 or less than it makes."""
+    job = model.build(ModelConfig(tp=2, layers=1))
+    own = len(current_groups())
+    more = max(0, total - own)
+    make_extra(more)
+    job.step(1)
+    every_group_talks()
+    gc.collect()
+    dist.barrier()
+    first = levels()
+    seen = [cycle(mode, more, by_store=by_store) for _ in range(n)]
+    dist.barrier()
+    last = levels()
+    job.mover.close()
+    left = {name: last.get(name, 0) - first[name] for name in first}
+    return {"groups": own + more, "cycles": seen, "left": left, "mechanism": mechanism(mode=mode, by_store=by_store)}
+
+
+def cycle(mode: str, more: int, *, by_store: bool) -> dict[str, Any]:
+    """Seconds of each part, and what the release gave back by source."""
+    dist.barrier()
+    before = levels()
+    dist.barrier()
+    start = time.perf_counter()
+    stats = groups.destroy(mode)
+    gone = time.perf_counter()
+    gc.collect()
+    dist.barrier()
+    released = levels()  # once all have released: a GPU may be shared
+    dist.barrier()
+    again = time.perf_counter()
+    with unbound(c10d._world.default_pg) if by_store else contextlib.nullcontext():
+        groups.reload(stats["snapshot"])
+        if mode not in (*groups.EXACT, *groups.KEEPING):
+            make_extra(more)  # these two rebuild what Megatron makes; the caller makes the others again
+    back = time.perf_counter()
+    dist.barrier()
+    ready = time.perf_counter()
+    every_group_talks()
+    talked = time.perf_counter()
+    return {
+        "seconds": {"release": gone - start, "back": back - again, "first collective": talked - ready},
+        "freed": {name: before[name] - released.get(name, 0) for name in before},
+    }
+
+
+def make_extra(number: int) -> None:
+    """Groups of all ranks, in a global of Megatron's. It holds those that were there before no longer."""
+    everyone = list(range(dist.get_world_size()))
+    made = [dist.new_group(everyone, group_desc=f"MORE_{index}") for index in range(number)]
+    setattr(parallel_state(), EXTRA, made)
+
+
+def every_group_talks() -> None:
+    wrong = [row["group"] for row in groups.talk(current_groups()) if not row["exact"]]
+    assert not wrong, f"a wrong sum over {wrong}"
+
+
+def levels() -> dict[str, int]:
+    """What this process holds, by source: counts, and bytes. NCCL's own statistics are there while it has communicators."""
+    return {**counts()._asdict(), **memory(), **{f"comm_{name}": size for name, size in groups.communicators().items()}}

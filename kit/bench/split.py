@@ -19,7 +19,7 @@ from kit.world import World
 
 Config = dict[str, Any]
 Seconds = dict[str, list[float]]
-ONRANKS = "kit.bench.split.onranks"
+ONRANKS = "kit.bench.onranks.split"
 RANKS = 2
 WHOLE, IN_FIVE, MEMORY, METRICS = 1.02, 1.05, 1.01, 1.15
 LONG_ENOUGH = 0.3  # seconds of a step whose ratios say something

@@ -60,7 +60,7 @@ def tensors(session: Session, model: str, *, trials: int, cycles: int) -> Iterat
             progress(f"tensors of {model}, {trial + 1} of {trials}")
             if trial:
                 world.restart()
-            seen += world.call("kit.bench.offload.onranks:tensors", size=model, cycles=cycles)
+            seen += world.call("kit.bench.onranks.release:tensors", size=model, cycles=cycles)
             yield from made(model, seen)
 
 
@@ -72,7 +72,7 @@ def saved(session: Session, model: str, *, trials: int, cycles: int) -> Iterator
         return
     seen: list[dict[str, Any]] = []
     with session.world(1, preload=("megatron.core",), timeout_s=600) as world:
-        if refused := world.call("kit.bench.offload.onranks:saver_refused")[0]:
+        if refused := world.call("kit.bench.onranks.release:saver_refused")[0]:
             yield Row(what=what, who=SAVER, note=refused)
             return
         for trial in range(trials):
@@ -80,7 +80,7 @@ def saved(session: Session, model: str, *, trials: int, cycles: int) -> Iterator
             if trial:
                 world.restart()
             try:
-                seen += world.call("kit.bench.offload.onranks:saved", size=model, cycles=cycles)
+                seen += world.call("kit.bench.onranks.release:saved", size=model, cycles=cycles)
             except KitError as error:
                 yield unmeasured(what, error, who=SAVER)
                 return
