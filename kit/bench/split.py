@@ -61,14 +61,7 @@ class Sizes:
 
 
 SHORT = Job(size="tiny", layers=4, length=256, micro_batch=2)  # about a third of a second on two cores
-QUICK = Sizes(
-    job=SHORT,
-    pipeline=SHORT,
-    rounds=4,
-    peak_steps=1,
-    loss=(4, 2048),
-    loss_rounds=4,
-)
+QUICK = Sizes(job=SHORT, pipeline=SHORT, rounds=4, peak_steps=1, loss=(4, 2048), loss_rounds=4)
 
 
 def parts(sizes: Sizes, device: str) -> dict[str, Part]:

@@ -1,4 +1,5 @@
-"""Rehearsals of what must hold when things go wrong: a group that cannot be destroyed, and errors inside a borrowed state."""
+"""What breaks on purpose in the offload lab: the kit's releaser with one bug each, bugs put into a job that has come back, and rehearsals
+of a group that cannot be destroyed and of errors inside a borrowed state."""
 
 from __future__ import annotations
 
@@ -31,57 +32,60 @@ if TYPE_CHECKING:
 REFUSED = "refused on purpose"
 
 
-class Refusal:
-    """While entered, one group cannot be destroyed, however that is asked for: by torch's own call, or by its shutdown or abort. It is
-    known by what a collective reaches, so that a wrapper or handle around it is refused alike. `asked` tells whether anybody tried."""
-
-    def __init__(self, victim: Any) -> None:
-        self.victim = victim
-        self.asked = False
-        self._undo: list[tuple[Any, str, Any]] = []
-
-    def __enter__(self) -> Refusal:
-        self._replace(dist, "destroy_process_group", self._unless_refused(dist.destroy_process_group))
-        self._replace(c10d, "destroy_process_group", self._unless_refused(c10d.destroy_process_group))
-        for name in ("shutdown", "abort"):
-            self._replace(dist.ProcessGroup, name, self._method(vars(dist.ProcessGroup)[name]))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._undo:
-            owner, name, plain = self._undo.pop()
-            setattr(owner, name, plain)
-
-    def _replace(self, owner: Any, name: str, new: Any) -> None:
-        self._undo.append((owner, name, vars(owner)[name]))
+@contextlib.contextmanager
+def replaced(name: str, new: Any, *owners: Any) -> Iterator[None]:
+    """An attribute of these modules or classes is another one meanwhile."""
+    plain = [vars(owner)[name] for owner in owners]
+    for owner in owners:
         setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        for owner, before in zip(owners, plain, strict=True):
+            setattr(owner, name, before)
 
-    def _unless_refused(self, plain: Callable[..., None]) -> Callable[..., None]:
+
+@contextlib.contextmanager
+def refusing(victim: Any) -> Iterator[list[str]]:
+    """While entered, one group cannot be destroyed, however that is asked for: by torch's own call, or by its shutdown or abort. It is
+    known by what a collective reaches, so that a wrapper or handle around it is refused alike. Gives what was asked so far."""
+    asked: list[str] = []
+
+    def refuse(name: str) -> None:
+        asked.append(name)
+        raise RuntimeError(REFUSED)
+
+    def is_victim(group: Any) -> bool:
+        try:
+            with births.doors():
+                return births.reach(group) is victim
+        except Exception:  # noqa: BLE001 - what reaches no group is none
+            return False
+
+    def destroyer(plain: Callable[..., None]) -> Callable[..., None]:
         def destroy(group: Any = None) -> None:
-            if group is not None and self._is_victim(group):
-                self._refuse()
+            if group is not None and is_victim(group):
+                refuse("destroy_process_group")
             plain(group)
 
         return destroy
 
-    def _method(self, plain: Any) -> Callable[..., None]:
-        def method(group: Any) -> None:
-            if group is self.victim:
-                self._refuse()
+    def method(name: str) -> Callable[..., None]:
+        plain = vars(dist.ProcessGroup)[name]
+
+        def refused(group: Any) -> None:
+            if group is victim:
+                refuse(name)
             plain.__get__(group)()
 
-        return method
+        return refused
 
-    def _is_victim(self, group: Any) -> bool:
-        try:
-            with births.doors():
-                return births.reach(group) is self.victim
-        except Exception:  # noqa: BLE001 - what reaches no group is none
-            return False
-
-    def _refuse(self) -> None:
-        self.asked = True
-        raise RuntimeError(REFUSED)
+    with contextlib.ExitStack() as stack:
+        for module in (dist, c10d):
+            stack.enter_context(replaced("destroy_process_group", destroyer(module.destroy_process_group), module))
+        for name in ("shutdown", "abort"):
+            stack.enter_context(replaced(name, method(name), dist.ProcessGroup))
+        yield asked
 
 
 def failure_raises(releaser: Any) -> bool | None:
@@ -90,7 +94,7 @@ def failure_raises(releaser: Any) -> bool | None:
         victim = births.reach(next(iter(observe.standing().values())))
     name = str(victim.group_desc)
     raised = None
-    with Refusal(victim) as refusal:
+    with refusing(victim) as asked:
         del victim
         try:
             state = releaser.release()
@@ -101,7 +105,7 @@ def failure_raises(releaser: Any) -> bool | None:
             groups.reload(failure.stats["snapshot"])
         except Exception as error:  # noqa: BLE001 - any error will do, if it names the group
             raised = any(name in str(one) for one in births.chain(error))
-    return False if raised is None and refusal.asked else raised
+    return False if raised is None and asked else raised
 
 
 class OnPurposeError(Exception):
@@ -158,7 +162,8 @@ def scope(fault: str | None) -> Iterator[None]:
     if fault == "leaves-default-group" and not dist.is_initialized():
         yield
         return
-    with quiet(), ownership.as_found():
+    log = logging.getLogger(ownership.__name__)  # the rehearsed error is logged by design; it is no news
+    with replaced("disabled", True, log), ownership.as_found():
         try:
             yield
         except OnPurposeError:
@@ -185,18 +190,6 @@ def default_group() -> None:
 def failing_default_group() -> None:
     default_group()
     raise OnPurposeError
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """The rehearsed error is logged by design; it is no news."""
-    log = logging.getLogger(ownership.__name__)
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -292,15 +285,16 @@ class Broken(KitReleaser):
         self.reloads += 1
         if fault == "reseeded":
             torch.manual_seed(self.ctx.config.seed)
-        elif fault == "leaked-file":
-            self.leave_a_file()
+        elif fault == "leaked-file":  # in shared memory; nobody has it open or mapped. It goes when the job ends
+            fd, path = tempfile.mkstemp(prefix="kit-fault-", dir="/dev/shm")
+            os.close(fd)
+            weakref.finalize(self, os.unlink, path)
         elif fault == "slow-at-last" and self.reloads in (self.ctx.config.cycles - 1, self.ctx.config.cycles):
             time.sleep(SLOW_S)
         elif fault == "double-copy":
-            copies = [item.storage.clone() for item in self.ctx.mover.items()]
-            del copies
+            _ = [item.storage.clone() for item in self.ctx.mover.items()]
         elif fault == "bit-flip" and self.last:
-            flip_one_bit(next(self.ctx.chunks[0].module.parameters()).data)
+            next(self.ctx.chunks[0].module.parameters()).data.view(-1)[:1].view(torch.uint8)[0] ^= 1
         elif fault == "lost-optimizer-state":
             for item in self.ctx.mover.items():
                 if item.name.endswith("exp_avg"):
@@ -308,20 +302,10 @@ class Broken(KitReleaser):
         elif fault == "alias-broken":
             parameter = next(self.ctx.chunks[0].module.parameters())
             parameter.main_grad = parameter.main_grad.clone()
-        elif fault == "grads-not-zeroed":
-            self.skip_zeroing()
+        elif fault == "grads-not-zeroed":  # once, the next step's zeroing of the gradient buffers does nothing
+            for chunk in self.ctx.chunks:
+                chunk.zero_grad_buffer = functools.partial(delattr, chunk, "zero_grad_buffer")
         return done
-
-    def leave_a_file(self) -> None:
-        """A file in shared memory that nobody has open or mapped. It goes when the job ends."""
-        fd, path = tempfile.mkstemp(prefix="kit-fault-", dir="/dev/shm")
-        os.close(fd)
-        weakref.finalize(self, os.unlink, path)
-
-    def skip_zeroing(self) -> None:
-        """Once, the next step's zeroing of the gradient buffers does nothing."""
-        for chunk in self.ctx.chunks:
-            chunk.zero_grad_buffer = once_nothing(chunk, "zero_grad_buffer")
 
     def leave_a_stale_handle(self) -> None:
         """The first module that keeps a group gets one that is destroyed."""
@@ -355,11 +339,8 @@ def default_timeouts() -> Iterator[None]:
             backend_options._timeout = default
         return plain(*args, backend_options=backend_options, **kwargs | {"timeout": default})
 
-    c10d._new_process_group_helper = helper
-    try:
+    with replaced("_new_process_group_helper", helper, c10d):
         yield
-    finally:
-        c10d._new_process_group_helper = plain
 
 
 def forget_groups_only() -> State:
@@ -374,22 +355,8 @@ def forget_groups_only() -> State:
     return snapshot
 
 
-def flip_one_bit(tensor: torch.Tensor) -> None:
-    raw = tensor.view(-1)[:1].view(torch.uint8)
-    raw[0] ^= 1
-
-
-def once_nothing(owner: Any, name: str) -> Callable[[], None]:
-    """A method that does nothing once, then is itself again."""
-
-    def nothing() -> None:
-        delattr(owner, name)
-
-    return nothing
-
-
 @contextlib.contextmanager
-def double_patched() -> Any:
+def double_patched() -> Iterator[None]:
     """new_group patched by a second wrapper that makes a group of its own beside the inner one and forgets it."""
     plain = dist.new_group
 
@@ -397,8 +364,5 @@ def double_patched() -> Any:
         plain(*args, **kwargs)
         return plain(*args, **kwargs)
 
-    dist.new_group = c10d.new_group = twice
-    try:
+    with replaced("new_group", twice, dist, c10d):
         yield
-    finally:
-        dist.new_group = c10d.new_group = plain

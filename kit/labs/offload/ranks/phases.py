@@ -9,7 +9,6 @@ import contextlib
 import gc
 import time
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,13 +22,13 @@ from kit.labs.offload.ranks.releaser import around, make_releaser, told
 from kit.labs.rankside import digest
 from kit.measure.observers import births, names
 from kit.measure.observers.births import Births
-from kit.measure.observers.tensors import KINDS, Difference, Print, Resident, State, children, differences, live_bytes
+from kit.measure.observers.tensors import KINDS, Print, Resident, State, children, differences, live_bytes
 from kit.measure.steps import log_steps
 from kit.megatron import groups, observe, ownership, standin, tensors
 from kit.target import load
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from kit.labs.rankside import Context
 
@@ -95,7 +94,7 @@ class Offload:
             self.control(cycle)
         self.control_end(cycle)
         (first_log, first), (second_log, second) = self.controls
-        self.ctx.record("controls_differ", differing(first_log, second_log) + differing(first, second))
+        self.ctx.record("controls_differ", differing(first_log, second_log) + len(apart(first, second)))
 
     # -- the job that is released -------------------------------------------------------------------------------------
 
@@ -129,7 +128,7 @@ class Offload:
 
     def fingerprint(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Before a release: every tensor, group, holder and generator as it is."""
-        self.watch.before(self._state(), hashed=self.config.hashes, **self._roots())
+        self.watch.before(self._state().prints() if self.config.hashes else {}, **self._roots())
         self.ctx.record("groups_watched", len(self.watch.old))
         there, wanted = self._resident(), arithmetic(self.job, self.ctx.world_size)
         for kind in KINDS:
@@ -150,13 +149,12 @@ class Offload:
         left = sorted(filter(self._to_go, self._resident()), key=lambda each: -each.size)
         self.ctx.record("left_bytes", total(left), "B")
         kept = [each for each in left if each.kind in self.config.kinds and each.size > SCALAR_BYTES]
-        self.ctx.record("left_tensors", len(kept), text=shown(kept))
+        self._found("left_tensors", kept)
         if self.config.groups:
-            alive = self.watch.alive()
-            self.ctx.record("old_groups_alive", len(alive), text=shown(alive))
+            self._found("old_groups_alive", self.watch.alive())
             # Of suspended groups those over gloo stay in use.
-            usable = self.watch.usable(but_gloo=self.config.mode in groups.KEEPING)
-            self.ctx.record("stale_usable", len(usable), text=shown(usable))
+            usable = observe.usable(self.watch.old, but_gloo=self.config.mode in groups.KEEPING)
+            self._found("stale_usable", usable)
             # A Megatron that stays initialised is right where each of its groups raises by its name.
             self.ctx.record("initialised", int(observe.initialised() and (bool(usable) or not self.watch.old)))
             self.ctx.record("world_left", int(self.watch.world_left()))
@@ -171,28 +169,28 @@ class Offload:
         """The first collectives after a reload, over every group, with values that depend on the rank."""
         talked, wrong = self.watch.talk()
         self.ctx.record("talked_groups", talked)
-        self.ctx.record("wrong_groups", len(wrong), text=shown(wrong))
+        self._found("wrong_groups", wrong)
 
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """After a reload: all of it again, random numbers first."""
         self.ctx.record("unchecked", int(not self.config.hashes))
         if self.config.groups or self.config.kinds:
-            moved = self.watch.random_moved()
-            self.ctx.record("generators_moved", len(moved), text=shown(moved))
-        after = self.watch.after(self._state(), hashed=self.config.hashes, **self._roots())
-        self.ctx.record("membership_changed", len(after.moved), text=shown(after.moved))
-        self.ctx.record("options_changed", len(after.options), text=shown(after.options))
-        self.ctx.record("stale_holders", len(after.stale), text=shown(after.stale))
+            self._found("generators_moved", apart(self.watch.random, observe.random_state()))
+        moved, options, stale = self.watch.after(**self._roots())
+        self._found("membership_changed", moved)
+        self._found("options_changed", options)
+        self._found("stale_holders", stale)
         if self.config.hashes:
-            different = self.watch.tensors(zeroed=self.config.dropped_grads)
-            self.ctx.record("tensors_hashed", self.watch.hashed)
-            self.ctx.record("tensors_changed", len(different), text=shown(different))
+            after = self._state().prints()
+            different = differences(self.watch.prints, after, zeroed=self.config.dropped_grads)
+            self.ctx.record("tensors_hashed", len(after))
+            self._found("tensors_changed", different)
             for one in different[:NAMED]:
                 self.ctx.record("tensor_differs", one.largest, text=one.what, tensor=one.name, kind=one.kind)
-        self.watch.forget()
-        if not self.broken and (wrong := [*after.moved, *after.options, *after.stale]):
+        self.watch.prints = {}
+        if not self.broken and (wrong := [*moved, *options, *stale]):
             print(f"groups, options and handles that differ: {len(wrong)}, first: {wrong[0]}")
-        self.broken = self.broken or any_rank(bool(after.stale or self.watch.mute))
+        self.broken = self.broken or any_rank(bool(stale or self.watch.mute))
         self.ctx.record("broken", int(self.broken))
         self._ask_bystander()
 
@@ -203,32 +201,28 @@ class Offload:
         log, hashes = self.controls[0]
         self.ctx.record("steps_compared", len(self.log))
         self.ctx.record("steps_differ", differing(self.log, log))
-        first = departs(self.log, log)
-        if first:
+        if first := departs(self.log, log):
             step, what = first
             self.ctx.record("departs", step, text=what, cycle_of_step=-(-step // self.config.steps))
         after = self._hashes()
-        self.ctx.record("tensors_differ", differing(after, hashes), text=shown(apart(after, hashes)))
+        self._found("tensors_differ", apart(after, hashes))
         self.ctx.record("digest", None, text=digest(after))
 
     def rehearse_failure(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """A group that cannot be destroyed: the release must say so, by name."""
-        if self.config.groups and self.config.mode in groups.EXACT and not self.broken and self.watch.standing:
-            raised = failure_raises(self.releaser)
-            if raised is not None:
-                self.ctx.record("failure_hidden", int(not raised))
+        able = self.config.groups and self.config.mode in groups.EXACT and not self.broken and self.watch.standing
+        if able and (raised := failure_raises(self.releaser)) is not None:
+            self.ctx.record("failure_hidden", int(not raised))
 
     def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self._leave()
-        gone = names.replaced(self.names)
-        self.ctx.record("names_replaced", len(gone), text=shown(gone))
+        self._found("names_replaced", names.replaced(self.names))
         if self.bystander is not None:
             self.bystander.close()
 
     def ownership(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Whose group is it: after success and after an error, with and without a default group of the caller's."""
-        wrong = not_as_found(self.ctx, self.found)
-        if wrong:
+        if wrong := not_as_found(self.ctx, self.found):
             print(f"not as found: {shown(wrong)}")
         self.ctx.record("not_as_found", len(wrong))
 
@@ -275,6 +269,10 @@ class Offload:
         for row in rows:
             self.ctx.record(*row)
 
+    def _found(self, metric: str, found: Sequence[Any]) -> None:
+        """How many of something there are, and the first of them in words."""
+        self.ctx.record(metric, len(found), text=shown(found))
+
     def _roots(self) -> dict[str, Any]:
         """Where the walk begins: chunks and optimizer, for short names, then whatever else the job keeps."""
         own = {name: value for name, value in children(self.job) if not isinstance(value, tensors.Mover)}
@@ -313,29 +311,20 @@ def apart(one: dict[str, str], other: dict[str, str]) -> list[str]:
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
-@dataclass(frozen=True, slots=True)
-class After:
-    """What is not as it was before a release, in words."""
-
-    moved: list[str]
-    options: list[str]
-    stale: list[str]
-
-
 class Watch:
     """One job's groups, tensors and generators, before each release and after each reload. It keeps no group alive, and no tensor
     across a release."""
 
-    def __init__(self, born: births.Births) -> None:
+    def __init__(self, born: Births) -> None:
         self.born = born
         self.old: list[observe.Old] = []
         self.standing = False
         self.mute = False  # a group of Megatron's did not talk: training on would wait for it
-        self.hashed = 0
+        self.prints: dict[str, Print] = {}
+        self.random: dict[str, str] = {}
         self._ranks: dict[str, list[int]] = {}
+        self._answered: dict[str, list[int]] = {}
         self._seen = observe.Seen()
-        self._prints: tuple[dict[str, Print], dict[str, Print]] = ({}, {})
-        self._random: dict[str, str] = {}
         self._world: weakref.ref[Any] | None = None
 
     def first_talk(self) -> list[str]:
@@ -344,13 +333,13 @@ class Watch:
         self.standing = bool(observe.standing())
         return wrong
 
-    def before(self, state: State, *, hashed: bool, **roots: Any) -> None:
-        self._prints = (state.prints() if hashed else {}, {})
+    def before(self, prints: dict[str, Print], **roots: Any) -> None:
+        self.prints = prints
         self._seen = observe.look(self._whole(), **roots)
         self._seen.ranks = self._ranks
         self.old = observe.remember()
         self._world = weakref.ref(births.world())
-        self._random = observe.random_state()
+        self.random = observe.random_state()
 
     def alive(self) -> list[str]:
         """Groups that were made since the job was begun and that something still holds."""
@@ -360,17 +349,14 @@ class Watch:
         """The groups of the job that are there, without the backends inside of them."""
         return [group for group in self.born.alive() if type(group) is dist.ProcessGroup]
 
-    def usable(self, *, but_gloo: bool) -> list[str]:
-        """Old groups over which a collective would still run. The right answer is an error that names the group."""
-        return observe.usable(self.old, but_gloo=but_gloo)
-
     def world_left(self) -> bool:
         """Whether the default group of before is still there."""
         return dist.is_initialized() or (self._world is not None and self._world() is not None)
 
     def talk(self) -> tuple[int, list[str]]:
         """How many groups answered, and what is wrong: a collective that failed, or ranks that are not those of before."""
-        answered, wrong = observe.talk()
+        self._answered, wrong = observe.talk()
+        answered = self._answered
         self.mute = bool(wrong)
         if not wrong:
             wrong = [
@@ -380,29 +366,13 @@ class Watch:
             ]
         if name := births.taken_name():
             wrong.append(f"the next group that anybody makes would be named {name!r}, as another one is")
-        self._answered = answered
         return len(answered), wrong
 
-    def random_moved(self) -> list[str]:
-        """Generators that are not where they were before the release."""
-        now = observe.random_state()
-        return [name for name in {**self._random, **now} if self._random.get(name) != now.get(name)]
-
-    def after(self, state: State, *, hashed: bool, **roots: Any) -> After:
+    def after(self, **roots: Any) -> tuple[list[str], list[str], list[str]]:
+        """Names that mean other ranks than before a release, options that changed, and handles that went stale."""
         now = observe.look(self._whole(), **roots)
         now.ranks = self._answered
-        if hashed:
-            self._prints = (self._prints[0], state.prints())
-            self.hashed = len(self._prints[1])
-        return After(observe.moved(self._seen, now), observe.changed(self._seen, now), observe.stale(self._seen, now))
-
-    def tensors(self, *, zeroed: bool) -> list[Difference]:
-        """Tensors that are not as they were. `zeroed`: gradients may come back as zeros."""
-        return differences(*self._prints, zeroed=zeroed)
-
-    def forget(self) -> None:
-        """Let go of what was kept to compare."""
-        self._prints = ({}, {})
+        return observe.moved(self._seen, now), observe.changed(self._seen, now), observe.stale(self._seen, now)
 
 
 def any_rank(value: bool) -> bool:
@@ -414,11 +384,9 @@ def any_rank(value: bool) -> bool:
     return bool(flag.item())
 
 
-def differing(one: Any, other: Any) -> int:
-    """How many entries are not exactly the same, those that only one has included. NaN is never the same."""
-    if isinstance(one, list):
-        return sum(bool(a != b) for a, b in zip(one, other, strict=False)) + abs(len(one) - len(other))
-    return sum(bool(one.get(key) != other.get(key)) for key in {*one, *other})
+def differing(log: Log, control: Log) -> int:
+    """How many steps are not exactly the same, those that only one log has included. NaN is never the same."""
+    return sum(a != b for a, b in zip(log, control, strict=False)) + abs(len(log) - len(control))
 
 
 def departs(log: list[dict[str, float]], control: list[dict[str, float]]) -> tuple[int, str] | None:
