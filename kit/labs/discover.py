@@ -99,14 +99,10 @@ def described(path: Path) -> dict[str, Any]:
         return {"run": str(path), **nothing, "status": "damaged", "answer": "not judged", "verdict": str(error)}
     judged = counts not in {"not judged", "no checks"}
     answer = "not judged" if not judged else "passed" if counts.startswith("0 ") else "failed"
-    own = {"set": own_settings(found), "fault": found.fault, "status": found.status}
+    same = defaults(found.lab)  # none where the lab is not known here: then all settings are said
+    changed = {name: value for name, value in found.config.items() if name not in same or value != same[name]}
+    own = {"set": changed, "fault": found.fault, "status": found.status}
     return {**about, "lab": found.lab, **own, "answer": answer, "verdict": counts}
-
-
-def own_settings(found: Run) -> dict[str, Any]:
-    """The settings that are not their lab's defaults; all of them where the lab is not known here."""
-    same = defaults(found.lab)
-    return {name: value for name, value in found.config.items() if name not in same or value != same[name]}
 
 
 @functools.cache
@@ -114,7 +110,7 @@ def defaults(lab_name: str) -> Mapping[str, Any]:
     """The defaults of a lab as run.json has them; none of a lab that is not known here."""
     lab = discover().labs.get(lab_name)
     values = settled({field.name: field.default for field in fields(lab.config)}) if lab else {}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {name: plain(value) for name, value in values.items()}
 
 
 def select(

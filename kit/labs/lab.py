@@ -35,6 +35,7 @@ from kit.world import World
 from kit.world.pending import Observer
 from kit.world.several import Worlds
 
+BACKENDS: dict[str, Any] = {"torchcomms": routing, nccl2.NAME: nccl2}  # what `routing` may name besides torch
 BOUNDARY = "run"  # the phase of what is measured once, before the first phase and after the last
 # The parts of a rank's answer on its routing that become records: at the start, and of the groups at the end.
 ROUTING_BEFORE = ("requested", "importable", "effective", "reason")
@@ -139,8 +140,7 @@ class Lab:
         try:
             left = self._left(range(self.config.ranks))
             answers = dict(zip(left, self.world.call(f"{RANKSIDE}:end", ranks=left), strict=True))
-            self._append_pss("pss", answers)
-            self._append_routing(answers, ROUTING_AFTER)
+            self._append_answers("pss", answers, ROUTING_AFTER)
             run = Run(self.dir, checks=lambda _: self._checks, plotter=self._plotter, complete=True)
             self._writer.write_verdict(run.verdict(**self.tolerances))
             self._writer.finish()
@@ -195,9 +195,8 @@ class Lab:
             "preload": self.definition.preload,
             "logs": self.dir / "logs",
             "observer": self._observer,
+            "env": routing_env(self.config) or None,
         }
-        if env := routing_env(self.config):
-            settings["env"] = env
         places = devices(self.roles, self._sizes)
         if len(self._sizes) > 1:
             return Worlds(self._sizes, isolate=self.definition.isolate, devices=places, **settings)
@@ -273,10 +272,11 @@ class Lab:
             observer.ended()
 
     def _begin(self) -> None:
-        fault = find_fault(self.definition, self.fault)
-        if fault is not None:
+        if fault := find_fault(self.definition, self.fault):
             refuse_device(fault, self.world.device)
         config = type(self.config)
+        seats = self.world.status()
+        places = [seat["device"] for seat in seats]
         said = self.world.call(
             f"{RANKSIDE}:begin",
             roles=[
@@ -286,24 +286,21 @@ class Lab:
             config_type=f"{config.__module__}:{config.__qualname__}",
             config=self._settings,
             fault=self.fault,
-            devices=[row["device"] for row in self.world.status()],
+            devices=places,
             world_sizes=self._sizes,
             meeting=f"kit-{secrets.token_hex(8)}",
             snapshots=str(self.dir / SNAPSHOTS) if self._snapshots else None,
         )
         answers = dict(enumerate(said))
-        seats = self.world.status()
-        about = {"ranks": self.world.ranks, "device": self.world.device, "why": seats[0]["why"]}
-        about["devices"] = [seat["device"] for seat in seats]
+        about = {"ranks": self.world.ranks, "device": self.world.device, "why": seats[0]["why"], "devices": places}
         if len(self._sizes) > 1:
             about["sizes"] = list(self._sizes)
         if self.definition.roles is not None:
             about["roles"] = {role.name: list(role.ranks) for role in self.roles}
         self._about |= {"rank0": answers[0]["provenance"], "world": about}
         self._writer.set_provenance(self._about)
-        self._append_routing(answers, ROUTING_BEFORE)
-        self._append_once(GPU, gpus(self.world.status()), "1")
-        self._append_pss("pss_before", answers)
+        self._append_once(GPU, gpus(seats), "1")
+        self._append_answers("pss_before", answers, ROUTING_BEFORE)
 
     @property
     def _snapshots(self) -> bool:
@@ -324,17 +321,16 @@ class Lab:
         self._writer.append(records)
         return records
 
-    def _append_pss(self, metric: str, answers: Mapping[int, Any]) -> None:
-        rows = {rank: answer["pss"] for rank, answer in answers.items() if answer["pss"] is not None}
-        self._append_once(metric, rows, "B")
-
-    def _append_routing(self, answers: Mapping[int, Any], names: Sequence[str]) -> None:
-        """What ranks say of a routing that was asked for: numbers among the records, and rank 0's own words where it comes from."""
+    def _append_answers(self, metric: str, answers: Mapping[int, Any], names: Sequence[str]) -> None:
+        """Each rank's proportional memory; and what ranks say of a routing that was asked for: numbers among the records, and rank 0's own
+        words where it comes from."""
         if self.config.routing != "torch":
             said = {rank: answer["routing"] for rank, answer in answers.items()}
             self._writer.set_provenance({**self._about, "routing": next(iter(said.values()))})
             for name in names:
                 self._append_once(f"routing_{name}", {rank: _number(one[name]) for rank, one in said.items()}, "1")
+        rows = {rank: answer["pss"] for rank, answer in answers.items() if answer["pss"] is not None}
+        self._append_once(metric, rows, "B")
 
     def _append_once(self, metric: str, values: Mapping[int, float | str], unit: str) -> None:
         """A number or a text of each rank that belongs to no phase."""
@@ -409,20 +405,16 @@ def check_given(world: World | Worlds, ranks: int, sizes: tuple[int, ...], *, is
 
 def routing_env(config: LabConfig) -> dict[str, str]:
     """The environment variables to set for ranks; none if no flag is wanted or exported."""
-    settings = {
-        routing.FLAG: (config.routing == "torchcomms", routing.requested()),
-        nccl2.FLAG: (config.routing == nccl2.NAME, nccl2.requested()),
-    }
-    return {name: str(int(asked)) for name, (asked, exported) in settings.items() if asked or exported}
+    wanted = {module: config.routing == name for name, module in BACKENDS.items()}
+    return {module.FLAG: str(int(asked)) for module, asked in wanted.items() if asked or module.requested()}
 
 
 def refuse_unrouted(world: World | Worlds, name: str) -> None:
     """Refuse a running World that was started without the flag that this routing needs."""
-    flag = nccl2.FLAG if name == nccl2.NAME else routing.FLAG
-    module = "kit.nccl2" if name == nccl2.NAME else "kit.routing"
-    if name != "torch" and not all(world.call(f"{module}:requested")):
+    if name != "torch" and not all(world.call(f"{BACKENDS[name].__name__}:requested")):
+        flag = {BACKENDS[name].FLAG: "1"}
         raise BadInput(
-            f"routing={name} needs ranks started with it: make the World with env={{{flag!r}: '1'}}, or leave out world="
+            f"routing={name} needs ranks started with it: make the World with env={flag}, or leave out world="
         )
 
 

@@ -81,13 +81,17 @@ def need_groups(frame: pd.DataFrame, config: Mapping[str, Any]) -> None:
         raise NotMeasured("the job has no Megatron groups")
 
 
-def count_of(phase: str, metric: str, what: str) -> Measure:
-    """The largest number that the observers counted of something wrong; right is 0."""
+def count_of(phase: str, metric: str, what: str = "", *, found: str = "", none: str = "") -> Measure:
+    """The largest number that the observers counted of something wrong; right is 0. `what` is counted of Megatron's groups; anything else
+    has words of its own for what was found, and for none."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-        need_groups(frame, config)
+        if what:
+            need_groups(frame, config)
         value, where = most(counted(frame, config, phase, metric))
-        return Measured(value, f"{what}: {value:g} {where}" if value else f"{what}: 0 in {everywhere(config)}")
+        if value:
+            return Measured(value, (found or what + ": {value:g} {where}").format(value=value, where=where))
+        return Measured(value, (none or what + ": 0 in {everywhere}").format(everywhere=everywhere(config)))
 
     return measure
 
@@ -136,19 +140,6 @@ def old_groups(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     return Measured(total, f"while released: {more}; {alive:g} old groups alive {where}")
 
 
-def world_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """The default group of before is gone while released: not initialised, and held by nobody."""
-    left, where = most(counted(frame, config, "idle", "world_left"))
-    return Measured(left, f"WORLD still existed {where}" if left else f"WORLD was destroyed in {everywhere(config)}")
-
-
-def tensors_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Tensors of the kinds to release that still have memory on the device while released, by name."""
-    left, where = most(counted(frame, config, "idle", "left_tensors"))
-    found = f"{left:g} tensors still on the device while released {where}"
-    return Measured(left, found if left else f"none left on the device in {everywhere(config)}; scalars do not count")
-
-
 def tensors_restored(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     need_whole_state(frame)
     hashed = counted(frame, config, "verify", "tensors_hashed")["value"]
@@ -180,27 +171,21 @@ def need_whole_state(frame: pd.DataFrame) -> None:
         )
 
 
-def random_unchanged(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Generators of random numbers that a release and reload moved."""
-    value, where = most(counted(frame, config, "verify", "generators_moved"))
-    return Measured(
-        value,
-        f"generators with a changed state: {value:g} {where}"
-        if value
-        else f"all generators unchanged in {everywhere(config)}",
-    )
+def looked(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, metric: str) -> pd.Series:
+    """The row of the rank with most, where every rank looked once."""
+    rows = select(frame, phase=phase, metric=metric)
+    if len(rows) < config["ranks"]:
+        incomplete(f"only {len(rows)} of {config['ranks']} ranks looked")
+    return rows.iloc[int(rows["value"].to_numpy().argmax())]
 
 
 def names_restored(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    rows = select(frame, phase="end", metric="names_replaced")
-    if len(rows) < config["ranks"]:
-        incomplete(f"only {len(rows)} of {config['ranks']} ranks looked")
-    row = rows.iloc[int(rows["value"].to_numpy().argmax())]
-    value = float(row["value"])
-    said = f"{value:g} functions are still replaced (rank {row['rank']}): {row['text']}"
-    return Measured(
-        value, said if value else "all functions of torch.distributed and megatron.core are the original ones"
-    )
+    row = looked(frame, config, "end", "names_replaced")
+    if row["value"]:
+        return Measured(
+            float(row["value"]), f"{row['value']:g} functions are still replaced (rank {row['rank']}): {row['text']}"
+        )
+    return Measured(0, "all functions of torch.distributed and megatron.core are the original ones")
 
 
 def bitwise(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
@@ -257,11 +242,7 @@ def failure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 
 
 def as_found(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    rows = select(frame, phase="ownership", metric="not_as_found")
-    if len(rows) < config["ranks"]:
-        incomplete(f"only {len(rows)} of {config['ranks']} ranks looked")
-    value, _ = most(rows)
-    if value:
+    if value := float(looked(frame, config, "ownership", "not_as_found")["value"]):
         return Measured(value, f"{value:g} differences; logs/rank*.log of the run lists them")
     return Measured(
         0,
@@ -269,7 +250,11 @@ def as_found(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     )
 
 
+# -- memory while released and on the way back, on the host and on a GPU ------------------------------------------------
+
+
 SEEN_BYTES = 64 * MIB  # below this a job's bytes drown in the interpreter's own memory
+TOO_SMALL = "{:.1f} MiB are too small to see next to the interpreter's own memory; use a larger size"
 KINDS = ("weights", "grads", "optimizer")
 
 
@@ -314,41 +299,30 @@ def unseen(config: Mapping[str, Any]) -> str:
     """Why a config has no answer to what moving tensors takes: they are too few to see beside the interpreter's own memory."""
     if config["model"] != KIT_MODEL:
         return unmoved(config)
-    sizes = [moved_bytes(config, stage) for stage in range(config["pp"])]
-    if min(sizes) < SEEN_BYTES:
-        return unmoved(config) or (
-            f"{min(sizes) / MIB:.1f} MiB are too small to see next to the interpreter's own memory; use a larger size"
-        )
-    return ""
+    gone = [kind.replace("weights", "params") for kind in KINDS if config[kind]]
+    least = min(sum(sizes[kind] for kind in gone) for sizes in sizes_of(config))
+    return "" if least >= SEEN_BYTES else unmoved(config) or TOO_SMALL.format(least / MIB)
 
 
 def state_bytes(config: Mapping[str, Any]) -> float:
     """All that the rank with most holds of the kit's own job; 0 for a job of somebody's own, whose size is not known here."""
     if config["model"] != KIT_MODEL:
         return 0
-    return max(sizes_of(config, stage)["total"] for stage in range(config["pp"]))
+    return max(sizes["total"] for sizes in sizes_of(config))
 
 
-def moved_bytes(config: Mapping[str, Any], stage: int) -> int:
-    """What a rank of this stage gives back of the kit's own job."""
-    sizes = sizes_of(config, stage)
-    return sum(sizes[{"weights": "params"}.get(kind, kind)] for kind in KINDS if config[kind])
-
-
-def sizes_of(config: Mapping[str, Any], stage: int) -> dict[str, int]:
-    """The bytes of the kit's own job by arithmetic."""
+def sizes_of(config: Mapping[str, Any]) -> list[dict[str, int]]:
+    """The bytes of the kit's own job by arithmetic, for each pipeline stage."""
     fields = {field.name for field in dataclasses.fields(ModelConfig)} & {*config}
     job = ModelConfig(**{**{name: config[name] for name in fields}, "dtype": dtype_on(config["dtype"])})
-    return model_bytes(job, ranks=config["ranks"], stage=stage)
+    return [model_bytes(job, ranks=config["ranks"], stage=stage) for stage in range(config["pp"])]
 
 
 def reload_peak(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
     """The most memory on the way back against the level of the training that follows it."""
     resident = per_rank(frame, "fingerprint", "resident_bytes")
     if resident.min() < SEEN_BYTES:
-        raise NotMeasured(
-            f"{resident.min() / MIB:.1f} MiB are too small to see next to the interpreter's own memory; use a larger size"
-        )
+        raise NotMeasured(TOO_SMALL.format(resident.min() / MIB))
     cuda = (frame["metric"] == "peak_allocated").any()
     peak, level = ("peak_allocated", "allocated") if cuda else ("peak_rss", "rss")
     peaks = select(frame, phase="reload", metric=peak).set_index(["rank", "cycle"])["value"]
