@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kit.bench.session import Row, Session, progress, row
-from kit.loop.messages import Command, Event
+from kit.loop.messages import Event
 from kit.share.core import Scheduler
 from kit.share.state import Plan, Settings, State, Turn
 
@@ -136,25 +136,16 @@ def makespan(session: Session, sizes: Sizes) -> Iterator[Row]:
         f"2 devices, K={steps} steps of 24 groups of 2; answers of 12 (A) and 6 (B) tokens at 20 ms; device-seconds of work {work}; alone "
         f"{alone}; bound {by.bound:.1f} s = max(work / devices, longest alone) + switches / devices; no times of a product"
     )
-    took = float(loops["seconds"]["shared"])
-    yield row(
-        "time of both pipelines over the bound",
-        [took / by.bound],
-        unit="ratio",
-        limit=1.15,
-        note=f"{note}; {took:.1f} s",
-    )
+
+    def over(what: str, seconds: float, limit: float | None = None) -> Row:
+        words = f"{note}; {seconds:.1f} s"
+        return row(f"{what} over the bound", [seconds / by.bound], unit="ratio", limit=limit, note=words)
+
+    yield over("time of both pipelines", float(loops["seconds"]["shared"]), 1.15)
     for loop, words in (("serial", "one after the other"), ("static", "half of the devices each")):
-        counted = getattr(by, loop)
-        yield row(
-            f"{words} over the bound, by arithmetic",
-            [counted / by.bound],
-            unit="ratio",
-            note=f"{note}; {counted:.1f} s",
-        )
+        yield replace(over(words, getattr(by, loop)), what=f"{words} over the bound, by arithmetic")
         if loops["known by"][loop] == "measured":
-            seconds = float(loops["seconds"][loop])
-            yield row(f"{words} over the bound", [seconds / by.bound], unit="ratio", note=f"{note}; {seconds:.1f} s")
+            yield over(words, float(loops["seconds"][loop]))
 
 
 def switch(session: Session, sizes: Sizes) -> Iterator[Row]:
@@ -227,19 +218,11 @@ def scheduler(_: Session, sizes: Sizes) -> Iterator[Row]:
         progress(f"the scheduler, tp={tp}")
         note = f"{PIPELINES} pipelines, {DEVICES} devices, replicas of {tp}; simulated"
         ids: Mapping[str, Any] = {"tp": tp, "pipelines": PIPELINES, "devices": DEVICES}
-        moved = one_bundle(tp, sizes.rounds)
-        yield row(
-            f"an event that moves one bundle, tp={tp}",
-            [one * 1e3 for one in moved],
-            unit="ms",
-            limit=1.0,
-            note=note,
-            ids=ids,
-        )
-        planned = [from_nothing(tp) for _ in range(sizes.plans)]
-        yield row(
-            f"a plan from nothing, tp={tp}", [one * 1e3 for one in planned], unit="ms", limit=25.0, note=note, ids=ids
-        )
+        about: dict[str, Any] = {"unit": "ms", "note": note, "ids": ids}
+        moved = [1e3 * one for one in one_bundle(tp, sizes.rounds)]
+        yield row(f"an event that moves one bundle, tp={tp}", moved, limit=1.0, **about)
+        planned = [1e3 * from_nothing(tp) for _ in range(sizes.plans)]
+        yield row(f"a plan from nothing, tp={tp}", planned, limit=25.0, **about)
 
 
 class Timed:
@@ -257,17 +240,15 @@ class Timed:
             self.feed(Event("progress", name, completed=0, target=100 + at))
         self.names = names
 
-    def feed(self, event: Event) -> tuple[Command, ...]:
+    def feed(self, event: Event) -> None:
         begun = time.perf_counter()
         self.state, commands = self.core.step(self.state, event)
         seconds = time.perf_counter() - begun
-        if any(command.name in ("left", "expand") for command in commands):
+        if moved := [command for command in commands if command.name in ("left", "expand")]:
             self.seconds.append(seconds)
-        for command in commands:
-            if command.name in ("left", "expand"):
-                answer = "shrunk" if command.name == "left" else "expanded"
-                self.feed(Event(answer, "desk", who=command.pipeline, replica=command.replica))
-        return commands
+        for command in moved:
+            answer = "shrunk" if command.name == "left" else "expanded"
+            self.feed(Event(answer, "desk", who=command.pipeline, replica=command.replica))
 
 
 def from_nothing(tp: int) -> float:

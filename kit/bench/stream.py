@@ -19,7 +19,6 @@ from kit.train.arithmetic import DIGITS, END, problem, reward
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from kit.results import Run
     from kit.stream.history import Ledger
 
 RANKS: dict[str, Any] = {"ranks": 3, "replicas": 2, "groups": 4, "group": 4}
@@ -151,6 +150,8 @@ def paced(session: Session, sizes: Sizes) -> Iterator[Row]:
 
 def learns(session: Session, sizes: Sizes) -> Iterator[Row]:
     """Mean reward of the last fifth of steps against the first fifth, on policy and stale, from the same warm start."""
+    from kit.labs.stream.ledgers import ledger  # here, as above
+
     with session.worlds((1, 1, 1)) as worlds:
         for seed in range(1234, 1234 + sizes.seeds):
             rose = math.nan  # the reward whose first sight is timed
@@ -160,7 +161,9 @@ def learns(session: Session, sizes: Sizes) -> Iterator[Row]:
                 progress(f"learning, {about}")
                 name = about.replace(", ", "-").replace(" ", "")
                 config = {**LEARNS, **more, "seed": seed, "steps": sizes.learning_steps}
-                curve = Curve(ledger_of(session.lab("stream", session.logs / name, world=worlds, **config)), config)
+                rows = ledger(session.lab("stream", session.logs / name, world=worlds, **config).frame(), "stream")
+                assert rows is not None  # a run that broke has raised
+                curve = Curve(rows, config)
                 rose = curve.middle if window == 0 else rose
                 ids = {"seed": seed, "staleness": window, "correction": int(correction), **curve.ids(rose)}
                 yield row(
@@ -171,14 +174,6 @@ def learns(session: Session, sizes: Sizes) -> Iterator[Row]:
                     note=curve.note(rose),
                     ids=ids,
                 )
-
-
-def ledger_of(run: Run) -> Ledger:
-    from kit.labs.stream.ledgers import ledger  # here, as what tables are made of is not the ranks' to have
-
-    rows = ledger(run.frame(), "stream")
-    assert rows is not None  # a run that broke has raised
-    return rows
 
 
 class Curve:
@@ -199,15 +194,10 @@ class Curve:
         self.lag = statistics.fmean(lags)
         first, last = flat(self.steps[:fifth]), flat(self.steps[-fifth:])
         self.first, self.last = statistics.fmean(first), statistics.fmean(last)
-        self.gain = self.last - self.first
+        self.gain, self.middle = self.last - self.first, (self.first + self.last) / 2
         self.error = math.sqrt(sum(statistics.variance(some) / len(some) for some in (first, last)))
         answers = [answer for length in (1, 2) for answer in product(range(DIGITS), repeat=length)]
         self.constant = max(statistics.fmean(reward(each, [*one, END]) for each in asked) for one in answers)
-
-    @property
-    def middle(self) -> float:
-        """The reward half-way between the first and the last fifth of steps."""
-        return (self.first + self.last) / 2
 
     def reached(self, level: float) -> int | None:
         """The first step from which on a fifth of the steps had this mean reward."""

@@ -68,18 +68,18 @@ def parts(sizes: Sizes, _: str) -> dict[str, Part]:
     def of_two(part: Callable[[World, Sizes], list[Row]]) -> Part:
         return lambda session: part(session.shared(2, device="cpu", observer=LISTENER), sizes)
 
-    def alone(part: Callable[[Path, Sizes], list[Row]]) -> Part:
-        return lambda session: part(session.logs, sizes)
+    def alone(what: str, n: int, once: Callable[[Path], float], **about: float) -> Part:
+        return lambda session: [row(what, samples(what, n, lambda: once(session.logs)), **about)]
 
     return {
-        "start": alone(start),
-        "megatron": alone(start_with_megatron),
+        "start": alone(STARTED, sizes.starts, start_once, limit=2.5, aim=1.0),
+        "megatron": lambda session: start_with_megatron(session.logs, sizes),
         "step": of_two(step),
         "death": of_two(death),
         "restart": of_two(restart),
-        "calls": alone(in_flight),
-        "notebook": alone(kernel_death),
-        "help": alone(help_),
+        "calls": lambda session: in_flight(session.logs, sizes),
+        "notebook": alone(VANISHED, sizes.kernels, kernel_death_once, limit=2.0),
+        "help": alone("kit --help", sizes.helps, help_once, limit=0.3),
         "peers": lambda _: peers(trials=sizes.peer_trials, steps=sizes.steps),
     }
 
@@ -120,10 +120,6 @@ def start_once(logs: Path, preload: Sequence[str] = ()) -> float:
     return took
 
 
-def start(logs: Path, sizes: Sizes) -> list[Row]:
-    return [row(STARTED, samples(STARTED, sizes.starts, lambda: start_once(logs)), limit=2.5, aim=1.0)]
-
-
 def start_with_megatron(logs: Path, sizes: Sizes) -> list[Row]:
     """The start itself, and over an import of megatron.core by the same interpreter, taken in turns."""
     what = f"{STARTED}, with megatron.core"
@@ -133,13 +129,11 @@ def start_with_megatron(logs: Path, sizes: Sizes) -> list[Row]:
         why = "the ranks' interpreter has no megatron.core"
         return [unmeasured(what, why, limit=4.5, aim=3.0), unmeasured(over, why, unit="x", limit=1.3)]
 
-    def import_once() -> float:
-        return seconds_of(partial(run_once, [found.path, "-c", "import megatron.core"]))
-
+    import_once = partial(seconds_of, partial(run_once, [found.path, "-c", "import megatron.core"]))
     import_once()  # from here on the files are in the page cache
     progress(f"{what}, {sizes.megatron} times")
     pairs = [(start_once(logs, ["megatron.core"]), import_once()) for _ in range(sizes.megatron)]
-    starts, imports = ([pair[place] for pair in pairs] for place in (0, 1))
+    starts, imports = zip(*pairs, strict=True)
     note = f"the import takes {statistics.median(imports):.2f} s, median"
     return [row(what, starts, limit=4.5, aim=3.0), row(over, ratios(starts, imports), unit="x", limit=1.3, note=note)]
 
@@ -227,13 +221,9 @@ def death(world: World, sizes: Sizes) -> list[Row]:
 def restart(world: World, sizes: Sizes) -> list[Row]:
     what = "World.restart(), fresh processes, to their first all-reduce done"
 
-    def again() -> None:
-        world.restart()
-        all_reduce(world)
-
     def once() -> float:
         before = world.pids
-        took = seconds_of(again)
+        took = seconds_of(world.restart) + seconds_of(lambda: all_reduce(world))
         if set(before) & set(world.pids):
             raise KitError(f"after restart() the ranks are {world.pids}, and before it they were {before}")
         return took
@@ -268,15 +258,8 @@ def kernel_death_once(logs: Path) -> float:
     return took
 
 
-def kernel_death(logs: Path, sizes: Sizes) -> list[Row]:
-    return [row(VANISHED, samples(VANISHED, sizes.kernels, lambda: kernel_death_once(logs)), limit=2.0)]
-
-
-def help_(_: Path, sizes: Sizes) -> list[Row]:
-    def once() -> float:
-        return seconds_of(partial(run_once, [sys.executable, "-m", "kit", "--help"], environment()))
-
-    return [row("kit --help", samples("kit --help", sizes.helps, once), limit=0.3)]
+def help_once(_: Path) -> float:
+    return seconds_of(partial(run_once, [sys.executable, "-m", "kit", "--help"], environment()))
 
 
 def run_once(command: Sequence[str], env: dict[str, str] | None = None) -> None:

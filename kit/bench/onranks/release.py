@@ -52,7 +52,8 @@ def tensors(*, size: str, cycles: int) -> dict[str, Any]:
 def _tensors(job: model.Training, cycles: int) -> dict[str, Any]:
     mover, cuda = job.mover, job.device.type == "cuda"
     sizes = [item.size for item in mover.items()]
-    pageable = Pageable(mover.items()) if cuda else None
+    # Host memory that is there already, and not pinned: the driver copies to and from it by way of its own.
+    pageable = torch.ones(sum(sizes), dtype=torch.uint8) if cuda else None
     times: dict[str, list[float]] = {}
     resident: list[tuple[int, int]] = []
     refused = ""
@@ -65,7 +66,7 @@ def _tensors(job: model.Training, cycles: int) -> dict[str, Any]:
         out, back = one_by_one(mover.items())
         sample(clone_out=out, clone_back=back)
         if pageable is not None:
-            out, back = pageable.copies(mover.items())
+            out, back = one_by_one(mover.items(), pageable)
             sample(pageable_out=out, pageable_back=back)
 
     def native_calls() -> str:
@@ -93,8 +94,8 @@ def _tensors(job: model.Training, cycles: int) -> dict[str, Any]:
         if cycle and not cuda:
             arena = mover.arena
             # Each of these leaves pages behind that the next one gets: the mover and what it is judged by both follow one.
-            sample(pieces=_pieces(arena.address(0), arena.used))
-            sample(populate=_populate(arena.address(0), arena.used))
+            sample(pieces=_into_new(arena.address(0), arena.used, pieces=True))
+            sample(populate=_into_new(arena.address(0), arena.used, pieces=False))
         sample(**{f"{which}_back": mover.restore()["seconds"]})
         if cycle:
             sample(copy_back=_warm(mover, out=False))
@@ -128,31 +129,22 @@ def _warm(mover: Mover, *, out: bool) -> float:
     return timed(copy)
 
 
-def _fresh(size: int) -> int:
-    address: int = host.libc.mmap(None, size, _PROT, _MAP, -1, 0)
-    if address == host.MAP_FAILED:
+def _into_new(source: int, size: int, *, pieces: bool) -> float:
+    """Seconds to copy into new memory that is asked to be of large pages: on one thread, populated whole and filled by one memcpy; or piece
+    by piece on as many threads as the mover has, which is what the machine can do."""
+    target: int = host.libc.mmap(None, size, _PROT, _MAP, -1, 0)
+    if target == host.MAP_FAILED:
         raise OSError(ctypes.get_errno(), f"mapping {size} bytes failed")
-    host.huge_pages(address, size)
-    return address
-
-
-def _populate(source: int, size: int) -> float:
-    """One thread: as many bytes of new memory, asked to be of large pages, populated whole, then filled by one memcpy."""
-    target = _fresh(size)
+    host.huge_pages(target, size)
 
     def work() -> None:
-        host.populate(target, size)
-        host.libc.memcpy(target, source, size)
+        if pieces:
+            host.transfer([host.Move(target, source, size)], fresh=True, threads=host.workers())
+        else:
+            host.populate(target, size)
+            host.libc.memcpy(target, source, size)
 
     taken = timed(work)
-    host.libc.munmap(target, size)
-    return taken
-
-
-def _pieces(source: int, size: int) -> float:
-    """The same memory, populated and filled piece by piece on as many threads as the mover has: what the machine can do."""
-    target = _fresh(size)
-    taken = timed(lambda: host.transfer([host.Move(target, source, size)], fresh=True, threads=host.workers()))
     host.libc.munmap(target, size)
     return taken
 
@@ -165,32 +157,21 @@ def flat(item: Item) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=item.storage.device).set_(item.storage)
 
 
-def one_by_one(items: Sequence[Item]) -> tuple[float, float]:
-    """What one line of code does: each tensor into memory that is new, with `.cpu()` on CUDA; and back to where it was."""
+def one_by_one(items: Sequence[Item], block: torch.Tensor | None = None) -> tuple[float, float]:
+    """Seconds out and back of what one line of code does: each tensor into memory that is new, with `.cpu()` on CUDA, and back to where it
+    was. With a block of host memory each goes to its place in that instead."""
     flats = [flat(item) for item in items]
-    kept: list[torch.Tensor] = []
-    out = timed(lambda: kept.extend(one.cpu() if one.is_cuda else one.clone() for one in flats))
+    if block is None:
+        kept: list[torch.Tensor] = []
+        out = timed(lambda: kept.extend(one.cpu() if one.is_cuda else one.clone() for one in flats))
+    else:
+        kept = list(block.split([one.numel() for one in flats]))  # type: ignore[no-untyped-call]
+        out = timed(lambda: [place.copy_(one) for one, place in zip(flats, kept, strict=True)])
     back = timed(lambda: [one.copy_(place) for one, place in zip(flats, kept, strict=True)])
     kept.clear()
-    host.trim()
+    if block is None:
+        host.trim()
     return out, back
-
-
-class Pageable:
-    """Host memory that is there already, and not pinned: the driver copies to and from it by way of its own."""
-
-    def __init__(self, items: Sequence[Item]) -> None:
-        self.block = torch.ones(sum(item.size for item in items), dtype=torch.uint8)
-
-    def copies(self, items: Sequence[Item]) -> tuple[float, float]:
-        """Seconds out and back."""
-        pairs, start = [], 0
-        for item in items:
-            pairs.append((self.block[start : start + item.size], flat(item)))
-            start += item.size
-        out = timed(lambda: [place.copy_(one) for place, one in pairs])
-        back = timed(lambda: [one.copy_(place) for place, one in pairs])
-        return out, back
 
 
 # -- torch_memory_saver, where it is installed, on CUDA: all that the job allocates is in a region that it pauses. Its region also has what

@@ -10,7 +10,6 @@ from __future__ import annotations
 import tempfile
 import time
 import warnings
-from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -36,7 +35,7 @@ from kit.sync.transports.base import TransportContext
 from kit.train.plain import PlainModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kit.sync.link import Link
     from kit.sync.transports.base import Transport
@@ -173,10 +172,14 @@ class Bench:
     def copies(self) -> None:
         """One such copy on each end at the same time: the least for bytes that one end packs while the other applies them."""
         self.copy()
+        self.exchange({"kind": "copied"}, "copied")
+
+    def exchange(self, message: dict[str, Any], answer: str) -> None:
+        """Send to every other end, then wait for each of them."""
         for link in self.links.values():
-            link.send({"kind": "copied"})
+            link.send(message)
         for link in self.links.values():
-            link.expect("copied")
+            link.expect(answer)
 
     def copy(self) -> None:
         if self._copied is None:
@@ -230,11 +233,7 @@ class Bench:
     def finish(self, transport: Transport, digests: Digests | None) -> None:
         transport.flush()
         if digests:
-            table = digests.table()
-            for link in self.links.values():
-                link.send({"kind": "digests", "table": table})
-            for link in self.links.values():
-                link.expect("same")
+            self.exchange({"kind": "digests", "table": digests.table()}, "same")
 
     def receive(self, kind: str, size: int, algorithm: str, *, slots: int, kept: Kept | None) -> None:
         layout, sizes, _, bound = self.laid(size)
@@ -272,13 +271,6 @@ class Bench:
 
     # -- around them -------------------------------------------------------------------------------------------------------
 
-    def end_turn(self) -> None:
-        """The sender's end first."""
-        if self.rank == 0:
-            self.close_opened()
-        dist.barrier()
-        self.close_opened()
-
     def close_opened(self) -> None:
         opened, self.opened = self.opened, []
         for one in opened:
@@ -291,13 +283,10 @@ class Bench:
             if holder is not None:
                 holder.close()
 
-    def forget(self) -> None:
-        """What was received."""
-        for tensor in self.tensors.values() if self.rank else ():
-            tensor.zero_()
-
     def content(self) -> str:
-        return "" if not self.taking else str([digest(each, algorithms()[0]) for each in self.tensors.values()])
+        """A digest of all weights."""
+        text = str([digest(each, algorithms()[0]) for each in self.tensors.values()])
+        return digest(torch.tensor(list(text.encode()), dtype=torch.uint8), "sha256")
 
 
 def rates(*, shape: dict[str, Any], receivers: int, meeting: str, ways: Sequence[str], rounds: int) -> dict[str, Any]:
@@ -314,23 +303,23 @@ def rates(*, shape: dict[str, Any], receivers: int, meeting: str, ways: Sequence
 
 def one_turn(bench: Bench, name: str, work: Callable[[], None], *, first: bool) -> float:
     if first:
-        bench.forget()
+        for tensor in bench.tensors.values() if bench.rank else ():  # what was received is forgotten
+            tensor.zero_()
     dist.barrier()
     start = time.perf_counter()
     if bench.taking:
         work()
     taken = time.perf_counter() - start
-    bench.end_turn()
+    if bench.rank == 0:  # the sender's end is the first to close
+        bench.close_opened()
+    dist.barrier()
+    bench.close_opened()
     if first and name not in COPYING:
         contents: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(contents, digest_of(bench.content()))
+        dist.all_gather_object(contents, bench.content())
         if len({contents[rank] for rank in bench.part}) > 1:
             raise KitError(f"{name} did not bring what was sent")
     return taken
-
-
-def digest_of(text: str) -> str:
-    return digest(torch.tensor(list(text.encode()), dtype=torch.uint8), "sha256")
 
 
 def hashing(*, each: int, count: int, rounds: int) -> dict[str, list[float]]:
@@ -338,12 +327,12 @@ def hashing(*, each: int, count: int, rounds: int) -> dict[str, list[float]]:
     if dist.get_rank():
         return {}
     tensors = weights({"each": each, "count": count}, filled=True).values()
-    total = sum(tensor.nbytes for tensor in tensors)
+    scale = 1e9 / sum(tensor.nbytes for tensor in tensors)
 
-    def timed(algorithm: str, _: int) -> float:
-        return seconds_of(lambda: [digest(tensor, algorithm) for tensor in tensors]) / total * 1e9
+    def taken(algorithm: str, _: int) -> float:
+        return scale * seconds_of(lambda: [digest(tensor, algorithm) for tensor in tensors])
 
-    return turn_by_turn(algorithms(), rounds, timed)
+    return turn_by_turn(algorithms(), rounds, taken)
 
 
 # -- through files: written whole by the sender, read and copied by receivers -------------------------------------------
@@ -380,12 +369,6 @@ FILES: dict[str, tuple[Callable[[Path, Named], None], Callable[[Path, Named], No
 }
 
 
-@contextmanager
-def folder_for(size: int) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kit-bench-", dir=place_for(size)) as made:
-        yield Path(made)
-
-
 def bring(way: tuple[Any, Any], tensors: Tensors, links: Mapping[str, Link], *, sends: bool) -> None:
     """One sync: the sender's file lives until every receiver has read it."""
     write, read = way
@@ -398,10 +381,10 @@ def bring(way: tuple[Any, Any], tensors: Tensors, links: Mapping[str, Link], *, 
     size = sum(tensor.nbytes for tensor in named.values())
     if not size:
         raise KitError("there are no weights to write")
-    with folder_for(size) as folder:
-        write(folder, named)
+    with tempfile.TemporaryDirectory(prefix="kit-bench-", dir=place_for(size)) as folder:
+        write(Path(folder), named)
         for link in links.values():
-            link.send({"kind": "written", "folder": str(folder)})
+            link.send({"kind": "written", "folder": folder})
         for link in links.values():
             link.expect("read")
 
