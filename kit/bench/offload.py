@@ -1,7 +1,7 @@
 """`kit bench offload`: how fast a job's tensors leave the device and come back.
 
-The plain copies that a move is compared with are of the same bytes and take turns with it in the same processes. A ratio is
-of times: 1.43 times memcpy's time is 0.7 of its speed. Ranks import this package too, so that it asks for little.
+Plain copies of the same bytes take turns with each move in the same processes. A ratio is of times: 1.43 times memcpy's time is 0.7 of its
+speed.
 """
 
 from __future__ import annotations

@@ -185,9 +185,8 @@ def of_trial(mark: str, scratch: str) -> dict[str, str]:
 
 
 def seconds_until_gone(fits: Callable[[str], bool], known: list[int], since: float, at_most: float) -> float | None:
-    """Seconds from `since` until no process has the mark; None if that took longer than `at_most`.
-
-    Only once none of the `known` processes is left is all of /proc searched."""
+    """Seconds from `since` until no process has the mark; None if that took longer than `at_most`. All of /proc is searched only once
+    none of the `known` processes is left."""
     while (now := time.perf_counter()) - since < at_most:
         if all(machine.marked(pid) is None for pid in known) and not carriers(fits):
             return now - since

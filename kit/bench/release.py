@@ -2,7 +2,7 @@
 
 Ways take turns, each in new ranks, since two of them leave groups behind. A time is that of the slowest rank; what was freed is the least
 of all ranks, and what is left at the end the most. Each row names the mechanism that made its communicators again, and a way is judged
-against ways with the same mechanism. Ranks import this package too, so it imports little.
+against ways with the same mechanism.
 """
 
 from __future__ import annotations

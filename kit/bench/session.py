@@ -203,9 +203,8 @@ class Session:
         return Worlds(sizes, isolate=True, device=self.device, preload=("megatron.core",), logs=self.logs)
 
     def shared(self, ranks: int, *, fresh: bool = False, **options: Any) -> World:
-        """The same World for every part that asks for the same; after a part that broke, a new one.
-
-        `fresh`: with new processes, while torch and what is preloaded are loaded once for all parts."""
+        """The same World for every part that asks for the same; after a part that broke, a new one. `fresh` restarts its processes;
+        torch and what is preloaded are still loaded once for all parts."""
         key = repr((ranks, sorted(options.items())))
         if key not in self._shared:
             self._shared[key] = self.world(ranks, **options)

@@ -1,8 +1,7 @@
 """`kit bench split`: what a step costs that is cut into a stream, beside the plain one.
 
-Both ways work on the same job and the same rows and take turns in changing order; a ratio is taken turn by turn. Plain against
-plain is the empty control: what it differs from 1 by is what the ratios may. Ranks import this package too, so that it asks
-for little.
+Both ways work on the same job and the same rows and take turns in changing order; a ratio is taken turn by turn. Plain against plain is the
+empty control: ratios may differ from 1 as much as it does.
 """
 
 from __future__ import annotations

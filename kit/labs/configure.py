@@ -34,10 +34,8 @@ ASK_NCCL2 = "import torch, torch.distributed as dist; print(torch.__version__, h
 def configure(
     lab: Definition, given: Mapping[str, Any], fault: Fault | None, *, world: World | None = None
 ) -> LabConfig:
-    """The lab's defaults, under what the fault needs, under what was given; checked against this machine too.
-
-    Code that is named is looked for as the ranks would: those of `world` with its Python and its environment.
-    """
+    """The given settings over what the fault needs over the lab's defaults, checked against this machine. Code that a setting names is
+    looked up as the ranks would: with the Python and the environment of `world`."""
     config = validate(lab, {**(fault.set if fault else {}), **given})
     if refused := next(refusals(lab, config, fault), None):
         raise BadInput(refused[1])
@@ -129,10 +127,8 @@ def check_megatron(lab: str, python: str) -> None:
 
 
 def complaints(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -> dict[str, str]:
-    """What `configure` would refuse, a sentence for each field, under "" for a rule among several; empty where nothing is wrong.
-
-    Quick enough to ask at every change: code that is named (`module:attr`) is not looked for.
-    """
+    """What `configure` would refuse: a sentence per field, under "" for a rule about several. Fast enough for every keystroke: code that a
+    setting names (`module:attr`) is not looked up."""
     values = {**(fault.set if fault else {}), **given}
     found = _read(lab, values)
     if isinstance(found, dict):
@@ -191,9 +187,8 @@ def _adapter(config: Any) -> Any:
 
 
 def from_text(lab: Definition, pairs: Mapping[str, str]) -> dict[str, Any]:
-    """Values from the command line: text where the field is text, else JSON, else the text itself for the check to refuse.
-
-    A list may be written without its brackets."""
+    """Values from the command line: text where the field is text, else JSON, else the text itself for the check to refuse. A list needs no
+    brackets."""
     kinds = {field.name: field.kind for field in fields(lab.config)}
     lists = {name for name, kind in kinds.items() if typing.get_origin(kind) is tuple}
     bare = {name for name, text in pairs.items() if name in lists and not text.startswith("[")}

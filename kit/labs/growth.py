@@ -41,10 +41,8 @@ def label(frame: pd.DataFrame) -> str:
 def by_owner(
     frame: pd.DataFrame, source: Source, phase: str, metric: str | None = None, *, add: bool = False
 ) -> pd.Series[float]:
-    """A metric (default: that of the source) after each cycle's phase, per rank, or per GPU if ranks share one.
-
-    Numbers of a whole GPU, which each of its ranks reports, count once; with `add`, numbers of single ranks are summed.
-    """
+    """A metric (default: that of the source) after each cycle's phase, per rank, or per GPU if ranks share one. A number of the
+    whole GPU, which each of its ranks reports, counts once; with `add`, numbers of single ranks are summed."""
     rows = select(frame, phase=phase, metric=metric or source.metric)
     owner = rows["rank"].map(lambda rank: source.gpu_of.get(rank, rank)).rename(source.whose)
     groups = rows.groupby([owner, "cycle"])["value"]
@@ -114,6 +112,7 @@ WEIGHED = ("anon_rss", "file_rss", "shm_rss", "tensor_bytes", "pinned_bytes")
 WARM_UP = 1  # first cycles that a slope leaves out
 SLOPE_CYCLES = 4
 RISING = 6  # cycles from which on one of them alone cannot tilt the line through all
+LEAST_S = 0.1  # a phase that takes less than this longer is steady
 SETTLED = 2  # cycles after which everything that is allocated once exists
 TOO_FEW = f"needs at least {SETTLED + 1} cycles"
 STATE_SHARE = 0.01  # of the job's state may be added in a cycle before it is called growth
@@ -199,12 +198,9 @@ def slope_limit(state: Callable[[Mapping[str, Any]], float]) -> Callable[[Mappin
 
 
 def lasting(metric: str, phase: str, base: str, then: str = "") -> Measure:
-    """How many more there are after `phase` of a cycle and of the next one, too, than after `base`, on the worst rank.
-
-    `then` is looked at after the last cycle. What leaks stays. Seen once on a busy machine without a leak: a socket more on one rank in
-    one cycle of 20, from the first collectives on, which went with the groups. So what appears at the last count of several is not
-    looked at again, and not counted.
-    """
+    """How many more there are than after `base` both after `phase` of a cycle and of the next one, on the worst rank. `then` is looked at
+    after the last cycle. What leaks stays: on a busy machine without a leak one rank once had a socket more in one cycle of 20. So what
+    appears only at the last of several counts is not counted."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         before = select(frame, phase=base, metric=metric).groupby("rank")["value"].first()
@@ -231,10 +227,8 @@ def unsettled(config: Mapping[str, Any]) -> str:
 
 
 def piled_up(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-    """How many more of anything there are after the last phase of the last cycles than after that of the second, on the worst rank.
-
-    What is made once and kept, or twice in turn, is there after two cycles. Of four cycles or more the last two must both have more.
-    """
+    """How many more of anything there are after the last phase of the last cycles than after that of the second, on the worst rank: what is
+    made once and kept exists after two cycles. Of four cycles or more the last two must both have more."""
     rows = frame[(frame["cycle"] > 0) & frame["metric"].isin(PILED)]
     if rows.empty:
         raise Missing("no file descriptors, threads or files were counted")
@@ -274,22 +268,20 @@ def _more(before: pd.Series, now: pd.Series, then: str, at_last: str) -> Measure
     return Measured(max(0.0, float(more.max())), "; ".join(said) or f"no increase in {', '.join(worst.index)}")
 
 
-def steady(phases: Sequence[str], least_s: float = 0.1) -> Measure:
-    """How many times as long each phase took in both of the last two cycles as in any before, on the worst rank; from `RISING` cycles
-    on also how many times as long the last takes as the second, on the line through all of them. Less than `least_s` more is no more.
-
-    One slow cycle is not enough: on a busy machine, or where the system has to find memory, a cycle took five times as long as others.
-    """
+def steady(phases: Sequence[str]) -> Measure:
+    """How many times as long each phase took in both of the last two cycles as in any before, on the worst rank; from `RISING` cycles on
+    also the last against the second, on the line through all. Less than `LEAST_S` more does not count, and neither does one slow cycle: on
+    a busy machine one took five times as long as others."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-        found = [_steady(frame, config, phase, least_s) for phase in phases]
+        found = [_steady(frame, config, phase) for phase in phases]
         worst = max(found, key=lambda one: one.value or 0.0)
         return Measured(worst.value, "; ".join(one.why for one in found) + label(frame))
 
     return measure
 
 
-def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, least_s: float) -> Measured:
+def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str) -> Measured:
     import numpy as np
 
     table = select(frame, phase=phase, metric="seconds").pivot_table(index="cycle", columns="rank", values="value")
@@ -307,7 +299,7 @@ def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, least_s:
         )
     found = []
     for words, (base, now) in pairs.items():
-        ratio = (now / base).where(now - base >= least_s, (now / base).clip(upper=1.0))
+        ratio = (now / base).where(now - base >= LEAST_S, (now / base).clip(upper=1.0))
         rank: Any = ratio.idxmax()
         times = f"{now[rank] * 1e3:.0f} ms {words.format(f'{base[rank] * 1e3:.0f} ms')}"
         found.append(Measured(float(ratio[rank]), f"{phase}: {times} (rank {rank})"))

@@ -1,9 +1,8 @@
 """A lab that is stepped: phase by phase by hand, or all at once; both are the same code.
 
-Making one checks the config and makes the run's folder; `start` starts the ranks, or takes those of a World that was given (whose
-logs stay where they are). Each `step` runs one phase on every rank and
-appends what was measured at once, so that a run that is killed keeps everything. `run` does the steps that are left and
-judges. The first failure ends the run: its folder says so, and the error is raised on.
+Making one checks the config and makes the run's folder; `start` starts the ranks, or takes those of a given World (whose logs stay where
+they are). Each `step` runs one phase on every rank and appends its records at once, so a killed run keeps everything. `run` does the
+remaining steps and judges. The first failure ends the run: it is written to the folder, and raised.
 """
 
 from __future__ import annotations

@@ -22,10 +22,7 @@ from kit.world.asked import RANK_BYTES
 @dataclasses.dataclass(frozen=True)
 class Option:
     """What a field is for, the ends of its range (both allowed), and whether it names code (`module:attr`): for the ranks, or with `here`
-    for the notebook side.
-
-    `names` are what a field of the last kind may be besides code: words of the lab's own, such as "auto".
-    """
+    for the notebook side. `names` are words that such a field may have in place of code, such as "auto"."""
 
     help: str
     _: dataclasses.KW_ONLY

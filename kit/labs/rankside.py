@@ -37,11 +37,9 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class Context(Recording):
-    """What a lab's phases have to work with. `record` adds a number of their own to the phase that runs.
-
-    `rank` and `world_size` count through all Worlds of the run, of which this rank is in number `world`. `role` is this rank's, `roles`
-    has the ranks of each. `meeting` is a fresh name, the same on all ranks, by which those of several Worlds find each other.
-    """
+    """What a lab's phases work with. `record` adds a number of their own to the phase that runs. `rank` and `world_size`
+    count through all Worlds of the run, of which this rank is in number `world`. `role` is this rank's, `roles` has the ranks of each.
+    `meeting` is a fresh name, the same on all ranks, by which those of several Worlds find each other."""
 
     rank: int
     world_size: int
@@ -96,10 +94,8 @@ def begin(
     meeting: str,
     snapshots: str | None = None,
 ) -> dict[str, Any]:
-    """Make the phases object of this rank's role. Returns this rank's proportional memory, and on rank 0 what it knows of its software.
-
-    `snapshots` is a folder for this rank's history of CUDA memory, which is kept only then.
-    """
+    """Make the phases object of this rank's role. Returns this rank's proportional memory, and on rank 0 its provenance. With a folder
+    for `snapshots` it keeps a history of its CUDA memory."""
     global _session  # noqa: PLW0603 - one rank is one process, and it works for one lab
     rank = int(os.environ["KIT_RANK"])
     mine = next(role for role in roles if rank in role["ranks"])

@@ -104,10 +104,7 @@ class Outcome:
 def deep(
     found: Mapping[str, Any], tell: Callable[[str], None], began: float, probes: Sequence[Probe] | None = None
 ) -> tuple[dict[str, Any], int]:
-    """All probes on what doctor found; as JSON values, and the exit status.
-
-    The total counts from `began`, when doctor itself did.
-    """
+    """All probes on what doctor found; as JSON values, and the exit status. The time limit counts from `began`."""
     device = "cuda" if found["ranks"].get("device") == "cuda" else "cpu"
     factor = pace(device)
     total = TOTAL_S * factor
@@ -271,10 +268,8 @@ shm_names = functools.partial(machine.shm_names, PREFIXES)
 
 
 def clean(pid: int, started: int, ranks: Iterable[int], before: set[str]) -> list[str]:
-    """Clean up after a probe's process that is gone; a word for each thing that it had left behind.
-
-    A World's agent ends by itself what its notebook can no longer end, so it is given a moment. What is there after that counts.
-    """
+    """Clean up after a probe's process that is gone, and name each thing that it left behind. A World's agent first gets a moment to end by
+    itself what its notebook can no longer end."""
     owner = f":{pid}:{started}"
 
     def ours(mark: str) -> bool:

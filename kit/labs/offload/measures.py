@@ -379,10 +379,8 @@ def highest(
 
 
 def comm_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-    """Of what communicators took (driver memory beyond the allocator's), the share that came back.
-
-    Held against the level after the controls, not the start: by then every kernel is loaded, which takes memory that never comes back.
-    """
+    """Of what communicators took (driver memory beyond the allocator's), the share that came back. The baseline is after the controls, not
+    at the start: by then every kernel is loaded, which takes memory that never comes back."""
     seen = source(frame)
     without, held, idle = (
         highest(frame, seen, phase) - highest(frame, seen, phase, "reserved", add=True)

@@ -1,7 +1,5 @@
-"""What ranks do for the probes: standard library, torch and Megatron only. They measure and return plain numbers; `probes` judges.
-
-Here: what all of them share, a rank's device, and the times of collectives and groups.
-"""
+"""What ranks do for the probes: standard library, torch and Megatron only. They measure and return plain numbers; `probes` judges. Here:
+a rank's device, times of collectives and groups, memory of the host and of a GPU. In `groups`: rebuilt groups, an absent peer, jobs."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Host and GPU memory after each phase of an offload run, as stacked bars.
+"""The pictures of an offload run: memory through the phases, times, drift over cycles, counts, verdict.
 
-The first cycle stands apart from the later ones, which are drawn as their median. On the host, bars are levels above the phase
-`baseline`, beside the job's tensors where these live there. On a GPU, bars reach up to what the driver reports as used, and each part
-names its source. A part without a source is a difference: where NCCL gives no statistics, the memory of communicators is what the
-driver reports beyond the allocator and beyond the level without a job. Ranks that share a GPU are drawn as one bar, unless the driver
-reports each process.
+Memory after each phase is a stacked bar; the first cycle stands apart from the later ones, which are drawn as their median. On the host,
+bars are levels above the phase `baseline`, beside the job's tensors where these live there. On a GPU, bars reach up to what the driver
+reports as used, and each part names its source. A part without a source is a difference: where NCCL gives no statistics, communicators
+are what the driver reports beyond the allocator and beyond the level without a job. Ranks that share a GPU are drawn as one bar, unless
+the driver reports each process. Controls and checks of content are most of a run's steps and not what it is about: one line sums them up.
 """
 
 from __future__ import annotations
@@ -388,10 +388,8 @@ def state_style(place: int, scene: Scene) -> dict[str, Any]:
 
 
 def draw_count(ax: Axes, scene: Scene, metric: str) -> None:
-    """A count in each cycle while training, while released and once back, beside that of a process without the job.
-
-    The limit is drawn above the level that the check starts from.
-    """
+    """A count in each cycle while training, while released and once back, beside that of a process without the job. The limit is
+    drawn above the level that the check starts from."""
     data, theme, more = scene.data, scene.theme, allowed(scene.verdict, metric)
     for place, (_, phase, colour) in enumerate(STATES):
         groups = rows_of(data, phase, metric).groupby("cycle")["value"]

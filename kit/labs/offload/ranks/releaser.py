@@ -1,9 +1,8 @@
-"""The code under test: the kit's own way out and back, and the adapter for a person's own.
+"""The code under test: the kit's own releaser, and the adapter for your own.
 
-Ours takes tensors out first (groups may be needed to tell who holds what) and brings groups back first. A person's object has
-`release() -> state` and `restore(state)` for all of it, or `destroy() -> snapshot` and `reload(snapshot)` for groups alone; then the
-kit moves the tensors. If it also has `around(ctx)`, a context manager, the job is built and lives inside of that. What it raises
-is raised on, as its own.
+The kit's takes tensors out first (groups may be needed to tell who holds what) and brings groups back first. Your own object has
+`release() -> state` and `restore(state)` for everything, or `destroy() -> snapshot` and `reload(snapshot)` for groups alone; then the kit
+moves the tensors. If it also has `around(ctx)`, a context manager, the job is built and lives inside it. Its errors are raised unchanged.
 """
 
 from __future__ import annotations
