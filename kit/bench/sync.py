@@ -138,10 +138,6 @@ def parts(sizes: Sizes, device: str) -> dict[str, Part]:
     return by_gpu | made if device == "cuda" else made | by_gpu
 
 
-def of_megabytes(size: int) -> Shape:
-    return Shape(key="growth", name=f"{size} MB in tensors of 1 MB", count=size, each=10**6, at_most=LARGE)
-
-
 def rates(world: World, shape: Shape, ways: Sequence[str], *, receivers: int, rounds: int) -> dict[str, Any]:
     """The sender's samples of every way, and how much it was."""
     needed, free = (COPIES + receivers) * shape.size(), free_memory()
@@ -277,11 +273,12 @@ def digests(world: World, size_mib: int, *, rounds: int) -> Iterator[Row]:
 def growth(world: World, megabytes: Sequence[int], receivers: Sequence[int], *, rounds: int) -> Iterator[Row]:
     """More bytes to one receiver, or the same bytes to more receivers."""
     for size in megabytes:
+        shape = Shape(key="growth", name=f"{size} MB in tensors of 1 MB", count=size, each=10**6, at_most=LARGE)
         for count in receivers:
             what = f"growth: {size} MB, {count} receiver{'s' * (count > 1)}"
             progress(what)
             ways = ["memcpy", "shm", "broadcast"]
-            answer = rates(world, of_megabytes(size), ways, receivers=count, rounds=rounds)
+            answer = rates(world, shape, ways, receivers=count, rounds=rounds)
             yield from times(what, answer, ways, megabytes=size, receivers=count)
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kit.errors import BadInput, KitError
-from kit.labs.definition import Role
 from kit.results import Record
 from kit.results.records import NOTEBOOK, Recording, label, rank_name
 from kit.results.units import amount, columns, table_html
@@ -36,33 +34,23 @@ class Quiet(Printer):
         self._observer.tick(())
 
 
+@dataclass(kw_only=True, eq=False)
 class Drive(Recording):
     """What a driver works with: `submit` a method to a role, `wait`, `record`. The driver returns when the step is done."""
 
-    def __init__(
-        self,
-        *,
-        world: World | Worlds,
-        config: Any,
-        fault: str | None,
-        cycle: int,
-        phase: str,
-        roles: Sequence[Role],
-        observer: Observer,
-        write: Write,
-        folder: Path,
-    ) -> None:
-        self.world = world
-        self.config = config
-        self.fault = fault
-        self.cycle = cycle
-        self.phase = phase
-        self.folder = folder  # the run's, with everything that was recorded so far
-        self.roles: Mapping[str, tuple[int, ...]] = {role.name: role.ranks for role in roles}
-        self.lost: set[int] = set()  # ranks that the step ended on purpose; nothing is asked of them afterwards
-        self._observer = Quiet(observer)
-        self._write = write
-        self._flying: list[Pending] = []
+    world: World | Worlds
+    config: Any
+    fault: str | None
+    cycle: int
+    phase: str
+    roles: Mapping[str, tuple[int, ...]]
+    folder: Path  # the run's, with everything that was recorded so far
+    write: Write
+    quiet: Quiet
+    lost: set[int] = field(
+        default_factory=set
+    )  # ranks that the step ended on purpose; nothing is asked of them afterwards
+    flying: list[Pending] = field(default_factory=list)
 
     def submit(
         self,
@@ -84,10 +72,10 @@ class Drive(Recording):
             ranks=self.roles[role] if role is not None else ranks,
             timeout_s=self.config.timeout_s if timeout_s is None else timeout_s,
             phase=self.phase,
-            observer=self._observer,
-            on_news=self._write,
+            observer=self.quiet,
+            on_news=self.write,
         )
-        self._flying = [one for one in self._flying if not one.settled] + [pending]
+        self.flying = [one for one in self.flying if not one.settled] + [pending]
         return pending
 
     def wait(self, pendings: Iterable[Pending], *, first: bool = True, timeout_s: float | None = None) -> list[Pending]:
@@ -97,11 +85,11 @@ class Drive(Recording):
         self.append([row])
 
     def append(self, rows: list[dict[str, Any]]) -> None:
-        self._write(NOTEBOOK, rows)
+        self.write(NOTEBOOK, rows)
 
     def cancel(self) -> list[Pending]:
         """Cancel what is still in flight."""
-        left = [one for one in self._flying if not one.settled]
+        left = [one for one in self.flying if not one.settled]
         for one in left:
             one.cancel()
         return left
@@ -130,7 +118,7 @@ class Stepped:
     records: Sequence[Record]
     done: int
     planned: int
-    roles: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    roles: Mapping[int, str] = field(default_factory=dict)
 
     def rows(self) -> list[list[str]]:
         """The heading, then a row per metric; where a level changed, what it was before the phase."""

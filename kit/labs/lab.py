@@ -239,7 +239,6 @@ class Lab:
 
     def _drive(self, step: Step, write: Write) -> None:
         """Run a driven step: its driver gives the calls, and every rank is measured from its beginning to its end."""
-        wanted = [role for role in self.roles if not step.roles or role.name in step.roles]
         ranks = self._left(working(step, self.roles))
         observer = self.world.observer
         drive = Drive(
@@ -248,12 +247,12 @@ class Lab:
             fault=self.fault,
             cycle=step.cycle,
             phase=step.phase,
-            roles=wanted,
-            observer=observer,
-            write=write,
+            roles={role.name: role.ranks for role in self.roles if not step.roles or role.name in step.roles},
             folder=self.dir,
+            write=write,
+            quiet=Quiet(observer),
         )
-        quiet: dict[str, Any] = {"phase": step.phase, "observer": Quiet(observer), "on_news": write}
+        quiet: dict[str, Any] = {"phase": step.phase, "observer": drive.quiet, "on_news": write}
         observer.started(step.phase, ranks)
         try:
             self.world.submit(f"{RANKSIDE}:open_step", ranks=ranks, **quiet).result()

@@ -176,7 +176,7 @@ def run(probe: Probe, device: str, limit_s: float, *, megatron: bool) -> tuple[O
         )
         started = machine.start_time(process.pid) or 0
         assert process.stdout is not None
-        reader = threading.Thread(target=listen, args=(process.stdout, findings), daemon=True)
+        reader = threading.Thread(target=findings.listen, args=(process.stdout,), daemon=True)
         reader.start()
         ended: Ended = "finished"
         try:
@@ -197,10 +197,12 @@ def run(probe: Probe, device: str, limit_s: float, *, megatron: bool) -> tuple[O
         findings.rows.append(Row(what="left behind, now removed", result="fail", value=len(left), why=", ".join(left)))
     if ended == "finished" and (process.returncode or not findings.done):
         ended = "crashed"
+    code = process.returncode
+    status = f"killed by {signal_name(-code)}" if code < 0 else f"exit status {code} without a result"
     why = {
         "finished": "",
         "cut": f"cut after {limit_s:.3g} s, during: {findings.at}",
-        "crashed": f"crashed during {findings.at}: {findings.failed or last or status_word(process.returncode)}",
+        "crashed": f"crashed during {findings.at}: {findings.failed or last or status}",
         "interrupted": f"interrupted during {findings.at}",
     }[ended]
     outcome = Outcome(
@@ -215,16 +217,6 @@ def run(probe: Probe, device: str, limit_s: float, *, megatron: bool) -> tuple[O
         why=why,
     )
     return outcome, findings.times
-
-
-def listen(out: IO[str], findings: Findings) -> None:
-    for line in out:
-        findings.hear(line)
-    out.close()
-
-
-def status_word(status: int) -> str:
-    return f"killed by {signal_name(-status)}" if status < 0 else f"exit status {status} without a result"
 
 
 def judged(rows: Sequence[Row]) -> Result:
@@ -318,6 +310,11 @@ class Findings:
     at: str = "start"
     failed: str = ""
     done: bool = False
+
+    def listen(self, out: IO[str]) -> None:
+        for line in out:
+            self.hear(line)
+        out.close()
 
     def hear(self, line: str) -> None:
         """Take in a line; what is not a report is skipped."""

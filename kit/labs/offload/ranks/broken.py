@@ -116,14 +116,14 @@ def not_as_found(ctx: Context, before_build: dict[str, Any]) -> list[str]:
     """What is not as it was found: after the lab's own job, and after rehearsed bodies that end well or with an error."""
     wrong = differs(before_build)
     theirs = dist.new_group(backend="gloo", group_desc="of the caller")
-    for body in (own_group, failing):
-        wrong += borrowed(ctx, body)
+    for fails in (False, True):
+        wrong += borrowed(ctx, own_group, fails=fails)
         wrong += silent(theirs)
     with contextlib.suppress(ValueError):  # it is gone already, which was counted
         dist.destroy_process_group(theirs)
-    for body in (default_group, failing_default_group):
+    for fails in (False, True):
         with without_default_group():
-            wrong += borrowed(ctx, body)
+            wrong += borrowed(ctx, default_group, fails=fails)
     return wrong
 
 
@@ -137,13 +137,13 @@ def silent(group: Any) -> list[str]:
     return [] if total.item() == dist.get_world_size() else [f"a group of the caller's sums {total.item():g} ranks"]
 
 
-def borrowed(ctx: Context, body: Callable[[], None]) -> list[str]:
-    """Run a body inside `as_found`, with the fault if one is on; what is wrong afterwards."""
+def borrowed(ctx: Context, body: Callable[[bool], None], *, fails: bool) -> list[str]:
+    """Run a body inside `as_found`, which then ends well or with an error, with the fault if one is on; what is wrong afterwards."""
     before = ownership.describe()
     wrong = []
     try:
         with scope(ctx.fault):
-            body()
+            body(fails)
     except OnPurposeError:
         pass
     except Exception as error:  # noqa: BLE001 - which error surfaces is the question
@@ -172,38 +172,26 @@ def scope(fault: str | None) -> Iterator[None]:
             raise
 
 
-def own_group() -> None:
+def own_group(fails: bool) -> None:
     group = dist.new_group(backend="gloo")
     dist.all_reduce(torch.rand(1), group=group)  # the caller's random numbers are to stay where they are
+    if fails:
+        raise OnPurposeError
 
 
-def failing() -> None:
-    own_group()
-    raise OnPurposeError
-
-
-def default_group() -> None:
+def default_group(fails: bool) -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     dist.all_reduce(torch.ones(1))
-
-
-def failing_default_group() -> None:
-    default_group()
-    raise OnPurposeError
+    if fails:
+        raise OnPurposeError
 
 
 @contextlib.contextmanager
 def without_default_group() -> Iterator[None]:
     """torch.distributed as in a process that has not initialised it; the caller's groups wait aside."""
     world = c10d._world
-    tables = (
-        world.pg_map,
-        world.pg_names,
-        world.pg_group_ranks,
-        world.pg_backend_config,
-        world.pg_to_tag,
-        world.tags_to_pg,
-    )
+    names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg")
+    tables = [getattr(world, name) for name in names]
     aside = [dict(table) for table in tables]
     default, count = world.default_pg, world.group_count
     for table in tables:
