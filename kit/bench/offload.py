@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kit.bench.session import Part, Row, Session, progress, ratios, row, unmeasured
+from kit.bench.session import Part, Row, Session, over, progress, row, unmeasured
 from kit.errors import BadInput, KitError
 
 OUT, BACK, ON_CUDA = 1 / 0.7, 1 / 0.8, 1 / 0.8
@@ -104,7 +104,7 @@ class Samples:
         return row(f"{self.what}: {what}", self.of(name), who=who, **about)
 
     def ratio(self, what: str, name: str, other: str, limit: float) -> Row:
-        return row(f"{self.what}: {what}", ratios(self.of(name), self.of(other)), unit="x", limit=limit)
+        return over(f"{self.what}: {what}", self.of(name), self.of(other), limit=limit)
 
     def common(self, one_by_one: str) -> list[Row]:
         refused = self.seen[0]["refused"]

@@ -94,6 +94,10 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(above, below, strict=True)]
 
 
+def over(what: str, above: Sequence[float], below: Sequence[float], **about: Any) -> Row:
+    return row(what, ratios(above, below), unit="x", **about)
+
+
 def seconds_of(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()

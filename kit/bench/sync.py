@@ -11,13 +11,13 @@ import secrets
 import shutil
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kit.bench.session import KIT, Part, Row, Session, progress, ratios, row, unmeasured
+from kit.bench.session import KIT, Part, Row, Session, over, progress, row, unmeasured
 from kit.errors import BadInput
 from kit.machine import free_memory
 from kit.megatron.config import ModelConfig, model_bytes
@@ -188,32 +188,27 @@ def transports(world: World, shape: Shape, *, rounds: int, buckets_mib: Sequence
     seconds, what = answer["seconds"], f"{shape.name}, 1 receiver"
     group = quickest(seconds, [*GROUPS, *fixed])
     other = quickest(seconds, ["per-tensor", *fixed])
-    automatic = f"automatic buckets are of {answer['automatic'] / MIB:.3g} MiB"
+    best, pair = f"that is {called(group)}", (seconds["broadcast"], seconds[other])
+    automatic = f"that is {called(other)}; automatic buckets are of {answer['automatic'] / MIB:.3g} MiB"
     return [
         *times(what, answer, ways),
         over_memcpy(what, seconds, "copies"),
         *(over_memcpy(what, seconds, name, shape.at_most if name == "shm" else None) for name in OVER_MEMCPY),
-        row(
-            f"{what}: shm over the best by a group, time",
-            ratios(seconds["shm"], seconds[group]),
-            unit="x",
-            limit=OVER_GROUPS,
-            note=f"that is {called(group)}",
+        over(
+            f"{what}: shm over the best by a group, time", seconds["shm"], seconds[group], limit=OVER_GROUPS, note=best
         ),
-        row(
-            f"{what}: broadcast over the best of per-tensor and fixed sizes, time",
-            ratios(seconds["broadcast"], seconds[other]),
-            unit="x",
-            limit=SLACK,
-            note=f"that is {called(other)}; {automatic}",
+        over(
+            f"{what}: broadcast over the best of per-tensor and fixed sizes, time", *pair, limit=SLACK, note=automatic
         ),
     ]
 
 
 def over_memcpy(what: str, seconds: Seconds, name: str, limit: float | None = None) -> Row:
-    over = ratios(seconds[name], seconds["memcpy"])
-    note = f"{1 / statistics.median(over):.2f} of its speed"
-    return row(f"{what}: {called(name)}, time over memcpy's", over, who=who(name), unit="x", limit=limit, note=note)
+    made = over(
+        f"{what}: {called(name)}, time over memcpy's", seconds[name], seconds["memcpy"], who=who(name), limit=limit
+    )
+    assert made.median
+    return replace(made, note=f"{1 / made.median:.2f} of its speed")
 
 
 def two_receivers(world: World, shape: Shape, *, rounds: int) -> list[Row]:
@@ -232,10 +227,7 @@ def verified(world: World, shape: Shape, algorithms: Sequence[str], *, rounds: i
     what, seconds = f"{shape.name}, 1 receiver", answer["seconds"]
     return [
         *times(what, answer, ways[1:]),
-        *(
-            row(f"{what}: {called(name)}, time over unverified", ratios(seconds[name], seconds["shm"]), unit="x")
-            for name in ways[1:]
-        ),
+        *(over(f"{what}: {called(name)}, time over unverified", seconds[name], seconds["shm"]) for name in ways[1:]),
         *(Row(what=f"{what}: shm, verified by {name}", note=NOT_HERE) for name in algorithms if name not in there),
     ]
 
@@ -250,9 +242,11 @@ def through_files(world: World, shape: Shape, *, rounds: int) -> list[Row]:
     place = f"in {where}" if where else "in the folder for temporary files: too little room in memory"
     made = []
     for name in ways[1:]:
-        over = ratios(answer["seconds"][name], answer["seconds"]["shm"])
+        seconds = answer["seconds"]
         made += times(what, answer, [name])
-        made.append(row(f"{what}: {called(name)} over shm, time", over, who=who(name), unit="x", note=place))
+        made.append(
+            over(f"{what}: {called(name)} over shm, time", seconds[name], seconds["shm"], who=who(name), note=place)
+        )
     return [
         *made,
         *(Row(what=f"{what}: {called(name)}", who=who(name), note=why) for name, why in peers.items() if why),

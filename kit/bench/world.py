@@ -21,7 +21,7 @@ from typing import Any
 
 from kit.bench.onranks import REDUCED
 from kit.bench.peers import STARTED, STEPPED, TOLD, VANISHED, environment, peers, seconds_until_gone
-from kit.bench.session import Part, Row, first_line, progress, ratios, row, samples, seconds_of, unmeasured
+from kit.bench.session import Part, Row, first_line, over, progress, row, samples, seconds_of, unmeasured
 from kit.errors import KitError, RankDied
 from kit.world import World, interpreter, leftovers
 from kit.world.leftovers import carriers, end_carriers
@@ -123,11 +123,11 @@ def start_once(logs: Path, preload: Sequence[str] = ()) -> float:
 def start_with_megatron(logs: Path, sizes: Sizes) -> list[Row]:
     """The start itself, and over an import of megatron.core by the same interpreter, taken in turns."""
     what = f"{STARTED}, with megatron.core"
-    over = "the same, over python -c 'import megatron.core'"
+    against = "the same, over python -c 'import megatron.core'"
     found = interpreter.find()
     if not found.megatron:
         why = "the ranks' interpreter has no megatron.core"
-        return [unmeasured(what, why, limit=4.5, aim=3.0), unmeasured(over, why, unit="x", limit=1.3)]
+        return [unmeasured(what, why, limit=4.5, aim=3.0), unmeasured(against, why, unit="x", limit=1.3)]
 
     import_once = partial(seconds_of, partial(run_once, [found.path, "-c", "import megatron.core"]))
     import_once()  # from here on the files are in the page cache
@@ -135,7 +135,7 @@ def start_with_megatron(logs: Path, sizes: Sizes) -> list[Row]:
     pairs = [(start_once(logs, ["megatron.core"]), import_once()) for _ in range(sizes.megatron)]
     starts, imports = zip(*pairs, strict=True)
     note = f"the import takes {statistics.median(imports):.2f} s, median"
-    return [row(what, starts, limit=4.5, aim=3.0), row(over, ratios(starts, imports), unit="x", limit=1.3, note=note)]
+    return [row(what, starts, limit=4.5, aim=3.0), over(against, starts, imports, limit=1.3, note=note)]
 
 
 def step(world: World, sizes: Sizes) -> list[Row]:

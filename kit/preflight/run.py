@@ -41,7 +41,7 @@ LEAST_S = 2.0  # with less left of the total a probe is not begun
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Probe:
     """What to run: `target` is module:function; `env` goes to its ranks."""
 
@@ -52,24 +52,19 @@ class Probe:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def probe(number: str, title: str, target: str, limit_s: float = 6.0, *, expandable: bool = False) -> Probe:
-    env = EXPANDABLE if expandable else {}
-    return Probe(number=number, title=title, target=f"kit.preflight.probes:{target}", limit_s=limit_s, env=env)
-
-
 PROBES = (
-    probe("1", "seats", "seats"),
-    probe("2", "all-reduces", "all_reduces"),
-    probe("3", "groups", "groups", 12),
-    probe("4", "rebuild", "rebuild", 12),
-    probe("5", "absent peer", "absent_peer", 12),
-    probe("6", "host memory", "host_memory"),
-    probe("7a", "resize", "resize"),
-    probe("7b", "resize, expandable segments", "resize", expandable=True),
-    probe("8", "driver memory", "driver_memory"),
-    probe("9a", "ipc", "ipc"),
-    probe("9b", "ipc, expandable segments", "ipc", expandable=True),
-    probe("10", "jobs", "jobs", 40),
+    Probe("1", "seats", "kit.preflight.probes:seats"),
+    Probe("2", "all-reduces", "kit.preflight.probes:all_reduces"),
+    Probe("3", "groups", "kit.preflight.probes:groups", 12),
+    Probe("4", "rebuild", "kit.preflight.probes:rebuild", 12),
+    Probe("5", "absent peer", "kit.preflight.probes:absent_peer", 12),
+    Probe("6", "host memory", "kit.preflight.probes:host_memory"),
+    Probe("7a", "resize", "kit.preflight.probes:resize"),
+    Probe("7b", "resize, expandable segments", "kit.preflight.probes:resize", env=EXPANDABLE),
+    Probe("8", "driver memory", "kit.preflight.probes:driver_memory"),
+    Probe("9a", "ipc", "kit.preflight.probes:ipc"),
+    Probe("9b", "ipc, expandable segments", "kit.preflight.probes:ipc", env=EXPANDABLE),
+    Probe("10", "jobs", "kit.preflight.probes:jobs", 40),
 )
 
 
