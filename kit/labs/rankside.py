@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,8 +146,7 @@ def step(*, cycle: int, name: str) -> None:
         snapshot()  # now: memory of what raised is given back when the error is answered
         raise
     finally:
-        publish_all([*meter.metrics, *failed], meter.ended)
-        publish_all(between_phases(str(session.context.device)), time.time())
+        publish_all(meter, *failed)
 
 
 def open_step() -> None:
@@ -176,13 +174,15 @@ def close_step() -> None:
     meter, session.meter = session.meter, None
     if meter is not None:
         meter.__exit__(None, None, None)
-        publish_all(meter.metrics, meter.ended)
-        publish_all(between_phases(str(session.context.device)), time.time())
+        publish_all(meter)
 
 
-def publish_all(metrics: Sequence[Metric], when: float) -> None:
-    for metric in metrics:
-        publish(metric.metric, metric.value, metric.unit, when)
+def publish_all(meter: PhaseMeter, *more: Metric) -> None:
+    """What was measured of a phase, and after it."""
+    after = between_phases(str(_running().context.device))
+    for metrics, when in (([*meter.metrics, *more], meter.ended), (after, time.time())):
+        for metric in metrics:
+            publish(metric.metric, metric.value, metric.unit, when)
 
 
 def snapshot() -> None:

@@ -96,41 +96,28 @@ def count_of(phase: str, metric: str, what: str = "", *, found: str = "", none: 
     return measure
 
 
-def beyond(
-    frame: pd.DataFrame, config: Mapping[str, Any], metric: str, phase: str, base: str
-) -> tuple[pd.DataFrame, pd.Series]:
-    """How many more there are after each cycle's `phase` than after `base`, and the levels after `base` by rank."""
+def more_than(frame: pd.DataFrame, config: Mapping[str, Any], metric: str, phase: str, base: str) -> Measured:
+    """How many more there are after any cycle's `phase` than after `base`, on the worst rank."""
     before = select(frame, phase=base, metric=metric).groupby("rank")["value"].first()
     rows = counted(frame, config, phase, metric)
-    return rows.assign(value=rows["value"] - rows["rank"].map(before)), before
-
-
-def more_than(metric: str, phase: str, base: str) -> Measure:
-    """How many more there are after any cycle's `phase` than after `base`, on the worst rank."""
-
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-        more, before = beyond(frame, config, metric, phase, base)
-        value, where = most(more)
-        level = int(before.max())
-        said = f"+{value:g} {where}" if value > 0 else f"no increase in {everywhere(config)}"
-        return Measured(value, f"{metric} after {phase}, baseline {level} after {base}: {said}")
-
-    return measure
+    value, where = most(rows.assign(value=rows["value"] - rows["rank"].map(before)))
+    said = f"+{value:g} {where}" if value > 0 else f"no increase in {everywhere(config)}"
+    return Measured(value, f"{metric} after {phase}, baseline {int(before.max())} after {base}: {said}")
 
 
 def groups_return(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Registered groups: while released against the start, and once back against before."""
-    released = more_than("groups", "idle", "start")(frame, config)
-    back = more_than("groups", "verify", "build")(frame, config)
-    return max(released, back, key=lambda one: one.value or 0)
+    found = [more_than(frame, config, "groups", *phases) for phases in (("idle", "start"), ("verify", "build"))]
+    return max(found, key=lambda one: one.value or 0)
 
 
 def old_groups(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Groups that something still holds while released, and the sockets and threads above the level without a job."""
     need_groups(frame, config)
     alive, where = most(counted(frame, config, "idle", "old_groups_alive"))
-    sockets = max(0.0, most(beyond(frame, config, "sockets", "idle", "baseline")[0])[0])
-    threads = max(0.0, most(beyond(frame, config, "threads", "idle", "baseline")[0])[0])
+    sockets, threads = (
+        max(0.0, more_than(frame, config, metric, "idle", "baseline").value or 0) for metric in ("sockets", "threads")
+    )
     total = alive + sockets + threads
     if not total:
         return Measured(0, f"no old group, socket or thread left while released in {everywhere(config)}")

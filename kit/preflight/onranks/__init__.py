@@ -4,6 +4,7 @@ a rank's device, times of collectives and groups, memory of the host and of a GP
 from __future__ import annotations
 
 import base64
+import contextlib
 import ctypes
 import gc
 import os
@@ -123,28 +124,18 @@ def memlock() -> int | None:
 
 def registered(*, size: int) -> dict[str, Any]:
     """A memfd of this size, mapped, supplied with pages and copied; registered with CUDA where there is a GPU. Seconds of each."""
-    fd = os.memfd_create("kit-preflight")
-    try:
+    with contextlib.ExitStack() as undo:
+        fd = os.memfd_create("kit-preflight")
+        undo.callback(os.close, fd)
         os.ftruncate(fd, size)
         address = map_shared(fd, size)
-        measured: dict[str, Any] = {"memlock": memlock()}
-        try:
-            start = time.perf_counter()
-            populate(address, size)
-            measured["populate"] = time.perf_counter() - start
-            there = torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
-            if device().type == "cuda":
-                measured |= copies(address, there)
-            else:
-                other = torch.ones(size, dtype=torch.uint8)
-                measured["copy_in"] = best(there, other)
-                measured["copy_out"] = best(other, there)
-            del there
-        finally:
-            unmap(address, size)
-    finally:
-        os.close(fd)
-    return measured
+        undo.callback(unmap, address, size)
+        measured: dict[str, Any] = {"memlock": memlock(), "populate": timed(lambda: populate(address, size))}
+        there = torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
+        if device().type == "cuda":
+            return measured | copies(address, there)
+        other = torch.ones(size, dtype=torch.uint8)
+        return {**measured, "copy_in": best(there, other), "copy_out": best(other, there)}
 
 
 def copies(address: int, there: torch.Tensor) -> dict[str, Any]:

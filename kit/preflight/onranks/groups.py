@@ -26,10 +26,7 @@ def twice(*, layout: dict[str, Any], dtypes: list[str]) -> dict[str, Any]:
     from kit.megatron import groups, model
     from kit.megatron.config import ModelConfig
 
-    start = time.perf_counter()
-    model.initialise(ModelConfig(layers=2, **layout))
-    finish()
-    measured: dict[str, Any] = {"layout": time.perf_counter() - start}
+    measured: dict[str, Any] = {"layout": timed(lambda: model.initialise(ModelConfig(layers=2, **layout)))}
     for dtype in dtypes:
         turns = [one(ModelConfig(layers=2, dtype=dtype, **layout)) for _ in range(2)]
         first, second = (turn.pop("bits") for turn in turns)
@@ -84,21 +81,15 @@ def suspended() -> dict[str, Any]:
     meet()
     levels = [held()]
     meet()
-    start = time.perf_counter()
     try:
-        backend.suspend()
+        seen["suspend"] = timed(backend.suspend)
     except RuntimeError as error:
         return {**seen, "error": first_line(error)}
-    finish()
-    seen["suspend"] = time.perf_counter() - start
     meet()
     levels.append(held())
     seen["stats"].append(dict(backend.memory_stats()))
     meet()
-    start = time.perf_counter()
-    backend.resume()
-    finish()
-    seen["resume"] = time.perf_counter() - start
+    seen["resume"] = timed(backend.resume)
     seen["right"] = before and sums(device(), group)
     seen["freed"] = levels[0] - levels[1]
     dist.destroy_process_group(group)
