@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from kit import doctor
 from kit.bench.session import INTERRUPTED, read_rows, seat_of, seated
 from kit.errors import BadInput
+from kit.labs.configure import spelled
 from kit.machine import free_memory
 from kit.preflight import run as preflight
 from kit.results import runs_dir
@@ -366,10 +367,6 @@ def is_settled(result: Mapping[str, Any]) -> bool:
 def settled(out: Path, part: Part) -> bool:
     path = out / f"{part.name}.json"
     return path.exists() and is_settled(read_json(path))
-
-
-def spelled(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def finish(command: Sequence[str], limit_s: float) -> tuple[int, str, str, bool]:

@@ -98,6 +98,15 @@ def over(what: str, above: Sequence[float], below: Sequence[float], **about: Any
     return row(what, ratios(above, below), unit="x", **about)
 
 
+def ratio(what: str, value: float, limit: float | None, note: str, **about: Any) -> Row:
+    return row(what, [value], unit="ratio", limit=limit, note=note, **about)
+
+
+def none_of(what: str, found: float | None, note: str) -> Row:
+    """A count that must be 0; without it the note says why."""
+    return row(what, [] if found is None else [found], unit="1", limit=0.0, note=note)
+
+
 def seconds_of(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()

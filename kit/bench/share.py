@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kit.bench.session import Row, Session, progress, row
+from kit.bench.session import Row, Session, none_of, progress, ratio, row
 from kit.loop.messages import Event
 from kit.share.core import Scheduler
 from kit.share.state import Plan, Settings, State, Turn
@@ -93,23 +93,13 @@ def judged(run: Run, note: str) -> Iterator[Row]:
     """Rows of the two claims that hold of any run."""
     answers = {each.check: each for each in run.verdict()}
     same = answers["same_numbers"]
-    yield row(
-        "outcomes of two pipelines that differ from those alone",
-        [] if same.measured is None else [same.measured],
-        unit="1",
-        limit=0.0,
-        note=f"{note}; control: each alone; {same.why}",
-    )
+    why = f"{note}; control: each alone; {same.why}"
+    yield none_of("outcomes of two pipelines that differ from those alone", same.measured, why)
     seen, two, blind = owners(run.frame())
-    yield row(
-        "samples of devices with two owners",
-        [] if blind else [two],
-        unit="1",
-        limit=0.0,
-        note=f"{note}; locks of {run.config['devices']} devices, seen {seen} times from outside, every 20 ms"
-        if not blind
-        else "not measured: this kernel shows no locks of other processes",
-    )
+    why = f"{note}; locks of {run.config['devices']} devices, seen {seen} times from outside, every 20 ms"
+    if blind:
+        why = "not measured: this kernel shows no locks of other processes"
+    yield none_of("samples of devices with two owners", None if blind else two, why)
 
 
 def owners(frame: pd.DataFrame) -> tuple[int, int, bool]:
@@ -138,8 +128,7 @@ def makespan(session: Session, sizes: Sizes) -> Iterator[Row]:
     )
 
     def over(what: str, seconds: float, limit: float | None = None) -> Row:
-        words = f"{note}; {seconds:.1f} s"
-        return row(f"{what} over the bound", [seconds / by.bound], unit="ratio", limit=limit, note=words)
+        return ratio(f"{what} over the bound", seconds / by.bound, limit, f"{note}; {seconds:.1f} s")
 
     yield over("time of both pipelines", float(loops["seconds"]["shared"]), 1.15)
     for loop, words in (("serial", "one after the other"), ("static", "half of the devices each")):

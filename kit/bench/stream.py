@@ -13,7 +13,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from kit.bench.session import Row, Session, progress, row
+from kit.bench.session import Row, Session, none_of, progress, ratio
 from kit.train.arithmetic import DIGITS, END, problem, reward
 
 if TYPE_CHECKING:
@@ -81,13 +81,7 @@ def lockstep(session: Session, sizes: Sizes) -> Iterator[Row]:
     progress("lockstep beside plain")
     run = session.lab("stream", session.logs / "lockstep", **RANKS, steps=sizes.steps, phases="plain,lockstep")
     answer = next(each for each in run.verdict() if each.check == "equals_plain")
-    yield row(
-        "outcomes of the loop with staleness 0 that differ from the plain loop",
-        [] if answer.measured is None else [answer.measured],
-        unit="1",
-        limit=0.0,
-        note=answer.why,
-    )
+    yield none_of("outcomes of the loop with staleness 0 that differ from the plain loop", answer.measured, answer.why)
 
 
 def stamps(session: Session, sizes: Sizes) -> Iterator[Row]:
@@ -107,16 +101,12 @@ def stamps(session: Session, sizes: Sizes) -> Iterator[Row]:
         f"{total['tokens']:.0f} tokens of {total['samples']:.0f} samples, {total['decidable']:.0f} decidable: no other version "
         f"comes within 10 times the noise; runs with another seed each: {turn}"
     )
-    yield row("wrong stamps among decidable tokens", [total["wrong_stamps"]], unit="1", limit=0.0, note=note)
-    yield share("undecidable tokens", 1 - total["decidable"] / total["tokens"], 0.5, note)
-    yield share("samples without a sync inside", 1 - total["samples_over_syncs"] / total["samples"], 0.9, note)
+    yield none_of("wrong stamps among decidable tokens", total["wrong_stamps"], note)
+    yield ratio("share of undecidable tokens", 1 - total["decidable"] / total["tokens"], 0.5, note)
+    yield ratio("share of samples without a sync inside", 1 - total["samples_over_syncs"] / total["samples"], 0.9, note)
     missed = 1 - total["shuffled_found"] / total["shuffled"]
     note = f"{total['shuffled']:.0f} decidable tokens of the first samples of each run, every stamp one version off"
-    yield share("wrong stamps of a control that were not found", missed, 0.01, note)
-
-
-def share(what: str, value: float, limit: float, note: str) -> Row:
-    return row(f"share of {what}", [value], unit="ratio", limit=limit, note=note)
+    yield ratio("share of wrong stamps of a control that were not found", missed, 0.01, note)
 
 
 def paced(session: Session, sizes: Sizes) -> Iterator[Row]:
@@ -131,21 +121,11 @@ def paced(session: Session, sizes: Sizes) -> Iterator[Row]:
     possible, gain = 2 * steps / (steps + 1), plain / streamed
     exposed = float(tables.steps(frame)["exposed_generation"][1:].sum())
     note = f"4 groups of 4 samples, two replicas, window 1, 150 ms a token and a trained sample; K={steps}; control: the plain loop, "
-    yield row(
-        "possible over reached speed-up of streaming",
-        [possible / gain],
-        unit="ratio",
-        limit=1 / 0.9,
-        note=f"{note}{plain:.1f} s, streamed {streamed:.1f} s: {gain:.2f} of {possible:.2f} times; no times of a product",
-    )
+    why = f"{note}{plain:.1f} s, streamed {streamed:.1f} s: {gain:.2f} of {possible:.2f} times; no times of a product"
+    yield ratio("possible over reached speed-up of streaming", possible / gain, 1 / 0.9, why)
     whole, all_of_it = (float(loops["exposed_generation"][loop]) for loop in ("plain", "stream"))
-    yield row(
-        "exposed generation after the first fill over the plain loop's",
-        [exposed / whole],
-        unit="ratio",
-        limit=0.1,
-        note=f"{note}{whole:.1f} s, streamed {exposed:.2f} s after the first step's {all_of_it - exposed:.1f} s",
-    )
+    why = f"{note}{whole:.1f} s, streamed {exposed:.2f} s after the first step's {all_of_it - exposed:.1f} s"
+    yield ratio("exposed generation after the first fill over the plain loop's", exposed / whole, 0.1, why)
 
 
 def learns(session: Session, sizes: Sizes) -> Iterator[Row]:
@@ -166,14 +146,9 @@ def learns(session: Session, sizes: Sizes) -> Iterator[Row]:
                 curve = Curve(rows, config)
                 rose = curve.middle if window == 0 else rose
                 ids = {"seed": seed, "staleness": window, "correction": int(correction), **curve.ids(rose)}
-                yield row(
-                    f"standard error over gain of reward, {about}",
-                    [curve.error / max(curve.gain, curve.error / 100)],  # 100: no gain
-                    unit="ratio",
-                    limit=1 / ERRORS if window == 0 else None,
-                    note=curve.note(rose),
-                    ids=ids,
-                )
+                over = curve.error / max(curve.gain, curve.error / 100)  # 100: no gain
+                limit = 1 / ERRORS if window == 0 else None
+                yield ratio(f"standard error over gain of reward, {about}", over, limit, curve.note(rose), ids=ids)
 
 
 class Curve:

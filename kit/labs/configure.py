@@ -85,16 +85,14 @@ def refusals(lab: Definition, config: LabConfig, fault: Fault | None) -> Iterato
 def undetectable(lab: Definition, config: LabConfig, fault: Fault) -> Iterator[tuple[str, str]]:
     """The settings with which the fault's check fails anyway, or is null so that the run would end as if there were no fault."""
     found = {name: getattr(config, name) for name in fault.needs}
-    wrong = [name for name, value in found.items() if value not in fault.needs[name]]
-    for name in wrong:
-        words = " or ".join(_spelled(one) for one in fault.needs[name])
-        yield name, f"fault {fault.name!r} cannot be detected with {name}={_spelled(found[name])}; use {name}={words}"
+    wrong = {name: value for name, value in found.items() if value not in fault.needs[name]}
+    for name, value in wrong.items():
+        words = " or ".join(map(spelled, fault.needs[name]))
+        yield name, f"fault {fault.name!r} cannot be detected with {name}={spelled(value)}; use {name}={words}"
     check = next((check for check in lab.all_checks() if check.name == fault.check), None)
     if check is not None and not wrong and (reason := check.unanswerable(dataclasses.asdict(config))):
-        yield (
-            "",
-            f"fault {fault.name!r} cannot be detected with these settings: {check.name} is not measured ({reason})",
-        )
+        why = f"{check.name} is not measured ({reason})"
+        yield "", f"fault {fault.name!r} cannot be detected with these settings: {why}"
 
 
 def settled(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,7 +259,7 @@ def value_of(text: str) -> Any:
         return text
 
 
-def _spelled(value: Any) -> str:
+def spelled(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
