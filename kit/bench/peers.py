@@ -107,7 +107,7 @@ def ask(name: str, seen: Seen, notes: dict[str, str], *, steps: int) -> None:
 
 
 def outlive(name: str, seen: Seen, notes: dict[str, str]) -> None:
-    """One trial whose own process is killed: when is everything that it started gone?"""
+    """One trial that is killed: seconds until everything that it started is gone."""
     with trial(name, seen, steps=0, hold=True) as (process, mark):
         known = carriers(mark.__eq__)
         began = time.perf_counter()
@@ -152,7 +152,7 @@ def trial(name: str, seen: Seen, *, steps: int, hold: bool) -> Iterator[tuple[su
 
 
 def hear(process: subprocess.Popen[str]) -> Any:
-    """The next thing that the trial tells; what its library prints is passed over."""
+    """The next report of the trial; what its library prints is skipped."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(PREFIX):
@@ -294,7 +294,7 @@ class Monarch:
 
     def __init__(self) -> None:
         library: Any = import_module("monarch.actor")
-        # By default a death that nobody handled ends this process too, before it can tell the time.
+        # By default an unhandled death ends this process too, before it can report the time.
         library.unhandled_fault_hook = lambda _: None
 
         class Ranks(library.Actor):  # type: ignore[misc]

@@ -51,7 +51,7 @@ SOURCES = {
 }
 WORDS = dict(SOURCES.values())
 
-Seen = dict[str, Any]  # what one rank said of its cycles
+Seen = dict[str, Any]  # one rank's answer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +152,7 @@ def seconds(answers: Sequence[Sequence[Seen]], part: str) -> list[float]:
 
 
 def turns(answers: Sequence[Sequence[Seen]]) -> list[tuple[Seen, ...]]:
-    """Of each cycle of each trial what every rank said."""
+    """For each cycle of each trial, what every rank answered."""
     return [turn for trial in answers for turn in zip(*(rank["cycles"] for rank in trial), strict=True)]
 
 

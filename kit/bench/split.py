@@ -21,7 +21,7 @@ Seconds = dict[str, list[float]]
 ONRANKS = "kit.bench.onranks.split"
 RANKS = 2
 WHOLE, IN_FIVE, MEMORY, METRICS = 1.02, 1.05, 1.01, 1.15
-LONG_ENOUGH = 0.3  # seconds of a step whose ratios say something
+LONG_ENOUGH = 0.3  # seconds; ratios of shorter steps are too noisy
 SLOW = 1800.0  # for a call that makes all turns, on a busy machine
 MIB = 2**20
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 RANKS: dict[str, Any] = {"ranks": 3, "replicas": 2, "groups": 4, "group": 4}
 DECIDABLE = 10_000  # tokens that the stamps are judged by
-# Long answers of which few are in flight at once, so that many span a sync; a rate by which versions differ enough to be told apart.
+# Long answers, few of them in flight at once, so that many span a sync; a learning rate with which versions differ measurably.
 STAMPED: dict[str, Any] = {
     **RANKS,
     "groups": 8,
@@ -134,7 +134,7 @@ def learns(session: Session, sizes: Sizes) -> Iterator[Row]:
 
     with session.worlds((1, 1, 1)) as worlds:
         for seed in range(1234, 1234 + sizes.seeds):
-            rose = math.nan  # the reward whose first sight is timed
+            rose = math.nan  # the time until this reward is measured
             for more in (ON_POLICY, *STALE):
                 window, correction = more["window"], more.get("correction", True)
                 about = f"seed {seed}, staleness {window}{'' if correction else ', no correction'}"

@@ -282,7 +282,7 @@ def missing(package: str) -> str:
 
 
 def place_for(size: int) -> Path | None:
-    """Where so many bytes have room in memory; None where they do not, and go to the folder for temporary files."""
+    """A folder in memory with room for this many bytes; None where there is none: then files go to the temporary folder."""
     return IN_MEMORY if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > SPARE * size else None
 
 

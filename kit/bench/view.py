@@ -1,4 +1,4 @@
-"""`kit bench view`: how long a person waits for a panel: a limit that is moved, a plot drawn again, a large run opened.
+"""`kit bench view`: how long a user waits for a panel: a limit that is moved, a plot drawn again, a large run opened.
 
 Records are made up here, in the shape in which the offload lab writes them; nothing was run. What the browser takes to show
 what it is sent is not in these times.
@@ -52,7 +52,7 @@ def parts(sizes: Sizes, _: str) -> dict[str, Part]:
     made: dict[int, Path] = {}
 
     def among_runs(part: Callable[[Path, Sizes], list[Row]], records: int) -> Part:
-        """A part that is given a run of so many records, and finds it as the last run."""
+        """A part that gets a run with this number of records, which is also the last run."""
 
         def work(session: Session) -> list[Row]:
             folder = session.logs / "runs"
@@ -79,7 +79,7 @@ def parts(sizes: Sizes, _: str) -> dict[str, Part]:
 
 
 def made_up(folder: Path, records: int) -> Path:
-    """A run with at least so many records: a job on four ranks that is released and reloaded as often as that takes."""
+    """A run with at least this number of records: a job on four ranks, released and reloaded as often as that takes."""
     lab = find("offload")
     cycles = 1
     while sum(len(told(step, 0)) for step in lab.plan(OffloadConfig(ranks=RANKS, cycles=cycles))) * RANKS < records:

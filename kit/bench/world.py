@@ -1,4 +1,4 @@
-"""`kit bench world`: how fast a World starts, steps, restarts, and tells of a death; other tools in the same run where installed.
+"""`kit bench world`: how fast a World starts, steps, restarts and reports a death; other tools in the same run, where installed.
 
 Every start is of fresh processes, on warm files: after the first sample the libraries are in the page cache. Two ranks on the CPU
 over gloo, also where there is a GPU. A sample counts only if the thing was right: the sum, the name of the dead, the fresh pids.
@@ -85,7 +85,7 @@ def parts(sizes: Sizes, _: str) -> dict[str, Part]:
 
 
 class Listener(Printer):
-    """A World's observer that only hears that something was said."""
+    """A World's observer that only notes that there was output."""
 
     def __init__(self) -> None:
         self.heard = threading.Event()

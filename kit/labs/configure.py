@@ -1,4 +1,4 @@
-"""A lab's config from what a person gave: checked before any rank starts, one sentence for each thing that is wrong."""
+"""A lab's config from user input: checked before any rank starts, with one sentence per mistake."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Found(NamedTuple):
 
 @functools.cache
 def discover() -> Found:
-    """Every lab. A broken package of somebody else is reported and does not affect the others."""
+    """Every lab. A broken third-party package is reported and does not affect the others."""
     from importlib.metadata import entry_points
 
     home = import_module("kit.labs")
@@ -99,7 +99,7 @@ def described(path: Path) -> dict[str, Any]:
         return {"run": str(path), **nothing, "status": "damaged", "answer": "not judged", "verdict": str(error)}
     judged = counts not in {"not judged", "no checks"}
     answer = "not judged" if not judged else "passed" if counts.startswith("0 ") else "failed"
-    same = defaults(found.lab)  # none where the lab is not known here: then all settings are said
+    same = defaults(found.lab)  # empty for an unknown lab: then all settings count as changed
     changed = {name: value for name, value in found.config.items() if name not in same or value != same[name]}
     own = {"set": changed, "fault": found.fault, "status": found.status}
     return {**about, "lab": found.lab, **own, "answer": answer, "verdict": counts}

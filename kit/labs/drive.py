@@ -1,4 +1,4 @@
-"""Steps seen from the notebook side: a driven step, whose code sends calls to roles until it is done, and the table of any step."""
+"""Steps on the notebook side: a driven step, which sends calls to roles until it is done, and the table of any step."""
 
 from __future__ import annotations
 

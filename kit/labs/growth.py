@@ -322,7 +322,7 @@ def each_observed(ask: Callable[[str], Measure]) -> Callable[[pd.DataFrame, Mapp
 
 
 def observed(config: Mapping[str, Any]) -> bool:
-    """Whether somebody's own job was watched: `rec.phase(..., observe=True)`."""
+    """Whether the observers watched your own job: `rec.phase(..., observe=True)`."""
     return bool(config.get("observed"))
 
 

@@ -65,7 +65,7 @@ class Lab:
         panel: Callable[[Lab], object] | None = None,
         world: World | Worlds | None = None,
     ) -> None:
-        """`observe` makes who looks on at so many calls; `plotter` and `panel` are of a room that labs do not know."""
+        """`observe` makes an observer for a number of calls; `plotter` and `panel` come from a room that labs do not import."""
         self.definition = definition
         self.name = definition.name
         self._plotter = plotter
@@ -98,7 +98,7 @@ class Lab:
         self.dir = self._writer.dir
         self.world: World | Worlds
 
-    # -- what a person does with it ---------------------------------------------------------------------------------
+    # -- the public part ----------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
         """Start the ranks and the lab on them, if that is not done yet. `step` and `run` do it by themselves."""
@@ -180,7 +180,7 @@ class Lab:
     # -- how --------------------------------------------------------------------------------------------------------
 
     def _watch(self, calls: int) -> None:
-        """A new onlooker for so many calls: a step by hand is watched by itself, however long after the one before."""
+        """A new observer for this number of calls; each step by hand gets its own."""
         if self.observe is not None:
             self._observer = self.observe(calls)
             if self.started:

@@ -209,7 +209,7 @@ def end() -> dict[str, Any]:
 
 
 def routed(config: Any) -> dict[str, Any]:
-    """What is in effect of a routing that was asked for; where none was, nothing is said of it."""
+    """The routing in effect, if one was asked for."""
     if config.routing == "torch":
         return {}
     return {"routing": (nccl2 if config.routing == nccl2.NAME else routing).describe()}

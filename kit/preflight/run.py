@@ -136,7 +136,7 @@ def deep(
 
 
 def measure(found: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """The times of the last probe alone, which takes the longest and does most of what labs do; and whose they are."""
+    """The times of the last probe alone, which does most of what labs do, and the box that they are from."""
     limit = 2 * PROBES[-1].limit_s * pace(device)
     return {**box(found, device), **run(PROBES[-1], device, limit, megatron=True)[1]}
 
@@ -238,7 +238,7 @@ def summary(outcomes: Sequence[Outcome], seconds: float, total_s: float) -> str:
 
 
 def box(found: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """What the times are of: those of another box say nothing about this one."""
+    """The box that the times are from: those of another box do not apply here."""
     ranks, gpus = found["ranks"], found["gpu"]["gpus"]
     gpu = str(gpus[0]["name"]) if gpus and device == "cuda" else ""
     versions = {name: ranks.get(name) for name in ("torch", "nccl")}
@@ -250,7 +250,7 @@ def box(found: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 # Names that torch, NCCL, CUDA, Python's multiprocessing and the kit use there.
 PREFIXES = ("torch_", "nccl-", "cuda.shm.", "psm_", "sem.mp", "kit")
-AGENT_S = 3.0  # in which a World's agent, whose notebook is gone, ends its ranks and removes what they left
+AGENT_S = 3.0  # for a World's agent that lost its notebook to end its ranks and remove what they left
 shm_names = functools.partial(machine.shm_names, PREFIXES)
 
 
@@ -271,7 +271,7 @@ def clean(pid: int, started: int, ranks: Iterable[int], before: set[str]) -> lis
         shutil.rmtree(folder, ignore_errors=True)
     leftovers.forget_shared(ranks)
     new = shm_names() - before
-    new -= machine.shm_in_use(new, machine.pids())  # somebody else's, who works beside us
+    new -= machine.shm_in_use(new, machine.pids())  # another process uses these
     for name in new:
         with contextlib.suppress(OSError):
             Path(machine.SHM, name).unlink()

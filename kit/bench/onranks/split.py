@@ -61,7 +61,7 @@ class Bench:
         return noise(count, self.config.length, wanted.geometry.vocab, dist.get_rank(split.data_group()), full=full)
 
     def way(self, name: str, data: Batch, chunks: int | None) -> Callable[[], None]:
-        """A whole step: plain, or in so many calls (0: a microbatch a call). The rows are cut beforehand."""
+        """A whole step: plain, or in `chunks` calls (0: one per microbatch). The rows are cut beforehand."""
         config, results = self.config, self.told.setdefault(name, [])
         if chunks is None:
             return lambda: results.append(self.plain.run(self.loss, data, config.batch, config.micro_batch))
@@ -127,7 +127,7 @@ def steps(*, job: dict[str, Any], chunks: list[int], rounds: int) -> dict[str, A
 
 
 def experts(*, job: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """The plain step, and the one in pieces: on rows that are all alike, and on rows whose experts' loss has to be corrected."""
+    """The plain step, and the one in pieces: on rows that are all alike, and on rows that need a correction of the experts' loss."""
     bench = Bench(SplitConfig(chunks=(1,), **job))
     alike, ragged = bench.data(full=True), bench.data()
     passes = 0

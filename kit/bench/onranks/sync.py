@@ -54,14 +54,14 @@ COPYING = ("memcpy", "copies")  # they bring nothing
 
 
 def shapes_of(wanted: dict[str, Any]) -> list[tuple[int, ...]]:
-    """Of a model's parameters, or so many tensors of so many bytes; bfloat16."""
+    """Shapes of a model's parameters, or of `count` tensors of `each` bytes; bfloat16."""
     if "model" in wanted:
         return [tuple(each.shape) for each in PlainModel(GEOMETRIES[wanted["model"]], device="meta").parameters()]
     return [(wanted["each"] // 2,)] * wanted["count"]
 
 
 def weights(wanted: dict[str, Any], *, filled: bool) -> dict[tuple[str, int], torch.Tensor]:
-    """Tensors with memory of their own, whose pages are there: noise, or zeros."""
+    """Tensors with memory of their own and all pages populated: noise, or zeros."""
     noise = torch.randint(0, 256, (NOISE + PAGE,), dtype=torch.uint8)
     made: dict[tuple[str, int], torch.Tensor] = {}
     for number, shape in enumerate(shapes_of(wanted)):

@@ -135,7 +135,7 @@ def fits(config: OffloadConfig) -> None:
 
 # Enough bytes that a second copy of them, or a leak, stands out beside the interpreter's own memory.
 HEAVY = {"size": "125m", "layers": 1, "seq": 16, "cycles": 2, "steps": 1}
-# With mode=manual and official groups stay, handles go stale and memory grows anyway, and nobody trains on after that.
+# With mode=manual and official groups stay, handles go stale, memory grows anyway, and training stops.
 DESTROYED = {"mode": EXACT, "groups": (True,)}
 WHOLE = {"mode": (*EXACT, "suspend")}
 GROUPS = {**WHOLE, "groups": (True,)}

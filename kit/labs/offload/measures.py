@@ -74,7 +74,7 @@ def unrehearsed(config: Mapping[str, Any]) -> str:
 
 
 def need_groups(frame: pd.DataFrame, config: Mapping[str, Any]) -> None:
-    """A question about Megatron's groups has no answer where a job of somebody's own makes none."""
+    """Questions about Megatron's groups have no answer for your own job without any."""
     if not select(frame, phase="fingerprint", metric="groups_watched")["value"].max():
         if config["model"] == KIT_MODEL:
             raise Unjudged("no group was found in Megatron's globals before the release")
@@ -144,7 +144,7 @@ def need_whole_state(frame: pd.DataFrame) -> None:
     """What the walk over the job found must be what the arithmetic of its geometry says."""
     kinds = frame[(frame["phase"] == "fingerprint") & frame["metric"].isin(["state_bytes", "state_arithmetic"])]
     if kinds.empty:
-        return  # a job of somebody's own, or records of an older kit
+        return  # your own job, or records of an older kit
     table = kinds.pivot_table(index=["rank", "ids"], columns="metric", values="value", aggfunc="max")
     if "state_arithmetic" not in table:
         return
@@ -292,7 +292,7 @@ def unseen(config: Mapping[str, Any]) -> str:
 
 
 def state_bytes(config: Mapping[str, Any]) -> float:
-    """All that the rank with most holds of the kit's own job; 0 for a job of somebody's own, whose size is not known here."""
+    """Bytes of the kit's own job on the rank with most; 0 for your own job, because its size is unknown."""
     if config["model"] != KIT_MODEL:
         return 0
     return max(sizes["total"] for sizes in sizes_of(config))
@@ -331,8 +331,8 @@ def kept_by_choice(config: Mapping[str, Any]) -> str:
 
 
 def residual(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-    """Driver memory while released above the level after a context and one matrix product, per rank: what is told of a whole GPU is
-    divided by the ranks that share it. What NCCL keeps of a suspended communicator by its own account is no residual."""
+    """Driver memory while released above the level after a context and one matrix product, per rank: a number of a whole GPU is divided
+    by the ranks that share it. What NCCL keeps of a suspended communicator by its own account is no residual."""
     seen = source(frame)
     kept = keeps(frame, seen)
     over = highest(frame, seen, "idle") - highest(frame, seen, "start") - kept

@@ -34,7 +34,7 @@ def more_than_baseline(metric: str) -> Callable[[pd.DataFrame, Mapping[str, Any]
 
 
 def wrong_values(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Numbers that came out wrong, over all groups, cycles and ranks; a group that nobody talked over is not right."""
+    """Wrong numbers over all groups, cycles and ranks; a group without an all-reduce does not pass."""
     wrong = select(frame, phase="talk", metric="wrong_values")
     talked = select(frame, phase="talk", metric="talked_groups")
     if len(wrong) < config["cycles"] * config["ranks"]:
@@ -49,7 +49,7 @@ def wrong_values(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 
 
 def groups_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Groups in torch's registry, or those that were made and are still held by somebody, whichever are more."""
+    """Groups in torch's registry, or groups that are still referenced, whichever are more."""
     listed = more_than_baseline("groups")(frame, config)
     held = select(frame, phase="count", metric="groups_alive")
     worst = held.iloc[int(held["value"].to_numpy().argmax())]
@@ -60,7 +60,7 @@ def groups_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 
 
 def shared(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Groups that are no groups of their own: a collective over them runs over another of the groups, or over WORLD."""
+    """Groups that alias another one: a collective over them runs over that group, or over WORLD."""
     rows = select(frame, phase="talk", metric="shared_groups")
     if len(rows) < config["cycles"] * config["ranks"]:
         incomplete(f"shared_groups was recorded {len(rows)} times, not {config['cycles'] * config['ranks']}")

@@ -89,7 +89,7 @@ def refusing(victim: Any) -> Iterator[list[str]]:
 
 
 def failure_raises(releaser: Any) -> bool | None:
-    """Does a release in which one group refuses to be destroyed raise, and name that group? None: nobody tried to destroy it."""
+    """Whether a release raises and names the group if one group cannot be destroyed; None if no one tried to destroy it."""
     with births.doors():
         victim = births.reach(next(iter(observe.standing().values())))
     name = str(victim.group_desc)
@@ -158,7 +158,7 @@ def differs(before: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def scope(fault: str | None) -> Iterator[None]:
-    """`as_found`, or one of the ways in which people get it wrong."""
+    """`as_found`, or a common mistake in its place."""
     if fault == "leaves-default-group" and not dist.is_initialized():
         yield
         return
@@ -273,7 +273,7 @@ class Broken(KitReleaser):
         self.reloads += 1
         if fault == "reseeded":
             torch.manual_seed(self.ctx.config.seed)
-        elif fault == "leaked-file":  # in shared memory; nobody has it open or mapped. It goes when the job ends
+        elif fault == "leaked-file":  # in shared memory, not open or mapped anywhere; removed when the job ends
             fd, path = tempfile.mkstemp(prefix="kit-fault-", dir="/dev/shm")
             os.close(fd)
             weakref.finalize(self, os.unlink, path)

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from kit.labs.rankside import Context
 
 Log = list[dict[str, float]]
-PATCHABLE = ("torch.distributed", "megatron.core")  # whose functions must be themselves again at the end
+PATCHABLE = ("torch.distributed", "megatron.core")  # their functions must be the original ones at the end
 NAMED = 5  # tensors that differ, in records of their own
 SHOWN = 2  # of what differs, in a text
-SCALAR_BYTES = 8  # a step count, say: optimizers keep it on the host, and nobody moves it
+SCALAR_BYTES = 8  # such as a step count: optimizers keep it on the host
 
 
 class Offload:

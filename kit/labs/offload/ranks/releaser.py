@@ -61,7 +61,7 @@ class KitReleaser:
 
 
 class PairReleaser(KitReleaser):
-    """A person's destroy and reload of groups, between the kit's moves of tensors."""
+    """Your own destroy and reload of groups, between the kit's moves of tensors."""
 
     def __init__(self, ctx: JobContext, own: Any) -> None:
         super().__init__(ctx)
@@ -83,7 +83,7 @@ class PairReleaser(KitReleaser):
 
 
 def around(ctx: Context) -> contextlib.AbstractContextManager[Any]:
-    """What a person's code wants to be in force while the job is built and lives: its `around(ctx)`, if it has one."""
+    """Your code's `around(ctx)`, if it has one: it is in force while the job is built and lives."""
     own = getattr(load(ctx.config.implementation), "around", None)
     manager: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if own is None else own(ctx)
     return manager
@@ -107,7 +107,7 @@ def make_releaser(ctx: JobContext) -> Any:
 
 
 def told(stats: Any) -> Iterator[tuple[str, float, str]]:
-    """What code under test says of its own parts, where it says it as the kit's own does: metric, value, unit."""
+    """What the code under test reports of its parts, in the format of the kit's own: metric, value, unit."""
     parts = {name: part for name, part in stats.items() if isinstance(part, dict)} if isinstance(stats, dict) else {}
     for part, name, metric, unit in (
         ("groups", "seconds", "groups_seconds", "s"),
