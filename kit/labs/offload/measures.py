@@ -168,10 +168,8 @@ def looked(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, metric: s
 
 def names_restored(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     row = looked(frame, config, "end", "names_replaced")
-    if row["value"]:
-        return Measured(
-            float(row["value"]), f"{row['value']:g} functions are still replaced (rank {row['rank']}): {row['text']}"
-        )
+    if value := float(row["value"]):
+        return Measured(value, f"{value:g} functions are still replaced (rank {row['rank']}): {row['text']}")
     return Measured(0, "all functions of torch.distributed and megatron.core are the original ones")
 
 
@@ -334,28 +332,25 @@ def residual(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noq
     """Driver memory while released above the level after a context and one matrix product, per rank: a number of a whole GPU is divided
     by the ranks that share it. What NCCL keeps of a suspended communicator by its own account is no residual."""
     seen = source(frame)
-    kept = keeps(frame, seen)
+    kept, staying = keeps(frame, seen)
     over = highest(frame, seen, "idle") - highest(frame, seen, "start") - kept
     each = over / over.index.map(lambda owner: seen.sharers.get(owner, 1))
     worst: Any = each.idxmax()
     said = f"{seen.told} while released, above a CUDA context and one matmul ({seen.whose} {worst})"
     if worst in seen.sharers:
         said += f": {over[worst] / MIB:.0f} MiB divided by its {seen.sharers[worst]} ranks"
-    return Measured(float(each.max()) / MIB, said + staying(kept, seen))
+    return Measured(float(each.max()) / MIB, said + staying)
 
 
-def keeps(frame: pd.DataFrame, seen: Source) -> pd.Series | float:
-    """What NCCL says that suspended communicators keep: buffers of NVLS and of the network, which it never gives back (tracked as
-    ncclMemPersist in its src/transport/nvls.cc and net.cc)."""
-    rows = frame[(frame["phase"] == "release") & (frame["metric"] == "comm_persist_after")]
-    return highest(frame, seen, "release", "comm_persist_after", add=True) if len(rows) else 0.0
-
-
-def staying(kept: pd.Series | float, seen: Source) -> str:
-    """That, in words."""
-    if isinstance(kept, float) or not kept.max():
-        return ""
-    return f"; beside that NCCL keeps up to {kept.max() / MIB:.0f} MiB per {seen.whose}, which it cannot suspend (NVLS, network buffers)"
+def keeps(frame: pd.DataFrame, seen: Source) -> tuple[pd.Series | float, str]:
+    """What NCCL says that suspended communicators keep, and that in words: buffers of NVLS and of the network, which it never gives back
+    (tracked as ncclMemPersist in its src/transport/nvls.cc and net.cc)."""
+    if not ((frame["phase"] == "release") & (frame["metric"] == "comm_persist_after")).any():
+        return 0.0, ""
+    kept = highest(frame, seen, "release", "comm_persist_after", add=True)
+    most = f"{kept.max() / MIB:.0f} MiB per {seen.whose}"
+    said = f"; beside that NCCL keeps up to {most}, which it cannot suspend (NVLS, network buffers)"
+    return kept, said if kept.max() else ""
 
 
 def highest(
@@ -373,11 +368,11 @@ def comm_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  
         highest(frame, seen, phase) - highest(frame, seen, phase, "reserved", add=True)
         for phase in ("baseline", "fingerprint", "idle")
     )
-    kept = keeps(frame, seen)
+    kept, staying = keeps(frame, seen)
     taken = held - without - kept
     if taken.min() < MIB:
         raise NotMeasured("communicators took less than 1 MiB of driver memory")
     return Measured(
         float(((held - idle) / taken).min()),
-        f"of {taken.max() / MIB:.0f} MiB per {seen.whose}, from {seen.told}{staying(kept, seen)}",
+        f"of {taken.max() / MIB:.0f} MiB per {seen.whose}, from {seen.told}{staying}",
     )

@@ -294,6 +294,9 @@ def memory_words(data: RunData) -> str:
     return "1 rank" if ranks == 1 else f"median of {ranks} ranks"
 
 
+# -- times and counts ----------------------------------------------------------------------------------------------------
+
+
 # What is timed: a phase, or a part of it that the code under test reports.
 TIMED = (
     ("release", "seconds", "release"),
@@ -338,9 +341,8 @@ def times(scene: Scene) -> None:
     ax.tick_params(axis="x", labelsize=8)
     for tick, (_, label) in zip(ax.get_xticklabels(), shown, strict=True):
         tick.set_color(theme.faint if label.startswith("its") else theme.ink)
-    ax.set_xlim(-0.6, len(shown) - 0.4)
-    ax.set_ylabel(f"time [{unit}]")
-    ax.set_title(f"Time per phase{' and rank' if len(lanes) > 1 else ', all ranks'}")
+    title = f"Time per phase{' and rank' if len(lanes) > 1 else ', all ranks'}"
+    ax.set(xlim=(-0.6, len(shown) - 0.4), ylabel=f"time [{unit}]", title=title)
     names = [f"rank {ranks[0]}" if len(lanes) > 1 else f"{len(ranks)} ranks" for ranks in lanes]
     marks = {name: {"marker": MARKERS[lane], "color": theme.faint} for lane, name in enumerate(names)}
     marks["cycle 1, n = 1"] = {"marker": "o", "color": theme.series[1], "markerfacecolor": "none"}
@@ -354,11 +356,8 @@ def times(scene: Scene) -> None:
 
 def timed(data: RunData, phase: str, metric: str) -> pd.DataFrame:
     """The times of a phase; a training that had to be skipped took none."""
-    rows = rows_of(data, phase, metric)
-    if phase != "train":
-        return rows
-    trained = data.of("trained_steps")["step"]
-    return rows[rows["step"].isin(trained)] if len(trained) else rows
+    rows, trained = rows_of(data, phase, metric), data.of("trained_steps")["step"]
+    return rows[rows["step"].isin(trained)] if phase == "train" and len(trained) else rows
 
 
 def left_out(data: RunData) -> str:
@@ -395,11 +394,9 @@ def draw_count(ax: Axes, scene: Scene, metric: str) -> None:
         groups = rows_of(data, phase, metric).groupby("cycle")["value"]
         if not len(groups):
             continue
-        middle = groups.median()
+        middle, size = groups.median(), (7.5, 5, 3.8)[place]
         ax.fill_between(middle.index, groups.min(), groups.max(), color=theme.series[colour], alpha=0.25, linewidth=0)
-        size = (7.5, 5, 3.8)[place]
-        style = state_style(place, scene)
-        ax.plot(middle.index, middle, linewidth=1.2, markersize=size, **style)
+        ax.plot(middle.index, middle, linewidth=1.2, markersize=size, **state_style(place, scene))
     base = rows_of(data, "baseline", metric)["value"]
     if not base.empty:
         ax.axhline(base.median(), color=theme.faint, linewidth=1.2, linestyle=LINES[1], zorder=1)
@@ -411,9 +408,9 @@ def draw_count(ax: Axes, scene: Scene, metric: str) -> None:
     ax.set_ylim(bottom=0, top=ax.get_ylim()[1] * 1.08)
     ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     cycle_axis(ax)
-    ax.set_xlabel("cycle" if len(data.ranks) == 1 else f"cycle (range of {len(data.ranks)} ranks)")
-    ax.set_ylabel("count")
-    ax.set_title(COUNTS[metric] + ("" if base.empty else f" (without a job {base.median():g})"))
+    title = COUNTS[metric] + ("" if base.empty else f" (without a job {base.median():g})")
+    ranks = "" if len(data.ranks) == 1 else f" (range of {len(data.ranks)} ranks)"
+    ax.set(xlabel=f"cycle{ranks}", ylabel="count", title=title)
 
 
 OURS = "kit.labs."
