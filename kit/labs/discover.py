@@ -1,4 +1,4 @@
-"""What there is: the labs, from the packages in this folder and entry points `kit.labs`; and the runs of a folder, a row each."""
+"""The list of labs: packages in this folder, and entry points `kit.labs` of installed packages; and the list of runs in a folder."""
 
 from __future__ import annotations
 
@@ -80,6 +80,9 @@ def pictures_of(name: str) -> Pictures | None:
     lab = discover().labs.get(name)
     pictures: Pictures | None = load(lab.pictures) if lab and lab.pictures else None
     return pictures
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
 
 
 COLUMNS = ("run", "label", "lab", "started", "status", "answer", "verdict", "fault", "set", "dir")

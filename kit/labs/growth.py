@@ -1,4 +1,5 @@
-"""Checks that every lab can use: memory, growth per cycle, counts that must return to a baseline, leftovers, steady times, routing."""
+"""Checks that every lab can use: memory, growth per cycle, counts that must return to a baseline, leftovers, steady times, routing;
+and how ledgers are read from a frame."""
 
 from __future__ import annotations
 
@@ -378,6 +379,9 @@ EVERY_LAB = (
     ),
     at_most(*NOTHING_PILES_UP, piled_up, cannot=unsettled),
 )
+
+
+# -- ledgers among a run's records, for labs that drive cores ----------------------------------------------------------
 
 
 Found = TypeVar("Found")

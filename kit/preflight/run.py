@@ -281,6 +281,9 @@ def clean(pid: int, started: int, ranks: Iterable[int], before: set[str]) -> lis
 Result = Literal["pass", "fail", "not measurable"]
 
 
+# -- what a probe reports: a line of JSON for each finding, at once, so that a probe that is cut keeps what it measured
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One finding. `value` is a number with its unit, where there is one; `why` says what was compared, or what is missing."""

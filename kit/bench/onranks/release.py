@@ -219,6 +219,9 @@ def _used(job: model.Training) -> int:
     return seen.driver_used
 
 
+# -- all groups of a job released and brought back in one way, again and again -----------------------------------------
+
+
 GLOO, STORE, SPLIT, KEPT = (
     "gloo over the store",
     "ncclCommInitRankConfig over the store",

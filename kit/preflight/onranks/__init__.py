@@ -113,6 +113,9 @@ def make_groups(*, backend: str, n: int) -> dict[str, Any]:
     return {"make": make / n, "use": use / n, "destroy": destroy / n, "right": all(right)}
 
 
+# -- memory: what a GPU copies from, storage resized to zero and back, the driver's numbers ----------------------------
+
+
 PIECE = 64 * 2**20
 
 

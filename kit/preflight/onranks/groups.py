@@ -1,4 +1,4 @@
-"""Tiny training jobs: two steps twice, to the same bits; experts; a communicator that is suspended and resumed."""
+"""Tiny training jobs, a communicator that is suspended and resumed, groups that are rebuilt, a peer that does not come."""
 
 from __future__ import annotations
 
@@ -94,6 +94,9 @@ def suspended() -> dict[str, Any]:
     seen["freed"] = levels[0] - levels[1]
     dist.destroy_process_group(group)
     return seen
+
+
+# -- groups destroyed exactly and made anew inside their handles: descriptors, threads, driver, options, bits ----------
 
 
 MORE = "_MORE_FOR_THE_PREFLIGHT_GROUPS"  # a global among Megatron's own, so that a destroy finds what it holds

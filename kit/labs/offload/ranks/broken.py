@@ -211,6 +211,9 @@ def without_default_group() -> Iterator[None]:
             c10d._register_process_group(name, group)
 
 
+# -- the faults --------------------------------------------------------------------------------------------------------
+
+
 LEAK_BYTES = 16 * 2**20
 SLOW_S = 1.5
 
