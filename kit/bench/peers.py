@@ -134,10 +134,8 @@ def trial(name: str, seen: Seen, *, steps: int, hold: bool) -> Iterator[tuple[su
             cwd=scratch,
             env=of_trial(mark, scratch),
         )
-        limit = threading.Timer(
-            TRIAL_S, end_carriers, [mark.__eq__]
-        )  # ends what is waited for: the reader sees its end
-        limit.start()
+        limit = threading.Timer(TRIAL_S, end_carriers, [mark.__eq__])
+        limit.start()  # it ends what is waited for: the reader sees its end
         try:
             said = hear(process)
             seen[STARTED].append(said["start"])

@@ -1,7 +1,7 @@
 """`kit bench sync`: how fast weights come from a trainer to its receivers, beside one big copy of the same bytes and beside files.
 
 Ratios are of times, turn by turn: 1.25 times memcpy's time is 0.8 of its speed. All ranks share this machine's cores and memory: with
-fewer cores than ranks that work, what could go side by side waits. Ranks import this package too, so that it asks for little.
+fewer cores than ranks that work, what could go side by side waits. Ranks import this module too, so it imports little.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ MIB, GIB, GB = 2**20, 2**30, 1e9
 LARGE, SMALL = 1 / 0.8, 1 / 0.6  # of memcpy's time: for tensors of a MiB and more, and for smaller ones
 OVER_GROUPS = 1 / 4
 SLACK = 1.1
-COPIES = (
-    5  # of the weights on the sender: themselves, what memcpy writes, the segment, and the cache with its spare room
-)
+# Of the weights on the sender: themselves, what memcpy writes, the segment, and the cache with its spare room.
+COPIES = 5
 # Copies of less than some 190 MB go through the processor's cache otherwise, which fetches what is only to be overwritten.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x8000"}
 NOT_HERE = "not installed"
@@ -308,9 +307,8 @@ def by_transport(session: Session, name: str, *, model: str, cycles: int) -> lis
     logs.mkdir(parents=True, exist_ok=True)
     with session.world(RANKS[name], logs=logs / "ranks", env=env, preload=("megatron.core",), timeout_s=600) as world:
         seats = [seat["device"] for seat in world.status()]
-        plain = world.call(f"{ONRANKS}:measured", ranks=[0], size=BLOCK, rounds=ROUNDS, device=seats[0], timeout_s=600)[
-            0
-        ]
+        copies: dict[str, Any] = {"size": BLOCK, "rounds": ROUNDS, "device": seats[0]}
+        (plain,) = world.call(f"{ONRANKS}:measured", ranks=[0], timeout_s=600, **copies)
         settings: dict[str, Any] = {"tp": 1, "replicas": 1, "infer_tp": 1, "placement": "apart", "refresh": "paused"}
         settings |= {"transport": name, "verify": "none", "sweep": False, "ranks": RANKS[name], "size": model}
         run = session.lab("sync", logs / "run", world=world, timeout_s=600, cycles=cycles + 1, **settings)
@@ -337,16 +335,11 @@ def beside_copies(run: Run, name: str, plain: Seconds, *, same: bool) -> list[Ro
     note = f"{rate:.2f} GB/s, {share:.2f} of {slowest} at {size / least[slowest] / GB:.2f} GB/s"
     ids: dict[str, str | int | float] = {"transport": name, "bytes": size, "device": "same" if same else "another"}
     made = [row(f"{where}: {name}, from all ready to applied", seconds, ceiling=least[slowest], note=note, ids=ids)]
-    return made + [
-        row(
-            f"{name}: {BLOCK >> 20} MiB, {what}",
-            taken,
-            who="plain copy",
-            note=f"{BLOCK / statistics.median(taken) / GB:.2f} GB/s",
-            ids={"transport": name, "bytes": BLOCK, "copy": what},
-        )
-        for what, taken in plain.items()
-    ]
+    for what, taken in plain.items():
+        note = f"{BLOCK / statistics.median(taken) / GB:.2f} GB/s"
+        about: dict[str, Any] = {"note": note, "ids": {"transport": name, "bytes": BLOCK, "copy": what}}
+        made.append(row(f"{name}: {BLOCK >> 20} MiB, {what}", taken, who="plain copy", **about))
+    return made
 
 
 def ceiling_of(name: str, plain: Seconds, *, same: bool) -> list[str]:
