@@ -404,12 +404,7 @@ dist.barrier()
 
 
 Peer = IPyParallel | Monarch | NBDistributed | Torchrun
-HELD_BY: dict[str, type[Peer]] = {
-    "ipyparallel": IPyParallel,
-    "monarch": Monarch,
-    "nbdistributed": NBDistributed,
-    "torchrun": Torchrun,
-}
+HELD_BY: dict[str, type[Peer]] = dict(zip(PEERS, (IPyParallel, Monarch, NBDistributed, Torchrun), strict=True))
 
 if __name__ == "__main__":
     run(HELD_BY[sys.argv[1]](), **json.loads(sys.argv[2]))

@@ -30,34 +30,15 @@ if TYPE_CHECKING:
 PACED: dict[str, Any] = {
     "train_a": (1,),
     "train_b": (0,),
-    "groups": 24,
-    "group": 2,
-    "slots": 2,
     "answer_a": (12, 12),
     "answer_b": (6, 6),
     "pace_ms": (20, 20),
-    "train_pace_ms": (5, 5),
-    "decode": 2,
-    "layers": 1,
-    "warm": 0,
-    "controls": "all",
-    "rehearse": False,
 }
+PACED |= {"train_pace_ms": (5, 5), "groups": 24, "group": 2, "slots": 2, "decode": 2, "layers": 1, "warm": 0}
+PACED |= {"controls": "all", "rehearse": False}
 # 174 MiB of weights. A replica looks for orders after each token, so that a switch hardly waits for a call that is under way.
-LARGE: dict[str, Any] = {
-    "size": "125m",
-    "layers": 1,
-    "warm": 0,
-    "steps_a": 2,
-    "steps_b": 2,
-    "groups": 2,
-    "group": 2,
-    "answer_a": (4, 4),
-    "answer_b": (4, 4),
-    "decode": 1,
-    "deadline_s": 120.0,
-    "rehearse": False,
-}
+LARGE: dict[str, Any] = {"size": "125m", "layers": 1, "warm": 0, "steps_a": 2, "steps_b": 2, "groups": 2, "group": 2}
+LARGE |= {"answer_a": (4, 4), "answer_b": (4, 4), "decode": 1, "deadline_s": 120.0, "rehearse": False}
 PIPELINES, DEVICES = 32, 512  # of the scheduler alone
 
 

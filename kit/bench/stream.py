@@ -24,29 +24,12 @@ if TYPE_CHECKING:
 RANKS: dict[str, Any] = {"ranks": 3, "replicas": 2, "groups": 4, "group": 4}
 DECIDABLE = 10_000  # tokens that the stamps are judged by
 # Long answers, few of them in flight at once, so that many span a sync; a learning rate with which versions differ measurably.
-STAMPED: dict[str, Any] = {
-    **RANKS,
-    "groups": 8,
-    "slots": 8,
-    "answer": (8, 28),
-    "decode": 2,
-    "lr": 3e-3,
-    "phases": "stream,verify",
-}
+STAMPED: dict[str, Any] = {**RANKS, "groups": 8, "slots": 8, "answer": (8, 28), "decode": 2, "lr": 3e-3}
+STAMPED |= {"phases": "stream,verify"}
 # A sample has 16 tokens, and a replica writes 4 of all its samples in a call: a step takes 16 x 150 ms to generate and 16 samples x 150 ms
 # to train. The pace is long against messages and the work of a small model, and only one step's groups are generated at a time.
-PACED: dict[str, Any] = {
-    **RANKS,
-    "answer": (16, 16),
-    "decode": 4,
-    "pace_ms": 150.0,
-    "train_pace_ms": 150.0,
-    "window": 1,
-    "slots": 4,
-    "layers": 1,
-    "previous": "recorded",
-    "phases": "plain,stream",
-}
+PACED: dict[str, Any] = {**RANKS, "answer": (16, 16), "decode": 4, "pace_ms": 150.0, "train_pace_ms": 150.0}
+PACED |= {"window": 1, "slots": 4, "layers": 1, "previous": "recorded", "phases": "plain,stream"}
 # Sums and differences of 0, 1 and 2. After 40 supervised updates some answers are right and most have the right form.
 TASK: dict[str, Any] = {"numbers": 3, "answer": (1, 2), "warm": 40, "lr": 2e-3, "layers": 2}
 LEARNS: dict[str, Any] = {**RANKS, **TASK, "groups": 8, "group": 8, "micro_batch": 8, "decode": 2, "phases": "stream"}

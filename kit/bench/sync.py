@@ -246,10 +246,8 @@ def through_files(world: World, shape: Shape, *, rounds: int) -> list[Row]:
         made.append(
             over(f"{what}: {called(name)} over shm, time", seconds[name], seconds["shm"], who=who(name), note=place)
         )
-    return [
-        *made,
-        *(Row(what=f"{what}: {called(name)}", who=who(name), note=why) for name, why in peers.items() if why),
-    ]
+    left = {name: why for name, why in peers.items() if why}
+    return [*made, *(Row(what=f"{what}: {called(name)}", who=who(name), note=why) for name, why in left.items())]
 
 
 def digests(world: World, size_mib: int, *, rounds: int) -> Iterator[Row]:

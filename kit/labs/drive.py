@@ -47,9 +47,7 @@ class Drive(Recording):
     folder: Path  # the run's, with everything that was recorded so far
     write: Write
     quiet: Quiet
-    lost: set[int] = field(
-        default_factory=set
-    )  # ranks that the step ended on purpose; nothing is asked of them afterwards
+    lost: set[int] = field(default_factory=set)  # ranks that the step ended on purpose; no later call goes to them
     flying: list[Pending] = field(default_factory=list)
 
     def submit(

@@ -79,19 +79,16 @@ def others_untouched(first: str) -> Measure:
         rows = frame[frame["metric"] == "bystander_driver"]
         source = "the driver"
         if not rows["value"].all():
-            rows, source = (
-                frame[frame["metric"] == "bystander_bytes"],
-                "its own allocator (the driver does not list it)",
-            )
+            rows = frame[frame["metric"] == "bystander_bytes"]
+            source = "its own allocator (the driver does not list it)"
         if rows.empty:
             raise NotMeasured("no bystander process ran on the GPU")
         start = rows[rows["phase"] == first].set_index("rank")["value"]
         moved = (rows["value"] - rows["rank"].map(start)).abs()
         damaged = select(frame, metric="bystander_damaged")["value"].max()
         if damaged:
-            return Measured(
-                float(start.max()) / MIB, f"{damaged:g} bytes of a bystander process's memory were overwritten"
-            )
+            said = f"{damaged:g} bytes of a bystander process's memory were overwritten"
+            return Measured(float(start.max()) / MIB, said)
         return Measured(float(moved.max()) / MIB, f"{len(rows)} readings over all ranks, from {source}")
 
     return measure
@@ -263,9 +260,7 @@ def _more(before: pd.Series, now: pd.Series, then: str, at_last: str) -> Measure
     more = (now - before).dropna()
     worst = more.groupby(level="metric").idxmax()
     grown = [place for place in worst if more[place] > 0]
-    said = [
-        f"{name}: {before[name, rank]:g} {then}, {now[name, rank]:g} {at_last} (rank {rank})" for name, rank in grown
-    ]
+    said = [f"{one[0]}: {before[one]:g} {then}, {now[one]:g} {at_last} (rank {one[1]})" for one in grown]
     return Measured(max(0.0, float(more.max())), "; ".join(said) or f"no increase in {', '.join(worst.index)}")
 
 
@@ -294,10 +289,8 @@ def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str) -> Measu
         since = rows.index.to_numpy() - rows.index[0]
         at_first = (rows - np.outer(since, slope)).median()
         at_first = at_first.clip(lower=rows.min())
-        pairs["in the last cycle, {} in the second, by the slope of all cycles"] = (
-            at_first,
-            at_first + slope * since[-1],
-        )
+        at_last = at_first + slope * since[-1]
+        pairs["in the last cycle, {} in the second, by the slope of all cycles"] = (at_first, at_last)
     found = []
     for words, (base, now) in pairs.items():
         ratio = (now / base).where(now - base >= LEAST_S, (now / base).clip(upper=1.0))
@@ -343,9 +336,8 @@ def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     rank = min(made, key=lambda one: routed[one] / made[one])
     why = f"{routed[rank]:.0f} of {made[rank]:.0f} groups on rank {rank} go through {config['routing']}"
     lost = max(by_rank(frame, "routing_options_lost").values())
-    return Measured(
-        routed[rank] / made[rank], why + (f"; {lost:.0f} options were dropped, see run.json" if lost else "")
-    )
+    more = f"; {lost:.0f} options were dropped, see run.json" if lost else ""
+    return Measured(routed[rank] / made[rank], why + more)
 
 
 NOTHING_PILES_UP = (

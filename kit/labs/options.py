@@ -120,11 +120,8 @@ class Field:
     def allowed(self) -> str:
         if self.choices:
             return f"one of {', '.join(map(str, self.choices))}"
-        words = (
-            ""
-            if self.option.names
-            else " or ".join(_WORDS.get(kind, str(kind)) for kind in self.kinds if kind is not type(None))
-        )
+        kinds = [kind for kind in self.kinds if kind is not type(None) and not self.option.names]
+        words = " or ".join(_WORDS.get(kind, str(kind)) for kind in kinds)
         return " ".join(filter(None, [words, self.option.range(), "or null" if self.optional else ""]))
 
 

@@ -31,9 +31,8 @@ GIVES_BACK = 0.9  # of a buffer's bytes, as the driver reports it
 REGISTERED_SHARE = 0.8  # of the rate of torch's own pinned memory
 Settings = dict[str, Any]
 Seen = Mapping[str, Any]  # what a rank measured
-Line = (
-    tuple[str, bool | None, str] | tuple[str, bool | None, str, float, str]
-)  # what, passed, why; a number and its unit
+# What, passed, why; a number and its unit.
+Line = tuple[str, bool | None, str] | tuple[str, bool | None, str, float, str]
 
 
 @contextlib.contextmanager

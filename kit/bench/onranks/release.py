@@ -222,12 +222,8 @@ def _used(job: model.Training) -> int:
 # -- all groups of a job released and brought back in one way, again and again -----------------------------------------
 
 
-GLOO, STORE, SPLIT, KEPT = (
-    "gloo over the store",
-    "ncclCommInitRankConfig over the store",
-    "ncclCommSplit",
-    "ncclCommResume",
-)
+GLOO, STORE = "gloo over the store", "ncclCommInitRankConfig over the store"
+SPLIT, KEPT = "ncclCommSplit", "ncclCommResume"
 EXTRA = "_MORE_FOR_THE_BENCH_GROUPS"  # a global among Megatron's own, so that every mode finds what it holds
 
 

@@ -115,9 +115,8 @@ def old_groups(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Groups that something still holds while released, and the sockets and threads above the level without a job."""
     need_groups(frame, config)
     alive, where = most(counted(frame, config, "idle", "old_groups_alive"))
-    sockets, threads = (
-        max(0.0, more_than(frame, config, metric, "idle", "baseline").value or 0) for metric in ("sockets", "threads")
-    )
+    above = [more_than(frame, config, metric, "idle", "baseline") for metric in ("sockets", "threads")]
+    sockets, threads = (max(0.0, one.value or 0) for one in above)
     total = alive + sockets + threads
     if not total:
         return Measured(0, f"no old group, socket or thread left while released in {everywhere(config)}")
@@ -135,9 +134,8 @@ def tensors_restored(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
     value, where = most(counted(frame, config, "verify", "tensors_changed"))
     said = f"{value:g} changed {where}" if value else "none changed"
     dropped = "dropped_grads=true allows gradients to come back as zeros" if config.get("dropped_grads") else ""
-    return Measured(
-        value, f"{hashed.sum():.0f} tensors hashed before release and after reload: {said}", if_passed=dropped
-    )
+    said = f"{hashed.sum():.0f} tensors hashed before release and after reload: {said}"
+    return Measured(value, said, if_passed=dropped)
 
 
 def need_whole_state(frame: pd.DataFrame) -> None:
@@ -197,9 +195,8 @@ def bitwise(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     if not of:
         raise Unjudged("no step was trained")
     if not total.any():
-        return Measured(
-            0, f"{of:g} steps and all final tensors bit-identical to a run without release ({config['ranks']} ranks)"
-        )
+        same = f"{of:g} steps and all final tensors bit-identical to a run without release"
+        return Measured(0, f"{same} ({config['ranks']} ranks)")
     worst = tensors.iloc[int(tensors["value"].to_numpy().argmax())]
     said = f"{rows.max():g} of {of:g} steps and {worst['value']:g} final tensors differ from a run without release"
     departs = compared[compared["metric"] == "departs"]
@@ -268,16 +265,14 @@ def tensors_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
     there = by_owner(frame, seen, "fingerprint", "resident_bytes", add=True)
     gone = by_owner(frame, seen, "fingerprint") - by_owner(frame, seen, "idle")
     fell = float((gone / there).min())
-    return Measured(
-        min(share, fell), f"of {there.min() / MIB:.0f} MiB: {share:.3f} by tensor storages, {fell:.3f} by {seen.told}"
-    )
+    said = f"of {there.min() / MIB:.0f} MiB: {share:.3f} by tensor storages, {fell:.3f} by {seen.told}"
+    return Measured(min(share, fell), said)
 
 
 def unmoved(config: Mapping[str, Any]) -> str:
     """Why a config has no answer to what happens to tensors: none is given back."""
-    return (
-        "" if any(config[kind] for kind in KINDS) else "weights, grads and optimizer are false: no tensor is released"
-    )
+    moved = any(config[kind] for kind in KINDS)
+    return "" if moved else "weights, grads and optimizer are false: no tensor is released"
 
 
 def unseen(config: Mapping[str, Any]) -> str:
@@ -372,7 +367,5 @@ def comm_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  
     taken = held - without - kept
     if taken.min() < MIB:
         raise NotMeasured("communicators took less than 1 MiB of driver memory")
-    return Measured(
-        float(((held - idle) / taken).min()),
-        f"of {taken.max() / MIB:.0f} MiB per {seen.whose}, from {seen.told}{staying}",
-    )
+    said = f"of {taken.max() / MIB:.0f} MiB per {seen.whose}, from {seen.told}{staying}"
+    return Measured(float(((held - idle) / taken).min()), said)

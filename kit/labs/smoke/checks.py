@@ -26,9 +26,8 @@ def more_than_baseline(metric: str) -> Callable[[pd.DataFrame, Mapping[str, Any]
             after, more = after[more.notna()], more.dropna()
         worst = after.iloc[int(more.to_numpy().argmax())]
         was, now = int(before[worst["rank"]]), int(worst["value"])
-        return Measured(
-            float(more.max()), f"after cycle {worst['cycle']}: {now}, at baseline: {was} (rank {worst['rank']})"
-        )
+        said = f"after cycle {worst['cycle']}: {now}, at baseline: {was} (rank {worst['rank']})"
+        return Measured(float(more.max()), said)
 
     return measure
 
@@ -83,10 +82,8 @@ def drift(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: 
     if len(levels) < 2:
         raise Missing("memory was recorded in fewer than 2 cycles")
     grown = (levels.iloc[-1] - levels.iloc[0]) / 2**20
-    return Measured(
-        float(grown.max()),
-        f"anon_rss after cycle {levels.index[-1]} vs cycle {levels.index[0]} (rank {grown.idxmax()})",
-    )
+    said = f"anon_rss after cycle {levels.index[-1]} vs cycle {levels.index[0]} (rank {grown.idxmax()})"
+    return Measured(float(grown.max()), said)
 
 
 CHECKS = (

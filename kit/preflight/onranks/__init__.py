@@ -159,9 +159,7 @@ def copies(address: int, there: torch.Tensor) -> dict[str, Any]:
             arrived = bool((on_gpu == 3).all().item())
             on_gpu.fill_(5)
             measured["d2h"] = best(there, on_gpu)
-            measured["right"] = arrived and bool(
-                (there[::512] == 5).all()
-            )  # a word of each 512 bytes: the host is slow
+            measured["right"] = arrived and bool((there[::512] == 5).all())  # one of 512 bytes: the host is slow
         finally:
             finish()
             measured["unregister"] = int(cudart.cudaHostUnregister(address))
