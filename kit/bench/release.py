@@ -70,9 +70,7 @@ QUICK = Sizes(groups=(0, 40), more_ranks=(), trials=1, cycles=2)
 
 def parts(sizes: Sizes, _: str) -> dict[str, Part]:
     part = partial(side_by_side, trials=sizes.trials, cycles=sizes.cycles)
-    made: dict[str, Part] = {
-        f"groups.{total or 'own'}": partial(part, ranks=sizes.ranks, total=total) for total in sizes.groups
-    }
+    made: dict[str, Part] = {f"groups.{n or 'own'}": partial(part, ranks=sizes.ranks, total=n) for n in sizes.groups}
     return made | {f"ranks.{n}": partial(part, ranks=n, total=0, most_a_gpu=sizes.ranks) for n in sizes.more_ranks}
 
 
@@ -177,9 +175,8 @@ def table(made: Sequence[Row]) -> str:
     ]
     notes += [f"{one.who}, {one.what}: {one.note}" for one in made if one.note and one.ids.get("what") in {None, ROUND}]
     n = " to ".join(str(each) for each in sorted({line["release"].n for line in lines.values()}))
-    legend = (
-        f"Median, least and greatest, n = {n}; groups to memory: freed by a release / more at the end than at first."
-    )
+    legend = f"Median, least and greatest, n = {n}; groups to memory: "
+    legend += "freed by a release / more at the end than at first."
     return "\n".join([columns([heads, *cells], right=range(len(heads))), "", *([legend] if lines else []), *notes])
 
 

@@ -169,10 +169,10 @@ def moving(folder: Path, sizes: Sizes) -> list[Row]:
         tab.choice.value = name
         return tab
 
-    plots = [
-        moved(f"the plot {name!r} drawn anew", limit, 300.0, partial(plot, name=name)) for name, limit in PLOTS.items()
-    ]
-    return [moved("the verdict shown anew", "drift_mib", 100.0, VerdictTab), *plots]
+    made = [moved("the verdict shown anew", "drift_mib", 100.0, VerdictTab)]
+    for name, limit in PLOTS.items():
+        made.append(moved(f"the plot {name!r} drawn anew", limit, 300.0, partial(plot, name=name)))
+    return made
 
 
 def sifting(folder: Path, sizes: Sizes) -> list[Row]:

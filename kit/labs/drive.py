@@ -124,10 +124,17 @@ class Stepped:
         values = {(label(record.metric, record.ids), record.rank): record for record in self.records}
         found = [m for m in dict.fromkeys(m for m, _ in values) if not m.endswith("_before") and m not in HIDDEN]
         names = sorted(found, key=lambda m: m != "seconds")  # the time comes first
-        body = [
-            [name, *(_cell(values.get((name, rank)), values.get((f"{name}_before", rank))) for rank in ranks)]
-            for name in names
-        ]
+
+        def cell(name: str, rank: int) -> str:
+            now, before = (values.get((name + when, rank)) for when in ("", "_before"))
+            if now is None or now.value is None:
+                return (now and now.text) or "-"
+            text = amount(now.value, now.unit)
+            if before is None or before.value is None or amount(before.value, now.unit) == text:
+                return text
+            return f"{amount(before.value, now.unit)} → {text}"
+
+        body = [[name, *(cell(name, rank) for rank in ranks)] for name in names]
         return [["", *(rank_name(rank, self.roles) for rank in ranks)], *body]
 
     def __repr__(self) -> str:
@@ -139,12 +146,3 @@ class Stepped:
 
     def _head(self) -> str:
         return f"{self.phase}, cycle {self.cycle} (phase {self.done} of {self.planned})"
-
-
-def _cell(now: Record | None, before: Record | None) -> str:
-    if now is None or now.value is None:
-        return (now and now.text) or "-"
-    text = amount(now.value, now.unit)
-    if before is None or before.value is None or amount(before.value, now.unit) == text:
-        return text
-    return f"{amount(before.value, now.unit)} → {text}"

@@ -223,9 +223,8 @@ class Lab:
             self._failed(error)
             raise
         self.done += 1
-        return Stepped(
-            step.cycle, step.phase, rows, done=self.done, planned=len(self.steps), roles=role_names(self.roles)
-        )
+        names = role_names(self.roles)
+        return Stepped(step.cycle, step.phase, rows, done=self.done, planned=len(self.steps), roles=names)
 
     def _call(self, step: Step, write: Write) -> None:
         self.world.submit(
@@ -373,11 +372,8 @@ def devices(roles: Sequence[Role], sizes: Sequence[int]) -> list[list[int]]:
     placed = {rank: place for role in roles for rank, place in zip(role.ranks, role.devices, strict=False)}
     if not placed:
         return []
-    ends = list(itertools.accumulate(sizes))
-    return [
-        [placed[rank] for rank in range(end - size, end) if rank in placed]
-        for size, end in zip(sizes, ends, strict=True)
-    ]
+    worlds = [range(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+    return [[placed[rank] for rank in ranks if rank in placed] for ranks in worlds]
 
 
 def check_roles(plan: Sequence[Step], roles: Sequence[Role]) -> None:

@@ -18,7 +18,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kit import machine
 from kit.results import runs_dir
@@ -111,10 +111,8 @@ def deep(
     for place, one in enumerate(chosen):
         left = total - AGENT_S - (time.monotonic() - began)
         if stopped or left < LEAST_S:
-            why = "interrupted" if stopped else f"the {total:.0f} s of all probes are spent"
-            outcome = Outcome(
-                number=one.number, title=one.title, result="not measurable", ended="not run", why=f"not run: {why}"
-            )
+            why = "not run: " + ("interrupted" if stopped else f"the {total:.0f} s of all probes are spent")
+            outcome = Outcome(number=one.number, title=one.title, result="not measurable", ended="not run", why=why)
         else:
             later = sum(other.limit_s for other in chosen[place + 1 :])
             outcome, seconds = run(one, device, allowed(one.limit_s * factor, later * factor, left), megatron=megatron)
@@ -228,9 +226,8 @@ def exit_status(outcomes: Sequence[Outcome]) -> int:
 
 
 def summary(outcomes: Sequence[Outcome], seconds: float, total_s: float) -> str:
-    counts = ", ".join(
-        f"{sum(one.result == name for one in outcomes)} {name}" for name in ("pass", "fail", "not measurable")
-    )
+    results = [one.result for one in outcomes]
+    counts = ", ".join(f"{results.count(name)} {name}" for name in get_args(Result))
     named = {end: [f"{one.number} {one.title}" for one in outcomes if one.ended == end] for end in NAMED}
     parts = [f"{len(outcomes)} probes in {seconds:.0f} s (limit {total_s:.0f} s): {counts}"]
     parts += [f"{ended}: {', '.join(names)}" for ended, names in named.items() if names]

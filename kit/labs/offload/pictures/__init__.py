@@ -260,10 +260,8 @@ def gpu_bars(ax: Axes, data: RunData, theme: Theme) -> None:
     gpu, steps = Levels(data), places(data)
     scale, unit = size_unit(max(gpu.level("driver_used", *place[:2], add=False) or 0.0 for place in steps))
     found = bands(data, steps)
-    looks = {
-        band.key: look(part_colour(band.key, theme), theme, hatch="////" if band.key in DIFFERENCES else "")
-        for band in found
-    }
+    hatches = {band.key: "////" if band.key in DIFFERENCES else "" for band in found}
+    looks = {key: look(part_colour(key, theme), theme, hatch=hatch) for key, hatch in hatches.items()}
     for x, place in enumerate(steps):
         sizes = {band.key: (band.sizes[x] or 0.0) * scale for band in found}
         top = highest = stack(ax, x, GPU_WIDTH, [(size, looks[key]) for key, size in sizes.items()])

@@ -39,10 +39,8 @@ def plot_modes(runs: Sequence[Run], *, theme_name: str = "light") -> Picture:
     look, seen = theme(theme_name), {name(run): read(run) for run in runs}
     if len(seen) < len(runs):
         raise BadInput(f"two of these runs have the same mode; give one run per mode (here: {', '.join(seen)})")
-    styles = {
-        way: {"marker": MARKERS[index % len(MARKERS)], "color": look.colour(index)}
-        for way, index in numbered(seen).items()
-    }
+    numbers = numbered(seen)
+    styles = {way: {"marker": MARKERS[n % len(MARKERS)], "color": look.colour(n)} for way, n in numbers.items()}
     verdicts = {name(run): run.verdict() for run in runs}
     table = differing(verdicts)
     counts = [metric for metric in COUNTS if all(metric in one.metrics() for one in seen.values())]
