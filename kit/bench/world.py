@@ -68,6 +68,8 @@ def parts(sizes: Sizes, _: str) -> dict[str, Part]:
     def of_two(part: Callable[[World, Sizes], list[Row]]) -> Part:
         return lambda session: part(session.shared(2, device="cpu", observer=LISTENER), sizes)
 
+    ask_for_help = partial(run_once, [sys.executable, "-m", "kit", "--help"], environment())
+
     def alone(what: str, n: int, once: Callable[[Path], float], **about: float) -> Part:
         return lambda session: [row(what, samples(what, n, lambda: once(session.logs)), **about)]
 
@@ -79,7 +81,7 @@ def parts(sizes: Sizes, _: str) -> dict[str, Part]:
         "restart": of_two(restart),
         "calls": lambda session: in_flight(session.logs, sizes),
         "notebook": alone(VANISHED, sizes.kernels, kernel_death_once, limit=2.0),
-        "help": alone("kit --help", sizes.helps, help_once, limit=0.3),
+        "help": alone("kit --help", sizes.helps, lambda _: seconds_of(ask_for_help), limit=0.3),
         "peers": lambda _: peers(trials=sizes.peer_trials, steps=sizes.steps),
     }
 
@@ -256,10 +258,6 @@ def kernel_death_once(logs: Path) -> float:
             if took > GONE_S:
                 raise KitError(f"{GONE_S:.0f} s after the SIGKILL of its notebook a World still had its folder")
     return took
-
-
-def help_once(_: Path) -> float:
-    return seconds_of(partial(run_once, [sys.executable, "-m", "kit", "--help"], environment()))
 
 
 def run_once(command: Sequence[str], env: dict[str, str] | None = None) -> None:

@@ -40,8 +40,11 @@ def configure(
     if refused := next(refusals(lab, config, fault), None):
         raise BadInput(refused[1])
     ranks_python = world.python if world else interpreter.find(config.python or None).path
-    if "megatron.core" in lab.preload:
-        check_megatron(lab.name, ranks_python)
+    if "megatron.core" in lab.preload and not interpreter.probe(ranks_python, "").megatron:
+        others = [one.path for one in interpreter.search() if one.torch and one.megatron]
+        instead = f"use one that has it: export KIT_PYTHON={others[0]}" if others else "install megatron-core there"
+        why = f"needs megatron.core, which the ranks' Python {ranks_python} does not have; {instead}"
+        raise BadInput(f"lab {lab.name!r} {why}")
     if config.routing == nccl2.NAME:
         check_nccl2(ranks_python)
     for field in fields(lab.config):
@@ -117,13 +120,6 @@ def check_nccl2(python: str) -> None:
         )
 
 
-def check_megatron(lab: str, python: str) -> None:
-    if not interpreter.probe(python, "").megatron:
-        others = [one.path for one in interpreter.search() if one.torch and one.megatron]
-        instead = f"use one that has it: export KIT_PYTHON={others[0]}" if others else "install megatron-core there"
-        raise BadInput(f"lab {lab!r} needs megatron.core, which the ranks' Python {python} does not have; {instead}")
-
-
 def complaints(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -> dict[str, str]:
     """What `configure` would refuse: a sentence per field, under "" for a rule about several. Fast enough for every keystroke: code that a
     setting names (`module:attr`) is not looked up."""
@@ -148,7 +144,7 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
     """The config, or what is wrong by field; what no field can be blamed for raises."""
     import pydantic
 
-    known = _known(cast("Hashable", lab.config))
+    known, adapter = _known(cast("Hashable", lab.config))
     for name in values:
         if name not in known:
             raise BadInput(f"lab {lab.name!r} has no setting {name!r}; {hint(name, list(known))}")
@@ -163,7 +159,7 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
     }
     try:
         # Strict, so that "3" is no number; by way of JSON, so that a list may fill a tuple.
-        config: LabConfig = _adapter(cast("Hashable", lab.config)).validate_json(json.dumps(dict(values)), strict=True)
+        config: LabConfig = adapter.validate_json(json.dumps(dict(values)), strict=True)
     except pydantic.ValidationError as error:
         found: dict[str, str] = {}
         for row in error.errors():
@@ -173,15 +169,11 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
 
 
 @functools.cache
-def _known(config: Any) -> dict[str, Field]:
-    return {field.name: field for field in fields(config)}
-
-
-@functools.cache
-def _adapter(config: Any) -> Any:
+def _known(config: Any) -> tuple[dict[str, Field], Any]:
+    """A config's fields by name, and its pydantic adapter."""
     import pydantic
 
-    return pydantic.TypeAdapter(config)
+    return {field.name: field for field in fields(config)}, pydantic.TypeAdapter(config)
 
 
 def from_text(lab: Definition, pairs: Mapping[str, str]) -> dict[str, Any]:
