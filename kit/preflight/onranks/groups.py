@@ -7,7 +7,7 @@ import gc
 import math
 import os
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -103,13 +103,12 @@ MORE = "_MORE_FOR_THE_PREFLIGHT_GROUPS"  # a global among Megatron's own, so tha
 NAMES = ("_TENSOR_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP")
 
 
-class Ten:
+class Ten(NamedTuple):
     """The groups of this rank, and what they were like at first."""
 
-    def __init__(self, made: list[Any]) -> None:
-        self.made = made
-        self.bits = [bits(group) for group in made]
-        self.options = [options(group) for group in made]
+    made: list[Any]
+    bits: list[str]
+    options: list[dict[str, Any]]
 
 
 _ten: Ten
@@ -132,7 +131,7 @@ def begin(*, n: int) -> dict[str, Any]:
     for name, group in zip(NAMES, made, strict=False):
         setattr(parallel_state(), name, group)
     setattr(parallel_state(), MORE, made[len(NAMES) :])
-    _ten = Ten(made)
+    _ten = Ten(made, [bits(group) for group in made], [options(group) for group in made])
     return {"without": before, "with": level(), "options": _ten.options[1]}
 
 
