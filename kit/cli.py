@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import kit
 from kit import results, target
 from kit.errors import BadInput, KitError, hint
-from kit.labs.discover import discover, find
-from kit.labs.listed import ANSWERS, ENDS, described, select
+from kit.labs.discover import ANSWERS, ENDS, described, discover, find, select
 from kit.results.comparison import answers_changed, changed, compact, in_words, labelled, settings, warnings
 from kit.results.frames import plain, readable, summary_of
 from kit.results.records import read_json, to_json

@@ -151,7 +151,7 @@ def runs(
 
     The column `set` has the settings that are not the lab's defaults, `dir` what `kit.load` takes.
     """
-    from kit.labs.listed import table
+    from kit.labs.discover import table
 
     where = runs_dir() if folder is None else Path(folder)
     return table(where, lab=lab, fault=fault, status=status, verdict=verdict, config=config)

@@ -207,7 +207,7 @@ def test_what_ranks_load_of_a_lab_lies_under_ranks() -> None:
         own = [target for target in targets if target.startswith(f"kit.labs.{name}.")]
         assert own
         assert all(target.startswith(f"kit.labs.{name}.ranks.") for target in own), own
-    notebook = {f"kit.labs.{name}" for name in ("lab", "configure", "drive", "stepped", "smoke.checks", "split.parity")}
+    notebook = {f"kit.labs.{name}" for name in ("lab", "configure", "drive", "smoke.checks", "split.parity")}
     assert not notebook & modules(labs_on_ranks()).keys()
     assert {"kit.labs.split.config", "kit.labs.options"} <= modules(labs_on_ranks()).keys()
 
@@ -303,7 +303,7 @@ def test_a_panels_model_and_controller_need_no_widgets() -> None:
 def test_ranks_load_only_what_ranks_have() -> None:
     seen = loaded_by(
         "import kit.labs.rankside, kit.labs.smoke.ranks.phases, kit.world.agentside, kit.world.rankside\n"
-        "from kit.preflight.onranks import jobs, memory, rebuilding"
+        "from kit.preflight.onranks import groups"
     )
     assert not seen & {"pandas", "pydantic", "matplotlib", "IPython", "ipywidgets"}
     assert not {name for name in seen if name.startswith(("kit.view", "kit.labs.lab", "kit.world.world"))}

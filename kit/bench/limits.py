@@ -56,6 +56,5 @@ def against(session: Session, part: Part, factor: Callable[[], float]) -> Iterat
     over = ended["seconds"] / predicted
     note = f"took {ended['seconds']:.1f} s, predicted {predicted:.1f} s"
     ids = {"part": part.name, "seconds": ended["seconds"], "predicted": round(predicted, 1)}
-    yield row(
-        f"{part.name}: measured against predicted", [max(over, 1 / over)], unit="x", limit=WITHIN, note=note, ids=ids
-    )
+    what = f"{part.name}: measured against predicted"
+    yield row(what, [max(over, 1 / over)], unit="x", limit=WITHIN, note=note, ids=ids)

@@ -107,7 +107,7 @@ def ask(name: str, seen: Seen, notes: dict[str, str], *, steps: int) -> None:
 
 
 def outlive(name: str, seen: Seen, notes: dict[str, str]) -> None:
-    """One trial whose own process is killed: when is everything that it started gone?"""
+    """One trial that is killed: seconds until everything that it started is gone."""
     with trial(name, seen, steps=0, hold=True) as (process, mark):
         known = carriers(mark.__eq__)
         began = time.perf_counter()
@@ -134,10 +134,8 @@ def trial(name: str, seen: Seen, *, steps: int, hold: bool) -> Iterator[tuple[su
             cwd=scratch,
             env=of_trial(mark, scratch),
         )
-        limit = threading.Timer(
-            TRIAL_S, end_carriers, [mark.__eq__]
-        )  # ends what is waited for: the reader sees its end
-        limit.start()
+        limit = threading.Timer(TRIAL_S, end_carriers, [mark.__eq__])
+        limit.start()  # it ends what is waited for: the reader sees its end
         try:
             said = hear(process)
             seen[STARTED].append(said["start"])
@@ -152,7 +150,7 @@ def trial(name: str, seen: Seen, *, steps: int, hold: bool) -> Iterator[tuple[su
 
 
 def hear(process: subprocess.Popen[str]) -> Any:
-    """The next thing that the trial tells; what its library prints is passed over."""
+    """The next report of the trial; what its library prints is skipped."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(PREFIX):
@@ -185,9 +183,8 @@ def of_trial(mark: str, scratch: str) -> dict[str, str]:
 
 
 def seconds_until_gone(fits: Callable[[str], bool], known: list[int], since: float, at_most: float) -> float | None:
-    """Seconds from `since` until no process has the mark; None if that took longer than `at_most`.
-
-    Only once none of the `known` processes is left is all of /proc searched."""
+    """Seconds from `since` until no process has the mark; None if that took longer than `at_most`. All of /proc is searched only once
+    none of the `known` processes is left."""
     while (now := time.perf_counter()) - since < at_most:
         if all(machine.marked(pid) is None for pid in known) and not carriers(fits):
             return now - since
@@ -295,7 +292,7 @@ class Monarch:
 
     def __init__(self) -> None:
         library: Any = import_module("monarch.actor")
-        # By default a death that nobody handled ends this process too, before it can tell the time.
+        # By default an unhandled death ends this process too, before it can report the time.
         library.unhandled_fault_hook = lambda _: None
 
         class Ranks(library.Actor):  # type: ignore[misc]
@@ -407,12 +404,7 @@ dist.barrier()
 
 
 Peer = IPyParallel | Monarch | NBDistributed | Torchrun
-HELD_BY: dict[str, type[Peer]] = {
-    "ipyparallel": IPyParallel,
-    "monarch": Monarch,
-    "nbdistributed": NBDistributed,
-    "torchrun": Torchrun,
-}
+HELD_BY: dict[str, type[Peer]] = dict(zip(PEERS, (IPyParallel, Monarch, NBDistributed, Torchrun), strict=True))
 
 if __name__ == "__main__":
     run(HELD_BY[sys.argv[1]](), **json.loads(sys.argv[2]))

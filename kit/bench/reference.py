@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from kit import doctor
 from kit.bench.session import INTERRUPTED, read_rows, seat_of, seated
 from kit.errors import BadInput
+from kit.labs.configure import spelled
 from kit.machine import free_memory
 from kit.preflight import run as preflight
 from kit.results import runs_dir
@@ -368,10 +369,6 @@ def settled(out: Path, part: Part) -> bool:
     return path.exists() and is_settled(read_json(path))
 
 
-def spelled(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def finish(command: Sequence[str], limit_s: float) -> tuple[int, str, str, bool]:
     """Status, what it printed, its last complaint where it did not end well, and whether its limit ended it: first as a person would
     interrupt it, which leaves it time to write what it has."""
@@ -463,7 +460,7 @@ def write_page(out: Path, parts: Sequence[Part], plan: str, missing: Mapping[str
     lines += [markdown(HEADS), markdown(["---"] * len(HEADS)), *(markdown(cells_of(one)) for one in result)]
     there = {one["part"] for one in result}
     lines += [f"\nNot run: {name}: {why}." for name, why in missing.items() if name not in there]
-    rest = [part.name for part in parts if part.name not in there and part.name not in missing]
+    rest = [part.name for part in parts if part.name not in there | missing.keys()]
     lines += ["", f"Not there yet: {', '.join(rest)}."] if rest else []
     lines += ["", "## Time limits", "```", plan, "```"]
     write_text(out / SUMMARY, "\n".join(lines) + "\n")

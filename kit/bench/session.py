@@ -94,6 +94,19 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(above, below, strict=True)]
 
 
+def over(what: str, above: Sequence[float], below: Sequence[float], **about: Any) -> Row:
+    return row(what, ratios(above, below), unit="x", **about)
+
+
+def ratio(what: str, value: float, limit: float | None, note: str, **about: Any) -> Row:
+    return row(what, [value], unit="ratio", limit=limit, note=note, **about)
+
+
+def none_of(what: str, found: float | None, note: str) -> Row:
+    """A count that must be 0; without it the note says why."""
+    return row(what, [] if found is None else [found], unit="1", limit=0.0, note=note)
+
+
 def seconds_of(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
@@ -203,18 +216,16 @@ class Session:
         return Worlds(sizes, isolate=True, device=self.device, preload=("megatron.core",), logs=self.logs)
 
     def shared(self, ranks: int, *, fresh: bool = False, **options: Any) -> World:
-        """The same World for every part that asks for the same; after a part that broke, a new one.
-
-        `fresh`: with new processes, while torch and what is preloaded are loaded once for all parts."""
+        """The same World for every part that asks for the same; after a part that broke, a new one. `fresh` restarts its processes;
+        torch and what is preloaded are still loaded once for all parts."""
         key = repr((ranks, sorted(options.items())))
-        world = self._shared.get(key)
-        if world is None:
-            world = self._shared[key] = self.world(ranks, **options)
-            return world
+        if key not in self._shared:
+            self._shared[key] = self.world(ranks, **options)
+            return self._shared[key]
         if fresh:
-            world.restart()
-        self.watch(world)
-        return world
+            self._shared[key].restart()
+        self.watch(self._shared[key])
+        return self._shared[key]
 
     def drop_shared(self) -> None:
         for world in self._shared.values():
@@ -238,11 +249,6 @@ def seat_of(provenance: Mapping[str, Any]) -> Seat:
     """Where the ranks of a lab's run sat, from its provenance."""
     about = provenance["world"]
     return {"ranks": about["ranks"], "devices": about["devices"], "why": about["why"]}
-
-
-def shares_gpu(seat: Seat) -> bool:
-    gpus = [device for device in seat["devices"] if device.startswith("cuda")]
-    return len(set(gpus)) < len(gpus)
 
 
 @dataclass(slots=True)
@@ -277,7 +283,8 @@ class Book:
         self._write(provenance=provenance)
 
     def seat(self, seat: Seat) -> None:
-        self.shared = self.shared or shares_gpu(seat)
+        gpus = [device for device in seat["devices"] if device.startswith("cuda")]
+        self.shared = self.shared or len(set(gpus)) < len(gpus)
         if seat not in self.seats:
             self.seats.append(seat)
             self._write(seats=self.seats)
@@ -373,22 +380,16 @@ def perform(session: Session, part: str, work: Part) -> None:
 
 def chosen(name: str, parts: Mapping[str, Part], only: Sequence[str]) -> dict[str, Part]:
     """The parts by name; `steps` stands for every `steps.X`."""
-    picked = {part: work for part, work in parts.items() if not only or any(fits(part, word) for word in only)}
-    for word in only:
-        if not any(fits(part, word) for part in parts):
-            raise BadInput(f"bench {name} has no part {word!r}; its parts are: {', '.join(parts)}")
-    return picked
-
-
-def fits(part: str, word: str) -> bool:
-    return part == word or part.startswith(f"{word}.")
+    found = {word: [part for part in parts if part == word or part.startswith(f"{word}.")] for word in only}
+    if unknown := [word for word in only if not found[word]]:
+        raise BadInput(f"bench {name} has no part {unknown[0]!r}; its parts are: {', '.join(parts)}")
+    wanted = {part for some in found.values() for part in some}
+    return {part: work for part, work in parts.items() if not only or part in wanted}
 
 
 def device_for(asked: str) -> str:
     """`auto` is the GPU wherever there is a driver, whether or not torch can use it: the error then names the reason."""
-    if asked != "auto":
-        return asked
-    return "cuda" if has_driver() else "cpu"
+    return asked if asked != "auto" else "cuda" if has_driver() else "cpu"
 
 
 def new_file(name: str, folder: Path) -> Path:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kit.bench.session import Row, Session, progress, row
-from kit.loop.messages import Command, Event
+from kit.bench.session import Row, Session, none_of, progress, ratio, row
+from kit.loop.messages import Event
 from kit.share.core import Scheduler
 from kit.share.state import Plan, Settings, State, Turn
 
@@ -30,34 +30,15 @@ if TYPE_CHECKING:
 PACED: dict[str, Any] = {
     "train_a": (1,),
     "train_b": (0,),
-    "groups": 24,
-    "group": 2,
-    "slots": 2,
     "answer_a": (12, 12),
     "answer_b": (6, 6),
     "pace_ms": (20, 20),
-    "train_pace_ms": (5, 5),
-    "decode": 2,
-    "layers": 1,
-    "warm": 0,
-    "controls": "all",
-    "rehearse": False,
 }
+PACED |= {"train_pace_ms": (5, 5), "groups": 24, "group": 2, "slots": 2, "decode": 2, "layers": 1, "warm": 0}
+PACED |= {"controls": "all", "rehearse": False}
 # 174 MiB of weights. A replica looks for orders after each token, so that a switch hardly waits for a call that is under way.
-LARGE: dict[str, Any] = {
-    "size": "125m",
-    "layers": 1,
-    "warm": 0,
-    "steps_a": 2,
-    "steps_b": 2,
-    "groups": 2,
-    "group": 2,
-    "answer_a": (4, 4),
-    "answer_b": (4, 4),
-    "decode": 1,
-    "deadline_s": 120.0,
-    "rehearse": False,
-}
+LARGE: dict[str, Any] = {"size": "125m", "layers": 1, "warm": 0, "steps_a": 2, "steps_b": 2, "groups": 2, "group": 2}
+LARGE |= {"answer_a": (4, 4), "answer_b": (4, 4), "decode": 1, "deadline_s": 120.0, "rehearse": False}
 PIPELINES, DEVICES = 32, 512  # of the scheduler alone
 
 
@@ -93,23 +74,13 @@ def judged(run: Run, note: str) -> Iterator[Row]:
     """Rows of the two claims that hold of any run."""
     answers = {each.check: each for each in run.verdict()}
     same = answers["same_numbers"]
-    yield row(
-        "outcomes of two pipelines that differ from those alone",
-        [] if same.measured is None else [same.measured],
-        unit="1",
-        limit=0.0,
-        note=f"{note}; control: each alone; {same.why}",
-    )
+    why = f"{note}; control: each alone; {same.why}"
+    yield none_of("outcomes of two pipelines that differ from those alone", same.measured, why)
     seen, two, blind = owners(run.frame())
-    yield row(
-        "samples of devices with two owners",
-        [] if blind else [two],
-        unit="1",
-        limit=0.0,
-        note=f"{note}; locks of {run.config['devices']} devices, seen {seen} times from outside, every 20 ms"
-        if not blind
-        else "not measured: this kernel shows no locks of other processes",
-    )
+    why = f"{note}; locks of {run.config['devices']} devices, seen {seen} times from outside, every 20 ms"
+    if blind:
+        why = "not measured: this kernel shows no locks of other processes"
+    yield none_of("samples of devices with two owners", None if blind else two, why)
 
 
 def owners(frame: pd.DataFrame) -> tuple[int, int, bool]:
@@ -136,25 +107,15 @@ def makespan(session: Session, sizes: Sizes) -> Iterator[Row]:
         f"2 devices, K={steps} steps of 24 groups of 2; answers of 12 (A) and 6 (B) tokens at 20 ms; device-seconds of work {work}; alone "
         f"{alone}; bound {by.bound:.1f} s = max(work / devices, longest alone) + switches / devices; no times of a product"
     )
-    took = float(loops["seconds"]["shared"])
-    yield row(
-        "time of both pipelines over the bound",
-        [took / by.bound],
-        unit="ratio",
-        limit=1.15,
-        note=f"{note}; {took:.1f} s",
-    )
+
+    def over(what: str, seconds: float, limit: float | None = None) -> Row:
+        return ratio(f"{what} over the bound", seconds / by.bound, limit, f"{note}; {seconds:.1f} s")
+
+    yield over("time of both pipelines", float(loops["seconds"]["shared"]), 1.15)
     for loop, words in (("serial", "one after the other"), ("static", "half of the devices each")):
-        counted = getattr(by, loop)
-        yield row(
-            f"{words} over the bound, by arithmetic",
-            [counted / by.bound],
-            unit="ratio",
-            note=f"{note}; {counted:.1f} s",
-        )
+        yield replace(over(words, getattr(by, loop)), what=f"{words} over the bound, by arithmetic")
         if loops["known by"][loop] == "measured":
-            seconds = float(loops["seconds"][loop])
-            yield row(f"{words} over the bound", [seconds / by.bound], unit="ratio", note=f"{note}; {seconds:.1f} s")
+            yield over(words, float(loops["seconds"][loop]))
 
 
 def switch(session: Session, sizes: Sizes) -> Iterator[Row]:
@@ -227,19 +188,11 @@ def scheduler(_: Session, sizes: Sizes) -> Iterator[Row]:
         progress(f"the scheduler, tp={tp}")
         note = f"{PIPELINES} pipelines, {DEVICES} devices, replicas of {tp}; simulated"
         ids: Mapping[str, Any] = {"tp": tp, "pipelines": PIPELINES, "devices": DEVICES}
-        moved = one_bundle(tp, sizes.rounds)
-        yield row(
-            f"an event that moves one bundle, tp={tp}",
-            [one * 1e3 for one in moved],
-            unit="ms",
-            limit=1.0,
-            note=note,
-            ids=ids,
-        )
-        planned = [from_nothing(tp) for _ in range(sizes.plans)]
-        yield row(
-            f"a plan from nothing, tp={tp}", [one * 1e3 for one in planned], unit="ms", limit=25.0, note=note, ids=ids
-        )
+        about: dict[str, Any] = {"unit": "ms", "note": note, "ids": ids}
+        moved = [1e3 * one for one in one_bundle(tp, sizes.rounds)]
+        yield row(f"an event that moves one bundle, tp={tp}", moved, limit=1.0, **about)
+        planned = [1e3 * from_nothing(tp) for _ in range(sizes.plans)]
+        yield row(f"a plan from nothing, tp={tp}", planned, limit=25.0, **about)
 
 
 class Timed:
@@ -257,17 +210,15 @@ class Timed:
             self.feed(Event("progress", name, completed=0, target=100 + at))
         self.names = names
 
-    def feed(self, event: Event) -> tuple[Command, ...]:
+    def feed(self, event: Event) -> None:
         begun = time.perf_counter()
         self.state, commands = self.core.step(self.state, event)
         seconds = time.perf_counter() - begun
-        if any(command.name in ("left", "expand") for command in commands):
+        if moved := [command for command in commands if command.name in ("left", "expand")]:
             self.seconds.append(seconds)
-        for command in commands:
-            if command.name in ("left", "expand"):
-                answer = "shrunk" if command.name == "left" else "expanded"
-                self.feed(Event(answer, "desk", who=command.pipeline, replica=command.replica))
-        return commands
+        for command in moved:
+            answer = "shrunk" if command.name == "left" else "expanded"
+            self.feed(Event(answer, "desk", who=command.pipeline, replica=command.replica))
 
 
 def from_nothing(tp: int) -> float:

@@ -13,41 +13,23 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from kit.bench.session import Row, Session, progress, row
+from kit.bench.session import Row, Session, none_of, progress, ratio
 from kit.train.arithmetic import DIGITS, END, problem, reward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from kit.results import Run
     from kit.stream.history import Ledger
 
 RANKS: dict[str, Any] = {"ranks": 3, "replicas": 2, "groups": 4, "group": 4}
 DECIDABLE = 10_000  # tokens that the stamps are judged by
-# Long answers of which few are in flight at once, so that many span a sync; a rate by which versions differ enough to be told apart.
-STAMPED: dict[str, Any] = {
-    **RANKS,
-    "groups": 8,
-    "slots": 8,
-    "answer": (8, 28),
-    "decode": 2,
-    "lr": 3e-3,
-    "phases": "stream,verify",
-}
+# Long answers, few of them in flight at once, so that many span a sync; a learning rate with which versions differ measurably.
+STAMPED: dict[str, Any] = {**RANKS, "groups": 8, "slots": 8, "answer": (8, 28), "decode": 2, "lr": 3e-3}
+STAMPED |= {"phases": "stream,verify"}
 # A sample has 16 tokens, and a replica writes 4 of all its samples in a call: a step takes 16 x 150 ms to generate and 16 samples x 150 ms
 # to train. The pace is long against messages and the work of a small model, and only one step's groups are generated at a time.
-PACED: dict[str, Any] = {
-    **RANKS,
-    "answer": (16, 16),
-    "decode": 4,
-    "pace_ms": 150.0,
-    "train_pace_ms": 150.0,
-    "window": 1,
-    "slots": 4,
-    "layers": 1,
-    "previous": "recorded",
-    "phases": "plain,stream",
-}
+PACED: dict[str, Any] = {**RANKS, "answer": (16, 16), "decode": 4, "pace_ms": 150.0, "train_pace_ms": 150.0}
+PACED |= {"window": 1, "slots": 4, "layers": 1, "previous": "recorded", "phases": "plain,stream"}
 # Sums and differences of 0, 1 and 2. After 40 supervised updates some answers are right and most have the right form.
 TASK: dict[str, Any] = {"numbers": 3, "answer": (1, 2), "warm": 40, "lr": 2e-3, "layers": 2}
 LEARNS: dict[str, Any] = {**RANKS, **TASK, "groups": 8, "group": 8, "micro_batch": 8, "decode": 2, "phases": "stream"}
@@ -82,13 +64,7 @@ def lockstep(session: Session, sizes: Sizes) -> Iterator[Row]:
     progress("lockstep beside plain")
     run = session.lab("stream", session.logs / "lockstep", **RANKS, steps=sizes.steps, phases="plain,lockstep")
     answer = next(each for each in run.verdict() if each.check == "equals_plain")
-    yield row(
-        "outcomes of the loop with staleness 0 that differ from the plain loop",
-        [] if answer.measured is None else [answer.measured],
-        unit="1",
-        limit=0.0,
-        note=answer.why,
-    )
+    yield none_of("outcomes of the loop with staleness 0 that differ from the plain loop", answer.measured, answer.why)
 
 
 def stamps(session: Session, sizes: Sizes) -> Iterator[Row]:
@@ -108,16 +84,12 @@ def stamps(session: Session, sizes: Sizes) -> Iterator[Row]:
         f"{total['tokens']:.0f} tokens of {total['samples']:.0f} samples, {total['decidable']:.0f} decidable: no other version "
         f"comes within 10 times the noise; runs with another seed each: {turn}"
     )
-    yield row("wrong stamps among decidable tokens", [total["wrong_stamps"]], unit="1", limit=0.0, note=note)
-    yield share("undecidable tokens", 1 - total["decidable"] / total["tokens"], 0.5, note)
-    yield share("samples without a sync inside", 1 - total["samples_over_syncs"] / total["samples"], 0.9, note)
+    yield none_of("wrong stamps among decidable tokens", total["wrong_stamps"], note)
+    yield ratio("share of undecidable tokens", 1 - total["decidable"] / total["tokens"], 0.5, note)
+    yield ratio("share of samples without a sync inside", 1 - total["samples_over_syncs"] / total["samples"], 0.9, note)
     missed = 1 - total["shuffled_found"] / total["shuffled"]
     note = f"{total['shuffled']:.0f} decidable tokens of the first samples of each run, every stamp one version off"
-    yield share("wrong stamps of a control that were not found", missed, 0.01, note)
-
-
-def share(what: str, value: float, limit: float, note: str) -> Row:
-    return row(f"share of {what}", [value], unit="ratio", limit=limit, note=note)
+    yield ratio("share of wrong stamps of a control that were not found", missed, 0.01, note)
 
 
 def paced(session: Session, sizes: Sizes) -> Iterator[Row]:
@@ -132,53 +104,34 @@ def paced(session: Session, sizes: Sizes) -> Iterator[Row]:
     possible, gain = 2 * steps / (steps + 1), plain / streamed
     exposed = float(tables.steps(frame)["exposed_generation"][1:].sum())
     note = f"4 groups of 4 samples, two replicas, window 1, 150 ms a token and a trained sample; K={steps}; control: the plain loop, "
-    yield row(
-        "possible over reached speed-up of streaming",
-        [possible / gain],
-        unit="ratio",
-        limit=1 / 0.9,
-        note=f"{note}{plain:.1f} s, streamed {streamed:.1f} s: {gain:.2f} of {possible:.2f} times; no times of a product",
-    )
+    why = f"{note}{plain:.1f} s, streamed {streamed:.1f} s: {gain:.2f} of {possible:.2f} times; no times of a product"
+    yield ratio("possible over reached speed-up of streaming", possible / gain, 1 / 0.9, why)
     whole, all_of_it = (float(loops["exposed_generation"][loop]) for loop in ("plain", "stream"))
-    yield row(
-        "exposed generation after the first fill over the plain loop's",
-        [exposed / whole],
-        unit="ratio",
-        limit=0.1,
-        note=f"{note}{whole:.1f} s, streamed {exposed:.2f} s after the first step's {all_of_it - exposed:.1f} s",
-    )
+    why = f"{note}{whole:.1f} s, streamed {exposed:.2f} s after the first step's {all_of_it - exposed:.1f} s"
+    yield ratio("exposed generation after the first fill over the plain loop's", exposed / whole, 0.1, why)
 
 
 def learns(session: Session, sizes: Sizes) -> Iterator[Row]:
     """Mean reward of the last fifth of steps against the first fifth, on policy and stale, from the same warm start."""
+    from kit.labs.stream.ledgers import ledger  # here, as above
+
     with session.worlds((1, 1, 1)) as worlds:
         for seed in range(1234, 1234 + sizes.seeds):
-            rose = math.nan  # the reward whose first sight is timed
+            rose = math.nan  # the time until this reward is measured
             for more in (ON_POLICY, *STALE):
                 window, correction = more["window"], more.get("correction", True)
                 about = f"seed {seed}, staleness {window}{'' if correction else ', no correction'}"
                 progress(f"learning, {about}")
                 name = about.replace(", ", "-").replace(" ", "")
                 config = {**LEARNS, **more, "seed": seed, "steps": sizes.learning_steps}
-                curve = Curve(ledger_of(session.lab("stream", session.logs / name, world=worlds, **config)), config)
+                rows = ledger(session.lab("stream", session.logs / name, world=worlds, **config).frame(), "stream")
+                assert rows is not None  # a run that broke has raised
+                curve = Curve(rows, config)
                 rose = curve.middle if window == 0 else rose
                 ids = {"seed": seed, "staleness": window, "correction": int(correction), **curve.ids(rose)}
-                yield row(
-                    f"standard error over gain of reward, {about}",
-                    [curve.error / max(curve.gain, curve.error / 100)],  # 100: no gain
-                    unit="ratio",
-                    limit=1 / ERRORS if window == 0 else None,
-                    note=curve.note(rose),
-                    ids=ids,
-                )
-
-
-def ledger_of(run: Run) -> Ledger:
-    from kit.labs.stream.ledgers import ledger  # here, as what tables are made of is not the ranks' to have
-
-    rows = ledger(run.frame(), "stream")
-    assert rows is not None  # a run that broke has raised
-    return rows
+                over = curve.error / max(curve.gain, curve.error / 100)  # 100: no gain
+                limit = 1 / ERRORS if window == 0 else None
+                yield ratio(f"standard error over gain of reward, {about}", over, limit, curve.note(rose), ids=ids)
 
 
 class Curve:
@@ -199,15 +152,10 @@ class Curve:
         self.lag = statistics.fmean(lags)
         first, last = flat(self.steps[:fifth]), flat(self.steps[-fifth:])
         self.first, self.last = statistics.fmean(first), statistics.fmean(last)
-        self.gain = self.last - self.first
+        self.gain, self.middle = self.last - self.first, (self.first + self.last) / 2
         self.error = math.sqrt(sum(statistics.variance(some) / len(some) for some in (first, last)))
         answers = [answer for length in (1, 2) for answer in product(range(DIGITS), repeat=length)]
         self.constant = max(statistics.fmean(reward(each, [*one, END]) for each in asked) for one in answers)
-
-    @property
-    def middle(self) -> float:
-        """The reward half-way between the first and the last fifth of steps."""
-        return (self.first + self.last) / 2
 
     def reached(self, level: float) -> int | None:
         """The first step from which on a fifth of the steps had this mean reward."""

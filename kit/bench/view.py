@@ -1,4 +1,4 @@
-"""`kit bench view`: how long a person waits for a panel: a limit that is moved, a plot drawn again, a large run opened.
+"""`kit bench view`: how long a user waits for a panel: a limit that is moved, a plot drawn again, a large run opened.
 
 Records are made up here, in the shape in which the offload lab writes them; nothing was run. What the browser takes to show
 what it is sent is not in these times.
@@ -7,16 +7,16 @@ what it is sent is not in these times.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from kit.bench.session import Part, Row, Session, progress, row, samples, seconds_of
 from kit.labs.discover import find
-from kit.labs.offload.config import OffloadConfig
+from kit.labs.offload import OffloadConfig
 from kit.measure import provenance
 from kit.results import Record, create_run
 
@@ -27,21 +27,10 @@ if TYPE_CHECKING:
 MS = 1e3
 MIB = 2**20
 RANKS = 4
-HELD = {
-    "release",
-    "idle",
-    "talk",
-    "start",
-    "baseline",
-    "end",
-    "ownership",
-}  # phases after which the job has released its memory
-PLOTS = {
-    "drift": "drift_mib",
-    "census": "fds_more",
-    "verdict": "drift_mib",
-    "overview": "drift_mib",
-}  # with the limit that moves in each
+# Phases after which the job has released its memory.
+HELD = {"release", "idle", "talk", "start", "baseline", "end", "ownership"}
+# With the limit that moves in each.
+PLOTS = {"drift": "drift_mib", "census": "fds_more", "verdict": "drift_mib", "overview": "drift_mib"}
 MADE_UP = "made-up records in the shape of the offload lab's"
 
 
@@ -63,7 +52,7 @@ def parts(sizes: Sizes, _: str) -> dict[str, Part]:
     made: dict[int, Path] = {}
 
     def among_runs(part: Callable[[Path, Sizes], list[Row]], records: int) -> Part:
-        """A part that is given a run of so many records, and finds it as the last run."""
+        """A part that gets a run with this number of records, which is also the last run."""
 
         def work(session: Session) -> list[Row]:
             folder = session.logs / "runs"
@@ -73,7 +62,7 @@ def parts(sizes: Sizes, _: str) -> dict[str, Part]:
             if records not in made:
                 progress(f"{records} records")
                 made[records] = made_up(folder, records)
-            with runs_in(folder):
+            with patch.dict(os.environ, {"KIT_RUNS": str(folder)}):  # a panel looks there for the last run by itself
                 return part(made[records], sizes)
 
         return work
@@ -86,24 +75,11 @@ def parts(sizes: Sizes, _: str) -> dict[str, Part]:
     }
 
 
-@contextmanager
-def runs_in(folder: Path) -> Iterator[Path]:
-    """Runs lie here meanwhile: a panel looks for the last one by itself."""
-    before = os.environ.get("KIT_RUNS")
-    os.environ["KIT_RUNS"] = str(folder)
-    try:
-        yield folder
-    finally:
-        os.environ.pop("KIT_RUNS")
-        if before is not None:
-            os.environ["KIT_RUNS"] = before
-
-
 # -- a run ---------------------------------------------------------------------------------------------------------------
 
 
 def made_up(folder: Path, records: int) -> Path:
-    """A run with at least so many records: a job on four ranks that is released and reloaded as often as that takes."""
+    """A run with at least this number of records: a job on four ranks, released and reloaded as often as that takes."""
     lab = find("offload")
     cycles = 1
     while sum(len(told(step, 0)) for step in lab.plan(OffloadConfig(ranks=RANKS, cycles=cycles))) * RANKS < records:
@@ -115,12 +91,9 @@ def made_up(folder: Path, records: int) -> Path:
         clock += 0.2
         for rank in range(RANKS):
             about: dict[str, Any] = {"run": writer.id, "lab": lab.name, "cycle": step.cycle, "phase": step.phase}
-            writer.append(
-                [
-                    Record(**about, rank=rank, metric=metric, value=value, unit=unit, time=clock)
-                    for metric, value, unit in told(step, rank)
-                ]
-            )
+            about |= {"rank": rank, "time": clock}
+            found = told(step, rank)
+            writer.append([Record(**about, metric=metric, value=value, unit=unit) for metric, value, unit in found])
     writer.finish()
     return writer.dir
 
@@ -153,13 +126,11 @@ def opening(folder: Path, sizes: Sizes) -> list[Row]:
     from kit.public import load
 
     count = len(load(folder).frame())
-    what = f"opening {count} records"
-    table = samples(what, sizes.opens, lambda: seconds_of(lambda: load(folder).frame()))
-    verdict = samples(what, sizes.opens, lambda: seconds_of(lambda: load(folder).verdict()))
-    return [
-        row(f"a run of {count} records, opened to its table", table, limit=2.0, note=MADE_UP),
-        row(f"a run of {count} records, opened to its verdict", verdict, limit=2.0, note=MADE_UP),
-    ]
+    made = []
+    for name, work in (("table", lambda: load(folder).frame()), ("verdict", lambda: load(folder).verdict())):
+        taken = samples(f"opening {count} records", sizes.opens, partial(seconds_of, work))
+        made.append(row(f"a run of {count} records, opened to its {name}", taken, limit=2.0, note=MADE_UP))
+    return made
 
 
 def panels(run: Path, sizes: Sizes) -> list[Row]:
@@ -180,8 +151,7 @@ def moving(folder: Path, sizes: Sizes) -> list[Row]:
     from kit.view.panel.strip import VerdictTab
     from kit.view.panel.tabs import PlotsTab
 
-    run = load(folder)
-    count = len(run.frame())
+    count = len(load(folder).frame())
 
     def moved(what: str, limit: str, at_most: float, tab_of: Callable[[PanelModel], object]) -> Row:
         model = PanelModel(find("offload"))
@@ -189,8 +159,8 @@ def moving(folder: Path, sizes: Sizes) -> list[Row]:
         _shown = tab_of(model)
         values = iter(range(1000, 1001 + sizes.moves))
         what = f"a limit moved, to {what}, {count} records"
-        move = partial(seconds_of, lambda: model.move(limit, float(next(values))))
-        _, *taken = samples(what, sizes.moves + 1, lambda: MS * move())
+        move = partial(model.move, limit)
+        _, *taken = samples(what, sizes.moves + 1, lambda: MS * seconds_of(lambda: move(float(next(values)))))
         return row(what, taken, unit="ms", limit=at_most, note=MADE_UP)
 
     def plot(model: PanelModel, name: str) -> PlotsTab:
@@ -199,10 +169,10 @@ def moving(folder: Path, sizes: Sizes) -> list[Row]:
         tab.choice.value = name
         return tab
 
-    plots = [
-        moved(f"the plot {name!r} drawn anew", limit, 300.0, partial(plot, name=name)) for name, limit in PLOTS.items()
-    ]
-    return [moved("the verdict shown anew", "drift_mib", 100.0, VerdictTab), *plots]
+    made = [moved("the verdict shown anew", "drift_mib", 100.0, VerdictTab)]
+    for name, limit in PLOTS.items():
+        made.append(moved(f"the plot {name!r} drawn anew", limit, 300.0, partial(plot, name=name)))
+    return made
 
 
 def sifting(folder: Path, sizes: Sizes) -> list[Row]:
@@ -213,8 +183,7 @@ def sifting(folder: Path, sizes: Sizes) -> list[Row]:
     run = load(folder)
     grid = Grid()
     grid.show(records_table(run))
-    count = len(run.frame())
-    what = f"a word more in the filter of a table of {count} rows"
+    what = f"a word more in the filter of a table of {len(run.frame())} rows"
     words = iter([f'phase == "reload" and rank == {index % RANKS} and value > {index}' for index in range(sizes.moves)])
-    filter_ = partial(seconds_of, lambda: setattr(grid.words, "value", next(words)))
-    return [row(what, samples(what, sizes.moves, lambda: MS * filter_()), unit="ms", note=MADE_UP)]
+    taken = samples(what, sizes.moves, lambda: MS * seconds_of(lambda: setattr(grid.words, "value", next(words))))
+    return [row(what, taken, unit="ms", note=MADE_UP)]

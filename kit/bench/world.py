@@ -1,4 +1,4 @@
-"""`kit bench world`: how fast a World starts, steps, restarts, and tells of a death; other tools in the same run where installed.
+"""`kit bench world`: how fast a World starts, steps, restarts and reports a death; other tools in the same run, where installed.
 
 Every start is of fresh processes, on warm files: after the first sample the libraries are in the page cache. Two ranks on the CPU
 over gloo, also where there is a GPU. A sample counts only if the thing was right: the sum, the name of the dead, the fresh pids.
@@ -21,7 +21,7 @@ from typing import Any
 
 from kit.bench.onranks import REDUCED
 from kit.bench.peers import STARTED, STEPPED, TOLD, VANISHED, environment, peers, seconds_until_gone
-from kit.bench.session import Part, Row, first_line, progress, ratios, row, samples, seconds_of, unmeasured
+from kit.bench.session import Part, Row, first_line, over, progress, row, samples, seconds_of, unmeasured
 from kit.errors import KitError, RankDied
 from kit.world import World, asked, leftovers
 from kit.world.leftovers import carriers, end_carriers
@@ -68,24 +68,26 @@ def parts(sizes: Sizes, _: str) -> dict[str, Part]:
     def of_two(part: Callable[[World, Sizes], list[Row]]) -> Part:
         return lambda session: part(session.shared(2, device="cpu", observer=LISTENER), sizes)
 
-    def alone(part: Callable[[Path, Sizes], list[Row]]) -> Part:
-        return lambda session: part(session.logs, sizes)
+    ask_for_help = partial(run_once, [sys.executable, "-m", "kit", "--help"], environment())
+
+    def alone(what: str, n: int, once: Callable[[Path], float], **about: float) -> Part:
+        return lambda session: [row(what, samples(what, n, lambda: once(session.logs)), **about)]
 
     return {
-        "start": alone(start),
-        "megatron": alone(start_with_megatron),
+        "start": alone(STARTED, sizes.starts, start_once, limit=2.5, aim=1.0),
+        "megatron": lambda session: start_with_megatron(session.logs, sizes),
         "step": of_two(step),
         "death": of_two(death),
         "restart": of_two(restart),
-        "calls": alone(in_flight),
-        "notebook": alone(kernel_death),
-        "help": alone(help_),
+        "calls": lambda session: in_flight(session.logs, sizes),
+        "notebook": alone(VANISHED, sizes.kernels, kernel_death_once, limit=2.0),
+        "help": alone("kit --help", sizes.helps, lambda _: seconds_of(ask_for_help), limit=0.3),
         "peers": lambda _: peers(trials=sizes.peer_trials, steps=sizes.steps),
     }
 
 
 class Listener(Printer):
-    """A World's observer that only hears that something was said."""
+    """A World's observer that only notes that there was output."""
 
     def __init__(self) -> None:
         self.heard = threading.Event()
@@ -120,28 +122,22 @@ def start_once(logs: Path, preload: Sequence[str] = ()) -> float:
     return took
 
 
-def start(logs: Path, sizes: Sizes) -> list[Row]:
-    return [row(STARTED, samples(STARTED, sizes.starts, lambda: start_once(logs)), limit=2.5, aim=1.0)]
-
-
 def start_with_megatron(logs: Path, sizes: Sizes) -> list[Row]:
     """The start itself, and over an import of megatron.core by the same interpreter, taken in turns."""
     what = f"{STARTED}, with megatron.core"
-    over = "the same, over python -c 'import megatron.core'"
+    against = "the same, over python -c 'import megatron.core'"
     found = asked.find_python()
     if not found.megatron:
         why = "the ranks' interpreter has no megatron.core"
-        return [unmeasured(what, why, limit=4.5, aim=3.0), unmeasured(over, why, unit="x", limit=1.3)]
+        return [unmeasured(what, why, limit=4.5, aim=3.0), unmeasured(against, why, unit="x", limit=1.3)]
 
-    def import_once() -> float:
-        return seconds_of(partial(run_once, [found.path, "-c", "import megatron.core"]))
-
+    import_once = partial(seconds_of, partial(run_once, [found.path, "-c", "import megatron.core"]))
     import_once()  # from here on the files are in the page cache
     progress(f"{what}, {sizes.megatron} times")
     pairs = [(start_once(logs, ["megatron.core"]), import_once()) for _ in range(sizes.megatron)]
-    starts, imports = ([pair[place] for pair in pairs] for place in (0, 1))
+    starts, imports = zip(*pairs, strict=True)
     note = f"the import takes {statistics.median(imports):.2f} s, median"
-    return [row(what, starts, limit=4.5, aim=3.0), row(over, ratios(starts, imports), unit="x", limit=1.3, note=note)]
+    return [row(what, starts, limit=4.5, aim=3.0), over(against, starts, imports, limit=1.3, note=note)]
 
 
 def step(world: World, sizes: Sizes) -> list[Row]:
@@ -227,13 +223,9 @@ def death(world: World, sizes: Sizes) -> list[Row]:
 def restart(world: World, sizes: Sizes) -> list[Row]:
     what = "World.restart(), fresh processes, to their first all-reduce done"
 
-    def again() -> None:
-        world.restart()
-        all_reduce(world)
-
     def once() -> float:
         before = world.pids
-        took = seconds_of(again)
+        took = seconds_of(world.restart) + seconds_of(lambda: all_reduce(world))
         if set(before) & set(world.pids):
             raise KitError(f"after restart() the ranks are {world.pids}, and before it they were {before}")
         return took
@@ -266,17 +258,6 @@ def kernel_death_once(logs: Path) -> float:
             if took > GONE_S:
                 raise KitError(f"{GONE_S:.0f} s after the SIGKILL of its notebook a World still had its folder")
     return took
-
-
-def kernel_death(logs: Path, sizes: Sizes) -> list[Row]:
-    return [row(VANISHED, samples(VANISHED, sizes.kernels, lambda: kernel_death_once(logs)), limit=2.0)]
-
-
-def help_(_: Path, sizes: Sizes) -> list[Row]:
-    def once() -> float:
-        return seconds_of(partial(run_once, [sys.executable, "-m", "kit", "--help"], environment()))
-
-    return [row("kit --help", samples("kit --help", sizes.helps, once), limit=0.3)]
 
 
 def run_once(command: Sequence[str], env: dict[str, str] | None = None) -> None:

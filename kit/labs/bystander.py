@@ -27,9 +27,8 @@ class Bystander:
     def __init__(self, device: str, *, deadline_s: float = DEADLINE_S) -> None:
         self.deadline_s = deadline_s
         # -P: this file's neighbours must not stand in for libraries of the same names.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, device], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        command, pipe = [sys.executable, "-P", __file__, device], subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
     def ask(self) -> dict[str, float]:
         """`bystander_driver` and `bystander_bytes` in bytes, and `bystander_damaged`: bytes of its block that changed."""

@@ -1,4 +1,4 @@
-"""A lab's config from what a person gave: checked before any rank starts, one sentence for each thing that is wrong."""
+"""A lab's config from user input: checked before any rank starts, with one sentence per mistake."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ ASK_NCCL2 = "import torch, torch.distributed as dist; print(torch.__version__, h
 def configure(
     lab: Definition, given: Mapping[str, Any], fault: Fault | None, *, world: World | None = None
 ) -> LabConfig:
-    """The lab's defaults, under what the fault needs, under what was given; checked against this machine too.
-
-    Code that is named is looked for as the ranks would: those of `world` with its Python and its environment.
-    """
+    """The given settings over what the fault needs over the lab's defaults, checked against this machine. Code that a setting names is
+    looked up as the ranks would: with the Python and the environment of `world`."""
     config = validate(lab, {**(fault.set if fault else {}), **given})
     if refused := next(refusals(lab, config, fault), None):
         raise BadInput(refused[1])
     ranks_python = world.python if world else asked.find_python(config.python or None).path
-    if "megatron.core" in lab.preload:
-        check_megatron(lab.name, ranks_python)
+    if "megatron.core" in lab.preload and not asked.probe_python(ranks_python, "").megatron:
+        others = [one.path for one in asked.search_pythons() if one.torch and one.megatron]
+        instead = f"use one that has it: export KIT_PYTHON={others[0]}" if others else "install megatron-core there"
+        why = f"needs megatron.core, which the ranks' Python {ranks_python} does not have; {instead}"
+        raise BadInput(f"lab {lab.name!r} {why}")
     if config.routing == nccl2.NAME:
         check_nccl2(ranks_python)
     for field in fields(lab.config):
@@ -87,16 +88,14 @@ def refusals(lab: Definition, config: LabConfig, fault: Fault | None) -> Iterato
 def undetectable(lab: Definition, config: LabConfig, fault: Fault) -> Iterator[tuple[str, str]]:
     """The settings with which the fault's check fails anyway, or is null so that the run would end as if there were no fault."""
     found = {name: getattr(config, name) for name in fault.needs}
-    wrong = [name for name, value in found.items() if value not in fault.needs[name]]
-    for name in wrong:
-        words = " or ".join(_spelled(one) for one in fault.needs[name])
-        yield name, f"fault {fault.name!r} cannot be detected with {name}={_spelled(found[name])}; use {name}={words}"
+    wrong = {name: value for name, value in found.items() if value not in fault.needs[name]}
+    for name, value in wrong.items():
+        words = " or ".join(map(spelled, fault.needs[name]))
+        yield name, f"fault {fault.name!r} cannot be detected with {name}={spelled(value)}; use {name}={words}"
     check = next((check for check in lab.all_checks() if check.name == fault.check), None)
     if check is not None and not wrong and (reason := check.unanswerable(dataclasses.asdict(config))):
-        yield (
-            "",
-            f"fault {fault.name!r} cannot be detected with these settings: {check.name} is not measured ({reason})",
-        )
+        why = f"{check.name} is not measured ({reason})"
+        yield "", f"fault {fault.name!r} cannot be detected with these settings: {why}"
 
 
 def settled(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,18 +120,9 @@ def check_nccl2(python: str) -> None:
         )
 
 
-def check_megatron(lab: str, python: str) -> None:
-    if not asked.probe_python(python, "").megatron:
-        others = [one.path for one in asked.search_pythons() if one.torch and one.megatron]
-        instead = f"use one that has it: export KIT_PYTHON={others[0]}" if others else "install megatron-core there"
-        raise BadInput(f"lab {lab!r} needs megatron.core, which the ranks' Python {python} does not have; {instead}")
-
-
 def complaints(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -> dict[str, str]:
-    """What `configure` would refuse, a sentence for each field, under "" for a rule among several; empty where nothing is wrong.
-
-    Quick enough to ask at every change: code that is named (`module:attr`) is not looked for.
-    """
+    """What `configure` would refuse: a sentence per field, under "" for a rule about several. Fast enough for every keystroke: code that a
+    setting names (`module:attr`) is not looked up."""
     values = {**(fault.set if fault else {}), **given}
     found = _read(lab, values)
     if isinstance(found, dict):
@@ -154,7 +144,7 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
     """The config, or what is wrong by field; what no field can be blamed for raises."""
     import pydantic
 
-    known = _known(cast("Hashable", lab.config))
+    known, adapter = _known(cast("Hashable", lab.config))
     for name in values:
         if name not in known:
             raise BadInput(f"lab {lab.name!r} has no setting {name!r}; {hint(name, list(known))}")
@@ -169,7 +159,7 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
     }
     try:
         # Strict, so that "3" is no number; by way of JSON, so that a list may fill a tuple.
-        config: LabConfig = _adapter(cast("Hashable", lab.config)).validate_json(json.dumps(dict(values)), strict=True)
+        config: LabConfig = adapter.validate_json(json.dumps(dict(values)), strict=True)
     except pydantic.ValidationError as error:
         found: dict[str, str] = {}
         for row in error.errors():
@@ -179,21 +169,16 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
 
 
 @functools.cache
-def _known(config: Any) -> dict[str, Field]:
-    return {field.name: field for field in fields(config)}
-
-
-@functools.cache
-def _adapter(config: Any) -> Any:
+def _known(config: Any) -> tuple[dict[str, Field], Any]:
+    """A config's fields by name, and its pydantic adapter."""
     import pydantic
 
-    return pydantic.TypeAdapter(config)
+    return {field.name: field for field in fields(config)}, pydantic.TypeAdapter(config)
 
 
 def from_text(lab: Definition, pairs: Mapping[str, str]) -> dict[str, Any]:
-    """Values from the command line: text where the field is text, else JSON, else the text itself for the check to refuse.
-
-    A list may be written without its brackets."""
+    """Values from the command line: text where the field is text, else JSON, else the text itself for the check to refuse. A list needs no
+    brackets."""
     kinds = {field.name: field.kind for field in fields(lab.config)}
     lists = {name for name, kind in kinds.items() if typing.get_origin(kind) is tuple}
     bare = {name for name, text in pairs.items() if name in lists and not text.startswith("[")}
@@ -266,7 +251,7 @@ def value_of(text: str) -> Any:
         return text
 
 
-def _spelled(value: Any) -> str:
+def spelled(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 

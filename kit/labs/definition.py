@@ -14,11 +14,8 @@ if TYPE_CHECKING:
 
 
 class Step(NamedTuple):
-    """One phase of one cycle. A phase may come in many cycles.
-
-    `roles` are those that have work in it; others are neither called nor measured. None named means all. `driver` makes it a
-    driven step: `module:attr` on the notebook side, called with a `kit.labs.drive.Drive`, gives calls to roles until it returns.
-    """
+    """One phase of one cycle. Only `roles` are called and measured; none named means all. `driver` makes it a driven step: `module:attr` on
+    the notebook side, called with a `kit.labs.drive.Drive`, gives calls to roles until it returns."""
 
     cycle: int
     phase: str
@@ -28,10 +25,8 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Role:
-    """What some ranks are in a lab. `world` numbers the World they live in, `devices` places them, a number each, if given.
-
-    `phases` is what each of these ranks makes once, where it differs from the lab's.
-    """
+    """What some ranks are in a lab. `world` numbers their World, `devices` gives a device number per rank, if any; `phases` is what each of
+    these ranks makes once, where it differs from the lab's."""
 
     name: str
     ranks: tuple[int, ...]
@@ -50,10 +45,8 @@ def role_names(roles: Sequence[Role]) -> dict[int, str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """A known bug that can be switched on. `set` is the config that exposes it, `exit` what the run must then end with.
-
-    `needs` are the values of a setting with which its check can tell the bug: with others the check fails anyway, or cannot be asked.
-    """
+    """A known bug that can be switched on. `set` is the config that exposes it, `exit` the exit status that the run must have. `needs` are
+    the values of a setting with which its check detects the bug: with others the check fails anyway, or is not measured."""
 
     name: str
     breaks: str

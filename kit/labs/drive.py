@@ -1,14 +1,17 @@
-"""A driven step: code on the notebook side sends calls to roles until it is done, and adds records of its own."""
+"""Steps on the notebook side: a driven step, which sends calls to roles until it is done, and the table of any step."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kit.errors import BadInput, KitError
-from kit.labs.definition import Role
-from kit.results.records import NOTEBOOK, Recording
+from kit.results import Record
+from kit.results.records import NOTEBOOK, Recording, label, rank_name
+from kit.results.units import amount, columns, table_html
 from kit.world import World
 from kit.world.pending import Observer, Pending, wait
 from kit.world.several import Worlds
@@ -31,33 +34,21 @@ class Quiet(Printer):
         self._observer.tick(())
 
 
+@dataclass(kw_only=True, eq=False)
 class Drive(Recording):
     """What a driver works with: `submit` a method to a role, `wait`, `record`. The driver returns when the step is done."""
 
-    def __init__(
-        self,
-        *,
-        world: World | Worlds,
-        config: Any,
-        fault: str | None,
-        cycle: int,
-        phase: str,
-        roles: Sequence[Role],
-        observer: Observer,
-        write: Write,
-        folder: Path,
-    ) -> None:
-        self.world = world
-        self.config = config
-        self.fault = fault
-        self.cycle = cycle
-        self.phase = phase
-        self.folder = folder  # the run's, with everything that was recorded so far
-        self.roles: Mapping[str, tuple[int, ...]] = {role.name: role.ranks for role in roles}
-        self.lost: set[int] = set()  # ranks that the step ended on purpose; nothing is asked of them afterwards
-        self._observer = Quiet(observer)
-        self._write = write
-        self._flying: list[Pending] = []
+    world: World | Worlds
+    config: Any
+    fault: str | None
+    cycle: int
+    phase: str
+    roles: Mapping[str, tuple[int, ...]]
+    folder: Path  # the run's, with everything that was recorded so far
+    write: Write
+    quiet: Quiet
+    lost: set[int] = field(default_factory=set)  # ranks that the step ended on purpose; no later call goes to them
+    flying: list[Pending] = field(default_factory=list)
 
     def submit(
         self,
@@ -79,10 +70,10 @@ class Drive(Recording):
             ranks=self.roles[role] if role is not None else ranks,
             timeout_s=self.config.timeout_s if timeout_s is None else timeout_s,
             phase=self.phase,
-            observer=self._observer,
-            on_news=self._write,
+            observer=self.quiet,
+            on_news=self.write,
         )
-        self._flying = [one for one in self._flying if not one.settled] + [pending]
+        self.flying = [one for one in self.flying if not one.settled] + [pending]
         return pending
 
     def wait(self, pendings: Iterable[Pending], *, first: bool = True, timeout_s: float | None = None) -> list[Pending]:
@@ -92,11 +83,11 @@ class Drive(Recording):
         self.append([row])
 
     def append(self, rows: list[dict[str, Any]]) -> None:
-        self._write(NOTEBOOK, rows)
+        self.write(NOTEBOOK, rows)
 
     def cancel(self) -> list[Pending]:
         """Cancel what is still in flight."""
-        left = [one for one in self._flying if not one.settled]
+        left = [one for one in self.flying if not one.settled]
         for one in left:
             one.cancel()
         return left
@@ -107,3 +98,51 @@ class Drive(Recording):
             raise KitError(
                 f"the driver of {self.phase!r} returned while calls were in flight ({calls}); wait for them first"
             )
+
+
+# In the records; in the way here.
+HIDDEN = (
+    *("overhead_seconds", "observers_seconds", "shared_rss", "peak_rss", "file_rss", "shm_rss", "pinned_bytes"),
+    *("memfds", "shared_maps", "shared_bytes", "shm_files", "temp_files", "children"),
+)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Stepped:
+    """One phase that every rank has run. `records` are what was appended."""
+
+    cycle: int
+    phase: str
+    records: Sequence[Record]
+    done: int
+    planned: int
+    roles: Mapping[int, str] = field(default_factory=dict)
+
+    def rows(self) -> list[list[str]]:
+        """The heading, then a row per metric; where a level changed, what it was before the phase."""
+        ranks = sorted({record.rank for record in self.records})
+        values = {(label(record.metric, record.ids), record.rank): record for record in self.records}
+        found = [m for m in dict.fromkeys(m for m, _ in values) if not m.endswith("_before") and m not in HIDDEN]
+        names = sorted(found, key=lambda m: m != "seconds")  # the time comes first
+
+        def cell(name: str, rank: int) -> str:
+            now, before = (values.get((name + when, rank)) for when in ("", "_before"))
+            if now is None or now.value is None:
+                return (now and now.text) or "-"
+            text = amount(now.value, now.unit)
+            if before is None or before.value is None or amount(before.value, now.unit) == text:
+                return text
+            return f"{amount(before.value, now.unit)} → {text}"
+
+        body = [[name, *(cell(name, rank) for rank in ranks)] for name in names]
+        return [["", *(rank_name(rank, self.roles) for rank in ranks)], *body]
+
+    def __repr__(self) -> str:
+        return f"{self._head()}\n{columns(self.rows())}"
+
+    def _repr_html_(self) -> str:
+        head, *body = [[html.escape(cell) for cell in row] for row in self.rows()]
+        return table_html(head, body, caption=html.escape(self._head()))
+
+    def _head(self) -> str:
+        return f"{self.phase}, cycle {self.cycle} (phase {self.done} of {self.planned})"

@@ -1,14 +1,18 @@
-"""Checks that every lab can use: memory, growth per cycle, counts that must return to a baseline, leftovers, steady times, routing."""
+"""Checks that every lab can use: memory, growth per cycle, counts that must return to a baseline, leftovers, steady times, routing;
+and how ledgers are read from a frame."""
 
 from __future__ import annotations
 
+import json
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kit.nccl import SHARED_GPU
 from kit.results import Check, Measured, Missing, NotMeasured, incomplete, select
 from kit.results.frames import sharing, source
+from kit.results.records import NOTEBOOK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from kit.results.frames import Source
 
     Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
+    from collections.abc import Callable
 
 MIB = 2**20
 
@@ -37,10 +42,8 @@ def label(frame: pd.DataFrame) -> str:
 def by_owner(
     frame: pd.DataFrame, source: Source, phase: str, metric: str | None = None, *, add: bool = False
 ) -> pd.Series[float]:
-    """A metric (default: that of the source) after each cycle's phase, per rank, or per GPU if ranks share one.
-
-    Numbers of a whole GPU, which each of its ranks reports, count once; with `add`, numbers of single ranks are summed.
-    """
+    """A metric (default: that of the source) after each cycle's phase, per rank, or per GPU if ranks share one. A number of the
+    whole GPU, which each of its ranks reports, counts once; with `add`, numbers of single ranks are summed."""
     rows = select(frame, phase=phase, metric=metric or source.metric)
     owner = rows["rank"].map(lambda rank: source.gpu_of.get(rank, rank)).rename(source.whose)
     groups = rows.groupby([owner, "cycle"])["value"]
@@ -76,19 +79,16 @@ def others_untouched(first: str) -> Measure:
         rows = frame[frame["metric"] == "bystander_driver"]
         source = "the driver"
         if not rows["value"].all():
-            rows, source = (
-                frame[frame["metric"] == "bystander_bytes"],
-                "its own allocator (the driver does not list it)",
-            )
+            rows = frame[frame["metric"] == "bystander_bytes"]
+            source = "its own allocator (the driver does not list it)"
         if rows.empty:
             raise NotMeasured("no bystander process ran on the GPU")
         start = rows[rows["phase"] == first].set_index("rank")["value"]
         moved = (rows["value"] - rows["rank"].map(start)).abs()
         damaged = select(frame, metric="bystander_damaged")["value"].max()
         if damaged:
-            return Measured(
-                float(start.max()) / MIB, f"{damaged:g} bytes of a bystander process's memory were overwritten"
-            )
+            said = f"{damaged:g} bytes of a bystander process's memory were overwritten"
+            return Measured(float(start.max()) / MIB, said)
         return Measured(float(moved.max()) / MIB, f"{len(rows)} readings over all ranks, from {source}")
 
     return measure
@@ -110,6 +110,7 @@ WEIGHED = ("anon_rss", "file_rss", "shm_rss", "tensor_bytes", "pinned_bytes")
 WARM_UP = 1  # first cycles that a slope leaves out
 SLOPE_CYCLES = 4
 RISING = 6  # cycles from which on one of them alone cannot tilt the line through all
+LEAST_S = 0.1  # a phase that takes less than this longer is steady
 SETTLED = 2  # cycles after which everything that is allocated once exists
 TOO_FEW = f"needs at least {SETTLED + 1} cycles"
 STATE_SHARE = 0.01  # of the job's state may be added in a cycle before it is called growth
@@ -195,12 +196,9 @@ def slope_limit(state: Callable[[Mapping[str, Any]], float]) -> Callable[[Mappin
 
 
 def lasting(metric: str, phase: str, base: str, then: str = "") -> Measure:
-    """How many more there are after `phase` of a cycle and of the next one, too, than after `base`, on the worst rank.
-
-    `then` is looked at after the last cycle. What leaks stays. Seen once on a busy machine without a leak: a socket more on one rank in
-    one cycle of 20, from the first collectives on, which went with the groups. So what appears at the last count of several is not
-    looked at again, and not counted.
-    """
+    """How many more there are than after `base` both after `phase` of a cycle and of the next one, on the worst rank. `then` is looked at
+    after the last cycle. What leaks stays: on a busy machine without a leak one rank once had a socket more in one cycle of 20. So what
+    appears only at the last of several counts is not counted."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         before = select(frame, phase=base, metric=metric).groupby("rank")["value"].first()
@@ -227,10 +225,8 @@ def unsettled(config: Mapping[str, Any]) -> str:
 
 
 def piled_up(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-    """How many more of anything there are after the last phase of the last cycles than after that of the second, on the worst rank.
-
-    What is made once and kept, or twice in turn, is there after two cycles. Of four cycles or more the last two must both have more.
-    """
+    """How many more of anything there are after the last phase of the last cycles than after that of the second, on the worst rank: what is
+    made once and kept exists after two cycles. Of four cycles or more the last two must both have more."""
     rows = frame[(frame["cycle"] > 0) & frame["metric"].isin(PILED)]
     if rows.empty:
         raise Missing("no file descriptors, threads or files were counted")
@@ -264,28 +260,24 @@ def _more(before: pd.Series, now: pd.Series, then: str, at_last: str) -> Measure
     more = (now - before).dropna()
     worst = more.groupby(level="metric").idxmax()
     grown = [place for place in worst if more[place] > 0]
-    said = [
-        f"{name}: {before[name, rank]:g} {then}, {now[name, rank]:g} {at_last} (rank {rank})" for name, rank in grown
-    ]
+    said = [f"{one[0]}: {before[one]:g} {then}, {now[one]:g} {at_last} (rank {one[1]})" for one in grown]
     return Measured(max(0.0, float(more.max())), "; ".join(said) or f"no increase in {', '.join(worst.index)}")
 
 
-def steady(phases: Sequence[str], least_s: float = 0.1) -> Measure:
-    """How many times as long each phase took in both of the last two cycles as in any before, on the worst rank; from `RISING` cycles
-    on also how many times as long the last takes as the second, on the line through all of them. Less than `least_s` more is no more.
-
-    One slow cycle is not enough: on a busy machine, or where the system has to find memory, a cycle took five times as long as others.
-    """
+def steady(phases: Sequence[str]) -> Measure:
+    """How many times as long each phase took in both of the last two cycles as in any before, on the worst rank; from `RISING` cycles on
+    also the last against the second, on the line through all. Less than `LEAST_S` more does not count, and neither does one slow cycle: on
+    a busy machine one took five times as long as others."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-        found = [_steady(frame, config, phase, least_s) for phase in phases]
+        found = [_steady(frame, config, phase) for phase in phases]
         worst = max(found, key=lambda one: one.value or 0.0)
         return Measured(worst.value, "; ".join(one.why for one in found) + label(frame))
 
     return measure
 
 
-def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, least_s: float) -> Measured:
+def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str) -> Measured:
     import numpy as np
 
     table = select(frame, phase=phase, metric="seconds").pivot_table(index="cycle", columns="rank", values="value")
@@ -297,13 +289,11 @@ def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, least_s:
         since = rows.index.to_numpy() - rows.index[0]
         at_first = (rows - np.outer(since, slope)).median()
         at_first = at_first.clip(lower=rows.min())
-        pairs["in the last cycle, {} in the second, by the slope of all cycles"] = (
-            at_first,
-            at_first + slope * since[-1],
-        )
+        at_last = at_first + slope * since[-1]
+        pairs["in the last cycle, {} in the second, by the slope of all cycles"] = (at_first, at_last)
     found = []
     for words, (base, now) in pairs.items():
-        ratio = (now / base).where(now - base >= least_s, (now / base).clip(upper=1.0))
+        ratio = (now / base).where(now - base >= LEAST_S, (now / base).clip(upper=1.0))
         rank: Any = ratio.idxmax()
         times = f"{now[rank] * 1e3:.0f} ms {words.format(f'{base[rank] * 1e3:.0f} ms')}"
         found.append(Measured(float(ratio[rank]), f"{phase}: {times} (rank {rank})"))
@@ -326,7 +316,7 @@ def each_observed(ask: Callable[[str], Measure]) -> Callable[[pd.DataFrame, Mapp
 
 
 def observed(config: Mapping[str, Any]) -> bool:
-    """Whether somebody's own job was watched: `rec.phase(..., observe=True)`."""
+    """Whether the observers watched your own job: `rec.phase(..., observe=True)`."""
     return bool(config.get("observed"))
 
 
@@ -346,9 +336,8 @@ def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     rank = min(made, key=lambda one: routed[one] / made[one])
     why = f"{routed[rank]:.0f} of {made[rank]:.0f} groups on rank {rank} go through {config['routing']}"
     lost = max(by_rank(frame, "routing_options_lost").values())
-    return Measured(
-        routed[rank] / made[rank], why + (f"; {lost:.0f} options were dropped, see run.json" if lost else "")
-    )
+    more = f"; {lost:.0f} options were dropped, see run.json" if lost else ""
+    return Measured(routed[rank] / made[rank], why + more)
 
 
 NOTHING_PILES_UP = (
@@ -382,3 +371,41 @@ EVERY_LAB = (
     ),
     at_most(*NOTHING_PILES_UP, piled_up, cannot=unsettled),
 )
+
+
+# -- ledgers among a run's records, for labs that drive cores ----------------------------------------------------------
+
+
+Found = TypeVar("Found")
+
+
+class PerFrame(Generic[Found]):
+    """What was read of the frame that was asked about last, by phase: every check asks for the same ledgers."""
+
+    def __init__(self, read: Callable[[pd.DataFrame, str], Found]) -> None:
+        self.read = read
+        self.frame: Callable[[], pd.DataFrame | None] = lambda: None
+        self.found: dict[str, Found] = {}
+
+    def of(self, frame: pd.DataFrame, phase: str) -> Found:
+        if self.frame() is not frame:
+            self.frame, self.found = weakref.ref(frame), {}
+        if phase not in self.found:
+            self.found[phase] = self.read(frame, phase)
+        return self.found[phase]
+
+
+def events(frame: pd.DataFrame, phase: str, *, lab: str, main: str) -> pd.DataFrame:
+    """What a lab's cores and ports did in a phase, in order. If the run is not of this lab, all its events are of the phase `main`."""
+    found = frame[frame["value"].isna() & (frame["unit"] == "")]
+    if (frame["lab"] == lab).any():
+        return found[(found["phase"] == phase) & (found["rank"] == NOTEBOOK)]
+    return found[found["rank"] >= 0 if phase == main else found["rank"] < NOTEBOOK].sort_values("time", kind="stable")
+
+
+def rows_of(found: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as a judge takes them: `event`, `time` and ids."""
+    return [
+        {"event": name, "time": when, **(json.loads(ids) if ids else {})}
+        for name, when, ids in zip(found["metric"], found["time"], found["ids"], strict=True)
+    ]

@@ -1,9 +1,8 @@
 """A lab that is stepped: phase by phase by hand, or all at once; both are the same code.
 
-Making one checks the config and makes the run's folder; `start` starts the ranks, or takes those of a World that was given (whose
-logs stay where they are). Each `step` runs one phase on every rank and
-appends what was measured at once, so that a run that is killed keeps everything. `run` does the steps that are left and
-judges. The first failure ends the run: its folder says so, and the error is raised on.
+Making one checks the config and makes the run's folder; `start` starts the ranks, or takes those of a given World (whose logs stay where
+they are). Each `step` runs one phase on every rank and appends its records at once, so a killed run keeps everything. `run` does the
+remaining steps and judges. The first failure ends the run: it is written to the folder, and raised.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from kit import nccl2, routing
 from kit.errors import BadInput, KitError, RankDied, RankError
 from kit.labs.configure import configure, find_fault, refuse_device
 from kit.labs.definition import Definition, Role, Step, role_names, working
-from kit.labs.drive import RANKSIDE, Drive, Quiet, Write
+from kit.labs.drive import RANKSIDE, Drive, Quiet, Stepped, Write
 from kit.labs.growth import gpus
 from kit.labs.options import LabConfig
-from kit.labs.stepped import Stepped
 from kit.measure.provenance import provenance
 from kit.results import Record, Run, create_run, runs_dir
 from kit.results.frames import GPU
@@ -36,6 +34,7 @@ from kit.world import World
 from kit.world.pending import Observer
 from kit.world.several import Worlds
 
+BACKENDS: dict[str, Any] = {"torchcomms": routing, nccl2.NAME: nccl2}  # what `routing` may name besides torch
 BOUNDARY = "run"  # the phase of what is measured once, before the first phase and after the last
 # The parts of a rank's answer on its routing that become records: at the start, and of the groups at the end.
 ROUTING_BEFORE = ("requested", "importable", "effective", "reason")
@@ -66,7 +65,7 @@ class Lab:
         panel: Callable[[Lab], object] | None = None,
         world: World | Worlds | None = None,
     ) -> None:
-        """`observe` makes who looks on at so many calls; `plotter` and `panel` are of a room that labs do not know."""
+        """`observe` makes an observer for a number of calls; `plotter` and `panel` come from a room that labs do not import."""
         self.definition = definition
         self.name = definition.name
         self._plotter = plotter
@@ -99,7 +98,7 @@ class Lab:
         self.dir = self._writer.dir
         self.world: World | Worlds
 
-    # -- what a person does with it ---------------------------------------------------------------------------------
+    # -- the public part ----------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
         """Start the ranks and the lab on them, if that is not done yet. `step` and `run` do it by themselves."""
@@ -140,8 +139,7 @@ class Lab:
         try:
             left = self._left(range(self.config.ranks))
             answers = dict(zip(left, self.world.call(f"{RANKSIDE}:end", ranks=left), strict=True))
-            self._append_pss("pss", answers)
-            self._append_routing(answers, ROUTING_AFTER)
+            self._append_answers("pss", answers, ROUTING_AFTER)
             run = Run(self.dir, checks=lambda _: self._checks, plotter=self._plotter, complete=True)
             self._writer.write_verdict(run.verdict(**self.tolerances))
             self._writer.finish()
@@ -182,7 +180,7 @@ class Lab:
     # -- how --------------------------------------------------------------------------------------------------------
 
     def _watch(self, calls: int) -> None:
-        """A new onlooker for so many calls: a step by hand is watched by itself, however long after the one before."""
+        """A new observer for this number of calls; each step by hand gets its own."""
         if self.observe is not None:
             self._observer = self.observe(calls)
             if self.started:
@@ -196,9 +194,8 @@ class Lab:
             "preload": self.definition.preload,
             "logs": self.dir / "logs",
             "observer": self._observer,
+            "env": routing_env(self.config) or None,
         }
-        if env := routing_env(self.config):
-            settings["env"] = env
         places = devices(self.roles, self._sizes)
         if len(self._sizes) > 1:
             return Worlds(self._sizes, isolate=self.definition.isolate, devices=places, **settings)
@@ -226,9 +223,8 @@ class Lab:
             self._failed(error)
             raise
         self.done += 1
-        return Stepped(
-            step.cycle, step.phase, rows, done=self.done, planned=len(self.steps), roles=role_names(self.roles)
-        )
+        names = role_names(self.roles)
+        return Stepped(step.cycle, step.phase, rows, done=self.done, planned=len(self.steps), roles=names)
 
     def _call(self, step: Step, write: Write) -> None:
         self.world.submit(
@@ -242,7 +238,6 @@ class Lab:
 
     def _drive(self, step: Step, write: Write) -> None:
         """Run a driven step: its driver gives the calls, and every rank is measured from its beginning to its end."""
-        wanted = [role for role in self.roles if not step.roles or role.name in step.roles]
         ranks = self._left(working(step, self.roles))
         observer = self.world.observer
         drive = Drive(
@@ -251,12 +246,12 @@ class Lab:
             fault=self.fault,
             cycle=step.cycle,
             phase=step.phase,
-            roles=wanted,
-            observer=observer,
-            write=write,
+            roles={role.name: role.ranks for role in self.roles if not step.roles or role.name in step.roles},
             folder=self.dir,
+            write=write,
+            quiet=Quiet(observer),
         )
-        quiet: dict[str, Any] = {"phase": step.phase, "observer": Quiet(observer), "on_news": write}
+        quiet: dict[str, Any] = {"phase": step.phase, "observer": drive.quiet, "on_news": write}
         observer.started(step.phase, ranks)
         try:
             self.world.submit(f"{RANKSIDE}:open_step", ranks=ranks, **quiet).result()
@@ -274,10 +269,11 @@ class Lab:
             observer.ended()
 
     def _begin(self) -> None:
-        fault = find_fault(self.definition, self.fault)
-        if fault is not None:
+        if fault := find_fault(self.definition, self.fault):
             refuse_device(fault, self.world.device)
         config = type(self.config)
+        seats = self.world.status()
+        places = [seat["device"] for seat in seats]
         said = self.world.call(
             f"{RANKSIDE}:begin",
             roles=[
@@ -287,24 +283,21 @@ class Lab:
             config_type=f"{config.__module__}:{config.__qualname__}",
             config=self._settings,
             fault=self.fault,
-            devices=[row["device"] for row in self.world.status()],
+            devices=places,
             world_sizes=self._sizes,
             meeting=f"kit-{secrets.token_hex(8)}",
             snapshots=str(self.dir / SNAPSHOTS) if self._snapshots else None,
         )
         answers = dict(enumerate(said))
-        seats = self.world.status()
-        about = {"ranks": self.world.ranks, "device": self.world.device, "why": seats[0]["why"]}
-        about["devices"] = [seat["device"] for seat in seats]
+        about = {"ranks": self.world.ranks, "device": self.world.device, "why": seats[0]["why"], "devices": places}
         if len(self._sizes) > 1:
             about["sizes"] = list(self._sizes)
         if self.definition.roles is not None:
             about["roles"] = {role.name: list(role.ranks) for role in self.roles}
         self._about |= {"rank0": answers[0]["provenance"], "world": about}
         self._writer.set_provenance(self._about)
-        self._append_routing(answers, ROUTING_BEFORE)
-        self._append_once(GPU, gpus(self.world.status()), "1")
-        self._append_pss("pss_before", answers)
+        self._append_once(GPU, gpus(seats), "1")
+        self._append_answers("pss_before", answers, ROUTING_BEFORE)
 
     @property
     def _snapshots(self) -> bool:
@@ -325,17 +318,16 @@ class Lab:
         self._writer.append(records)
         return records
 
-    def _append_pss(self, metric: str, answers: Mapping[int, Any]) -> None:
-        rows = {rank: answer["pss"] for rank, answer in answers.items() if answer["pss"] is not None}
-        self._append_once(metric, rows, "B")
-
-    def _append_routing(self, answers: Mapping[int, Any], names: Sequence[str]) -> None:
-        """What ranks say of a routing that was asked for: numbers among the records, and rank 0's own words where it comes from."""
+    def _append_answers(self, metric: str, answers: Mapping[int, Any], names: Sequence[str]) -> None:
+        """Each rank's proportional memory; and what ranks say of a routing that was asked for: numbers among the records, and rank 0's own
+        words where it comes from."""
         if self.config.routing != "torch":
             said = {rank: answer["routing"] for rank, answer in answers.items()}
             self._writer.set_provenance({**self._about, "routing": next(iter(said.values()))})
             for name in names:
                 self._append_once(f"routing_{name}", {rank: _number(one[name]) for rank, one in said.items()}, "1")
+        rows = {rank: answer["pss"] for rank, answer in answers.items() if answer["pss"] is not None}
+        self._append_once(metric, rows, "B")
 
     def _append_once(self, metric: str, values: Mapping[int, float | str], unit: str) -> None:
         """A number or a text of each rank that belongs to no phase."""
@@ -380,11 +372,8 @@ def devices(roles: Sequence[Role], sizes: Sequence[int]) -> list[list[int]]:
     placed = {rank: place for role in roles for rank, place in zip(role.ranks, role.devices, strict=False)}
     if not placed:
         return []
-    ends = list(itertools.accumulate(sizes))
-    return [
-        [placed[rank] for rank in range(end - size, end) if rank in placed]
-        for size, end in zip(sizes, ends, strict=True)
-    ]
+    worlds = [range(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+    return [[placed[rank] for rank in ranks if rank in placed] for ranks in worlds]
 
 
 def check_roles(plan: Sequence[Step], roles: Sequence[Role]) -> None:
@@ -410,20 +399,16 @@ def check_given(world: World | Worlds, ranks: int, sizes: tuple[int, ...], *, is
 
 def routing_env(config: LabConfig) -> dict[str, str]:
     """The environment variables to set for ranks; none if no flag is wanted or exported."""
-    settings = {
-        routing.FLAG: (config.routing == "torchcomms", routing.requested()),
-        nccl2.FLAG: (config.routing == nccl2.NAME, nccl2.requested()),
-    }
-    return {name: str(int(asked)) for name, (asked, exported) in settings.items() if asked or exported}
+    wanted = {module: config.routing == name for name, module in BACKENDS.items()}
+    return {module.FLAG: str(int(asked)) for module, asked in wanted.items() if asked or module.requested()}
 
 
 def refuse_unrouted(world: World | Worlds, name: str) -> None:
     """Refuse a running World that was started without the flag that this routing needs."""
-    flag = nccl2.FLAG if name == nccl2.NAME else routing.FLAG
-    module = "kit.nccl2" if name == nccl2.NAME else "kit.routing"
-    if name != "torch" and not all(world.call(f"{module}:requested")):
+    if name != "torch" and not all(world.call(f"{BACKENDS[name].__name__}:requested")):
+        flag = {BACKENDS[name].FLAG: "1"}
         raise BadInput(
-            f"routing={name} needs ranks started with it: make the World with env={{{flag!r}: '1'}}, or leave out world="
+            f"routing={name} needs ranks started with it: make the World with env={flag}, or leave out world="
         )
 
 

@@ -22,10 +22,7 @@ from kit.world.asked import RANK_BYTES
 @dataclasses.dataclass(frozen=True)
 class Option:
     """What a field is for, the ends of its range (both allowed), and whether it names code (`module:attr`): for the ranks, or with `here`
-    for the notebook side.
-
-    `names` are what a field of the last kind may be besides code: words of the lab's own, such as "auto".
-    """
+    for the notebook side. `names` are words that such a field may have in place of code, such as "auto"."""
 
     help: str
     _: dataclasses.KW_ONLY
@@ -123,11 +120,8 @@ class Field:
     def allowed(self) -> str:
         if self.choices:
             return f"one of {', '.join(map(str, self.choices))}"
-        words = (
-            ""
-            if self.option.names
-            else " or ".join(_WORDS.get(kind, str(kind)) for kind in self.kinds if kind is not type(None))
-        )
+        kinds = [kind for kind in self.kinds if kind is not type(None) and not self.option.names]
+        words = " or ".join(_WORDS.get(kind, str(kind)) for kind in kinds)
         return " ".join(filter(None, [words, self.option.range(), "or null" if self.optional else ""]))
 
 

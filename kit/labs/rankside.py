@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,11 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class Context(Recording):
-    """What a lab's phases have to work with. `record` adds a number of their own to the phase that runs.
-
-    `rank` and `world_size` count through all Worlds of the run, of which this rank is in number `world`. `role` is this rank's, `roles`
-    has the ranks of each. `meeting` is a fresh name, the same on all ranks, by which those of several Worlds find each other.
-    """
+    """What a lab's phases work with. `record` adds a number of their own to the phase that runs. `rank` and `world_size`
+    count through all Worlds of the run, of which this rank is in number `world`. `role` is this rank's, `roles` has the ranks of each.
+    `meeting` is a fresh name, the same on all ranks, by which those of several Worlds find each other."""
 
     rank: int
     world_size: int
@@ -95,10 +92,8 @@ def begin(
     meeting: str,
     snapshots: str | None = None,
 ) -> dict[str, Any]:
-    """Make the phases object of this rank's role. Returns this rank's proportional memory, and on rank 0 what it knows of its software.
-
-    `snapshots` is a folder for this rank's history of CUDA memory, which is kept only then.
-    """
+    """Make the phases object of this rank's role. Returns this rank's proportional memory, and on rank 0 its provenance. With a folder
+    for `snapshots` it keeps a history of its CUDA memory."""
     global _session  # noqa: PLW0603 - one rank is one process, and it works for one lab
     rank = int(os.environ["KIT_RANK"])
     mine = next(role for role in roles if rank in role["ranks"])
@@ -150,8 +145,7 @@ def step(*, cycle: int, name: str) -> None:
         snapshot()  # now: memory of what raised is given back when the error is answered
         raise
     finally:
-        publish_all([*meter.metrics, *failed], meter.ended)
-        publish_all(between_phases(str(session.context.device)), time.time())
+        publish_all(meter, *failed)
 
 
 def open_step() -> None:
@@ -179,13 +173,15 @@ def close_step() -> None:
     meter, session.meter = session.meter, None
     if meter is not None:
         meter.__exit__(None, None, None)
-        publish_all(meter.metrics, meter.ended)
-        publish_all(between_phases(str(session.context.device)), time.time())
+        publish_all(meter)
 
 
-def publish_all(metrics: Sequence[Metric], when: float) -> None:
-    for metric in metrics:
-        publish(metric.metric, metric.value, metric.unit, when)
+def publish_all(meter: PhaseMeter, *more: Metric) -> None:
+    """What was measured of a phase, and after it."""
+    after = between_phases(str(_running().context.device))
+    for metrics, when in (([*meter.metrics, *more], meter.ended), (after, time.time())):
+        for metric in metrics:
+            publish(metric.metric, metric.value, metric.unit, when)
 
 
 def snapshot() -> None:
@@ -212,7 +208,7 @@ def end() -> dict[str, Any]:
 
 
 def routed(config: Any) -> dict[str, Any]:
-    """What is in effect of a routing that was asked for; where none was, nothing is said of it."""
+    """The routing in effect, if one was asked for."""
     if config.routing == "torch":
         return {}
     return {"routing": (nccl2 if config.routing == nccl2.NAME else routing).describe()}

@@ -20,7 +20,7 @@ from kit.world import World
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kit.preflight.report import Report
+    from kit.preflight.run import Report
 
 MIB, GIB = 2**20, 2**30
 START_S = 3600.0  # the probe's own limit ends a start that takes too long
@@ -31,9 +31,8 @@ GIVES_BACK = 0.9  # of a buffer's bytes, as the driver reports it
 REGISTERED_SHARE = 0.8  # of the rate of torch's own pinned memory
 Settings = dict[str, Any]
 Seen = Mapping[str, Any]  # what a rank measured
-Line = (
-    tuple[str, bool | None, str] | tuple[str, bool | None, str, float, str]
-)  # what, passed, why; a number and its unit
+# What, passed, why; a number and its unit.
+Line = tuple[str, bool | None, str] | tuple[str, bool | None, str, float, str]
 
 
 @contextlib.contextmanager
@@ -56,7 +55,7 @@ def started(
 
 
 def on_ranks(world: World, target: str, **arguments: Any) -> list[Any]:
-    """Call `target` of the package `onranks`, such as ".jobs:twice"."""
+    """Call `target` of the package `onranks`, such as ".groups:twice"."""
     return world.call(f"kit.preflight.onranks{target}", args=arguments, timeout_s=60.0)
 
 
@@ -161,10 +160,10 @@ def rebuild(report: Report, device: str, settings: Settings) -> None:
         return
     with started(report, device, settings, megatron=True) as world:
         report.at("ten groups made and used")
-        first = on_ranks(world, ".rebuilding:begin", n=10)
+        first = on_ranks(world, ".groups:begin", n=10)
         for number in (1, 2):
             report.at(f"ten groups destroyed and made anew, cycle {number}")
-            seen = on_ranks(world, ".rebuilding:cycle")
+            seen = on_ranks(world, ".groups:cycle")
             for row in rebuilt(first, seen):
                 report.row(f"{row[0]}, cycle {number}", *row[1:])
             seconds = {part: max(one["seconds"][part] for one in seen) for part in ("destroy", "reload", "use")}
@@ -213,23 +212,23 @@ def absent_peer(report: Report, device: str, settings: Settings) -> None:
         report.at("rank 1 comes late to an all-reduce")
         try:
             late: dict[str, Any] = {"rank": 1, "seconds": 1.5}
-            world.call("kit.preflight.onranks.rebuilding:come_late", args=late, timeout_s=0.5)
+            world.call("kit.preflight.onranks.groups:come_late", args=late, timeout_s=0.5)
             report.row("the late rank is named", passed=False, why="the call returned before its late rank came")
         except RankTimeout as error:
             named = ", ".join(map(str, error.culprits)) or "none"
             report.row("the late rank is named", passed=error.culprits == (1,), why=f"named: {named}; late: 1")
         idle_again(world, 6.0)
         report.at("a group of both ranks")
-        ready = on_ranks(world, ".rebuilding:prepare", deadline_s=DEADLINE_S)
+        ready = on_ranks(world, ".groups:prepare", deadline_s=DEADLINE_S)
         report.row("a group with a deadline", passed=all(ready))
         report.at(f"both ranks wait {DEADLINE_S:g} s for a peer that does not come")
-        ended = on_ranks(world, ".rebuilding:wait_in_vain", deadline_s=DEADLINE_S)
+        ended = on_ranks(world, ".groups:wait_in_vain", deadline_s=DEADLINE_S)
         for one in ended:
             in_time = bool(one["error"]) and DEADLINE_S / 2 <= one["seconds"] <= DEADLINE_S + 2
             why = f"deadline {DEADLINE_S:g} s; {one['error'] or 'no error was raised'}"
             report.row(f"{one['way']} without its peer", passed=in_time, value=one["seconds"], unit="s", why=why)
         report.at("WORLD after the failure")
-        after = on_ranks(world, ".rebuilding:survive")
+        after = on_ranks(world, ".groups:survive")
         alive = world.pids == before and all(one["host"] and one["device"] for one in after)
         report.row("survivors use WORLD again", passed=alive, why=f"on the host and on {device}, by value")
         report.row("the failed group is given up", passed=True, value=max(one["give_up"] for one in after), unit="s")
@@ -259,7 +258,7 @@ def host_memory(report: Report, device: str, settings: Settings) -> None:
     size = GIB if device == "cuda" else GIB // 16
     with started(report, device, settings, ranks=1) as world:
         report.at(f"a memfd of {size // MIB} MiB: pages, registration, copies")
-        (seen,) = on_ranks(world, ".memory:registered", size=size)
+        (seen,) = on_ranks(world, ":registered", size=size)
     limit = "without limit" if seen["memlock"] is None else f"{seen['memlock'] // 1024} KiB"
     report.row("memlock", passed=True, why=f"{limit} may be locked")
     report.row("pages supplied", passed=True, value=gb_s(size, seen["populate"]), unit="GB/s")
@@ -297,7 +296,7 @@ def resize(report: Report, device: str, settings: Settings) -> None:
     size = 2 * GIB if device == "cuda" else GIB // 16
     with started(report, device, settings, ranks=1) as world:
         report.at(f"a buffer of {size // MIB} MiB with views: resized to nothing and back")
-        (seen,) = on_ranks(world, ".memory:resized", size=size)
+        (seen,) = on_ranks(world, ":resized", size=size)
     source = "the driver's memory in use" if device == "cuda" else "resident anonymous memory"
     for way, what in (("left", "given back"), ("came", "taken again")):
         share = seen[way] / size
@@ -314,7 +313,7 @@ def driver_memory(report: Report, device: str, settings: Settings) -> None:
         return
     with started(report, device, settings) as world:
         report.at("what the driver reports for each rank")
-        seen = on_ranks(world, ".memory:driver_view")
+        seen = on_ranks(world, ":driver_view")
     for rows in driver_rows(seen):
         report.row(*rows)
 
@@ -351,14 +350,14 @@ def ipc(report: Report, device: str, settings: Settings) -> None:
         if not handed_over(report, world, size, keep=False, expandable=expandable):
             return
         report.at("both let go")
-        world.call("kit.preflight.onranks.memory:close", ranks=[1])
-        (left,) = world.call("kit.preflight.onranks.memory:close", ranks=[0])
+        world.call("kit.preflight.onranks:close", ranks=[1])
+        (left,) = world.call("kit.preflight.onranks:close", ranks=[0])
         report.row("memory given back by its owner", passed=left == 0, value=mib(left), unit="MiB still allocated")
         report.at("a second handle, and SIGKILL for the rank that holds it")
         if handed_over(report, world, size, keep=True, expandable=expandable):
             os.kill(world.pids[1], signal.SIGKILL)
             try:
-                world.call("kit.preflight.onranks.memory:close", timeout_s=10.0)
+                world.call("kit.preflight.onranks:close", timeout_s=10.0)
                 report.row("the killed rank is noticed", passed=False, why="a call to it returned")
             except KitError as error:
                 report.row("the killed rank is noticed", passed=True, why=type(error).__name__)
@@ -370,18 +369,18 @@ def ipc(report: Report, device: str, settings: Settings) -> None:
 def handed_over(report: Report, world: World, size: int, *, keep: bool, expandable: bool) -> bool:
     """Whether rank 1 reads what rank 0 wrote, and rank 0 what rank 1 wrote."""
     what = "a second handle" if keep else "memory of rank 0 in rank 1"
-    (offered,) = world.call("kit.preflight.onranks.memory:offer", ranks=[0], size=size)
+    (offered,) = world.call("kit.preflight.onranks:offer", ranks=[0], size=size)
     seen: dict[str, Any] = offered
     if "error" not in offered:
         asked = {"handle": offered["handle"], "size": size, "keep": keep}
-        (seen,) = world.call("kit.preflight.onranks.memory:take", ranks=[1], args=asked)
+        (seen,) = world.call("kit.preflight.onranks:take", ranks=[1], args=asked)
     if "error" in seen:
         # Segments that expand are shared by a descriptor of the other process, which needs a permission (ptrace) that containers withhold.
         passed = None if expandable else False
         scope = machine.ptrace_scope()
         report.row(what, passed, why=f"{seen['error']}; {'no Yama' if scope is None else f'ptrace_scope {scope}'}")
         return False
-    (written,) = world.call("kit.preflight.onranks.memory:written", ranks=[0])
+    (written,) = world.call("kit.preflight.onranks:written", ranks=[0])
     report.row(what, passed=seen["same"] and written, value=size // MIB, unit="MiB", why="every word, both ways")
     return True
 
@@ -398,7 +397,7 @@ def jobs(report: Report, device: str, settings: Settings) -> None:
         for layout in ({"tp": 2}, {"pp": 2}):
             name = "".join(f"{key}{value}" for key, value in layout.items())
             report.at(f"tiny jobs with {name}: two steps, twice, in float32 and bfloat16")
-            measured = on_ranks(world, ".jobs:twice", layout=layout, dtypes=["float32", "bfloat16"])
+            measured = on_ranks(world, ".groups:twice", layout=layout, dtypes=["float32", "bfloat16"])
             for dtype in ("float32", "bfloat16"):
                 report.row(*bitwise(f"{name} {dtype}", [one[dtype] for one in measured]))
             if "tp" in layout:
@@ -406,10 +405,10 @@ def jobs(report: Report, device: str, settings: Settings) -> None:
                 report.time(step=max(one["step"] for one in plain), job=max(one["job"] for one in plain))
                 report.time(layout=max(one["layout"] for one in measured))
         report.at("one step with four experts")
-        seen = on_ranks(world, ".jobs:experts")
+        seen = on_ranks(world, ".groups:experts")
         report.row("experts, one step", passed=all(one["finite"] for one in seen), why=f"loss {seen[0]['loss']:.4f}")
         report.at("a communicator suspended and resumed")
-        for row in suspend_rows(on_ranks(world, ".jobs:suspended")):
+        for row in suspend_rows(on_ranks(world, ".groups:suspended")):
             report.row(*row)
 
 

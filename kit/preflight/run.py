@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import json
+import math
 import os
 import platform
 import shutil
@@ -13,20 +15,20 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kit import machine
 from kit.errors import signal_name
-from kit.preflight.report import Findings, Result, Row
 from kit.results import runs_dir
 from kit.results.records import make_folder, utc, write_json
 from kit.world import leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from typing import IO
+    from typing import IO, TextIO
 
 Ended = Literal["finished", "cut", "crashed", "interrupted", "not run"]
 TOTAL_S = 130.0
@@ -38,7 +40,7 @@ LEAST_S = 2.0  # with less left of the total a probe is not begun
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Probe:
     """What to run: `target` is module:function; `env` goes to its ranks."""
 
@@ -49,24 +51,19 @@ class Probe:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def probe(number: str, title: str, target: str, limit_s: float = 6.0, *, expandable: bool = False) -> Probe:
-    env = EXPANDABLE if expandable else {}
-    return Probe(number=number, title=title, target=f"kit.preflight.probes:{target}", limit_s=limit_s, env=env)
-
-
 PROBES = (
-    probe("1", "seats", "seats"),
-    probe("2", "all-reduces", "all_reduces"),
-    probe("3", "groups", "groups", 12),
-    probe("4", "rebuild", "rebuild", 12),
-    probe("5", "absent peer", "absent_peer", 12),
-    probe("6", "host memory", "host_memory"),
-    probe("7a", "resize", "resize"),
-    probe("7b", "resize, expandable segments", "resize", expandable=True),
-    probe("8", "driver memory", "driver_memory"),
-    probe("9a", "ipc", "ipc"),
-    probe("9b", "ipc, expandable segments", "ipc", expandable=True),
-    probe("10", "jobs", "jobs", 40),
+    Probe("1", "seats", "kit.preflight.probes:seats"),
+    Probe("2", "all-reduces", "kit.preflight.probes:all_reduces"),
+    Probe("3", "groups", "kit.preflight.probes:groups", 12),
+    Probe("4", "rebuild", "kit.preflight.probes:rebuild", 12),
+    Probe("5", "absent peer", "kit.preflight.probes:absent_peer", 12),
+    Probe("6", "host memory", "kit.preflight.probes:host_memory"),
+    Probe("7a", "resize", "kit.preflight.probes:resize"),
+    Probe("7b", "resize, expandable segments", "kit.preflight.probes:resize", env=EXPANDABLE),
+    Probe("8", "driver memory", "kit.preflight.probes:driver_memory"),
+    Probe("9a", "ipc", "kit.preflight.probes:ipc"),
+    Probe("9b", "ipc, expandable segments", "kit.preflight.probes:ipc", env=EXPANDABLE),
+    Probe("10", "jobs", "kit.preflight.probes:jobs", 40),
 )
 
 
@@ -101,10 +98,7 @@ class Outcome:
 def deep(
     found: Mapping[str, Any], tell: Callable[[str], None], began: float, probes: Sequence[Probe] | None = None
 ) -> tuple[dict[str, Any], int]:
-    """All probes on what doctor found; as JSON values, and the exit status.
-
-    The total counts from `began`, when doctor itself did.
-    """
+    """All probes on what doctor found; as JSON values, and the exit status. The time limit counts from `began`."""
     device = "cuda" if found["ranks"].get("device") == "cuda" else "cpu"
     factor = pace(device)
     total = TOTAL_S * factor
@@ -116,10 +110,8 @@ def deep(
     for place, one in enumerate(chosen):
         left = total - AGENT_S - (time.monotonic() - began)
         if stopped or left < LEAST_S:
-            why = "interrupted" if stopped else f"the {total:.0f} s of all probes are spent"
-            outcome = Outcome(
-                number=one.number, title=one.title, result="not measurable", ended="not run", why=f"not run: {why}"
-            )
+            why = "not run: " + ("interrupted" if stopped else f"the {total:.0f} s of all probes are spent")
+            outcome = Outcome(number=one.number, title=one.title, result="not measurable", ended="not run", why=why)
         else:
             later = sum(other.limit_s for other in chosen[place + 1 :])
             outcome, seconds = run(one, device, allowed(one.limit_s * factor, later * factor, left), megatron=megatron)
@@ -141,7 +133,7 @@ def deep(
 
 
 def measure(found: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """The times of the last probe alone, which takes the longest and does most of what labs do; and whose they are."""
+    """The times of the last probe alone, which does most of what labs do, and the box that they are from."""
     limit = 2 * PROBES[-1].limit_s * pace(device)
     return {**box(found, device), **run(PROBES[-1], device, limit, megatron=True)[1]}
 
@@ -163,7 +155,7 @@ def run(probe: Probe, device: str, limit_s: float, *, megatron: bool) -> tuple[O
     """One probe in a fresh process, which is gone with all that it made when this returns; and the times that it measured."""
     before, began = shm_names(), time.monotonic()
     settings = json.dumps({"env": dict(probe.env), "megatron": megatron})
-    command = [sys.executable, "-m", "kit.preflight.report", probe.target, device, settings]
+    command = [sys.executable, "-m", "kit.preflight.run", probe.target, device, settings]
     findings = Findings()
     with tempfile.TemporaryFile("w+", errors="replace") as complaints:
         process = subprocess.Popen(
@@ -176,7 +168,7 @@ def run(probe: Probe, device: str, limit_s: float, *, megatron: bool) -> tuple[O
         )
         started = machine.start_time(process.pid) or 0
         assert process.stdout is not None
-        reader = threading.Thread(target=listen, args=(process.stdout, findings), daemon=True)
+        reader = threading.Thread(target=findings.listen, args=(process.stdout,), daemon=True)
         reader.start()
         ended: Ended = "finished"
         try:
@@ -197,10 +189,12 @@ def run(probe: Probe, device: str, limit_s: float, *, megatron: bool) -> tuple[O
         findings.rows.append(Row(what="left behind, now removed", result="fail", value=len(left), why=", ".join(left)))
     if ended == "finished" and (process.returncode or not findings.done):
         ended = "crashed"
+    code = process.returncode
+    status = f"killed by {signal_name(-code)}" if code < 0 else f"exit status {code} without a result"
     why = {
         "finished": "",
         "cut": f"cut after {limit_s:.3g} s, during: {findings.at}",
-        "crashed": f"crashed during {findings.at}: {findings.failed or last or status_word(process.returncode)}",
+        "crashed": f"crashed during {findings.at}: {findings.failed or last or status}",
         "interrupted": f"interrupted during {findings.at}",
     }[ended]
     outcome = Outcome(
@@ -217,16 +211,6 @@ def run(probe: Probe, device: str, limit_s: float, *, megatron: bool) -> tuple[O
     return outcome, findings.times
 
 
-def listen(out: IO[str], findings: Findings) -> None:
-    for line in out:
-        findings.hear(line)
-    out.close()
-
-
-def status_word(status: int) -> str:
-    return f"killed by {signal_name(-status)}" if status < 0 else f"exit status {status} without a result"
-
-
 def judged(rows: Sequence[Row]) -> Result:
     """Fail if anything failed; pass if anything passed; else nothing was measurable here."""
     results = {row.result for row in rows}
@@ -241,9 +225,8 @@ def exit_status(outcomes: Sequence[Outcome]) -> int:
 
 
 def summary(outcomes: Sequence[Outcome], seconds: float, total_s: float) -> str:
-    counts = ", ".join(
-        f"{sum(one.result == name for one in outcomes)} {name}" for name in ("pass", "fail", "not measurable")
-    )
+    results = [one.result for one in outcomes]
+    counts = ", ".join(f"{results.count(name)} {name}" for name in get_args(Result))
     named = {end: [f"{one.number} {one.title}" for one in outcomes if one.ended == end] for end in NAMED}
     parts = [f"{len(outcomes)} probes in {seconds:.0f} s (limit {total_s:.0f} s): {counts}"]
     parts += [f"{ended}: {', '.join(names)}" for ended, names in named.items() if names]
@@ -251,7 +234,7 @@ def summary(outcomes: Sequence[Outcome], seconds: float, total_s: float) -> str:
 
 
 def box(found: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """What the times are of: those of another box say nothing about this one."""
+    """The box that the times are from: those of another box do not apply here."""
     ranks, gpus = found["ranks"], found["gpu"]["gpus"]
     gpu = str(gpus[0]["name"]) if gpus and device == "cuda" else ""
     versions = {name: ranks.get(name) for name in ("torch", "nccl")}
@@ -263,15 +246,13 @@ def box(found: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 # Names that torch, NCCL, CUDA, Python's multiprocessing and the kit use there.
 PREFIXES = ("torch_", "nccl-", "cuda.shm.", "psm_", "sem.mp", "kit")
-AGENT_S = 3.0  # in which a World's agent, whose notebook is gone, ends its ranks and removes what they left
+AGENT_S = 3.0  # for a World's agent that lost its notebook to end its ranks and remove what they left
 shm_names = functools.partial(machine.shm_names, PREFIXES)
 
 
 def clean(pid: int, started: int, ranks: Iterable[int], before: set[str]) -> list[str]:
-    """Clean up after a probe's process that is gone; a word for each thing that it had left behind.
-
-    A World's agent ends by itself what its notebook can no longer end, so it is given a moment. What is there after that counts.
-    """
+    """Clean up after a probe's process that is gone, and name each thing that it left behind. A World's agent first gets a moment to end by
+    itself what its notebook can no longer end."""
     owner = f":{pid}:{started}"
 
     def ours(mark: str) -> bool:
@@ -286,8 +267,119 @@ def clean(pid: int, started: int, ranks: Iterable[int], before: set[str]) -> lis
         shutil.rmtree(folder, ignore_errors=True)
     leftovers.forget_shared(ranks)
     new = shm_names() - before
-    new -= machine.shm_in_use(new, machine.pids())  # somebody else's, who works beside us
+    new -= machine.shm_in_use(new, machine.pids())  # another process uses these
     for name in new:
         with contextlib.suppress(OSError):
             Path(machine.SHM, name).unlink()
     return [*left, *(f"{machine.SHM}/{name}" for name in sorted(new))]
+
+
+Result = Literal["pass", "fail", "not measurable"]
+
+
+# -- what a probe reports: a line of JSON for each finding, at once, so that a probe that is cut keeps what it measured
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One finding. `value` is a number with its unit, where there is one; `why` says what was compared, or what is missing."""
+
+    what: str
+    result: Result
+    value: float | None = None
+    unit: str = ""
+    why: str = ""
+
+    def text(self) -> str:
+        return self.what if self.value is None else f"{self.what} {shown(self.value)} {self.unit}".rstrip()
+
+
+@dataclass(kw_only=True, slots=True)
+class Findings:
+    """All that a probe reported before it ended."""
+
+    rows: list[Row] = field(default_factory=list)
+    times: dict[str, float] = field(default_factory=dict)
+    pids: list[int] = field(default_factory=list)  # of ranks, for what has to be cleaned after them
+    at: str = "start"
+    failed: str = ""
+    done: bool = False
+
+    def listen(self, out: IO[str]) -> None:
+        for line in out:
+            self.hear(line)
+        out.close()
+
+    def hear(self, line: str) -> None:
+        """Take in a line; what is not a report is skipped."""
+        try:
+            message: dict[str, Any] = json.loads(line)
+            kind, value = message["kind"], message["value"]
+        except (ValueError, KeyError, TypeError):
+            return
+        if kind == "row":
+            self.rows.append(Row(**value))
+        elif kind == "time":
+            self.times |= value
+        elif kind == "pids":
+            self.pids += value
+        elif kind in {"at", "failed", "done"}:
+            setattr(self, kind, value)
+
+
+class Report:
+    """The probe's side of it."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out = out
+
+    def say(self, kind: str, value: Any) -> None:
+        print(json.dumps({"kind": kind, "value": value}), file=self.out, flush=True)
+
+    def at(self, what: str) -> None:
+        """What begins now: the place that is named if it does not end."""
+        self.say("at", what)
+
+    def row(self, what: str, passed: bool | None, why: str = "", value: float | None = None, unit: str = "") -> None:
+        if value is not None and not math.isfinite(value):
+            value, why = None, f"measured {value}; {why}".removesuffix("; ")
+        result: Result = "not measurable" if passed is None else "pass" if passed else "fail"
+        self.say("row", asdict(Row(what=what, result=result, value=value, unit=unit, why=why)))
+
+    def needs_gpu(self, *what: str) -> None:
+        for one in what:
+            self.row(one, None, why="it needs a GPU, and these ranks work on the host")
+
+    def time(self, **seconds: float) -> None:
+        """Seconds of one of each: a World, a group, a step."""
+        self.say("time", seconds)
+
+    def pids(self, pids: Sequence[int]) -> None:
+        self.say("pids", list(pids))
+
+
+def shown(value: float) -> str:
+    """Three digits that count; whole numbers as they are."""
+    return f"{value:.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.3g}"
+
+
+def main(target: str, device: str, settings: str) -> int:
+    leftovers.die_with_parent()
+    report = Report(os.fdopen(os.dup(1), "w"))
+    os.dup2(2, 1)
+    module, _, name = target.partition(":")
+    try:
+        getattr(importlib.import_module(module), name)(report, device, json.loads(settings))
+    except Exception as error:  # noqa: BLE001 - whatever it raises is what the probe found
+        lines = str(error).strip().splitlines() or [""]
+        first, last = lines[0].strip(), lines[-1].strip()
+        words = first if first == last else f"{first} {last}"
+        report.say("failed", f"{type(error).__name__}: {words}"[:600])
+        traceback.print_exc()
+        return 1
+    report.say("done", value=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kit.bench.sync import gpus
+from kit.bench.onranks import sync
 
 MIB = 2**20
 
 
 def test_the_host_has_one_ceiling():
-    seen = gpus.measured(size=MIB, rounds=3, device="cpu")
+    seen = sync.measured(size=MIB, rounds=3, device="cpu")
     assert {name: len(taken) for name, taken in seen.items()} == {"memcpy": 3}
     assert all(taken > 0 for taken in seen["memcpy"])
 
 
 def test_a_copy_is_a_copy(monkeypatch):
     copied = []
-    monkeypatch.setattr(gpus.host.libc, "memcpy", lambda target, source, size: copied.append((target, source, size)))
-    gpus.memcpy(MIB)()
+    monkeypatch.setattr(sync.host.libc, "memcpy", lambda target, source, size: copied.append((target, source, size)))
+    sync.memcpy(MIB)()
     ((target, source, size),) = copied
     assert target != source
     assert size == MIB
@@ -28,7 +28,7 @@ def test_a_copy_is_a_copy(monkeypatch):
 def test_works_take_turns_and_the_first_is_not_counted():
     order = []
     works = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
-    seen = gpus.seconds(works, 2)
+    seen = sync.seconds(works, 2)
     assert [sorted(turn) for turn in (order[:2], order[2:4], order[4:])] == [["a", "b"]] * 3
     assert [len(taken) for taken in seen.values()] == [2, 2]
 
@@ -36,7 +36,7 @@ def test_works_take_turns_and_the_first_is_not_counted():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_copies_within_itself_and_to_pinned_memory():
-    works = gpus.on_gpu(torch.device("cuda", 0), MIB)
-    assert {gpus.WITHIN, gpus.OUT, gpus.BACK} <= set(works)
-    seen = gpus.measured(size=256 * MIB, rounds=3, device="cuda:0")
-    assert min(seen[gpus.OUT]) > min(seen[gpus.WITHIN])
+    works = sync.on_gpu(torch.device("cuda", 0), MIB)
+    assert {sync.WITHIN, sync.OUT, sync.BACK} <= set(works)
+    seen = sync.measured(size=256 * MIB, rounds=3, device="cuda:0")
+    assert min(seen[sync.OUT]) > min(seen[sync.WITHIN])

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kit.bench import offload
-from kit.bench.offload import Samples, Sizes, onranks
+from kit.bench.offload import Samples, Sizes
+from kit.bench.onranks import release as onranks
 from kit.bench.session import Book, Session, conduct, read_rows
 from kit.errors import KitError
 from kit.megatron.tensors import Item
@@ -107,6 +108,7 @@ def test_plain_copies_bring_the_same_bytes_back():
         Item(name=str(place), kind="weights", storage=one, size=one.nbytes()) for place, one in enumerate(storages)
     ]
     before = [bytes(one) for one in storages]
-    for out, back in (onranks.one_by_one(items), onranks.Pageable(items).copies(items)):
+    block = torch.ones(sum(item.size for item in items), dtype=torch.uint8)
+    for out, back in (onranks.one_by_one(items), onranks.one_by_one(items, block)):
         assert out > 0 < back
     assert [bytes(one) for one in storages] == before

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from kit.bench.onranks.release import GLOO, SPLIT, STORE
 from kit.bench.release import LIKE_EXACT, Sizes, Way, of, side_by_side, table
-from kit.bench.release.onranks import GLOO, SPLIT, STORE
 from kit.bench.session import Row, conduct, read_rows
 from kit.errors import KitError
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from kit.bench import split
+from kit.bench.onranks import split as onranks
 from kit.bench.session import conduct, order, read_rows
-from kit.bench.split import QUICK, Job, Sizes, onranks
+from kit.bench.split import QUICK, Job, Sizes
 from kit.errors import KitError
 from kit.labs.split.config import RECIPES
 from kit.train.batch import counts, cuts

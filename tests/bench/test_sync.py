@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kit.bench import sync
+from kit.bench.onranks import sync as onranks
 from kit.bench.session import conduct, read_rows
-from kit.bench.sync import Shape, Sizes, onranks, others
+from kit.bench.sync import Shape, Sizes
 from kit.errors import BadInput
 
 TINY = Sizes(
@@ -139,7 +140,7 @@ def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_files_lie_in_memory_where_there_is_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(others, "IN_MEMORY", tmp_path)
-    monkeypatch.setattr(others.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    assert others.place_for(799) == tmp_path
-    assert others.place_for(800) is None
+    monkeypatch.setattr(sync, "IN_MEMORY", tmp_path)
+    monkeypatch.setattr(sync.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert sync.place_for(799) == tmp_path
+    assert sync.place_for(800) is None

@@ -16,7 +16,7 @@ import pytest
 
 from kit.errors import KitError, RankDied, RankTimeout
 from kit.preflight import probes
-from kit.preflight.report import Findings, Report
+from kit.preflight.run import Findings, Report
 
 MIB = 2**20
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "doctor.md"

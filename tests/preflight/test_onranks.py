@@ -17,7 +17,7 @@ import torch.distributed as dist
 from kit import nccl
 from kit.measure.phase import DeviceMemory
 from kit.preflight import onranks
-from kit.preflight.onranks import jobs, memory, rebuilding
+from kit.preflight.onranks import groups
 from tests.preflight.test_judging import COPIES, SUSPENDED, VIEW
 
 GPU = types.SimpleNamespace(type="cuda", index=0)
@@ -41,9 +41,9 @@ def cudart(monkeypatch):
 
 
 def test_registered_memory_is_copied_from_and_given_back(cudart):
-    size = 4 * memory.PIECE
+    size = 4 * onranks.PIECE
     there = torch.zeros(size, dtype=torch.uint8)
-    seen = memory.copies(there.data_ptr(), there)
+    seen = onranks.copies(there.data_ptr(), there)
     assert {"populate", "memlock", *seen} == COPIES.keys()
     assert cudart.asked == [("register", size), ("unregister", there.data_ptr())]
     assert seen["right"]
@@ -53,43 +53,43 @@ def test_registered_memory_is_copied_from_and_given_back(cudart):
 def test_a_refused_registration_is_not_copied_from_nor_taken_back(cudart):
     cudart.status = 801
     there = torch.zeros(4096, dtype=torch.uint8)
-    seen = memory.copies(there.data_ptr(), there)
+    seen = onranks.copies(there.data_ptr(), there)
     assert (seen["status"], seen["reason"]) == (801, "CUDA gives no reason")
     assert "h2d" not in seen
     assert [name for name, _ in cudart.asked] == ["register"]
 
 
 def test_a_host_allocation_of_every_kind_is_measured():
-    seen = memory.registered(size=16 * 2**20)
+    seen = onranks.registered(size=16 * 2**20)
     assert all(seen[name] > 0 for name in ("populate", "copy_in", "copy_out"))
 
 
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_resized_buffer_is_seen_to_leave_or_to_stay(monkeypatch, stays):
     if stays:  # an allocator that gives nothing back
-        monkeypatch.setattr(memory, "let_go", lambda: None)
-        monkeypatch.setattr(memory, "held", lambda: 0)
-    seen = memory.resized(size=128 * 2**20)
+        monkeypatch.setattr(onranks, "let_go", lambda: None)
+        monkeypatch.setattr(onranks, "held", lambda: 0)
+    seen = onranks.resized(size=128 * 2**20)
     assert seen["same"]
     assert (seen["left"] >= 0.9 * 128 * 2**20) is not stays
 
 
 def test_a_digest_sees_a_byte_that_moved():
     flat = torch.arange(256, dtype=torch.uint8)
-    before = memory.digests(flat, [])
+    before = onranks.digests(flat, [])
     flat[[8, 16]] = flat[[16, 8]]
-    assert memory.digests(flat, []) != before
+    assert onranks.digests(flat, []) != before
 
 
 def test_what_the_driver_tells_is_read_once_both_hold_their_block(monkeypatch):
     order: list[str] = []
     plain = torch.ones
     told = DeviceMemory(allocated=1, reserved=2, peak_allocated=3, driver_used=4, process_used=None)
-    monkeypatch.setattr(memory, "device", lambda: GPU)
+    monkeypatch.setattr(onranks, "device", lambda: GPU)
     monkeypatch.setattr(torch, "ones", lambda *size, dtype, device: order.append("block") or plain(1, dtype=dtype))
-    monkeypatch.setattr(memory, "meet", lambda: order.append("meet"))
-    monkeypatch.setattr(memory, "device_memory", lambda name: order.append("read") or told)
-    seen = memory.driver_view()
+    monkeypatch.setattr(onranks, "meet", lambda: order.append("meet"))
+    monkeypatch.setattr(onranks, "device_memory", lambda name: order.append("read") or told)
+    seen = onranks.driver_view()
     assert seen is not None
     assert seen.keys() == VIEW.keys()
     assert order == ["block", "meet", "read", "meet"]
@@ -107,17 +107,17 @@ def shared(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
     yield given
-    memory.close()
+    onranks.close()
 
 
 def test_shared_memory_is_read_whole_and_written_back(shared):
-    offered = memory.offer(size=4096)
-    assert not memory.written()
-    assert memory.take(handle=offered["handle"], size=4096, keep=False) == {"same": True}
-    assert memory.written()
+    offered = onranks.offer(size=4096)
+    assert not onranks.written()
+    assert onranks.take(handle=offered["handle"], size=4096, keep=False) == {"same": True}
+    assert onranks.written()
     shared[0][3] = 0
-    assert memory.take(handle=offered["handle"], size=4096, keep=False) == {"same": False}
-    assert memory.close() == 0
+    assert onranks.take(handle=offered["handle"], size=4096, keep=False) == {"same": False}
+    assert onranks.close() == 0
 
 
 def test_memory_that_cannot_be_shared_is_refused_in_one_line(shared, monkeypatch):
@@ -126,12 +126,12 @@ def test_memory_that_cannot_be_shared_is_refused_in_one_line(shared, monkeypatch
     def refuses(*_: Any) -> None:
         raise RuntimeError("pidfd_getfd: Operation not permitted\nsecond line")
 
-    offered = memory.offer(size=64)
+    offered = onranks.offer(size=64)
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", refuses)
     refused = {"error": "RuntimeError: pidfd_getfd: Operation not permitted"}
-    assert memory.take(handle=offered["handle"], size=64, keep=True) == refused
+    assert onranks.take(handle=offered["handle"], size=64, keep=True) == refused
     monkeypatch.setattr(reductions, "reduce_tensor", refuses)
-    assert memory.offer(size=64) == refused
+    assert onranks.offer(size=64) == refused
 
 
 class Backend:
@@ -157,14 +157,14 @@ class Backend:
 def test_one_communicator_goes_to_sleep_and_comes_back(monkeypatch, refuses):
     backend = Backend(refuses)
     group = types.SimpleNamespace(_get_backend=lambda where: backend)
-    monkeypatch.setattr(jobs, "device", lambda: GPU)
+    monkeypatch.setattr(groups, "device", lambda: GPU)
     monkeypatch.setattr(nccl, "no_suspend", lambda *_: "")
     for name, value in {"meet": None, "held": 7, "sums": True}.items():
-        monkeypatch.setattr(jobs, name, lambda *_, value=value: value)
+        monkeypatch.setattr(groups, name, lambda *_, value=value: value)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "new_group", lambda ranks, backend: group)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
-    seen = jobs.suspended()
+    seen = groups.suspended()
     if refuses == "suspend":
         assert seen["error"] == "RuntimeError: ncclInvalidUsage: it shares its memory"
         return
@@ -177,9 +177,9 @@ def test_one_communicator_goes_to_sleep_and_comes_back(monkeypatch, refuses):
 
 
 def test_suspend_is_asked_of_versions_first(monkeypatch):
-    assert jobs.suspended() == {"refused": "it needs a GPU, and these ranks work on the host"}
-    monkeypatch.setattr(jobs, "device", lambda: GPU)
-    assert jobs.suspended() == {"refused": "there is no NCCL: this torch is built without CUDA"}
+    assert groups.suspended() == {"refused": "it needs a GPU, and these ranks work on the host"}
+    monkeypatch.setattr(groups, "device", lambda: GPU)
+    assert groups.suspended() == {"refused": "there is no NCCL: this torch is built without CUDA"}
 
 
 def test_options_are_compared_field_by_field():
@@ -189,7 +189,7 @@ def test_options_are_compared_field_by_field():
     )
     about = {"group_desc": "ONE", "bound_device_id": None, "_device_types": [torch.device("cpu")]}
     group = types.SimpleNamespace(_get_backend=lambda where: types.SimpleNamespace(options=stored), **about)
-    before = [rebuilding.options(group)]
+    before = [groups.options(group)]
     assert before[0] == {
         "backend": "SimpleNamespace",
         "timeout_s": 600.0,
@@ -199,7 +199,7 @@ def test_options_are_compared_field_by_field():
         "is_high_priority_stream": True,
     }
     config.max_ctas = 32
-    assert rebuilding.differences(before, [rebuilding.options(group)]) == {"group 0: max_ctas 4 -> 32"}
+    assert groups.differences(before, [groups.options(group)]) == {"group 0: max_ctas 4 -> 32"}
 
 
 def test_whether_world_is_ready_is_asked_of_its_backend(monkeypatch):

@@ -14,8 +14,7 @@ import pytest
 
 from kit import cli, doctor, machine
 from kit.preflight import run
-from kit.preflight.report import Findings, Report, Row
-from kit.preflight.run import PROBES, TOTAL_S, Outcome, Probe, shm_names
+from kit.preflight.run import PROBES, TOTAL_S, Findings, Outcome, Probe, Report, Row, shm_names
 from kit.world import leftovers
 from tests.holdings import wait_for
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kit.labs.growth import (
     at_most,
     few_cycles,
@@ -17,105 +15,79 @@ from kit.labs.growth import (
     slopes,
     steady,
 )
-from kit.labs.offload.counts import (
-    as_found,
-    bitwise,
-    count_of,
-    failure,
-    groups_return,
-    kept_groups,
-    kept_world,
-    names_restored,
-    old_groups,
-    random_unchanged,
-    tensors_left,
-    tensors_restored,
-    undestroyed,
-    unhashed,
-    unrehearsed,
-    world_released,
-)
-from kit.labs.offload.memory import (
-    comm_released,
-    kept_by_choice,
-    reload_peak,
-    residual,
-    state_bytes,
-    tensors_released,
-    unmoved,
-    unseen,
-)
+from kit.labs.offload import measures
 from kit.results import Check
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from typing import Any
-
-    Cannot = Callable[[Mapping[str, Any]], str]
-
 
 CHECKS = (
     at_most(
         "groups_return_to_baseline",
         "Are all groups gone while released, and is their number after a reload the same as before?",
         "groups_more",
-        groups_return,
-        cannot=undestroyed,
+        measures.groups_return,
+        cannot=measures.undestroyed,
     ),
     at_most(
         "model_parallel_uninitialised",
         "While released, does Megatron report that it has no groups, or does using one raise an error that names it?",
         "initialised",
-        count_of(
+        measures.count_of(
             "idle", "initialised", "ranks where Megatron reports initialised groups and using one raises no error"
         ),
-        cannot=undestroyed,
+        cannot=measures.undestroyed,
     ),
     at_most(
         "every_group_communicates",
         "After a reload, does an all-reduce over every group reach the right ranks and return the exact sum?",
         "wrong_groups",
-        count_of("talk", "wrong_groups", "groups whose all-reduce fails or reaches the wrong ranks"),
+        measures.count_of("talk", "wrong_groups", "groups whose all-reduce fails or reaches the wrong ranks"),
     ),
     at_most(
         "membership_unchanged",
         "After a reload, does every group name refer to the same ranks in the same order as before?",
         "names_moved",
-        count_of("verify", "membership_changed", "group names that refer to other ranks"),
+        measures.count_of("verify", "membership_changed", "group names that refer to other ranks"),
     ),
     at_most(
         "options_unchanged",
         "Do all groups keep their timeout, backend, options and description after a reload?",
         "options_changed",
-        count_of("verify", "options_changed", "groups with changed options"),
+        measures.count_of("verify", "options_changed", "groups with changed options"),
     ),
     at_most(
         "handles_alive",
         "Does every object that held a group hold a live one after a reload?",
         "stale_holders",
-        count_of("verify", "stale_holders", "references to a dead or replaced group"),
+        measures.count_of("verify", "stale_holders", "references to a dead or replaced group"),
     ),
     at_most(
         "stale_handle_raises",
         "Does using a destroyed group raise an error that names it?",
         "stale_usable",
-        count_of("idle", "stale_usable", "destroyed groups whose use raises no error that names them"),
-        cannot=kept_groups,
+        measures.count_of("idle", "stale_usable", "destroyed groups whose use raises no error that names them"),
+        cannot=measures.kept_groups,
     ),
     at_most(
         "old_groups_dead",
         "Are the old groups freed while released, with their sockets and threads?",
         "old_groups",
-        old_groups,
-        cannot=undestroyed,
+        measures.old_groups,
+        cannot=measures.undestroyed,
     ),
-    at_most("world_released", "Is WORLD destroyed while released?", "worlds_left", world_released, cannot=kept_world),
+    at_most(
+        "world_released",
+        "Is WORLD destroyed while released?",
+        "worlds_left",
+        measures.count_of(
+            "idle", "world_left", found="WORLD still existed {where}", none="WORLD was destroyed in {everywhere}"
+        ),
+        cannot=measures.kept_world,
+    ),
     at_most(
         "destroy_failure_raises",
         "Does a group that cannot be destroyed raise an error that names it?",
         "failures_hidden",
-        failure,
-        cannot=unrehearsed,
+        measures.failure,
+        cannot=measures.unrehearsed,
     ),
     Check(
         name="tensors_released",
@@ -124,34 +96,44 @@ CHECKS = (
         limit=0.9,
         unit="ratio",
         better=">=",
-        measure=tensors_released,
-        cannot=unmoved,
+        measure=measures.tensors_released,
+        cannot=measures.unmoved,
     ),
     at_most(
         "no_tensor_left",
         "Does every weight, gradient and optimizer tensor leave the device while released?",
         "tensors_left",
-        tensors_left,
-        cannot=unmoved,
+        measures.count_of(
+            "idle",
+            "left_tensors",
+            found="{value:g} tensors still on the device while released {where}",
+            none="none left on the device in {everywhere}; scalars do not count",
+        ),
+        cannot=measures.unmoved,
     ),
     at_most(
         "tensors_restored",
         "Is every tensor bit-identical after a reload (SHA-256)?",
         "tensors_changed",
-        tensors_restored,
-        cannot=unhashed,
+        measures.tensors_restored,
+        cannot=measures.unhashed,
     ),
     at_most(
         "random_unchanged",
         "After a reload, are all random number generators in the same state as before the release?",
         "generators_moved",
-        random_unchanged,
+        measures.count_of(
+            "verify",
+            "generators_moved",
+            found="generators with a changed state: {value:g} {where}",
+            none="all generators unchanged in {everywhere}",
+        ),
     ),
     at_most(
         "training_continues_bitwise",
         "Is training bit-identical to a run without any release?",
         "values_differ",
-        bitwise,
+        measures.bitwise,
     ),
     at_most(
         "memory_drift",
@@ -167,7 +149,7 @@ CHECKS = (
         "Is memory growth per cycle no larger than in a control run without any release?",
         "slope_mib",
         slopes("idle", control="control"),
-        limit=slope_limit(state_bytes),
+        limit=slope_limit(measures.state_bytes),
         unit="MiB/cycle",
         cannot=few_cycles,
     ),
@@ -175,19 +157,19 @@ CHECKS = (
         "reload_peak",
         "Does the memory peak of a reload stay within what training uses?",
         "peak_ratio",
-        reload_peak,
+        measures.reload_peak,
         limit=1.1,
         unit="ratio",
-        cannot=unseen,
+        cannot=measures.unseen,
     ),
     at_most(
         "residual",
         "Is almost no GPU memory in use while released, beyond a CUDA context?",
         "residual_mib",
-        on_cuda(residual),
+        on_cuda(measures.residual),
         limit=500,
         unit="MiB",
-        cannot=kept_by_choice,
+        cannot=measures.kept_by_choice,
     ),
     Check(
         name="comm_released",
@@ -196,8 +178,8 @@ CHECKS = (
         limit=0.7,
         unit="ratio",
         better=">=",
-        measure=on_cuda(comm_released),
-        cannot=kept_groups,
+        measure=on_cuda(measures.comm_released),
+        cannot=measures.kept_groups,
     ),
     at_most(
         "fds_return",
@@ -234,12 +216,14 @@ CHECKS = (
         limit=10,
         unit="MiB",
     ),
-    at_most("names_restored", "Are all patched functions restored at the end?", "names_replaced", names_restored),
+    at_most(
+        "names_restored", "Are all patched functions restored at the end?", "names_replaced", measures.names_restored
+    ),
     at_most(
         "state_as_found",
         "Are the caller's groups, globals and random state unchanged after success and after an error?",
         "not_as_found",
-        as_found,
+        measures.as_found,
     ),
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.ledgers import PerFrame, events, rows_of
+from kit.labs.growth import PerFrame, events, rows_of
 from kit.results import Measured, Missing, NotMeasured
 from kit.results.units import counted
 from kit.share.books import Ledger

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
-from kit.labs.ledgers import PerFrame, events, rows_of
+from kit.labs.growth import PerFrame, events, rows_of
 from kit.loop.messages import numbers
 from kit.results import NotMeasured, with_ids
 from kit.share.books import RUNS_ON, Ledger

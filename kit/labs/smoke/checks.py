@@ -26,15 +26,14 @@ def more_than_baseline(metric: str) -> Callable[[pd.DataFrame, Mapping[str, Any]
             after, more = after[more.notna()], more.dropna()
         worst = after.iloc[int(more.to_numpy().argmax())]
         was, now = int(before[worst["rank"]]), int(worst["value"])
-        return Measured(
-            float(more.max()), f"after cycle {worst['cycle']}: {now}, at baseline: {was} (rank {worst['rank']})"
-        )
+        said = f"after cycle {worst['cycle']}: {now}, at baseline: {was} (rank {worst['rank']})"
+        return Measured(float(more.max()), said)
 
     return measure
 
 
 def wrong_values(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Numbers that came out wrong, over all groups, cycles and ranks; a group that nobody talked over is not right."""
+    """Wrong numbers over all groups, cycles and ranks; a group without an all-reduce does not pass."""
     wrong = select(frame, phase="talk", metric="wrong_values")
     talked = select(frame, phase="talk", metric="talked_groups")
     if len(wrong) < config["cycles"] * config["ranks"]:
@@ -49,7 +48,7 @@ def wrong_values(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 
 
 def groups_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Groups in torch's registry, or those that were made and are still held by somebody, whichever are more."""
+    """Groups in torch's registry, or groups that are still referenced, whichever are more."""
     listed = more_than_baseline("groups")(frame, config)
     held = select(frame, phase="count", metric="groups_alive")
     worst = held.iloc[int(held["value"].to_numpy().argmax())]
@@ -60,7 +59,7 @@ def groups_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 
 
 def shared(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Groups that are no groups of their own: a collective over them runs over another of the groups, or over WORLD."""
+    """Groups that alias another one: a collective over them runs over that group, or over WORLD."""
     rows = select(frame, phase="talk", metric="shared_groups")
     if len(rows) < config["cycles"] * config["ranks"]:
         incomplete(f"shared_groups was recorded {len(rows)} times, not {config['cycles'] * config['ranks']}")
@@ -83,10 +82,8 @@ def drift(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: 
     if len(levels) < 2:
         raise Missing("memory was recorded in fewer than 2 cycles")
     grown = (levels.iloc[-1] - levels.iloc[0]) / 2**20
-    return Measured(
-        float(grown.max()),
-        f"anon_rss after cycle {levels.index[-1]} vs cycle {levels.index[0]} (rank {grown.idxmax()})",
-    )
+    said = f"anon_rss after cycle {levels.index[-1]} vs cycle {levels.index[0]} (rank {grown.idxmax()})"
+    return Measured(float(grown.max()), said)
 
 
 CHECKS = (

@@ -8,7 +8,7 @@ import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.ledgers import PerFrame, events, rows_of
+from kit.labs.growth import PerFrame, events, rows_of
 from kit.results import Measured, Missing, NotMeasured
 from kit.results.units import counted
 from kit.stream.history import Ledger

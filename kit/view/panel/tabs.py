@@ -17,8 +17,7 @@ import pandas as pd
 from kit.draw.general import plot_against
 from kit.draw.plots import OVERVIEW, SHEET, Album, Picture, WhatIf, inline
 from kit.errors import KitError
-from kit.labs.discover import checks_of
-from kit.labs.listed import described, in_line
+from kit.labs.discover import checks_of, described, in_line
 from kit.results import Run, compare, list_runs, runs_dir, write_trace
 from kit.results.comparison import compact, settings, warnings
 from kit.view import named

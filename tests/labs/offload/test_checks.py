@@ -10,7 +10,7 @@ import pytest
 
 from kit.labs.discover import find
 from kit.labs.growth import gpus
-from kit.labs.offload.config import OffloadConfig
+from kit.labs.offload import OffloadConfig
 from kit.results import Record, VerdictRow, judge, to_frame
 
 MIB = 2**20

@@ -9,8 +9,8 @@ import pytest
 import kit
 from kit.errors import BadInput
 from kit.labs import options
-from kit.labs.offload.config import EXACT, OffloadConfig
-from kit.labs.offload.config import fits as offload_fits
+from kit.labs.offload import EXACT, OffloadConfig
+from kit.labs.offload import fits as offload_fits
 from kit.megatron import groups
 
 GIB = 2**30
@@ -90,8 +90,8 @@ def test_the_modes_are_those_of_the_room_that_releases() -> None:
 def test_suspending_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match=r"mode=suspend needs CUDA: .* and device=cpu has none"):
         kit.lab("offload", mode="suspend", device="cpu")
-    monkeypatch.setattr("kit.labs.offload.config.free_bytes", list)
+    monkeypatch.setattr("kit.labs.offload.free_bytes", list)
     with pytest.raises(BadInput, match=r"mode=suspend needs CUDA: .* and this machine has no GPU driver"):
         kit.lab("offload", mode="suspend")
-    monkeypatch.setattr("kit.labs.offload.config.free_bytes", lambda: [80 * GIB])
+    monkeypatch.setattr("kit.labs.offload.free_bytes", lambda: [80 * GIB])
     offload_fits(OffloadConfig(mode="suspend"))

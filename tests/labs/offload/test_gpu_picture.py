@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kit.draw.plots import read
-from kit.labs.offload.pictures.memory import bands, places
+from kit.labs.offload.pictures import bands, places
 from kit.results import Record, Run, create_run
 
 MIB = 2**20

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kit.labs.discover import find
-from kit.labs.offload.config import OffloadConfig
+from kit.labs.offload import OffloadConfig
 from kit.results import Record, VerdictRow, judge, to_frame
 
 MIB = 2**20

@@ -19,8 +19,8 @@ import kit
 from kit.errors import BadInput
 from kit.labs.definition import Definition, Role, Step
 from kit.labs.discover import find
+from kit.labs.drive import Stepped
 from kit.labs.lab import Lab
-from kit.labs.stepped import Stepped
 from kit.results import read_verdict
 from kit.view.panel.controller import Controller
 from kit.view.panel.model import PanelModel

@@ -1,26 +1,298 @@
 """The pictures of an offload run: memory through the phases, times, drift over cycles, counts, verdict.
 
-Controls and checks of content are most of such a run's steps and not what it is about: they are summed up in one line.
+Memory after each phase is a stacked bar; the first cycle stands apart from the later ones, which are drawn as their median. On the host,
+bars are levels above the phase `baseline`, beside the job's tensors where these live there. On a GPU, bars reach up to what the driver
+reports as used, and each part names its source. A part without a source is a difference: where NCCL gives no statistics, communicators
+are what the driver reports beyond the allocator and beyond the level without a job. Ranks that share a GPU are drawn as one bar, unless
+the driver reports each process. Controls and checks of content are most of a run's steps and not what it is about: one line sums them up.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from matplotlib.ticker import MaxNLocator
 
-from kit.draw.axes import cycle_axis, draw_limit, draw_samples, legend_of, log_scale, marks_of, rank_lanes, widen
+from kit.draw.axes import cycle_axis, draw_limit, draw_samples, legend_of, log_scale, marks_of, rank_lanes, stack, widen
 from kit.draw.general import COUNT_CHECKS, COUNTS, allowed, counts_of, drift
 from kit.draw.plots import Pictures, Plot
 from kit.draw.style import LINES, MARKERS
-from kit.labs.offload.pictures.memory import gpu_bars, host_bars
-from kit.results.units import counted, samples, time_unit
+from kit.results.units import counted, samples, size_unit, time_unit
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
     from kit.draw.plots import RunData, Scene
+    from kit.draw.style import Theme
+
+WITHOUT = "baseline"  # the phase after which there are a context, loaded kernels and WORLD, and no job
+BEFORE, IN_CYCLE = (WITHOUT, "build"), ("train", "release", "idle", "reload")
+RESIDENT = {"anon_rss": "anonymous", "shared_rss": "shared, host arena included"}  # parts of the resident set
+TOTAL, PEAK = "rss", "peak_rss"
+KINDS = ("weights", "grads", "optimizer")
+ASKED_AT = {WITHOUT: WITHOUT, "train": "fingerprint", "release": "idle", "idle": "idle"}  # where NCCL is asked
+BELOW_TENSORS = ("others", "without", "nccl", "residual")  # what the allocator does not have
+COLOURS: dict[str, int | str] = {"others": "paper", "without": "grid", "left": "bad", "slack": "faint", "other": 5}
+COLOURS |= {"nccl": 3, "residual": 3, "weights": 0, "grads": 1, "optimizer": 2}
+DIFFERENCES = ("residual", "slack")  # hatched: no source reports them
+HOST_WIDTH, GPU_WIDTH = 0.36, 0.62
+BESIDE = 0.4  # room for the legend, as a part of the bars' own
+
+
+class Place(NamedTuple):
+    """A place on the axis: a phase of some cycles, under a heading."""
+
+    phase: str
+    cycles: Sequence[int]
+    part: str
+
+
+def places(data: RunData) -> list[Place]:
+    """Before the cycles, the first, the later ones taken together, and after them: those that were measured."""
+    cycles = sorted(cycle for cycle, phase in data.order if phase == "release")
+    later = cycles[1:]
+    found = [Place(phase, [0], "before") for phase in BEFORE]
+    found += [Place(phase, cycles[:1], "cycle 1") for phase in IN_CYCLE]
+    if later:
+        span = f"cycles {later[0]} to {later[-1]}, median" if later[1:] else f"cycle {later[0]}"
+        found += [Place(phase, later, span) for phase in IN_CYCLE]
+    found += [Place("train", [cycle + 1 for cycle in cycles[-1:]], "after")]
+    measured = set(data.order)
+    return [place for place in found if any((cycle, place.phase) in measured for cycle in place.cycles)]
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Levels after a phase of some cycles."""
+
+    data: RunData
+
+    def samples(self, metric: str, phase: str, cycles: Sequence[int]) -> pd.Series[float]:
+        """A value per rank and cycle."""
+        rows = self.data.of(metric)
+        rows = rows[(rows["phase"] == phase) & rows["cycle"].isin(cycles)]
+        return rows.set_index(["rank", "cycle"])["value"]
+
+    def level(
+        self, metric: str, phase: str, cycles: Sequence[int], *, add: bool = True, of: str = "median"
+    ) -> float | None:
+        """The median (or what `of` names) over GPUs, or over ranks where each has its own number. With `add`, the sum over the ranks of a
+        GPU of what each reports of itself; a number of the GPU counts once."""
+        rows = self.samples(metric, phase, cycles)
+        if rows.empty:
+            return None
+        gpu_of = self.data.memory.gpu_of
+        groups = rows.groupby([rows.index.get_level_values(0).map(lambda rank: gpu_of.get(rank, rank)), "cycle"])
+        return float((groups.sum() if add else groups.max()).agg(of))
+
+    def start(self, metric: str) -> float:
+        """A rank's level at the baseline, else the lowest there is."""
+        found = self.samples(metric, WITHOUT, [0])
+        return float(self.data.of(metric)["value"].min() if found.empty else found.median())
+
+    @property
+    def by_process(self) -> bool:
+        """Whether the driver reported the process every time: otherwise its part of some bars would be missing."""
+        return len(self.data.of("process_used")) == len(self.data.of("driver_used"))
+
+    def own(self, phase: str, cycles: Sequence[int]) -> float | None:
+        """What the driver reports of this process, else of the whole GPU."""
+        if self.by_process:
+            return self.level("process_used", phase, cycles)
+        return self.level("driver_used", phase, cycles, add=False)
+
+    def beyond(self, phase: str, cycles: Sequence[int]) -> float:
+        """What the driver reports beyond the allocator."""
+        return (self.own(phase, cycles) or 0.0) - (self.level("reserved", phase, cycles) or 0.0)
+
+    def without(self) -> float:
+        """The same without a job; the least of all phases where the baseline was not measured."""
+        if self.own(WITHOUT, [0]) is not None:
+            return self.beyond(WITHOUT, [0])
+        return min(self.beyond(phase, [cycle]) for cycle, phase in self.data.order)
+
+    def kinds(self, place: Place) -> dict[str, float]:
+        """The job's tensors by kind after a phase, where the code under test reports them; what a release forgot is `left`."""
+        if place.phase in {"release", "idle"}:
+            left = self.level("left_bytes", "idle", place.cycles, of="max")
+            return {} if left is None else {"left": left}
+        phase, cycles = ("release" if place.phase == "train" else "reload"), place.cycles
+        if place.part == "after":
+            phase, cycles = "reload", [cycle - 1 for cycle in cycles]
+        found = {kind: self.level(f"{kind}_bytes", phase, cycles) for kind in KINDS}
+        return {kind: size for kind, size in found.items() if size is not None and place.part != "before"}
+
+    def communicators(self, place: Place) -> float | None:
+        """NCCL's own statistics of every communicator that a phase left."""
+        phase = ASKED_AT.get(place.phase)
+        return None if phase is None else self.level("communicators_total", phase, place.cycles)
+
+
+def host_bars(ax: Axes, data: RunData, theme: Theme) -> None:
+    """What the kernel reports of a rank; the job's tensors beside it, unless they live on a device."""
+    levels, at_home = Levels(data), "driver_used" not in data.metrics()
+    sources = {name: word for name, word in RESIDENT.items() if name in data.metrics()}
+    scale, unit = size_unit(float(data.of(TOTAL)["value"].max()))
+    base = {name: levels.start(name) for name in (*sources, TOTAL)}
+    looks = dict(zip(sources, (look(theme.faint, theme), look(theme.grid, theme)), strict=False))
+    steps = places(data)
+    for x, place in enumerate(steps):
+        at, left = place[:2], x - HOST_WIDTH / 2
+        found = {name: levels.samples(name, *at) for name in (*sources, TOTAL, PEAK)}
+        sizes = {name: (float(found[name].median()) - base[name]) * scale for name in sources if len(found[name])}
+        stack(ax, left, HOST_WIDTH, [(size, looks[name]) for name, size in sizes.items()])
+        total, peak = ((found[name] - base[TOTAL]) * scale for name in (TOTAL, PEAK))
+        if len(total):
+            ax.plot([left, left], [total.min(), total.max()], color=theme.ink, linewidth=1.0, zorder=4)
+        if len(peak):
+            draw_peak(ax, (x - HOST_WIDTH, x), peak.max(), place, theme)
+        if at_home:
+            draw_job(ax, x + HOST_WIDTH / 2, {kind: size * scale for kind, size in levels.kinds(place).items()}, theme)
+    finish(ax, steps, theme)
+    ax.set_ylabel(f"above baseline [{unit}]")
+    ax.set_title(f"Host memory of a rank, {base[TOTAL] * scale:.4g} {unit} at the baseline ({data.ranks_word()})")
+    marks = {word: looks[name] for name, word in sources.items()}
+    marks["peak in the phase"] = {"color": theme.ink, "linewidth": 1.6}
+    marks |= {f"job's {kind}": {"facecolor": part_colour(kind, theme)} for kind in KINDS if at_home}
+    ax.legend(handles=marks_of(marks), ncols=len(marks), loc="upper left", columnspacing=1.1, handlelength=1.2)
+
+
+def draw_job(ax: Axes, x: float, kinds: Mapping[str, float], theme: Theme) -> None:
+    stack(ax, x, HOST_WIDTH * 0.8, [(size, {"color": part_colour(kind, theme)}) for kind, size in kinds.items()])
+    if kinds.get("left") == 0:
+        style: dict[str, Any] = {"ha": "center", "color": theme.good, "fontweight": "bold"}
+        ax.annotate("0", (x, 0), (0, 2), textcoords="offset points", **style)
+
+
+def draw_peak(ax: Axes, ends: tuple[float, float], level: float, place: Place, theme: Theme) -> None:
+    if place.phase != WITHOUT:  # its peak is of the control, which ends there
+        ax.plot(ends, [level, level], color=theme.ink, linewidth=1.6, zorder=4)
+
+
+def finish(ax: Axes, steps: Sequence[Place], theme: Theme, *, room: float = 0.28) -> None:
+    """Names below the bars, the part of the run above them, and room for that and a legend as a part of the height."""
+    ax.set_xticks(range(len(steps)), [place.phase for place in steps])
+    ax.tick_params(axis="x", length=0)
+    ax.set_xlim(-0.7, len(steps) - 0.3)
+    ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)
+    widen(ax, least=8)
+    low, high = ax.get_ylim()
+    ax.set_yticks([tick for tick in ax.get_yticks() if low <= tick <= high])
+    ax.set_ylim(low, high + room * (high - low))
+    for part in dict.fromkeys(place.part for place in steps):
+        at = [x for x, place in enumerate(steps) if place.part == part]
+        if part == "cycle 1":
+            ax.axvspan(at[0] - 0.5, at[-1] + 0.5, color=theme.shade, zorder=0, linewidth=0)
+        middle = (at[0] + at[-1]) / 2
+        ax.text(middle, high + 0.08 * (high - low), part, ha="center", va="center", color=theme.faint, fontsize=8.5)
+
+
+def part_colour(part: str, theme: Theme) -> str:
+    colour = COLOURS[part]
+    return theme.colour(colour) if isinstance(colour, int) else str(getattr(theme, colour))
+
+
+def look(colour: str, theme: Theme, **more: Any) -> dict[str, Any]:
+    return {"facecolor": colour, "edgecolor": theme.faint, "linewidth": 0.6, **more}
+
+
+# -- a GPU -------------------------------------------------------------------------------------------------------------
+
+
+class Band(NamedTuple):
+    """A part, its source, and its bytes after each place; None where they are not known."""
+
+    key: str
+    name: str
+    source: str
+    sizes: Sequence[float | None]
+
+
+def bands(data: RunData, steps: Sequence[Place]) -> list[Band]:
+    """The parts from the bottom up. Sources are read one after another, so a difference may come out negative: it counts as 0."""
+    gpu = Levels(data)
+    without, by_process = gpu.without(), gpu.by_process
+    world = gpu.level("communicators_total", WITHOUT, [0]) or 0.0
+    columns: list[dict[str, float]] = []
+    for place in steps:
+        at = place[:2]
+        beyond = max(gpu.beyond(*at) - without + world, 0.0)
+        reported = gpu.communicators(place) or (world or None)  # where NCCL is not asked WORLD is there all the same
+        # NCCL may count what is suspended and not on the GPU.
+        nccl = {} if reported is None else {"nccl": min(reported, beyond)}
+        kinds = gpu.kinds(place)
+        reserved, allocated = (gpu.level(name, *at) or 0.0 for name in ("reserved", "allocated"))
+        column = {
+            "without": without - world,
+            "residual": beyond - sum(nccl.values()),
+            **nccl,
+            **kinds,
+            "other": max(allocated - sum(kinds.values()), 0.0),
+            "slack": max(reserved - allocated, 0.0),
+        }
+        if by_process:
+            whole = gpu.level("driver_used", *at, add=False) or 0.0
+            column["others"] = max(whole - (gpu.own(*at) or 0.0), 0.0)
+        columns.append(column)
+    there = "other processes and ranks" if len(set(data.gpus.values())) < len(data.gpus) else "other processes"
+    counts = any("nccl" in column for column in columns)
+    names = {
+        "others": (there, "driver"),
+        "without": (f"CUDA context{'' if world else ', WORLD'}{'' if by_process else ', others'}", "driver, baseline"),
+        "nccl": ("communicators", "NCCL's statistics"),
+        "residual": ("not counted by NCCL" if counts else "communicators", "driver's residual"),
+        "weights": ("weights", "the job"),
+        "grads": ("gradients", "the job"),
+        "optimizer": ("optimizer", "the job"),
+        "left": ("not released", "the job"),
+        "other": ("other tensors", "allocator"),
+        "slack": ("slack", "allocator"),
+    }
+    found = [Band(key, *names[key], [column.get(key) for column in columns]) for key in names]
+    return [band for band in found if any(band.sizes)]
+
+
+def gpu_bars(ax: Axes, data: RunData, theme: Theme) -> None:
+    """A bar per phase, and the allocator's peak within the phase."""
+    gpu, steps = Levels(data), places(data)
+    scale, unit = size_unit(max(gpu.level("driver_used", *place[:2], add=False) or 0.0 for place in steps))
+    found = bands(data, steps)
+    hatches = {band.key: "////" if band.key in DIFFERENCES else "" for band in found}
+    looks = {key: look(part_colour(key, theme), theme, hatch=hatch) for key, hatch in hatches.items()}
+    for x, place in enumerate(steps):
+        sizes = {band.key: (band.sizes[x] or 0.0) * scale for band in found}
+        top = highest = stack(ax, x, GPU_WIDTH, [(size, looks[key]) for key, size in sizes.items()])
+        peak = gpu.level("peak_allocated", *place[:2])
+        if peak is not None:
+            at, half = peak * scale + sum(sizes.get(key, 0.0) for key in BELOW_TENSORS), GPU_WIDTH / 2 + 0.06
+            draw_peak(ax, (x - half, x + half), at, place, theme)
+            highest = top if place.phase == WITHOUT else max(top, at)
+        ax.annotate(f"{top:.4g}", (x, highest), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+    finish(ax, steps, theme, room=0.16)
+    ax.set_ylim(bottom=0)
+    ax.set_ylabel(f"in use [{unit}]")
+    ax.set_title(f"GPU memory by use ({memory_words(data)})")
+    marks: dict[str, Any] = {"peak in the phase (allocator)": {"color": theme.ink, "linewidth": 1.6}}
+    marks |= {f"{band.name} ({band.source})": looks[band.key] for band in reversed(found)}
+    ax.set_xlim(-0.7, len(steps) * (1 + BESIDE))
+    legend = ax.legend(handles=marks_of(marks), loc="center right", fontsize=8, labelspacing=0.45, borderaxespad=0)
+    legend.set_frame_on(True)
+    legend.get_frame().set(facecolor=theme.paper, edgecolor="none", alpha=1)
+
+
+def memory_words(data: RunData) -> str:
+    """Which memory a bar is."""
+    ranks = len(data.ranks)
+    if data.memory.gpu_of:
+        gpus = len(set(data.memory.gpu_of.values()))
+        return f"{counted(gpus, 'GPU')} shared by {ranks} ranks"
+    return "1 rank" if ranks == 1 else f"median of {ranks} ranks"
+
+
+# -- times and counts ----------------------------------------------------------------------------------------------------
 
 
 # What is timed: a phase, or a part of it that the code under test reports.
@@ -67,9 +339,8 @@ def times(scene: Scene) -> None:
     ax.tick_params(axis="x", labelsize=8)
     for tick, (_, label) in zip(ax.get_xticklabels(), shown, strict=True):
         tick.set_color(theme.faint if label.startswith("its") else theme.ink)
-    ax.set_xlim(-0.6, len(shown) - 0.4)
-    ax.set_ylabel(f"time [{unit}]")
-    ax.set_title(f"Time per phase{' and rank' if len(lanes) > 1 else ', all ranks'}")
+    title = f"Time per phase{' and rank' if len(lanes) > 1 else ', all ranks'}"
+    ax.set(xlim=(-0.6, len(shown) - 0.4), ylabel=f"time [{unit}]", title=title)
     names = [f"rank {ranks[0]}" if len(lanes) > 1 else f"{len(ranks)} ranks" for ranks in lanes]
     marks = {name: {"marker": MARKERS[lane], "color": theme.faint} for lane, name in enumerate(names)}
     marks["cycle 1, n = 1"] = {"marker": "o", "color": theme.series[1], "markerfacecolor": "none"}
@@ -83,11 +354,8 @@ def times(scene: Scene) -> None:
 
 def timed(data: RunData, phase: str, metric: str) -> pd.DataFrame:
     """The times of a phase; a training that had to be skipped took none."""
-    rows = rows_of(data, phase, metric)
-    if phase != "train":
-        return rows
-    trained = data.of("trained_steps")["step"]
-    return rows[rows["step"].isin(trained)] if len(trained) else rows
+    rows, trained = rows_of(data, phase, metric), data.of("trained_steps")["step"]
+    return rows[rows["step"].isin(trained)] if phase == "train" and len(trained) else rows
 
 
 def left_out(data: RunData) -> str:
@@ -117,20 +385,16 @@ def state_style(place: int, scene: Scene) -> dict[str, Any]:
 
 
 def draw_count(ax: Axes, scene: Scene, metric: str) -> None:
-    """A count in each cycle while training, while released and once back, beside that of a process without the job.
-
-    The limit is drawn above the level that the check starts from.
-    """
+    """A count in each cycle while training, while released and once back, beside that of a process without the job. The limit is
+    drawn above the level that the check starts from."""
     data, theme, more = scene.data, scene.theme, allowed(scene.verdict, metric)
     for place, (_, phase, colour) in enumerate(STATES):
         groups = rows_of(data, phase, metric).groupby("cycle")["value"]
         if not len(groups):
             continue
-        middle = groups.median()
+        middle, size = groups.median(), (7.5, 5, 3.8)[place]
         ax.fill_between(middle.index, groups.min(), groups.max(), color=theme.series[colour], alpha=0.25, linewidth=0)
-        size = (7.5, 5, 3.8)[place]
-        style = state_style(place, scene)
-        ax.plot(middle.index, middle, linewidth=1.2, markersize=size, **style)
+        ax.plot(middle.index, middle, linewidth=1.2, markersize=size, **state_style(place, scene))
     base = rows_of(data, "baseline", metric)["value"]
     if not base.empty:
         ax.axhline(base.median(), color=theme.faint, linewidth=1.2, linestyle=LINES[1], zorder=1)
@@ -142,9 +406,9 @@ def draw_count(ax: Axes, scene: Scene, metric: str) -> None:
     ax.set_ylim(bottom=0, top=ax.get_ylim()[1] * 1.08)
     ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     cycle_axis(ax)
-    ax.set_xlabel("cycle" if len(data.ranks) == 1 else f"cycle (range of {len(data.ranks)} ranks)")
-    ax.set_ylabel("count")
-    ax.set_title(COUNTS[metric] + ("" if base.empty else f" (without a job {base.median():g})"))
+    title = COUNTS[metric] + ("" if base.empty else f" (without a job {base.median():g})")
+    ranks = "" if len(data.ranks) == 1 else f" (range of {len(data.ranks)} ranks)"
+    ax.set(xlabel=f"cycle{ranks}", ylabel="count", title=title)
 
 
 OURS = "kit.labs."

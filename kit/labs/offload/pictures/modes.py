@@ -39,10 +39,8 @@ def plot_modes(runs: Sequence[Run], *, theme_name: str = "light") -> Picture:
     look, seen = theme(theme_name), {name(run): read(run) for run in runs}
     if len(seen) < len(runs):
         raise BadInput(f"two of these runs have the same mode; give one run per mode (here: {', '.join(seen)})")
-    styles = {
-        way: {"marker": MARKERS[index % len(MARKERS)], "color": look.colour(index)}
-        for way, index in numbered(seen).items()
-    }
+    numbers = numbered(seen)
+    styles = {way: {"marker": MARKERS[n % len(MARKERS)], "color": look.colour(n)} for way, n in numbers.items()}
     verdicts = {name(run): run.verdict() for run in runs}
     table = differing(verdicts)
     counts = [metric for metric in COUNTS if all(metric in one.metrics() for one in seen.values())]
@@ -90,8 +88,7 @@ def left_behind(ax: Axes, seen: Mapping[str, RunData], metric: str, styles: Styl
     ax.set_ylim(min(low, -1), max(high, 4) * 1.05)
     ax.axhline(0, color=look.faint, linewidth=1.0, zorder=1)
     cycle_axis(ax)
-    ax.set_ylabel("more than without a job")
-    ax.set_title(f"{COUNTS[metric]} while released")
+    ax.set(ylabel="more than without a job", title=f"{COUNTS[metric]} while released")
 
 
 def group_times(ax: Axes, seen: Mapping[str, RunData], styles: Styles, look: Theme) -> None:
@@ -108,9 +105,8 @@ def group_times(ax: Axes, seen: Mapping[str, RunData], styles: Styles, look: The
             ax.plot(x, found.median(), "_", color=look.ink, markersize=14, markeredgewidth=1.6)
     log_scale(ax)
     ax.set_xticks(range(len(PARTS)), list(PARTS.values()))
-    ax.set_xlim(-0.6, len(PARTS) - 0.4)
-    ax.set_ylabel("time [ms]")
-    ax.set_title(f"Time for groups (n = {', '.join(str(number) for number in sorted(counts))} each, median)")
+    title = f"Time for groups (n = {', '.join(map(str, sorted(counts)))} each, median)"
+    ax.set(xlim=(-0.6, len(PARTS) - 0.4), ylabel="time [ms]", title=title)
 
 
 def differing(verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, VerdictRow]]:
@@ -119,12 +115,8 @@ def differing(verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, VerdictRow
     for way, verdict in verdicts.items():
         for row in verdict:
             rows.setdefault(row.check, {})[way] = row
-    return {
-        check: ways
-        for check, ways in rows.items()
-        if len({row.passed for row in ways.values()} | {True}) > 1
-        and not all(row.passed is None for row in ways.values())
-    }
+    answers = {check: {row.passed for row in ways.values()} for check, ways in rows.items()}
+    return {check: ways for check, ways in rows.items() if answers[check] not in ({True}, {None})}
 
 
 def checks(

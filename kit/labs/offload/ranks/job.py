@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kit.labs.offload.config import model_config
+from kit.labs.offload import model_config
 from kit.megatron import groups, model, observe, tensors
 from kit.megatron.config import ModelConfig, model_bytes
 
 if TYPE_CHECKING:
     import torch
 
-    from kit.labs.offload.config import OffloadConfig
+    from kit.labs.offload import OffloadConfig
     from kit.labs.rankside import Context
 
 

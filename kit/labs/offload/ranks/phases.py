@@ -1,4 +1,4 @@
-"""What a rank does in the offload lab. One method a phase; faults are in `broken.py`, what is looked at in `watch.py`.
+"""What a rank does in the offload lab. One method a phase; faults are in `broken.py`, what is looked at in `Watch`.
 
 The phases between `release` and `reload`, and around them, are the observers': nothing of them is in the times of the code under test.
 """
@@ -8,35 +8,35 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from kit.labs.bystander import Bystander
-from kit.labs.offload.config import KIT_MODEL
-from kit.labs.offload.ranks import rehearse
-from kit.labs.offload.ranks.broken import double_patched
+from kit.labs.offload import KIT_MODEL
+from kit.labs.offload.ranks.broken import double_patched, failure_raises, not_as_found
 from kit.labs.offload.ranks.job import JobContext, arithmetic, context_for
 from kit.labs.offload.ranks.releaser import around, make_releaser, told
-from kit.labs.offload.ranks.watch import Watch, any_rank, departs, differing
 from kit.labs.rankside import digest
+from kit.measure.observers import births
 from kit.measure.observers.births import Births, Names, replaced_names, take_names
-from kit.measure.observers.tensors import KINDS, Resident, State, children, live_bytes
+from kit.measure.observers.tensors import KINDS, Print, Resident, State, children, differences, live_bytes
 from kit.measure.phase import log_steps
 from kit.megatron import groups, observe, ownership, standin, tensors
 from kit.target import load
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from kit.labs.rankside import Context
 
 Log = list[dict[str, float]]
-PATCHABLE = ("torch.distributed", "megatron.core")  # whose functions must be themselves again at the end
+PATCHABLE = ("torch.distributed", "megatron.core")  # their functions must be the original ones at the end
 NAMED = 5  # tensors that differ, in records of their own
 SHOWN = 2  # of what differs, in a text
-SCALAR_BYTES = 8  # a step count, say: optimizers keep it on the host, and nobody moves it
+SCALAR_BYTES = 8  # such as a step count: optimizers keep it on the host
 
 
 class Offload:
@@ -94,7 +94,7 @@ class Offload:
             self.control(cycle)
         self.control_end(cycle)
         (first_log, first), (second_log, second) = self.controls
-        self.ctx.record("controls_differ", differing(first_log, second_log) + differing(first, second))
+        self.ctx.record("controls_differ", differing(first_log, second_log) + len(apart(first, second)))
 
     # -- the job that is released -------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class Offload:
 
     def fingerprint(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Before a release: every tensor, group, holder and generator as it is."""
-        self.watch.before(self._state(), hashed=self.config.hashes, **self._roots())
+        self.watch.before(self._state().prints() if self.config.hashes else {}, **self._roots())
         self.ctx.record("groups_watched", len(self.watch.old))
         there, wanted = self._resident(), arithmetic(self.job, self.ctx.world_size)
         for kind in KINDS:
@@ -149,13 +149,12 @@ class Offload:
         left = sorted(filter(self._to_go, self._resident()), key=lambda each: -each.size)
         self.ctx.record("left_bytes", total(left), "B")
         kept = [each for each in left if each.kind in self.config.kinds and each.size > SCALAR_BYTES]
-        self.ctx.record("left_tensors", len(kept), text=shown(kept))
+        self._found("left_tensors", kept)
         if self.config.groups:
-            alive = self.watch.alive()
-            self.ctx.record("old_groups_alive", len(alive), text=shown(alive))
+            self._found("old_groups_alive", self.watch.alive())
             # Of suspended groups those over gloo stay in use.
-            usable = self.watch.usable(but_gloo=self.config.mode in groups.KEEPING)
-            self.ctx.record("stale_usable", len(usable), text=shown(usable))
+            usable = observe.usable(self.watch.old, but_gloo=self.config.mode in groups.KEEPING)
+            self._found("stale_usable", usable)
             # A Megatron that stays initialised is right where each of its groups raises by its name.
             self.ctx.record("initialised", int(observe.initialised() and (bool(usable) or not self.watch.old)))
             self.ctx.record("world_left", int(self.watch.world_left()))
@@ -170,28 +169,28 @@ class Offload:
         """The first collectives after a reload, over every group, with values that depend on the rank."""
         talked, wrong = self.watch.talk()
         self.ctx.record("talked_groups", talked)
-        self.ctx.record("wrong_groups", len(wrong), text=shown(wrong))
+        self._found("wrong_groups", wrong)
 
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """After a reload: all of it again, random numbers first."""
         self.ctx.record("unchecked", int(not self.config.hashes))
         if self.config.groups or self.config.kinds:
-            moved = self.watch.random_moved()
-            self.ctx.record("generators_moved", len(moved), text=shown(moved))
-        after = self.watch.after(self._state(), hashed=self.config.hashes, **self._roots())
-        self.ctx.record("membership_changed", len(after.moved), text=shown(after.moved))
-        self.ctx.record("options_changed", len(after.options), text=shown(after.options))
-        self.ctx.record("stale_holders", len(after.stale), text=shown(after.stale))
+            self._found("generators_moved", apart(self.watch.random, observe.random_state()))
+        moved, options, stale = self.watch.after(**self._roots())
+        self._found("membership_changed", moved)
+        self._found("options_changed", options)
+        self._found("stale_holders", stale)
         if self.config.hashes:
-            different = self.watch.tensors(zeroed=self.config.dropped_grads)
-            self.ctx.record("tensors_hashed", self.watch.hashed)
-            self.ctx.record("tensors_changed", len(different), text=shown(different))
+            after = self._state().prints()
+            different = differences(self.watch.prints, after, zeroed=self.config.dropped_grads)
+            self.ctx.record("tensors_hashed", len(after))
+            self._found("tensors_changed", different)
             for one in different[:NAMED]:
                 self.ctx.record("tensor_differs", one.largest, text=one.what, tensor=one.name, kind=one.kind)
-        self.watch.forget()
-        if not self.broken and (wrong := [*after.moved, *after.options, *after.stale]):
+        self.watch.prints = {}
+        if not self.broken and (wrong := [*moved, *options, *stale]):
             print(f"groups, options and handles that differ: {len(wrong)}, first: {wrong[0]}")
-        self.broken = self.broken or any_rank(bool(after.stale or self.watch.mute))
+        self.broken = self.broken or any_rank(bool(stale or self.watch.mute))
         self.ctx.record("broken", int(self.broken))
         self._ask_bystander()
 
@@ -202,32 +201,28 @@ class Offload:
         log, hashes = self.controls[0]
         self.ctx.record("steps_compared", len(self.log))
         self.ctx.record("steps_differ", differing(self.log, log))
-        first = departs(self.log, log)
-        if first:
+        if first := departs(self.log, log):
             step, what = first
             self.ctx.record("departs", step, text=what, cycle_of_step=-(-step // self.config.steps))
         after = self._hashes()
-        self.ctx.record("tensors_differ", differing(after, hashes), text=shown(apart(after, hashes)))
+        self._found("tensors_differ", apart(after, hashes))
         self.ctx.record("digest", None, text=digest(after))
 
     def rehearse_failure(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """A group that cannot be destroyed: the release must say so, by name."""
-        if self.config.groups and self.config.mode in groups.EXACT and not self.broken and self.watch.standing:
-            raised = rehearse.failure_raises(self.releaser)
-            if raised is not None:
-                self.ctx.record("failure_hidden", int(not raised))
+        able = self.config.groups and self.config.mode in groups.EXACT and not self.broken and self.watch.standing
+        if able and (raised := failure_raises(self.releaser)) is not None:
+            self.ctx.record("failure_hidden", int(not raised))
 
     def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self._leave()
-        gone = replaced_names(self.names)
-        self.ctx.record("names_replaced", len(gone), text=shown(gone))
+        self._found("names_replaced", replaced_names(self.names))
         if self.bystander is not None:
             self.bystander.close()
 
     def ownership(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Whose group is it: after success and after an error, with and without a default group of the caller's."""
-        wrong = rehearse.not_as_found(self.ctx, self.found)
-        if wrong:
+        if wrong := not_as_found(self.ctx, self.found):
             print(f"not as found: {shown(wrong)}")
         self.ctx.record("not_as_found", len(wrong))
 
@@ -274,6 +269,10 @@ class Offload:
         for row in rows:
             self.ctx.record(*row)
 
+    def _found(self, metric: str, found: Sequence[Any]) -> None:
+        """How many of something there are, and the first of them in words."""
+        self.ctx.record(metric, len(found), text=shown(found))
+
     def _roots(self) -> dict[str, Any]:
         """Where the walk begins: chunks and optimizer, for short names, then whatever else the job keeps."""
         own = {name: value for name, value in children(self.job) if not isinstance(value, tensors.Mover)}
@@ -310,3 +309,92 @@ def shown(found: Iterable[Any]) -> str:
 
 def apart(one: dict[str, str], other: dict[str, str]) -> list[str]:
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+
+
+class Watch:
+    """One job's groups, tensors and generators, before each release and after each reload. It keeps no group alive, and no tensor
+    across a release."""
+
+    def __init__(self, born: Births) -> None:
+        self.born = born
+        self.old: list[observe.Old] = []
+        self.standing = False
+        self.mute = False  # a group of Megatron's did not talk: training on would wait for it
+        self.prints: dict[str, Print] = {}
+        self.random: dict[str, str] = {}
+        self._ranks: dict[str, list[int]] = {}
+        self._answered: dict[str, list[int]] = {}
+        self._seen = observe.Seen()
+        self._world: weakref.ref[Any] | None = None
+
+    def first_talk(self) -> list[str]:
+        """Over every group of the new job; which ranks answer now is what must answer ever after."""
+        self._ranks, wrong = observe.talk()
+        self.standing = bool(observe.standing())
+        return wrong
+
+    def before(self, prints: dict[str, Print], **roots: Any) -> None:
+        self.prints = prints
+        self._seen = observe.look(self._whole(), **roots)
+        self._seen.ranks = self._ranks
+        self.old = observe.remember()
+        self._world = weakref.ref(births.world())
+        self.random = observe.random_state()
+
+    def alive(self) -> list[str]:
+        """Groups that were made since the job was begun and that something still holds."""
+        return [str(group.group_desc) for group in self._whole()]
+
+    def _whole(self) -> list[Any]:
+        """The groups of the job that are there, without the backends inside of them."""
+        return [group for group in self.born.alive() if type(group) is dist.ProcessGroup]
+
+    def world_left(self) -> bool:
+        """Whether the default group of before is still there."""
+        return dist.is_initialized() or (self._world is not None and self._world() is not None)
+
+    def talk(self) -> tuple[int, list[str]]:
+        """How many groups answered, and what is wrong: a collective that failed, or ranks that are not those of before."""
+        self._answered, wrong = observe.talk()
+        answered = self._answered
+        self.mute = bool(wrong)
+        if not wrong:
+            wrong = [
+                f"{name}: {f'ranks {answered[name]}' if name in answered else 'no ranks'} answer in place of {ranks}"
+                for name, ranks in self._ranks.items()
+                if answered.get(name) != ranks
+            ]
+        if name := births.taken_name():
+            wrong.append(f"the next group that anybody makes would be named {name!r}, as another one is")
+        return len(answered), wrong
+
+    def after(self, **roots: Any) -> tuple[list[str], list[str], list[str]]:
+        """Names that mean other ranks than before a release, options that changed, and handles that went stale."""
+        now = observe.look(self._whole(), **roots)
+        now.ranks = self._answered
+        return observe.moved(self._seen, now), observe.changed(self._seen, now), observe.stale(self._seen, now)
+
+
+def any_rank(value: bool) -> bool:
+    """Whether it is so on any rank; over the default group."""
+    flag = torch.tensor([int(value)])
+    if "nccl" in dist.get_backend():
+        flag = flag.cuda()
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def differing(log: Log, control: Log) -> int:
+    """How many steps are not exactly the same, those that only one log has included. NaN is never the same."""
+    return sum(a != b for a, b in zip(log, control, strict=False)) + abs(len(log) - len(control))
+
+
+def departs(log: list[dict[str, float]], control: list[dict[str, float]]) -> tuple[int, str] | None:
+    """The first step, counted from 1, at which training is not what it is without a release, and how."""
+    for number, (mine, theirs) in enumerate(zip(log, control, strict=False), 1):
+        if mine != theirs:
+            names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+            return number, ", ".join(f"{name} {mine.get(name)} vs {theirs.get(name)}" for name in names)
+    if len(log) != len(control):
+        return min(len(log), len(control)) + 1, f"{len(log)} steps vs {len(control)}"
+    return None

@@ -1,9 +1,8 @@
-"""The code under test: the kit's own way out and back, and the adapter for a person's own.
+"""The code under test: the kit's own releaser, and the adapter for your own.
 
-Ours takes tensors out first (groups may be needed to tell who holds what) and brings groups back first. A person's object has
-`release() -> state` and `restore(state)` for all of it, or `destroy() -> snapshot` and `reload(snapshot)` for groups alone; then the
-kit moves the tensors. If it also has `around(ctx)`, a context manager, the job is built and lives inside of that. What it raises
-is raised on, as its own.
+The kit's takes tensors out first (groups may be needed to tell who holds what) and brings groups back first. Your own object has
+`release() -> state` and `restore(state)` for everything, or `destroy() -> snapshot` and `reload(snapshot)` for groups alone; then the kit
+moves the tensors. If it also has `around(ctx)`, a context manager, the job is built and lives inside it. Its errors are raised unchanged.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
-from kit.labs.offload.config import KIT_RELEASER
+from kit.labs.offload import KIT_RELEASER
 from kit.megatron import groups
 from kit.megatron.groups.exact import STATS
 from kit.target import load
@@ -62,7 +61,7 @@ class KitReleaser:
 
 
 class PairReleaser(KitReleaser):
-    """A person's destroy and reload of groups, between the kit's moves of tensors."""
+    """Your own destroy and reload of groups, between the kit's moves of tensors."""
 
     def __init__(self, ctx: JobContext, own: Any) -> None:
         super().__init__(ctx)
@@ -84,7 +83,7 @@ class PairReleaser(KitReleaser):
 
 
 def around(ctx: Context) -> contextlib.AbstractContextManager[Any]:
-    """What a person's code wants to be in force while the job is built and lives: its `around(ctx)`, if it has one."""
+    """Your code's `around(ctx)`, if it has one: it is in force while the job is built and lives."""
     own = getattr(load(ctx.config.implementation), "around", None)
     manager: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if own is None else own(ctx)
     return manager
@@ -108,7 +107,7 @@ def make_releaser(ctx: JobContext) -> Any:
 
 
 def told(stats: Any) -> Iterator[tuple[str, float, str]]:
-    """What code under test says of its own parts, where it says it as the kit's own does: metric, value, unit."""
+    """What the code under test reports of its parts, in the format of the kit's own: metric, value, unit."""
     parts = {name: part for name, part in stats.items() if isinstance(part, dict)} if isinstance(stats, dict) else {}
     for part, name, metric, unit in (
         ("groups", "seconds", "groups_seconds", "s"),

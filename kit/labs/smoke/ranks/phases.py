@@ -22,7 +22,7 @@ PATCHABLE = "torch.distributed"
 
 
 class Plain:
-    """The code under test, unless a person puts their own in its place: torch's own calls."""
+    """The default code under test: torch's own calls."""
 
     def __init__(self, ctx: Context) -> None: ...
 

@@ -1,41 +1,55 @@
 """`kit bench sync`: how fast weights come from a trainer to its receivers, beside one big copy of the same bytes and beside files.
 
 Ratios are of times, turn by turn: 1.25 times memcpy's time is 0.8 of its speed. All ranks share this machine's cores and memory: with
-fewer cores than ranks that work, what could go side by side waits. Ranks import this package too, so that it asks for little.
+fewer cores than ranks that work, what could go side by side waits. Ranks import this module too, so it imports little.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
+import shutil
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kit.bench.session import KIT, Part, Row, Session, progress, ratios, row
-from kit.bench.sync import gpus, others
+from kit.bench.session import KIT, Part, Row, Session, over, progress, row, unmeasured
 from kit.errors import BadInput
 from kit.machine import free_memory
 from kit.megatron.config import ModelConfig, model_bytes
 from kit.world import World
 
+if TYPE_CHECKING:
+    from kit.results import Run
+
 Seconds = Mapping[str, Sequence[float]]
-ONRANKS = "kit.bench.sync.onranks"
+ONRANKS = "kit.bench.onranks.sync"
 SLOW = 1800.0  # for a call that makes all turns, on a busy machine
 MIB, GIB, GB = 2**20, 2**30, 1e9
 LARGE, SMALL = 1 / 0.8, 1 / 0.6  # of memcpy's time: for tensors of a MiB and more, and for smaller ones
 OVER_GROUPS = 1 / 4
 SLACK = 1.1
-COPIES = (
-    5  # of the weights on the sender: themselves, what memcpy writes, the segment, and the cache with its spare room
-)
+# Of the weights on the sender: themselves, what memcpy writes, the segment, and the cache with its spare room.
+COPIES = 5
 # Copies of less than some 190 MB go through the processor's cache otherwise, which fetches what is only to be overwritten.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x8000"}
 NOT_HERE = "not installed"
 PEERS = {"file:safetensors": "safetensors", "file:dcp": "torch"}  # and their packages
 OVER_MEMCPY = ("shm", "shm+whole", "shm+whole+fresh", "shm+cache")
 GROUPS = ("broadcast", "per-tensor", "rendezvous")
+
+IN_MEMORY = Path("/dev/shm")  # noqa: S108 - the place itself is what is measured
+SPARE = 1.25  # a checkpoint is a little more than its tensors
+# Names of plain copies; `PEER` has the number of the other GPU after it.
+HOST, WITHIN, OUT, BACK, PEER = "memcpy", "within the GPU", "GPU to pinned memory", "pinned memory to GPU", "to GPU"
+RANKS = {"ipc": 2, "shm": 2, "broadcast": 3}  # a group is a proper part of the World: one looks on
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+BLOCK = 2**28
+ROUNDS = 7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +121,7 @@ def parts(sizes: Sizes, device: str) -> dict[str, Part]:
         return part
 
     by_gpu: dict[str, Part] = {
-        f"gpus.{name}": partial(gpus.rows, name=name, model=sizes.on_gpus, cycles=few) for name in gpus.RANKS
+        f"gpus.{name}": partial(on_gpus, name=name, model=sizes.on_gpus, cycles=few) for name in RANKS
     }
     made: dict[str, Part] = {}
     for shape in sizes.shapes:
@@ -121,10 +135,6 @@ def parts(sizes: Sizes, device: str) -> dict[str, Part]:
     made["growth.bytes"] = on(growth, sizes.growth_mb, [1])
     made["growth.receivers"] = on(growth, [sizes.receivers_mb], sizes.receivers)
     return by_gpu | made if device == "cuda" else made | by_gpu
-
-
-def of_megabytes(size: int) -> Shape:
-    return Shape(key="growth", name=f"{size} MB in tensors of 1 MB", count=size, each=10**6, at_most=LARGE)
 
 
 def rates(world: World, shape: Shape, ways: Sequence[str], *, receivers: int, rounds: int) -> dict[str, Any]:
@@ -177,32 +187,27 @@ def transports(world: World, shape: Shape, *, rounds: int, buckets_mib: Sequence
     seconds, what = answer["seconds"], f"{shape.name}, 1 receiver"
     group = quickest(seconds, [*GROUPS, *fixed])
     other = quickest(seconds, ["per-tensor", *fixed])
-    automatic = f"automatic buckets are of {answer['automatic'] / MIB:.3g} MiB"
+    best, pair = f"that is {called(group)}", (seconds["broadcast"], seconds[other])
+    automatic = f"that is {called(other)}; automatic buckets are of {answer['automatic'] / MIB:.3g} MiB"
     return [
         *times(what, answer, ways),
         over_memcpy(what, seconds, "copies"),
         *(over_memcpy(what, seconds, name, shape.at_most if name == "shm" else None) for name in OVER_MEMCPY),
-        row(
-            f"{what}: shm over the best by a group, time",
-            ratios(seconds["shm"], seconds[group]),
-            unit="x",
-            limit=OVER_GROUPS,
-            note=f"that is {called(group)}",
+        over(
+            f"{what}: shm over the best by a group, time", seconds["shm"], seconds[group], limit=OVER_GROUPS, note=best
         ),
-        row(
-            f"{what}: broadcast over the best of per-tensor and fixed sizes, time",
-            ratios(seconds["broadcast"], seconds[other]),
-            unit="x",
-            limit=SLACK,
-            note=f"that is {called(other)}; {automatic}",
+        over(
+            f"{what}: broadcast over the best of per-tensor and fixed sizes, time", *pair, limit=SLACK, note=automatic
         ),
     ]
 
 
 def over_memcpy(what: str, seconds: Seconds, name: str, limit: float | None = None) -> Row:
-    over = ratios(seconds[name], seconds["memcpy"])
-    note = f"{1 / statistics.median(over):.2f} of its speed"
-    return row(f"{what}: {called(name)}, time over memcpy's", over, who=who(name), unit="x", limit=limit, note=note)
+    made = over(
+        f"{what}: {called(name)}, time over memcpy's", seconds[name], seconds["memcpy"], who=who(name), limit=limit
+    )
+    assert made.median
+    return replace(made, note=f"{1 / made.median:.2f} of its speed")
 
 
 def two_receivers(world: World, shape: Shape, *, rounds: int) -> list[Row]:
@@ -221,31 +226,28 @@ def verified(world: World, shape: Shape, algorithms: Sequence[str], *, rounds: i
     what, seconds = f"{shape.name}, 1 receiver", answer["seconds"]
     return [
         *times(what, answer, ways[1:]),
-        *(
-            row(f"{what}: {called(name)}, time over unverified", ratios(seconds[name], seconds["shm"]), unit="x")
-            for name in ways[1:]
-        ),
+        *(over(f"{what}: {called(name)}, time over unverified", seconds[name], seconds["shm"]) for name in ways[1:]),
         *(Row(what=f"{what}: shm, verified by {name}", note=NOT_HERE) for name in algorithms if name not in there),
     ]
 
 
 def through_files(world: World, shape: Shape, *, rounds: int) -> list[Row]:
     """Against what others do: files in memory."""
-    peers = {name: others.missing(package) for name, package in PEERS.items()}
+    peers = {name: missing(package) for name, package in PEERS.items()}
     ways = ["shm", *(name for name, why in peers.items() if not why)]
     answer = rates(world, shape, ways, receivers=1, rounds=rounds)
     what = f"{shape.name}, 1 receiver, files"
-    where = others.place_for(shape.size())
+    where = place_for(shape.size())
     place = f"in {where}" if where else "in the folder for temporary files: too little room in memory"
     made = []
     for name in ways[1:]:
-        over = ratios(answer["seconds"][name], answer["seconds"]["shm"])
+        seconds = answer["seconds"]
         made += times(what, answer, [name])
-        made.append(row(f"{what}: {called(name)} over shm, time", over, who=who(name), unit="x", note=place))
-    return [
-        *made,
-        *(Row(what=f"{what}: {called(name)}", who=who(name), note=why) for name, why in peers.items() if why),
-    ]
+        made.append(
+            over(f"{what}: {called(name)} over shm, time", seconds[name], seconds["shm"], who=who(name), note=place)
+        )
+    left = {name: why for name, why in peers.items() if why}
+    return [*made, *(Row(what=f"{what}: {called(name)}", who=who(name), note=why) for name, why in left.items())]
 
 
 def digests(world: World, size_mib: int, *, rounds: int) -> Iterator[Row]:
@@ -262,9 +264,87 @@ def digests(world: World, size_mib: int, *, rounds: int) -> Iterator[Row]:
 def growth(world: World, megabytes: Sequence[int], receivers: Sequence[int], *, rounds: int) -> Iterator[Row]:
     """More bytes to one receiver, or the same bytes to more receivers."""
     for size in megabytes:
+        shape = Shape(key="growth", name=f"{size} MB in tensors of 1 MB", count=size, each=10**6, at_most=LARGE)
         for count in receivers:
             what = f"growth: {size} MB, {count} receiver{'s' * (count > 1)}"
             progress(what)
             ways = ["memcpy", "shm", "broadcast"]
-            answer = rates(world, of_megabytes(size), ways, receivers=count, rounds=rounds)
+            answer = rates(world, shape, ways, receivers=count, rounds=rounds)
             yield from times(what, answer, ways, megabytes=size, receivers=count)
+
+
+def missing(package: str) -> str:
+    """Why a peer cannot be measured; empty where it can."""
+    return "" if find_spec(package) else "not installed"
+
+
+def place_for(size: int) -> Path | None:
+    """A folder in memory with room for this many bytes; None where there is none: then files go to the temporary folder."""
+    return IN_MEMORY if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > SPARE * size else None
+
+
+# -- on CUDA: the lab's syncs by each transport, beside plain copies -------------------------------------------------------
+#
+# A rate counts a byte that is copied once, although it is read and written. A time is the sender's, from when all are ready until the
+# receivers have applied everything, as in the lab's own comparison of transports. Copies are measured in the same ranks just before. Where
+# two ranks share a GPU, NCCL may refuse: then the row says so. Has not run on a GPU yet; on the CPU the same code runs over shared memory
+# and gloo, in the tests.
+
+
+def on_gpus(session: Session, name: str, *, model: str, cycles: int) -> list[Row]:
+    """One transport. Without a GPU a row gives the reason."""
+    if session.device == "cpu":
+        return [unmeasured(f"on GPUs: {name}", "the CPU was asked for, or this machine has no GPU driver")]
+    return by_transport(session, name, model=model, cycles=cycles)
+
+
+def by_transport(session: Session, name: str, *, model: str, cycles: int) -> list[Row]:
+    """Ceilings, then as many versions, in the same ranks; the first version allocates pages and connections, and is not reported."""
+    env = {VISIBLE: os.environ.get(VISIBLE, "0").partition(",")[0]} if name == "ipc" else None  # both ends on one GPU
+    logs = session.logs / "gpus" / name
+    logs.mkdir(parents=True, exist_ok=True)
+    with session.world(RANKS[name], logs=logs / "ranks", env=env, preload=("megatron.core",), timeout_s=600) as world:
+        seats = [seat["device"] for seat in world.status()]
+        copies: dict[str, Any] = {"size": BLOCK, "rounds": ROUNDS, "device": seats[0]}
+        (plain,) = world.call(f"{ONRANKS}:measured", ranks=[0], timeout_s=600, **copies)
+        settings: dict[str, Any] = {"tp": 1, "replicas": 1, "infer_tp": 1, "placement": "apart", "refresh": "paused"}
+        settings |= {"transport": name, "verify": "none", "sweep": False, "ranks": RANKS[name], "size": model}
+        run = session.lab("sync", logs / "run", world=world, timeout_s=600, cycles=cycles + 1, **settings)
+    return beside_copies(run, name, plain, same=seats[0] == seats[-1])
+
+
+def beside_copies(run: Run, name: str, plain: Seconds, *, same: bool) -> list[Row]:
+    """The transport's time with its ceiling beside it, and the ceilings themselves."""
+    from kit.labs.sync.tables import events
+
+    frame = run.frame()
+    sent = frame[(frame["phase"] == "refresh") & (frame["rank"] == 0)]
+    size = float(sent[sent["metric"] == "bytes"]["value"].max())
+    seconds = []
+    for cycle in sorted(sent["cycle"].unique())[1:]:
+        at = events(frame, "refresh", int(cycle)).query("rank == 0").set_index("event")["seconds"]
+        seconds.append(float(at["apply"] - at["ready"]))
+    limits = ceiling_of(name, plain, same=same)
+    least = {what: statistics.median(plain[what]) * size / BLOCK for what in limits}
+    slowest = max(least, key=least.__getitem__)
+    rate = size / statistics.median(seconds) / GB
+    share = least[slowest] / statistics.median(seconds)
+    where = f"{run.config['size']}, 1 receiver on {'the same' if same else 'another'} device"
+    note = f"{rate:.2f} GB/s, {share:.2f} of {slowest} at {size / least[slowest] / GB:.2f} GB/s"
+    ids: dict[str, str | int | float] = {"transport": name, "bytes": size, "device": "same" if same else "another"}
+    made = [row(f"{where}: {name}, from all ready to applied", seconds, ceiling=least[slowest], note=note, ids=ids)]
+    for what, taken in plain.items():
+        note = f"{BLOCK / statistics.median(taken) / GB:.2f} GB/s"
+        about: dict[str, Any] = {"note": note, "ids": {"transport": name, "bytes": BLOCK, "copy": what}}
+        made.append(row(f"{name}: {BLOCK >> 20} MiB, {what}", taken, who="plain copy", **about))
+    return made
+
+
+def ceiling_of(name: str, plain: Seconds, *, same: bool) -> list[str]:
+    """Which plain copies bound a transport: shared memory goes through the host, NCCL from GPU to GPU."""
+    if WITHIN not in plain:
+        return [HOST]
+    peers = [what for what in plain if what.startswith(PEER)]
+    if name == "shm" or not (same or peers):
+        return [OUT, BACK]
+    return [WITHIN] if same else peers

@@ -1,8 +1,7 @@
 """`kit bench split`: what a step costs that is cut into a stream, beside the plain one.
 
-Both ways work on the same job and the same rows and take turns in changing order; a ratio is taken turn by turn. Plain against
-plain is the empty control: what it differs from 1 by is what the ratios may. Ranks import this package too, so that it asks
-for little.
+Both ways work on the same job and the same rows and take turns in changing order; a ratio is taken turn by turn. Plain against plain is the
+empty control: ratios may differ from 1 as much as it does.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from kit.bench.session import Part, Row, Session, progress, ratios, row
+from kit.bench.session import Part, Row, Session, over, progress, row
 from kit.labs.split.config import SplitConfig, model_config
 from kit.world import World
 
 Config = dict[str, Any]
 Seconds = dict[str, list[float]]
-ONRANKS = "kit.bench.split.onranks"
+ONRANKS = "kit.bench.onranks.split"
 RANKS = 2
 WHOLE, IN_FIVE, MEMORY, METRICS = 1.02, 1.05, 1.01, 1.15
-LONG_ENOUGH = 0.3  # seconds of a step whose ratios say something
+LONG_ENOUGH = 0.3  # seconds; ratios of shorter steps are too noisy
 SLOW = 1800.0  # for a call that makes all turns, on a busy machine
 MIB = 2**20
 
@@ -61,14 +60,7 @@ class Sizes:
 
 
 SHORT = Job(size="tiny", layers=4, length=256, micro_batch=2)  # about a third of a second on two cores
-QUICK = Sizes(
-    job=SHORT,
-    pipeline=SHORT,
-    rounds=4,
-    peak_steps=1,
-    loss=(4, 2048),
-    loss_rounds=4,
-)
+QUICK = Sizes(job=SHORT, pipeline=SHORT, rounds=4, peak_steps=1, loss=(4, 2048), loss_rounds=4)
 
 
 def parts(sizes: Sizes, device: str) -> dict[str, Part]:
@@ -109,18 +101,13 @@ def asked(
     return slowest(answers), answers[0]
 
 
-def over_plain(what: str, seconds: Seconds, way: str, name: str, **about: Any) -> Row:
-    return row(f"{what}: {name} over plain", ratios(seconds[way], seconds["plain"]), unit="x", **about)
-
-
 def plain_rows(what: str, seconds: Seconds, apart: float) -> list[Row]:
     plain = seconds["plain"]
     note = f"losses and norms of all these steps are within {apart:.1g} of each other"
     if statistics.median(plain) < LONG_ENOUGH:
         note += f"; shorter than {LONG_ENOUGH:g} s: of little worth"
     times = row(f"{what}: a step", plain, who="plain", note=note)
-    control = row(f"{what}: plain over plain, the empty control", ratios(seconds["plain again"], plain), unit="x")
-    return [times, control]
+    return [times, over(f"{what}: plain over plain, the empty control", seconds["plain again"], plain)]
 
 
 def times(session: Session, *, job: Job, backend: str, rounds: int) -> list[Row]:
@@ -128,8 +115,10 @@ def times(session: Session, *, job: Job, backend: str, rounds: int) -> list[Row]
     what = f"{backend} dp{RANKS}, {job.describe()}"
     seconds, first = asked(session, what, "steps", job, {"backend": backend}, chunks=[1, 5], rounds=rounds)
     limits = {1: WHOLE, 5: IN_FIVE}
-    over = [over_plain(what, seconds, str(count), called(count), limit=limit) for count, limit in limits.items()]
-    return [*plain_rows(what, seconds, first["apart"]), *over]
+    return [
+        *plain_rows(what, seconds, first["apart"]),
+        *(over(f"{what}: {called(n)} over plain", seconds[str(n)], seconds["plain"], limit=limits[n]) for n in limits),
+    ]
 
 
 def bubbles(session: Session, *, job: Job, rounds: int) -> list[Row]:
@@ -146,7 +135,8 @@ def bubbles(session: Session, *, job: Job, rounds: int) -> list[Row]:
             f"bubbles of stages that take alike give {alike:.3f}, of these ({first:.0%} in the first) {unlike:.3f}; "
             "the step has reduction and update in it, which have none"
         )
-        made.append(over_plain(what, seconds, str(count), called(count), ceiling=alike, note=note))
+        about: Config = {"ceiling": alike, "note": note}
+        made.append(over(f"{what}: {called(count)} over plain", seconds[str(count)], seconds["plain"], **about))
     return made
 
 
@@ -172,11 +162,10 @@ def experts(session: Session, *, job: Job, rounds: int) -> list[Row]:
     layout = {"ep": RANKS, "experts": 4, "reduce": "mean"}
     seconds, answer = asked(session, what, "experts", job, layout, rounds=rounds)
     note = "{corrected} forward passes of a microbatch against {uncorrected}".format(**answer["passes"])
-    over = ratios(seconds["corrected"], seconds["uncorrected"])
     return [
         *plain_rows(what, seconds, answer["apart"]),
-        over_plain(what, seconds, "uncorrected", "uncorrected"),
-        row(f"{what}: corrected over uncorrected", over, unit="x", note=note),
+        over(f"{what}: uncorrected over plain", seconds["uncorrected"], seconds["plain"]),
+        over(f"{what}: corrected over uncorrected", seconds["corrected"], seconds["uncorrected"], note=note),
     ]
 
 
@@ -199,11 +188,8 @@ def peaks(what: str, seen: dict[str, list[float]]) -> list[Row]:
     mib = [value / MIB for value in seen["plain"]]
     return [
         row(what, mib, who="plain", unit="MiB", note="of the process that has most"),
-        row(f"{what}, plain over plain, the empty control", ratios(seen["plain again"], seen["plain"]), unit="x"),
-        *(
-            row(f"{what}, {called(count)} over plain", ratios(seen[str(count)], seen["plain"]), unit="x", limit=MEMORY)
-            for count in (1, 5)
-        ),
+        over(f"{what}, plain over plain, the empty control", seen["plain again"], seen["plain"]),
+        *(over(f"{what}, {called(n)} over plain", seen[str(n)], seen["plain"], limit=MEMORY) for n in (1, 5)),
     ]
 
 
@@ -218,6 +204,6 @@ def losses(session: Session, *, shape: tuple[int, int], rounds: int) -> list[Row
     for recipe, seconds in seen.items():
         bare = row("", [1e3 * value for value in seconds["bare"]])
         note = f"bare {bare.median:.2f} ms ({bare.low:.2f} to {bare.high:.2f})"
-        over = ratios(seconds["metrics"], seconds["bare"])
-        made.append(row(f"{what}, {recipe}: with metrics over bare", over, unit="x", limit=METRICS, note=note))
+        words = f"{what}, {recipe}: with metrics over bare"
+        made.append(over(words, seconds["metrics"], seconds["bare"], limit=METRICS, note=note))
     return made

@@ -1,7 +1,7 @@
 """`kit bench offload`: how fast a job's tensors leave the device and come back.
 
-The plain copies that a move is compared with are of the same bytes and take turns with it in the same processes. A ratio is
-of times: 1.43 times memcpy's time is 0.7 of its speed. Ranks import this package too, so that it asks for little.
+Plain copies of the same bytes take turns with each move in the same processes. A ratio is of times: 1.43 times memcpy's time is 0.7 of its
+speed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kit.bench.session import Part, Row, Session, progress, ratios, row, unmeasured
+from kit.bench.session import Part, Row, Session, over, progress, row, unmeasured
 from kit.errors import BadInput, KitError
 
 OUT, BACK, ON_CUDA = 1 / 0.7, 1 / 0.8, 1 / 0.8
@@ -60,7 +60,7 @@ def tensors(session: Session, model: str, *, trials: int, cycles: int) -> Iterat
             progress(f"tensors of {model}, {trial + 1} of {trials}")
             if trial:
                 world.restart()
-            seen += world.call("kit.bench.offload.onranks:tensors", size=model, cycles=cycles)
+            seen += world.call("kit.bench.onranks.release:tensors", size=model, cycles=cycles)
             yield from made(model, seen)
 
 
@@ -72,7 +72,7 @@ def saved(session: Session, model: str, *, trials: int, cycles: int) -> Iterator
         return
     seen: list[dict[str, Any]] = []
     with session.world(1, preload=("megatron.core",), timeout_s=600) as world:
-        if refused := world.call("kit.bench.offload.onranks:saver_refused")[0]:
+        if refused := world.call("kit.bench.onranks.release:saver_refused")[0]:
             yield Row(what=what, who=SAVER, note=refused)
             return
         for trial in range(trials):
@@ -80,7 +80,7 @@ def saved(session: Session, model: str, *, trials: int, cycles: int) -> Iterator
             if trial:
                 world.restart()
             try:
-                seen += world.call("kit.bench.offload.onranks:saved", size=model, cycles=cycles)
+                seen += world.call("kit.bench.onranks.release:saved", size=model, cycles=cycles)
             except KitError as error:
                 yield unmeasured(what, error, who=SAVER)
                 return
@@ -104,7 +104,7 @@ class Samples:
         return row(f"{self.what}: {what}", self.of(name), who=who, **about)
 
     def ratio(self, what: str, name: str, other: str, limit: float) -> Row:
-        return row(f"{self.what}: {what}", ratios(self.of(name), self.of(other)), unit="x", limit=limit)
+        return over(f"{self.what}: {what}", self.of(name), self.of(other), limit=limit)
 
     def common(self, one_by_one: str) -> list[Row]:
         refused = self.seen[0]["refused"]

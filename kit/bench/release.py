@@ -2,7 +2,7 @@
 
 Ways take turns, each in new ranks, since two of them leave groups behind. A time is that of the slowest rank; what was freed is the least
 of all ranks, and what is left at the end the most. Each row names the mechanism that made its communicators again, and a way is judged
-against ways with the same mechanism. Ranks import this package too, so it imports little.
+against ways with the same mechanism.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SOURCES = {
 }
 WORDS = dict(SOURCES.values())
 
-Seen = dict[str, Any]  # what one rank said of its cycles
+Seen = dict[str, Any]  # one rank's answer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,9 +70,7 @@ QUICK = Sizes(groups=(0, 40), more_ranks=(), trials=1, cycles=2)
 
 def parts(sizes: Sizes, _: str) -> dict[str, Part]:
     part = partial(side_by_side, trials=sizes.trials, cycles=sizes.cycles)
-    made: dict[str, Part] = {
-        f"groups.{total or 'own'}": partial(part, ranks=sizes.ranks, total=total) for total in sizes.groups
-    }
+    made: dict[str, Part] = {f"groups.{n or 'own'}": partial(part, ranks=sizes.ranks, total=n) for n in sizes.groups}
     return made | {f"ranks.{n}": partial(part, ranks=n, total=0, most_a_gpu=sizes.ranks) for n in sizes.more_ranks}
 
 
@@ -93,7 +91,7 @@ def side_by_side(
         if session.device == "cuda":
             ways.insert(ways.index(Way("official")), LIKE_EXACT)
         for way in WAYS:
-            if why := world.call("kit.bench.release.onranks:refused", mode=way.mode)[0]:
+            if why := world.call("kit.bench.onranks.release:refused", mode=way.mode)[0]:
                 broken.add(way)
                 yield unmeasured(what, why, who=way.name, ids={**about, "way": way.name})
         for trial, way in itertools.product(range(trials), ways):
@@ -103,7 +101,7 @@ def side_by_side(
             world.restart()
             asked: dict[str, Any] = {"mode": way.mode, "by_store": way.by_store}
             try:
-                answers = world.call("kit.bench.release.onranks:cycles", **asked, total=total, n=cycles)
+                answers = world.call("kit.bench.onranks.release:cycles", **asked, total=total, n=cycles)
             except KitError as error:
                 broken.add(way)
                 yield unmeasured(what, error, who=way.name, ids={**about, "way": way.name})
@@ -152,7 +150,7 @@ def seconds(answers: Sequence[Sequence[Seen]], part: str) -> list[float]:
 
 
 def turns(answers: Sequence[Sequence[Seen]]) -> list[tuple[Seen, ...]]:
-    """Of each cycle of each trial what every rank said."""
+    """For each cycle of each trial, what every rank answered."""
     return [turn for trial in answers for turn in zip(*(rank["cycles"] for rank in trial), strict=True)]
 
 
@@ -177,9 +175,8 @@ def table(made: Sequence[Row]) -> str:
     ]
     notes += [f"{one.who}, {one.what}: {one.note}" for one in made if one.note and one.ids.get("what") in {None, ROUND}]
     n = " to ".join(str(each) for each in sorted({line["release"].n for line in lines.values()}))
-    legend = (
-        f"Median, least and greatest, n = {n}; groups to memory: freed by a release / more at the end than at first."
-    )
+    legend = f"Median, least and greatest, n = {n}; groups to memory: "
+    legend += "freed by a release / more at the end than at first."
     return "\n".join([columns([heads, *cells], right=range(len(heads))), "", *([legend] if lines else []), *notes])
 
 

@@ -1,35 +1,114 @@
-"""Groups destroyed exactly and made anew inside their handles, seen from outside: descriptors, threads, driver, options, bits."""
+"""Tiny training jobs, a communicator that is suspended and resumed, groups that are rebuilt, a peer that does not come."""
 
 from __future__ import annotations
 
 import datetime as dt
 import gc
+import math
 import os
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from kit import nccl
 from kit.measure import counts
 from kit.measure.observers.births import facts
 from kit.measure.observers.tensors import digest
 from kit.measure.phase import timed
-from kit.preflight.onranks import device, finish, meet, sums
-from kit.preflight.onranks.memory import held
+from kit.preflight.onranks import device, finish, first_line, held, meet, sums
+
+
+def twice(*, layout: dict[str, Any], dtypes: list[str]) -> dict[str, Any]:
+    """Per number type two jobs of this layout on the same groups, two steps each; seconds of the groups, of a job and of a step."""
+    from kit.megatron import groups, model
+    from kit.megatron.config import ModelConfig
+
+    measured: dict[str, Any] = {"layout": timed(lambda: model.initialise(ModelConfig(layers=2, **layout)))}
+    for dtype in dtypes:
+        turns = [one(ModelConfig(layers=2, dtype=dtype, **layout)) for _ in range(2)]
+        first, second = (turn.pop("bits") for turn in turns)
+        apart = sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
+        measured[dtype] = {**turns[1], "tensors": len(first), "apart": apart[:3]}
+    groups.destroy("exact", timeout_s=10.0)
+    return measured
+
+
+def one(config: Any) -> dict[str, Any]:
+    """A job of two steps: its losses, gradient norms and tensors as bits, and the second step's seconds."""
+    from kit.megatron import model
+
+    start = time.perf_counter()
+    job = model.assemble(config, device())
+    finish()
+    built = time.perf_counter() - start
+    steps = job.step(1)
+    second = timed(lambda: steps.extend(job.step(1)))
+    numbers = {f"step {i} {name}": float(value).hex() for i, step in enumerate(steps) for name, value in step.items()}
+    bits = {**numbers, **job.hashes()}
+    finite = all(math.isfinite(value) for step in steps for value in step.values())
+    job.mover.close()
+    return {"bits": bits, "job": built, "step": second, "finite": finite, "loss": steps[-1]["loss"]}
+
+
+def experts() -> dict[str, Any]:
+    """One step of a job with four experts over two ranks."""
+    from kit.megatron import groups, model
+    from kit.megatron.config import ModelConfig
+
+    job = model.build(ModelConfig(layers=2, experts=4, ep=2))
+    (step,) = job.step(1)
+    job.mover.close()
+    groups.destroy("exact", timeout_s=10.0)
+    return {"loss": step["loss"], "finite": math.isfinite(step["loss"]) and math.isfinite(step["grad_norm"])}
+
+
+def suspended() -> dict[str, Any]:
+    """One communicator asleep and awake again; why not, where it cannot be."""
+    if device().type == "cpu":
+        return {"refused": "it needs a GPU, and these ranks work on the host"}
+    if why := nccl.no_suspend(nccl.running(), torch.__version__):
+        return {"refused": why}
+    group: Any = dist.new_group(list(range(dist.get_world_size())), backend="nccl")
+    before = sums(device(), group)
+    backend = group._get_backend(device())
+    try:
+        seen: dict[str, Any] = {"stats": [dict(backend.memory_stats())]}
+    except (AttributeError, RuntimeError) as error:  # a torch built for an older NCCL, or NCCL's memory manager is off
+        return {"refused": f"NCCL's memory statistics: {first_line(error)}"}
+    meet()
+    levels = [held()]
+    meet()
+    try:
+        seen["suspend"] = timed(backend.suspend)
+    except RuntimeError as error:
+        return {**seen, "error": first_line(error)}
+    meet()
+    levels.append(held())
+    seen["stats"].append(dict(backend.memory_stats()))
+    meet()
+    seen["resume"] = timed(backend.resume)
+    seen["right"] = before and sums(device(), group)
+    seen["freed"] = levels[0] - levels[1]
+    dist.destroy_process_group(group)
+    return seen
+
+
+# -- groups destroyed exactly and made anew inside their handles: descriptors, threads, driver, options, bits ----------
+
 
 MORE = "_MORE_FOR_THE_PREFLIGHT_GROUPS"  # a global among Megatron's own, so that a destroy finds what it holds
 NAMES = ("_TENSOR_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP")
 
 
-class Ten:
+class Ten(NamedTuple):
     """The groups of this rank, and what they were like at first."""
 
-    def __init__(self, made: list[Any]) -> None:
-        self.made = made
-        self.bits = [bits(group) for group in made]
-        self.options = [options(group) for group in made]
+    made: list[Any]
+    bits: list[str]
+    options: list[dict[str, Any]]
 
 
 _ten: Ten
@@ -52,7 +131,7 @@ def begin(*, n: int) -> dict[str, Any]:
     for name, group in zip(NAMES, made, strict=False):
         setattr(parallel_state(), name, group)
     setattr(parallel_state(), MORE, made[len(NAMES) :])
-    _ten = Ten(made)
+    _ten = Ten(made, [bits(group) for group in made], [options(group) for group in made])
     return {"without": before, "with": level(), "options": _ten.options[1]}
 
 

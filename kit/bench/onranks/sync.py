@@ -7,16 +7,22 @@ in it, its end is not. Pages, plans of copies and mappings stay from turn to tur
 
 from __future__ import annotations
 
+import tempfile
 import time
+import warnings
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from kit.bench.session import seconds_of, turn_by_turn
-from kit.bench.sync import gpus, others
+from kit.bench.sync import BACK, HOST, OUT, PEER, WITHIN, place_for
 from kit.errors import KitError
+from kit.measure import host
+from kit.measure.phase import timed
 from kit.megatron.config import GEOMETRIES
 from kit.sync.buckets import Bound, Layout, automatic, lay_out, live, specs_of, views
 from kit.sync.cache import LARGEST, SLOTS, Cache, Kept, Segment, starts
@@ -27,10 +33,14 @@ from kit.sync.transports.base import TransportContext
 from kit.train.plain import PlainModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kit.sync.link import Link
     from kit.sync.transports.base import Transport
+
+    Tensors = Mapping[tuple[str, int], torch.Tensor]
+    Named = dict[str, torch.Tensor]
+    Work = Callable[[], object]
 
 MIB = 2**20
 PAGE = 4096
@@ -42,14 +52,14 @@ COPYING = ("memcpy", "copies")  # they bring nothing
 
 
 def shapes_of(wanted: dict[str, Any]) -> list[tuple[int, ...]]:
-    """Of a model's parameters, or so many tensors of so many bytes; bfloat16."""
+    """Shapes of a model's parameters, or of `count` tensors of `each` bytes; bfloat16."""
     if "model" in wanted:
         return [tuple(each.shape) for each in PlainModel(GEOMETRIES[wanted["model"]], device="meta").parameters()]
     return [(wanted["each"] // 2,)] * wanted["count"]
 
 
 def weights(wanted: dict[str, Any], *, filled: bool) -> dict[tuple[str, int], torch.Tensor]:
-    """Tensors with memory of their own, whose pages are there: noise, or zeros."""
+    """Tensors with memory of their own and all pages populated: noise, or zeros."""
     noise = torch.randint(0, 256, (NOISE + PAGE,), dtype=torch.uint8)
     made: dict[tuple[str, int], torch.Tensor] = {}
     for number, shape in enumerate(shapes_of(wanted)):
@@ -136,8 +146,8 @@ class Bench:
         if name in plain:
             return plain[name]
         if name.startswith("file:"):
-            way = others.WAYS[name.removeprefix("file:")]
-            return partial(others.bring, way, self.tensors, self.links, sends=self.rank == 0)
+            way = FILES[name.removeprefix("file:")]
+            return partial(bring, way, self.tensors, self.links, sends=self.rank == 0)
         rest, _, mib = name.partition("@")
         kind, *extras = rest.split("+")
         algorithm = next((extra for extra in extras if extra not in EXTRAS), NONE)
@@ -160,15 +170,19 @@ class Bench:
     def copies(self) -> None:
         """One such copy on each end at the same time: the least for bytes that one end packs while the other applies them."""
         self.copy()
+        self.exchange({"kind": "copied"}, "copied")
+
+    def exchange(self, message: dict[str, Any], answer: str) -> None:
+        """Send to every other end, then wait for each of them."""
         for link in self.links.values():
-            link.send({"kind": "copied"})
+            link.send(message)
         for link in self.links.values():
-            link.expect("copied")
+            link.expect(answer)
 
     def copy(self) -> None:
         if self._copied is None:
             self._copied = torch.zeros(self.total, dtype=torch.uint8)
-        gpus.copy(self._copied, self.memory(self.total).tensor[: self.total])
+        copy(self._copied, self.memory(self.total).tensor[: self.total])
 
     def memory(self, size: int) -> Segment:
         if self.segment is None or self.segment.size < size:
@@ -217,11 +231,7 @@ class Bench:
     def finish(self, transport: Transport, digests: Digests | None) -> None:
         transport.flush()
         if digests:
-            table = digests.table()
-            for link in self.links.values():
-                link.send({"kind": "digests", "table": table})
-            for link in self.links.values():
-                link.expect("same")
+            self.exchange({"kind": "digests", "table": digests.table()}, "same")
 
     def receive(self, kind: str, size: int, algorithm: str, *, slots: int, kept: Kept | None) -> None:
         layout, sizes, _, bound = self.laid(size)
@@ -259,13 +269,6 @@ class Bench:
 
     # -- around them -------------------------------------------------------------------------------------------------------
 
-    def end_turn(self) -> None:
-        """The sender's end first."""
-        if self.rank == 0:
-            self.close_opened()
-        dist.barrier()
-        self.close_opened()
-
     def close_opened(self) -> None:
         opened, self.opened = self.opened, []
         for one in opened:
@@ -278,13 +281,10 @@ class Bench:
             if holder is not None:
                 holder.close()
 
-    def forget(self) -> None:
-        """What was received."""
-        for tensor in self.tensors.values() if self.rank else ():
-            tensor.zero_()
-
     def content(self) -> str:
-        return "" if not self.taking else str([digest(each, algorithms()[0]) for each in self.tensors.values()])
+        """A digest of all weights."""
+        text = str([digest(each, algorithms()[0]) for each in self.tensors.values()])
+        return digest(torch.tensor(list(text.encode()), dtype=torch.uint8), "sha256")
 
 
 def rates(*, shape: dict[str, Any], receivers: int, meeting: str, ways: Sequence[str], rounds: int) -> dict[str, Any]:
@@ -292,32 +292,32 @@ def rates(*, shape: dict[str, Any], receivers: int, meeting: str, ways: Sequence
     bench = Bench(shape, receivers, meeting)
     works = {name: bench.way(name) for name in ways}
     try:
-        seconds = turn_by_turn(ways, rounds, lambda name, turn: timed(bench, name, works[name], first=turn < 0))
+        seconds = turn_by_turn(ways, rounds, lambda name, turn: one_turn(bench, name, works[name], first=turn < 0))
     finally:
         bench.close()
     automatic = bench.laid(0).layout.bucket_bytes if bench.taking else 0
     return {"bytes": bench.total, "automatic": automatic, "seconds": seconds}
 
 
-def timed(bench: Bench, name: str, work: Callable[[], None], *, first: bool) -> float:
+def one_turn(bench: Bench, name: str, work: Callable[[], None], *, first: bool) -> float:
     if first:
-        bench.forget()
+        for tensor in bench.tensors.values() if bench.rank else ():  # what was received is forgotten
+            tensor.zero_()
     dist.barrier()
     start = time.perf_counter()
     if bench.taking:
         work()
     taken = time.perf_counter() - start
-    bench.end_turn()
+    if bench.rank == 0:  # the sender's end is the first to close
+        bench.close_opened()
+    dist.barrier()
+    bench.close_opened()
     if first and name not in COPYING:
         contents: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(contents, digest_of(bench.content()))
+        dist.all_gather_object(contents, bench.content())
         if len({contents[rank] for rank in bench.part}) > 1:
             raise KitError(f"{name} did not bring what was sent")
     return taken
-
-
-def digest_of(text: str) -> str:
-    return digest(torch.tensor(list(text.encode()), dtype=torch.uint8), "sha256")
 
 
 def hashing(*, each: int, count: int, rounds: int) -> dict[str, list[float]]:
@@ -325,9 +325,108 @@ def hashing(*, each: int, count: int, rounds: int) -> dict[str, list[float]]:
     if dist.get_rank():
         return {}
     tensors = weights({"each": each, "count": count}, filled=True).values()
-    total = sum(tensor.nbytes for tensor in tensors)
+    scale = 1e9 / sum(tensor.nbytes for tensor in tensors)
 
-    def timed(algorithm: str, _: int) -> float:
-        return seconds_of(lambda: [digest(tensor, algorithm) for tensor in tensors]) / total * 1e9
+    def taken(algorithm: str, _: int) -> float:
+        return scale * seconds_of(lambda: [digest(tensor, algorithm) for tensor in tensors])
 
-    return turn_by_turn(algorithms(), rounds, timed)
+    return turn_by_turn(algorithms(), rounds, taken)
+
+
+# -- through files: written whole by the sender, read and copied by receivers -------------------------------------------
+
+
+def write_library(folder: Path, tensors: Named) -> None:
+    library("safetensors.torch").save_file(tensors, folder / "model.safetensors")
+
+
+def read_library(folder: Path, into: Named) -> None:
+    with library("safetensors").safe_open(folder / "model.safetensors", framework="pt") as file:
+        for name, tensor in into.items():
+            tensor.copy_(file.get_tensor(name))
+
+
+def write_dcp(folder: Path, tensors: Named) -> None:
+    with warnings.catch_warnings(action="ignore"):  # that it works alone, which was asked for
+        library("torch.distributed.checkpoint").save(tensors, checkpoint_id=folder, no_dist=True)
+
+
+def read_dcp(folder: Path, into: Named) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        library("torch.distributed.checkpoint").load(into, checkpoint_id=folder, no_dist=True)
+
+
+def library(name: str) -> Any:
+    """What need not be installed, or is slow to load, or carries no types."""
+    return import_module(name)
+
+
+FILES: dict[str, tuple[Callable[[Path, Named], None], Callable[[Path, Named], None]]] = {
+    "safetensors": (write_library, read_library),
+    "dcp": (write_dcp, read_dcp),
+}
+
+
+def bring(way: tuple[Any, Any], tensors: Tensors, links: Mapping[str, Link], *, sends: bool) -> None:
+    """One sync: the sender's file lives until every receiver has read it."""
+    write, read = way
+    named = {name: tensor for (name, _), tensor in tensors.items()}
+    if not sends:
+        (link,) = links.values()
+        read(Path(link.expect("written")[0]["folder"]), named)
+        link.send({"kind": "read"})
+        return
+    size = sum(tensor.nbytes for tensor in named.values())
+    if not size:
+        raise KitError("there are no weights to write")
+    with tempfile.TemporaryDirectory(prefix="kit-bench-", dir=place_for(size)) as folder:
+        write(Path(folder), named)
+        for link in links.values():
+            link.send({"kind": "written", "folder": folder})
+        for link in links.values():
+            link.expect("read")
+
+
+# -- plain copies, which are the best that GPUs and the links between them can do -----------------------------------------
+
+
+def memcpy(size: int) -> Work:
+    """One copy between two places of host memory that are both there: of zeros the kernel would keep one page for all."""
+    source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
+    return lambda: copy(target, source)
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """The one copy by which the host is measured: all bytes at once, by the C library."""
+    host.libc.memcpy(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+
+def on_gpu(device: torch.device, size: int) -> dict[str, Work]:
+    """By name, each to be awaited by synchronising the device; `size` bytes a block, of which there are two and one a peer."""
+    here, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    works: dict[str, Work] = {
+        WITHIN: partial(other.copy_, here, non_blocking=True),
+        OUT: partial(pinned.copy_, here, non_blocking=True),
+        BACK: partial(here.copy_, pinned, non_blocking=True),
+    }
+    for number in range(torch.cuda.device_count()):
+        if number != device.index and torch.cuda.can_device_access_peer(device, number):
+            there = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", number))
+            works[f"{PEER} {number}"] = partial(there.copy_, here, non_blocking=True)
+            break  # one stands for the others: weights go to one receiver at a time
+    return works
+
+
+def seconds(works: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
+    """Turn by turn, each until the GPU is done; a copy to another GPU is this one's work."""
+    return turn_by_turn(list(works), rounds, lambda name, _: timed(works[name]))
+
+
+def measured(*, size: int, rounds: int, device: str) -> dict[str, list[float]]:
+    """Seconds for `size` bytes of everything there is here."""
+    where = torch.device(device)
+    works = {HOST: memcpy(size)}
+    if where.type == "cuda":
+        works |= on_gpu(where, size)
+    return seconds(works, rounds)

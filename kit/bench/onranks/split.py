@@ -1,8 +1,7 @@
-"""What `kit bench split` has its ranks do. What is compared works on the same job and the same rows, and takes turns within one loop."""
-
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,7 +61,7 @@ class Bench:
         return noise(count, self.config.length, wanted.geometry.vocab, dist.get_rank(split.data_group()), full=full)
 
     def way(self, name: str, data: Batch, chunks: int | None) -> Callable[[], None]:
-        """A whole step: plain, or in so many calls (0: a microbatch a call). The rows are cut beforehand."""
+        """A whole step: plain, or in `chunks` calls (0: one per microbatch). The rows are cut beforehand."""
         config, results = self.config, self.told.setdefault(name, [])
         if chunks is None:
             return lambda: results.append(self.plain.run(self.loss, data, config.batch, config.micro_batch))
@@ -128,7 +127,7 @@ def steps(*, job: dict[str, Any], chunks: list[int], rounds: int) -> dict[str, A
 
 
 def experts(*, job: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """The plain step, and the one in pieces: on rows that are all alike, and on rows whose experts' loss has to be corrected."""
+    """The plain step, and the one in pieces: on rows that are all alike, and on rows that need a correction of the experts' loss."""
     bench = Bench(SplitConfig(chunks=(1,), **job))
     alike, ragged = bench.data(full=True), bench.data()
     passes = 0
@@ -178,35 +177,26 @@ def losses(*, rows: int, length: int, rounds: int) -> dict[str, dict[str, list[f
     batch = {name: value.to(device) for name, value in noise(rows, length + 1, 1000, 0).items()}
     current = (batch["prev_logprobs"][:, 1:] + 0.1).requires_grad_()
 
-    def run(loss: Any) -> Callable[[], None]:
-        def work() -> None:
-            for _ in range(AT_ONCE):
-                current.grad = None
-                value, _ = loss(current, batch, tokens=1000.0, sequences=8.0)
-                value.backward()
-
-        return work
-
     logits = torch.randn(rows * length, WORDS, device=device).requires_grad_()
     said = batch["input_ids"][:, 1:].flatten()
 
-    def from_logits(loss: Any) -> Callable[[], None]:
-        def work() -> None:
-            logits.grad = None
-            spoken = -functional.cross_entropy(logits, said, reduction="none").view(rows, length)
-            value, _ = loss(spoken, batch, tokens=1000.0, sequences=8.0)
+    def spoken() -> torch.Tensor:
+        return -functional.cross_entropy(logits, said, reduction="none").view(rows, length)
+
+    def passes(loss: Any, leaf: torch.Tensor, logprobs: Callable[[], torch.Tensor], n: int) -> None:
+        for _ in range(n):
+            leaf.grad = None
+            value, _ = loss(logprobs(), batch, tokens=1000.0, sequences=8.0)
             value.backward()
 
-        return work
-
-    ways = ("bare", "metrics")
+    kinds: dict[str, tuple[Recipe, torch.Tensor, Callable[[], torch.Tensor], int]]
+    kinds = {str(recipe): (recipe, current, lambda: current, AT_ONCE) for recipe in RECIPES}
+    kinds[f"grpo from logits of {WORDS} words"] = ("grpo", logits, spoken, 1)
     seen = {}
-    for recipe in RECIPES:
-        works = {name: run(loss_of(recipe, metrics=name == "metrics")) for name in ways}
-        taken = turns(works, rounds)
-        seen[str(recipe)] = {name: [each / AT_ONCE for each in seconds] for name, seconds in taken.items()}
-    works = {name: from_logits(loss_of("grpo", metrics=name == "metrics")) for name in ways}
-    seen[f"grpo from logits of {WORDS} words"] = turns(works, rounds)
+    for name, (recipe, leaf, logprobs, n) in kinds.items():
+        ways = {way: loss_of(recipe, metrics=way == "metrics") for way in ("bare", "metrics")}
+        taken = turns({way: partial(passes, loss, leaf, logprobs, n) for way, loss in ways.items()}, rounds)
+        seen[name] = {way: [each / n for each in seconds] for way, seconds in taken.items()}
     return seen
 
 

@@ -1,4 +1,4 @@
-"""What ranks do for `kit bench world`. Functions import what they need."""
+"""What ranks do for benches. Here: for `kit bench world`, which times starts, so these functions import what they need themselves."""
 
 from __future__ import annotations
 
