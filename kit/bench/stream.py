@@ -174,7 +174,7 @@ def learns(session: Session, sizes: Sizes) -> Iterator[Row]:
 
 
 def ledger_of(run: Run) -> Ledger:
-    from kit.labs.stream.ledgers import ledger  # here, as what tables are made of is not the ranks' to have
+    from kit.labs.stream.checks import ledger  # here, as what tables are made of is not the ranks' to have
 
     rows = ledger(run.frame(), "stream")
     assert rows is not None  # a run that broke has raised

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput, KitError
 from kit.loop.messages import Event, listed
-from kit.stream.samplers import NO_TARGET, refuse_lacking
+from kit.stream.settings import NO_TARGET, refuse_lacking
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Where the time of each optimizer step went, from the rows of a ledger as they come. The parts add up to the whole.
+"""Where the time of each optimizer step went, from the rows of a ledger as they come, and how far the policy moved. The parts add up.
 
 At any time the loop does one thing: what the trainer was asked first and has not answered (training or log-probabilities), else a sync,
 else it waits for generation, which is what `exposed_generation` counts. `replicas_idle` is the replicas' mean time without a request.
@@ -6,16 +6,13 @@ else it waits for generation, which is what `exposed_generation` counts. `replic
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
-from kit.loop.messages import Event
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from kit.loop.ledger import Ledger, Row
-    from kit.loop.messages import Command, Id
+from kit.loop.ledger import Ledger, Row
+from kit.loop.messages import Command, Event, Id
 
 PARTS = ("training", "logprobs", "sync", "exposed_generation")
 TRAINER = {"begin": "training", "microbatch": "training", "finish": "training", "logprobs": "logprobs"}
@@ -114,3 +111,18 @@ class Log:
 
     def take(self) -> Iterable[Event]:
         return ()
+
+
+def drifted(differences: Sequence[float]) -> dict[str, float]:
+    """Of tokens with these differences, the trainer's log-probability minus the engine's.
+
+    `drift_ratio` is the mean importance weight, `drift_kl` the estimate of KL(engine, trainer) that is never below 0.
+    """
+    count = len(differences)
+    ratios = [math.exp(min(one, 700.0)) for one in differences]
+    return {
+        "drift_mean": math.fsum(differences) / count,
+        "drift_mismatch": math.fsum(map(abs, differences)) / count,
+        "drift_ratio": math.fsum(ratios) / count,
+        "drift_kl": math.fsum(ratio - 1 - one for ratio, one in zip(ratios, differences, strict=True)) / count,
+    }

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from kit.loop.ledger import NOTES
 from kit.loop.messages import Command, Id, Map
-from kit.stream.samplers import NO_TARGET, View
+from kit.stream.settings import NO_TARGET, View
 
 if TYPE_CHECKING:
-    from kit.stream.samplers import Sampler
-    from kit.stream.settings import Settings
+    from kit.stream.settings import Sampler, Settings
 
 WAITING, RUNNING, CANCELLING, DONE = "waiting", "running", "cancelling", "done"
 UNPUBLISHED = -1

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from kit.errors import KitError
 from kit.loop.messages import Event, Map, listed, numbers
-from kit.stream.generation import hold
-from kit.stream.groups import doom, end, fail, leave, put_back
-from kit.stream.samplers import NO_TARGET
+from kit.stream.generation import doom, end, fail, hold, leave, put_back
+from kit.stream.settings import NO_TARGET
 from kit.stream.state import Owed, Step
 
 if TYPE_CHECKING:

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from kit.errors import BadInput
-from kit.loop.clock import RealClock, Simulated, VirtualClock
 from kit.loop.ledger import File, Memory, Row, read, turns
 from kit.loop.messages import Command, Event
-from kit.loop.replay import replay, replay_rows
-from kit.loop.runner import Runner, Stalled
+from kit.loop.runner import RealClock, Runner, Simulated, Stalled, VirtualClock, replay, replay_rows
 
 
 class Asks:

@@ -6,7 +6,7 @@ import pytest
 
 from kit.errors import BadInput
 from kit.loop.messages import Command, Event
-from kit.loop.replay import replay
+from kit.loop.runner import replay
 from kit.share.core import Scheduler
 from kit.share.member import Member
 from kit.share.planner import Share, View

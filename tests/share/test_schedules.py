@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.loop.messages import Event
-from kit.loop.replay import replay, replay_rows
+from kit.loop.runner import replay, replay_rows
 from kit.share.core import Scheduler
 from kit.share.state import Settings, State
 from tests.share.chaos import Chaos, check_state, rows_of, violations

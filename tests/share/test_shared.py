@@ -9,8 +9,7 @@ import pytest
 
 from kit.errors import BadInput
 from kit.loop.messages import Event
-from kit.loop.replay import replay_rows
-from kit.loop.runner import Runner
+from kit.loop.runner import Runner, replay_rows
 from kit.results.verdict import Missing, NotMeasured
 from kit.share.broken import FAULTS, switched_on
 from kit.share.judge import CHECKS, Ledger, pipeline_rows

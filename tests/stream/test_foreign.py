@@ -12,7 +12,7 @@ import pytest
 from kit.errors import BadInput
 from kit.loop.ledger import Memory
 from kit.loop.messages import Event
-from kit.loop.replay import replay_rows
+from kit.loop.runner import replay_rows
 from kit.stream.core import Controller, resume_from
 from kit.stream.foreign import Buffer, Foreign
 from kit.stream.settings import Settings

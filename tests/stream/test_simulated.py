@@ -11,18 +11,14 @@ from typing import Any
 import pytest
 
 from kit.errors import BadInput
-from kit.loop.clock import VirtualClock
 from kit.loop.ledger import File, Memory
 from kit.loop.messages import Command, Event
-from kit.loop.replay import replay_rows
-from kit.loop.runner import Runner, Stalled
+from kit.loop.runner import Runner, Stalled, VirtualClock, replay_rows
 from kit.stream import what_if
 from kit.stream.core import Controller, resume_from
-from kit.stream.forecast import forecast, measured
 from kit.stream.meter import Log, Meter
-from kit.stream.samplers import SAMPLERS
-from kit.stream.settings import Settings
-from kit.stream.simulated import ADDRESSES, Durations, System, drawn_length, simulate
+from kit.stream.settings import SAMPLERS, Settings
+from kit.stream.simulated import ADDRESSES, Durations, System, drawn_length, forecast, measured, simulate
 
 PLAIN = Settings(steps=5, previous="off")
 EVEN = Durations(token_s=0.01, span=10, length=lambda group, sample: 10, train_s=0.4, finish_s=0.0, sync_s=0.0)

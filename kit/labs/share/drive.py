@@ -21,10 +21,9 @@ from kit.labs.share.ports import Clock, Devices, Live, Ranks, every, started
 from kit.labs.stream import drive as stream
 from kit.labs.stream.config import settings
 from kit.labs.stream.ports import ReplicaPort, SyncPort, TrainerPort, name_of
-from kit.loop.clock import RealClock
 from kit.loop.ledger import Row
 from kit.loop.messages import Event
-from kit.loop.runner import Runner
+from kit.loop.runner import RealClock, Runner
 from kit.share import core
 from kit.share.member import Member
 from kit.share.own import Own

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 from kit.labs.stream.ports import TRAINER, TrainerPort
 from kit.loop.messages import Event, listed, numbers
-from kit.stream import core, generation, groups, training
-from kit.stream.samplers import SAMPLERS, Sampler, View
+from kit.stream import core, generation, training
+from kit.stream.settings import SAMPLERS, Sampler, View
 from kit.stream.state import DONE, RUNNING, Group, Owed, State, Step, Turn
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def oldest_makes_room(t: Turn) -> bool:
     """A full buffer drops its oldest complete group and tells nobody."""
     complete = [group for group in t.buffer.values() if group.order >= 0]
     if len(t.buffer) >= t.settings.places and complete:
-        groups.leave(t, complete[0])
+        generation.leave(t, complete[0])
     return len(t.buffer) < t.settings.places
 
 
@@ -92,9 +92,9 @@ LOST_EVERY = 5
 def loses_some(t: Turn, group: Group) -> None:
     """The task of every fifth group crashes when it is complete. Another group takes its part; it never ends."""
     if group.id % LOST_EVERY:
-        groups.complete(t, group)
+        complete(t, group)
     else:
-        groups.leave(t, group)
+        generation.leave(t, group)
         t.owed += (Owed(group.target),)
 
 
@@ -106,11 +106,10 @@ def gives_up_the_last(t: Turn, event: Event) -> None:
     if group is not None and group.order < 0 and len(left) == 1:
         generation.load(t, group.samples[left[0]].replica, -1)
         t.do("cancel", "replica", group=group.id, sample=left[0], replica=group.samples[left[0]].replica)
-        groups.complete(t, group.put(left[0], status=DONE))
+        generation.complete(t, group.put(left[0], status=DONE))
 
 
-give_up_attempt = generation.give_up_attempt
-leave = groups.leave
+give_up_attempt, complete = generation.give_up_attempt, generation.complete
 
 
 def forgets_the_attempt(t: Turn, group: Group, number: int) -> None:
@@ -129,7 +128,7 @@ def requeues(t: Turn) -> None:
     hold(t)
     for group in list(t.buffer.values()):
         if group.order < 0 and group.ends is None and t.version < t.last:
-            groups.doom(t, group, "aborted", f"unfinished at version {t.version}")
+            generation.doom(t, group, "aborted", f"unfinished at version {t.version}")
             t.owed += (Owed(group.target),)
 
 
@@ -274,7 +273,7 @@ def never_stuck(_: Turn) -> bool:
 
 
 def ends_with_the_logger(t: Turn, event: Event) -> None:
-    groups.fail(t, f"the logger raised: {event.why}")
+    generation.fail(t, f"the logger raised: {event.why}")
 
 
 SWAPS: Mapping[str | None, tuple[Swap, ...]] = {
@@ -286,7 +285,7 @@ SWAPS: Mapping[str | None, tuple[Swap, ...]] = {
     "lost-group": (Swap(generation, "complete", loses_some),),
     "partial-group": (handles("completed", gives_up_the_last),),
     "uncounted-partial": (Swap(generation, "give_up_attempt", forgets_the_attempt),),
-    "slot-leak": (Swap(groups, "leave", keeps_the_slot),),
+    "slot-leak": (Swap(generation, "leave", keeps_the_slot),),
     "discard-and-requeue": (Swap(training, "hold", requeues),),
     "freshest-first-starves": (sampler("ready-first", selects=freshest_first),),
     "waits-for-all": (Swap(training, "limits", waits_for_all),),

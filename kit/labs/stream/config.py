@@ -10,8 +10,7 @@ from kit.errors import BadInput
 from kit.labs.definition import Role, Step
 from kit.labs.options import JobConfig, Option, check_fits, model_of
 from kit.megatron.config import ModelConfig, check, model_bytes
-from kit.stream.samplers import SAMPLERS, refuse_lacking
-from kit.stream.settings import Settings, refusals
+from kit.stream.settings import SAMPLERS, Settings, refusals, refuse_lacking
 from kit.target import load_callable
 
 DRIVER = "kit.labs.stream.drive"
@@ -206,7 +205,7 @@ def replica_names(config: StreamConfig) -> list[str]:
 def roles(config: StreamConfig) -> tuple[Role, ...]:
     """The trainer in World 0, each replica in the next one. Without work all ranks are alike."""
     if config.simulated:
-        return (Role(name="idle", ranks=tuple(range(config.ranks)), phases="kit.labs.stream.ranks.idle:Idle"),)
+        return (Role(name="idle", ranks=tuple(range(config.ranks)), phases="kit.labs.stream.ranks:Idle"),)
     first, size = config.trainer_ranks, config.infer_tp
     replicas = [
         Role(

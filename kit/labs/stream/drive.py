@@ -20,17 +20,15 @@ from kit.errors import KitError
 from kit.labs.stream import broken
 from kit.labs.stream.config import replica_names, settings
 from kit.labs.stream.ports import TRAINER, Ranks, ReplicaPort, SyncPort, TrainerPort, name_of, number_of
-from kit.loop.clock import RealClock
 from kit.loop.ledger import Row
 from kit.loop.messages import Command, Event, listed
-from kit.loop.runner import Runner
+from kit.loop.runner import RealClock, Runner
 from kit.results.records import new_row
 from kit.stream.core import Controller, resume_from
-from kit.stream.forecast import measured, pace, rows_of
 from kit.stream.foreign import Foreign
 from kit.stream.meter import Log, Meter, Watched
 from kit.stream.settings import opening
-from kit.stream.simulated import simulate
+from kit.stream.simulated import measured, pace, rows_of, simulate
 from kit.target import load_callable
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kit.results import Measured, Missing, NotMeasured, Unjudged, with_ids
-from kit.stream.drift import drifted
+from kit.stream.meter import drifted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

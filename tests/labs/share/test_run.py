@@ -15,7 +15,7 @@ import kit
 from kit.labs.share.config import PIPELINES, ShareConfig
 from kit.labs.share.drive import clusters, controller, scheduler
 from kit.loop.ledger import Row, read
-from kit.loop.replay import replay_rows
+from kit.loop.runner import replay_rows
 from kit.share import judge
 from kit.share.member import Member
 from kit.stream.judge import CHECKS

@@ -11,10 +11,9 @@ from unittest.mock import patch
 
 from kit.labs.stream.config import trainer_model
 from kit.labs.stream.ranks import trainer
-from kit.labs.stream.ranks.advantage import advantages
 from kit.labs.stream.ranks.oracle import Oracle
 from kit.labs.stream.ranks.replica import Happened, Replica, name_of
-from kit.labs.stream.ranks.rows import Key
+from kit.labs.stream.ranks.side import Key, advantages
 from kit.labs.stream.ranks.trainer import Trainer
 from kit.megatron.generate import Engine, PrefixCache, Span, distribution, pick
 from kit.train.draws import uniform
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from kit.labs.rankside import Context
-    from kit.labs.stream.ranks.rows import Row
+    from kit.labs.stream.ranks.side import Row
     from kit.megatron.generate import Answer, AtSync, Ended, Flight, Prefix, Request
     from kit.train.batch import Batch
 

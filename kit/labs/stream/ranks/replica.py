@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from kit.labs import rankside
 from kit.labs.stream.config import replica_model
-from kit.labs.stream.ranks.rows import Key, Outbox, Row
-from kit.labs.stream.ranks.side import DIGEST, base_weights, rest, rows_of, syncs_of
+from kit.labs.stream.ranks.side import DIGEST, Key, Outbox, Row, base_weights, rest, rows_of, syncs_of
 from kit.megatron import serve, shards
 from kit.megatron.generate import Engine, Request
 from kit.megatron.groups import destroy

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.stream.config import replica_names, settings, trainer_model
-from kit.labs.stream.ranks.advantage import advantages
-from kit.labs.stream.ranks.oracle import Oracle
-from kit.labs.stream.ranks.recomputed import Fed, advantage_errors, drift, previous_error, recorded_error
-from kit.labs.stream.ranks.rows import Inbox, Key
+from kit.labs.stream.ranks.oracle import Fed, Oracle, advantage_errors, drift, previous_error, recorded_error
 from kit.labs.stream.ranks.side import (
     DIGEST,
+    Inbox,
+    Key,
+    advantages,
     base_weights,
     layout_of,
     optimizer_settings,
@@ -37,7 +37,7 @@ from kit.labs.stream.ranks.side import (
 from kit.measure.steps import log_steps
 from kit.megatron import model, score, shards, tensors
 from kit.megatron.groups import destroy, snapshot
-from kit.stream.drift import drifted
+from kit.stream.meter import drifted
 from kit.sync import hashes
 from kit.sync.cache import BASE, Cache
 from kit.sync.link import Listener
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kit.labs.rankside import Context
-    from kit.labs.stream.ranks.rows import Row
+    from kit.labs.stream.ranks.side import Row
     from kit.train.protocol import Split
 
 
