@@ -14,16 +14,16 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kit.errors import BadInput, KitError
-from kit.loop.ledger import BEGINS, NOTES, Ledger, Memory, Row, command_row, event_row, turns
-from kit.loop.messages import Command, Event
+from kit.loop.messages import NOTES, Command, Event, Ledger, Memory, Row, command_row, event_row
 
 Answer = Callable[[Command], Iterable[tuple[float, Event]]]
 
 S = TypeVar("S")
 ITSELF = "runner"
+BEGINS = "begins"  # the row before the commands with which a core begins
 
 
 class Core(Protocol[S]):
@@ -259,34 +259,3 @@ class Simulated:
     def take(self) -> Iterable[Event]:
         arrived, self.arrived = self.arrived, []
         return arrived
-
-
-class Difference(NamedTuple):
-    """The turn (from 0) in which a core gave other commands than the ledger has."""
-
-    turn: int
-    core: str
-    event: Event | None
-    recorded: tuple[Command, ...]
-    replayed: tuple[Command, ...]
-
-
-def replay(core: Core[Any], events: Iterable[Event]) -> tuple[Any, list[Command]]:
-    """The state after the events, and every command on the way."""
-    state, first = core.begin()
-    commands = list(first)
-    for event in events:
-        state, more = core.step(state, event)
-        commands += more
-    return state, commands
-
-
-def replay_rows(cores: Mapping[str, Core[Any]], rows: Iterable[Row]) -> Difference | None:
-    """Compare a ledger with what the cores do with its events. None: every command is the same, in the same order."""
-    states: dict[str, Any] = {}
-    for number, (name, event, recorded) in enumerate(turns(rows)):
-        core = cores[name]
-        states[name], found = core.begin() if event is None else core.step(states[name], event)
-        if tuple(recorded) != tuple(found):
-            return Difference(number, name, event, tuple(recorded), tuple(found))
-    return None

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kit.loop.ledger import Memory
-from kit.loop.messages import Command, Event, numbers
+from kit.loop.messages import Command, Event, Memory, numbers
 from kit.loop.runner import Runner, Simulated, Stalled, VirtualClock
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from kit.stream.settings import NO_TARGET, refuse_lacking
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Sequence
 
-    from kit.loop.ledger import Row
-    from kit.loop.messages import Command
+    from kit.loop.messages import Command, Row
     from kit.stream.settings import Resume, Settings
 
 WINDOWS = ("max_staleness_versions", "max_lookahead_versions", "window")

@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from kit.loop.ledger import Ledger, Row
-from kit.loop.messages import Command, Event, Id
+from kit.loop.messages import Command, Event, Id, Ledger, Row
 
 PARTS = ("training", "logprobs", "sync", "exposed_generation")
 TRAINER = {"begin": "training", "microbatch": "training", "finish": "training", "logprobs": "logprobs"}

@@ -20,8 +20,7 @@ from statistics import median
 from typing import Any
 
 from kit.errors import BadInput
-from kit.loop.ledger import Memory, Row, read
-from kit.loop.messages import Command, Event, numbers
+from kit.loop.messages import Command, Event, Memory, Row, numbers, read
 from kit.loop.runner import Core, Port, Runner, Simulated, VirtualClock
 from kit.results.records import PATTERN
 from kit.stream.core import Controller
@@ -314,7 +313,7 @@ def simulate(
 
 def rows_of(folder: Path, phase: str | None) -> list[Row]:
     """The ledger of a loop in a run's folder."""
-    return [row for path in sorted(folder.glob(PATTERN)) for row in read(path, phase)[0]]
+    return [row for path in sorted(folder.glob(PATTERN)) for row in read(path, phase)]
 
 
 def forecast(rows: Iterable[Row], **changes: Any) -> Simulation:

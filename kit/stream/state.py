@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import FrozenInstanceError, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kit.loop.ledger import NOTES
-from kit.loop.messages import Command, Id, Map
+from kit.loop.messages import NOTES, Command, Id, Map
 from kit.stream.settings import NO_TARGET, View
 
 if TYPE_CHECKING:

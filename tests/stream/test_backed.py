@@ -11,8 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from kit.errors import BadInput
-from kit.loop.ledger import Memory, command_row
-from kit.loop.messages import Command, Event, listed, numbers
+from kit.loop.messages import Command, Event, Memory, command_row, listed, numbers
 from kit.stream.core import Controller
 from kit.stream.history import Ledger
 from kit.stream.judge import CHECKS

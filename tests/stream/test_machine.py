@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import settings as effort
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from kit.loop.runner import replay
 from kit.stream.core import Controller
 from kit.stream.settings import SAMPLERS, Settings
+from tests.loop.replaying import replay
 from tests.stream.chaos import Chaos, Play
 
 EXAMPLES = 1500

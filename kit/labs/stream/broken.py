@@ -297,10 +297,7 @@ SWAPS: Mapping[str | None, tuple[Swap, ...]] = {
         Swap(training, "finish", clears_with_the_finish),
         Swap(training, "on_finished", cleared_already),
     ),
-    "clear-fails-after-finish": (
-        Swap(training, "bump", no_bump),
-        Swap(training, "on_cleared", bumps_when_cleared),
-    ),
+    "clear-fails-after-finish": (Swap(training, "bump", no_bump), Swap(training, "on_cleared", bumps_when_cleared)),
     "resumes-too-early": (handles("published", resumes_with_the_first),),
     "caught-up-too-late": (Swap(training, "log", logs_the_version_before),),
     "blocks-the-loop": (Swap(TrainerPort, "send", waits_for_the_trainer),),

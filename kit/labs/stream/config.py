@@ -78,10 +78,7 @@ class StreamConfig(JobConfig):
     temperature: Annotated[float, Option("sampling temperature", low=0.05, high=10)] = 1.0
     answer: Annotated[
         tuple[int, ...], Option("fewest and most tokens of an answer; the minimum of each sample is drawn between them")
-    ] = (
-        4,
-        20,
-    )
+    ] = (4, 20)
     numbers: Annotated[int, Option("the numbers in a prompt are below this", low=1, high=10)] = 10
     decode: Annotated[int, Option("tokens that a replica decodes before it takes new orders", low=1, high=4096)] = 4
     lr: Annotated[float, Option("learning rate", low=1e-8, high=1)] = 1e-3

@@ -20,8 +20,7 @@ from kit.errors import KitError
 from kit.labs.stream import broken
 from kit.labs.stream.config import replica_names, settings
 from kit.labs.stream.ports import TRAINER, Ranks, ReplicaPort, SyncPort, TrainerPort, name_of, number_of
-from kit.loop.ledger import Row
-from kit.loop.messages import Command, Event, listed
+from kit.loop.messages import Command, Event, Row, listed
 from kit.loop.runner import RealClock, Runner
 from kit.results.records import new_row
 from kit.stream.core import Controller, resume_from

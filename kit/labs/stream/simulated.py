@@ -15,8 +15,7 @@ from kit.errors import KitError
 from kit.labs.stream import broken
 from kit.labs.stream.config import settings
 from kit.labs.stream.drive import PIPELINE, broken_logger, own_sampler
-from kit.loop.ledger import Memory, Row
-from kit.loop.messages import Event
+from kit.loop.messages import Event, Memory, Row
 from kit.loop.runner import Port, Runner, VirtualClock
 from kit.results.records import new_row
 from kit.stream import core

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pandas as pd
 
-from kit.loop.ledger import Row
+from kit.loop.messages import Row
 from kit.results import NotMeasured, with_ids
 from kit.results.records import NOTEBOOK
 from kit.stream.meter import PARTS, TRAINER, Meter

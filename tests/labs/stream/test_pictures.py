@@ -18,7 +18,7 @@ from kit.labs.stream.config import StreamConfig, settings
 from kit.labs.stream.pictures import WHAT_IF
 from kit.labs.stream.pictures.lanes import pack
 from kit.labs.stream.tokens import drift
-from kit.loop.ledger import Row
+from kit.loop.messages import Row
 from kit.results import NotMeasured, Record, create_run
 from kit.stream.meter import drifted
 from kit.stream.simulated import Durations, pace, simulate

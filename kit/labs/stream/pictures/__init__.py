@@ -18,7 +18,7 @@ from kit.draw.plots import Pictures, Plot, RunData, Scene, Table, WhatIf
 from kit.draw.style import LINES, Theme
 from kit.labs.stream import tables, tokens
 from kit.labs.stream.pictures.lanes import height, versions
-from kit.loop.ledger import Row
+from kit.loop.messages import Row
 from kit.results import NotMeasured, Run, Unjudged
 from kit.results.units import ROW, counted, time_unit
 from kit.stream.meter import PARTS
@@ -272,12 +272,7 @@ def line(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-WHAT_IF = WhatIf(
-    title="What if",
-    names={"sampler": (*SAMPLERS,)},
-    numbers={"window": (0, WIDEST)},
-    prepare=prepare,
-)
+WHAT_IF = WhatIf(title="What if", names={"sampler": (*SAMPLERS,)}, numbers={"window": (0, WIDEST)}, prepare=prepare)
 
 
 def measured(table: Callable[..., pd.DataFrame]) -> Callable[[RunData], bool]:

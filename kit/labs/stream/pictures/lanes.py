@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kit.draw.plots import RunData, Scene
     from kit.draw.style import Theme
-    from kit.loop.ledger import Row
+    from kit.loop.messages import Row
 
 REPLICAS = 8  # as many have lanes, the first ones
 LANE = (0.022, 0.11)  # inches for a request of a replica
