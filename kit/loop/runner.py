@@ -37,7 +37,8 @@ class Port(Protocol):
     """Carries out commands. It answers at once, or later when it is asked what has arrived; neither call waits."""
 
     def send(self, command: Command) -> Iterable[Event]: ...
-    def take(self) -> Iterable[Event]: ...
+    def take(self) -> Iterable[Event]:
+        return ()
 
 
 class Clock(Protocol):

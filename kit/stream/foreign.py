@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kit.errors import BadInput, KitError
-from kit.loop.messages import Event, listed
-from kit.stream.settings import NO_TARGET, refuse_lacking
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable, Sequence
-
-    from kit.loop.messages import Command, Row
-    from kit.stream.settings import Resume, Settings
+from kit.loop.messages import Command, Event, Row, listed
+from kit.stream.settings import NO_TARGET, Resume, Settings, refuse_lacking
 
 WINDOWS = ("max_staleness_versions", "max_lookahead_versions", "window")
 TICK_S = 1.0  # by how much the sampler's clock moves with each poll

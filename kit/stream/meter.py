@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from kit.loop.messages import Command, Event, Id, Ledger, Row
+from kit.loop.runner import Port
 
 PARTS = ("training", "logprobs", "sync", "exposed_generation")
 TRAINER = {"begin": "training", "microbatch": "training", "finish": "training", "logprobs": "logprobs"}
@@ -68,6 +69,24 @@ class Meter:
             self._seconds["replicas_idle"] += passed * list(self._loads.values()).count(0) / len(self._loads)
 
 
+def spent(rows: Iterable[Row]) -> dict[str, float]:
+    """The seconds of a whole ledger."""
+    meter = Meter()
+    for row in rows:
+        meter.see(row)
+    return meter.take()
+
+
+def syncs(rows: Iterable[Row]) -> Iterator[tuple[float, float]]:
+    """Start and end of each sync that ended."""
+    began: dict[Id, float] = {}
+    for row in rows:
+        if row.name == "sync_begin":
+            began[row.ids["version"]] = row.time
+        elif row.name == "synced" and row.ids["version"] in began:
+            yield began.pop(row.ids["version"]), row.time
+
+
 class Watcher(Protocol):
     def see(self, row: Row) -> None: ...
 
@@ -88,7 +107,7 @@ class Watched:
         self.ledger.flush()
 
 
-class Log:
+class Log(Port):
     """The port "log": a step's counts and times go to a logger with prefixes, under the version after the step, and into the ledger."""
 
     def __init__(self, meter: Meter, logger: Callable[[dict[str, float], int], object]) -> None:
@@ -100,16 +119,13 @@ class Log:
         counts = {name: float(value) for name, value in command.ids if name not in ("step", "version")}
         values = {f"train/{name}": value for name, value in counts.items()}
         values |= {f"timing/{name}": value for name, value in seconds.items()}
-        at: Mapping[str, Id] = {"step": command.step, "version": command.version, "update": command.update}
-        spelled = {f"s_{name}": repr(value) for name, value in seconds.items()}
+        ids: dict[str, Id] = {name: command[name] for name in ("step", "version", "update")}
+        ids |= {f"s_{name}": repr(value) for name, value in seconds.items()}
         try:
             self.logger(values, command.version)
         except Exception as error:  # noqa: BLE001 - a logger never ends training
-            return [Event("logger_failed", command.pipeline, **at, why=f"{type(error).__name__}: {error}", **spelled)]
-        return [Event("logged", command.pipeline, **at, **spelled)]
-
-    def take(self) -> Iterable[Event]:
-        return ()
+            return [Event("logger_failed", command.pipeline, **ids, why=f"{type(error).__name__}: {error}")]
+        return [Event("logged", command.pipeline, **ids)]
 
 
 def drifted(differences: Sequence[float]) -> dict[str, float]:

@@ -10,6 +10,7 @@ does between two calls takes no time.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections import defaultdict
@@ -23,14 +24,14 @@ from kit.errors import BadInput
 from kit.loop.messages import Command, Event, Memory, Row, numbers, read
 from kit.loop.runner import Core, Port, Runner, Simulated, VirtualClock
 from kit.results.records import PATTERN
-from kit.stream.core import Controller
+from kit.stream.core import TRAINERS, Controller
 from kit.stream.foreign import Foreign
-from kit.stream.meter import Log, Meter, Watched, Watcher
+from kit.stream.meter import Log, Meter, Watched, Watcher, spent, syncs
 from kit.stream.settings import Resume, Settings, opening, read_settings, refusals
 
 Answers = Iterable[tuple[float, Event]]
 
-TRAINER = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")
+REHEARSED = "a failure that is rehearsed"
 ADDRESSES = ("data", "replica", "trainer", "sync", "desk", "asker")
 
 
@@ -160,7 +161,10 @@ class Replica:
 
 
 class System(Simulated):
-    """Every port of one pipeline. `prompts` None: the data never ends; `first` and `again` are what a resumed run's data gives."""
+    """Every port of one pipeline. `prompts` None: the data never ends; `first` and `again` are what a resumed run's data gives.
+
+    `fails` names commands that the trainer answers with an error, once, and the step of each.
+    """
 
     def __init__(
         self,
@@ -173,15 +177,17 @@ class System(Simulated):
         first: int = 0,
         again: Sequence[int] = (),
         fail_at: Mapping[int, str] | None = None,
+        fails: Mapping[str, int] | None = None,
     ) -> None:
         own = {"next_prompt": self.prompt, "generate": self.generate, "cancel": self.cancel, "sync": self.sync}
-        trainer = dict.fromkeys(TRAINER, self.trainer)
+        trainer = dict.fromkeys(TRAINERS, self.trainer)
         nothing = dict.fromkeys(("release", "progress", "answer", "discard"), lambda _: ())
         super().__init__(clock, {**own, **trainer, **nothing, "acquire": self.acquire}, fail_at=fail_at)
         self.durations = durations
         self.pipeline = pipeline
         self.replicas = {number: Replica(number, self) for number in range(replicas)}
         self.prompts = itertools.chain(again, range(first, prompts) if prompts is not None else itertools.count(first))
+        self.fails = dict(fails or {})
         self.trainer_free = 0.0
         self.syncing: set[int] = set()  # replicas that the sync under way has not reached
         self.sync_version = -1
@@ -205,10 +211,13 @@ class System(Simulated):
         return ()
 
     def trainer(self, command: Command) -> Answers:
+        if self.fails.get(command.name) == command.step:
+            del self.fails[command.name]
+            yield 0.0, Event("error", command.pipeline, **dict(command.ids), of=command.name, why=REHEARSED)
+            return
         now = self.clock.now()
         self.trainer_free = max(now, self.trainer_free) + self.durations.of_trainer(command)
-        ids = {**dict(command.ids), "of": command.name}
-        yield self.trainer_free - now, Event("done", command.pipeline, **ids)
+        yield self.trainer_free - now, Event("done", command.pipeline, **dict(command.ids), of=command.name)
 
     def sync(self, command: Command) -> Answers:
         left = {number for number in numbers(command.replicas) if not self.replicas[number].gone}
@@ -271,44 +280,46 @@ def simulate(
     durations: Durations | None = None,
     *,
     prompts: int | None = None,
-    core: Core[object] | None = None,
+    core: Core[Any] | None = None,
     resume: Resume | None = None,
     sampler: Any = None,
     prepare: Callable[[System], None] = lambda _: None,
-    fail_at: Mapping[int, str] | None = None,
+    logger: Callable[[dict[str, float], int], object] | None = None,
+    rows: Memory | None = None,
+    pipeline: str = "",
+    **failures: Any,
 ) -> Simulation:
-    """Run a controller against the simulated system.
+    """Run a controller against the simulated system. `failures` are the system's `fail_at` and `fails`.
 
-    `core` is another controller than ours, `sampler` a class with NeMo-RL's protocol; `prepare` may schedule deaths and joins.
+    `core` is another controller than ours, `sampler` a class with NeMo-RL's protocol; `prepare` may schedule deaths and joins. `rows` is
+    the ledger to write, also where the run breaks.
     """
-    clock, meter, rows = VirtualClock(), Meter(), Memory(Row(name, 0.0, ids) for name, ids in opening(settings, resume))
-    first, again = (0, ()) if resume is None else (resume.next, resume.open)
+    clock, meter, rows = VirtualClock(), Meter(), Memory() if rows is None else rows
+    rows += [Row(name, 0.0, ids) for name, ids in opening(settings, resume)]
+    given = {} if resume is None else {"first": resume.next, "again": resume.open}
     system = System(
         clock,
         durations or Durations(),
         replicas=settings.replicas,
+        pipeline=pipeline,
         prompts=prompts,
-        first=first,
-        again=again,
-        fail_at=fail_at,
+        **given,  # type: ignore[arg-type]
+        **failures,
     )
     prepare(system)
     logged: list[dict[str, float]] = []
-    log = Log(meter, lambda values, version: logged.append({"version": version, **values}))
+    log = Log(meter, logger or (lambda values, version: logged.append({"version": version, **values})))
     ports: dict[str, Port] = {**dict.fromkeys(ADDRESSES, system), "log": log}
     watchers: list[Watcher] = [meter]
-    if sampler is not None:
-        foreign = Foreign(sampler, settings, resume=resume)
-        ports["sampler"] = foreign
-        watchers.append(foreign)
-    controller = core or Controller(settings, resume=resume)
-    runner = Runner({"": controller}, ports, clock=clock, ledger=Watched(rows, *watchers), deadline_s=1e6)
-    try:
-        ended = runner.run()[""]
-    finally:
+    with contextlib.ExitStack() as scope:
         if sampler is not None:
-            foreign.close()
-    return Simulation(rows, ended, logged, runner)
+            foreign = Foreign(sampler, settings, pipeline=pipeline, resume=resume)
+            scope.callback(foreign.close)
+            ports["sampler"] = foreign
+            watchers.append(foreign)
+        cores = {pipeline: core or Controller(settings, pipeline=pipeline, resume=resume)}
+        runner = Runner(cores, ports, clock=clock, ledger=Watched(rows, *watchers), deadline_s=1e6)
+        return Simulation(rows, runner.run()[pipeline], logged, runner)
 
 
 def rows_of(folder: Path, phase: str | None) -> list[Row]:
@@ -330,13 +341,9 @@ def forecast(rows: Iterable[Row], **changes: Any) -> Simulation:
     return simulate(changed, measured(known))
 
 
-def pace(rows: Iterable[Row]) -> dict[str, float]:
+def pace(rows: Sequence[Row]) -> dict[str, float]:
     """What a loop reached: steps per second, and the seconds in which it only waited for samples."""
-    meter, steps = Meter(), 0
-    for row in rows:
-        meter.see(row)
-        steps += row.name == "bumped"
-    seconds = meter.take()
+    seconds, steps = spent(rows), sum(row.name == "bumped" for row in rows)
     return {
         "steps_per_second": steps / seconds["total"] if seconds["total"] else 0.0,
         "exposed_generation": seconds["exposed_generation"],
@@ -348,8 +355,8 @@ def measured(rows: Iterable[Row]) -> Durations:
     known = list(rows)
     lengths = {_sample(row): int(row.ids["length"]) for row in known if row.name == "completed" and "core" in row.ids}
     rewards = {_sample(row): str(row.ids["reward"]) for row in known if row.name == "completed" and "core" in row.ids}
-    spent = _trainer(known)
-    if not lengths or not spent["finish"]:
+    taken = _trainer(known)
+    if not lengths or not taken["finish"]:
         raise BadInput(
             "the ledger has no completed sample or no finished update; a forecast needs the durations of one step"
         )
@@ -359,18 +366,15 @@ def measured(rows: Iterable[Row]) -> Durations:
     def length(group: int, sample: int) -> int:
         return lengths.get((group, sample)) or random.Random(f"{group} {sample}").choice(drawn)  # noqa: S311
 
-    def typical(name: str) -> float:
-        return median(spent[name]) if spent[name] else 0.0
-
     return Durations(
         token_s=token_s,
         span=span,
-        begin_s=typical("begin"),
-        train_s=typical("microbatch"),
-        logprobs_s=typical("logprobs"),
-        finish_s=typical("finish"),
-        clear_s=typical("clear"),
-        sync_s=_sync(known),
+        begin_s=median(taken["begin"] or [0.0]),
+        train_s=median(taken["microbatch"] or [0.0]),
+        logprobs_s=median(taken["logprobs"] or [0.0]),
+        finish_s=median(taken["finish"]),
+        clear_s=median(taken["clear"] or [0.0]),
+        sync_s=median([right - left for left, right in syncs(known)] or [0.0]),
         length=length,
         reward=lambda group, sample: rewards.get((group, sample), str(sample % 2)),
     )
@@ -422,15 +426,3 @@ def _decoding(rows: list[Row]) -> tuple[float, int]:
         elif row.name in ("completed", "cancelled", "failed") and "sample" in row.ids:
             load[where.pop(_sample(row), None)] -= 1
     return sum(busy.values()) / max(1, sum(tokens.values())), max(spans)
-
-
-def _sync(rows: list[Row]) -> float:
-    """Seconds from the start of a sync to its end."""
-    began: dict[Any, float] = {}
-    found = []
-    for row in rows:
-        if row.name == "sync_begin":
-            began[row.ids["version"]] = row.time
-        elif row.name == "synced" and row.ids["version"] in began:
-            found.append(row.time - began.pop(row.ids["version"]))
-    return median(found) if found else 0.0

@@ -7,16 +7,12 @@ A step that fails is aborted; its groups that are in no weights yet become train
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kit.errors import KitError
 from kit.loop.messages import Event, Map, listed, numbers
 from kit.stream.generation import doom, end, fail, hold, leave, put_back
 from kit.stream.settings import NO_TARGET
-from kit.stream.state import Owed, Step
-
-if TYPE_CHECKING:
-    from kit.stream.state import Group, Turn
+from kit.stream.state import Group, Owed, Step, Turn
 
 
 class Misuse(KitError):  # noqa: N818 - it names what the port did

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from kit.labs.stream.ports import TRAINER, TrainerPort
-from kit.loop.messages import Event, listed, numbers
+from kit.loop.messages import Command, Event, listed, numbers
 from kit.stream import core, generation, training
-from kit.stream.settings import SAMPLERS, Sampler, View
+from kit.stream.settings import SAMPLERS, Resume, Sampler, View
 from kit.stream.state import DONE, RUNNING, Group, Owed, State, Step, Turn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from types import ModuleType
-
-    from kit.loop.messages import Command
-    from kit.stream.settings import Resume
 
 
 class Swap(NamedTuple):

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
 from kit.loop.messages import Row
 from kit.results import NotMeasured, with_ids
 from kit.results.records import NOTEBOOK
-from kit.stream.meter import PARTS, TRAINER, Meter
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+from kit.stream.meter import PARTS, TRAINER, Meter, spent
 
 LOOPS = ("plain", "lockstep", "stream", "bound")
 ENDS = ("cleared", "evicted", "aborted", "failed", "dropped", "replaced")
@@ -291,10 +289,7 @@ def metered(frame: pd.DataFrame, phase: str) -> dict[str, float]:
         return {}
     if not any(row.name == "ended" for row in rows):
         return {}
-    meter = Meter()
-    for row in rows:
-        meter.see(row)
-    seconds = meter.take()
+    seconds = spent(rows)
     return {name: seconds[name] for name in ("total", *PARTS)}
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from kit.results import Measured, Missing, NotMeasured, Unjudged, with_ids
 from kit.stream.meter import drifted
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 FILE = "tokens.jsonl"
 WHOLE = ("group", "sample", "position", "token", "version", "step_version")

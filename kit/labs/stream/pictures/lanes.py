@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from kit.draw.axes import grid_across, legend_of, marks_of
 from kit.draw.bars import Box, paint_boxes
-from kit.draw.style import LINES
+from kit.draw.plots import RunData, Scene
+from kit.draw.style import LINES, Theme
 from kit.labs.stream import tables
+from kit.loop.messages import Row
 from kit.results.units import time_unit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from matplotlib.axes import Axes
-
-    from kit.draw.plots import RunData, Scene
-    from kit.draw.style import Theme
-    from kit.loop.messages import Row
+from kit.stream.meter import syncs
 
 REPLICAS = 8  # as many have lanes, the first ones
 LANE = (0.022, 0.11)  # inches for a request of a replica
@@ -169,14 +165,10 @@ def draw_trainer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scal
 
 def bands(rows: Sequence[Row], axes: Iterable[Axes], theme: Theme, began: float, scale: float) -> None:
     """Each sync as a band: it begins when the version is made, and waits for calls that are under way."""
-    start: dict[Any, float] = {}
-    for row in rows:
-        if row.name == "sync_begin":
-            start[row.ids["version"]] = row.time
-        elif row.name == "synced" and row.ids["version"] in start:
-            left, right = ((when - began) * scale for when in (start.pop(row.ids["version"]), row.time))
-            for ax in axes:
-                ax.axvspan(left, right, color=theme.faint, alpha=BAND, linewidth=0.8, zorder=0.5, gid="sync")
+    for span in syncs(rows):
+        left, right = ((when - began) * scale for when in span)
+        for ax in axes:
+            ax.axvspan(left, right, color=theme.faint, alpha=BAND, linewidth=0.8, zorder=0.5, gid="sync")
 
 
 def draw_buffer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scale: float) -> None:

@@ -14,17 +14,15 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from kit.labs.stream.ranks.side import Row
+from kit.megatron.config import Geometry
 from kit.train.arithmetic import END
 from kit.train.batch import Batch
 from kit.train.plain import Cache, PlainModel, from_weights
-
-if TYPE_CHECKING:
-    from kit.megatron.config import Geometry
 
 APART = 10.0
 

@@ -16,11 +16,12 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from kit.errors import KitError
+from kit.labs.rankside import Context
 from kit.labs.stream.config import StreamConfig, trainer_model
 from kit.machine import host
 from kit.megatron.model import DTYPES
@@ -31,9 +32,6 @@ from kit.train.arithmetic import END, encode, problem
 from kit.train.options import Settings
 from kit.train.plain import from_weights, initial_weights
 from kit.train.rollout import Pupil
-
-if TYPE_CHECKING:
-    from kit.labs.rankside import Context
 
 TRAINER = "the trainer"
 

@@ -12,19 +12,22 @@ import copy
 import dataclasses
 import hashlib
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.labs import rankside
+from kit.labs.rankside import Context
 from kit.labs.stream.config import replica_names, settings, trainer_model
 from kit.labs.stream.ranks.oracle import Fed, Oracle, advantage_errors, drift, previous_error, recorded_error
 from kit.labs.stream.ranks.side import (
     DIGEST,
     Inbox,
     Key,
+    Row,
     advantages,
     base_weights,
     layout_of,
@@ -45,15 +48,7 @@ from kit.sync.sender import Sender, Target
 from kit.train.arithmetic import PAD
 from kit.train.batch import Batch, valid
 from kit.train.losses import ClippedPolicyGradient
-from kit.train.protocol import SplitContext, make_split
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kit.labs.rankside import Context
-    from kit.labs.stream.ranks.side import Row
-    from kit.train.protocol import Split
-
+from kit.train.protocol import Split, SplitContext, make_split
 
 EXACT = 1e-5  # by which a log-probability may differ from that of its version
 NOISY = 16  # samples from which the noise of arithmetic is measured
