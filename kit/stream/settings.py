@@ -150,9 +150,8 @@ SAMPLERS = {
 
 # What a class with NeMo-RL's protocol has.
 METHODS = (
-    *("admit", "select", "evict", "should_abort_inflight", "is_on_policy"),
-    *("required_buffer_capacity", "set_dispatch_index"),
-)
+    "admit", "select", "evict", "should_abort_inflight", "is_on_policy", "required_buffer_capacity", "set_dispatch_index",
+)  # fmt: skip
 
 
 def refuse_lacking(kind: Any, name: str) -> None:

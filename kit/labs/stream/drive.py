@@ -21,7 +21,7 @@ from kit.errors import KitError
 from kit.labs.drive import Drive
 from kit.labs.stream import broken
 from kit.labs.stream.config import StreamConfig, replica_names, settings
-from kit.labs.stream.ports import TRAINER, Ranks, ReplicaPort, SyncPort, TrainerPort, name_of, number_of
+from kit.labs.stream.ports import TRAINER, Ranks, ReplicaPort, SyncPort, TrainerPort, name_of
 from kit.loop.messages import Command, Event, Row, listed
 from kit.loop.runner import Core, Port, RealClock, Runner
 from kit.results.records import new_row
@@ -169,12 +169,11 @@ class Losing(Ranks):
 
     def take(self) -> list[Event]:
         arrived = super().take()
-        last = name_of(self.drive.config.replicas - 1)
-        number = number_of(last)
+        last = self.drive.config.replicas - 1
         if not self.killed_at and any(
-            event.name == "tokens" and event.replica == number and event.version for event in arrived
+            event.name == "tokens" and event.replica == last and event.version for event in arrived
         ):
-            ranks = self.drive.roles[last]
+            ranks = self.drive.roles[name_of(last)]
             self.drive.lost |= {*ranks}
             self.killed_at = time.time()
             os.kill(self.drive.world.pids[ranks[0]], signal.SIGKILL)
@@ -186,10 +185,9 @@ class Losing(Ranks):
 class Asker(Port):
     """Somebody outside who asks for the status at fixed times, and notes how long after each time the answer came."""
 
-    def __init__(self, every_s: float = ASKS_S) -> None:
-        self.every_s = every_s
+    def __init__(self) -> None:
         self.began = time.time()
-        self.due = self.began + every_s
+        self.due = self.began + ASKS_S
         self.asked: dict[int, float] = {}
         self.seconds: list[float] = []
 
@@ -203,7 +201,7 @@ class Asker(Port):
         while time.time() >= self.due:
             number = len(self.asked)
             self.asked[number] = self.due
-            self.due += max(self.every_s, (self.due - self.began) / ASKS)
+            self.due += max(ASKS_S, (self.due - self.began) / ASKS)
             asked.append(Event("ask", PIPELINE, of="status", question=number, asker="asker"))
         return asked
 

@@ -16,10 +16,10 @@ import pandas as pd
 from kit.loop.messages import Row
 from kit.results import NotMeasured, with_ids
 from kit.results.records import NOTEBOOK
+from kit.stream.history import ENDS
 from kit.stream.meter import PARTS, TRAINER, Meter, spent
 
 LOOPS = ("plain", "lockstep", "stream", "bound")
-ENDS = ("cleared", "evicted", "aborted", "failed", "dropped", "replaced")
 
 
 # -- the ledger ------------------------------------------------------------------------------------------------------------
@@ -199,15 +199,13 @@ def steps(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
     found = []
     for step, version in made.items():
         mine = trained[trained["step"] == step]
-        tokens = mine["tokens"].sum()
         found.append(
             {
                 "step": step,
                 "version": version,
                 "groups": mine["group"].nunique(),
-                "tokens": int(tokens),
-                "mean lag": float((mine["lag"] * mine["tokens"]).sum() / tokens) if tokens else 0.0,
-                "largest lag": int(mine["lag"].max()) if len(mine) else 0,
+                "tokens": int(mine["tokens"].sum()),
+                **lag_columns(mine),
                 **seconds[step],
             }
         )
@@ -235,6 +233,15 @@ def lags_of(rows: Sequence[Row]) -> pd.DataFrame:
                 tokens[part.version] += part.tokens
             found += [(int(row.ids["step"]), group, one, now - one, count) for one, count in sorted(tokens.items())]
     return pd.DataFrame(found, columns=["step", "group", "version", "lag", "tokens"])
+
+
+def lag_columns(table: pd.DataFrame) -> dict[str, float]:
+    """The mean over tokens, and the largest."""
+    tokens = table["tokens"].sum()
+    return {
+        "mean lag": float((table["lag"] * table["tokens"]).sum() / tokens) if tokens else 0.0,
+        "largest lag": int(table["lag"].max()) if len(table) else 0,
+    }
 
 
 def ends(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:

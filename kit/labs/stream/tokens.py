@@ -75,8 +75,11 @@ def checked(line: str, where: str) -> dict[str, Any]:
     return found
 
 
-def tokens_match(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-    """The mean difference at lag 0, at the position where it is largest."""
+def tokens_match(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+    """Do engine and trainer give tokens of the same version the same log-probability?
+
+    The mean difference at lag 0, at the position where it is largest.
+    """
     table = drift(frame, Path(frame.attrs.get("folder", "")))
     fresh = table[table["lag"] == 0]
     if fresh.empty:

@@ -12,30 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kit.stream.history import NO_AGE_LIMIT, Finding, Id, Ledger, counted, many, pipelines
-from kit.stream.judge.backed import metrics_true, notes_backed
-from kit.stream.judge.groups import (
-    admitted,
-    capacity_kept,
-    dead_rollout_named,
-    ends_cleanly,
-    every_group_once,
-    groups_whole,
-    order_fair,
-    permits_return,
-    samples_differ,
-    tokens_conserved,
-    trained_once,
-)
-from kit.stream.judge.steps import (
-    abort_on_failure,
-    no_sample_too_old,
-    one_clear_per_finish,
-    one_step_per_batch,
-    publish_before_use,
-    stamps_per_token,
-    trains_before_straggler,
-    version_monotone,
-)
+from kit.stream.judge import backed, groups, steps
 
 if TYPE_CHECKING:
     from kit.results.verdict import Measured
@@ -65,9 +42,9 @@ def resume_equals(whole: Ledger, resumed: Ledger) -> Finding:
     for before, after in pairwise(numbers):
         if after > before + 1:
             yield f"group {before + 1} is in neither run; groups {before} and {after} are"
-    yield from admitted(resumed)
+    yield from groups.admitted(resumed)
     if resumed.setting("sampler") not in NO_AGE_LIMIT and resumed.limit("window") is not None:
-        old = no_sample_too_old(resumed)
+        old = steps.no_sample_too_old(resumed)
         yield from [old.why] if old.value else []
     strict = resumed.setting("sampler") == "strict" or resumed.limit("window") == 0
     mine, theirs = (_by_version(one) if strict else {} for one in (resumed, whole))
@@ -97,25 +74,10 @@ def _by_version(ledger: Ledger) -> Mapping[int, dict[Id, str]]:
 __all__ = ["CHECKS", "Ledger", "pipelines", "resume_equals"]
 
 RULES = (
-    no_sample_too_old,
-    version_monotone,
-    publish_before_use,
-    stamps_per_token,
-    every_group_once,
-    trained_once,
-    groups_whole,
-    samples_differ,
-    order_fair,
-    tokens_conserved,
-    one_step_per_batch,
-    one_clear_per_finish,
-    trains_before_straggler,
-    abort_on_failure,
-    capacity_kept,
-    permits_return,
-    ends_cleanly,
-    dead_rollout_named,
-    metrics_true,
-    notes_backed,
-)
+    steps.no_sample_too_old, steps.version_monotone, steps.publish_before_use, steps.stamps_per_token,
+    groups.every_group_once, groups.trained_once, groups.groups_whole, groups.samples_differ, groups.order_fair,
+    groups.tokens_conserved, steps.one_step_per_batch, steps.one_clear_per_finish, steps.trains_before_straggler,
+    steps.abort_on_failure, groups.capacity_kept, groups.permits_return, groups.ends_cleanly,
+    groups.dead_rollout_named, backed.metrics_true, backed.notes_backed,
+)  # fmt: skip
 CHECKS: Mapping[str, Callable[[Ledger], Measured]] = {rule.__name__: rule for rule in RULES}

@@ -46,17 +46,14 @@ def looks(theme: Theme) -> dict[str, dict[str, Any]]:
     return {part: {"facecolor": theme.series[PART[part][0]], "linewidth": 0} for part in PARTS}
 
 
-def part_legend(ax: Axes, theme: Theme) -> None:
-    legend_of(ax, marks_of({PART[part][1]: look for part, look in looks(theme).items()}), columnspacing=1.1)
-
-
 def times(scene: Scene) -> None:
     """Every step by part, and beside it whole loops over the same work."""
     theme, frame = scene.theme, scene.data.records
     axes = scene.figure.subplot_mosaic(
         [["legend", "legend"], ["steps", "loops"]], height_ratios=(0.1, 1), width_ratios=(6, 5)
     )
-    part_legend(axes["legend"], theme)
+    marks = {PART[part][1]: look for part, look in looks(theme).items()}
+    legend_of(axes["legend"], marks_of(marks), columnspacing=1.1)
     draw_steps(axes["steps"], tables.steps(frame, tables.shown(frame) or ""), theme)
     draw_loops(axes["loops"], tables.loops(frame), theme)
 
@@ -78,9 +75,7 @@ def draw_steps(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
         ax.text(row["step"], top, f"{share:.0%}", ha="center", va="bottom", fontsize=7.5)
     ax.set_ylim(0, 1.15 * float(table["total"].max()) * scale)
     whole_numbers(ax, table["step"])
-    ax.set_xlabel("step (n = 1 each)")
-    ax.set_ylabel(f"time [{unit}]")
-    ax.set_title("Time of each step, and the share of waiting")
+    ax.set(xlabel="step (n = 1 each)", ylabel=f"time [{unit}]", title="Time of each step, and the share of waiting")
 
 
 def draw_loops(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
@@ -93,11 +88,9 @@ def draw_loops(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
             left += row[part] * scale
         ax.text(left, place, f" {left:.3g} {unit}", va="center", fontsize=8.5)
     ax.set_yticks(range(len(table)), [LOOP[loop] for loop in table["loop"]])
-    ax.set_ylim(max(len(table), 3) - 0.4, -0.6)
-    ax.set_xlim(0, 1.22 * longest * scale)
+    ax.set(ylim=(max(len(table), 3) - 0.4, -0.6), xlim=(0, 1.22 * longest * scale))
     grid_across(ax)
-    ax.set_xlabel(f"time [{unit}] (n = 1 each)")
-    ax.set_title("Time of each loop over the same groups")
+    ax.set(xlabel=f"time [{unit}] (n = 1 each)", title="Time of each loop over the same groups")
 
 
 def bound(scene: Scene) -> None:
@@ -112,11 +105,9 @@ def bound(scene: Scene) -> None:
         left.barh(place, reached, 0.6, color=colour, zorder=2)
         left.text(reached, place, f" {reached:.3g}", va="center", fontsize=8.5)
     left.set_yticks(range(len(looks)), ["measured", "bound: simulated"])
-    left.set_ylim(len(looks) - 0.4, -0.6)
-    left.set_xlim(0, 1.2 * max(float(speed[name]) for name in looks))
+    left.set(ylim=(len(looks) - 0.4, -0.6), xlim=(0, 1.2 * max(float(speed[name]) for name in looks)))
     grid_across(left)
-    left.set_xlabel("steps per second")
-    left.set_title("Measured against bound")
+    left.set(xlabel="steps per second", title="Measured against bound")
     waits = {name: tables.steps(frame, phase) for name, phase in (("measured", "stream"), ("bound", "bound"))}
     scale, unit = time_unit(max(float(one["exposed_generation"].max()) for one in waits.values()))
     for side, (name, steps) in zip((-0.2, 0.2), waits.items(), strict=True):
@@ -126,10 +117,12 @@ def bound(scene: Scene) -> None:
             some["step"] + side, some["exposed_generation"] * scale, 0.4, color=looks[name], zorder=2, label=label
         )
     whole_numbers(right, waits["measured"].iloc[-MOST:]["step"])
-    right.set_ylim(0, 1.3 * right.get_ylim()[1])
-    right.set_xlabel("step")
-    right.set_ylabel(f"time [{unit}]")
-    right.set_title("Exposed generation of each step")
+    right.set(
+        ylim=(0, 1.3 * right.get_ylim()[1]),
+        xlabel="step",
+        ylabel=f"time [{unit}]",
+        title="Exposed generation of each step",
+    )
     right.legend(loc="upper right", ncols=2)
 
 
@@ -172,9 +165,8 @@ def draw_lags(ax: Axes, table: pd.DataFrame, window: int | None, theme: Theme) -
                     ha="right", va="top", color=theme.bad, fontsize=8.5)  # fmt: skip
     ax.set_ylim(0, 1.35 * max(float(tokens.max()) if total else 0.0, 1.0))
     whole_numbers(ax, [0, window or 0, *table["lag"]])
-    ax.set_xlabel("lag: version during training minus version of the token")
-    ax.set_ylabel("trained tokens")
-    mean = float((table["lag"] * table["tokens"]).sum()) / total if total else 0.0
+    ax.set(xlabel="lag: version during training minus version of the token", ylabel="trained tokens")
+    mean = tables.lag_columns(table)["mean lag"]
     ax.set_title(f"Lag of {total:,} trained tokens, mean {mean:.2f} versions")
 
 
@@ -190,9 +182,9 @@ def draw_ends(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
     ax.set_ylim(0, (1.15 + 0.13 * math.ceil(len(kinds) / 2)) * (float(by.max()) if len(by) else 1.0))
     whole_numbers(ax, table["version"])
     ax.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-    ax.set_xlabel("version when the group ended")
-    ax.set_ylabel("groups")
-    ax.set_title(f"How {counted(int(totals.sum()), 'group')} ended")
+    ax.set(
+        xlabel="version when the group ended", ylabel="groups", title=f"How {counted(int(totals.sum()), 'group')} ended"
+    )
     marks = {f"{END[end][1]} ({totals[end]})": looks[end] for end in kinds}
     ax.legend(handles=marks_of(marks), ncols=2, loc="upper left", columnspacing=1.1, handlelength=1.2)
 
@@ -225,14 +217,12 @@ def drift(scene: Scene) -> None:
         )
     left.set_ylim(0, 1.4 * max(highest, 1e-9))
     whole_numbers(left, [int(lag) for lag in table["lag"]])
-    left.set_xlabel("lag in versions")
-    left.set_ylabel("KL per token")
-    left.set_title("Drift of the policy by lag")
+    left.set(xlabel="lag in versions", ylabel="KL per token", title="Drift of the policy by lag")
     right.set_ylim(0, 1.3 * max(float(table["mismatch"].max()), 1e-9))
     right.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    right.set_xlabel("position in the answer")
-    right.set_ylabel("mean |difference|")
-    right.set_title("Trainer's minus recorded log-probability")
+    right.set(
+        xlabel="position in the answer", ylabel="mean |difference|", title="Trainer's minus recorded log-probability"
+    )
     right.legend(loc="upper right", ncols=4)
 
 
@@ -259,15 +249,13 @@ def prepare(run: Run) -> Callable[..., pd.DataFrame]:
 def line(rows: Sequence[Row]) -> dict[str, float]:
     """A loop in a line of the table. Times are in seconds."""
     reached, lags = pace(rows), tables.lags_of(rows)
-    tokens = int(lags["tokens"].sum())
     ended = next((row.ids for row in rows if row.name == "ended"), {})
     return {
         "seconds": rows[-1].time - rows[0].time,
         "steps per second": reached["steps_per_second"],
         "exposed generation": reached["exposed_generation"],
-        "mean lag": float((lags["lag"] * lags["tokens"]).sum() / tokens) if tokens else 0.0,
-        "largest lag": int(lags["lag"].max()) if len(lags) else 0,
-        "tokens trained": tokens,
+        **tables.lag_columns(lags),
+        "tokens trained": int(lags["tokens"].sum()),
         "tokens wasted": int(ended.get("wasted", 0)),
     }
 

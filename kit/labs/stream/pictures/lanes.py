@@ -191,8 +191,7 @@ def draw_buffer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scale
         )
     ax.set_ylim(0, 1.5 * top)  # room for the legend
     ax.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-    ax.set_ylabel("groups")
-    ax.set_title("Groups in the buffer")
+    ax.set(ylabel="groups", title="Groups in the buffer")
     ax.legend(loc="upper left", ncols=3, columnspacing=1.1, handlelength=1.4)
 
 

@@ -14,6 +14,7 @@ import hashlib
 import statistics
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -73,10 +74,8 @@ class Row:
 
     @classmethod
     def from_message(cls, said: dict[str, Any]) -> Self:
-        values: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):
-            value = said[field.name]
-            values[field.name] = tuple(value) if isinstance(value, list) else value
+        given = ((field.name, said[field.name]) for field in dataclasses.fields(cls))
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
         return cls(**values)
 
 
@@ -226,17 +225,16 @@ TINY = 1e-6
 
 def advantages(rewards: Mapping[Key, float], kind: str) -> dict[Key, float]:
     """`grpo`: reward less the mean of its group, over the group's deviation. `leave-one-out`: reward less the mean of the others."""
-    groups: dict[int, list[Key]] = {}
-    for key in rewards:
-        groups.setdefault(key.group, []).append(key)
-    return {key: value for keys in groups.values() for key, value in _of_group(keys, rewards, kind)}
-
-
-def _of_group(keys: list[Key], rewards: Mapping[Key, float], kind: str) -> Iterable[tuple[Key, float]]:
-    values = [rewards[key] for key in keys]
-    mean = statistics.fmean(values)
-    if kind == "leave-one-out":
-        others = max(len(values) - 1, 1)
-        return [(key, (rewards[key] - mean) * len(values) / others) for key in keys]
-    deviation = statistics.pstdev(values)
-    return [(key, (rewards[key] - mean) / (deviation + TINY)) for key in keys]
+    groups: defaultdict[int, dict[Key, float]] = defaultdict(dict)
+    for key, reward in rewards.items():
+        groups[key.group][key] = reward
+    found: dict[Key, float] = {}
+    for mine in groups.values():
+        mean = statistics.fmean(mine.values())
+        if kind == "leave-one-out":
+            others = max(len(mine) - 1, 1)
+            found |= {key: (reward - mean) * len(mine) / others for key, reward in mine.items()}
+        else:
+            deviation = statistics.pstdev(mine.values())
+            found |= {key: (reward - mean) / (deviation + TINY) for key, reward in mine.items()}
+    return found

@@ -199,7 +199,8 @@ class Trainer:
                 f"begin of step {step}, update {update}: step {self.open.step}, update {self.open.update} is open"
             )
         self.began = time.perf_counter()
-        self.step.begin(self.loss, settings(self.config).train_global_batch_size, self.config.micro_batch)
+        loss = ClippedPolicyGradient(**self.config.loss_options)
+        self.step.begin(loss, settings(self.config).train_global_batch_size, self.config.micro_batch)
         self.open = Open(step, update)
 
     def microbatch(self, step: int, update: int, groups: Sequence[int]) -> dict[str, Any]:
@@ -246,6 +247,10 @@ class Trainer:
         """Drop the samples of these groups, which were trained; the number of samples that were dropped."""
         return self.drop(groups)
 
+    def discard(self, group: int) -> int:
+        """Drop the samples of a group that is not trained."""
+        return self.drop([group])
+
     def drop(self, groups: Sequence[int]) -> int:
         gone = set(groups)
         for kept in (self.previous, self.reference):
@@ -254,12 +259,9 @@ class Trainer:
         return self.inbox.clear(gone) if self.first else 0
 
     def _need(self, call: str, step: int, update: int) -> None:
-        if self.open is None:
-            raise KitError(f"{call} of step {step}, update {update}: no step is open")
         if self.open != (step, update):
-            raise KitError(
-                f"{call} of step {step}, update {update}: step {self.open.step}, update {self.open.update} is open"
-            )
+            there = "no step" if self.open is None else f"step {self.open.step}, update {self.open.update}"
+            raise KitError(f"{call} of step {step}, update {update}: {there} is open")
 
     # -- samples --------------------------------------------------------------------------------------------------------
 
@@ -305,13 +307,11 @@ class Trainer:
             "input_lengths": torch.tensor([len(row.tokens) for row in rows]),
             "sample_mask": torch.ones(count),
             **numbers,
-            "prev_logprobs": self._known(self.previous, rows, recorded),
-            "reference_logprobs": self._known(self.reference, rows, recorded),
+            **{  # as recomputed, else as recorded
+                name: torch.stack([kept.get(row.key, recorded[place]) for place, row in enumerate(rows)])
+                for name, kept in (("prev_logprobs", self.previous), ("reference_logprobs", self.reference))
+            },
         }
-
-    def _known(self, kept: dict[Key, torch.Tensor], rows: Sequence[Row], recorded: torch.Tensor) -> torch.Tensor:
-        """As recomputed, else as recorded."""
-        return torch.stack([kept.get(row.key, recorded[place]) for place, row in enumerate(rows)])
 
     # -- weights --------------------------------------------------------------------------------------------------------
 
@@ -373,7 +373,3 @@ class Trainer:
     def shuffled(self, row: Row) -> Row:
         """The sample with every stamp one version further, from the last to the first: a control, of which every stamp is wrong."""
         return dataclasses.replace(row, versions=tuple((stamp + 1) % len(self.weights) for stamp in row.versions))
-
-    @property
-    def loss(self) -> ClippedPolicyGradient:
-        return ClippedPolicyGradient(**self.config.loss_options)
