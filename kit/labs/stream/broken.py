@@ -253,10 +253,7 @@ SWAPS: Mapping[str | None, tuple[Swap, ...]] = {
     "double-bump": ((training, "bump", bumps_twice),),
     "bump-on-abort": ((training, "on_aborted", bumps_on_abort),),
     "no-abort": ((training, "abort", no_abort),),
-    "cleared-before-finish": (
-        (training, "finish", clears_with_the_finish),
-        (training, "on_finished", cleared_already),
-    ),
+    "cleared-before-finish": ((training, "finish", clears_with_the_finish), (training, "on_finished", cleared_already)),
     "clear-fails-after-finish": (
         (training, "bump", lambda *_: None),  # the version waits for the rows to be cleared
         (training, "on_cleared", bumps_when_cleared),

@@ -25,11 +25,11 @@ LOOPS = ("plain", "lockstep", "stream", "bound")
 # -- the ledger ------------------------------------------------------------------------------------------------------------
 
 
-def shown(frame: pd.DataFrame) -> str | None:
-    """The loop that is drawn: `stream` if it began, else the last one with a complete sample in its ledger."""
+def shown(frame: pd.DataFrame) -> str:
+    """The loop that is drawn: `stream` if it began, else the last one with a complete sample in its ledger; empty where there is none."""
     rows = written(frame)
-    phases = rows[rows["metric"] == "completed"]["phase"]
-    return "stream" if (phases == "stream").any() else str(phases.iloc[-1]) if len(phases) else None
+    phases = [*rows[rows["metric"] == "completed"]["phase"]]
+    return "stream" if "stream" in phases else str(phases[-1]) if phases else ""
 
 
 def written(frame: pd.DataFrame) -> pd.DataFrame:

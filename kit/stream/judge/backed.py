@@ -189,7 +189,7 @@ def metrics_true(ledger: Ledger) -> Finding:
     rows, compared = ledger.need("metrics", "version"), 0
     for counts, slack in ((_counts(ledger, rows[0]), EXACT), (_seconds(ledger), MILLISECOND)):
         for row, true in counts:
-            for name in true.keys() & row.ids.keys():
+            for name in [name for name in true if name in row.ids]:
                 compared += name != "version"
                 if abs(float(row[name]) - true[name]) > slack * max(1.0, abs(true[name])):
                     yield f"{row} states {name} {row[name]}; {true[name]:g} by the rows"

@@ -54,7 +54,7 @@ def times(scene: Scene) -> None:
     )
     marks = {PART[part][1]: look for part, look in looks(theme).items()}
     legend_of(axes["legend"], marks_of(marks), columnspacing=1.1)
-    draw_steps(axes["steps"], tables.steps(frame, tables.shown(frame) or ""), theme)
+    draw_steps(axes["steps"], tables.steps(frame, tables.shown(frame)), theme)
     draw_loops(axes["loops"], tables.loops(frame), theme)
 
 
@@ -144,7 +144,7 @@ END = {
 
 def groups(scene: Scene) -> None:
     left, right = scene.figure.subplots(1, 2, width_ratios=(6, 5))
-    data, phase = scene.data, tables.shown(scene.data.records) or ""
+    data, phase = scene.data, tables.shown(scene.data.records)
     window = tables.capacity(tables.ledger(data.records, phase)).get("window")
     bounded = data.config.get("sampler") in BOUNDED
     draw_lags(left, tables.lags(data.records, phase), window if bounded else None, scene.theme)
@@ -189,13 +189,6 @@ def draw_ends(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
     ax.legend(handles=marks_of(marks), ncols=2, loc="upper left", columnspacing=1.1, handlelength=1.2)
 
 
-def has_drift(data: RunData) -> bool:
-    try:
-        return len(tokens.drift(data.records, data.run.dir)) > 0
-    except (NotMeasured, Unjudged):
-        return False
-
-
 def drift(scene: Scene) -> None:
     left, right = scene.figure.subplots(1, 2, width_ratios=(4, 6))
     table = tokens.drift(scene.data.records, scene.data.run.dir)
@@ -233,7 +226,7 @@ def prepare(run: Run) -> Callable[..., pd.DataFrame]:
     """Reads the ledger of the loop that is drawn, once."""
     frame = run.frame()
     phase = tables.shown(frame)
-    if phase is None:
+    if not phase:
         raise NotMeasured("no loop of this run has a complete sample yet")
     rows = tables.ledger(frame, phase)
     done = line(rows)
@@ -263,44 +256,44 @@ def line(rows: Sequence[Row]) -> dict[str, float]:
 WHAT_IF = WhatIf(title="What if", names={"sampler": (*SAMPLERS,)}, numbers={"window": (0, WIDEST)}, prepare=prepare)
 
 
-def measured(table: Callable[..., pd.DataFrame]) -> Callable[[RunData], bool]:
-    """Whether a table of the loop that is drawn has rows."""
+def has_rows(table: Callable[[RunData], pd.DataFrame]) -> Callable[[RunData], bool]:
+    """Whether a table of a run has rows."""
 
     def has(data: RunData) -> bool:
-        phase = tables.shown(data.records)
         try:
-            return phase is not None and len(table(data.records, phase)) > 0
-        except NotMeasured:
+            return len(table(data)) > 0
+        except (NotMeasured, Unjudged):
             return False
 
     return has
 
 
+def measured(table: Callable[..., pd.DataFrame]) -> Callable[[RunData], bool]:
+    """Whether a table of the loop that is drawn has rows."""
+    return has_rows(lambda data: table(data.records, tables.shown(data.records)))
+
+
 def ready(data: RunData) -> bool:
     """Whether a loop with a ledger has a complete sample."""
-    return bool(data.order) and tables.shown(data.records) is not None
+    return bool(data.order) and tables.shown(data.records) != ""
 
 
 def recomputed(scene: Scene) -> None:
     """What the phase verify found, in a sentence."""
-    ax, theme = scene.figure.subplots(), scene.theme
-    sentence, colour = verified(scene.data.records, theme)
-    ax.set_axis_off()
-    ax.text(0, 0.5, sentence, transform=ax.transAxes, va="center", color=colour, fontsize=9.5)
-
-
-def verified(frame: pd.DataFrame, theme: Theme) -> tuple[str, str]:
+    ax, theme, frame = scene.figure.subplots(), scene.theme, scene.data.records
     rows = frame[frame["phase"] == "verify"]
     found = {str(name): float(value) for name, value in zip(rows["metric"], rows["value"], strict=True)}
-    if "wrong_stamps" not in found:
-        return "Recomputation: the run ended before it.", theme.faint
-    tokens, decidable, wrong = (int(found[name]) for name in ("tokens", "decidable", "wrong_stamps"))
-    share = found["samples_over_syncs"] / found["samples"] if found["samples"] else 0.0
-    sentence = (
-        f"Recomputation: {tokens:,} tokens under the weights of every version; {decidable:,} of them are decidable, "
-        f"{wrong:,} have a wrong version. {share:.0%} of the samples span a sync."
-    )
-    return sentence, theme.bad if wrong else theme.good
+    sentence, colour = "Recomputation: the run ended before it.", theme.faint
+    if "wrong_stamps" in found:
+        tokens, decidable, wrong = (int(found[name]) for name in ("tokens", "decidable", "wrong_stamps"))
+        share = found["samples_over_syncs"] / found["samples"] if found["samples"] else 0.0
+        colour = theme.bad if wrong else theme.good
+        sentence = (
+            f"Recomputation: {tokens:,} tokens under the weights of every version; {decidable:,} of them are decidable, "
+            f"{wrong:,} have a wrong version. {share:.0%} of the samples span a sync."
+        )
+    ax.set_axis_off()
+    ax.text(0, 0.5, sentence, transform=ax.transAxes, va="center", color=colour, fontsize=9.5)
 
 
 def words(data: RunData) -> list[str]:
@@ -321,7 +314,12 @@ PICTURES = Pictures(
         "steps": Plot("Where the time went", measured(tables.steps), lambda *_: 3.3, times),
         "bound": Plot("Measured against bound", bounded, lambda *_: 2.4, bound),
         "groups": Plot("Lag of tokens, ends of groups", measured(tables.ends), lambda *_: 3.1, groups),
-        "drift": Plot("Drift by lag and position", has_drift, lambda *_: 2.7, drift),
+        "drift": Plot(
+            "Drift by lag and position",
+            has_rows(lambda data: tokens.drift(data.records, data.run.dir)),
+            lambda *_: 2.7,
+            drift,
+        ),
         "recomputed": Plot("Recomputation", ready, lambda *_: 0.35, recomputed),
     },
     what_if=WHAT_IF,

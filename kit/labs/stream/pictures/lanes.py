@@ -81,7 +81,7 @@ def pack(samples: Sequence[tables.Sample]) -> list[int]:
 def versions(scene: Scene) -> None:
     """The trainer's lane, the requests of each replica, and the buffer below on the same axis of time."""
     theme, frame = scene.theme, scene.data.records
-    phase = tables.shown(frame) or ""
+    phase = tables.shown(frame)
     rows = tables.ledger(frame, phase)
     drawn = lanes(rows)
     began, ended = rows[0].time, rows[-1].time
@@ -196,4 +196,4 @@ def draw_buffer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scale
 
 
 def height(data: RunData) -> float:
-    return lanes(tables.ledger(data.records, tables.shown(data.records) or "")).bottom + 0.2 + LEGEND + 1.1 + 0.95
+    return lanes(tables.ledger(data.records, tables.shown(data.records))).bottom + 0.2 + LEGEND + 1.1 + 0.95
