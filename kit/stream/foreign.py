@@ -100,7 +100,8 @@ class Foreign:
     def __init__(self, kind: Any, settings: Settings, *, pipeline: str = "", resume: Resume | None = None) -> None:
         refuse_lacking(kind, settings.sampler)
         self.buffer = Buffer()
-        self.sampler = kind(self.buffer, **_window(kind, settings))
+        known = inspect.signature(kind).parameters
+        self.sampler = kind(self.buffer, **{name: settings.window for name in WINDOWS if name in known})
         needed = self.sampler.required_buffer_capacity(settings.groups)
         if needed is not None and settings.places < needed:
             raise BadInput(
@@ -187,8 +188,3 @@ class Loop(asyncio.SelectorEventLoop):
             self.call_soon(self.stop)
             self.run_forever()
         return task.done()
-
-
-def _window(kind: Any, settings: Settings) -> dict[str, int]:
-    known = inspect.signature(kind).parameters
-    return {name: settings.window for name in WINDOWS if name in known}

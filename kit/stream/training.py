@@ -28,7 +28,9 @@ def choose(t: Turn) -> None:
         return
     t.news = False
     if t.sampler is None:
-        ask_sampler(t)
+        least, most = limits(t)
+        t.asked |= {"select"}
+        t.do("select", "sampler", version=t.version, least=least, most=most)
         return
     drop(t, t.sampler.evicts(t.view()), t.sampler.aborts(t.view()))
     select(t, t.sampler.selects(t.view()))
@@ -69,12 +71,6 @@ def select(t: Turn, candidates: tuple[int, ...]) -> None:
         t.note("selected", group=group.id, step=t.step.id, version=t.version)
     groups = (*t.step.groups, *chosen)
     t.step = replace(t.step, groups=groups, chunks=(*t.step.chunks, len(groups)))
-
-
-def ask_sampler(t: Turn) -> None:
-    least, most = limits(t)
-    t.asked |= {"select"}
-    t.do("select", "sampler", version=t.version, least=least, most=most)
 
 
 def on_admitted(t: Turn, event: Event) -> None:
