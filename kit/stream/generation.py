@@ -18,6 +18,8 @@ from kit.loop.messages import Event, Map, listed
 from kit.stream.settings import NO_TARGET
 from kit.stream.state import CANCELLING, DONE, RUNNING, WAITING, Group, Owed, Replica, Sample, Sync, Turn, about
 
+# -- how groups leave -----------------------------------------------------------------------------------------------------
+
 
 def fail(t: Turn, why: str) -> None:
     """End the run with an error. The first error stays; what fails on the way out never hides it."""
