@@ -40,11 +40,6 @@ def drawn_length(low: int, high: int, seed: int = 0) -> Callable[[int, int], int
     return lambda group, sample: random.Random(f"{seed} {group} {sample}").randint(low, high)  # noqa: S311
 
 
-def alternating(_: int, sample: int) -> str:
-    """A reward that varies within every group."""
-    return str(sample % 2)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
     """Seconds, except for `span` (tokens) and `batch` (requests). `train_s` and `logprobs_s` are per group."""
@@ -59,7 +54,7 @@ class Durations:
     clear_s: float = 0.0
     sync_s: float = 0.05
     length: Callable[[int, int], int] = field(default_factory=lambda: drawn_length(8, 32))
-    reward: Callable[[int, int], str] = alternating
+    reward: Callable[[int, int], str] = lambda _, sample: str(sample % 2)  # it varies within every group
 
     def of_trainer(self, command: Command) -> float:
         if command.name in ("microbatch", "logprobs"):

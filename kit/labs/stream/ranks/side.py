@@ -26,7 +26,6 @@ from kit.labs.rankside import Context
 from kit.labs.stream.config import StreamConfig, trainer_model
 from kit.machine import host
 from kit.megatron.model import DTYPES
-from kit.sync.layout import Layout, automatic, lay_out, specs_of
 from kit.sync.link import Link, Listener, PeerGone, address_of, call
 from kit.sync.transports import Place
 from kit.train.arithmetic import END, encode, problem
@@ -208,11 +207,6 @@ def base_weights(config: StreamConfig) -> Weights:
 def optimizer_settings(config: StreamConfig) -> Settings:
     """A constant learning rate: every update moves the weights far enough for versions to differ."""
     return Settings(lr=config.lr, first_lr=config.lr, last_lr=config.lr, warmup=0, decay=1_000_000)
-
-
-def layout_of(tensors: Mapping[Any, torch.Tensor]) -> Layout:
-    specs = specs_of(tensors)
-    return lay_out(specs, automatic(specs))
 
 
 def place_of(ctx: Context, rank: int) -> Place:

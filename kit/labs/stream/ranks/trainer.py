@@ -30,7 +30,6 @@ from kit.labs.stream.ranks.side import (
     Row,
     advantages,
     base_weights,
-    layout_of,
     optimizer_settings,
     place_of,
     rest,
@@ -43,6 +42,7 @@ from kit.megatron.groups import destroy, snapshot
 from kit.stream.meter import drifted
 from kit.sync import hashes
 from kit.sync.cache import BASE, Cache
+from kit.sync.layout import automatic, lay_out, specs_of
 from kit.sync.link import Listener
 from kit.sync.sender import Sender, Target
 from kit.train.arithmetic import PAD
@@ -106,9 +106,9 @@ class Trainer:
         self.updates, self.began = 0, 0.0
         self.weights, self.previous, self.reference, self.fed = {}, {}, {}, []
         self.keep(0)
-        tensors_now = self.gather()
+        specs = specs_of(self.gather())
         if self.first:
-            self.cache = Cache(layout_of(tensors_now), keep=True, timeout_s=self.config.deadline_s)
+            self.cache = Cache(lay_out(specs, automatic(specs)), keep=True, timeout_s=self.config.deadline_s)
             self.sender = Sender(
                 self.cache,
                 self.listener,
