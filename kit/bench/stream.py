@@ -113,7 +113,7 @@ def paced(session: Session, sizes: Sizes) -> Iterator[Row]:
 
 def learns(session: Session, sizes: Sizes) -> Iterator[Row]:
     """Mean reward of the last fifth of steps against the first fifth, on policy and stale, from the same warm start."""
-    from kit.labs.stream.ledgers import ledger  # here, as above
+    from kit.labs.stream.checks import ledger  # here, as above
 
     with session.worlds((1, 1, 1)) as worlds:
         for seed in range(1234, 1234 + sizes.seeds):

@@ -1,18 +1,24 @@
-"""Events and commands: a name, the pipeline that it belongs to, and ids. Frozen, hashable, and cheap to make.
+"""Events and commands, and the ledger: the rows of everything that passed a runner, with its time, in order.
 
-An id is a whole number or a text, as in a record, so that a ledger gives back exactly what passed. Several numbers are one text:
-`listed((3, 4))` is "3,4".
+A message is a name, the pipeline that it belongs to, and ids: frozen, hashable, and cheap to make. An id is a whole number or a text, as in
+a record, so that a ledger gives back exactly what passed. Several numbers are one text: `listed((3, 4))` is "3,4".
+
+A row is a name, a time in seconds and ids. An event's row has the id `core` (which core took it), a command's row the id `to` (its
+address). A command to "ledger" is a note: it goes nowhere else, and its row has neither. Commands stand behind the event that they answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from kit.errors import BadInput
+from kit.results.records import parse, read_bytes
 
 Id = int | str
+NOTES = "ledger"  # the address of commands that are rows and nothing else
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -22,6 +28,11 @@ class Message:
     name: str
     pipeline: str
     ids: tuple[tuple[str, Id], ...]
+
+    def __init__(self, name: str, pipeline: str = "", /, **ids: Id) -> None:
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "pipeline", pipeline)
+        object.__setattr__(self, "ids", tuple(sorted(ids.items())))
 
     def __getitem__(self, name: str) -> Any:
         for key, value in self.ids:
@@ -45,9 +56,6 @@ class Message:
 class Event(Message):
     """What happened: `Event("completed", "a", group=17, sample=3)`."""
 
-    def __init__(self, name: str, pipeline: str = "", /, **ids: Id) -> None:
-        _fill(self, name, pipeline, ids)
-
 
 @dataclass(frozen=True, slots=True, init=False)
 class Command(Message):
@@ -56,14 +64,8 @@ class Command(Message):
     to: str
 
     def __init__(self, name: str, to: str, pipeline: str = "", /, **ids: Id) -> None:
-        _fill(self, name, pipeline, ids)
+        Message.__init__(self, name, pipeline, **ids)
         object.__setattr__(self, "to", to)
-
-
-def _fill(message: Message, name: str, pipeline: str, ids: dict[str, Id]) -> None:
-    object.__setattr__(message, "name", name)
-    object.__setattr__(message, "pipeline", pipeline)
-    object.__setattr__(message, "ids", tuple(sorted(ids.items())))
 
 
 def listed(numbers: Iterable[int]) -> str:
@@ -77,7 +79,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 class Map(dict[Any, Any]):
-    """A mapping that does not change and can be hashed. `put` and `without` give a new one.
+    """A mapping that does not change and can be hashed. `put`, `without` and `plus` give a new one.
 
     A copy of 1,000 entries takes some microseconds, so a state may hold one and still be replaced with every event.
     """
@@ -85,9 +87,7 @@ class Map(dict[Any, Any]):
     __slots__ = ()
 
     def put(self, key: Any, value: Any) -> Map:
-        new = Map(self)
-        dict.__setitem__(new, key, value)
-        return new
+        return Map({**self, key: value})
 
     def without(self, key: Any) -> Map:
         new = Map(self)
@@ -105,3 +105,54 @@ class Map(dict[Any, Any]):
         raise TypeError("a Map does not change; use put or without")
 
     __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = __ior__ = _refuse
+
+
+# -- the ledger -----------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    name: str
+    time: float
+    ids: Mapping[str, Id]
+
+
+class Ledger(Protocol):
+    """Where a runner writes. `flush` comes before each wait and at the end."""
+
+    def write(self, row: Row) -> None: ...
+    def flush(self) -> None: ...
+
+
+class Memory(list[Row]):
+    """A ledger in memory."""
+
+    def write(self, row: Row) -> None:
+        self.append(row)
+
+    def flush(self) -> None:
+        pass
+
+
+def event_row(event: Event, core: str, when: float) -> Row:
+    return Row(event.name, when, {**dict(event.ids), "pipeline": event.pipeline, "core": core})
+
+
+def command_row(command: Command, when: float) -> Row:
+    ids = dict(command.ids)
+    if {"core", "to"} & ids.keys():
+        raise BadInput(
+            f"{command.name} has an id `core` or `to`; these say what passed a port, and only the runner writes them"
+        )
+    address = {} if command.to == NOTES else {"to": command.to}
+    return Row(command.name, when, {**ids, "pipeline": command.pipeline, **address})
+
+
+def read(path: Path, phase: str | None = None) -> list[Row]:
+    """The rows of a file of records that are events, of all phases or of one. Lines that cannot be read are left out."""
+    columns, _ = parse(read_bytes(path))
+    events = zip(*(columns[name] for name in ("metric", "time", "ids", "value", "text", "phase")), strict=True)
+    return [
+        Row(name, when, ids)
+        for name, when, ids, value, text, of in events
+        if value is None and not text and phase in (None, of)
+    ]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from kit.loop.clock import VirtualClock
 from kit.loop.messages import Command, Event, Map
+from kit.loop.runner import VirtualClock
 from kit.share import core, operations
 from kit.share.core import Scheduler
 from kit.share.planner import Gaps, Share, Supply, View

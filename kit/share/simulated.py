@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kit.loop.clock import Simulated, VirtualClock
-from kit.loop.ledger import Memory
-from kit.loop.messages import Command, Event, numbers
-from kit.loop.runner import Runner, Stalled
+from kit.loop.messages import Command, Event, Memory, numbers
+from kit.loop.runner import Runner, Simulated, Stalled, VirtualClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -7,8 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
-from kit.loop.ledger import NOTES
-from kit.loop.messages import Command, Id, Map
+from kit.loop.messages import NOTES, Command, Id, Map
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

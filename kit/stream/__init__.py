@@ -24,6 +24,6 @@ def what_if(run: Run, phase: str | None = "stream", **changes: Any) -> Simulatio
 
     `phase` is the loop whose ledger tells settings and durations; None takes all rows of the run.
     """
-    from kit.stream.forecast import forecast, rows_of
+    from kit.stream.simulated import forecast, rows_of
 
     return forecast(rows_of(run.dir, phase), **changes)

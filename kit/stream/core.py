@@ -30,9 +30,8 @@ from collections.abc import Callable
 from kit.errors import BadInput
 from kit.loop.messages import Command, Event, Map, listed
 from kit.stream import generation, training
-from kit.stream.groups import doom, end, fail, put_back
-from kit.stream.samplers import SAMPLERS
-from kit.stream.settings import Resume, Settings, refusals
+from kit.stream.generation import doom, end, fail, put_back
+from kit.stream.settings import SAMPLERS, Resume, Settings, refusals
 from kit.stream.state import Fields, Replica, State, Turn
 
 Handler = Callable[[Turn, Event], None]

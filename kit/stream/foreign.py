@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kit.errors import BadInput, KitError
-from kit.loop.messages import Event, listed
-from kit.stream.samplers import NO_TARGET, refuse_lacking
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable, Sequence
-
-    from kit.loop.ledger import Row
-    from kit.loop.messages import Command
-    from kit.stream.settings import Resume, Settings
+from kit.loop.messages import Command, Event, Row, listed
+from kit.stream.settings import NO_TARGET, Resume, Settings, refuse_lacking
 
 WINDOWS = ("max_staleness_versions", "max_lookahead_versions", "window")
 TICK_S = 1.0  # by how much the sampler's clock moves with each poll
@@ -106,7 +100,8 @@ class Foreign:
     def __init__(self, kind: Any, settings: Settings, *, pipeline: str = "", resume: Resume | None = None) -> None:
         refuse_lacking(kind, settings.sampler)
         self.buffer = Buffer()
-        self.sampler = kind(self.buffer, **_window(kind, settings))
+        known = inspect.signature(kind).parameters
+        self.sampler = kind(self.buffer, **{name: settings.window for name in WINDOWS if name in known})
         needed = self.sampler.required_buffer_capacity(settings.groups)
         if needed is not None and settings.places < needed:
             raise BadInput(
@@ -193,8 +188,3 @@ class Loop(asyncio.SelectorEventLoop):
             self.call_soon(self.stop)
             self.run_forever()
         return task.done()
-
-
-def _window(kind: Any, settings: Settings) -> dict[str, int]:
-    known = inspect.signature(kind).parameters
-    return {name: settings.window for name in WINDOWS if name in known}

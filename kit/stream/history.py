@@ -1,17 +1,18 @@
-"""A ledger, read again: its rows by event, group, sample and step. All is counted from rows; no count that they state is used."""
+"""A ledger, read again, and what a rule of the judge is. All is counted from rows; no count that they state is used."""
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, ParamSpec
 
 from kit.errors import BadInput
-from kit.results.verdict import Missing, Unjudged
+from kit.results.verdict import Measured, Missing, NotMeasured, Unjudged
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+P = ParamSpec("P")
 
 Id = int | str
 
@@ -292,3 +293,46 @@ def pipelines(rows: Sequence[Mapping[str, Any]]) -> dict[str, Ledger]:
     if len(names) < 2:
         return {name: Ledger(rows) for name in names or [""]}
     return {name: Ledger([row for row in rows if row.get("pipeline") == name]) for name in names}
+
+
+NO_AGE_LIMIT = ("ready-first", "capacity")  # samplers that bound admission only
+REACTION = 0.005  # seconds that a controller may take to see that it can go on
+
+
+Finding = Generator[str, None, str]  # yields violations, returns what was judged
+
+
+def counted(rule: Callable[P, Finding]) -> Callable[P, Measured]:
+    """A rule as a check. What keeps it from going on (`Missing`, `Unjudged`) counts only if it found no violation before."""
+
+    @functools.wraps(rule)
+    def check(*args: P.args, **kwargs: P.kwargs) -> Measured:
+        found: list[str] = []
+        finding = rule(*args, **kwargs)
+        while True:
+            try:
+                found.append(next(finding))
+            except StopIteration as end:
+                if not found:
+                    return Measured(0.0, str(end.value))
+                break
+            except (NotMeasured, Unjudged):
+                if not found:
+                    raise
+                break
+        return Measured(float(len(found)), found[0] + (f"; {len(found) - 1} more" if len(found) > 1 else ""))
+
+    return check
+
+
+def by(rows: Iterable[Row], name: str) -> dict[Id, list[Row]]:
+    """Rows by an id; those without it are left out."""
+    found: defaultdict[Id, list[Row]] = defaultdict(list)
+    for row in rows:
+        if name in row.ids:
+            found[row[name]].append(row)
+    return found
+
+
+def many(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

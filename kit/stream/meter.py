@@ -1,4 +1,4 @@
-"""Where the time of each optimizer step went, from the rows of a ledger as they come. The parts add up to the whole.
+"""Where the time of each optimizer step went, from the rows of a ledger as they come, and how far the policy moved. The parts add up.
 
 At any time the loop does one thing: what the trainer was asked first and has not answered (training or log-probabilities), else a sync,
 else it waits for generation, which is what `exposed_generation` counts. `replicas_idle` is the replicas' mean time without a request.
@@ -6,16 +6,13 @@ else it waits for generation, which is what `exposed_generation` counts. `replic
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
-from kit.loop.messages import Event
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from kit.loop.ledger import Ledger, Row
-    from kit.loop.messages import Command, Id
+from kit.loop.messages import Command, Event, Id, Ledger, Row
+from kit.loop.runner import Port
 
 PARTS = ("training", "logprobs", "sync", "exposed_generation")
 TRAINER = {"begin": "training", "microbatch": "training", "finish": "training", "logprobs": "logprobs"}
@@ -72,6 +69,24 @@ class Meter:
             self._seconds["replicas_idle"] += passed * list(self._loads.values()).count(0) / len(self._loads)
 
 
+def spent(rows: Iterable[Row]) -> dict[str, float]:
+    """The seconds of a whole ledger."""
+    meter = Meter()
+    for row in rows:
+        meter.see(row)
+    return meter.take()
+
+
+def syncs(rows: Iterable[Row]) -> Iterator[tuple[float, float]]:
+    """Start and end of each sync that ended."""
+    began: dict[Id, float] = {}
+    for row in rows:
+        if row.name == "sync_begin":
+            began[row.ids["version"]] = row.time
+        elif row.name == "synced" and row.ids["version"] in began:
+            yield began.pop(row.ids["version"]), row.time
+
+
 class Watcher(Protocol):
     def see(self, row: Row) -> None: ...
 
@@ -92,7 +107,7 @@ class Watched:
         self.ledger.flush()
 
 
-class Log:
+class Log(Port):
     """The port "log": a step's counts and times go to a logger with prefixes, under the version after the step, and into the ledger."""
 
     def __init__(self, meter: Meter, logger: Callable[[dict[str, float], int], object]) -> None:
@@ -104,13 +119,25 @@ class Log:
         counts = {name: float(value) for name, value in command.ids if name not in ("step", "version")}
         values = {f"train/{name}": value for name, value in counts.items()}
         values |= {f"timing/{name}": value for name, value in seconds.items()}
-        at: Mapping[str, Id] = {"step": command.step, "version": command.version, "update": command.update}
-        spelled = {f"s_{name}": repr(value) for name, value in seconds.items()}
+        ids: dict[str, Id] = {name: command[name] for name in ("step", "version", "update")}
+        ids |= {f"s_{name}": repr(value) for name, value in seconds.items()}
         try:
             self.logger(values, command.version)
         except Exception as error:  # noqa: BLE001 - a logger never ends training
-            return [Event("logger_failed", command.pipeline, **at, why=f"{type(error).__name__}: {error}", **spelled)]
-        return [Event("logged", command.pipeline, **at, **spelled)]
+            return [Event("logger_failed", command.pipeline, **ids, why=f"{type(error).__name__}: {error}")]
+        return [Event("logged", command.pipeline, **ids)]
 
-    def take(self) -> Iterable[Event]:
-        return ()
+
+def drifted(differences: Sequence[float]) -> dict[str, float]:
+    """Of tokens with these differences, the trainer's log-probability minus the engine's.
+
+    `drift_ratio` is the mean importance weight, `drift_kl` the estimate of KL(engine, trainer) that is never below 0.
+    """
+    count = len(differences)
+    ratios = [math.exp(min(one, 700.0)) for one in differences]
+    return {
+        "drift_mean": math.fsum(differences) / count,
+        "drift_mismatch": math.fsum(map(abs, differences)) / count,
+        "drift_ratio": math.fsum(ratios) / count,
+        "drift_kl": math.fsum(ratio - 1 - one for ratio, one in zip(ratios, differences, strict=True)) / count,
+    }

@@ -1,19 +1,165 @@
-"""What a controller is set to, and which settings cannot work together."""
+"""What a controller is set to, its samplers, and which settings cannot work together. Samplers are pure functions of a view.
+
+A gate counts batches: its index starts at -1 (a resumed run: version - 1), it blocks while index >= version + window, and a batch that
+passes raises it by one. The index is the batch's target. The gate is asked for every group, last of all; it opens or blocks at a batch's
+first one.
+
+| sampler | may start | trains | drops complete groups | aborts unfinished ones | largest lag |
+|---|---|---|---|---|---|
+| strict | gate, window 0 | target == version | target < version | none | 0 |
+| in-order | gate | target == version | target < version | none | window |
+| weight-fifo | gate | the oldest start in the window, complete or not; waits for it | start < version - window | none | window |
+| windowed | always | any start in the window | start < version - window | the same | window |
+| ready-first | gate | any complete group | none | none | no limit |
+| capacity | accepted + running < (window + version + 1) x groups | as they complete | none | none | no limit (bounds the sum) |
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
 
-from kit.stream.samplers import SAMPLERS
+from kit.errors import BadInput
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+NO_TARGET = -1
+
+
+class Slot(Protocol):
+    """A group in the buffer. `version` is the current one when it was reserved; `order` counts completions, -1 while unfinished."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def target(self) -> int: ...
+    @property
+    def order(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a sampler sees. `position`: groups of the current batch that were dispatched already; `buffer`: its groups in order of id.
+
+    `accepted` counts complete groups since the beginning, `running` those in flight; the run ends with the version `last`.
+    """
+
+    version: int
+    window: int
+    groups: int
+    last: int
+    index: int
+    position: int
+    accepted: int
+    running: int
+    buffer: Mapping[int, Slot]
+
+    @property
+    def oldest(self) -> int:
+        """The oldest start in the window."""
+        return max(0, self.version - self.window)
+
+    def ready(self) -> Iterable[Slot]:
+        return (slot for slot in self.buffer.values() if slot.order >= 0)
+
+
+Groups = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """`selects` gives every group that may be trained now, best first; the controller takes at least min or none, and at most max.
+
+    `places` is how many the buffer needs at least. With `stamps` a batch's index is its groups' target. With `refills` a group that is
+    dropped as too old is made up for without a passage of the gate, which would not let through more than the steps take.
+    """
+
+    admits: Callable[[View], bool]
+    selects: Callable[[View], Groups]
+    evicts: Callable[[View], Groups] = lambda _: ()
+    aborts: Callable[[View], Groups] = lambda _: ()
+    places: Callable[[int, int], int] = lambda groups, window: 0  # noqa: ARG005 - of groups a step and the window
+    stamps: bool = False
+    refills: bool = False
+
+
+def batch_may_start(view: View) -> bool:
+    return view.position > 0 or (view.index < view.version + view.window and view.index + 1 < view.last)
+
+
+def within_capacity(view: View) -> bool:
+    return view.accepted + view.running < (view.window + view.version + 1) * view.groups
+
+
+def of_this_step(view: View) -> Groups:
+    return tuple(slot.id for slot in view.ready() if slot.target == view.version)
+
+
+def oldest_start_first(view: View) -> Groups:
+    """From the oldest start in the window on, up to the first with an unfinished group, which is waited for.
+
+    Without the later ones a batch that was dispatched across a sync could leave fewer groups of a start than a selection takes at least.
+    """
+    inside = sorted(
+        (slot.version, slot.order < 0, slot.id) for slot in view.buffer.values() if slot.version >= view.oldest
+    )
+    awaited = next((start for start, unfinished, _ in inside if unfinished), view.version)
+    return tuple(group for start, unfinished, group in inside if start <= awaited and not unfinished)
+
+
+def inside_the_window(view: View) -> Groups:
+    return tuple(slot.id for slot in view.ready() if view.oldest <= slot.version <= view.version)
+
+
+def any_complete(view: View) -> Groups:
+    return tuple(slot.id for slot in view.ready() if slot.version <= view.version)
+
+
+def as_completed(view: View) -> Groups:
+    return tuple(slot.id for slot in sorted(view.ready(), key=lambda slot: slot.order))
+
+
+def target_passed(view: View) -> Groups:
+    return tuple(slot.id for slot in view.ready() if slot.target < view.version)
+
+
+def start_too_old(view: View) -> Groups:
+    return tuple(slot.id for slot in view.ready() if slot.version < view.oldest)
+
+
+def unfinished_too_old(view: View) -> Groups:
+    return tuple(slot.id for slot in view.buffer.values() if slot.order < 0 and slot.version < view.oldest)
+
+
+def a_batch_per_version(groups: int, window: int) -> int:
+    return groups * (window + 1)
+
+
+_IN_ORDER = Sampler(batch_may_start, of_this_step, target_passed, places=a_batch_per_version, stamps=True)
+SAMPLERS = {
+    "strict": _IN_ORDER,  # its window is 0
+    "in-order": _IN_ORDER,
+    "weight-fifo": Sampler(
+        batch_may_start, oldest_start_first, start_too_old, places=a_batch_per_version, refills=True
+    ),
+    "windowed": Sampler(lambda _: True, inside_the_window, start_too_old, unfinished_too_old),
+    "ready-first": Sampler(batch_may_start, any_complete, places=a_batch_per_version),
+    "capacity": Sampler(within_capacity, as_completed),
+}
+
+# What a class with NeMo-RL's protocol has.
+METHODS = (
+    "admit", "select", "evict", "should_abort_inflight", "is_on_policy", "required_buffer_capacity", "set_dispatch_index",
+)  # fmt: skip
+
+
+def refuse_lacking(kind: Any, name: str) -> None:
+    if lacking := [method for method in METHODS if not hasattr(kind, method)]:
+        raise BadInput(f"the sampler {name} has no {', '.join(lacking)}; it needs {', '.join(METHODS)}")
+
 
 AtSync = Literal["keep", "recompute", "abort", "drain"]
-OnFailed = Literal["stop", "replace", "shrink"]
-OnDead = Literal["stop", "go-on"]
-Advantage = Literal["grpo", "leave-one-out"]
 Logprobs = Literal["recomputed", "recorded", "off"]
 
 
@@ -37,12 +183,12 @@ class Settings:
     steps: int = 5
     replicas: int = 2
     at_sync: AtSync = "keep"
-    on_failed: OnFailed = "stop"
+    on_failed: Literal["stop", "replace", "shrink"] = "stop"
     floor: int = 1
-    on_dead_replica: OnDead = "stop"
+    on_dead_replica: Literal["stop", "go-on"] = "stop"
     step_retries: int = 0
     filter: bool = False
-    advantage: Advantage = "grpo"
+    advantage: Literal["grpo", "leave-one-out"] = "grpo"
     previous: Logprobs = "recomputed"
     reference: Logprobs = "off"
     correction: bool = True
@@ -72,95 +218,63 @@ class Resume:
 
 def opening(settings: Settings, start: Resume | None = None) -> Iterator[tuple[str, dict[str, int | str]]]:
     """The rows with which a ledger begins, by who starts a controller: checks compare the controller with them."""
-    found = {one.name: getattr(settings, one.name) for one in fields(Settings)}
-    yield (
-        "capacity",
-        {
-            "groups_per_step" if name == "groups" else name: value if isinstance(value, str) else int(value)
-            for name, value in found.items()
-        },
-    )
+    found = {name: value if isinstance(value, str) else int(value) for name, value in asdict(settings).items()}
+    yield "capacity", {"groups_per_step": found.pop("groups"), **found}
     if start is not None:
         yield "resumed", {"step": start.steps, "version": start.version}
 
 
 def read_settings(ids: Mapping[str, int | str]) -> Settings:
     """The settings of a row `capacity`. What it lacks is a default."""
-    given: dict[str, Any] = {**ids, **({"groups": ids["groups_per_step"]} if "groups_per_step" in ids else {})}
-    defaults = Settings()
-    return Settings(
-        **{
-            one.name: type(getattr(defaults, one.name))(given[one.name])
-            for one in fields(Settings)
-            if one.name in given
-        }
-    )
+    given: dict[str, Any] = {"groups" if name == "groups_per_step" else name: value for name, value in ids.items()}
+    kinds = {name: type(value) for name, value in asdict(Settings()).items()}
+    return Settings(**{name: kind(given[name]) for name, kind in kinds.items() if name in given})
 
 
-AT_LEAST_ONE = (
-    "groups",
-    "min_groups",
-    "group",
-    "train_global_batch_size",
-    "places",
-    "slots",
-    "steps",
-    "replicas",
-    "floor",
-)
+COUNTS = ("groups", "min_groups", "group", "train_global_batch_size", "places", "slots", "steps", "replicas", "floor")
+LEAST = {**dict.fromkeys(COUNTS, 1), "window": 0, "step_retries": 0}
 
 
 def refusals(settings: Settings) -> tuple[str, ...]:
     """One sentence for each thing that cannot work, before anything starts. Empty: they can."""
-    low = tuple(
-        f"{name}={getattr(settings, name)} must be at least 1" for name in AT_LEAST_ONE if getattr(settings, name) < 1
+    low = (
+        f"{name}={getattr(settings, name)} must be at least {least}"
+        for name, least in LEAST.items()
+        if getattr(settings, name) < least
     )
-    negative = ("window", "step_retries")
-    low += tuple(
-        f"{name}={getattr(settings, name)} must be at least 0" for name in negative if getattr(settings, name) < 0
-    )
-    return low or (*_counts(settings), *_staleness(settings))
+    return tuple(low) or tuple(_misfits(settings))
 
 
-def _counts(settings: Settings) -> list[str]:
-    found = []
-    samples, batch = settings.groups * settings.group, settings.train_global_batch_size
+def _misfits(settings: Settings) -> Iterator[str]:
+    """What does not go together."""
+    groups, samples, batch = settings.groups, settings.groups * settings.group, settings.train_global_batch_size
     if batch % settings.group:
-        found.append(
-            f"train_global_batch_size={batch} is not a multiple of group={settings.group}; a group is never cut"
-        )
+        yield f"train_global_batch_size={batch} is not a multiple of group={settings.group}; a group is never cut"
     elif samples % batch:
-        found.append(
-            f"a step has {settings.groups} x {settings.group} = {samples} samples, "
-            f"which train_global_batch_size={batch} does not divide"
+        yield (
+            f"a step has {groups} x {settings.group} = {samples} samples, which train_global_batch_size={batch} "
+            "does not divide"
         )
-    if settings.min_groups > settings.groups:
-        found.append(f"min_groups={settings.min_groups} exceeds the {settings.groups} groups of a step")
-    if settings.floor > settings.groups:
-        found.append(f"floor={settings.floor} exceeds the {settings.groups} groups of a step")
+    for name in ("min_groups", "floor"):
+        if getattr(settings, name) > groups:
+            yield f"{name}={getattr(settings, name)} exceeds the {groups} groups of a step"
     if settings.group == 1:
-        found.append("group=1 gives every sample the advantage 0; use at least 2 samples a group")
-    return found
-
-
-def _staleness(settings: Settings) -> list[str]:
-    found = []
+        yield "group=1 gives every sample the advantage 0; use at least 2 samples a group"
     sampler = SAMPLERS.get(settings.sampler)
     if sampler is None and ":" not in settings.sampler:
-        found.append(f"sampler={settings.sampler!r} is neither one of {', '.join(SAMPLERS)} nor a module:Class")
-    needed = 0 if sampler is None else sampler.places(settings.groups, settings.window)
+        yield f"sampler={settings.sampler!r} is neither one of {', '.join(SAMPLERS)} nor a module:Class"
+    needed = sampler.places(groups, settings.window) if sampler else 0
     if settings.places < needed:
-        found.append(
+        yield (
             f"places={settings.places} is fewer than the {needed} that the sampler {settings.sampler} needs for "
-            f"groups={settings.groups} and window={settings.window}"
+            f"groups={groups} and window={settings.window}"
         )
     elif settings.places < settings.min_groups:
-        found.append(f"places={settings.places} cannot hold the min_groups={settings.min_groups} that start a step")
+        yield f"places={settings.places} cannot hold the min_groups={settings.min_groups} that start a step"
     if settings.sampler == "strict" and settings.window:
-        found.append(f"the sampler strict has no window; use window=0 instead of window={settings.window}")
+        yield f"the sampler strict has no window; use window=0 instead of window={settings.window}"
     if settings.window and not settings.correction and settings.previous != "recorded":
-        found.append(
+        yield (
             f"window={settings.window} trains on stale samples with neither correction nor recorded log-probabilities; "
             "use correction=true or previous=recorded"
         )
-    return found

@@ -1,46 +1,43 @@
-"""A whole system on a virtual clock: data, replicas, trainer, sync, desk. For bounds, property tests, what-ifs and faults of the ledger.
+"""A whole system on a virtual clock: data, replicas, trainer, sync, desk. For bounds, property tests, forecasts and faults of the ledger.
 
 A replica is single-threaded: it decodes up to `span` tokens of each of its requests, then looks at its orders; `batch` requests decode in
 the time of one. The trainer takes one command at a time, in order. Durations are fixed per command, lengths a function of group and sample.
+
+A forecast feeds it the durations of a run, from its ledger, with another sampler or window. Lengths that the run did not generate are drawn
+from those that it did. Limits: durations are medians (the trainer's per group), a replica's requests share its time, and what a replica
+does between two calls takes no time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-from kit.loop.clock import Simulated, VirtualClock
-from kit.loop.ledger import Memory, Row
-from kit.loop.messages import Command, Event, numbers
-from kit.loop.runner import Runner
-from kit.stream.core import Controller
+from kit.errors import BadInput
+from kit.loop.messages import Command, Event, Memory, Row, numbers, read
+from kit.loop.runner import Core, Port, Runner, Simulated, VirtualClock
+from kit.results.records import PATTERN
+from kit.stream.core import TRAINERS, Controller
 from kit.stream.foreign import Foreign
-from kit.stream.meter import Log, Meter, Watched
-from kit.stream.settings import Settings, opening
+from kit.stream.meter import Log, Meter, Watched, Watcher, spent, syncs
+from kit.stream.settings import Resume, Settings, opening, read_settings, refusals
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+Answers = Iterable[tuple[float, Event]]
 
-    from kit.loop.runner import Core, Port
-    from kit.stream.meter import Watcher
-    from kit.stream.settings import Resume
-
-    Answers = Iterable[tuple[float, Event]]
-
-TRAINER = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")
+REHEARSED = "a failure that is rehearsed"
 ADDRESSES = ("data", "replica", "trainer", "sync", "desk", "asker")
 
 
 def drawn_length(low: int, high: int, seed: int = 0) -> Callable[[int, int], int]:
     """Lengths that depend on seed, group and sample alone."""
     return lambda group, sample: random.Random(f"{seed} {group} {sample}").randint(low, high)  # noqa: S311
-
-
-def alternating(_: int, sample: int) -> str:
-    """A reward that varies within every group."""
-    return str(sample % 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +54,7 @@ class Durations:
     clear_s: float = 0.0
     sync_s: float = 0.05
     length: Callable[[int, int], int] = field(default_factory=lambda: drawn_length(8, 32))
-    reward: Callable[[int, int], str] = alternating
+    reward: Callable[[int, int], str] = lambda _, sample: str(sample % 2)  # it varies within every group
 
     def of_trainer(self, command: Command) -> float:
         if command.name in ("microbatch", "logprobs"):
@@ -159,7 +156,10 @@ class Replica:
 
 
 class System(Simulated):
-    """Every port of one pipeline. `prompts` None: the data never ends; `first` and `again` are what a resumed run's data gives."""
+    """Every port of one pipeline. `prompts` None: the data never ends; `first` and `again` are what a resumed run's data gives.
+
+    `fails` names commands that the trainer answers with an error, once, and the step of each.
+    """
 
     def __init__(
         self,
@@ -172,15 +172,17 @@ class System(Simulated):
         first: int = 0,
         again: Sequence[int] = (),
         fail_at: Mapping[int, str] | None = None,
+        fails: Mapping[str, int] | None = None,
     ) -> None:
         own = {"next_prompt": self.prompt, "generate": self.generate, "cancel": self.cancel, "sync": self.sync}
-        trainer = dict.fromkeys(TRAINER, self.trainer)
+        trainer = dict.fromkeys(TRAINERS, self.trainer)
         nothing = dict.fromkeys(("release", "progress", "answer", "discard"), lambda _: ())
         super().__init__(clock, {**own, **trainer, **nothing, "acquire": self.acquire}, fail_at=fail_at)
         self.durations = durations
         self.pipeline = pipeline
         self.replicas = {number: Replica(number, self) for number in range(replicas)}
         self.prompts = itertools.chain(again, range(first, prompts) if prompts is not None else itertools.count(first))
+        self.fails = dict(fails or {})
         self.trainer_free = 0.0
         self.weights_move = (0.0, 0.0)  # from when to when the trainer's last update is finished
         self.syncing: set[int] = set()  # replicas that the sync under way has not reached
@@ -205,13 +207,16 @@ class System(Simulated):
         return ()
 
     def trainer(self, command: Command) -> Answers:
+        if self.fails.get(command.name) == command.step:
+            del self.fails[command.name]
+            yield 0.0, Event("error", command.pipeline, **dict(command.ids), of=command.name, why=REHEARSED)
+            return
         now = self.clock.now()
         begins = max(now, self.trainer_free)
         self.trainer_free = begins + self.durations.of_trainer(command)
         if command.name == "finish":
             self.weights_move = begins, self.trainer_free
-        ids = {**dict(command.ids), "of": command.name}
-        yield self.trainer_free - now, Event("done", command.pipeline, **ids)
+        yield self.trainer_free - now, Event("done", command.pipeline, **dict(command.ids), of=command.name)
 
     def sync(self, command: Command) -> Answers:
         """A trainer that finishes an update has other weights, once it is free to send them, than the version that was ordered."""
@@ -280,41 +285,149 @@ def simulate(
     durations: Durations | None = None,
     *,
     prompts: int | None = None,
-    core: Core[object] | None = None,
+    core: Core[Any] | None = None,
     resume: Resume | None = None,
     sampler: Any = None,
     prepare: Callable[[System], None] = lambda _: None,
-    fail_at: Mapping[int, str] | None = None,
+    logger: Callable[[dict[str, float], int], object] | None = None,
+    rows: Memory | None = None,
+    pipeline: str = "",
+    **failures: Any,
 ) -> Simulation:
-    """Run a controller against the simulated system.
+    """Run a controller against the simulated system. `failures` are the system's `fail_at` and `fails`.
 
-    `core` is another controller than ours, `sampler` a class with NeMo-RL's protocol; `prepare` may schedule deaths and joins.
+    `core` is another controller than ours, `sampler` a class with NeMo-RL's protocol; `prepare` may schedule deaths and joins. `rows` is
+    the ledger to write, also where the run breaks.
     """
-    clock, meter, rows = VirtualClock(), Meter(), Memory(Row(name, 0.0, ids) for name, ids in opening(settings, resume))
-    first, again = (0, ()) if resume is None else (resume.next, resume.open)
+    clock, meter, rows = VirtualClock(), Meter(), Memory() if rows is None else rows
+    rows += [Row(name, 0.0, ids) for name, ids in opening(settings, resume)]
+    given = {} if resume is None else {"first": resume.next, "again": resume.open}
     system = System(
         clock,
         durations or Durations(),
         replicas=settings.replicas,
+        pipeline=pipeline,
         prompts=prompts,
-        first=first,
-        again=again,
-        fail_at=fail_at,
+        **given,  # type: ignore[arg-type]
+        **failures,
     )
     prepare(system)
     logged: list[dict[str, float]] = []
-    log = Log(meter, lambda values, version: logged.append({"version": version, **values}))
+    log = Log(meter, logger or (lambda values, version: logged.append({"version": version, **values})))
     ports: dict[str, Port] = {**dict.fromkeys(ADDRESSES, system), "log": log}
     watchers: list[Watcher] = [meter]
-    if sampler is not None:
-        foreign = Foreign(sampler, settings, resume=resume)
-        ports["sampler"] = foreign
-        watchers.append(foreign)
-    controller = core or Controller(settings, resume=resume)
-    runner = Runner({"": controller}, ports, clock=clock, ledger=Watched(rows, *watchers), deadline_s=1e6)
-    try:
-        ended = runner.run()[""]
-    finally:
+    with contextlib.ExitStack() as scope:
         if sampler is not None:
-            foreign.close()
-    return Simulation(rows, ended, logged, runner)
+            foreign = Foreign(sampler, settings, pipeline=pipeline, resume=resume)
+            scope.callback(foreign.close)
+            ports["sampler"] = foreign
+            watchers.append(foreign)
+        cores = {pipeline: core or Controller(settings, pipeline=pipeline, resume=resume)}
+        runner = Runner(cores, ports, clock=clock, ledger=Watched(rows, *watchers), deadline_s=1e6)
+        return Simulation(rows, runner.run()[pipeline], logged, runner)
+
+
+def rows_of(folder: Path, phase: str | None) -> list[Row]:
+    """The ledger of a loop in a run's folder."""
+    return [row for path in sorted(folder.glob(PATTERN)) for row in read(path, phase)]
+
+
+def forecast(rows: Iterable[Row], **changes: Any) -> Simulation:
+    """Simulate the run of a ledger with some settings changed, such as `sampler` and `window`. Places grow to what the sampler needs."""
+    known = list(rows)
+    settings = read_settings(next((row.ids for row in known if row.name == "capacity"), {}))
+    changed = replace(settings, **changes)
+    if changes and "places" not in changes:
+        places = max(changed.places, changed.groups * (changed.window + 1))
+        slots = places if settings.slots == settings.places else changed.slots
+        changed = replace(changed, places=places, slots=slots)
+    if found := refusals(changed):
+        raise BadInput("; ".join(found))
+    return simulate(changed, measured(known))
+
+
+def pace(rows: Sequence[Row]) -> dict[str, float]:
+    """What a loop reached: steps per second, and the seconds in which it only waited for samples."""
+    seconds, steps = spent(rows), sum(row.name == "bumped" for row in rows)
+    return {
+        "steps_per_second": steps / seconds["total"] if seconds["total"] else 0.0,
+        "exposed_generation": seconds["exposed_generation"],
+    }
+
+
+def measured(rows: Iterable[Row]) -> Durations:
+    """The durations that a ledger tells. A run without a completed sample or a finished update tells too little."""
+    known = list(rows)
+    lengths = {_sample(row): int(row.ids["length"]) for row in known if row.name == "completed" and "core" in row.ids}
+    rewards = {_sample(row): str(row.ids["reward"]) for row in known if row.name == "completed" and "core" in row.ids}
+    taken = _trainer(known)
+    if not lengths or not taken["finish"]:
+        raise BadInput(
+            "the ledger has no completed sample or no finished update; a forecast needs the durations of one step"
+        )
+    token_s, span = _decoding(known)
+    drawn = sorted(lengths.values())
+
+    def length(group: int, sample: int) -> int:
+        return lengths.get((group, sample)) or random.Random(f"{group} {sample}").choice(drawn)  # noqa: S311
+
+    return Durations(
+        token_s=token_s,
+        span=span,
+        begin_s=median(taken["begin"] or [0.0]),
+        train_s=median(taken["microbatch"] or [0.0]),
+        logprobs_s=median(taken["logprobs"] or [0.0]),
+        finish_s=median(taken["finish"]),
+        clear_s=median(taken["clear"] or [0.0]),
+        sync_s=median([right - left for left, right in syncs(known)] or [0.0]),
+        length=length,
+        reward=lambda group, sample: rewards.get((group, sample), str(sample % 2)),
+    )
+
+
+def _sample(row: Row) -> tuple[int, int]:
+    return int(row.ids["group"]), int(row.ids["sample"])
+
+
+def _trainer(rows: list[Row]) -> defaultdict[str, list[float]]:
+    """Seconds of each of the trainer's commands, per group where it has groups. It answers in order: one starts when the last has ended."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    sent: dict[tuple[Any, ...], float] = {}
+    free = float("-inf")
+    for row in rows:
+        about = row.ids.get("step"), row.ids.get("update"), row.ids.get("groups"), row.ids.get("which")
+        if row.ids.get("to") == "trainer":
+            sent[row.name, about] = row.time
+        elif row.name == "done" and (row.ids["of"], about) in sent:
+            began = max(sent.pop((row.ids["of"], about)), free)
+            free = row.time
+            groups = len(numbers(str(row.ids.get("groups", "")))) if row.ids["of"] in ("microbatch", "logprobs") else 1
+            found[str(row.ids["of"])].append((row.time - began) / max(1, groups))
+    return found
+
+
+def _decoding(rows: list[Row]) -> tuple[float, int]:
+    """Seconds a token while a replica is busy, whatever the number of its requests, and tokens a call."""
+    last: dict[Any, float] = {}
+    busy: defaultdict[Any, float] = defaultdict(float)
+    tokens: defaultdict[Any, int] = defaultdict(int)
+    load: defaultdict[Any, int] = defaultdict(int)
+    spans = [1]
+    where: dict[tuple[int, int], Any] = {}
+    for row in rows:
+        replica = row.ids.get("replica")
+        if row.name == "sent":
+            where[_sample(row)] = replica
+            if not load[replica]:  # it was idle until now
+                last[replica] = row.time
+            load[replica] += 1
+        elif row.name == "published":
+            last[replica] = row.time  # the time of a sync is no decoding
+        elif row.name == "tokens":
+            busy[replica] += row.time - last.get(replica, row.time)
+            last[replica] = row.time
+            tokens[replica] += int(row.ids["count"])
+            spans.append(int(row.ids["count"]))
+        elif row.name in ("completed", "cancelled", "failed") and "sample" in row.ids:
+            load[where.pop(_sample(row), None)] -= 1
+    return sum(busy.values()) / max(1, sum(tokens.values())), max(spans)

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kit.loop.ledger import NOTES
-from kit.loop.messages import Command, Id, Map
-from kit.stream.samplers import NO_TARGET, View
-
-if TYPE_CHECKING:
-    from kit.stream.samplers import Sampler
-    from kit.stream.settings import Settings
+from kit.loop.messages import NOTES, Command, Id, Map
+from kit.stream.settings import NO_TARGET, Sampler, Settings, View
 
 WAITING, RUNNING, CANCELLING, DONE = "waiting", "running", "cancelling", "done"
 UNPUBLISHED = -1

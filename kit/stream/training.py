@@ -7,17 +7,12 @@ A step that fails is aborted; its groups that are in no weights yet become train
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kit.errors import KitError
 from kit.loop.messages import Event, Map, listed, numbers
-from kit.stream.generation import hold
-from kit.stream.groups import doom, end, fail, leave, put_back
-from kit.stream.samplers import NO_TARGET
-from kit.stream.state import Owed, Step
-
-if TYPE_CHECKING:
-    from kit.stream.state import Group, Turn
+from kit.stream.generation import doom, end, fail, hold, leave, put_back
+from kit.stream.settings import NO_TARGET
+from kit.stream.state import Group, Owed, Step, Turn
 
 
 class Misuse(KitError):  # noqa: N818 - it names what the port did
@@ -33,7 +28,9 @@ def choose(t: Turn) -> None:
         return
     t.news = False
     if t.sampler is None:
-        ask_sampler(t)
+        least, most = limits(t)
+        t.asked |= {"select"}
+        t.do("select", "sampler", version=t.version, least=least, most=most)
         return
     drop(t, t.sampler.evicts(t.view()), t.sampler.aborts(t.view()))
     select(t, t.sampler.selects(t.view()))
@@ -74,12 +71,6 @@ def select(t: Turn, candidates: tuple[int, ...]) -> None:
         t.note("selected", group=group.id, step=t.step.id, version=t.version)
     groups = (*t.step.groups, *chosen)
     t.step = replace(t.step, groups=groups, chunks=(*t.step.chunks, len(groups)))
-
-
-def ask_sampler(t: Turn) -> None:
-    least, most = limits(t)
-    t.asked |= {"select"}
-    t.do("select", "sampler", version=t.version, least=least, most=most)
 
 
 def on_admitted(t: Turn, event: Event) -> None:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kit.loop.ledger import Memory, Row, command_row, event_row
-from kit.loop.messages import Command, Event
+from kit.loop.messages import Command, Event, Memory, Row, command_row, event_row
 from kit.share.core import Scheduler
 from kit.share.judge import CHECKS, Ledger
 from kit.share.planner import gap_ratio, make_plan

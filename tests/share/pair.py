@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kit.loop.clock import VirtualClock
 from kit.loop.messages import Event
-from kit.loop.runner import Runner
+from kit.loop.runner import Runner, VirtualClock
 from kit.share.core import Scheduler
 from kit.share.member import Member
 from kit.share.simulated import Devices, Ports, Simulation, simulate

@@ -6,11 +6,11 @@ import pytest
 
 from kit.errors import BadInput
 from kit.loop.messages import Command, Event
-from kit.loop.replay import replay
 from kit.share.core import Scheduler
 from kit.share.member import Member
 from kit.share.planner import Share, View
 from kit.share.state import Cluster, Settings
+from tests.loop.replaying import replay
 from tests.share.driver import TRAINER_0, TRAINER_1, Drive, said, why
 
 

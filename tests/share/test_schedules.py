@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.loop.messages import Event
-from kit.loop.replay import replay, replay_rows
 from kit.share.core import Scheduler
 from kit.share.state import Settings, State
+from tests.loop.replaying import replay, replay_rows
 from tests.share.chaos import Chaos, check_state, rows_of, violations
 
 TIMES = ("no_starvation",)  # a schedule has no time

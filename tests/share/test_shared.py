@@ -9,7 +9,6 @@ import pytest
 
 from kit.errors import BadInput
 from kit.loop.messages import Event
-from kit.loop.replay import replay_rows
 from kit.loop.runner import Runner
 from kit.results.verdict import Missing, NotMeasured
 from kit.share.broken import FAULTS, switched_on
@@ -19,6 +18,7 @@ from kit.share.state import Cluster
 from kit.stream import judge as stream_judge
 from kit.stream.settings import opening
 from kit.stream.simulated import Durations, drawn_length
+from tests.loop.replaying import replay_rows
 from tests.share.chaos import rows_of, violations
 from tests.share.pair import STRICT, A, B, outcome, shared
 

@@ -11,13 +11,11 @@ from typing import Any, get_args
 import pytest
 
 from kit.errors import BadInput
-from kit.loop.ledger import Memory, command_row
-from kit.loop.messages import Command, Event, listed, numbers
+from kit.loop.messages import Command, Event, Memory, command_row, listed, numbers
 from kit.stream.core import Controller
 from kit.stream.history import Ledger
 from kit.stream.judge import CHECKS
-from kit.stream.samplers import SAMPLERS
-from kit.stream.settings import AtSync, Resume, Settings
+from kit.stream.settings import SAMPLERS, AtSync, Resume, Settings
 from kit.stream.simulated import Durations, System, drawn_length, simulate
 
 PLAIN = Settings(groups=4, places=8, slots=8, train_global_batch_size=16, steps=4, at_sync="abort", min_groups=2)

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from kit.errors import BadInput
-from kit.loop.ledger import Memory
-from kit.loop.messages import Event
-from kit.loop.replay import replay_rows
+from kit.loop.messages import Event, Memory
 from kit.stream.core import Controller, resume_from
 from kit.stream.foreign import Buffer, Foreign
 from kit.stream.settings import Settings
 from kit.stream.simulated import Durations, simulate
+from tests.loop.replaying import replay_rows
 from tests.stream.driver import Driver, small, train_step
 
 

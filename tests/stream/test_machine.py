@@ -14,10 +14,9 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import settings as effort
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from kit.loop.replay import replay
 from kit.stream.core import Controller
-from kit.stream.samplers import SAMPLERS
-from kit.stream.settings import Settings
+from kit.stream.settings import SAMPLERS, Settings
+from tests.loop.replaying import replay
 from tests.stream.chaos import Chaos, Play
 
 EXAMPLES = 1500
@@ -120,7 +119,7 @@ def test_many_orders_of_answers_lose_no_permit() -> None:
 
 def test_a_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A place that is not given back by groups that end."""
-    from kit.stream import groups
+    from kit.stream import generation
     from kit.stream.state import Group, Turn
 
     def forgets(t: Turn, group: Group) -> None:
@@ -129,6 +128,6 @@ def test_a_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             t.unfinished -= 1
             t.note("slot_back", group=group.id)
 
-    monkeypatch.setattr(groups, "leave", forgets)
+    monkeypatch.setattr(generation, "leave", forgets)
     with pytest.raises(AssertionError):
         explore(PART, phases=(Phase.generate,))  # found, not shrunk

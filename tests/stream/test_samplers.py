@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kit.stream.samplers import SAMPLERS, View
+from kit.stream.settings import SAMPLERS, View
 
 
 @dataclass(frozen=True)

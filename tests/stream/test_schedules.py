@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from kit.loop.messages import Command, Event, numbers
-from kit.loop.replay import replay
 from kit.stream.core import Controller
-from kit.stream.samplers import SAMPLERS
-from kit.stream.settings import Settings
+from kit.stream.settings import SAMPLERS, Settings
+from tests.loop.replaying import replay
 from tests.stream.chaos import Chaos, Deadlock, run
 
 SMALL = {"groups": 2, "group": 2, "train_global_batch_size": 4, "places": 4, "slots": 3, "steps": 2, "replicas": 2}

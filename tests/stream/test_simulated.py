@@ -11,18 +11,14 @@ from typing import Any
 import pytest
 
 from kit.errors import BadInput
-from kit.loop.clock import VirtualClock
-from kit.loop.ledger import File, Memory
-from kit.loop.messages import Command, Event
-from kit.loop.replay import replay_rows
-from kit.loop.runner import Runner, Stalled
+from kit.loop.messages import Command, Event, Memory
+from kit.loop.runner import Runner, Stalled, VirtualClock
 from kit.stream import what_if
 from kit.stream.core import Controller, resume_from
-from kit.stream.forecast import forecast, measured
 from kit.stream.meter import Log, Meter
-from kit.stream.samplers import SAMPLERS
-from kit.stream.settings import Settings
-from kit.stream.simulated import ADDRESSES, Durations, System, drawn_length, simulate
+from kit.stream.settings import SAMPLERS, Settings
+from kit.stream.simulated import ADDRESSES, Durations, System, drawn_length, forecast, measured, simulate
+from tests.loop.replaying import File, replay_rows
 
 PLAIN = Settings(steps=5, previous="off")
 EVEN = Durations(token_s=0.01, span=10, length=lambda group, sample: 10, train_s=0.4, finish_s=0.0, sync_s=0.0)
@@ -247,7 +243,7 @@ class Run:
 def test_a_what_if_takes_a_run_from_its_folder(tmp_path: Path) -> None:
     done, other = simulate(PLAIN), simulate(replace(PLAIN, sampler="strict", window=0, steps=2))
     for phase, rows in {"lockstep": other.rows, "stream": done.rows}.items():
-        with contextlib.closing(File(tmp_path / f"records-{phase}.jsonl", run="r", lab="stream", phase=phase)) as file:
+        with contextlib.closing(File(tmp_path / f"records-{phase}.jsonl", phase=phase)) as file:
             for row in rows:
                 file.write(row)
     run = Run(tmp_path)

@@ -15,7 +15,7 @@ from kit.share.broken import Scenario, Swap, handles
 from kit.share.member import Joined, Member
 from kit.stream import core as stream
 from kit.stream import generation
-from kit.stream.groups import fail
+from kit.stream.generation import fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

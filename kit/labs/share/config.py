@@ -275,7 +275,7 @@ def role_names(config: ShareConfig, pipeline: str) -> dict[str, int]:
 def roles(config: ShareConfig) -> tuple[Role, ...]:
     """Every trainer and every replica is a World of its own. Without work all ranks are alike."""
     if config.simulated:
-        return (Role(name="idle", ranks=tuple(range(config.ranks)), phases="kit.labs.stream.ranks.idle:Idle"),)
+        return (Role(name="idle", ranks=tuple(range(config.ranks)), phases="kit.labs.stream.ranks:Idle"),)
     found: list[Role] = []
     first = 0
     for pipeline in config.pipelines:

@@ -21,10 +21,8 @@ from kit.labs.share.ports import Clock, Devices, Live, Ranks, every, started
 from kit.labs.stream import drive as stream
 from kit.labs.stream.config import settings
 from kit.labs.stream.ports import ReplicaPort, SyncPort, TrainerPort, name_of
-from kit.loop.clock import RealClock
-from kit.loop.ledger import Row
-from kit.loop.messages import Event
-from kit.loop.runner import Runner
+from kit.loop.messages import Event, Row
+from kit.loop.runner import RealClock, Runner
 from kit.share import core
 from kit.share.member import Member
 from kit.share.own import Own
@@ -41,8 +39,7 @@ if TYPE_CHECKING:
 
     from kit.labs.drive import Drive
     from kit.labs.share.config import ShareConfig
-    from kit.loop.ledger import Ledger
-    from kit.loop.messages import Command
+    from kit.loop.messages import Command, Ledger
     from kit.loop.runner import Core, Port
 
 

@@ -16,9 +16,8 @@ from kit.labs.share.drive import OfPipeline, member
 from kit.labs.stream.config import settings
 from kit.labs.stream.drive import silent
 from kit.labs.stream.simulated import durations, written
-from kit.loop.clock import VirtualClock
-from kit.loop.ledger import Row
-from kit.loop.messages import Event
+from kit.loop.messages import Event, Row
+from kit.loop.runner import VirtualClock
 from kit.share.simulated import Devices, Ports, simulate
 from kit.stream.meter import Log, Meter, Watched
 from kit.stream.settings import opening

@@ -8,12 +8,7 @@ SIMULATED = {"simulated": True, "ranks": 1}
 # Known bugs of controllers. `broken.py` has the wrong rules; each is seen by its check in a simulated run.
 OF_THE_CONTROLLER = exposed_by(
     SIMULATED,
-    Fault(
-        "off-by-one-window",
-        "the gate blocks one batch too late",
-        "no_sample_too_old",
-        set={"places": 16},
-    ),
+    Fault("off-by-one-window", "the gate blocks one batch too late", "no_sample_too_old", set={"places": 16}),
     Fault(
         "gate-never-opens",
         "the gate does not hear of new versions, so that dispatch pauses for ever",
@@ -78,18 +73,10 @@ OF_THE_CONTROLLER = exposed_by(
         "one_clear_per_finish",
         exit=3,
     ),
-    Fault(
-        "resumes-too-early",
-        "dispatch goes on once one replica has the new weights",
-        "publish_before_use",
-    ),
+    Fault("resumes-too-early", "dispatch goes on once one replica has the new weights", "publish_before_use"),
     Fault("caught-up-too-late", "lags are logged by a version that was looked up a step ago", "metrics_true"),
     Fault("logger-raises", "the run ends when the logger raises", "logger_is_harmless", exit=3),
-    Fault(
-        "marks-untrained",
-        "a group that was left out of its microbatch is marked trained",
-        "notes_backed",
-    ),
+    Fault("marks-untrained", "a group that was left out of its microbatch is marked trained", "notes_backed"),
     Fault("bumps-unfinished", "the version rises although no optimizer step was ordered", "notes_backed"),
     Fault("resume-replays", "after a resume, groups that were trained before are trained again", "resume_equals"),
     Fault(
@@ -143,12 +130,7 @@ OF_RANKS = exposed_by(
         "kv_policy_kept",
         set={**ACROSS, "at_sync": "recompute"},
     ),
-    Fault(
-        "torn-read",
-        "a replica decodes while half of its weights are still old",
-        "no_torn_generation",
-        set=ACROSS,
-    ),
+    Fault("torn-read", "a replica decodes while half of its weights are still old", "no_torn_generation", set=ACROSS),
     Fault(
         "rng-reset", "all samples of a group draw the same random numbers", "samples_differ", set={"answer": (8, 20)}
     ),

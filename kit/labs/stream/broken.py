@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 from kit.labs.stream.ports import TRAINER, TrainerPort
-from kit.loop.messages import Event, listed, numbers
-from kit.stream import core, generation, groups, training
-from kit.stream.samplers import SAMPLERS, Sampler, View
+from kit.loop.messages import Command, Event, listed, numbers
+from kit.stream import core, generation, training
+from kit.stream.settings import SAMPLERS, Resume
 from kit.stream.state import DONE, RUNNING, Group, Owed, State, Step, Turn
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from types import ModuleType
-
-    from kit.loop.messages import Command
-    from kit.stream.settings import Resume
-
-
-class Swap(NamedTuple):
-    """What a fault puts in place of one name of a module or class."""
-
-    owner: ModuleType | type
-    name: str
-    wrong: Any
+Swap = tuple[ModuleType | type, str, Any]  # what a fault puts in place of one name of a module or class
 
 
 @contextlib.contextmanager
@@ -40,47 +29,32 @@ def switched_on(fault: str | None) -> Iterator[None]:
 
 def handles(event: str, wrong: Callable[[Turn, Event], None]) -> Swap:
     """Another handler of an event."""
-    return Swap(core, "HANDLERS", {**core.HANDLERS, event: wrong})
-
-
-def sampler(name: str, **wrong: Any) -> Swap:
-    """A sampler with another rule."""
-    return Swap(core, "SAMPLERS", {**SAMPLERS, name: dataclasses.replace(SAMPLERS[name], **wrong)})
-
-
-def given(t: Turn) -> Sampler:
-    assert t.sampler is not None
-    return t.sampler
+    return core, "HANDLERS", {**core.HANDLERS, event: wrong}
 
 
 # -- who may start --------------------------------------------------------------------------------------------------------
 
 
-def gate_one_late(t: Turn) -> bool:
-    """Blocks only while index > version + window."""
-    return given(t).admits(dataclasses.replace(t.view(), window=t.settings.window + 1))
+def gate(wrong: Callable[[Turn], dict[str, Any]]) -> Swap:
+    """The gate asks the sampler about a view in which some numbers are wrong."""
+
+    def is_open(t: Turn) -> bool:
+        assert t.sampler is not None
+        return t.sampler.admits(dataclasses.replace(t.view(), **wrong(t)))
+
+    return generation, "gate_is_open", is_open
 
 
-def gate_of_version_0(t: Turn) -> bool:
-    """The gate never hears of a new version."""
-    return given(t).admits(dataclasses.replace(t.view(), version=0))
-
-
-def gate_before_the_count(t: Turn) -> bool:
+def running_with_tokens(t: Turn) -> dict[str, Any]:
     """A group counts as running only from its first token on; until then the gate lets others pass."""
-    running = sum(slot.order < 0 and slot.tokens > 0 for slot in t.buffer.values())
-    return given(t).admits(dataclasses.replace(t.view(), running=running))
-
-
-def always_a_place(_: Turn) -> bool:
-    return True
+    return {"running": sum(slot.order < 0 and slot.tokens > 0 for slot in t.buffer.values())}
 
 
 def oldest_makes_room(t: Turn) -> bool:
     """A full buffer drops its oldest complete group and tells nobody."""
     complete = [group for group in t.buffer.values() if group.order >= 0]
     if len(t.buffer) >= t.settings.places and complete:
-        groups.leave(t, complete[0])
+        generation.leave(t, complete[0])
     return len(t.buffer) < t.settings.places
 
 
@@ -92,34 +66,30 @@ LOST_EVERY = 5
 def loses_some(t: Turn, group: Group) -> None:
     """The task of every fifth group crashes when it is complete. Another group takes its part; it never ends."""
     if group.id % LOST_EVERY:
-        groups.complete(t, group)
+        complete(t, group)
     else:
-        groups.leave(t, group)
+        generation.leave(t, group)
         t.owed += (Owed(group.target),)
 
 
 def gives_up_the_last(t: Turn, event: Event) -> None:
-    """A group is complete without its last sample."""
     generation.on_completed(t, event)
     group = t.buffer.get(event.group)
     left = [] if group is None else [number for number, one in enumerate(group.samples) if one.status == RUNNING]
     if group is not None and group.order < 0 and len(left) == 1:
         generation.load(t, group.samples[left[0]].replica, -1)
         t.do("cancel", "replica", group=group.id, sample=left[0], replica=group.samples[left[0]].replica)
-        groups.complete(t, group.put(left[0], status=DONE))
+        generation.complete(t, group.put(left[0], status=DONE))
 
 
-give_up_attempt = generation.give_up_attempt
-leave = groups.leave
+give_up_attempt, complete = generation.give_up_attempt, generation.complete
 
 
 def forgets_the_attempt(t: Turn, group: Group, number: int) -> None:
-    """Tokens of an attempt that was given up are not counted as wasted."""
     give_up_attempt(t, group.put(number, tokens=0), number)
 
 
 def keeps_the_slot(t: Turn, group: Group) -> None:
-    """An unfinished group that ends gives its place back, and not its slot."""
     t.buffer = t.buffer.without(group.id)
     t.note("place_back", group=group.id)
 
@@ -129,17 +99,18 @@ def requeues(t: Turn) -> None:
     hold(t)
     for group in list(t.buffer.values()):
         if group.order < 0 and group.ends is None and t.version < t.last:
-            groups.doom(t, group, "aborted", f"unfinished at version {t.version}")
+            generation.doom(t, group, "aborted", f"unfinished at version {t.version}")
             t.owed += (Owed(group.target),)
 
 
-def freshest_first(view: View) -> tuple[int, ...]:
-    return tuple(slot.id for slot in sorted(view.ready(), key=lambda slot: -slot.order))
-
+FRESHEST_FIRST = dataclasses.replace(
+    SAMPLERS["ready-first"],
+    selects=lambda view: tuple(slot.id for slot in sorted(view.ready(), key=lambda slot: -slot.order)),
+)
 
 # -- steps and versions ---------------------------------------------------------------------------------------------------
 
-abort, bump, finish, hold = training.abort, training.bump, training.finish, generation.hold
+bump, finish, hold = training.bump, training.finish, generation.hold
 log, on_aborted, on_cleared, on_finished = training.log, training.on_aborted, training.on_cleared, training.on_finished
 
 
@@ -169,7 +140,6 @@ def no_abort(t: Turn, step: Step) -> None:
 
 
 def clears_with_the_finish(t: Turn) -> None:
-    """Rows are cleared before the optimizer step that they belong to is done."""
     before = t.step
     finish(t)
     if before is not None and t.step is not None and t.step.finishing and not before.finishing:
@@ -181,7 +151,7 @@ def clears_with_the_finish(t: Turn) -> None:
 def clear(t: Turn, step: Step) -> None:
     mine = step.groups[step.finished : step.fed]
     t.clearing = t.clearing.put((step.id, step.update), mine)
-    t.do("clear", "trainer", step=step.id, update=step.update, groups=listed(group.id for group in mine))
+    t.do("clear", "trainer", step=step.id, update=step.update, groups=training.ids(mine))
 
 
 def cleared_already(t: Turn, step: Step) -> None:
@@ -189,10 +159,6 @@ def cleared_already(t: Turn, step: Step) -> None:
     on_finished(t, step)
     t.clearing = t.clearing.without((step.id, step.update))
     t.commands = [command for command in t.commands if command.name != "clear"]
-
-
-def no_bump(_: Turn, __: Step) -> None:
-    """The version waits for the rows to be cleared."""
 
 
 def bumps_when_cleared(t: Turn, event: Event, failed: bool) -> None:
@@ -220,14 +186,12 @@ def pretends_the_finish(t: Turn) -> None:
 
 
 def resumes_with_the_first(t: Turn, event: Event) -> None:
-    """Dispatch goes on as soon as one replica has the new version."""
     generation.on_published(t, event)
     if t.held:
         generation.resume(t)
 
 
 def logs_the_version_before(t: Turn, step: Step, chosen: tuple[Group, ...], during: int) -> None:
-    """Lags are those by a version that was looked up a step ago."""
     log(t, step, chosen, max(0, during - 1))
 
 
@@ -268,49 +232,41 @@ def waits_for_the_trainer(port: TrainerPort, command: Command) -> Iterable[Event
 # -- ends -----------------------------------------------------------------------------------------------------------------
 
 
-def never_stuck(_: Turn) -> bool:
-    """Nobody looks whether the data has ended."""
-    return False
-
-
 def ends_with_the_logger(t: Turn, event: Event) -> None:
-    groups.fail(t, f"the logger raised: {event.why}")
+    generation.fail(t, f"the logger raised: {event.why}")
 
 
 SWAPS: Mapping[str | None, tuple[Swap, ...]] = {
-    "off-by-one-window": (Swap(generation, "gate_is_open", gate_one_late),),
-    "gate-never-opens": (Swap(generation, "gate_is_open", gate_of_version_0),),
-    "gate-checked-early": (Swap(generation, "gate_is_open", gate_before_the_count),),
-    "unbounded-buffer": (Swap(generation, "place_is_free", always_a_place),),
-    "drops-oldest": (Swap(generation, "place_is_free", oldest_makes_room),),
-    "lost-group": (Swap(generation, "complete", loses_some),),
+    "off-by-one-window": (gate(lambda t: {"window": t.settings.window + 1}),),
+    "gate-never-opens": (gate(lambda _: {"version": 0}),),  # it never hears of a new version
+    "gate-checked-early": (gate(running_with_tokens),),
+    "unbounded-buffer": ((generation, "place_is_free", lambda _: True),),
+    "drops-oldest": ((generation, "place_is_free", oldest_makes_room),),
+    "lost-group": ((generation, "complete", loses_some),),
     "partial-group": (handles("completed", gives_up_the_last),),
-    "uncounted-partial": (Swap(generation, "give_up_attempt", forgets_the_attempt),),
-    "slot-leak": (Swap(groups, "leave", keeps_the_slot),),
-    "discard-and-requeue": (Swap(training, "hold", requeues),),
-    "freshest-first-starves": (sampler("ready-first", selects=freshest_first),),
-    "waits-for-all": (Swap(training, "limits", waits_for_all),),
-    "finish-per-chunk": (Swap(training, "boundary", update_per_chunk),),
-    "double-bump": (Swap(training, "bump", bumps_twice),),
-    "bump-on-abort": (Swap(training, "on_aborted", bumps_on_abort),),
-    "no-abort": (Swap(training, "abort", no_abort),),
-    "cleared-before-finish": (
-        Swap(training, "finish", clears_with_the_finish),
-        Swap(training, "on_finished", cleared_already),
-    ),
+    "uncounted-partial": ((generation, "give_up_attempt", forgets_the_attempt),),
+    "slot-leak": ((generation, "leave", keeps_the_slot),),
+    "discard-and-requeue": ((training, "hold", requeues),),
+    "freshest-first-starves": ((core, "SAMPLERS", {**SAMPLERS, "ready-first": FRESHEST_FIRST}),),
+    "waits-for-all": ((training, "limits", waits_for_all),),
+    "finish-per-chunk": ((training, "boundary", update_per_chunk),),
+    "double-bump": ((training, "bump", bumps_twice),),
+    "bump-on-abort": ((training, "on_aborted", bumps_on_abort),),
+    "no-abort": ((training, "abort", no_abort),),
+    "cleared-before-finish": ((training, "finish", clears_with_the_finish), (training, "on_finished", cleared_already)),
     "clear-fails-after-finish": (
-        Swap(training, "bump", no_bump),
-        Swap(training, "on_cleared", bumps_when_cleared),
+        (training, "bump", lambda *_: None),  # the version waits for the rows to be cleared
+        (training, "on_cleared", bumps_when_cleared),
     ),
     "resumes-too-early": (handles("published", resumes_with_the_first),),
-    "caught-up-too-late": (Swap(training, "log", logs_the_version_before),),
-    "blocks-the-loop": (Swap(TrainerPort, "send", waits_for_the_trainer),),
+    "caught-up-too-late": ((training, "log", logs_the_version_before),),
+    "blocks-the-loop": ((TrainerPort, "send", waits_for_the_trainer),),
     "logger-raises": (handles("logger_failed", ends_with_the_logger),),
-    "resume-replays": (Swap(core, "resume_from", all_prompts_again),),
-    "accepted-from-zero": (Swap(core.Controller, "begin", counts_from_zero),),
-    "marks-untrained": (Swap(Turn, "do", skips_some),),
-    "bumps-unfinished": (Swap(training, "finish", pretends_the_finish),),
-    "waits-at-the-end": (Swap(core, "is_stuck", never_stuck),),
+    "resume-replays": ((core, "resume_from", all_prompts_again),),
+    "accepted-from-zero": ((core.Controller, "begin", counts_from_zero),),
+    "marks-untrained": ((Turn, "do", skips_some),),
+    "bumps-unfinished": ((training, "finish", pretends_the_finish),),
+    "waits-at-the-end": ((core, "is_stuck", lambda _: False),),  # nobody looks whether the data has ended
 }
 # What else a fault needs to show: arguments of `kit.labs.stream.simulated.simulate`.
 CONDITIONS: Mapping[str | None, Mapping[str, Any]] = {

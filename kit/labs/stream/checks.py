@@ -2,26 +2,124 @@
 
 from __future__ import annotations
 
+import bisect
 import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.growth import at_most
+from kit.labs.growth import PerFrame, at_most, events, rows_of
 from kit.labs.stream.config import ALL, wanted
-from kit.labs.stream.ledgers import LOOPS, ledger, no_length_bias, of_ledger, replicas_answer
 from kit.labs.stream.tokens import tokens_match
-from kit.results import Measured, Missing, NotMeasured, incomplete, select
+from kit.results import Check, Measured, Missing, NotMeasured, incomplete, select
 from kit.results.units import counted
 from kit.stream import judge
+from kit.stream.history import Ledger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     import pandas as pd
 
-    from kit.results import Check
-
     Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
-    Outcomes = Mapping[tuple[str, str], tuple[float | None, str]]
+
+Outcomes = Mapping[tuple[str, str], tuple[float | None, str]]
+
+LOOPS = ("lockstep", "stream")  # phases with a ledger
+ABORTS_SLOW = ("windowed",)  # samplers that end unfinished groups
+MANY = 100  # groups whose lengths show a bias
+
+
+def read_ledger(frame: pd.DataFrame, phase: str) -> Ledger | None:
+    """What the controller and its ports did in a phase. If the run is not of this lab, all its events stand for the phase `stream`."""
+    rows = events(frame, phase, lab="stream", main="stream")
+    if rows.empty:
+        return None
+    loops = rows.index[rows["metric"] == "capacity"]
+    if len(loops) and (rows["lab"] == "stream").all():
+        rows = rows.loc[loops[-1] :]  # the phase resume has two loops; the second tells whether the first was right
+    return Ledger(rows_of(rows))
+
+
+ledger = PerFrame(read_ledger).of
+
+
+def needed(frame: pd.DataFrame, phase: str, lacking: str = "no phase recorded a ledger") -> Ledger:
+    if (rows := ledger(frame, phase)) is None:
+        raise Missing(lacking)
+    return rows
+
+
+def of_ledger(rule: Callable[[Ledger], Measured], phases: Sequence[str] = LOOPS) -> Measure:
+    """The first violation in any loop, else what a loop lacks, else the last answer. A loop may have no answer if another has."""
+
+    def measure(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+        last: Measured | None = None
+        lacking: list[NotMeasured] = []
+        for phase in phases:
+            if (rows := ledger(frame, phase)) is None:
+                continue
+            try:
+                answer = rule(rows)
+            except NotMeasured as error:
+                lacking.append(error)
+                continue
+            last = Measured(answer.value, f"{phase}: {answer.why}")
+            if answer.value:
+                return last
+        missing = [error for error in lacking if isinstance(error, Missing)]
+        if missing or last is None:
+            raise [*missing, *lacking, Missing("no phase recorded a ledger")][0]
+        return last
+
+    return measure
+
+
+def replicas_answer(rows: Ledger) -> Measured:
+    """Did every replica answer in every loop?"""
+    error = rows.ended is not None and rows.ended.get("why") == "error"
+    died = [f"replica {row['replica']} died: {row.get('why', 'no reason given')}" for row in rows.by_event["died"]]
+    silent = [str(row.get("why")) for row in rows.by_event["error"] if row.get("of") == "port"]
+    if error and (gone := died + silent):
+        return Measured(float(len(gone)), gone[0])
+    return Measured(0.0, "the loop went on without a replica" if died else "all requests were answered")
+
+
+def no_length_bias(rows: Ledger) -> Measured:
+    """Are trained samples as long as all that were started?
+
+    Of a sample that was given up only a lower bound of its length is known; Kaplan and Meier's estimate takes such into account.
+    """
+    gone = {row["group"] for row in rows.trained()}
+    pairs = [(group in gone, sample) for group, samples in rows.samples.items() for sample in samples.values()]
+    trained = [sample.tokens for counts, sample in pairs if counts]
+    if not any(not counts and sample.tokens for counts, sample in pairs):
+        return Measured(0.0, "no token was generated for a group that was not trained")
+    if rows.setting("sampler") in ABORTS_SLOW:
+        raise NotMeasured(f"the sampler {rows.setting('sampler')} gives up groups that are slower than its window")
+    if len(gone) < MANY:
+        raise NotMeasured(f"{counted(len(gone), 'group')} trained; the lengths of at least {MANY} show a bias")
+    wanted = mean_length([(sample.tokens, bool(sample.completed)) for _, sample in pairs if sample.tokens])
+    error = statistics.stdev(trained) / math.sqrt(len(trained))
+    mean = statistics.fmean(trained)
+    return Measured(
+        abs(wanted - mean) / error,
+        f"mean length of {len(trained)} trained samples: {mean:.2f} tokens, of all {len(pairs)} that were started: {wanted:.2f} "
+        f"(standard error {error:.2f})",
+    )
+
+
+def mean_length(seen: Sequence[tuple[int, bool]]) -> float:
+    """Of samples with so many tokens, complete or given up then."""
+    whole = Counter(length for length, complete in seen if complete)
+    lengths = sorted(length for length, _ in seen)
+    longer, mean, before = 1.0, 0.0, 0  # the share of samples that are longer
+    for length in sorted(whole):
+        mean += longer * (length - before)
+        longer *= 1 - whole[length] / (len(lengths) - bisect.bisect_left(lengths, length))
+        before = length
+    return mean
+
 
 SHUFFLED = 0.95  # share of wrong stamps, made for a control, that a run must find; many runs together find 99 %
 QUESTIONS_ASKED = 50
@@ -33,7 +131,10 @@ OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
 
 
 def equals_plain(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Weights of every version, losses and norms of every update, and every sample's tokens: lockstep against plain."""
+    """Does the loop with staleness 0 compute what the plain loop computes, bit for bit?
+
+    Weights of every version, losses and norms of every update, and every sample's tokens.
+    """
     plain, lockstep = (outcomes(frame, phase) for phase in ("plain", "lockstep"))
     versions = sum(key[0] == "digest" for key in plain)
     if versions != config["steps"] + 1:
@@ -44,12 +145,10 @@ def equals_plain(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 def differing(wanted: Outcomes, found: Outcomes, where: str) -> Measured:
     """How many outcomes are not the same bit for bit, and the first of them."""
     differ = [key for key in {**wanted, **found} if wanted.get(key) != found.get(key)]
-    if differ:
-        metric, ids = differ[0]
-        return Measured(
-            float(len(differ)), f"{len(differ)} of {len(wanted)} outcomes differ {where}; first: {metric} {ids}"
-        )
-    return Measured(0.0, f"{len(wanted)} outcomes {where} are identical bit for bit")
+    if not differ:
+        return Measured(0.0, f"{len(wanted)} outcomes {where} are identical bit for bit")
+    first = " ".join(differ[0])
+    return Measured(float(len(differ)), f"{len(differ)} of {len(wanted)} outcomes differ {where}; first: {first}")
 
 
 def outcomes(frame: pd.DataFrame, phase: str) -> Outcomes:
@@ -60,12 +159,13 @@ def outcomes(frame: pd.DataFrame, phase: str) -> Outcomes:
     return {(metric, ids): (None if metric.endswith("digest") else value, text) for metric, ids, value, text in values}
 
 
-def resumed_equals_whole(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """The ledger of the loop that was stopped and resumed, and on ranks every outcome, against the same loop that was not."""
+def resume_equals(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Does a loop that was stopped and resumed compute what it computes without a stop?
+
+    Its ledger, and on ranks every outcome.
+    """
     before = "stream" if config["simulated"] else "lockstep"
-    whole, resumed = (ledger(frame, phase) for phase in (before, "resume"))
-    if whole is None or resumed is None:
-        raise Missing(f"the phase {'resume' if whole else before} recorded no ledger")
+    whole, resumed = (needed(frame, phase, f"the phase {phase} recorded no ledger") for phase in (before, "resume"))
     told = judge.resume_equals(whole, resumed)
     if told.value or config["simulated"]:
         return told
@@ -74,34 +174,33 @@ def resumed_equals_whole(frame: pd.DataFrame, config: Mapping[str, Any]) -> Meas
     return Measured(same.value, f"{same.why}; {told.why}")
 
 
-def controller_answers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-    asked = select(frame, phase="stream", metric="answers")["value"].iloc[-1]
+def controller_answers(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+    """Does the controller answer questions while everything is busy?"""
+    asked, seconds = (
+        select(frame, phase="stream", metric=name)["value"].iloc[-1] for name in ("answers", "answer_seconds")
+    )
     if asked < QUESTIONS_ASKED:
         raise NotMeasured(
             f"only {asked:.0f} questions fitted into the loop; {QUESTIONS_ASKED} are needed: use more steps"
         )
-    seconds = select(frame, phase="stream", metric="answer_seconds")["value"].iloc[-1]
     return Measured(1000 * seconds, f"median of {asked:.0f} questions from outside while replicas and trainer worked")
 
 
 def logger_is_harmless(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    rows = ledger(frame, "stream" if config["simulated"] else "rehearse")
-    if rows is None:
-        raise Missing("no phase with a broken logger was recorded")
+    """Does training go on when the logger raises?"""
+    phase = "stream" if config["simulated"] else "rehearse"
+    rows = needed(frame, phase, "no phase with a broken logger was recorded")
     failed = len(rows.by_event["logger_failed"])
     error = "no end was recorded" if rows.ended is None else str(rows.ended.get("error", ""))
     harmed = rows.ended is None or "logger" in error
-    return Measured(
-        float(not failed) + float(harmed),
-        f"the logger raised {failed} times; {error if harmed else 'the loop went on'}",
-    )
+    why = f"the logger raised {failed} times; {error if harmed else 'the loop went on'}"
+    return Measured(float(not failed) + float(harmed), why)
 
 
-def death_is_named(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-    return Measured(
-        float(select(frame, phase="rehearse", metric="named_seconds")["value"].iloc[-1]),
-        "from the kill of the replica to its name in the ledger",
-    )
+def death_named_in_time(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+    """Is a killed replica named within a second?"""
+    seconds = select(frame, phase="rehearse", metric="named_seconds")["value"].iloc[-1]
+    return Measured(float(seconds), "from the kill of the replica to its name in the ledger")
 
 
 def alone(config: Mapping[str, Any]) -> str:
@@ -112,18 +211,18 @@ def alone(config: Mapping[str, Any]) -> str:
     return "" if config["replicas"] > 1 else "one replica alone is not killed: nothing could go on"
 
 
-def no_deadlock(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-    """Loops that began and did not end by themselves."""
-    begun = [phase for phase in (*LOOPS, "resume", "rehearse") if ledger(frame, phase) is not None]
+def no_deadlock(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+    """Did every loop end by itself?"""
+    begun = {phase: rows for phase in (*LOOPS, "resume", "rehearse") if (rows := ledger(frame, phase)) is not None}
     if not begun:
         raise Missing("no phase recorded a ledger")
-    stuck = [phase for phase in begun if (rows := ledger(frame, phase)) is None or rows.ended is None]
-    return Measured(
-        float(len(stuck)), f"no end: {', '.join(stuck)}" if stuck else f"all {len(begun)} loops ended by themselves"
-    )
+    stuck = [phase for phase, rows in begun.items() if rows.ended is None]
+    why = f"no end: {', '.join(stuck)}" if stuck else f"all {len(begun)} loops ended by themselves"
+    return Measured(float(len(stuck)), why)
 
 
-def stamps_true(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
+def stamps_true(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+    """Was every token sampled from the version that it is stamped with?"""
     number = verified(frame)
     if number["decidable"] < ENOUGH * number["tokens"]:
         raise NotMeasured(
@@ -141,37 +240,45 @@ def stamps_true(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # 
     )
 
 
-def behaviour_logprob(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+def behaviour_logprob(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+    """Are recorded log-probabilities those of the distribution that was sampled from?"""
     number = verified(frame)
-    return Measured(
-        number["logprob_error"],
-        f"largest difference to the closest version, {number['tokens']:.0f} tokens (noise of float32: {number['noise']:.1g})",
-    )
+    why = f"largest difference to the closest version, {number['tokens']:.0f} tokens (noise of float32: {number['noise']:.1g})"
+    return Measured(number["logprob_error"], why)
 
 
 def kv_policy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    number = verified(frame)
-    if config["at_sync"] in ("abort", "drain"):
-        return Measured(
-            number["samples_over_syncs"],
-            f"{number['samples_over_syncs']:.0f} samples span a sync with at_sync={config['at_sync']}",
-        )
-    if not number["policy_decidable"]:
+    """Did every sync treat the KV cache as at_sync says?"""
+    number, at_sync = verified(frame), config["at_sync"]
+    if at_sync in ("abort", "drain"):
+        spanning = number["samples_over_syncs"]
+        return Measured(spanning, f"{spanning:.0f} samples span a sync with at_sync={at_sync}")
+    wrong, shown = number["policy_wrong"], number["policy_decidable"]
+    if not shown:
         raise NotMeasured(
             "no token shows whether the KV cache was kept or recomputed: no sample spans a sync by enough tokens"
         )
-    return Measured(
-        number["policy_wrong"],
-        f"{number['policy_wrong']:.0f} of {number['policy_decidable']:.0f} tokens that show it contradict at_sync={config['at_sync']}",
-    )
+    return Measured(wrong, f"{wrong:.0f} of {shown:.0f} tokens that show it contradict at_sync={at_sync}")
 
 
 def of_tokens(metric: str, what: str) -> Measure:
     """A number of tokens that must be 0."""
 
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+    def measure(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
         number = verified(frame)
         return Measured(number[metric], f"{number[metric]:.0f} of {number['tokens']:.0f} tokens {what}")
+
+    return measure
+
+
+def of_batches(metric: str, what: str) -> Measure:
+    """Numbers of the batches that the trainer trained on, recomputed from the samples by separate code."""
+
+    def measure(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+        number = verified(frame)
+        if metric not in number:
+            raise Missing(f"{metric} was not recorded")
+        return Measured(number[metric], f"{what}: largest difference over {number['samples']:.0f} samples")
 
     return measure
 
@@ -185,11 +292,12 @@ def verified(frame: pd.DataFrame) -> dict[str, float]:
     return dict(zip(rows["metric"], rows["value"].astype(float), strict=True))
 
 
-def recomputed_as_sampled(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-    """Samples that were trained, and weights: digests at the recomputation against those that the replicas noted."""
-    rows = ledger(frame, "stream")
-    if rows is None:
-        raise Missing("no phase recorded a ledger")
+def recomputed_as_sampled(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+    """Do the recomputed samples and weights match those that the replicas had?
+
+    Samples that were trained, and weights: digests at the recomputation against those that the replicas noted.
+    """
+    rows = needed(frame, "stream")
     sampled, recomputed = digests(frame, "stream", "sampled"), digests(frame, "verify", "recomputed")
     served, used = digests(frame, "stream", "served"), digests(frame, "verify", "recomputed_by")
     there = {(ids["group"], ids["sample"]) for ids in map(json.loads, recomputed)}
@@ -208,22 +316,7 @@ def digests(frame: pd.DataFrame, phase: str, metric: str) -> dict[str, set[str]]
     rows = frame[(frame["phase"] == phase) & (frame["metric"] == metric)]
     if rows.empty:
         raise Missing(f"the phase {phase} recorded no digest as {metric!r}")
-    found: dict[str, set[str]] = {}
-    for ids, text in zip(rows["ids"], rows["text"], strict=True):
-        found.setdefault(ids, set()).add(text)
-    return found
-
-
-def of_batches(metric: str, what: str) -> Measure:
-    """Numbers of the batches that the trainer trained on, recomputed from the samples by separate code."""
-
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-        number = verified(frame)
-        if metric not in number:
-            raise Missing(f"{metric} was not recorded")
-        return Measured(number[metric], f"{what}: largest difference over {number['samples']:.0f} samples")
-
-    return measure
+    return {str(ids): {*texts} for ids, texts in rows.groupby("ids", sort=False)["text"]}
 
 
 def phases_in(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -233,11 +326,7 @@ def phases_in(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def ran(*phases: str) -> Callable[[Mapping[str, Any]], bool]:
     """Whether these phases ran on ranks."""
-
-    def applies(config: Mapping[str, Any]) -> bool:
-        return not config["simulated"] and {*phases} <= {*phases_in(config)}
-
-    return applies
+    return lambda config: not config["simulated"] and {*phases} <= {*phases_in(config)}
 
 
 def resumes(config: Mapping[str, Any]) -> bool:
@@ -250,47 +339,25 @@ def phases_of(name: str) -> tuple[str, ...]:
     return ("stream",) if name == "trains_before_straggler" else (*LOOPS, "rehearse")
 
 
+def question(function: Callable[..., Measured]) -> str:
+    """The first line of its docstring."""
+    return (function.__doc__ or "").partition("\n")[0]
+
+
+def asked(measure: Measure, tolerance: str, **more: Any) -> Check:
+    """A check with the name of a function, which asks its question."""
+    return at_most(measure.__name__, question(measure), tolerance, measure, **more)
+
+
 RULES = {**judge.CHECKS, "replicas_answer": replicas_answer, "no_length_bias": no_length_bias}
-QUESTIONS = {name: (function.__doc__ or "").partition("\n")[0] for name, function in RULES.items()}
 LIMITS = {"no_length_bias": 3.0}  # standard errors; all others count violations
 
 CHECKS: tuple[Check, ...] = (
-    at_most(
-        "equals_plain",
-        "Does the loop with staleness 0 compute what the plain loop computes, bit for bit?",
-        "outcomes_differ",
-        equals_plain,
-        when=ran("plain", "lockstep"),
-    ),
-    at_most(
-        "recomputed_as_sampled",
-        "Do the recomputed samples and weights match those that the replicas had?",
-        "not_as_sampled",
-        recomputed_as_sampled,
-        when=ran("verify"),
-    ),
-    at_most(
-        "stamps_true",
-        "Was every token sampled from the version that it is stamped with?",
-        "wrong_stamps",
-        stamps_true,
-        when=ran("verify"),
-    ),
-    at_most(
-        "behaviour_logprob",
-        "Are recorded log-probabilities those of the distribution that was sampled from?",
-        "logprob_error",
-        behaviour_logprob,
-        limit=1e-5,
-        when=ran("verify"),
-    ),
-    at_most(
-        "kv_policy_kept",
-        "Did every sync treat the KV cache as at_sync says?",
-        "wrong_policy",
-        kv_policy_kept,
-        when=ran("verify"),
-    ),
+    asked(equals_plain, "outcomes_differ", when=ran("plain", "lockstep")),
+    asked(recomputed_as_sampled, "not_as_sampled", when=ran("verify")),
+    asked(stamps_true, "wrong_stamps", when=ran("verify")),
+    asked(behaviour_logprob, "logprob_error", limit=1e-5, when=ran("verify")),
+    asked(kv_policy_kept, "wrong_policy", when=ran("verify")),
     at_most(
         "no_stale_prefix",
         "Was every prompt computed by the weights that its tokens are stamped with?",
@@ -328,52 +395,21 @@ CHECKS: tuple[Check, ...] = (
         of_batches("recorded_error", "log-probabilities"),
         when=ran("verify"),
     ),
-    at_most(
-        "resume_equals",
-        "Does a loop that was stopped and resumed compute what it computes without a stop?",
+    asked(
+        resume_equals,
         "resume_differs",
-        resumed_equals_whole,
         when=resumes,
         cannot=lambda config: "" if config["steps"] > 1 else "a single step leaves nothing to resume",
     ),
-    at_most("no_deadlock", "Did every loop end by itself?", "loops_stuck", no_deadlock),
-    at_most(
-        "controller_answers",
-        "Does the controller answer questions while everything is busy?",
-        "answer_ms",
-        controller_answers,
-        limit=50,
-        unit="ms",
-        when=ran("stream"),
-    ),
-    at_most(
-        "logger_is_harmless",
-        "Does training go on when the logger raises?",
-        "logger_harm",
-        logger_is_harmless,
-        cannot=alone,
-    ),
-    at_most(
-        "death_named_in_time",
-        "Is a killed replica named within a second?",
-        "named_s",
-        death_is_named,
-        limit=1,
-        unit="s",
-        when=ran(),
-        cannot=alone,
-    ),
-    at_most(
-        "tokens_match",
-        "Do engine and trainer give tokens of the same version the same log-probability?",
-        "token_mismatch",
-        tokens_match,
-        limit=3e-2,  # usual between an engine and a trainer
-        when=lambda config: "simulated" not in config,  # the lab's own tokens are recomputed, which is more exact
-    ),
+    asked(no_deadlock, "loops_stuck"),
+    asked(controller_answers, "answer_ms", limit=50, unit="ms", when=ran("stream")),
+    asked(logger_is_harmless, "logger_harm", cannot=alone),
+    asked(death_named_in_time, "named_s", limit=1, unit="s", when=ran(), cannot=alone),
+    # 3e-2 is usual between an engine and a trainer. The lab's own tokens are recomputed, which is more exact.
+    asked(tokens_match, "token_mismatch", limit=3e-2, when=lambda config: "simulated" not in config),
     *(
-        at_most(name, QUESTIONS[name], name, of_ledger(function, phases_of(name)), limit=LIMITS.get(name, 0.0))
-        for name, function in RULES.items()
+        at_most(name, question(rule), name, of_ledger(rule, phases_of(name)), limit=LIMITS.get(name, 0.0))
+        for name, rule in RULES.items()
     ),
 )
 

@@ -14,33 +14,23 @@ import os
 import signal
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from kit.errors import KitError
+from kit.labs.drive import Drive
 from kit.labs.stream import broken
-from kit.labs.stream.config import replica_names, settings
-from kit.labs.stream.ports import TRAINER, Ranks, ReplicaPort, SyncPort, TrainerPort, name_of, number_of
-from kit.loop.clock import RealClock
-from kit.loop.ledger import Row
-from kit.loop.messages import Command, Event, listed
-from kit.loop.runner import Runner
+from kit.labs.stream.config import StreamConfig, replica_names, settings
+from kit.labs.stream.ports import TRAINER, Ranks, ReplicaPort, SyncPort, TrainerPort, name_of
+from kit.loop.messages import Command, Event, Row, listed
+from kit.loop.runner import Core, Port, RealClock, Runner
 from kit.results.records import new_row
 from kit.stream.core import Controller, resume_from
-from kit.stream.forecast import measured, pace, rows_of
 from kit.stream.foreign import Foreign
-from kit.stream.meter import Log, Meter, Watched
-from kit.stream.settings import opening
-from kit.stream.simulated import simulate
+from kit.stream.meter import Log, Meter, Watched, Watcher
+from kit.stream.settings import Resume, Settings, opening
+from kit.stream.simulated import measured, pace, rows_of, simulate
 from kit.target import load_callable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from kit.labs.drive import Drive
-    from kit.labs.stream.config import StreamConfig
-    from kit.loop.runner import Core, Port
-    from kit.stream.meter import Watcher
-    from kit.stream.settings import Resume, Settings
 
 PIPELINE = "a"
 ASKS_S = 0.02  # between two questions from outside, at first
@@ -140,12 +130,19 @@ def run(
         row = Row(name, time.time(), ids)
         written.write(row)
         meter.see(row)  # its time begins where the ledger does, however long it takes until the loop does
+    watchers: list[Watcher] = [meter]
     with contextlib.ExitStack() as scope:
+        if ":" in drive.config.sampler:  # a core that has one of our samplers never asks it
+            kind = load_callable(drive.config.sampler)
+            foreign = Foreign(kind, settings(drive.config), pipeline=PIPELINE, resume=start)
+            scope.callback(foreign.close)
+            ports["sampler"] = foreign
+            watchers.append(foreign)
         runner = Runner(
             {PIPELINE: core},
             ports,
             clock=RealClock(lambda seconds: live.wait(min(seconds, asker.left()))),
-            ledger=Watched(written, meter, *own_sampler(drive.config, ports, scope, start)),
+            ledger=Watched(written, *watchers),
             deadline_s=drive.config.deadline_s,
         )
         ended = runner.run()[PIPELINE]
@@ -155,18 +152,6 @@ def run(
     if ended.get("why") == "error":
         raise live.stuck or KitError(f"the controller ended with an error: {ended.get('error', 'no reason given')}")
     return runner.states[PIPELINE]
-
-
-def own_sampler(
-    config: StreamConfig, ports: dict[str, Port], scope: contextlib.ExitStack, start: Resume | None = None
-) -> list[Watcher]:
-    """The port of a sampler that is no name of ours, and its view of the ledger. A core that has one of ours never asks it."""
-    if ":" not in config.sampler:
-        return []
-    foreign = Foreign(load_callable(config.sampler), settings(config), pipeline=PIPELINE, resume=start)
-    scope.callback(foreign.close)
-    ports["sampler"] = foreign
-    return [foreign]
 
 
 def silent(_: dict[str, float], __: int) -> None:
@@ -184,12 +169,11 @@ class Losing(Ranks):
 
     def take(self) -> list[Event]:
         arrived = super().take()
-        last = name_of(self.drive.config.replicas - 1)
-        number = number_of(last)
+        last = self.drive.config.replicas - 1
         if not self.killed_at and any(
-            event.name == "tokens" and event.replica == number and event.version for event in arrived
+            event.name == "tokens" and event.replica == last and event.version for event in arrived
         ):
-            ranks = self.drive.roles[last]
+            ranks = self.drive.roles[name_of(last)]
             self.drive.lost |= {*ranks}
             self.killed_at = time.time()
             os.kill(self.drive.world.pids[ranks[0]], signal.SIGKILL)
@@ -198,13 +182,12 @@ class Losing(Ranks):
         return arrived
 
 
-class Asker:
+class Asker(Port):
     """Somebody outside who asks for the status at fixed times, and notes how long after each time the answer came."""
 
-    def __init__(self, every_s: float = ASKS_S) -> None:
-        self.every_s = every_s
+    def __init__(self) -> None:
         self.began = time.time()
-        self.due = self.began + every_s
+        self.due = self.began + ASKS_S
         self.asked: dict[int, float] = {}
         self.seconds: list[float] = []
 
@@ -218,7 +201,7 @@ class Asker:
         while time.time() >= self.due:
             number = len(self.asked)
             self.asked[number] = self.due
-            self.due += max(self.every_s, (self.due - self.began) / ASKS)
+            self.due += max(ASKS_S, (self.due - self.began) / ASKS)
             asked.append(Event("ask", PIPELINE, of="status", question=number, asker="asker"))
         return asked
 
@@ -303,7 +286,7 @@ class Straight:
                 yield event
 
 
-class Data:
+class Data(Port):
     """Prompts by number: those that are given again, then from the first on without end. Replicas make each from the seed."""
 
     def __init__(self, first: int = 0, again: Iterable[int] = ()) -> None:
@@ -312,18 +295,12 @@ class Data:
     def send(self, command: Command) -> Iterable[Event]:
         return [Event("prompt", command.pipeline, group=next(self.numbers))]
 
-    def take(self) -> Iterable[Event]:
-        return ()
 
-
-class Desk:
+class Desk(Port):
     """Grants whatever is asked for, at once: these devices belong to this pipeline alone."""
 
     def send(self, command: Command) -> Iterable[Event]:
         return [Event("granted", command.pipeline, kind=command.kind)] if command.name == "acquire" else []
-
-    def take(self) -> Iterable[Event]:
-        return ()
 
 
 def controller(plan: Any, start: Resume | None = None) -> Core[Any]:

@@ -10,23 +10,19 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from kit.errors import KitError, RankDied, RankTimeout
+from kit.labs.drive import Drive
 from kit.loop.messages import Command, Event, numbers
-from kit.loop.runner import Stalled
+from kit.loop.runner import Port, Stalled
+from kit.world.pending import Pending
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from kit.labs.drive import Drive
-    from kit.world.pending import Pending
-
-    Ended = Callable[[Pending], Iterable[Event]]
+Ended = Callable[[Pending], Iterable[Event]]
 
 TRAINER = "trainer"
 STUCK_S = 1.0  # without any call under way
-LISTS = ("groups",)  # ids that are several numbers
 
 
 class Ranks:
@@ -52,9 +48,11 @@ class Ranks:
         self.start()
         if self.flying:
             self.heard = time.monotonic()
-        if not self.arrived and self.flying:
+        if self.arrived:
+            return
+        if self.flying:
             self.drive.wait([pending for pending, _, _ in self.flying.values()], timeout_s=seconds)
-        elif not self.arrived:
+        else:
             if time.monotonic() - self.heard > STUCK_S:
                 raise Stalled("the controller waits for an answer, but no call is under way", ())
             time.sleep(min(seconds, STUCK_S / 10))
@@ -78,8 +76,7 @@ class Ranks:
     def start(self) -> None:
         """Give every idle role its next call; a sync that waits comes first."""
         if self.syncs:
-            taking_part = (TRAINER, *self.orders)
-            if not any(role in self.busy for role in taking_part):
+            if self.busy.keys().isdisjoint((TRAINER, *self.orders)):
                 self._sync(self.syncs.popleft())
             return
         if self.queue and TRAINER not in self.busy:
@@ -97,7 +94,7 @@ class Ranks:
         self.flying[id(pending)] = pending, roles, ended
 
     def _train(self, command: Command) -> None:
-        args = {name: [*numbers(str(value))] if name in LISTS else value for name, value in command.ids}
+        args = {name: [*numbers(str(value))] if name == "groups" else value for name, value in command.ids}
 
         def ended(pending: Pending) -> list[Event]:
             try:
@@ -125,18 +122,13 @@ class Ranks:
             for what in happened:
                 if what["event"] in ("completed", "failed", "cancelled"):
                     self.active[name].discard((what["group"], what["sample"]))
-            number = number_of(name)
-            return [
-                Event(what["event"], self.pipeline, replica=number, **{k: v for k, v in what.items() if k != "event"})
-                for what in happened
-            ]
+            return [Event(what.pop("event"), self.pipeline, replica=number_of(name), **what) for what in happened]
 
         self._call((name,), "decode", {"orders": orders}, ended)
 
     def _sync(self, command: Command) -> None:
         """A call for the trainer and one for each replica, so that a death is an event at once."""
-        names = [name_of(number) for number in numbers(command.replicas)]
-        names = [name for name in names if name in self.orders]
+        names = [name for name in map(name_of, numbers(command.replicas)) if name in self.orders]
         args = {"version": command.version, "at_sync": command.at_sync, "replicas": names}
         left, ids = {TRAINER, *names}, {"version": command.version}
         failures: list[str] = []
@@ -167,7 +159,9 @@ class Ranks:
         """A call that raised. Ranks that died are events of their own."""
         if isinstance(error, RankTimeout):
             raise error
-        dead = self._lost(self._role_of(error.rank), error) if isinstance(error, RankDied) else []
+        dead: list[Event] = []
+        if isinstance(error, RankDied):
+            dead = self._lost(next(role for role, ranks in self.drive.roles.items() if error.rank in ranks), error)
         why = str(error).partition("\n")[0]
         return [*dead, Event("error", self.pipeline, **{**dict(command.ids), "of": command.name, "why": why})]
 
@@ -179,9 +173,6 @@ class Ranks:
         self.active.pop(name, None)
         return [Event("died", self.pipeline, replica=number_of(name), why=str(error).partition("\n")[0])]
 
-    def _role_of(self, rank: int) -> str:
-        return next(role for role, ranks in self.drive.roles.items() if rank in ranks)
-
 
 def name_of(replica: int) -> str:
     """A replica's role."""
@@ -192,11 +183,15 @@ def number_of(name: str) -> int:
     return int(name.rpartition(" ")[2])
 
 
-class TrainerPort:
-    """begin, microbatch, finish, abort, clear, discard, logprobs: one after the other."""
+class OfRanks(Port):
+    """A port of these ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+
+
+class TrainerPort(OfRanks):
+    """begin, microbatch, finish, abort, clear, discard, logprobs: one after the other."""
 
     def send(self, command: Command) -> Iterable[Event]:
         self.ranks.queue.append(command)
@@ -206,11 +201,8 @@ class TrainerPort:
         return self.ranks.take()
 
 
-class ReplicaPort:
+class ReplicaPort(OfRanks):
     """generate and cancel, to the replica that the command names. One that is gone answers nothing: its death was an event."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
 
     def send(self, command: Command) -> Iterable[Event]:
         orders = self.ranks.orders.get(name_of(command.replica))
@@ -218,19 +210,10 @@ class ReplicaPort:
             orders.append({"order": command.name, **dict(command.ids)})
         return ()
 
-    def take(self) -> Iterable[Event]:
-        return ()
 
-
-class SyncPort:
+class SyncPort(OfRanks):
     """Weights from the trainer to every live replica."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
 
     def send(self, command: Command) -> Iterable[Event]:
         self.ranks.syncs.append(command)
-        return ()
-
-    def take(self) -> Iterable[Event]:
         return ()

@@ -9,50 +9,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from kit.errors import KitError
+from kit.labs.drive import Drive
 from kit.labs.stream import broken
-from kit.labs.stream.config import settings
-from kit.labs.stream.drive import PIPELINE, broken_logger, own_sampler
-from kit.loop.clock import VirtualClock
-from kit.loop.ledger import Memory, Row
-from kit.loop.messages import Event
-from kit.loop.runner import Port, Runner
+from kit.labs.stream.config import StreamConfig, settings
+from kit.labs.stream.drive import PIPELINE, broken_logger
+from kit.loop.messages import Command, Event, Memory
+from kit.loop.runner import Core
 from kit.results.records import new_row
-from kit.stream import core
-from kit.stream.meter import Log, Meter, Watched
-from kit.stream.settings import opening
-from kit.stream.simulated import ADDRESSES, Durations, System, drawn_length
+from kit.stream import core, simulated
+from kit.stream.settings import Resume
+from kit.stream.simulated import Durations, drawn_length
 from kit.target import load_callable
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from kit.labs.drive import Drive
-    from kit.labs.stream.config import StreamConfig
-    from kit.loop.messages import Command
-    from kit.loop.runner import Core
-    from kit.stream.settings import Resume
-
-    Answers = Iterable[tuple[float, Event]]
-
 REHEARSED = {"microbatch": 1}  # commands that fail once, and the step of their first failure
-WHY = "a failure that is rehearsed"
-DEADLINE_S = 1e6
-
-
-class Rehearsal(System):
-    """A system whose trainer answers some commands with an error, each once."""
-
-    fails: Mapping[str, int] = {}
-
-    def trainer(self, command: Command) -> Answers:
-        if self.fails.get(command.name) != command.step:
-            return super().trainer(command)
-        self.fails = {name: step for name, step in self.fails.items() if name != command.name}
-        ids = {**dict(command.ids), "of": command.name, "why": WHY}
-        return [(0.0, Event("error", command.pipeline, **ids))]
 
 
 def stream(drive: Drive) -> None:
@@ -110,24 +83,20 @@ def simulate(
 ) -> Any:
     """Run the controller until it ends, or up to a version; its last state. `rows` is its ledger; `prompts` None: the data never ends."""
     plan = dataclasses.replace(settings(config), step_retries=1)
-    clock, meter = VirtualClock(), Meter()
-    rows += [Row(name, 0.0, ids) for name, ids in opening(plan, start)]
-    system = Rehearsal(
-        clock,
-        durations(config),
-        replicas=config.replicas,
-        pipeline=PIPELINE,
-        prompts=prompts,
-        first=0 if start is None else start.next,
-        again=() if start is None else start.open,
-    )
-    system.fails = fails
-    ports: dict[str, Port] = {**dict.fromkeys(ADDRESSES, system), "log": Log(meter, broken_logger)}
     controller = Stopping(load_callable(config.implementation)(plan, *([] if start is None else [start])), until)
-    with contextlib.ExitStack() as scope:
-        ledger = Watched(rows, meter, *own_sampler(config, ports, scope, start))
-        scope.enter_context(contextlib.suppress(Stopped))
-        ended = Runner({PIPELINE: controller}, ports, clock=clock, ledger=ledger, deadline_s=DEADLINE_S).run()[PIPELINE]
+    with contextlib.suppress(Stopped):
+        ended = simulated.simulate(
+            plan,
+            durations(config),
+            prompts=prompts,
+            core=controller,
+            resume=start,
+            sampler=load_callable(config.sampler) if ":" in config.sampler else None,
+            logger=broken_logger,
+            rows=rows,
+            pipeline=PIPELINE,
+            fails=fails,
+        ).ended
         if ended.get("why") == "error":
             raise KitError(f"the controller ended with an error: {ended.get('error', 'no reason given')}")
     return controller.state

@@ -7,31 +7,29 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
-from kit.loop.ledger import Row
+from kit.loop.messages import Row
 from kit.results import NotMeasured, with_ids
 from kit.results.records import NOTEBOOK
-from kit.stream.meter import PARTS, TRAINER, Meter
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+from kit.stream.history import ENDS
+from kit.stream.meter import PARTS, TRAINER, Meter, spent
 
 LOOPS = ("plain", "lockstep", "stream", "bound")
-ENDS = ("cleared", "evicted", "aborted", "failed", "dropped", "replaced")
 
 
 # -- the ledger ------------------------------------------------------------------------------------------------------------
 
 
-def shown(frame: pd.DataFrame) -> str | None:
-    """The loop that is drawn: `stream` if it began, else the last one with a complete sample in its ledger."""
+def shown(frame: pd.DataFrame) -> str:
+    """The loop that is drawn: `stream` if it began, else the last one with a complete sample in its ledger; empty where there is none."""
     rows = written(frame)
-    phases = rows[rows["metric"] == "completed"]["phase"]
-    return "stream" if (phases == "stream").any() else str(phases.iloc[-1]) if len(phases) else None
+    phases = [*rows[rows["metric"] == "completed"]["phase"]]
+    return "stream" if "stream" in phases else str(phases[-1]) if phases else ""
 
 
 def written(frame: pd.DataFrame) -> pd.DataFrame:
@@ -201,15 +199,13 @@ def steps(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
     found = []
     for step, version in made.items():
         mine = trained[trained["step"] == step]
-        tokens = mine["tokens"].sum()
         found.append(
             {
                 "step": step,
                 "version": version,
                 "groups": mine["group"].nunique(),
-                "tokens": int(tokens),
-                "mean lag": float((mine["lag"] * mine["tokens"]).sum() / tokens) if tokens else 0.0,
-                "largest lag": int(mine["lag"].max()) if len(mine) else 0,
+                "tokens": int(mine["tokens"].sum()),
+                **lag_columns(mine),
                 **seconds[step],
             }
         )
@@ -237,6 +233,15 @@ def lags_of(rows: Sequence[Row]) -> pd.DataFrame:
                 tokens[part.version] += part.tokens
             found += [(int(row.ids["step"]), group, one, now - one, count) for one, count in sorted(tokens.items())]
     return pd.DataFrame(found, columns=["step", "group", "version", "lag", "tokens"])
+
+
+def lag_columns(table: pd.DataFrame) -> dict[str, float]:
+    """The mean over tokens, and the largest."""
+    tokens = table["tokens"].sum()
+    return {
+        "mean lag": float((table["lag"] * table["tokens"]).sum() / tokens) if tokens else 0.0,
+        "largest lag": int(table["lag"].max()) if len(table) else 0,
+    }
 
 
 def ends(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
@@ -291,10 +296,7 @@ def metered(frame: pd.DataFrame, phase: str) -> dict[str, float]:
         return {}
     if not any(row.name == "ended" for row in rows):
         return {}
-    meter = Meter()
-    for row in rows:
-        meter.see(row)
-    seconds = meter.take()
+    seconds = spent(rows)
     return {name: seconds[name] for name in ("total", *PARTS)}
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from kit.results import Measured, Missing, NotMeasured, Unjudged, with_ids
-from kit.stream.drift import drifted
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from kit.stream.meter import drifted
 
 FILE = "tokens.jsonl"
 WHOLE = ("group", "sample", "position", "token", "version", "step_version")
@@ -77,8 +75,11 @@ def checked(line: str, where: str) -> dict[str, Any]:
     return found
 
 
-def tokens_match(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-    """The mean difference at lag 0, at the position where it is largest."""
+def tokens_match(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+    """Do engine and trainer give tokens of the same version the same log-probability?
+
+    The mean difference at lag 0, at the position where it is largest.
+    """
     table = drift(frame, Path(frame.attrs.get("folder", "")))
     fresh = table[table["lag"] == 0]
     if fresh.empty:

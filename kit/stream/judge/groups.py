@@ -1,19 +1,12 @@
-"""Groups: each ends once, is trained at most once and whole, and no token is lost."""
+"""Groups and permits: each group ends once and is trained at most once and whole; places, slots, grants and the end of a loop."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from kit.results.verdict import Missing, NotMeasured
-from kit.stream.history import ENDS
-from kit.stream.judge.rules import counted, many
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from kit.stream.history import Id, Ledger, Row
-    from kit.stream.judge.rules import Finding
+from kit.stream.history import ENDS, Finding, Id, Ledger, Row, Sample, counted, many
 
 FEWEST = 8  # tokens from which on equal samples are no coincidence
 
@@ -144,3 +137,171 @@ def tokens_conserved(ledger: Ledger) -> Finding:
         if ledger.ended.number(name, number) != number and not (name == "wasted" and ledger.error):
             yield f"{ledger.ended} states {ledger.ended[name]} {name} tokens; {number} by the rows"
     return f"{generated} tokens generated = {trained} trained + {generated - trained} wasted"
+
+
+GATED = ("strict", "in-order", "weight-fifo", "ready-first", "capacity")  # start at most (window + version + 1) batches
+TARGETED = ("strict", "in-order")
+LOST = ("failed", "dropped", "aborted")  # ends after which another group may take the place in the batch
+PERMITS = (("place", "place_back", "group"), ("slot", "slot_back", "group"), ("acquire", "release", "kind"))
+
+
+@counted
+def capacity_kept(ledger: Ledger) -> Finding:
+    """Are never more groups in the buffer and in flight than allowed, and does nothing start too early?"""
+    ledger.need("reserved", "group")
+    told = []
+    for name in ("places", "slots"):
+        if ledger.setting(name) is not None:
+            told += [(yield from _occupied(ledger, name, ledger.size(name)))]
+    told += filter(None, [(yield from admitted(ledger))])
+    if not told:
+        raise Missing("the ledger has no `capacity` event with `places` or `slots`, or with the window of a gate")
+    return ", ".join(told)
+
+
+def _occupied(ledger: Ledger, name: str, limit: int) -> Finding:
+    """Groups in the buffer, or in flight, from the permit or `reserved` on. A permit that comes back early frees nothing."""
+    permit, leaving = name[:-1], "selected" if name == "places" else "ready"
+    where = "are in the buffer" if name == "places" else "are in flight"
+    inside: set[Id] = set()
+    holding: set[Id] = set()
+    leave, most = set[int](), 0
+    for rows in ledger.life.values():
+        mine = [row for row in rows if row.event in (permit, f"{permit}_back", leaving, "selected") or row.ends_group]
+        for row, after in zip(mine, [*mine[1:], None], strict=True):
+            soon = row.event == f"{permit}_back" and after is not None and after.event == leaving
+            leave |= {row.at} if row.event != permit and not soon else set()
+    for row in ledger.rows:
+        group = row.get("group")
+        if row.event == permit and group is not None:
+            holding.add(group)
+        elif row.event == "reserved" and ledger.by_event[permit] and group not in holding:
+            yield f"{row}: dispatched without a {permit}"
+        if row.event in (permit, "reserved") and group is not None:
+            inside.add(group)
+            most = max(most, len(inside))
+            if len(inside) > limit:
+                yield f"{row}: {len(inside)} groups {where}, {name}: {limit}"
+        elif row.at in leave:
+            inside.discard(group)
+            holding.discard(group)
+    return f"at most {most} of {limit} {name}"
+
+
+def admitted(ledger: Ledger) -> Finding:
+    """The gate: at most (window + version + 1) batches since version 0, and no batch beyond version + window."""
+    sampler, window, batch = ledger.setting("sampler"), ledger.limit("window"), ledger.limit("groups_per_step")
+    if sampler not in GATED or window is None or batch is None or not ledger.by_event["bumped"]:
+        return ""
+    heirs = {row.get("by") for row in ledger.by_event["replaced"]}  # take the place of another in its batch
+    ahead, started = 0 if sampler == "strict" else window, ledger.start * batch
+    for row in ledger.rows:
+        started -= row.ends_group and row.event in LOST
+        if row.event == "reserved":
+            started += row["group"] not in heirs
+            now = ledger.version_at(row)
+            allowed = (ahead + now + 1) * batch
+            if started > allowed:
+                yield f"{row}: {many(started, 'group')} started by version {now}; the window allows {allowed}"
+            elif sampler in TARGETED and not now <= row.number("target", now) <= now + ahead:
+                yield f"{row}: started for version {row['target']} at version {now}; the window allows {now} to {now + ahead}"
+    return f"{many(started, 'group')} started in time"
+
+
+@counted
+def permits_return(ledger: Ledger) -> Finding:
+    """Is every place, slot and device grant given back exactly once?"""
+    pairs = [pair for pair in PERMITS if ledger.by_event[pair[0]] or ledger.by_event[pair[1]]]
+    if not pairs:
+        raise Missing("the ledger has no `place`, `slot` or `acquire` event")
+    left: list[Row] = []
+    in_use = 0
+    for taken, back, of in pairs:
+        out: dict[Id, Row] = {}
+        ended: dict[Id, Row] = {}
+        for row in ledger.rows:
+            if row.event == taken:
+                if before := out.get(row[of]):
+                    yield f"{row}: {of} {row[of]} has one since row {before.at}"
+                out[row[of]] = row
+            elif row.event == back and out.pop(row[of], None) is None:
+                yield f"{row}: {of} {row[of]} has none to give back"
+            elif row.event == "granted" and of == "kind" and row[of] not in out:
+                yield f"{row}: {of} {row[of]} was not asked for"
+            elif row.ends_group and of == "group":
+                ended[row[of]] = row
+        left += [row for row in out.values() if ledger.ended or row.get("group") in ended]
+        in_use += len(out)
+    for row in left:
+        yield f"{row}: never given back"
+    if in_use and not ledger.ended:
+        raise Missing(f"the ledger has no `ended` event, so {many(in_use, 'permit')} may be in use")
+    return f"{many(sum(len(ledger.by_event[taken]) for taken, _, _ in pairs), 'permit')} taken and given back"
+
+
+@counted
+def ends_cleanly(ledger: Ledger) -> Finding:
+    """Does the loop end once, with a reason, with no step cut short, and with nothing after its end?"""
+    for row in ledger.by_event["exhausted"][:1]:
+        if not ledger.ended:
+            yield f"{row}: the data ended and the loop did not; the last row is {ledger.rows[-1]}"
+    end = ledger.need("ended")[0]
+    why = end.get("why")
+    if why not in ("done", "exhausted", "error"):
+        yield f"{end} states why={why!r}; it must be done, exhausted or error"
+    for row in ledger.rows[end.at + 1 :]:
+        if row.event in ("ended", "reserved", "sent", "selected", "begin", "bumped", "hold"):
+            yield f"{row}: the loop ended before, in row {end.at}"
+    steps = ledger.limit("steps")
+    if why == "done" and ledger.by_event["bumped"] and steps not in (None, ledger.version_at(end)):
+        yield f"{end}: done at version {ledger.version_at(end)}, and the loop has {steps} steps"
+    for step in ledger.steps if why != "error" else ():
+        if step.abort is None and step.bumped is None and (ledger.by_event["bumped"] or not step.finished):
+            yield f"step {step.id} is cut short by an end without an error; its last row is {step.rows[-1]}"
+    for row in _unanswered(ledger) if why != "error" and ledger.by_event["cancelled"] else ():
+        yield f"{row}: the request has no answer, and the loop ended"
+    for row in ledger.by_event["aborted"] if why == "exhausted" else ():
+        if row.time == end.time and any(one.event == "ready" for one in ledger.life[row["group"]]):
+            yield f"{row}: a complete group was left over, so the end of the data is an error"
+    return f"{why} in row {end.at}"
+
+
+@counted
+def dead_rollout_named(ledger: Ledger) -> Finding:
+    """Is every dead replica named, and is each of its requests sent again or ended?"""
+    for row in (died := ledger.by_event["died"]):
+        if "replica" not in row.ids:
+            yield f"{row}: the row does not name the replica"
+            continue
+        for group, name, sample in _asked(ledger, row["replica"], row):
+            over = any(end.at > row.at for end in ledger.ends(group)) or any(one.at > row.at for one in sample.sent)
+            if ledger.ended and not over:
+                yield f"{row}: sample {name} of group {group} was there, was not sent again, and its group has no end"
+        back = [one.at for one in ledger.by_event["joined"] if one.get("replica") == row["replica"] and one.at > row.at]
+        for one in ledger.by_event["sent"]:
+            if one.get("replica") == row["replica"] and row.at < one.at < min(back, default=len(ledger.rows)):
+                yield f"{one}: the replica died in row {row.at}"
+    if not died:
+        waiting = _unanswered(ledger)
+        reason = ledger.by_event["error"] or ledger.by_event["failed"] or (ledger.ended and ledger.ended.get("error"))
+        if not ledger.error or reason or not waiting:
+            raise NotMeasured("no replica died")
+        yield f"the loop ended with an error while {waiting[0]} had no answer, and no row names what failed"
+    return f"{many(len(died), 'replica')} died, named: {', '.join(str(row['replica']) for row in died)}"
+
+
+def _unanswered(ledger: Ledger) -> list[Row]:
+    """Requests without an answer, on replicas that did not go."""
+    gone = {row.get("replica") for name in ("died", "left") for row in ledger.by_event[name]}
+    samples = (one for some in ledger.samples.values() for one in some.values() if one.waiting)
+    return [one.sent[-1] for one in samples if one.sent[-1].get("replica") not in gone]
+
+
+def _asked(ledger: Ledger, replica: Id, died: Row) -> Iterator[tuple[Id, Id, Sample]]:
+    """Samples that a replica had when it died: sent there last, and neither completed nor of a group that was over."""
+    for group, samples in ledger.samples.items():
+        for name, sample in samples.items():
+            before = [row for row in sample.sent if row.at < died.at]
+            done = any(row.at < died.at for row in (*sample.completed, *ledger.ends(group)))
+            if before and before[-1].get("replica") == replica and not done:
+                yield group, name, sample

@@ -1,19 +1,13 @@
-"""Steps: their updates, batches, clears, failures, and when they begin."""
+"""Steps and versions: updates, batches, clears and failures; how old tokens are, and what is published before it is used."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from kit.results.verdict import NotMeasured
-from kit.stream.judge.rules import REACTION, by, counted, many
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kit.stream.history import Id, Ledger, Row, Step
-    from kit.stream.judge.rules import Finding
+from kit.results.verdict import Missing, NotMeasured
+from kit.stream.history import NO_AGE_LIMIT, REACTION, Finding, Id, Ledger, Row, Sample, Step, by, counted, many
 
 
 @counted
@@ -188,3 +182,203 @@ def abort_on_failure(ledger: Ledger) -> Finding:
             elif not over and not back and ledger.ended:
                 yield f"{row}: the group neither ended nor became trainable again after the abort (row {step.abort.at})"
     return f"{many(len(broken), 'step')} failed and aborted"
+
+
+@counted
+def no_sample_too_old(ledger: Ledger) -> Finding:
+    """Was no token older than the window when its group trained?"""
+    trained, sampler, worst = ledger.need("trained", "group"), ledger.setting("sampler"), 0
+    if sampler in NO_AGE_LIMIT:
+        raise NotMeasured(f"the sampler {sampler} limits what may start, not the age of what is trained")
+    if not ledger.by_event["tokens"]:
+        ledger.need("completed", "group", "sample", "version")
+    window = 0 if sampler == "strict" else ledger.size("window")
+    for row in trained:
+        now, ages = ledger.version_during(row), ledger.oldest(row["group"])
+        if ledger.is_empty(row["group"]):
+            continue
+        if not ages:
+            yield f"{row}: no token of the group has a version"
+            continue
+        sample, oldest = min(ages.items(), key=lambda one: one[1])
+        worst = max(worst, now - oldest)
+        if not 0 <= now - oldest <= window:
+            where = f"group {row['group']} trained at version {now} (row {row.at})"
+            yield f"{where}; sample {sample} has a token of version {oldest}, window {window}"
+    return f"{many(len(trained), 'group')} trained, largest lag {worst}, window {window}"
+
+
+@counted
+def version_monotone(ledger: Ledger) -> Finding:
+    """Does the version rise by exactly one per finished step, and does every row state the current one?"""
+    bumps, finishes = ledger.need("bumped", "version"), ledger.finishes()
+    base = 0
+    latest: dict[Id, int] = {}
+    for number, row in enumerate(bumps):
+        if row.number("version") != ledger.version_at(row) + 1:
+            yield f"{row}: the version goes from {ledger.version_at(row)} to {row['version']}"
+        if "updates" in row.ids and finishes:
+            done = sum(one.at < row.at for one in finishes)
+            base = row.number("updates") - done if ledger.resumed and not number else base
+            if row.number("updates") != base + done:
+                yield f"{row} states {row['updates']} updates; {base + done} were finished"
+    for step in ledger.steps if finishes or ledger.by_event["abort"] else ():
+        yield from _rises_once(ledger, step)
+    for row in ledger.rows:
+        if "version" in row.ids and (row.event in CURRENT or row.ends_group):
+            now = ledger.version_during(row) if row.event == "trained" else ledger.version_at(row)
+            if row.number("version") != now:
+                yield f"{row} states version {row['version']}; the current one is {now}"
+        if row.event in ("joined", "left", "died"):
+            latest.pop(row.get("replica", ""), None)
+        elif row.event == "published":
+            before, after = latest.get(row["replica"]), row.number("version")
+            if before is not None and after not in (before, before + 1):
+                yield f"{row}: the replica goes from version {before} to {after}"
+            latest[row["replica"]] = after
+    return f"from version {ledger.start} to {ledger.start + len(bumps)}, {many(len(finishes), 'update')}"
+
+
+CURRENT = ("reserved", "selected", "trained", "hold", "resume", "metrics")  # events that state the current version
+
+
+def _rises_once(ledger: Ledger, step: Step) -> Finding:
+    """With the last finish of a step the version rises, once. An error may end a run between two updates of a step."""
+    bumped, last = step.of("bumped"), max((rows[-1].at for rows in step.finished.values()), default=None)
+    cut = ledger.error and len(step.trained) != ledger.limit("groups_per_step")
+    if len(bumped) > 1:
+        yield f"{bumped[1]}: the version rose for this step before, in row {bumped[0].at}"
+    if bumped and last is None:
+        yield f"{bumped[0]}: no update of the step was finished"
+    elif bumped and last is not None and last > bumped[0].at:
+        yield f"{bumped[0]}: the step is finished only in row {last}"
+    elif last is not None and not bumped and step.abort is None and ledger.ended and not cut:
+        yield f"step {step.id} was finished (row {last}) and the version did not rise"
+    return ""
+
+
+@counted
+def publish_before_use(ledger: Ledger) -> Finding:
+    """Was each version published on a replica before it was used there, and did dispatch wait for it?"""
+    published, bumped, used = ledger.need("published", "version", "replica"), ledger.by_event["bumped"], 0
+    base = [] if any(row.number("version") == ledger.start for row in published) else [ledger.start]
+    there: defaultdict[Id, list[int]] = defaultdict(lambda: [*base])  # by replica, the one in use last
+    late: dict[Id, list[int]] = {}  # of replicas that left: what they said in a call under way may arrive later
+    held: Row | None = None
+    for row in ledger.rows:
+        now, serves = ledger.version_at(row), there[row.get("replica", "")]
+        if row.event in ("joined", "published"):
+            serves += [row.number("version")] if row.event == "published" else []
+            late.pop(row.get("replica", ""), None)
+        elif row.event in ("left", "died"):
+            late |= {row.get("replica", ""): there.pop(row.get("replica", ""), [])}
+        elif row.event == "hold" or (row.event == "bumped" and ledger.by_event["hold"]):
+            held = row  # from the transition on in which the version rises
+        elif row.event == "resume":
+            if held and (began := _under_way(ledger.rows[held.at : row.at])):
+                yield f"{row}: dispatch goes on before the sync that began in row {began.at} has ended"
+            held = None
+        elif row.event in ("sent", "reserved"):
+            yield from _dispatched(row, held, serves, now if bumped else None)
+        elif row.event in ("started", "tokens", "completed") and {"replica", "version"} <= row.ids.keys():
+            used += 1
+            version = row.number("newest" if "newest" in row.ids else "version")
+            if bumped and version > now:
+                yield f"{row}: version {version} is used, the current one is {now}"
+            elif version not in serves + late.get(row["replica"], []):
+                yield f"{row}: version {version} is used before it was published on replica {row['replica']}"
+    if held:
+        yield from _still_held(ledger, held)
+    if not used:
+        raise Missing("no `tokens`, `started` or `completed` event has a `replica` and a `version`")
+    return f"{many(len(published), 'publication')}, {many(used, 'use')}"
+
+
+def _still_held(ledger: Ledger, held: Row) -> Iterator[str]:
+    """Dispatch was held to the end: after an error during the sync it may be."""
+    end, synced = ledger.ended, [row for row in ledger.by_event["synced"] if row.at > held.at]
+    if end and end.get("why") == "done":
+        yield f"{end}: dispatch is held since {held}, so the last version was never served"
+    elif synced and (end is None or end.time > synced[-1].time + REACTION):
+        yield f"{held}: dispatch never went on, although the weights were published by row {synced[-1].at}"
+
+
+def _dispatched(row: Row, held: Row | None, serves: Sequence[int], now: int | None) -> Iterator[str]:
+    if held:
+        yield f"{row}: dispatched while dispatch was held (row {held.at})"
+    elif row.event == "sent" and "replica" in row.ids and now is not None and serves[-1:] != [now]:
+        yield f"{row}: the replica has version {serves[-1] if serves else 'none'}, the current one is {now}"
+
+
+def _under_way(rows: Sequence[Row]) -> Row | None:
+    """The `sync_begin` of a sync that neither ended nor failed."""
+    syncs = [
+        row
+        for row in rows
+        if row.event in ("sync_begin", "synced") or (row.event == "error" and row.get("of") == "sync")
+    ]
+    return syncs[-1] if syncs and syncs[-1].event == "sync_begin" else None
+
+
+@counted
+def stamps_per_token(ledger: Ledger) -> Finding:
+    """Do the version spans cover every token of a completed sample once, in order, with versions that never go down?"""
+    ledger.need("tokens", "group", "sample", "version", "first", "count")
+    ledger.need("completed", "group", "sample", "version")
+    judged = spanning = 0
+    published = by(ledger.by_event["published"], "replica")
+    at_sync = {row.get("at_sync") for row in (*ledger.by_event["capacity"], *ledger.by_event["sync"])}
+    one_version = ledger.setting("sampler") == "strict" or bool(at_sync & {"abort", "drain"})
+    for group, name, sample in ledger.completed():
+        judged += 1
+        spanning += len({row.number("version") for row in sample.spans}) > 1
+        if why := next(_stamps(sample), "") or _old_stamp(sample, published) or (one_version and _spans(sample)):
+            yield f"group {group} sample {name}: {why}"
+    for row in ledger.by_event["ready"]:
+        spans = [one for sample in ledger.samples[row["group"]].values() for one in sample.spans if one.at < row.at]
+        oldest = min((one.number("version") for one in spans), default=None)
+        if oldest is not None and "version" in row.ids and row.number("version") != oldest:
+            yield f"{row} states version {row['version']}; the oldest token has version {oldest}"
+    return f"{many(judged, 'sample')}, {spanning} with tokens of several versions"
+
+
+def _stamps(sample: Sample) -> Iterator[str]:
+    done, reached, version = sample.completed[-1], 0, -1
+    for row in sample.spans:
+        first, length = row.number("first"), row.number("count")
+        if first != reached or length < 1:
+            what = (
+                "stamped twice" if first < reached else "not stamped" if first > reached else "stamped by an empty span"
+            )
+            yield f"token {min(first, reached)} is {what} (row {row.at}: {many(length, 'token')} from {first} on)"
+        if row.number("version") < version:
+            yield f"the version goes down from {version} to {row['version']} at token {first} (row {row.at})"
+        reached, version = reached + length, row.number("version")
+    if done.number("length", reached) != reached:
+        yield f"{many(reached, 'token')} have a stamp, `completed` states length {done['length']} (row {done.at})"
+    if not sample.spans and "length" not in done.ids:
+        yield f"no token has a stamp (row {done.at})"
+    for name, kind, span in (("version", "oldest", sample.spans[:1]), ("newest", "newest", sample.spans[-1:])):
+        for row in span:
+            if done.number(name, row.number("version")) != row.number("version"):
+                yield f"`completed` states {name} {done[name]}, the {kind} token has version {row['version']} (row {done.at})"
+
+
+def _spans(sample: Sample) -> str:
+    """With strict, and where a sync aborts or drains what is in flight, no sample is there across a sync."""
+    versions = sorted({row.number("version") for row in sample.spans})
+    return (
+        f"it has tokens of versions {versions[0]} and {versions[-1]}, and nothing may be in flight at a sync"
+        if len(versions) > 1
+        else ""
+    )
+
+
+def _old_stamp(sample: Sample, published: Mapping[Id, list[Row]]) -> str:
+    """Of two reports after a publication on the replica, the second cannot be from before it."""
+    for before, after in pairwise(sample.spans):
+        there = published.get(after.get("replica", ""), []) if after.get("replica") == before.get("replica") else []
+        latest = next((row for row in reversed(there) if row.at < before.at), None)
+        if latest and latest.number("version", 0) > after.number("version"):
+            return f"rows {before.at} and {after.at} are stamped with version {after['version']}, after {latest}"
+    return ""

@@ -11,7 +11,7 @@ from typing import Any
 import kit
 from kit.labs.share import tables
 from kit.labs.share.config import ShareConfig
-from kit.loop.ledger import Row
+from kit.loop.messages import Row
 from kit.results import Record, create_run
 from kit.results.records import NOTEBOOK
 from kit.share.state import Cluster

@@ -14,8 +14,7 @@ from kit.labs.share.config import ShareConfig
 from kit.labs.share.drive import opened
 from kit.labs.share.ports import Clock, Live, Ranks
 from kit.labs.stream.ports import ReplicaPort, SyncPort, TrainerPort
-from kit.loop.ledger import Memory, Row
-from kit.loop.messages import Command, Event
+from kit.loop.messages import Command, Event, Memory, Row
 from kit.loop.runner import Stalled
 from kit.stream.meter import Meter
 

@@ -14,13 +14,13 @@ import pytest
 import kit
 from kit.labs.share.config import PIPELINES, ShareConfig
 from kit.labs.share.drive import clusters, controller, scheduler
-from kit.loop.ledger import Row, read
-from kit.loop.replay import replay_rows
+from kit.loop.messages import Row, read
 from kit.share import judge
 from kit.share.member import Member
 from kit.stream.judge import CHECKS
 from kit.stream.judge import Ledger as StreamLedger
 from tests.holdings import holdings, wait_for
+from tests.loop.replaying import replay_rows
 
 CONFIG: dict[str, Any] = {
     "steps_a": 2,
@@ -78,7 +78,7 @@ def computed(run: kit.Run, phase: str, pipeline: str) -> dict[tuple[str, str], A
 
 def ledger(run: kit.Run, phase: str) -> list[Row]:
     """The rows that passed the runner."""
-    rows = read(Path(run.dir) / "records.jsonl", phase)[0]
+    rows = read(Path(run.dir) / "records.jsonl", phase)
     start = next(number for number, row in enumerate(rows) if row.name == "begins")
     return [row for row in rows[start:] if not row.name.startswith("seen_") and row.name not in ("lease", "killed")]
 

@@ -9,7 +9,7 @@ import pytest
 import kit
 from kit.errors import BadInput
 from kit.labs.stream.config import StreamConfig, plan, roles, settings
-from kit.stream.samplers import SAMPLERS
+from kit.stream.settings import SAMPLERS
 
 
 @pytest.mark.parametrize(

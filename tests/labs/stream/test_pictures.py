@@ -15,14 +15,13 @@ from kit.draw.style import THEMES, theme
 from kit.errors import BadInput
 from kit.labs.stream import tables
 from kit.labs.stream.config import StreamConfig, settings
+from kit.labs.stream.pictures import WHAT_IF
 from kit.labs.stream.pictures.lanes import pack
-from kit.labs.stream.pictures.what_if import WHAT_IF
 from kit.labs.stream.tokens import drift
-from kit.loop.ledger import Row
+from kit.loop.messages import Row
 from kit.results import NotMeasured, Record, create_run
-from kit.stream.drift import drifted
-from kit.stream.forecast import pace
-from kit.stream.simulated import Durations, simulate
+from kit.stream.meter import drifted
+from kit.stream.simulated import Durations, pace, simulate
 from kit.view import named
 from kit.view.named import plot
 

@@ -13,8 +13,7 @@ import pytest
 import kit
 from kit.cli import main
 from kit.labs.stream import drive
-from kit.labs.stream.checks import recomputed_as_sampled
-from kit.labs.stream.ledgers import LOOPS, ledger
+from kit.labs.stream.checks import LOOPS, ledger, recomputed_as_sampled
 from kit.stream.settings import opening
 from tests.labs.parts import logged_steps
 from tests.labs.stream.conftest import failed

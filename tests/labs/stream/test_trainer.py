@@ -5,7 +5,11 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import torch
+
+from kit.labs.stream.ranks.side import Key
 from kit.labs.stream.ranks.trainer import Trainer
+from kit.stream.judge.backed import TO
 
 
 class Counting(Trainer):
@@ -39,3 +43,16 @@ def test_a_version_that_is_sent_again_is_the_same_collectives_on_every_rank() ->
         first.sync(version, "keep", [])
         other.sync(version, "keep", [])
     assert first.calls == other.calls == ["gather", "keep", "gather", "gather", "keep", "gather"]
+
+
+def test_every_command_to_the_trainer_is_a_call_of_its_ranks() -> None:
+    assert [name for name, port in TO.items() if port == "trainer" and not hasattr(Trainer, name)] == []
+
+
+def test_samples_of_a_group_that_is_not_trained_are_dropped() -> None:
+    trainer, dropped = Counting(first=True), []
+    trainer.previous, trainer.reference = ({Key(group, 0): torch.zeros(1) for group in (1, 2)} for _ in range(2))
+    trainer.inbox = types.SimpleNamespace(clear=lambda groups: dropped.append(groups) or 1)  # type: ignore[assignment]
+    assert trainer.discard(2) == 1
+    assert dropped == [{2}]
+    assert trainer.previous.keys() == trainer.reference.keys() == {Key(1, 0)}

@@ -5,66 +5,295 @@ Colour is the weight version in the first picture, and a part of the time or an 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
-from kit.draw.plots import Pictures, Plot, Table
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from kit.draw.axes import grid_across, legend_of, marks_of, stack
+from kit.draw.plots import Pictures, Plot, RunData, Scene, Table, WhatIf
+from kit.draw.style import LINES, Theme
 from kit.labs.stream import tables, tokens
-from kit.labs.stream.pictures.drift import drift, has_drift
-from kit.labs.stream.pictures.groups import groups
 from kit.labs.stream.pictures.lanes import height, versions
-from kit.labs.stream.pictures.times import bound, bounded, times
-from kit.labs.stream.pictures.what_if import WHAT_IF
-from kit.results import NotMeasured
-from kit.results.units import ROW, counted
+from kit.loop.messages import Row
+from kit.results import NotMeasured, Run, Unjudged
+from kit.results.units import ROW, counted, time_unit
 from kit.stream.meter import PARTS
+from kit.stream.settings import SAMPLERS
+from kit.stream.simulated import forecast, pace
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+NAMED = 10  # steps that have numbers
+MOST = 16  # steps that are drawn as bars of their own, the last ones
+PART = {
+    "training": (0, "training"),
+    "logprobs": (3, "log-probabilities"),
+    "sync": (2, "sync"),
+    "exposed_generation": (1, "waiting for samples (exposed generation)"),
+}
+LOOP = {
+    "plain": "plain: generate, then train",
+    "lockstep": "lockstep: staleness 0",
+    "stream": "stream: this config",
+    "bound": "bound: simulated",
+}
 
-    import pandas as pd
 
-    from kit.draw.plots import RunData, Scene
-    from kit.draw.style import Theme
+def looks(theme: Theme) -> dict[str, dict[str, Any]]:
+    """The parts of the time in their colours, by column."""
+    return {part: {"facecolor": theme.series[PART[part][0]], "linewidth": 0} for part in PARTS}
 
 
-def measured(table: Callable[..., pd.DataFrame]) -> Callable[[RunData], bool]:
-    """Whether a table of the loop that is drawn has rows."""
+def times(scene: Scene) -> None:
+    """Every step by part, and beside it whole loops over the same work."""
+    theme, frame = scene.theme, scene.data.records
+    axes = scene.figure.subplot_mosaic(
+        [["legend", "legend"], ["steps", "loops"]], height_ratios=(0.1, 1), width_ratios=(6, 5)
+    )
+    marks = {PART[part][1]: look for part, look in looks(theme).items()}
+    legend_of(axes["legend"], marks_of(marks), columnspacing=1.1)
+    draw_steps(axes["steps"], tables.steps(frame, tables.shown(frame)), theme)
+    draw_loops(axes["loops"], tables.loops(frame), theme)
+
+
+def whole_numbers(ax: Axes, numbers: Collection[int]) -> None:
+    """An axis of bars at whole numbers. A few bars are not as wide as the plot."""
+    low, high = min(numbers), max(numbers)
+    every = math.ceil((high - low + 1) / NAMED)
+    ax.set_xticks(range(low, high + 1, every))
+    ax.set_xlim(low - 0.8, max(high, low + 3) + 0.8)
+
+
+def draw_steps(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
+    table = table.iloc[-MOST:]
+    scale, unit = time_unit(float(table["total"].max()))
+    for row in table.to_dict("records"):
+        top = stack(ax, row["step"], 0.7, [(row[part] * scale, look) for part, look in looks(theme).items()])
+        share = row["exposed_generation"] / row["total"] if row["total"] else 0.0
+        ax.text(row["step"], top, f"{share:.0%}", ha="center", va="bottom", fontsize=7.5)
+    ax.set_ylim(0, 1.15 * float(table["total"].max()) * scale)
+    whole_numbers(ax, table["step"])
+    ax.set(xlabel="step (n = 1 each)", ylabel=f"time [{unit}]", title="Time of each step, and the share of waiting")
+
+
+def draw_loops(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
+    longest = float(table["total"].max())
+    scale, unit = time_unit(longest)
+    for place, row in enumerate(table.to_dict("records")):
+        left = 0.0
+        for part, look in looks(theme).items():
+            ax.barh(place, row[part] * scale, 0.6, left=left, zorder=2, **look)
+            left += row[part] * scale
+        ax.text(left, place, f" {left:.3g} {unit}", va="center", fontsize=8.5)
+    ax.set_yticks(range(len(table)), [LOOP[loop] for loop in table["loop"]])
+    ax.set(ylim=(max(len(table), 3) - 0.4, -0.6), xlim=(0, 1.22 * longest * scale))
+    grid_across(ax)
+    ax.set(xlabel=f"time [{unit}] (n = 1 each)", title="Time of each loop over the same groups")
+
+
+def bound(scene: Scene) -> None:
+    """Speed and waiting, each beside that of the simulated loop with the same durations."""
+    left, right = scene.figure.subplots(1, 2, width_ratios=(4, 6))
+    frame, theme = scene.data.records, scene.theme
+    table = {str(row["metric"]): row for row in tables.bound(frame).to_dict("records")}
+    speed, waiting = table["steps_per_second"], table["exposed_generation"]
+    looks = {"measured": theme.series[0], "bound": theme.faint}
+    for place, (name, colour) in enumerate(looks.items()):
+        reached = float(speed[name])
+        left.barh(place, reached, 0.6, color=colour, zorder=2)
+        left.text(reached, place, f" {reached:.3g}", va="center", fontsize=8.5)
+    left.set_yticks(range(len(looks)), ["measured", "bound: simulated"])
+    left.set(ylim=(len(looks) - 0.4, -0.6), xlim=(0, 1.2 * max(float(speed[name]) for name in looks)))
+    grid_across(left)
+    left.set(xlabel="steps per second", title="Measured against bound")
+    waits = {name: tables.steps(frame, phase) for name, phase in (("measured", "stream"), ("bound", "bound"))}
+    scale, unit = time_unit(max(float(one["exposed_generation"].max()) for one in waits.values()))
+    for side, (name, steps) in zip((-0.2, 0.2), waits.items(), strict=True):
+        some = steps.iloc[-MOST:]
+        label = f"{name}: {float(waiting[name]) * scale:.3g} {unit}"
+        right.bar(
+            some["step"] + side, some["exposed_generation"] * scale, 0.4, color=looks[name], zorder=2, label=label
+        )
+    whole_numbers(right, waits["measured"].iloc[-MOST:]["step"])
+    right.set(
+        ylim=(0, 1.3 * right.get_ylim()[1]),
+        xlabel="step",
+        ylabel=f"time [{unit}]",
+        title="Exposed generation of each step",
+    )
+    right.legend(loc="upper right", ncols=2)
+
+
+def bounded(data: RunData) -> bool:
+    return bool(((data.records["phase"] == "bound") & (data.records["metric"] == "steps_per_second")).any())
+
+
+BOUNDED = ("strict", "in-order", "weight-fifo", "windowed")  # samplers that bound the lag by the window
+
+END = {
+    "cleared": (2, "trained"),
+    "evicted": (1, "evicted: too old"),
+    "aborted": (4, "aborted"),
+    "failed": (3, "failed"),
+    "dropped": (5, "dropped: equal rewards"),
+    "replaced": (0, "replaced"),
+}
+
+
+def groups(scene: Scene) -> None:
+    left, right = scene.figure.subplots(1, 2, width_ratios=(6, 5))
+    data, phase = scene.data, tables.shown(scene.data.records)
+    window = tables.capacity(tables.ledger(data.records, phase)).get("window")
+    bounded = data.config.get("sampler") in BOUNDED
+    draw_lags(left, tables.lags(data.records, phase), window if bounded else None, scene.theme)
+    draw_ends(right, tables.ends(data.records, phase), scene.theme)
+
+
+def draw_lags(ax: Axes, table: pd.DataFrame, window: int | None, theme: Theme) -> None:
+    """Trained tokens by lag; those beyond the window are wrong."""
+    tokens = table.groupby("lag")["tokens"].sum()
+    total = int(tokens.sum())
+    for lag, count in zip(tokens.index.tolist(), tokens.tolist(), strict=True):
+        late = window is not None and lag > window
+        ax.bar(lag, count, 0.7, color=theme.bad if late else theme.series[0], zorder=2)
+        ax.text(lag, count, f"{count}\n{count / total:.0%}", ha="center", va="bottom", fontsize=8.5)
+    if window is not None:
+        ax.axvline(window + 0.5, color=theme.bad, linewidth=1.4, linestyle=LINES[2])
+        ax.annotate(f"limit: {counted(window, 'version')} ", (window + 0.5, 1), xycoords=("data", "axes fraction"),
+                    ha="right", va="top", color=theme.bad, fontsize=8.5)  # fmt: skip
+    ax.set_ylim(0, 1.35 * max(float(tokens.max()) if total else 0.0, 1.0))
+    whole_numbers(ax, [0, window or 0, *table["lag"]])
+    ax.set(xlabel="lag: version during training minus version of the token", ylabel="trained tokens")
+    mean = tables.lag_columns(table)["mean lag"]
+    ax.set_title(f"Lag of {total:,} trained tokens, mean {mean:.2f} versions")
+
+
+def draw_ends(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
+    """Groups that ended under each version, stacked by how."""
+    looks = {end: {"facecolor": theme.series[colour], "linewidth": 0} for end, (colour, _) in END.items()}
+    kinds = [end for end in END if end in set(table["end"])]
+    for version, rows in table.groupby("version"):
+        counts = rows.set_index("end")["groups"]
+        stack(ax, float(str(version)), 0.7, [(float(counts.get(end, 0)), looks[end]) for end in kinds])
+    by = table.groupby("version")["groups"].sum()
+    totals = table.groupby("end")["groups"].sum()
+    ax.set_ylim(0, (1.15 + 0.13 * math.ceil(len(kinds) / 2)) * (float(by.max()) if len(by) else 1.0))
+    whole_numbers(ax, table["version"])
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+    ax.set(
+        xlabel="version when the group ended", ylabel="groups", title=f"How {counted(int(totals.sum()), 'group')} ended"
+    )
+    marks = {f"{END[end][1]} ({totals[end]})": looks[end] for end in kinds}
+    ax.legend(handles=marks_of(marks), ncols=2, loc="upper left", columnspacing=1.1, handlelength=1.2)
+
+
+def drift(scene: Scene) -> None:
+    left, right = scene.figure.subplots(1, 2, width_ratios=(4, 6))
+    table = tokens.drift(scene.data.records, scene.data.run.dir)
+    highest = 0.0
+    for lag in sorted({int(one) for one in table["lag"]}):
+        some = table[table["lag"] == lag]
+        count = some["tokens"].sum()
+        kl, ratio = (float((some[name] * some["tokens"]).sum() / count) for name in ("KL", "ratio"))
+        highest = max(highest, kl)
+        left.bar(lag, kl, 0.7, color=scene.theme.series[0], zorder=2)
+        left.text(lag, kl, f"{kl:.2g}\nratio {ratio:.4g}", ha="center", va="bottom", fontsize=8.5)
+        right.plot(
+            some["position"],
+            some["mismatch"],
+            marker="o",
+            markersize=3,
+            color=scene.theme.colour(lag),
+            label=f"lag {lag}",
+        )
+    left.set_ylim(0, 1.4 * max(highest, 1e-9))
+    whole_numbers(left, [int(lag) for lag in table["lag"]])
+    left.set(xlabel="lag in versions", ylabel="KL per token", title="Drift of the policy by lag")
+    right.set_ylim(0, 1.3 * max(float(table["mismatch"].max()), 1e-9))
+    right.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    right.set(
+        xlabel="position in the answer", ylabel="mean |difference|", title="Trainer's minus recorded log-probability"
+    )
+    right.legend(loc="upper right", ncols=4)
+
+
+WIDEST = 8  # versions
+
+
+def prepare(run: Run) -> Callable[..., pd.DataFrame]:
+    """Reads the ledger of the loop that is drawn, once."""
+    frame = run.frame()
+    phase = tables.shown(frame)
+    if not phase:
+        raise NotMeasured("no loop of this run has a complete sample yet")
+    rows = tables.ledger(frame, phase)
+    done = line(rows)
+
+    def table(**changes: Any) -> pd.DataFrame:
+        words = ", ".join(f"{name} {value}" for name, value in changes.items())
+        possible = forecast(rows, **changes).rows
+        return pd.DataFrame([{"loop": f"measured: {phase}", **done}, {"loop": f"forecast: {words}", **line(possible)}])
+
+    return table
+
+
+def line(rows: Sequence[Row]) -> dict[str, float]:
+    """A loop in a line of the table. Times are in seconds."""
+    reached, lags = pace(rows), tables.lags_of(rows)
+    ended = next((row.ids for row in rows if row.name == "ended"), {})
+    return {
+        "seconds": rows[-1].time - rows[0].time,
+        "steps per second": reached["steps_per_second"],
+        "exposed generation": reached["exposed_generation"],
+        **tables.lag_columns(lags),
+        "tokens trained": int(lags["tokens"].sum()),
+        "tokens wasted": int(ended.get("wasted", 0)),
+    }
+
+
+WHAT_IF = WhatIf(title="What if", names={"sampler": (*SAMPLERS,)}, numbers={"window": (0, WIDEST)}, prepare=prepare)
+
+
+def has_rows(table: Callable[[RunData], pd.DataFrame]) -> Callable[[RunData], bool]:
+    """Whether a table of a run has rows."""
 
     def has(data: RunData) -> bool:
-        phase = tables.shown(data.records)
         try:
-            return phase is not None and len(table(data.records, phase)) > 0
-        except NotMeasured:
+            return len(table(data)) > 0
+        except (NotMeasured, Unjudged):
             return False
 
     return has
 
 
+def measured(table: Callable[..., pd.DataFrame]) -> Callable[[RunData], bool]:
+    """Whether a table of the loop that is drawn has rows."""
+    return has_rows(lambda data: table(data.records, tables.shown(data.records)))
+
+
 def ready(data: RunData) -> bool:
     """Whether a loop with a ledger has a complete sample."""
-    return bool(data.order) and tables.shown(data.records) is not None
+    return bool(data.order) and tables.shown(data.records) != ""
 
 
 def recomputed(scene: Scene) -> None:
     """What the phase verify found, in a sentence."""
-    ax, theme = scene.figure.subplots(), scene.theme
-    sentence, colour = verified(scene.data.records, theme)
-    ax.set_axis_off()
-    ax.text(0, 0.5, sentence, transform=ax.transAxes, va="center", color=colour, fontsize=9.5)
-
-
-def verified(frame: pd.DataFrame, theme: Theme) -> tuple[str, str]:
+    ax, theme, frame = scene.figure.subplots(), scene.theme, scene.data.records
     rows = frame[frame["phase"] == "verify"]
     found = {str(name): float(value) for name, value in zip(rows["metric"], rows["value"], strict=True)}
-    if "wrong_stamps" not in found:
-        return "Recomputation: the run ended before it.", theme.faint
-    tokens, decidable, wrong = (int(found[name]) for name in ("tokens", "decidable", "wrong_stamps"))
-    share = found["samples_over_syncs"] / found["samples"] if found["samples"] else 0.0
-    sentence = (
-        f"Recomputation: {tokens:,} tokens under the weights of every version; {decidable:,} of them are decidable, "
-        f"{wrong:,} have a wrong version. {share:.0%} of the samples span a sync."
-    )
-    return sentence, theme.bad if wrong else theme.good
+    sentence, colour = "Recomputation: the run ended before it.", theme.faint
+    if "wrong_stamps" in found:
+        tokens, decidable, wrong = (int(found[name]) for name in ("tokens", "decidable", "wrong_stamps"))
+        share = found["samples_over_syncs"] / found["samples"] if found["samples"] else 0.0
+        colour = theme.bad if wrong else theme.good
+        sentence = (
+            f"Recomputation: {tokens:,} tokens under the weights of every version; {decidable:,} of them are decidable, "
+            f"{wrong:,} have a wrong version. {share:.0%} of the samples span a sync."
+        )
+    ax.set_axis_off()
+    ax.text(0, 0.5, sentence, transform=ax.transAxes, va="center", color=colour, fontsize=9.5)
 
 
 def words(data: RunData) -> list[str]:
@@ -85,7 +314,12 @@ PICTURES = Pictures(
         "steps": Plot("Where the time went", measured(tables.steps), lambda *_: 3.3, times),
         "bound": Plot("Measured against bound", bounded, lambda *_: 2.4, bound),
         "groups": Plot("Lag of tokens, ends of groups", measured(tables.ends), lambda *_: 3.1, groups),
-        "drift": Plot("Drift by lag and position", has_drift, lambda *_: 2.7, drift),
+        "drift": Plot(
+            "Drift by lag and position",
+            has_rows(lambda data: tokens.drift(data.records, data.run.dir)),
+            lambda *_: 2.7,
+            drift,
+        ),
         "recomputed": Plot("Recomputation", ready, lambda *_: 0.35, recomputed),
     },
     what_if=WHAT_IF,

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from kit.draw.axes import Box, grid_across, legend_of, marks_of, paint_boxes
-from kit.draw.style import LINES
+from kit.draw.plots import RunData, Scene
+from kit.draw.style import LINES, Theme
 from kit.labs.stream import tables
+from kit.loop.messages import Row
 from kit.results.units import time_unit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from matplotlib.axes import Axes
-
-    from kit.draw.plots import RunData, Scene
-    from kit.draw.style import Theme
-    from kit.loop.ledger import Row
+from kit.stream.meter import syncs
 
 REPLICAS = 8  # as many have lanes, the first ones
 LANE = (0.022, 0.11)  # inches for a request of a replica
@@ -84,7 +80,7 @@ def pack(samples: Sequence[tables.Sample]) -> list[int]:
 def versions(scene: Scene) -> None:
     """The trainer's lane, the requests of each replica, and the buffer below on the same axis of time."""
     theme, frame = scene.theme, scene.data.records
-    phase = tables.shown(frame) or ""
+    phase = tables.shown(frame)
     rows = tables.ledger(frame, phase)
     drawn = lanes(rows)
     began, ended = rows[0].time, rows[-1].time
@@ -168,14 +164,10 @@ def draw_trainer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scal
 
 def bands(rows: Sequence[Row], axes: Iterable[Axes], theme: Theme, began: float, scale: float) -> None:
     """Each sync as a band: it begins when the version is made, and waits for calls that are under way."""
-    start: dict[Any, float] = {}
-    for row in rows:
-        if row.name == "sync_begin":
-            start[row.ids["version"]] = row.time
-        elif row.name == "synced" and row.ids["version"] in start:
-            left, right = ((when - began) * scale for when in (start.pop(row.ids["version"]), row.time))
-            for ax in axes:
-                ax.axvspan(left, right, color=theme.faint, alpha=BAND, linewidth=0.8, zorder=0.5, gid="sync")
+    for span in syncs(rows):
+        left, right = ((when - began) * scale for when in span)
+        for ax in axes:
+            ax.axvspan(left, right, color=theme.faint, alpha=BAND, linewidth=0.8, zorder=0.5, gid="sync")
 
 
 def draw_buffer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scale: float) -> None:
@@ -198,10 +190,9 @@ def draw_buffer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scale
         )
     ax.set_ylim(0, 1.5 * top)  # room for the legend
     ax.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-    ax.set_ylabel("groups")
-    ax.set_title("Groups in the buffer")
+    ax.set(ylabel="groups", title="Groups in the buffer")
     ax.legend(loc="upper left", ncols=3, columnspacing=1.1, handlelength=1.4)
 
 
 def height(data: RunData) -> float:
-    return lanes(tables.ledger(data.records, tables.shown(data.records) or "")).bottom + 0.2 + LEGEND + 1.1 + 0.95
+    return lanes(tables.ledger(data.records, tables.shown(data.records))).bottom + 0.2 + LEGEND + 1.1 + 0.95

@@ -6,28 +6,34 @@ import dataclasses
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 from unittest.mock import patch
 
+import torch
+
+from kit.labs.rankside import Context
 from kit.labs.stream.config import trainer_model
 from kit.labs.stream.ranks import trainer
-from kit.labs.stream.ranks.advantage import advantages
 from kit.labs.stream.ranks.oracle import Oracle
 from kit.labs.stream.ranks.replica import Happened, Replica, name_of
-from kit.labs.stream.ranks.rows import Key
+from kit.labs.stream.ranks.side import Key, Row, advantages
 from kit.labs.stream.ranks.trainer import Trainer
-from kit.megatron.generate import Engine, PrefixCache, Span, distribution, pick
+from kit.megatron.generate import (
+    Answer,
+    AtSync,
+    Ended,
+    Engine,
+    Flight,
+    Prefix,
+    PrefixCache,
+    Request,
+    Span,
+    distribution,
+    pick,
+)
 from kit.train.arithmetic import uniform
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import torch
-
-    from kit.labs.rankside import Context
-    from kit.labs.stream.ranks.rows import Row
-    from kit.megatron.generate import Answer, AtSync, Ended, Flight, Prefix, Request
-    from kit.train.batch import Batch
+from kit.train.batch import Batch
 
 PLAIN = 1  # loops that run before the first with a controller
 

@@ -10,29 +10,24 @@ import contextlib
 import functools
 import hashlib
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from kit.labs import rankside
+from kit.labs.rankside import Context
 from kit.labs.stream.config import replica_model
-from kit.labs.stream.ranks.rows import Key, Outbox, Row
-from kit.labs.stream.ranks.side import DIGEST, base_weights, rest, rows_of, syncs_of
+from kit.labs.stream.ranks.side import DIGEST, Key, Outbox, Row, base_weights, rest, rows_of, syncs_of
 from kit.megatron import serve, shards
-from kit.megatron.generate import Engine, Request
+from kit.megatron.generate import Answer, Engine, Request
 from kit.megatron.groups import destroy
 from kit.sync.hashes import digest
 from kit.sync.link import address_of
 from kit.sync.receiver import Receiver
 from kit.sync.weights import Cut
 from kit.train.arithmetic import END, encode, min_tokens, problem, reward
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kit.labs.rankside import Context
-    from kit.megatron.generate import Answer
-    from kit.train.rollout import Problem
+from kit.train.rollout import Problem
 
 Happened = dict[str, int | str]
 

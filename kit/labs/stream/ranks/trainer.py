@@ -12,22 +12,24 @@ import copy
 import dataclasses
 import hashlib
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.labs import rankside
+from kit.labs.rankside import Context
 from kit.labs.stream.config import replica_names, settings, trainer_model
-from kit.labs.stream.ranks.advantage import advantages
-from kit.labs.stream.ranks.oracle import Oracle
-from kit.labs.stream.ranks.recomputed import Fed, advantage_errors, drift, previous_error, recorded_error
-from kit.labs.stream.ranks.rows import Inbox, Key
+from kit.labs.stream.ranks.oracle import Fed, Oracle, advantage_errors, drift, previous_error, recorded_error
 from kit.labs.stream.ranks.side import (
     DIGEST,
+    Inbox,
+    Key,
+    Row,
+    advantages,
     base_weights,
-    layout_of,
     optimizer_settings,
     place_of,
     rest,
@@ -37,23 +39,16 @@ from kit.labs.stream.ranks.side import (
 from kit.measure.phase import log_steps
 from kit.megatron import model, shards, split, tensors
 from kit.megatron.groups import destroy, snapshot
-from kit.stream.drift import drifted
+from kit.stream.meter import drifted
 from kit.sync import hashes
+from kit.sync.buckets import automatic, lay_out, specs_of
 from kit.sync.cache import BASE, Cache
 from kit.sync.link import Listener
 from kit.sync.sender import Sender, Target
 from kit.train.arithmetic import PAD
 from kit.train.batch import Batch, valid
 from kit.train.losses import ClippedPolicyGradient
-from kit.train.protocol import SplitContext, make_split
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kit.labs.rankside import Context
-    from kit.labs.stream.ranks.rows import Row
-    from kit.train.protocol import Split
-
+from kit.train.protocol import Split, SplitContext, make_split
 
 EXACT = 1e-5  # by which a log-probability may differ from that of its version
 NOISY = 16  # samples from which the noise of arithmetic is measured
@@ -111,9 +106,9 @@ class Trainer:
         self.updates, self.began = 0, 0.0
         self.weights, self.previous, self.reference, self.fed = {}, {}, {}, []
         self.keep(0)
-        tensors_now = self.gather()
+        specs = specs_of(self.gather())
         if self.first:
-            self.cache = Cache(layout_of(tensors_now), keep=True, timeout_s=self.config.deadline_s)
+            self.cache = Cache(lay_out(specs, automatic(specs)), keep=True, timeout_s=self.config.deadline_s)
             self.sender = Sender(
                 self.cache,
                 self.listener,
@@ -204,7 +199,8 @@ class Trainer:
                 f"begin of step {step}, update {update}: step {self.open.step}, update {self.open.update} is open"
             )
         self.began = time.perf_counter()
-        self.step.begin(self.loss, settings(self.config).train_global_batch_size, self.config.micro_batch)
+        loss = ClippedPolicyGradient(**self.config.loss_options)
+        self.step.begin(loss, settings(self.config).train_global_batch_size, self.config.micro_batch)
         self.open = Open(step, update)
 
     def microbatch(self, step: int, update: int, groups: Sequence[int]) -> dict[str, Any]:
@@ -251,6 +247,10 @@ class Trainer:
         """Drop the samples of these groups, which were trained; the number of samples that were dropped."""
         return self.drop(groups)
 
+    def discard(self, group: int) -> int:
+        """Drop the samples of a group that is not trained."""
+        return self.drop([group])
+
     def drop(self, groups: Sequence[int]) -> int:
         gone = set(groups)
         for kept in (self.previous, self.reference):
@@ -259,12 +259,9 @@ class Trainer:
         return self.inbox.clear(gone) if self.first else 0
 
     def _need(self, call: str, step: int, update: int) -> None:
-        if self.open is None:
-            raise KitError(f"{call} of step {step}, update {update}: no step is open")
         if self.open != (step, update):
-            raise KitError(
-                f"{call} of step {step}, update {update}: step {self.open.step}, update {self.open.update} is open"
-            )
+            there = "no step" if self.open is None else f"step {self.open.step}, update {self.open.update}"
+            raise KitError(f"{call} of step {step}, update {update}: {there} is open")
 
     # -- samples --------------------------------------------------------------------------------------------------------
 
@@ -310,13 +307,11 @@ class Trainer:
             "input_lengths": torch.tensor([len(row.tokens) for row in rows]),
             "sample_mask": torch.ones(count),
             **numbers,
-            "prev_logprobs": self._known(self.previous, rows, recorded),
-            "reference_logprobs": self._known(self.reference, rows, recorded),
+            **{  # as recomputed, else as recorded
+                name: torch.stack([kept.get(row.key, recorded[place]) for place, row in enumerate(rows)])
+                for name, kept in (("prev_logprobs", self.previous), ("reference_logprobs", self.reference))
+            },
         }
-
-    def _known(self, kept: dict[Key, torch.Tensor], rows: Sequence[Row], recorded: torch.Tensor) -> torch.Tensor:
-        """As recomputed, else as recorded."""
-        return torch.stack([kept.get(row.key, recorded[place]) for place, row in enumerate(rows)])
 
     # -- weights --------------------------------------------------------------------------------------------------------
 
@@ -378,7 +373,3 @@ class Trainer:
     def shuffled(self, row: Row) -> Row:
         """The sample with every stamp one version further, from the last to the first: a control, of which every stamp is wrong."""
         return dataclasses.replace(row, versions=tuple((stamp + 1) % len(self.weights) for stamp in row.versions))
-
-    @property
-    def loss(self) -> ClippedPolicyGradient:
-        return ClippedPolicyGradient(**self.config.loss_options)

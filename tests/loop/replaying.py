@@ -1,0 +1,75 @@
+"""A ledger on disk, and the events of a ledger once more through the cores: the same commands, or the first turn that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kit.loop.messages import NOTES, Command, Event, Row
+from kit.loop.runner import BEGINS, Core
+from kit.results.records import NOTEBOOK, Record, RecordWriter
+
+
+class File:
+    """A ledger in a run's folder, as records without a value."""
+
+    def __init__(self, path: Path, *, phase: str) -> None:
+        self._writer = RecordWriter(path)
+        self._head: dict[str, Any] = {"run": "r", "lab": "stream", "phase": phase, "cycle": 0, "rank": NOTEBOOK}
+
+    def write(self, row: Row) -> None:
+        self._writer.append([Record(**self._head, metric=row.name, value=None, unit="", time=row.time, ids=row.ids)])
+
+    def flush(self) -> None:
+        """Every row is written at once."""
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def turns(rows: Iterable[Row]) -> Iterator[tuple[str, Event | None, list[Command]]]:
+    """What passed, by turns: the core, the event that it took (None where it begins), and its commands."""
+    turn: tuple[str, Event | None, list[Command]] | None = None
+    for row in rows:
+        ids = {name: value for name, value in row.ids.items() if name not in ("core", "to", "pipeline")}
+        pipeline = str(row.ids.get("pipeline", ""))
+        if "core" in row.ids:
+            if turn is not None:
+                yield turn
+            turn = str(row.ids["core"]), None if row.name == BEGINS else Event(row.name, pipeline, **ids), []
+        elif turn is not None:
+            turn[2].append(Command(row.name, str(row.ids.get("to", NOTES)), pipeline, **ids))
+    if turn is not None:
+        yield turn
+
+
+class Difference(NamedTuple):
+    """The turn (from 0) in which a core gave other commands than the ledger has."""
+
+    turn: int
+    core: str
+    event: Event | None
+    recorded: tuple[Command, ...]
+    replayed: tuple[Command, ...]
+
+
+def replay(core: Core[Any], events: Iterable[Event]) -> tuple[Any, list[Command]]:
+    """The state after the events, and every command on the way."""
+    state, first = core.begin()
+    commands = list(first)
+    for event in events:
+        state, more = core.step(state, event)
+        commands += more
+    return state, commands
+
+
+def replay_rows(cores: Mapping[str, Core[Any]], rows: Iterable[Row]) -> Difference | None:
+    """Compare a ledger with what the cores do with its events. None: every command is the same, in the same order."""
+    states: dict[str, Any] = {}
+    for number, (name, event, recorded) in enumerate(turns(rows)):
+        core = cores[name]
+        states[name], found = core.begin() if event is None else core.step(states[name], event)
+        if tuple(recorded) != tuple(found):
+            return Difference(number, name, event, tuple(recorded), tuple(found))
+    return None
