@@ -133,6 +133,8 @@ class Ranks(ports.Ranks):
             return []
         happened = super()._lost(name, error)
         self.moves.pop(name, None)
+        if not isinstance(error, RankDied):  # it lives, and may hold a device
+            self._call((name,), "vacate", {}, lambda _: [])
         self.late.append((name, [Event("died", DESK, who=self.pipeline, replica=number_of(name))]))
         return happened
 

@@ -23,6 +23,7 @@ Ended = Callable[[Pending], Iterable[Event]]
 
 TRAINER = "trainer"
 STUCK_S = 1.0  # without any call under way
+PATIENCE_S = 2.0  # in which the others of a sync notice by themselves that a replica died
 
 
 class Ranks:
@@ -38,6 +39,7 @@ class Ranks:
         self.busy: dict[str, Pending] = {}  # by role
         self.flying: dict[int, tuple[Pending, tuple[str, ...], Ended]] = {}
         self.arrived: list[Event] = []
+        self.in_vain: list[tuple[float, Pending]] = []  # calls that wait for a dead replica, and until when they may
         self.heard = time.monotonic()  # when a call was last under way
         self.stuck: RankTimeout | None = None  # a call past the run's deadline: nothing more can be asked of its ranks
 
@@ -60,6 +62,7 @@ class Ranks:
     def take(self) -> list[Event]:
         """What has happened. Ranks that became free get their next call once the controller has heard all of it: one event after the other
         brings orders, and what comes after a call began waits for its end."""
+        self._give_up()
         for number, (pending, roles, ended) in [*self.flying.items()]:
             if pending.done():
                 del self.flying[number]
@@ -142,7 +145,10 @@ class Ranks:
                 raise
             except KitError as error:
                 failures.append(str(error).partition("\n")[0])
-                happened += self._lost(role, error) if isinstance(error, RankDied) else []
+                if isinstance(error, RankDied):
+                    happened += self._lost(role, error)
+                    until = time.monotonic() + PATIENCE_S
+                    self.in_vain += [(until, self.busy[one]) for one in left & self.busy.keys()]
             else:
                 if role != TRAINER:
                     happened.append(Event("published", self.pipeline, replica=number_of(role), **ids))
@@ -154,6 +160,14 @@ class Ranks:
 
         for role in (*names, TRAINER):
             self._call((role,), "sync", args, functools.partial(ended, role))
+
+    def _give_up(self) -> None:
+        """Interrupt calls of a sync that wait for a replica which died before it took part. The sync is then tried with the others."""
+        now = time.monotonic()
+        due = [pending for until, pending in self.in_vain if until <= now]
+        self.in_vain = [one for one in self.in_vain if one[0] > now]
+        for pending in due:
+            pending.cancel()
 
     def _failed(self, error: KitError, command: Command) -> list[Event]:
         """A call that raised. Ranks that died are events of their own."""

@@ -142,6 +142,15 @@ WRONG: list[tuple[str, str, Change]] = [
 ]  # fmt: skip
 
 
+def test_the_desk_may_shrink_a_replica_of_which_only_its_pipeline_knows_that_it_died(right: list[Row]) -> None:
+    plan = next(row for row in matching(right, "plan") if "b.generation:0" in row["ids"]["shrinks"])
+    place = next(at for at, row in enumerate(right) if row is plan)
+    died = new_row("died", None, "", plan["time"], ids={"replica": 0, "pipeline": "b", "core": "b"})
+    rows = [*right[:place], {**died, "phase": "shared", "rank": NOTEBOOK}, *right[place:]]
+    found = failed(verdict_of(rows))
+    assert not found & {"devices_conserved", "plan_valid", "plan_as_specified", "planned_release_once"}
+
+
 def test_a_wake_between_two_looks_is_no_weights_that_stay(right: list[Row]) -> None:
     """An observer saw neither the weights nor that they went."""
     first = min(row["time"] for row in matching(right, "lease", text="a.replica 0", event="taken"))

@@ -137,6 +137,17 @@ def test_a_replica_that_cannot_sleep_is_the_desks_to_know(calls: Calls, ranks: R
     assert (error.pipeline, error.of, error.who, error.replica) == ("desk", "shrink", "a", 0)
 
 
+def test_a_replica_whose_call_raises_leaves_its_device(calls: Calls, ranks: Ranks) -> None:
+    generate(ranks)
+    ranks.start()
+    calls.made[0].answer, calls.held = KitError("no room for rows"), {"a.replica 0"}
+    assert [(one.name, one.pipeline) for one in ranks.take()] == [("died", "a")]
+    assert calls.made[1].method == "vacate"
+    calls.made[1].answer = [None]
+    calls.held.clear()
+    assert [(one.name, one.pipeline) for one in ranks.take()] == [("freed", "desk"), ("died", "desk")]
+
+
 def test_a_dead_replica_is_an_event_for_the_pipeline_and_for_the_desk(calls: Calls, ranks: Ranks) -> None:
     ranks.move(move("expand", 1))
     ranks.start()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,8 @@ import kit
 from kit.cli import main
 from kit.labs.stream import drive
 from kit.labs.stream.checks import LOOPS, ledger, recomputed_as_sampled
+from kit.labs.stream.ports import Ranks, name_of
+from kit.loop.messages import Command, Event
 from kit.stream.settings import opening
 from tests.labs.parts import logged_steps
 from tests.labs.stream.conftest import failed
@@ -77,6 +81,38 @@ def test_a_trained_sample_that_is_not_recomputed_is_named(run: kit.Run) -> None:
     found = recomputed_as_sampled(frame.drop(frame.index[frame["metric"] == "recomputed"][0]), {})
     assert found.value == 1
     assert "(left out)" in found.why
+
+
+class Early(drive.Losing):
+    """The replica is killed before it takes part in a sync that has been ordered: the trainer waits for its call."""
+
+    def take(self) -> list[Event]:
+        arrived = Ranks.take(self)
+        if any(event.name == "died" for event in arrived):
+            self.drive.record("named_seconds", time.time() - self.killed_at, "s")
+        return arrived
+
+    def _sync(self, command: Command) -> None:
+        (rank,) = self.drive.roles[name_of(self.drive.config.replicas - 1)]
+        if command.version and not self.killed_at:
+            self.drive.lost |= {rank}
+            self.killed_at = time.time()
+            os.kill(self.drive.world.pids[rank], signal.SIGKILL)
+        super()._sync(command)
+
+
+@pytest.mark.slow
+def test_a_replica_that_dies_before_it_takes_part_in_a_sync_does_not_end_the_loop(
+    places: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drive, "Losing", Early)
+    run = kit.run("stream", steps=3, groups=2, group=2, layers=1, lr=3e-3, slots=4, answer=[8, 16], decode=2)
+    assert failed(run.verdict()) == set()
+    rows = ledger(run.frame(), "rehearse")
+    assert rows is not None
+    (error,) = (row for row in rows.by_event["error"] if row.get("of") == "sync")
+    assert "SIGKILL" in str(error["why"])
+    assert [row["version"] for row in rows.by_event["synced"]] == [0, 1, 2, 3]
 
 
 @pytest.mark.slow
