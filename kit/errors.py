@@ -47,6 +47,7 @@ class RankError(KitError):
     refused: str = ""
 
     def __post_init__(self) -> None:
+        super().__init__(self.message)
         self.ranks = self.ranks or (self.rank,)
 
 
@@ -61,6 +62,9 @@ class RankDied(KitError):  # noqa: N818 - the contract's name
     signal: str | None = None
     exitcode: int | None = None
 
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
+
 
 @dataclass(eq=False, repr=False)
 class RankTimeout(KitError):  # noqa: N818 - the contract's name
@@ -72,6 +76,9 @@ class RankTimeout(KitError):  # noqa: N818 - the contract's name
     ranks: tuple[int, ...]
     culprits: tuple[int, ...]
     stacks: dict[int, str]
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
 
 
 def ending(status: int | None) -> dict[str, Any]:

@@ -24,7 +24,10 @@ NAME = "nccl2"
 FLAG = "KIT_NCCL2"  # in the environment of ranks that are to use it
 WORLD = f"cpu:gloo,cuda:{NAME}"
 LACKS = "this torch has no backend nccl2"
-REHEARSED = object()  # stands for a group in a rehearsal
+
+
+class Rehearsed:
+    """Stands for a group in a rehearsal."""
 
 
 class Asked(NamedTuple):
@@ -107,14 +110,14 @@ def made(c10d: Any, given: dict[str, Any]) -> Any:
     backend = str(given["backend"] or WORLD).lower()
     if NAME not in backend and "nccl" not in backend:
         if state.calls is not None:
-            return REHEARSED if mine else c10d.GroupMember.NON_GROUP_MEMBER
+            return Rehearsed() if mine else c10d.GroupMember.NON_GROUP_MEMBER
         with unbound(c10d._get_default_group()):
             return state.plain(**given)
     how = (backend, given["timeout"], given["pg_options"] is None, given["group_desc"])
     call = Asked(ranks, how)
     if state.calls is not None:
         state.calls.append(call)
-        return REHEARSED if mine else c10d.GroupMember.NON_GROUP_MEMBER
+        return Rehearsed() if mine else c10d.GroupMember.NON_GROUP_MEMBER
     if state.expected:
         expected, partition = state.expected.pop(0)
         if expected != call:

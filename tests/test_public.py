@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -35,6 +36,15 @@ def test_names() -> None:
     assert kit.__version__[0].isdigit()
     with pytest.raises(AttributeError, match="module 'kit' has no attribute 'wordl'"):
         kit.wordl  # noqa: B018
+
+
+def test_an_error_has_its_words_however_it_was_made() -> None:
+    assert (
+        str(kit.RankDied("gone", rank=1, phase="p")) == str(kit.RankDied(message="gone", rank=1, phase="p")) == "gone"
+    )
+    late: dict[str, Any] = {"phase": "p", "ranks": (1,), "culprits": (), "stacks": {}}
+    assert str(kit.RankTimeout(message="late", **late)) == "late"
+    assert str(kit.RankError(message="raised", rank=1, phase="p", traceback="")) == "raised"
 
 
 def test_a_folder_of_that_name_does_not_hide_the_package(tmp_path: Path) -> None:

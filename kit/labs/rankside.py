@@ -177,11 +177,11 @@ def close_step() -> None:
 
 
 def publish_all(meter: PhaseMeter, *more: Metric) -> None:
-    """What was measured of a phase, and after it."""
-    after = between_phases(str(_running().context.device))
-    for metrics, when in (([*meter.metrics, *more], meter.ended), (after, time.time())):
-        for metric in metrics:
-            publish(metric.metric, metric.value, metric.unit, when)
+    """What was measured of a phase, and then what is measured after it: that may fail."""
+    for metric in (*meter.metrics, *more):
+        publish(metric.metric, metric.value, metric.unit, meter.ended)
+    for metric in between_phases(str(_running().context.device)):
+        publish(metric.metric, metric.value, metric.unit, time.time())
 
 
 def snapshot() -> None:

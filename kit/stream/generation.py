@@ -355,7 +355,8 @@ def hold(t: Turn) -> None:
 def sync_if_due(t: Turn) -> None:
     """Start the sync of the current version when what is in flight allows it; else one for replicas that joined. One at a time.
 
-    While the trainer finishes an update its weights move: what it would send then is not the current version.
+    While the trainer finishes an update its weights move: what it would send then is not the current version. Limit: between two updates
+    of one step it is not either; a loop with several updates a step must not be joined by replicas.
     """
     if t.sync is not None or "generation" not in t.granted or (t.step is not None and t.step.finishing):
         return

@@ -118,7 +118,8 @@ WAITING_MODULES = (
 WAITING_CALL = re.compile(
     r"\.(wait|barrier|monitored_barrier|all_?reduce\w*|all_?gather\w*|reduce_scatter\w*|broadcast|send|recv)\($"
 )
-EXECUTE_FILE = "kit/world/execute.py"
+# Where the main thread enters the user's code; the thread that looks at it has frames of this file too.
+ENTERED = re.compile(r'kit/world/execute\.py", line \d+ in (answer|run)$', re.MULTILINE)
 EXECUTE = "kit.world.execute"  # what it runs is the user's
 
 
@@ -136,8 +137,8 @@ def stack_of(frame: FrameType | None) -> str:
 
 def users_part(dump: str) -> str:
     """Of what faulthandler wrote (innermost frame first, no source lines): the main thread's frames down to the kit's own."""
-    block = next((block for block in dump.split("\n\n") if EXECUTE_FILE in block), dump)
-    return "\n".join(itertools.takewhile(lambda line: EXECUTE_FILE not in line, block.strip().splitlines()))
+    block = next((block for block in dump.split("\n\n") if ENTERED.search(block)), dump)
+    return "\n".join(itertools.takewhile(lambda line: not ENTERED.search(line), block.strip().splitlines()))
 
 
 def in_collective(frame: FrameType | None) -> bool:

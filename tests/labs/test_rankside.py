@@ -119,6 +119,20 @@ def test_without_it_nothing_is_asked_of_torch(calls: Calls, tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
+def test_what_a_phase_measured_is_published_whatever_comes_after_it(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: str) -> None:
+        raise OSError("no descriptor is left")
+
+    monkeypatch.setattr(rankside, "between_phases", refuse)
+    begin()
+    channel.take_reports()
+    with pytest.raises(OSError, match="no descriptor"):
+        rankside.step(cycle=1, name="fine")
+    assert "seconds" in {json.loads(row)["metric"] for row in channel.take_reports()}
+
+
 def test_a_record_says_what_it_is_about(calls: Calls) -> None:
     begin()
     channel.take_reports()

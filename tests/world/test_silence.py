@@ -74,6 +74,7 @@ def seen_from(call: object) -> bool:
 def test_the_users_part_of_a_dump() -> None:
     dump = (
         'Thread 0x1 (most recent call first):\n  File "/x/kit/world/channel.py", line 1 in recv\n\n'
+        'Thread 0x3 (most recent call first):\n  File "/x/kit/world/execute.py", line 155 in current_call\n\n'
         'Current thread 0x2 (most recent call first):\n  File "<ranks 1>", line 2 in <module>\n'
         '  File "/x/kit/world/execute.py", line 45 in run\n  File "/x/kit/world/rankside.py", line 100 in serve\n'
     )

@@ -181,16 +181,15 @@ def keeps_groups(config: Mapping[str, Any]) -> str:
 
 
 def groups_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-    """The groups in torch's table, without the World's own, each time that a trainer left its devices: once for each lease of a rank."""
+    """The groups in torch's table, without the World's own, each time that a rank of a trainer left its device."""
     rows = rows_of(frame, MAIN, "groups_asleep", "who")
-    left = Counter(
-        one.owner for one in leases(frame, MAIN)[0] if one.owner.endswith(f".{TRAINER}") and math.isfinite(one.until)
-    )
-    counted_ = Counter(rows["who"])
+    freed = rows_of(frame, MAIN, "lease", "event")
+    left = Counter(freed[(freed["event"] == "freed") & freed["text"].str.endswith(f".{TRAINER}")]["rank"])
+    counts = Counter(rows["rank"])
     wrong = [
-        f"{owner} left its devices {count} times and counted its process groups {counted_[owner]} times"
-        for owner, count in left.items()
-        if counted_[owner] < count
+        f"rank {rank} left its device {count} times and counted its process groups {counts[rank]} times"
+        for rank, count in left.items()
+        if counts[rank] < count
     ]
     wrong += [
         f"{row['who']} (rank {row['rank']}) kept {row['value']:.0f} process groups off its devices"

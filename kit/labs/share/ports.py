@@ -133,15 +133,35 @@ class Ranks(ports.Ranks):
             return []
         happened = super()._lost(name, error)
         self.moves.pop(name, None)
-        if not isinstance(error, RankDied):  # it lives, and may hold a device
-            self._call((name,), "vacate", {}, lambda _: [])
         self.late.append((name, [Event("died", DESK, who=self.pipeline, replica=number_of(name))]))
-        return happened
+        return happened if isinstance(error, RankDied) else [*happened, *self._vacate(name)]
+
+    def _vacate(self, name: str) -> list[Event]:
+        """Have a replica that lives leave its device, whatever it did; nothing waits for it. The desk hears of one that cannot."""
+
+        def stays(error: KitError) -> list[Event]:
+            ids: dict[str, int | str] = {"who": self.pipeline, "replica": number_of(name)}
+            return [Event("error", DESK, of="shrink", why=str(error).partition("\n")[0], **ids)]
+
+        def ended(pending: Pending) -> list[Event]:
+            try:
+                pending.result()
+            except RankDied:
+                return []
+            except KitError as error:
+                return stays(error)
+            return []
+
+        try:
+            self._call((name,), "vacate", {}, ended)
+        except KitError as error:  # one of its ranks is still in an earlier call
+            return stays(error)
+        return []
 
     def _clear(self) -> None:
         """The trainer is dead: the replicas leave their devices, and then the desk and the pipeline hear of it."""
         for name in [name for name in self.moves if name not in self.busy]:
-            self._call((name,), "vacate", {}, lambda _: [])
+            self.arrived += self._vacate(name)
             del self.moves[name]
         if not self.moves and not self.flying and not self.gone:
             self.gone = True
@@ -179,6 +199,7 @@ class Live:
             self.heard = time.monotonic()
         if any(part.arrived for part in self.parts):
             return
+        seconds = min(part.patient(seconds) for part in self.parts)
         if any(part.late for part in self.parts):  # which no call ends
             seconds = min(seconds, EVERY_S)
         if flying:

@@ -23,7 +23,7 @@ Ended = Callable[[Pending], Iterable[Event]]
 
 TRAINER = "trainer"
 STUCK_S = 1.0  # without any call under way
-PATIENCE_S = 2.0  # in which the others of a sync notice by themselves that a replica died
+PATIENCE = 0.1  # of the deadline, in which a trainer notices by itself that a replica of its sync died
 
 
 class Ranks:
@@ -39,7 +39,9 @@ class Ranks:
         self.busy: dict[str, Pending] = {}  # by role
         self.flying: dict[int, tuple[Pending, tuple[str, ...], Ended]] = {}
         self.arrived: list[Event] = []
-        self.in_vain: list[tuple[float, Pending]] = []  # calls that wait for a dead replica, and until when they may
+        self.in_vain: tuple[float, Pending] | None = (
+            None  # the trainer's sync with a dead replica, and until when it may wait
+        )
         self.heard = time.monotonic()  # when a call was last under way
         self.stuck: RankTimeout | None = None  # a call past the run's deadline: nothing more can be asked of its ranks
 
@@ -53,7 +55,7 @@ class Ranks:
         if self.arrived:
             return
         if self.flying:
-            self.drive.wait([pending for pending, _, _ in self.flying.values()], timeout_s=seconds)
+            self.drive.wait([pending for pending, _, _ in self.flying.values()], timeout_s=self.patient(seconds))
         else:
             if time.monotonic() - self.heard > STUCK_S:
                 raise Stalled("the controller waits for an answer, but no call is under way", ())
@@ -147,8 +149,9 @@ class Ranks:
                 failures.append(str(error).partition("\n")[0])
                 if isinstance(error, RankDied):
                     happened += self._lost(role, error)
-                    until = time.monotonic() + PATIENCE_S
-                    self.in_vain += [(until, self.busy[one]) for one in left & self.busy.keys()]
+                    if TRAINER in left and len(self.drive.roles[TRAINER]) == 1:
+                        until = time.monotonic() + PATIENCE * self.drive.config.deadline_s
+                        self.in_vain = until, self.busy[TRAINER]
             else:
                 if role != TRAINER:
                     happened.append(Event("published", self.pipeline, replica=number_of(role), **ids))
@@ -162,12 +165,17 @@ class Ranks:
             self._call((role,), "sync", args, functools.partial(ended, role))
 
     def _give_up(self) -> None:
-        """Interrupt calls of a sync that wait for a replica which died before it took part. The sync is then tried with the others."""
-        now = time.monotonic()
-        due = [pending for until, pending in self.in_vain if until <= now]
-        self.in_vain = [one for one in self.in_vain if one[0] > now]
-        for pending in due:
+        """Interrupt a trainer that waits for the call of a replica which died before it made it; only the trainer can wait so. It lets the
+        other replicas know, and the sync is then tried with them. Limit: several ranks are not interrupted, as some wait in a collective.
+        """
+        if self.in_vain is not None and self.in_vain[0] <= time.monotonic():
+            _, pending = self.in_vain
+            self.in_vain = None
             pending.cancel()
+
+    def patient(self, seconds: float) -> float:
+        """At most so long, and not beyond the time at which a call is given up."""
+        return seconds if self.in_vain is None else min(seconds, max(0.0, self.in_vain[0] - time.monotonic()))
 
     def _failed(self, error: KitError, command: Command) -> list[Event]:
         """A call that raised. Ranks that died are events of their own."""

@@ -42,8 +42,11 @@ class Calls:
         self.made: list[Call] = []
         self.for_desk = True
         self.held: set[str] = set()
+        self.busy: KitError | None = None
 
     def submit(self, method: str, **_: Any) -> Call:
+        if self.busy is not None:
+            raise self.busy
         self.made.append(Call(method))
         return self.made[-1]
 
@@ -146,6 +149,17 @@ def test_a_replica_whose_call_raises_leaves_its_device(calls: Calls, ranks: Rank
     calls.made[1].answer = [None]
     calls.held.clear()
     assert [(one.name, one.pipeline) for one in ranks.take()] == [("freed", "desk"), ("died", "desk")]
+
+
+def test_a_replica_that_can_neither_decode_nor_leave_is_the_desks_to_know(calls: Calls, ranks: Ranks) -> None:
+    """With several ranks, one may raise while another one is still in the call."""
+    generate(ranks)
+    ranks.start()
+    calls.made[0].answer, calls.busy = KitError("no room for rows"), KitError("rank 2 still in phase 'shared'")
+    died, error, *_ = ranks.take()
+    assert (died.name, died.pipeline) == ("died", "a")
+    assert (error.pipeline, error.of, error.replica) == ("desk", "shrink", 0)
+    assert "still in phase" in error.why
 
 
 def test_a_dead_replica_is_an_event_for_the_pipeline_and_for_the_desk(calls: Calls, ranks: Ranks) -> None:

@@ -6,7 +6,10 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from kit.labs.stream.ports import Ranks, ReplicaPort
+import pytest
+
+from kit.errors import Cancelled, KitError, RankDied
+from kit.labs.stream.ports import Ranks, ReplicaPort, SyncPort
 from kit.loop.messages import Command
 
 
@@ -15,13 +18,19 @@ class Call:
 
     def __init__(self, args: dict[str, Any]) -> None:
         self.args = args
-        self.answer: list[Any] | None = None
+        self.answer: Any = None
 
     def done(self) -> bool:
         return self.answer is not None
 
     def result(self) -> list[Any] | None:
+        if isinstance(self.answer, Exception):
+            raise self.answer
         return self.answer
+
+    def cancel(self) -> bool:
+        self.answer = Cancelled("cancelled")
+        return True
 
 
 class Calls:
@@ -58,3 +67,23 @@ def test_orders_that_follow_from_the_same_answers_go_into_one_call() -> None:
     assert len(calls.made) == 1
     ranks.wait(0.0)
     assert [order["group"] for order in calls.made[1].args["orders"]] == [1, 2]
+
+
+@pytest.mark.parametrize(("trainer", "ends"), [((0,), True), ((0, 1), False)])
+def test_a_trainer_that_waits_for_a_dead_replica_is_interrupted_once(trainer: tuple[int, ...], ends: bool) -> None:
+    """One of several ranks waits in a collective, where nothing can interrupt it."""
+    calls = Calls()
+    calls.roles = {"trainer": trainer, "replica 0": (2,), "replica 1": (3,)}
+    ranks = Ranks(calls, ["replica 0", "replica 1"], pipeline="a")  # type: ignore[arg-type]
+    SyncPort(ranks).send(Command("sync", "sync", "a", version=1, at_sync="keep", replicas="0,1"))
+    ranks.wait(0.0)
+    calls.made[1].answer = RankDied("rank 3 was killed", rank=3, phase="stream", signal="SIGKILL")
+    assert [event.name for event in ranks.take()] == ["died"]
+    assert ranks.patient(60.0) <= (0.1 if ends else 60.0)
+    if ends:
+        ranks.in_vain = (0.0, calls.made[2])  # its time is over
+    assert ranks.take() == []
+    assert isinstance(calls.made[2].answer, Cancelled) is ends
+    assert calls.made[0].answer is None  # the trainer lets the other replica know
+    calls.made[0].answer = KitError("the trainer gave up")
+    assert [(event.name, event.of) for event in ranks.take()] == ([("error", "sync")] if ends else [])

@@ -70,7 +70,7 @@ class Trainer(trainer.Trainer):
         if self.lease.held:
             self.step.abort()
             self.open = None
-            self.leave()
+            self.leave_anyway()
 
     def end(self, cycle: int) -> None:
         self.vacate()
@@ -90,15 +90,28 @@ class Trainer(trainer.Trainer):
     def leave(self) -> None:
         """Move the job to host memory, destroy its process groups if they are to go, and free the device."""
         with self.times("offload"):
-            self.job.mover.release()
+            if not self.job.mover.away:  # else it failed on its way in or out
+                self.job.mover.release()
             self.let_groups_go()
         self.lease.note_resident("asleep")
         self.lease.free()
 
+    def leave_anyway(self) -> None:
+        """The same after an error: what cannot be moved does not keep the device from others for ever."""
+        try:
+            self.leave()
+        finally:
+            self.lease.free()
+
     def let_groups_go(self) -> None:
-        if self.release_groups:
+        if not self.release_groups or self.released:
+            return
+        try:
             self.released = groups.destroy(timeout_s=self.config.deadline_s)["snapshot"]
-            self.ctx.record("groups_asleep", len(registered()) - 1, who=self.lease.part.owner)
+        except groups.DestroyFailed as error:
+            self.released = error.stats["snapshot"]
+            raise
+        self.ctx.record("groups_asleep", len(registered()) - 1, who=self.lease.part.owner)
 
     def bring_groups_back(self) -> None:
         if self.released:
@@ -125,7 +138,7 @@ class Trainer(trainer.Trainer):
     def abort(self, step: int) -> None:
         super().abort(step)
         if self.lease.held and not self.alone:
-            self.leave()
+            self.leave_anyway()
 
     # -- weights --------------------------------------------------------------------------------------------------------
 
