@@ -480,7 +480,7 @@ def test_the_actors_of_the_documented_example_make_one_run(tmp_path):
 
 @pytest.mark.slow
 def test_the_documented_example_under_ray(tmp_path):
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="needs the package ray")
     command = [sys.executable, str(ROOT / "docs/examples/ray_actors.py"), str(tmp_path / "r")]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     recorded_by_actors(tmp_path / "r")

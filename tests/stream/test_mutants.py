@@ -140,6 +140,7 @@ MUTANTS = (
     ),
     mutant("generation:on_left", "t.in_flight -= 1", "pass", "requests of a dead replica stay counted"),
     mutant("generation:sync_if_due", "t.sync is not None or ", "", "two syncs at once"),
+    mutant("generation:sync_if_due", "t.step.finishing", "False", "a version that the trainer leaves is sent"),
     mutant("generation:sync_if_due", 'in ("abort", "drain")', 'in ("abort",)', "drain does not wait"),
     mutant("generation:sync_if_due", "cancel_all(t)", "pass", "abort takes nothing back"),
     mutant("generation:on_synced", "if t.held and not t.sync_due:", "if not t.held:", "dispatch is never resumed"),
