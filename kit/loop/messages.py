@@ -10,9 +10,9 @@ address). A command to "ledger" is a note: it goes nowhere else, and its row has
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from kit.errors import BadInput
 from kit.results.records import parse, read_bytes
@@ -156,3 +156,26 @@ def read(path: Path, phase: str | None = None) -> list[Row]:
         for name, when, ids, value, text, of in events
         if value is None and not text and phase in (None, of)
     ]
+
+
+class Frozen:
+    """A core's state: the fields of a turn, copied, which never change. Mixed in before the dataclass of the fields."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __init__(self, fields: Any) -> None:
+        for name in self.__dataclass_fields__:
+            object.__setattr__(self, name, getattr(fields, name))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FrozenInstanceError(f"a state does not change: {name}")
+
+    def __hash__(self) -> int:
+        return hash(self.values())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and self.values() == other.values()
+
+    def values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in self.__dataclass_fields__)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
-from kit.loop.messages import NOTES, Command, Id, Map
+from kit.loop.messages import NOTES, Command, Frozen, Id, Map
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -195,9 +195,6 @@ class Fields:
     error: str = ""
     closed: bool = False
 
-    def values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in NAMES)
-
     def active(self, name: str) -> frozenset[int]:
         lease = self.leases.get((name, GENERATION))
         return lease.active if lease is not None and lease.kind == GENERATION else frozenset()
@@ -226,23 +223,10 @@ class Fields:
 NAMES = tuple(Fields.__dataclass_fields__)
 
 
-class State(Fields):
+class State(Frozen, Fields):
     """The fields, frozen."""
 
     __slots__ = ()
-
-    def __init__(self, fields: Fields) -> None:
-        for name in NAMES:
-            object.__setattr__(self, name, getattr(fields, name))
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise FrozenInstanceError(f"a state does not change: {name}")
-
-    def __hash__(self) -> int:
-        return hash(self.values())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, State) and self.values() == other.values()
 
 
 class Turn(Fields):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kit.loop.messages import NOTES, Command, Id, Map
+from kit.loop.messages import NOTES, Command, Frozen, Id, Map
 from kit.stream.settings import NO_TARGET, Sampler, Settings, View
 
 WAITING, RUNNING, CANCELLING, DONE = "waiting", "running", "cancelling", "done"
@@ -165,30 +165,14 @@ class Fields:
     closed: bool = False
     counts: Map = field(default_factory=Map)
 
-    def values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in NAMES)
-
 
 NAMES = tuple(Fields.__dataclass_fields__)
 
 
-class State(Fields):
+class State(Frozen, Fields):
     """The fields, frozen."""
 
     __slots__ = ()
-
-    def __init__(self, fields: Fields) -> None:
-        for name in NAMES:
-            object.__setattr__(self, name, getattr(fields, name))
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise FrozenInstanceError(f"a state does not change: {name}")
-
-    def __hash__(self) -> int:
-        return hash(self.values())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, State) and self.values() == other.values()
 
 
 class Turn(Fields):
