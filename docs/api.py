@@ -11,7 +11,7 @@ from kit.labs.discover import discover
 from kit.labs.options import LabConfig, fields
 from kit.measure import Recorder
 from kit.public import World
-from kit.world.pending import Pending, wait
+from kit.world.calls import Pending, wait
 
 PAGE = Path(__file__).with_name("api.md")
 HEAD = """# Reference of the Python interface and the settings

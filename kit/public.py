@@ -14,14 +14,14 @@ from kit.labs.lab import Lab
 from kit.results import Run, runs_dir
 from kit.results.run import find_run, unique
 from kit.view.progress import Progress
-from kit.world.pending import Pending, wait
+from kit.world.calls import Pending, wait
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from kit.view.panel.panel import Panel
-    from kit.world.pending import Observer
-    from kit.world.several import Worlds
+    from kit.world.calls import Observer
+    from kit.world.world import Worlds
 
 __all__ = ["Pending", "Run", "World", "lab", "load", "panel", "run", "runs", "wait"]
 

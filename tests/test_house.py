@@ -61,7 +61,7 @@ RANK_FILES = {
     *(KIT / f"{name}.py" for name in EVERYBODYS - {"errors"}),
     *(KIT / "results" / f"{name}.py" for name in ("__init__", "records")),
     *(KIT / "world" / f"{name}.py" for name in ("__init__", "agent", "agentside", "channel", "device")),
-    *(KIT / "world" / f"{name}.py" for name in ("execute", "leftovers", "rankside", "routing")),
+    *(KIT / "world" / f"{name}.py" for name in ("leftovers", "rankside", "routing")),
 }
 # Ranks may lack these two: test_hashes and test_checkpoint hold what happens then.
 AT_HAND = {"xxhash", "safetensors"}

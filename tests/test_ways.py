@@ -108,5 +108,5 @@ def test_a_record_passes_12_files_at_most_from_its_phase_to_a_plot(tmp_path: Pat
             run.plot("times")
     passed = {*UNSEEN, *measured, *drawn} - BESIDE
     passed = {name for name in passed if not name.endswith("checks.py")}
-    assert {"world/pending.py", "results/run.py", "draw/general.py"} <= passed
+    assert {"world/calls.py", "results/run.py", "draw/general.py"} <= passed
     assert len(passed) <= 12, sorted(passed)

@@ -31,7 +31,7 @@ from kit.nccl import SHARED_GPU
 from kit.results.recorded import machine
 from kit.results.units import columns, unit_word
 from kit.world import World
-from kit.world.several import Worlds
+from kit.world.world import Worlds
 
 if TYPE_CHECKING:
     from kit.results import Run

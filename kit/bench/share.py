@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from kit.results import Run
-    from kit.world.several import Worlds
+    from kit.world.world import Worlds
 
 # B's answers are half as long as A's, so that a static half of the devices is too little for A: by arithmetic 1.38 times the bound. Each
 # trains where the planner lets it generate first. A replica writes 20 ms a token, two groups of a pipeline are in flight at once.

@@ -24,8 +24,8 @@ from kit.bench.peers import STARTED, STEPPED, TOLD, VANISHED, environment, peers
 from kit.bench.session import Part, Row, first_line, over, progress, row, samples, seconds_of, unmeasured
 from kit.errors import KitError, RankDied
 from kit.world import World, asked, leftovers
+from kit.world.calls import Pending, wait
 from kit.world.leftovers import carriers, end_carriers
-from kit.world.pending import Pending, wait
 from kit.world.world import Printer
 
 MS = 1e3

@@ -13,9 +13,8 @@ from kit.results import Record
 from kit.results.records import NOTEBOOK, Recording, label, rank_name
 from kit.results.units import amount, columns, table_html
 from kit.world import World
-from kit.world.pending import Observer, Pending, wait
-from kit.world.several import Worlds
-from kit.world.world import Printer
+from kit.world.calls import Observer, Pending, wait
+from kit.world.world import Printer, Worlds
 
 RANKSIDE = "kit.labs.rankside"
 Write = Callable[[int, list[dict[str, Any]]], None]

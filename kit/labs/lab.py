@@ -31,8 +31,8 @@ from kit.results.run import SNAPSHOTS, Plotter
 from kit.results.verdict import asked, checked_tolerances
 from kit.target import load_callable
 from kit.world import World
-from kit.world.pending import Observer
-from kit.world.several import Worlds
+from kit.world.calls import Observer
+from kit.world.world import Worlds
 
 BACKENDS: dict[str, Any] = {"torchcomms": routing, nccl2.NAME: nccl2}  # what `routing` may name besides torch
 BOUNDARY = "run"  # the phase of what is measured once, before the first phase and after the last

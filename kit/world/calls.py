@@ -1,30 +1,42 @@
-"""One World's share of a call: the request, the answers, and who is to blame when they do not come.
+"""Calls in flight: `submit` gives a Pending, `wait` waits for several, of any number of Worlds. No threads.
+
+One loop takes in whatever the ranks of all Worlds concerned send and shows what they print. Nothing moves while nobody waits:
+`done`, `result`, `wait` and `cancel` run the loop, in the thread that calls them.
+
+in flight -> settled     every rank answered, one raised, one died, or it was cancelled
+in flight -> overdue     its deadline passed: `result` raises RankTimeout, and takes a late answer when it is called again
 
 Order of blame: a rank that died, before a rank that raised, before ranks that only report that another one is gone; and of ranks that
-did not answer in time, those that the others were waiting for, as a look at them from the side tells. `kit.world.pending` waits; this
-module only takes in and decides.
+did not answer in time, those that the others were waiting for, as a look at them from the side shows.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from kit.errors import Cancelled, KitError, RankDied, RankError, RankTimeout, ending, signal_name
+from kit.errors import BadInput, Cancelled, KitError, RankDied, RankError, RankTimeout, ending, signal_name
 from kit.world.channel import ChannelClosed, Malformed, Member, Message, readable
 from kit.world.crew import Crew
-from kit.world.execute import users_part
+from kit.world.leftovers import users_part
 
+TICK_S = 0.05  # how often logs are read and the observer is asked, while ranks work
+INTERRUPT_S = 3.0
+GRACE_S = 3.0  # after a failure in one of several Worlds: how long the others are waited for
 SHOWN_BYTES = 256 * 1024  # of one rank's output in one call; the rest is in its log
 ABANDONED_S = 0.5  # after a failure: how long ranks that only wait for the failed one are waited for
 LOOK_S = 1.0
 NEWS_S = 0.5  # between two requests for what ranks report while they work
 TRACEBACKS = 4
 AGAIN = "; restart() starts fresh ranks"
-
-Show = Callable[[int, str], None]
 
 
 @dataclass(eq=False)
@@ -39,16 +51,15 @@ class Call:
     gone: set[int] = field(default_factory=set)
     order: list[int] = field(default_factory=list)
     failed_at: float | None = None  # when the first failure was heard of
-    partial: dict[int, bytes] = field(default_factory=dict)
-    shown: dict[int, int] = field(default_factory=dict)
+    partial: defaultdict[int, bytes] = field(default_factory=lambda: defaultdict(bytes))  # of a line, by rank
+    shown: Counter[int] = field(default_factory=Counter)
     settled: bool = False
     error: BaseException | None = None
     suspicious: float | None = None
     news_at: float = 0.0
 
-    @property
-    def phase(self) -> str:
-        return str(self.request["phase"])
+    def __post_init__(self) -> None:
+        self.phase = str(self.request["phase"])
 
     def waiting(self) -> list[Member]:
         return [m for m in self.members if m.rank not in self.answers and m.rank not in self.gone]
@@ -76,11 +87,6 @@ class Call:
         if message.get("exiting"):
             self.gone.add(member.rank)
 
-    def lost(self, rank: int) -> None:
-        """The channel of a rank has ended."""
-        if rank not in self.answers:
-            self.gone.add(rank)
-
     def ask_for_news(self, now: float) -> None:
         """Ask ranks that still work for what they have to report."""
         if now - self.news_at < NEWS_S:
@@ -88,33 +94,28 @@ class Call:
         self.news_at = now
         for member in self.waiting():
             if not member.asked:
-                try:
+                with contextlib.suppress(ChannelClosed):  # its end is seen on the other link
                     member.watch.send({"id": 0, "do": "news"})
                     member.asked = True
-                except ChannelClosed:
-                    continue  # its end is heard of on the other link
 
     def advance(self) -> None:
         """Decide whether the call is over, and how."""
         if self.settled:
             return
         if self.gone:
-            self._settle(self._death())
+            self.settle(self._death())
         elif not self.waiting():
-            self._settle(self._failure())
+            self.settle(self._failure())
         elif self.failed_at is not None:
             self.suspicious = self.suspicious or time.monotonic()
             if time.monotonic() - self.suspicious > ABANDONED_S:
                 waiting, seen = self.waiting(), looks(self.waiting())
                 if all(member.rank in seen and seen[member.rank].waiting for member in waiting):
-                    self._settle(self._failure())
+                    self.settle(self._failure())
                 self.suspicious = None
 
-    def give_up(self, error: BaseException) -> None:
-        """End the call with this error; ranks that have not answered stay busy."""
-        self._settle(error)
-
-    def _settle(self, error: BaseException | None) -> None:
+    def settle(self, error: BaseException | None) -> None:
+        """End the call; ranks that have not answered stay busy."""
         if self.settled:
             return
         self.settled, self.error = True, error
@@ -123,32 +124,31 @@ class Call:
 
     # -- output -----------------------------------------------------------------------------------------------------
 
-    def show(self, output: Show, *, last: bool = False) -> None:
+    def show(self, output: Callable[[int, str], None], *, last: bool = False) -> None:
         for member in self.members:
-            answer = self.answers.get(member.rank)
-            if answer is not None and answer["log"] <= member.log and not (last and self.partial.get(member.rank)):
-                continue  # nothing new was printed
-            self._show_one(member, output, last=last)
+            rank, answer = member.rank, self.answers.get(member.rank, {"log": math.inf})
+            while (
+                answer["log"] > member.log
+                and self.shown[rank] < SHOWN_BYTES
+                and (chunk := self.crew.read_log(member, member.log, 1 << 16))
+            ):
+                member.log += len(chunk)
+                self.shown[rank] += len(chunk)
+                lines, end, self.partial[rank] = (self.partial[rank] + chunk).rpartition(b"\n")
+                if end:
+                    output(rank, lines.decode(errors="replace"))
+            if last:
+                self._show_rest(member, output)
 
-    def _show_one(self, member: Member, output: Show, *, last: bool) -> None:
-        rank = member.rank
-        shown = self.shown.get(rank, 0)
-        while shown < SHOWN_BYTES and (chunk := self.crew.read_log(member, member.log, 1 << 16)):
-            member.log += len(chunk)
-            shown += len(chunk)
-            lines = (self.partial.get(rank, b"") + chunk).split(b"\n")
-            self.partial[rank] = lines.pop()
-            if lines:
-                output(rank, "\n".join(line.decode(errors="replace") for line in lines))
-        self.shown[rank] = shown
-        answer = self.answers.get(rank)
-        if last and (rest := self.partial.pop(rank, b"")):
+    def _show_rest(self, member: Member, output: Callable[[int, str], None]) -> None:
+        rank, answer = member.rank, self.answers.get(member.rank, {"log": 0, "lost": 0})
+        if rest := self.partial.pop(rank, b""):
             output(rank, rest.decode(errors="replace"))
-        if last and answer is not None and answer["log"] > member.log:
+        if answer["log"] > member.log:
             left = (answer["log"] - member.log) / 2**20
             member.log = answer["log"]
             output(rank, f"... {left:.1f} MiB more in {self.crew.logs / f'rank{rank}.log'}")
-        if last and answer is not None and answer["lost"]:
+        if answer["lost"]:
             output(rank, f"... {answer['lost']} bytes of output were lost: no space left in {self.crew.logs}")
 
     # -- failures ---------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class Call:
         first = self.crew.first_exit()
         how = self.crew.torchrun_gone()
         if how is not None and (first is None or "SIG" in how):
-            ranks = names([m.rank for m in self.members])
+            ranks = ", ".join(str(m.rank) for m in self.members)
             text = f"torchrun (pid {self.crew.torchrun_pid}) {how} in phase {self.phase!r}; its ranks {ranks} ended with it{AGAIN}"
             return RankDied(text, rank=-1, phase=self.phase, signal=how.rpartition(" ")[2])
         rank = first.rank if first else min(self.gone)
@@ -167,14 +167,36 @@ class Call:
         while mine and rank not in self.answers and member.work.fileno() in readable([member.work.fileno()], 0):
             if not self.crew.hear(member):
                 break  # what it said before it ended: others' ends may have come first
-        phase = self.phase if mine else member.phase
-        return death(self.crew, member, first.status if first else None, phase, self.answers.get(rank))
+        phase, answer, status = self.phase if mine else member.phase, self.answers.get(rank), first.status if first else None
+        if answer is not None and answer.get("exiting"):
+            status = answer["exitcode"]
+            how = f"called sys.exit({status})"
+        elif status is None:
+            how = "is gone; how it ended is not known"
+        elif status < 0:
+            how = f"was killed by {signal_name(-status)}"
+        else:
+            how = f"exited with status {status}"
+        text = f"rank {member.rank} (pid {member.pid} on {member.host}) {how} in phase {phase!r}{AGAIN}"
+        if status == -signal.SIGKILL:
+            text += (
+                "\nIf nobody sent it, the kernel may have been out of memory: see dmesg, or memory.events of the cgroup"
+            )
+        elif answer is None:
+            log = self.crew.read_log(member, -20_000, 20_000).decode(errors="replace")
+            _, fatal, dump = log.rpartition("Fatal Python error")
+            last = f"{fatal}{dump.partition(chr(10))[0]}\n{users_part(dump)}" if fatal else log.strip()
+            if tail := last.splitlines()[-15:]:
+                text += "".join(f"\n  {line}" for line in ["the last lines of its log:", *tail])
+        elif answer.get("traceback"):
+            text += f"\n{answer['traceback'].rstrip()}"
+        return RankDied(text, rank=member.rank, phase=phase, **ending(status))
 
     def _failure(self) -> RankError | Cancelled | None:
         failed = [rank for rank in self.order if "error" in self.answers[rank]]
-        if not failed:
-            return None
         causes = [r for r in failed if not self.answers[r]["victim"]] or failed
+        if not causes:
+            return None
         texts: dict[str, list[int]] = {}
         for rank in causes:
             texts.setdefault(self.answers[rank]["traceback"], []).append(rank)
@@ -183,73 +205,30 @@ class Call:
             parts.append(f"... and {len(texts) - TRACEBACKS} other tracebacks, in the ranks' logs")
         if left := [m.rank for m in self.waiting()]:
             parts.append(f"{ranks_word(left)} still in a collective, waiting for the failed one{AGAIN}")
-        first = causes[0]
-        same = tuple(sorted(texts[self.answers[first]["traceback"]]))
-        head = f"{ranks_word(sorted(causes))} failed in phase {self.phase!r}: {self.answers[first]['error']}"
-        return RankError(
-            "\n".join([head, *parts]),
-            rank=same[0],
-            phase=self.phase,
-            traceback=self.answers[first]["traceback"],
-            ranks=same,
-            victim=self.answers[first]["victim"],
-            at=self.failed_at,
-            refused=self.answers[first]["refused"],
-        )
+        first = self.answers[causes[0]]
+        same = tuple(sorted(texts[first["traceback"]]))
+        head = f"{ranks_word(sorted(causes))} failed in phase {self.phase!r}: {first['error']}"
+        about = {name: first[name] for name in ("traceback", "victim", "refused")}
+        text = "\n".join([head, *parts])
+        return RankError(text, rank=same[0], phase=self.phase, ranks=same, at=self.failed_at, **about)
 
     def timeout(self, seconds: float) -> RankTimeout:
-        """Who did not answer in time, and who of them the others wait for."""
+        """Which ranks did not answer in time, and for which of them the others wait."""
         silent = self.waiting()
+        ranks = tuple(member.rank for member in silent)
         found = looks(self.crew.members)
         stacks = {m.rank: found[m.rank].stack if m.rank in found else self.crew.describe(m) for m in silent}
-        culprits, why = blame([m.rank for m in silent], found, [m.rank for m in self.crew.members])
-        phases = {m.rank: found[m.rank].phase if m.rank in found else m.phase for m in silent}
-        lines = [f"no answer from {ranks_word([m.rank for m in silent])} within {seconds:g} s; {why}"]
+        culprits, why = blame(ranks, found, [m.rank for m in self.crew.members])
+        lines = [f"no answer from {ranks_word(ranks)} within {seconds:g} s; {why}"]
         if self.order:
             lines.append(f"{ranks_word(sorted(self.order))} answered")
         for member in silent:
-            mark = " (culprit)" if member.rank in culprits else " (waiting)"
-            lines.append(f"rank {member.rank}, pid {member.pid}, phase {phases[member.rank]!r}{mark}:")
-            lines.append(stacks[member.rank].rstrip())
-        lines.append(
-            f"The ranks keep running; the World is usable again once they answer; %ranks stacks looks again{AGAIN}"
-        )
-        return RankTimeout(
-            "\n".join(lines), phase=self.phase, ranks=tuple(m.rank for m in silent), culprits=culprits, stacks=stacks
-        )
-
-
-def interrupt(call: Call) -> None:
-    """Have ranks that still work at this call raise KeyboardInterrupt."""
-    for member in call.waiting():
-        try:
-            member.watch.send({"id": 0, "do": "interrupt", "call": call.request["id"]})
-        except ChannelClosed:
-            continue  # it is gone, which the wait that follows sees
-
-
-def death(crew: Crew, member: Member, status: int | None, phase: str, answer: Message | None) -> RankDied:
-    """How a rank ended, with its last words."""
-    if answer is not None and answer.get("exiting"):
-        status = answer["exitcode"]
-        how = f"called sys.exit({status})"
-    elif status is None:
-        how = "is gone; how it ended is not known"
-    elif status < 0:
-        how = f"was killed by {signal_name(-status)}"
-    else:
-        how = f"exited with status {status}"
-    text = f"rank {member.rank} (pid {member.pid} on {member.host}) {how} in phase {phase!r}{AGAIN}"
-    if status == -signal.SIGKILL:
-        text += "\nIf nobody sent it, the kernel may have been out of memory: see dmesg, or memory.events of the cgroup"
-    elif answer is None:
-        log = crew.read_log(member, -20_000, 20_000).decode(errors="replace")
-        _, fatal, dump = log.rpartition("Fatal Python error")
-        tail = (f"{fatal}{dump.partition(chr(10))[0]}\n{users_part(dump)}" if fatal else log.strip()).splitlines()[-15:]
-        text += "".join(f"\n  {line}" for line in ["the last lines of its log:", *tail]) if tail else ""
-    elif answer.get("traceback"):
-        text += f"\n{answer['traceback'].rstrip()}"
-    return RankDied(text, rank=member.rank, phase=phase, **ending(status))
+            rank, phase = member.rank, found.get(member.rank, member).phase
+            mark = "culprit" if rank in culprits else "waiting"
+            lines += [f"rank {rank}, pid {member.pid}, phase {phase!r} ({mark}):", stacks[rank].rstrip()]
+        again = f"The ranks keep running; the World is usable again once they answer; %ranks stacks looks again{AGAIN}"
+        text = "\n".join([*lines, again])
+        return RankTimeout(text, phase=self.phase, ranks=ranks, culprits=culprits, stacks=stacks)
 
 
 # -- looking at ranks from the side ---------------------------------------------------------------------------------------
@@ -257,7 +236,7 @@ def death(crew: Crew, member: Member, status: int | None, phase: str, answer: Me
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a rank's side thread says of its main thread. `progress` counts the collectives it entered, by group."""
+    """What a rank's side thread sees of its main thread. `progress` counts the collectives it entered, by group."""
 
     phase: str
     stack: str
@@ -270,27 +249,19 @@ def looks(members: Sequence[Member]) -> dict[int, Look]:
     number = time.monotonic_ns()
     asked: dict[int, Member] = {}
     for member in members:
-        try:
+        with contextlib.suppress(ChannelClosed):  # gone: no look
             member.watch.send({"id": number, "do": "look"})
             asked[member.watch.fileno()] = member
-        except ChannelClosed:
-            continue  # gone: no look
     found: dict[int, Look] = {}
     deadline = time.monotonic() + LOOK_S
     while asked and (left := deadline - time.monotonic()) > 0:
         for fd in readable(asked, left):
-            member = asked[fd]
             try:
-                messages = member.watch.arrived()
+                for message in asked[fd].hear_watch():
+                    if message.pop("id") == number:
+                        found[asked.pop(fd).rank] = Look(**message)
             except (ChannelClosed, Malformed):
                 del asked[fd]
-                continue
-            for message in messages:
-                if "news" in message:
-                    member.asked, member.news = False, [*member.news, *message["news"]]
-                elif message.pop("id") == number:
-                    found[member.rank] = Look(**message)
-                    del asked[fd]
     return found
 
 
@@ -298,10 +269,15 @@ def blame(silent: Sequence[int], found: dict[int, Look], everyone: Sequence[int]
     """The culprits among the silent ranks, and a sentence on why.
 
     A rank waits for others when its stack is inside a collective, or when it has entered more collectives of some group than another
-    member of that group (which also sees waits that hide in C, such as a device synchronisation). Who is silent and does not wait is
-    what the others wait for.
+    member of that group (which also sees waits that hide in C, such as a device synchronisation). The others wait for a rank that is
+    silent and does not wait.
     """
-    waiting = [r for r in silent if r in found and (found[r].waiting or ahead(r, found))]
+
+    def ahead(rank: int) -> bool:
+        others = [look.progress for other, look in found.items() if other != rank]
+        return any(count > other.get(group, count) for group, count in found[rank].progress.items() for other in others)
+
+    waiting = [r for r in silent if r in found and (found[r].waiting or ahead(r))]
     culprits = tuple(r for r in silent if r not in waiting)
     if waiting and culprits:
         return culprits, f"{ranks_word(waiting)} in a collective, waiting for {ranks_word(culprits)}"
@@ -313,19 +289,249 @@ def blame(silent: Sequence[int], found: dict[int, Look], everyone: Sequence[int]
     return (), "each waits in a collective, so they entered different ones: compare the stacks"
 
 
-def names(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
 def ranks_word(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {names(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def ahead(rank: int, found: dict[int, Look]) -> bool:
-    mine = found[rank].progress
-    return any(
-        count > other.progress[group]
-        for group, count in mine.items()
-        for r, other in found.items()
-        if r != rank and group in other.progress
+# -- waiting for calls ---------------------------------------------------------------------------------------------------
+
+
+class Observer(Protocol):
+    """Called while ranks work, in the thread that waits; what it raises ends the wait."""
+
+    def started(self, phase: str, ranks: Sequence[int]) -> None: ...
+    def output(self, rank: int, text: str) -> None: ...
+    def tick(self, answered: Sequence[int]) -> None: ...
+    def ended(self) -> None: ...
+
+
+class Pending:
+    """A call in flight on some ranks: `done()`, `result(timeout_s)`, `cancel()`, `ranks`, `phase`."""
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        lock: threading.RLock,
+        observer: Observer,
+        timeout_s: float,
+        on_news: Callable[[int, list[Any]], None] | None = None,
+    ) -> None:
+        self.calls = calls
+        self.lock = lock
+        self.observer = observer
+        self.phase = calls[0].phase
+        self.ranks = [member.rank for call in calls for member in call.members]
+        self.timeout_s = timeout_s
+        self.deadline = time.monotonic() + timeout_s
+        self._on_news = on_news
+        self._cancelled = False
+        self.settled = False
+        self._ticked = time.monotonic()
+        observer.started(self.phase, self.ranks)
+        for call in calls:
+            call.send()
+
+    def done(self) -> bool:
+        """Whether `result()` would return or raise at once."""
+        drive([self], until=0.0)
+        return self.over()
+
+    def result(self, timeout_s: float | None = None) -> list[Any]:
+        """Return one value per rank, or raise. `timeout_s`: how long to wait from now on."""
+        until = self.deadline if timeout_s is None else time.monotonic() + timeout_s
+        drive([self], until=until, overdue=timeout_s is not None)
+        with self.lock:
+            if self._cancelled:
+                raise Cancelled(f"the call of phase {self.phase!r} on {ranks_word(self.ranks)} was cancelled")
+            if not self.settled:
+                waited = self.timeout_s if timeout_s is None else timeout_s
+                raise timeouts([call.timeout(waited) for call in self.calls if not call.settled], waited)
+            if error := failure(self.calls):
+                raise error
+        return [call.answers[member.rank]["value"] for call in self.calls for member in call.members]
+
+    def cancel(self) -> bool:
+        """Interrupt the ranks like Ctrl-C and wait until they stop. Returns False if the call had already ended.
+
+        Ranks that do not stop within 3 s are ended, and their World with them.
+        """
+        drive([self], until=0.0)
+        if self.settled:
+            return False
+        self._cancelled = True
+        stop([self])
+        return True
+
+    def over(self) -> bool:
+        return self.settled or time.monotonic() >= self.deadline
+
+    def advance(self, *, tick: bool) -> None:
+        """Hand on what arrived, and see whether the call is over."""
+        if self.settled:
+            return
+        now = time.monotonic()
+        with self.lock:
+            self._hand_on_news()
+            for call in self.calls:
+                call.advance()
+            failed = [call for call in self.calls if call.settled and call.error is not None]
+            late = failed and now > min(call.failed_at or now for call in failed) + GRACE_S
+            for call in self.calls:
+                if late and not call.settled:
+                    call.settle(GivenUp())
+            over = all(call.settled for call in self.calls)
+            if self._on_news is not None and not over:
+                for call in self.calls:
+                    call.ask_for_news(now)
+        if tick or now - self._ticked >= TICK_S:  # ranks that are always heard from must not keep it away
+            self._ticked = now
+            for call in self.calls:
+                call.show(self.observer.output)
+            self.observer.tick([rank for call in self.calls for rank in call.order])
+        if over:
+            self._end()
+
+    def _end(self) -> None:
+        self.settled = True
+        try:
+            for call in self.calls:
+                call.show(self.observer.output, last=True)
+        finally:
+            self.observer.ended()
+
+    def _hand_on_news(self) -> None:
+        for call, member in [(one, member) for one in self.calls for member in one.members]:
+            rows, member.news = member.news, []
+            if rows and self._on_news is not None:
+                try:
+                    values = [json.loads(row) for row in rows]
+                except (TypeError, ValueError) as error:
+                    call.crew.refuse(member, error)
+                else:
+                    self._on_news(member.rank, values)
+
+
+class GivenUp(KitError):  # noqa: N818 - nobody outside sees it
+    """A World's share of a call is given up because another World failed; its ranks stay busy."""
+
+
+def wait(pendings: Iterable[Pending], *, first: bool = True, timeout_s: float | None = None) -> list[Pending]:
+    """Wait for the first to finish (`first=False`: for all), at most `timeout_s`; return those that have finished."""
+    asked = list(pendings)
+    if not all(isinstance(one, Pending) for one in asked):
+        raise BadInput("kit.wait takes what submit() returned, in a list")
+    drive(asked, until=math.inf if timeout_s is None else time.monotonic() + timeout_s, first=first)
+    return [one for one in asked if one.over()]
+
+
+def drive(pendings: Sequence[Pending], *, until: float, first: bool = False, overdue: bool = False) -> None:
+    """Take in what ranks send until all (or the first) are over, or until a time. `overdue`: also past their own deadlines."""
+    turned = False
+    try:
+        while True:
+            now = time.monotonic()
+            left = [one for one in pendings if not (one.settled if overdue else one.over())]
+            enough = not left or (first and len(left) < len(pendings))
+            if turned and (enough or now >= until):
+                return
+            ends = until if overdue else min([until, *(one.deadline for one in left)])
+            take_turn(pendings, 0.0 if enough else min(TICK_S, max(0.0, ends - now)))
+            turned = True
+    except KeyboardInterrupt:
+        stop(pendings)
+        raise
+
+
+def take_turn(pendings: Sequence[Pending], seconds: float) -> None:
+    """Wait at most this long for something to arrive, and take it in."""
+    crews = list({id(call.crew): (one.lock, call.crew) for one in pendings for call in one.calls}.values())
+    ready = readable([fd for _, crew in crews for fd in crew.filenos()], seconds)
+    for lock, crew in crews if ready else ():
+        with lock:
+            crew.take(ready)
+    for one in pendings:
+        one.advance(tick=not ready)
+
+
+def stop(pendings: Sequence[Pending]) -> None:
+    """Interrupt the ranks of these calls. Those that cannot stop end, so that each World is clearly dead or usable."""
+    open_ = [call for one in pendings if not one.settled for call in one.calls if not call.settled]
+    for call in open_:
+        for member in call.waiting():
+            with contextlib.suppress(ChannelClosed):  # it is gone, which the wait that follows sees
+                member.watch.send({"id": 0, "do": "interrupt", "call": call.request["id"]})
+    end = time.monotonic() + INTERRUPT_S
+    while any(call.waiting() and not call.gone for call in open_) and time.monotonic() < end:
+        crews = {id(call.crew): call.crew for call in open_}.values()
+        if readable([fd for crew in crews for fd in crew.filenos()], TICK_S):
+            for one in pendings:
+                with one.lock:
+                    for call in one.calls:
+                        call.crew.take()
+    stuck: list[int] = []
+    for call in open_:
+        if left := [member.rank for member in call.waiting()]:
+            stuck += left
+            why = f"it was interrupted and {ranks_word(left)} did not stop within {INTERRUPT_S:g} s in phase {call.phase!r}"
+            call.die(why, KitError(f"this World is dead: {why}; restart() starts fresh ranks"))
+    for one in pendings:
+        with one.lock:
+            for call in one.calls:
+                call.advance()
+                call.settle(Cancelled(f"the call of phase {one.phase!r} was interrupted"))
+        if not one.settled:
+            one._end()
+    # The prompt is back; say why the ranks are not. A thread has no prompt: who started it reports in its own way.
+    if stuck and threading.current_thread() is threading.main_thread():
+        print(f"World ended: {ranks_word(stuck)} did not stop within {INTERRUPT_S:g} s; restart() starts fresh ranks")
+
+
+def failure(calls: Sequence[Call]) -> BaseException | None:
+    """The error to raise: of the worst kind the one that came first. What else went wrong is a note on it."""
+    failed = sorted(
+        (call for call in calls if call.error is not None),
+        key=lambda one: (order_of_blame(one.error), math.inf if one.failed_at is None else one.failed_at),
+    )
+    errors = list({id(call.error): call.error for call in failed if call.error is not None}.values())
+    if not errors:
+        return None
+    for call in failed[1:]:
+        if isinstance(call.error, GivenUp):
+            note = f"{ranks_word([m.rank for m in call.waiting()])} did not answer within {GRACE_S:g} s of it and keep running"
+        elif call.error is errors[0]:
+            continue
+        else:
+            note = f"after it: {str(call.error).partition(chr(10))[0]}"
+        if note not in getattr(errors[0], "__notes__", ()):
+            errors[0].add_note(note)
+    return errors[0]
+
+
+def order_of_blame(error: BaseException | None) -> int:
+    """As in one World: who died, who raised, who only reports another's end, who is silent."""
+    if isinstance(error, RankError):
+        return 2 if error.victim else 1
+    return 4 if isinstance(error, GivenUp) else 0 if isinstance(error, RankDied) else 1
+
+
+def timeouts(errors: Sequence[RankTimeout], seconds: float) -> RankTimeout:
+    """One of several Worlds' timeouts. Ranks of one World that only wait may wait for a culprit in another."""
+    if len(errors) == 1:
+        return errors[0]
+    ranks = sorted(rank for error in errors for rank in error.ranks)
+    culprits = tuple(sorted(rank for error in errors for rank in error.culprits))
+    waiting = [rank for rank in ranks if rank not in culprits]
+    if waiting and culprits:
+        why = f"{ranks_word(waiting)} waiting for {ranks_word(culprits)}"
+    elif culprits:
+        why = "none of them waits for others: busy, stopped or gone"
+    else:
+        why = "each waits for others, so they wait for different things: compare the stacks"
+    bodies = [str(error).partition("\n")[2] for error in errors]
+    return RankTimeout(
+        "\n".join([f"no answer from {ranks_word(ranks)} within {seconds:g} s; {why}", *bodies]),
+        phase=errors[0].phase,
+        ranks=tuple(ranks),
+        culprits=culprits,
+        stacks={rank: stack for error in errors for rank, stack in error.stacks.items()},
     )

@@ -373,6 +373,14 @@ class Member:
     def busy(self) -> bool:
         return self.call is not None
 
+    def hear_watch(self) -> list[Message]:
+        """Take in what the side thread sent: keep the news and return the rest."""
+        messages = self.watch.arrived()
+        for message in messages:
+            if "news" in message:
+                self.asked, self.news = False, [*self.news, *message["news"]]
+        return [message for message in messages if "news" not in message]
+
 
 @dataclass(slots=True)
 class Exit:

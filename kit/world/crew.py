@@ -46,7 +46,7 @@ class Crew:
     def __init__(self, plan: Plan, tick: Callable[[], None] = lambda: None) -> None:
         """`tick` is called often while they start; what it raises ends the start."""
         self.plan = plan
-        self._tick = tick
+        self.tick = tick
         self.id = secrets.token_hex(3)
         self.members: list[Member] = []
         self.agents: dict[int, AgentEnd] = {}
@@ -203,7 +203,7 @@ class Crew:
             self._unnamed += self._listener.welcome()
             self.hear_agents()
             self._check_start(what)
-            self._tick()
+            self.tick()
             if time.monotonic() > deadline:
                 raise KitError(f"{self._missing(what)} after {self.plan.start_timeout_s:g} s; {self._last_words()}")
             if time.monotonic() - told > 5 and self.plan.nodes > 1:
@@ -289,8 +289,8 @@ class Crew:
                     member.news += message.pop("news", ())
                     call.hear(member, message)
         except ChannelClosed:
-            if member.call is not None:
-                member.call.lost(member.rank)
+            if member.call is not None and member.rank not in member.call.answers:
+                member.call.gone.add(member.rank)
             return False
         except MALFORMED as error:
             self.refuse(member, error)
@@ -304,9 +304,7 @@ class Crew:
 
     def _hear_watch(self, member: Member) -> None:
         try:
-            for message in member.watch.arrived():
-                if "news" in message:
-                    member.asked, member.news = False, [*member.news, *message["news"]]
+            member.hear_watch()
         except ChannelClosed:
             member.asked = False  # its end is heard of on the other link
         except MALFORMED as error:
@@ -318,8 +316,7 @@ class Crew:
         if self.torchrun_pid is not None and 0 not in self.agents:
             gone |= {m.rank for m in self.members if m.node == 0 and m.call is not None}
         for call in self.calls():
-            for rank in gone:
-                call.lost(rank)
+            call.gone |= gone - call.answers.keys()
 
     def calls(self) -> list[Any]:
         """The calls in flight."""

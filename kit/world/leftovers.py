@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
+import re
 import shutil
 import signal
 import stat
@@ -26,7 +28,6 @@ from pathlib import Path
 
 from kit import machine
 from kit.errors import BadInput
-from kit.world.execute import users_part
 
 SESSION = "session"  # the file in a World's folder
 
@@ -150,6 +151,8 @@ STATES = {
     "Z": "gone (not yet reaped)",
     "X": "gone",
 }
+# Where a rank's main thread enters the user's code; the thread that looks at it has frames of that file too.
+ENTERED = re.compile(r'kit/world/rankside\.py", line \d+ in (answer|run_cell)$', re.MULTILINE)
 
 
 def kill(pid: int, started: int, *, group: bool = False) -> bool:
@@ -231,3 +234,9 @@ def describe(pid: int, started: int, stack_file: Path, wait_s: float = 0.5) -> s
         time.sleep(0.005)
     state, place = STATES.get(fields[0], fields[0]), machine.waiting_place(pid)
     return f"no stack: process {pid} is {state}{f' in {place}' if place else ''} and does not take signals"
+
+
+def users_part(dump: str) -> str:
+    """Of what faulthandler wrote (innermost frame first, no source lines): the main thread's frames down to the kit's own."""
+    block = next((block for block in dump.split("\n\n") if ENTERED.search(block)), dump)
+    return "\n".join(itertools.takewhile(lambda line: not ENTERED.search(line), block.strip().splitlines()))

@@ -1,4 +1,9 @@
-"""World: live torchrun ranks that stay between cells. See the package's docstring for the life of one."""
+"""World: live torchrun ranks that stay between cells; the package's docstring has the life of one. Worlds: several, driven as one.
+
+Each of several Worlds is a torchrun job and a process group of its own, as a trainer and its inference replicas are. A rank's number
+counts through all of them, in calls, answers, errors and logs. When a rank dies, all Worlds end, as one World does; with `isolate=True`
+only its own World ends, and the others go on.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,10 +23,9 @@ from kit.errors import BadInput, KitError
 from kit.gpu import has_driver
 from kit.world import asked
 from kit.world.asked import Part, Plan
-from kit.world.calls import Call, looks, ranks_word
+from kit.world.calls import Call, Observer, Pending, looks, ranks_word
 from kit.world.channel import Member
 from kit.world.crew import Crew
-from kit.world.pending import Observer, Pending
 
 DEVICES = ("auto", "cpu", "cuda")
 TIMEOUT_S = 60.0
@@ -32,12 +37,12 @@ class Printer:
 
     def started(self, phase: str, ranks: Sequence[int]) -> None: ...
 
-    def output(self, rank: int, text: str) -> None:
-        sys.stdout.write("".join(f"[{rank}] {line}\n" for line in text.split("\n")))
-
     def tick(self, answered: Sequence[int]) -> None: ...
 
     def ended(self) -> None: ...
+
+    def output(self, rank: int, text: str) -> None:
+        sys.stdout.write("".join(f"[{rank}] {line}\n" for line in text.split("\n")))
 
 
 class Ranks(abc.ABC):
@@ -177,7 +182,7 @@ class World(Ranks):
                 part=part or Part(0, ranks),
                 devices=asked.check_devices(devices, ranks),
             ),
-            tick=self._tick,
+            tick=lambda: self.observer.tick(()),  # nobody has answered while ranks start
         )
         atexit.register(self.close)
         try:
@@ -186,14 +191,6 @@ class World(Ranks):
             atexit.unregister(self.close)
             self._closed = True
             raise
-
-    def share_lock(self, lock: threading.RLock) -> None:
-        """Use one lock with other Worlds whose ranks are called together."""
-        self._lock = lock
-
-    def launch(self) -> None:
-        """Start the ranks of a World that is one of several."""
-        self._crew.launch()
 
     # -- what a person does with it ---------------------------------------------------------------------------------
 
@@ -230,7 +227,7 @@ class World(Ranks):
                     self._crew.launch()
                 else:
                     self._crew.close()
-                    self._crew = Crew(self._crew.plan, self._tick)
+                    self._crew = Crew(self._crew.plan, self._crew.tick)
                     self._crew.start()
             except BaseException as error:
                 if isinstance(error, Exception):
@@ -311,34 +308,16 @@ class World(Ranks):
         return [self.prepare(what, phase, self.ready(ranks))]
 
     def prepare(self, what: dict[str, Any], phase: str, members: list[Member]) -> Call:
-        """A call that is not sent yet."""
         self._next += 1
         return Call(self._crew, members, {**what, "id": self._next, "phase": phase}, self.die)
-
-    def _tick(self) -> None:
-        """While ranks start nobody has answered; who looks on may end the start, as it may a call."""
-        self.observer.tick(())
 
     def ready(self, ranks: Sequence[int] | None) -> list[Member]:
         """The ranks, if they can take a call now; an error that says why not."""
         self._check_open()
         chosen = asked.check_chosen(ranks, self.numbers)
         members = [member for member in self._crew.members if member.rank in chosen]
-        self._check_usable(members)
-        return members
-
-    def _check_open(self) -> None:
-        if self._crew.inherited:
-            raise KitError(
-                f"this World belongs to process {self._crew.owner}, which started it; a process forked from it cannot use it"
-            )
-        if self._closed:
-            raise KitError("this World is closed; make a new one")
-
-    def _check_usable(self, members: list[Member]) -> None:
-        """Refuse while dead or while a rank that is asked is still in an earlier call; take in answers that came late."""
         if not self.dead and any(member.busy for member in self._crew.members):
-            self._crew.take()
+            self._crew.take()  # answers that came late
             for call in self._crew.calls():
                 if call.gone:
                     call.advance()
@@ -352,6 +331,15 @@ class World(Ranks):
                 f"{ranks_word([m.rank for m in busy])} still in phase {busy[0].phase!r}, sent {seconds:.0f} s ago; "
                 "wait, look at stacks(), or restart() for fresh ranks"
             )
+        return members
+
+    def _check_open(self) -> None:
+        if self._crew.inherited:
+            raise KitError(
+                f"this World belongs to process {self._crew.owner}, which started it; a process forked from it cannot use it"
+            )
+        if self._closed:
+            raise KitError("this World is closed; make a new one")
 
     def die(self, why: str, error: KitError | None = None) -> None:
         """End the ranks and say why; restart() brings fresh ones. Calls in flight end with the error."""
@@ -364,7 +352,7 @@ class World(Ranks):
 
     def _give_up(self, error: KitError) -> None:
         for call in self._crew.calls():
-            call.give_up(error)
+            call.settle(error)
 
     def __repr__(self) -> str:
         rows = "; ".join(
@@ -375,13 +363,124 @@ class World(Ranks):
     def _repr_html_(self) -> str:
         columns = ("rank", "pid", "host", "device", "phase", "state")
         head = "".join(f"<th>{name}</th>" for name in columns)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(str(row[name]))}</td>" for name in columns) + "</tr>"
-            for row in self.status()
-        )
+        cells = ("".join(f"<td>{html.escape(str(row[name]))}</td>" for name in columns) for row in self.status())
+        body = "".join(f"<tr>{row}</tr>" for row in cells)
         why = f"<p>{html.escape(self.dead)}</p>" if self.dead else ""
         return f"<b>World of {count(self.ranks)}, {self.state}</b>{why}<table><tr>{head}</tr>{body}</table>"
 
 
 def count(ranks: int) -> str:
     return f"{ranks} rank{'s' if ranks > 1 else ''}"
+
+
+class Worlds(Ranks):
+    """Live ranks in as many Worlds as there are sizes; the part of World's interface that a lab needs."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        names: Sequence[str] = (),
+        isolate: bool = False,
+        devices: Sequence[Sequence[int]] = (),
+        timeout_s: float = TIMEOUT_S,
+        observer: Observer | None = None,
+        **options: Any,
+    ) -> None:
+        """`devices` has a list of GPU numbers for each World; `options` are World's."""
+        if not sizes:
+            raise BadInput("Worlds need at least one size, a number of ranks")
+        for size in sizes:
+            asked.check_layout(size, 1, "")
+        asked.check_ranks(sum(sizes))
+        if devices and len(devices) != len(sizes):
+            raise BadInput(f"devices has {len(devices)} lists for {len(sizes)} Worlds; give one list per World")
+        for size, places in zip(sizes, devices, strict=False):
+            asked.check_devices(places, size)
+        self.names = tuple(names) or tuple(f"World {n}" for n in range(len(sizes)))
+        self.isolate = isolate
+        self.timeout_s = timeout_s
+        self.worlds: list[World] = []
+        self._observer: Observer = observer or Printer()
+        self._lock = threading.RLock()
+        self._turn = threading.RLock()
+        try:
+            for number, (first, size) in enumerate(zip(accumulate(sizes, initial=0), sizes, strict=False)):
+                made = World(
+                    size,
+                    timeout_s=timeout_s,
+                    observer=self.observer,
+                    devices=devices[number] if devices else (),
+                    part=Part(first, sum(sizes)),
+                    **options,
+                )
+                made._lock = self._lock  # ranks of several Worlds are called together
+                if not isolate:
+                    made.on_death = self._end_all
+                self.worlds.append(made)
+            for world in self.worlds:  # while one launches, the agents of the others load torch
+                world._crew.launch()
+        except BaseException:
+            self.close()
+            raise
+
+    def _calls(self, what: dict[str, Any], phase: str, ranks: Sequence[int] | None) -> list[Call]:
+        chosen = asked.check_chosen(ranks, range(self.ranks))
+        parts = [(world, mine) for world in self.worlds if (mine := [n for n in chosen if n in world.numbers])]
+        ready = [(world, world.ready(mine)) for world, mine in parts]  # all of them, before one is asked
+        return [world.prepare(what, phase, members) for world, members in ready]
+
+    def restart(self) -> None:
+        """End all ranks, whatever they do, and start fresh ones."""
+        with self._turn:
+            for world in self.worlds:
+                world.restart()
+
+    def close(self) -> None:
+        for world in self.worlds:
+            world.close()
+
+    def stacks(self) -> dict[int, str]:
+        return {rank: stack for world in self.worlds for rank, stack in world.stacks().items()}
+
+    def status(self) -> list[dict[str, Any]]:
+        return [row for world in self.worlds for row in world.status()]
+
+    @property
+    def observer(self) -> Observer:
+        return self._observer
+
+    @observer.setter
+    def observer(self, observer: Observer) -> None:
+        self._observer = observer
+        for world in self.worlds:
+            world.observer = observer
+
+    @property
+    def pids(self) -> list[int]:
+        return [pid for world in self.worlds for pid in world.pids]
+
+    @property
+    def ranks(self) -> int:
+        return sum(world.ranks for world in self.worlds)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(world.ranks for world in self.worlds)
+
+    @property
+    def device(self) -> str:
+        return self.worlds[0].device
+
+    @property
+    def state(self) -> str:
+        """idle, busy, dead or closed: of the Worlds' states the last in this order."""
+        return max((world.state for world in self.worlds), key=("idle", "busy", "dead", "closed").index)
+
+    def _end_all(self, why: str, error: KitError | None) -> None:
+        for world in self.worlds:
+            world.die(why, error)
+
+    def __repr__(self) -> str:
+        rows = "; ".join(f"{name}: {world!r}" for name, world in zip(self.names, self.worlds, strict=True))
+        return f"<Worlds of {' and '.join(map(str, self.sizes))} ranks, {self.state}: {rows}>"

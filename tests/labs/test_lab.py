@@ -16,7 +16,7 @@ from kit.labs.definition import Definition, Role, Step
 from kit.labs.lab import Lab
 from kit.results import Run, read_verdict
 from kit.world import World
-from kit.world.several import Worlds
+from kit.world.world import Worlds
 
 Make = Callable[..., Lab]
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from kit.errors import RankDied
-from kit.world.calls import Call
+from kit.world.calls import Call, Pending
 from kit.world.channel import ChannelClosed
 from kit.world.crew import Crew, Exit
-from kit.world.pending import Pending
 
 
 class Onlooker:

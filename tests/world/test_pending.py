@@ -15,7 +15,7 @@ import pytest
 import kit
 from kit.errors import BadInput, Cancelled, KitError, RankDied, RankError, RankTimeout
 from kit.world import World
-from kit.world.several import Worlds
+from kit.world.world import Worlds
 from tests.holdings import wait_for
 
 pytestmark = pytest.mark.timeout(60)

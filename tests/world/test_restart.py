@@ -14,8 +14,7 @@ import pytest
 
 from kit.errors import KitError
 from kit.world import World
-from kit.world.several import Worlds
-from kit.world.world import Printer
+from kit.world.world import Printer, Worlds
 from tests.holdings import holdings, wait_for
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(60)]

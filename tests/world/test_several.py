@@ -14,7 +14,7 @@ import pytest
 
 from kit import machine
 from kit.errors import BadInput, KitError, RankDied, RankError, RankTimeout
-from kit.world.several import Worlds
+from kit.world.world import Worlds
 from tests.holdings import wait_for
 
 pytestmark = pytest.mark.timeout(60)

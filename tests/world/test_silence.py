@@ -10,7 +10,8 @@ import pytest
 
 from kit.world.calls import Look, blame
 from kit.world.channel import Exit
-from kit.world.execute import in_collective, users_part
+from kit.world.leftovers import users_part
+from kit.world.rankside import in_collective
 
 
 def look(*, waiting: bool = False, **progress: int) -> Look:
@@ -74,8 +75,8 @@ def seen_from(call: object) -> bool:
 def test_the_users_part_of_a_dump() -> None:
     dump = (
         'Thread 0x1 (most recent call first):\n  File "/x/kit/world/channel.py", line 1 in recv\n\n'
-        'Thread 0x3 (most recent call first):\n  File "/x/kit/world/execute.py", line 155 in current_call\n\n'
+        'Thread 0x3 (most recent call first):\n  File "/x/kit/world/rankside.py", line 155 in current_call\n\n'
         'Current thread 0x2 (most recent call first):\n  File "<ranks 1>", line 2 in <module>\n'
-        '  File "/x/kit/world/execute.py", line 45 in run\n  File "/x/kit/world/rankside.py", line 100 in serve\n'
+        '  File "/x/kit/world/rankside.py", line 45 in run_cell\n  File "/x/kit/world/rankside.py", line 100 in serve\n'
     )
     assert users_part(dump) == 'Current thread 0x2 (most recent call first):\n  File "<ranks 1>", line 2 in <module>'

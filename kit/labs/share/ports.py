@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from kit.labs.share.observer import Observer
-    from kit.world.pending import Pending
+    from kit.world.calls import Pending
 
 
 OF_REQUESTS = ("started", "tokens", "completed", "failed", "cancelled")

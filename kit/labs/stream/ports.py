@@ -17,7 +17,7 @@ from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.drive import Drive
 from kit.loop.messages import Command, Event, numbers
 from kit.loop.runner import Port, Stalled
-from kit.world.pending import Pending
+from kit.world.calls import Pending
 
 Ended = Callable[[Pending], Iterable[Event]]
 

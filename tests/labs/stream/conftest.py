@@ -18,7 +18,7 @@ from kit.results.records import NOTEBOOK
 from kit.results.run import to_frame
 from kit.results.verdict import judge
 from kit.target import load_callable
-from kit.world.several import Worlds
+from kit.world.world import Worlds
 from tests.holdings import holdings, wait_for
 
 SMALL = {"ranks": 2, "replicas": 1, "steps": 3, "groups": 2, "group": 2}
