@@ -33,8 +33,7 @@ from kit.labs.discover import ANSWERS, ENDS, described, discover, find, select
 from kit.results.comparison import answers_changed, changed, compact, in_words, labelled, settings, warnings
 from kit.results.frames import plain, readable, summary_of
 from kit.results.records import read_json, to_json
-from kit.results.run import INDEX, find_run, memory_snapshots
-from kit.results.timeline import write_junit
+from kit.results.run import INDEX, find_run, memory_snapshots, write_junit
 from kit.results.units import ROW, columns
 from kit.results.verdict import MARKS
 
@@ -54,11 +53,6 @@ class Answer(NamedTuple):
     data: Any
     text: str = ""
     status: int = 0
-
-
-Command = Callable[[argparse.Namespace], Answer]
-Names = Callable[..., Iterable[str]]
-MANY: dict[str, Any] = {"action": "append", "default": []}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,17 +92,6 @@ class Parser(argparse.ArgumentParser):
             message = f"there is no {message.split()[1].strip(':').lower()} {wrong[1]!r}; {hint(wrong[1], allowed)}"
         raise BadInput(f"{message} (see `{self.prog} --help`)")
 
-    def flag(self, name: str, text: str) -> None:
-        self.add_argument(name, action="store_true", help=text)
-
-    def option(self, name: str, metavar: str, text: str, names: Names | None = None, **options: Any) -> None:
-        """`names` are the values that a shell can complete."""
-        made = self.add_argument(name, metavar=metavar, help=text, **options)
-        made.completer = names  # type: ignore[attr-defined]
-
-    def file(self, name: str, metavar: str, text: str, **options: Any) -> None:
-        self.option(name, metavar, text, type=Path, **options)
-
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     top = parser()
@@ -130,144 +113,6 @@ def meant(args: argparse.Namespace, unknown: Sequence[str]) -> str:
         given = value if equals else next(iter(unknown[1:]), "VALUE")
         return f"did you mean --set {key}={given}?"
     return hint(name, re.findall(r"(?<!\w)--[\w-]+", args.parser.format_usage()))
-
-
-def parser() -> Parser:
-    usage, *more = (__doc__ or "").split("\n\n")[1:]
-    shape = argparse.RawDescriptionHelpFormatter
-    top = Parser(
-        prog="kit",
-        description="Lifecycle Kit",
-        epilog="\n\n".join([usage, *more]),
-        allow_abbrev=False,
-        usage="kit [-h] COMMAND ...",
-        formatter_class=shape,
-    )
-    top.add_argument("--version", action="version", version=f"kit {kit.__version__}")
-    commands = top.add_subparsers(metavar="COMMAND ...", required=True, prog="kit")
-
-    def add(name: str, command: Command, text: str, *examples: str) -> Parser:
-        shown = "\n".join(["examples:", *(f"  kit {name} {example}".rstrip() for example in examples)])
-        made: Parser = commands.add_parser(
-            name, help=text, description=text, allow_abbrev=False, epilog=shown, formatter_class=shape
-        )
-        made.set_defaults(command=command, parser=made)
-        made.flag("--json", "print one JSON object on stdout and nothing else")
-        return made
-
-    made = add("doctor", doctor, "show what this box can and cannot do, and why", "", "--deep")
-    made.flag("--deep", "also run ten probes on live ranks; at most 130 s with a GPU")
-    made = add("labs", labs, "list the labs, or the settings of one lab", "", "split")
-    made.option("lab", "LAB", "list the settings of this lab", lab_names, nargs="?")
-    add_run(add)
-    add_runs(add)
-    made = add("faults", faults, "list the known bugs that can be switched on", "", "smoke --json")
-    made.option("lab", "LAB", "list the bugs of this lab only", lab_names, nargs="?")
-    add_measuring(add)
-    text = "list and end leftovers of earlier runs; ends only processes that the kit started"
-    made = add("clean", clean, text, "--dry-run")
-    made.flag("--yes", "end them without asking")
-    made.flag("--dry-run", "only list them")
-    return top
-
-
-def add_run(add: Callable[..., Parser]) -> None:
-    made = add(
-        "run",
-        run,
-        "run a lab from its first phase to its verdict",
-        "smoke --set cycles=5 --fault leaked-group",
-        "split --config run.yaml --set chunks=1,2",
-        "share --from pipeline1.yaml --from pipeline2.yaml",
-        "offload --sweep tp=1,2 --sweep mode=exact,abort --repeat 3 --out runs/sweep",
-        "sync --like sync-20260101-120000-0a1b --junit sync.xml",
-    )
-    made.option("lab", "LAB", "the lab (`kit labs` lists them)", lab_names)
-    made.option("--set", "KEY=VALUE", "a setting of the lab (`kit labs LAB`); may be repeated", setting_names, **MANY)
-    text = "run once for each value of a setting, separated by commas; may be repeated"
-    made.option("--sweep", "KEY=V1,V2", text, setting_names, **MANY)
-    made.option("--repeat", "N", "run everything N times and report the spread", type=int, default=1)
-    made.file("--config", "FILE", "settings from a JSON or YAML file; --set overrides them")
-    text = "settings from the YAML of another system; one file for each pipeline, so it may be repeated"
-    made.file("--from", "FILE", text, dest="foreign", **MANY)
-    made.option("--like", "DIR", "use the settings of this run; --config and --set override them", run_names)
-    made.option("--fault", "NAME", "switch on a known bug (`kit faults` lists them), one per run", fault_names, **MANY)
-    made.file("--tolerances", "FILE", "limits of the checks from a JSON file: {name: number}")
-    made.file("--out", "DIR", "folder of the run or sweep; default: a new one in the runs folder")
-    made.file("--junit", "FILE", "also write the verdict as JUnit XML, for CI")
-
-
-def add_runs(add: Callable[..., Parser]) -> None:
-    """The commands that take runs."""
-    examples = ("", "runs/smoke-sweep-20260101-120000-0a1b", "--lab offload --verdict failed --set tp=2")
-    made = add("runs", runs, "list the runs, newest first", *examples)
-    made.file("dir", "DIR", "a folder of runs, such as that of a sweep", nargs="?")
-    made.option("--lab", "LAB", "only runs of this lab", lab_names)
-    made.option("--fault", "NAME", 'only runs with this fault; "": only those without one')
-    made.option("--status", "WORD", f"only runs that are {', '.join(ENDS)}")
-    made.option("--verdict", "WORD", f"only runs whose verdict is {', '.join(ANSWERS)}")
-    made.option("--set", "KEY=VALUE", "only runs with this setting; may be repeated", **MANY)
-    text = "give a run a name or a note; an empty text takes it away"
-    made = one_run(add("label", label, text, 'smoke-20260101-120000-0a1b "new driver"'), nargs=None)
-    made.option("text", "TEXT", "at most 120 characters")
-    text = "judge a run again from its records"
-    made = one_run(add("check", check, text, "", "runs/mine --lab offload --junit checks.xml"))
-    made.option("--lab", "LAB", "judge by this lab's checks, whatever wrote the records", lab_names)
-    made.file("--junit", "FILE", "also write the stored verdict as JUnit XML")
-    one_run(add("show", show, "show a run: status, verdict, times", "", "smoke-20260101-120000-0a1b"))
-    text = "compare runs with the first: changed verdicts, largest changes"
-    several_runs(add("compare", compare, text, "runs/a runs/b"), nargs="+")
-    text = "write a table of runs as csv, parquet, md, tex, html or json"
-    examples = (
-        "--to records.parquet",
-        "runs/a --table verdict --to verdict.tex",
-        "runs/a runs/b --table compare --to compare.md",
-    )
-    made = several_runs(add("export", export, text, *examples))
-    text = "records (default), verdict, times, memory, compare, or another table of the lab"
-    made.option("--table", "NAME", text, default="records")
-    made.file("--to", "FILE", "output file; the suffix is the format", required=True)
-    text = "write a run as a timeline for Perfetto or chrome://tracing"
-    one_run(add("trace", trace, text, "--to trace.json")).file("--to", "FILE", "output file (JSON)", required=True)
-    text = "write a page about runs: verdicts, pictures, tables"
-    made = several_runs(add("report", report, text, "runs/a runs/b --to page.html"))
-    made.file("--to", "FILE.html", "output file; needs no network", required=True)
-    text = "run a notebook without a browser and save it with its outputs"
-    made = add("notebook", notebook, text, "01 -p cycles 5")
-    made.option("name", "NAME", "01, 01_offload_reload, or a path", nargs="?")
-    made.file("--copy", "DIR", "copy all notebooks and docs to DIR; run none")
-    pair: Any = ("KEY", "VALUE")
-    made.option("-p", pair, "a parameter of the notebook; may be repeated", nargs=2, dest="given", **MANY)
-    made.file("--to", "FILE", "output file, .ipynb or .html; default: in the runs folder")
-
-
-def add_measuring(add: Callable[..., Parser]) -> None:
-    device: dict[str, Any] = {"choices": ("auto", "cpu", "cuda"), "default": "auto"}
-    made = add("bench", bench, "measure several ways side by side", "split --quick", "sync --part gpus")
-    made.option("name", "NAME", f"one of {', '.join(benches())}", benches)
-    made.flag("--quick", "measure less; takes a minute or two")
-    made.option("--part", "PART", "run only this part; X means every X.Y", **MANY)
-    made.add_argument("--device", help="auto: the GPU if there is a driver", **device)
-    made.file("--out", "FILE", "file for the rows; default: in the runs folder")
-    made = add("reference", reference, "run every lab and bench at this box's sizes; resumable", "--out DIR", "--plan")
-    made.file("--out", "DIR", "folder for the results")
-    made.flag("--plan", "print the predicted time of each part; run none")
-    made.add_argument("--device", help="auto: the device that ranks would use", **device)
-    made.flag("--assumed", "predict from assumed instead of measured times")
-    made.option("--minutes", "M", "start no part that would end later; default on a GPU: 8", type=float)
-    made.file("--pack", "FILE.tgz", "also write one archive of at most 16 MiB")
-
-
-def one_run(made: Parser, nargs: str | None = "?") -> Parser:
-    newest = "; default: the newest run" if nargs else ""
-    made.option("dir", "DIR", f"folder or id of a run{newest}", run_names, nargs=nargs, default="")
-    return made
-
-
-def several_runs(made: Parser, nargs: str = "*") -> Parser:
-    newest = "" if nargs == "+" else "; default: the newest run"
-    made.option("dirs", "DIR", f"folders or ids of runs, or a sweep's folder{newest}", run_names, nargs=nargs)
-    return made
 
 
 def lab_names(**_: Any) -> list[str]:
@@ -328,7 +173,7 @@ def settings_of(lab: Definition) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    from kit import sweeps
+    from kit import public
     from kit.labs.configure import from_text
 
     lab, swept = find(args.lab), pairs("--sweep", args.sweep)
@@ -346,7 +191,7 @@ def run(args: argparse.Namespace) -> Answer:
             raise BadInput(f"--like {args.like}: that is a run of lab {like.lab!r}, not {args.lab!r}")
         given = like.config
     given |= from_files(lab, args.foreign) if args.foreign else {}
-    given |= sweeps.read_settings(args.config) if args.config else {}
+    given |= public.read_settings(args.config) if args.config else {}
     given |= from_text(lab, texts)
     tolerances = results.load_tolerances(args.tolerances) if args.tolerances else None
     fault = next(iter(args.fault), None)
@@ -358,11 +203,11 @@ def run(args: argparse.Namespace) -> Answer:
         answer = once({}, args.out)
         folders = [Path(answer.data["run"])]
     else:
-        found = sweeps.points(lab, swept, args.repeat)
-        sweeps.check(lab, given, found, fault)
-        status, folder = sweeps.sweep(args.lab, found, args.out, lambda config, out: reported(once(config, out)))
+        found = public.points(lab, swept, args.repeat)
+        public.check_points(lab, given, found, fault)
+        status, folder = public.sweep(args.lab, found, args.out, lambda config, out: reported(once(config, out)))
         answer = Answer(*index(folder, args.repeat), status)
-        folders = sweeps.runs_of(folder)
+        folders = public.runs_of(folder)
     if args.junit:
         made = [(one, one.shown_verdict()) for one in map(kit.load, folders)]
         print(f"JUnit: {write_junit(made, args.junit)}", file=sys.stderr)
@@ -371,13 +216,13 @@ def run(args: argparse.Namespace) -> Answer:
 
 def from_files(lab: Definition, paths: Sequence[Path]) -> dict[str, Any]:
     """Settings from files of other systems. Keys without a setting are listed on stderr, so that none is dropped silently."""
-    from kit import sweeps
+    from kit import public
 
     if not lab.foreign:
         raise BadInput(f"lab {lab.name!r} takes no --from FILE: it knows no files of other systems; use --config FILE")
     if len({path.resolve() for path in paths}) < len(paths):
         raise BadInput(f"--from names {paths[0]} twice; give each pipeline a file of its own")
-    given, unknown = target.load_callable(lab.foreign)({str(path): sweeps.read_settings(path) for path in paths})
+    given, unknown = target.load_callable(lab.foreign)({str(path): public.read_settings(path) for path in paths})
     for line in (
         f"from {', '.join(map(str, paths))}: {named_values(given)}",
         *(f"no setting for {one}" for one in unknown),
@@ -567,7 +412,7 @@ def load(word: str) -> Run:
 
 def load_all(words: Sequence[str]) -> list[Run]:
     """Runs by their folders or ids; the newest where there is no word; all runs of a sweep."""
-    from kit.sweeps import runs_of
+    from kit.public import runs_of
 
     return [kit.load(path) for word in words or [""] for path in runs_of(find_run(word))]
 
@@ -605,7 +450,7 @@ def notebook(args: argparse.Namespace) -> Answer:
 
 
 def written(write: Callable[[], Path]) -> Answer:
-    """Write and say where. A place that cannot be written is bad input: no run broke."""
+    """Write a file and answer with its path. A place that cannot be written is bad input: no run broke."""
     try:
         path = write()
     except KitError as error:
@@ -680,3 +525,238 @@ def table_text(frame: pd.DataFrame, units: Mapping[str, str]) -> str:
 
 def named_values(values: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={in_words(value)}" for name, value in values.items())
+
+
+# -- the commands and their options --------------------------------------------------------------------------------------
+
+
+class Option(NamedTuple):
+    """`how` is add_argument's; `names` gives the values that a shell can complete."""
+
+    name: str
+    how: dict[str, Any]
+    names: Callable[..., Iterable[str]] | None = None
+
+
+def flag(name: str, text: str) -> Option:
+    return Option(name, {"action": "store_true", "help": text})
+
+
+def option(name: str, metavar: Any, text: str, names: Callable[..., Iterable[str]] | None = None, **how: Any) -> Option:
+    return Option(name, {"metavar": metavar, "help": text, **how}, names)
+
+
+def file(name: str, metavar: str, text: str, **how: Any) -> Option:
+    return option(name, metavar, text, type=Path, **how)
+
+
+def device(text: str) -> Option:
+    return Option("--device", {"help": text, "choices": ("auto", "cpu", "cuda"), "default": "auto"})
+
+
+MANY: dict[str, Any] = {"action": "append", "default": []}
+LAB = option("lab", "LAB", "the lab (`kit labs` lists them)", lab_names)
+ONE_RUN = option("dir", "DIR", "folder or id of a run; default: the newest run", run_names, nargs="?", default="")
+RUNS = option(
+    "dirs", "DIR", "folders or ids of runs, or a sweep's folder; default: the newest run", run_names, nargs="*"
+)
+JSON = flag("--json", "print one JSON object on stdout and nothing else")
+# Each: its function, what it does, examples, its options.
+COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ...], tuple[Option, ...]], ...] = (
+    (
+        doctor,
+        "show what this box can and cannot do, and why",
+        ("", "--deep"),
+        (flag("--deep", "also run ten probes on live ranks; at most 130 s with a GPU"),),
+    ),
+    (
+        labs,
+        "list the labs, or the settings of one lab",
+        ("", "split"),
+        (option("lab", "LAB", "list the settings of this lab", lab_names, nargs="?"),),
+    ),
+    (
+        run,
+        "run a lab from its first phase to its verdict",
+        (
+            "smoke --set cycles=5 --fault leaked-group",
+            "split --config run.yaml --set chunks=1,2",
+            "share --from pipeline1.yaml --from pipeline2.yaml",
+            "offload --sweep tp=1,2 --sweep mode=exact,abort --repeat 3 --out runs/sweep",
+            "sync --like sync-20260101-120000-0a1b --junit sync.xml",
+        ),
+        (
+            LAB,
+            option(
+                "--set", "KEY=VALUE", "a setting of the lab (`kit labs LAB`); may be repeated", setting_names, **MANY
+            ),
+            option(
+                "--sweep",
+                "KEY=V1,V2",
+                "run once for each value of a setting, separated by commas; may be repeated",
+                setting_names,
+                **MANY,
+            ),
+            option("--repeat", "N", "run everything N times and report the spread", type=int, default=1),
+            file("--config", "FILE", "settings from a JSON or YAML file; --set overrides them"),
+            file(
+                "--from",
+                "FILE",
+                "settings from the YAML of another system; one file for each pipeline, so it may be repeated",
+                dest="foreign",
+                **MANY,
+            ),
+            option("--like", "DIR", "use the settings of this run; --config and --set override them", run_names),
+            option(
+                "--fault", "NAME", "switch on a known bug (`kit faults` lists them), one per run", fault_names, **MANY
+            ),
+            file("--tolerances", "FILE", "limits of the checks from a JSON file: {name: number}"),
+            file("--out", "DIR", "folder of the run or sweep; default: a new one in the runs folder"),
+            file("--junit", "FILE", "also write the verdict as JUnit XML, for CI"),
+        ),
+    ),
+    (
+        runs,
+        "list the runs, newest first",
+        ("", "runs/smoke-sweep-20260101-120000-0a1b", "--lab offload --verdict failed --set tp=2"),
+        (
+            file("dir", "DIR", "a folder of runs, such as that of a sweep", nargs="?"),
+            option("--lab", "LAB", "only runs of this lab", lab_names),
+            option("--fault", "NAME", 'only runs with this fault; "": only those without one'),
+            option("--status", "WORD", f"only runs that are {', '.join(ENDS)}"),
+            option("--verdict", "WORD", f"only runs whose verdict is {', '.join(ANSWERS)}"),
+            option("--set", "KEY=VALUE", "only runs with this setting; may be repeated", **MANY),
+        ),
+    ),
+    (
+        label,
+        "give a run a name or a note; an empty text takes it away",
+        ('smoke-20260101-120000-0a1b "new driver"',),
+        (
+            option("dir", "DIR", "folder or id of a run", run_names),
+            option("text", "TEXT", "at most 120 characters"),
+        ),
+    ),
+    (
+        check,
+        "judge a run again from its records",
+        ("", "runs/mine --lab offload --junit checks.xml"),
+        (
+            ONE_RUN,
+            option("--lab", "LAB", "judge by this lab's checks, whatever wrote the records", lab_names),
+            file("--junit", "FILE", "also write the stored verdict as JUnit XML"),
+        ),
+    ),
+    (show, "show a run: status, verdict, times", ("", "smoke-20260101-120000-0a1b"), (ONE_RUN,)),
+    (
+        compare,
+        "compare runs with the first: changed verdicts, largest changes",
+        ("runs/a runs/b",),
+        (option("dirs", "DIR", "folders or ids of runs, or a sweep's folder", run_names, nargs="+"),),
+    ),
+    (
+        export,
+        "write a table of runs as csv, parquet, md, tex, html or json",
+        (
+            "--to records.parquet",
+            "runs/a --table verdict --to verdict.tex",
+            "runs/a runs/b --table compare --to compare.md",
+        ),
+        (
+            RUNS,
+            option(
+                "--table",
+                "NAME",
+                "records (default), verdict, times, memory, compare, or another table of the lab",
+                default="records",
+            ),
+            file("--to", "FILE", "output file; the suffix is the format", required=True),
+        ),
+    ),
+    (
+        trace,
+        "write a run as a timeline for Perfetto or chrome://tracing",
+        ("--to trace.json",),
+        (ONE_RUN, file("--to", "FILE", "output file (JSON)", required=True)),
+    ),
+    (
+        report,
+        "write a page about runs: verdicts, pictures, tables",
+        ("runs/a runs/b --to page.html",),
+        (RUNS, file("--to", "FILE.html", "output file; needs no network", required=True)),
+    ),
+    (
+        notebook,
+        "run a notebook without a browser and save it with its outputs",
+        ("01 -p cycles 5",),
+        (
+            option("name", "NAME", "01, 01_offload_reload, or a path", nargs="?"),
+            file("--copy", "DIR", "copy all notebooks and docs to DIR; run none"),
+            option(
+                "-p", ("KEY", "VALUE"), "a parameter of the notebook; may be repeated", nargs=2, dest="given", **MANY
+            ),
+            file("--to", "FILE", "output file, .ipynb or .html; default: in the runs folder"),
+        ),
+    ),
+    (
+        faults,
+        "list the known bugs that can be switched on",
+        ("", "smoke --json"),
+        (option("lab", "LAB", "list the bugs of this lab only", lab_names, nargs="?"),),
+    ),
+    (
+        bench,
+        "measure several ways side by side",
+        ("split --quick", "sync --part gpus"),
+        (
+            option("name", "NAME", f"one of {', '.join(benches())}", benches),
+            flag("--quick", "measure less; takes a minute or two"),
+            option("--part", "PART", "run only this part; X means every X.Y", **MANY),
+            device("auto: the GPU if there is a driver"),
+            file("--out", "FILE", "file for the rows; default: in the runs folder"),
+        ),
+    ),
+    (
+        reference,
+        "run every lab and bench at this box's sizes; resumable",
+        ("--out DIR", "--plan"),
+        (
+            file("--out", "DIR", "folder for the results"),
+            flag("--plan", "print the predicted time of each part; run none"),
+            device("auto: the device that ranks would use"),
+            flag("--assumed", "predict from assumed instead of measured times"),
+            option("--minutes", "M", "start no part that would end later; default on a GPU: 8", type=float),
+            file("--pack", "FILE.tgz", "also write one archive of at most 16 MiB"),
+        ),
+    ),
+    (
+        clean,
+        "list and end leftovers of earlier runs; ends only processes that the kit started",
+        ("--dry-run",),
+        (flag("--yes", "end them without asking"), flag("--dry-run", "only list them")),
+    ),
+)
+
+
+def parser() -> Parser:
+    shape = argparse.RawDescriptionHelpFormatter
+    top = Parser(
+        prog="kit",
+        description="Lifecycle Kit",
+        epilog=(__doc__ or "").partition("\n\n")[2],
+        allow_abbrev=False,
+        usage="kit [-h] COMMAND ...",
+        formatter_class=shape,
+    )
+    top.add_argument("--version", action="version", version=f"kit {kit.__version__}")
+    commands = top.add_subparsers(metavar="COMMAND ...", required=True, prog="kit")
+    for command, text, examples, options in COMMANDS:
+        name = command.__name__
+        shown = "\n".join(["examples:", *(f"  kit {name} {example}".rstrip() for example in examples)])
+        made = commands.add_parser(
+            name, help=text, description=text, allow_abbrev=False, epilog=shown, formatter_class=shape
+        )
+        made.set_defaults(command=command, parser=made)
+        for one in (JSON, *options):
+            made.add_argument(one.name, **one.how).completer = one.names  # type: ignore[attr-defined]
+    return top

@@ -32,14 +32,14 @@ def imported(module, package):
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"
 def code_for_gpus(torch, running):
-    from kit import gpu, nccl
+    from kit import machine, nccl
     built_for = torch.cuda.get_arch_list()
     found = sorted({torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())})
     return [
         {
             "gpu": "sm_{}{}".format(*one),
             "built_for": built_for,
-            "torch": gpu.runs(built_for, one),
+            "torch": machine.runs_on_gpu(built_for, one),
             "nccl_why": nccl.no_code(running, torch.version.cuda, one),
         }
         for one in found
@@ -53,7 +53,7 @@ with contextlib.redirect_stdout(sys.stderr):
         from kit import nccl, nccl2
         from kit.measure.provenance import cuda_state, findings
         from kit.world.device import choose
-        from kit.world.routing import probe
+        from kit.routing import probe
         device, why, _ = choose("auto", 0, 1)
         count = torch.cuda.device_count()
         said.update(cuda_state(), device=device.type, device_why=why, gpus=count)

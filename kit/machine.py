@@ -1,6 +1,7 @@
-"""What the kernel says about this machine: processes, descriptors, mappings, memory and control groups.
+"""What the kernel and the GPU driver report about this machine: processes, descriptors, mappings, memory, control groups, GPUs.
 
-The only module that reads /proc and control groups. Linux and the standard library only; every room may import it, on both sides.
+The only module that reads /proc and control groups, and that asks NVML or `nvidia-smi`; the process need not have CUDA. Linux and the
+standard library only; every room may import it, on both sides.
 
 A control group limits memory or processes at every level from a process's own group up to the mount, so the level with the least room
 counts. Inside a container the kernel may name a path that the mount does not show; the mount then stands for the group.
@@ -9,15 +10,18 @@ counts. Inside a container the kernel may name a path that the mount does not sh
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import resource
 import socket
 import stat
 import subprocess
+import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SHM = "/dev/shm"  # noqa: S108 - it is listed, and nothing is made there
 MARK = "KIT_WORLD"  # in the environment of every process of a World: see kit.world.leftovers
@@ -410,3 +414,116 @@ def _number(file: Path) -> int | None:
         return None
     text = file.read_text().split()[0]
     return None if text == "max" or int(text) >= _UNLIMITED else int(text)
+
+
+# -- the GPU driver: NVML answers within a phase's time, nvidia-smi within a second ----------------------------------------
+
+# A process is found by its pid. In a container the driver may list processes by the host's pids, or none at all: then there is no
+# answer, and a process of the host with the same pid is recognised by having less than the allocator of the process that was meant.
+
+# Any of them: NVIDIA's, also where a container hides /proc or Windows provides the GPU, and AMD's.
+GPU_DRIVERS = tuple(map(Path, ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
+FRESH_S = 3.0
+NVML = "libnvidia-ml.so.1"
+NVML_FINE, NVML_TOO_SMALL = 0, 7
+NVML_UNKNOWN = 2**64 - 1
+SPARE = 8  # processes that may have come between asking how many and asking which
+
+
+def has_gpu_driver() -> bool:
+    return any(path.exists() for path in GPU_DRIVERS)
+
+
+def query_gpus(*fields: str, timeout_s: float = 20) -> tuple[list[list[str]], str | None]:
+    """A row of texts per GPU (`nvidia-smi --help-query-gpu` lists the fields), or none and why."""
+    found, why = output(
+        "nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", timeout_s=timeout_s
+    )
+    return [[cell.strip() for cell in line.split(",")] for line in (found or "").splitlines()], why
+
+
+def runs_on_gpu(built_for: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Whether a GPU of this compute capability runs a library that was built for these architectures (sm_90, sm_90a, compute_90).
+
+    Binary code runs on later GPUs of its generation, and PTX is compiled for every later one (CUDA C++ Programming Guide, "Binary
+    Compatibility" and "PTX Compatibility"). What ends with "a" runs on that architecture alone, with "f" on its family.
+    """
+    here = 10 * capability[0] + capability[1]
+
+    def fits(kind: str, digits: str) -> bool:
+        number = int(digits.rstrip("af") or 0)
+        if digits.endswith("a"):
+            return number == here
+        later = kind == "compute" and not digits.endswith("f")
+        return number <= here and (later or number // 10 == capability[0])
+
+    return any(fits(*one.split("_")) for one in built_for)
+
+
+def free_gpu_bytes() -> Sequence[int]:
+    """Free memory of each GPU, read every few seconds at most; empty where there is no driver to ask."""
+    return _free_gpu_bytes(int(time.monotonic() / FRESH_S))
+
+
+@functools.lru_cache(maxsize=1)
+def _free_gpu_bytes(when: int) -> Sequence[int]:  # noqa: ARG001 - a new time is a new question
+    return [int(mib) << 20 for (mib,) in query_gpus("memory.free")[0] if mib.isdigit()]
+
+
+class GpuProcess(ctypes.Structure):
+    """`nvmlProcessInfo_v2_t`, which the calls whose name ends with _v3 fill too."""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+@functools.cache
+def nvml() -> Any:
+    """NVML, initialised; None without a driver, or with one that is too old."""
+    try:
+        found = ctypes.CDLL(NVML)
+        found.nvmlDeviceGetComputeRunningProcesses_v3  # noqa: B018 - whether it is there
+        return found if found.nvmlInit_v2() == NVML_FINE else None
+    except (OSError, AttributeError):
+        return None
+
+
+def gpu_process_bytes(library: Any, bus: str, pid: int, *, at_least: int = 0) -> int | None:
+    """Bytes of a process on the GPU at a PCI address; None where the driver does not say, or means another process."""
+    gpu = ctypes.c_void_p()
+    if library is None or library.nvmlDeviceGetHandleByPciBusId_v2(bus.encode(), ctypes.byref(gpu)) != NVML_FINE:
+        return None
+    count = ctypes.c_uint(0)
+    if library.nvmlDeviceGetComputeRunningProcesses_v3(gpu, ctypes.byref(count), None) != NVML_TOO_SMALL:
+        return None  # no process, or an error
+    count.value += SPARE
+    listed = (GpuProcess * count.value)()
+    if library.nvmlDeviceGetComputeRunningProcesses_v3(gpu, ctypes.byref(count), listed) != NVML_FINE:
+        return None
+    mine = [one.used for one in listed[: count.value] if one.pid == pid and one.used != NVML_UNKNOWN]
+    used = sum(mine)  # a GPU in parts lists a process once for each
+    return used if mine and used >= at_least else None
+
+
+class GpuBusy(ctypes.Structure):
+    """`nvmlUtilization_t`: percent of the time in which a kernel ran, and in which memory was read or written."""
+
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+def busy_gpus() -> list[int]:
+    """Of each GPU: the percent of the last second or so in which a kernel ran. Empty without NVML, or where it does not say."""
+    library, count, found = nvml(), ctypes.c_uint(0), []
+    if library is None or library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != NVML_FINE:
+        return []
+    for number in range(count.value):
+        gpu, rates = ctypes.c_void_p(), GpuBusy()
+        failed = library.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(gpu)) != NVML_FINE
+        if failed or library.nvmlDeviceGetUtilizationRates(gpu, ctypes.byref(rates)) != NVML_FINE:
+            return []
+        found.append(int(rates.gpu))
+    return found

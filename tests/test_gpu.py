@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kit import gpu
-from kit.gpu import FINE, NOT_TOLD, TOO_SMALL, process_bytes
+from kit import machine
+from kit.machine import NVML_FINE, NVML_TOO_SMALL, NVML_UNKNOWN, gpu_process_bytes
 
 MIB = 2**20
 BUS = "00000000:19:00.0"
@@ -21,40 +21,40 @@ class StandIn:
         self.processes = processes
 
     def nvmlDeviceGetHandleByPciBusId_v2(self, bus: bytes, _gpu: Any) -> int:  # noqa: N802 - the library's own name
-        return FINE if bus == BUS.encode() else 6
+        return NVML_FINE if bus == BUS.encode() else 6
 
     def nvmlDeviceGetComputeRunningProcesses_v3(self, _gpu: Any, count: Any, into: Any) -> int:  # noqa: N802 - as above
         there, room = len(self.processes), count._obj.value
         count._obj.value = there
         if there > room:
-            return TOO_SMALL
+            return NVML_TOO_SMALL
         for place, (pid, used) in enumerate(self.processes):
             into[place].pid, into[place].used = pid, used
-        return FINE
+        return NVML_FINE
 
 
 def test_a_process_has_what_is_listed_under_its_number():
     library = StandIn((10, 500 * MIB), (11, 700 * MIB))
-    assert process_bytes(library, BUS, 11) == 700 * MIB
-    assert process_bytes(StandIn((11, 3 * MIB), (11, 4 * MIB)), BUS, 11) == 7 * MIB
+    assert gpu_process_bytes(library, BUS, 11) == 700 * MIB
+    assert gpu_process_bytes(StandIn((11, 3 * MIB), (11, 4 * MIB)), BUS, 11) == 7 * MIB
 
 
 def test_another_process_of_that_number_is_not_taken_for_it():
     """In a container the driver may list the host's numbers."""
-    assert process_bytes(StandIn((11, 100 * MIB)), BUS, 11, at_least=200 * MIB) is None
+    assert gpu_process_bytes(StandIn((11, 100 * MIB)), BUS, 11, at_least=200 * MIB) is None
 
 
 def test_there_is_no_answer_where_the_driver_gives_none():
-    assert process_bytes(None, BUS, 11) is None
-    assert process_bytes(StandIn(), BUS, 11) is None
-    assert process_bytes(StandIn((10, MIB)), BUS, 11) is None
-    assert process_bytes(StandIn((11, NOT_TOLD)), BUS, 11) is None
-    assert process_bytes(StandIn((11, MIB)), "00000000:20:00.0", 11) is None
+    assert gpu_process_bytes(None, BUS, 11) is None
+    assert gpu_process_bytes(StandIn(), BUS, 11) is None
+    assert gpu_process_bytes(StandIn((10, MIB)), BUS, 11) is None
+    assert gpu_process_bytes(StandIn((11, NVML_UNKNOWN)), BUS, 11) is None
+    assert gpu_process_bytes(StandIn((11, MIB)), "00000000:20:00.0", 11) is None
 
 
 def test_the_structure_is_as_large_as_the_library_s():
     """Two 32-bit numbers after a 32-bit and a 64-bit one, which stands at a multiple of 8."""
-    assert (ctypes.sizeof(gpu.Process), gpu.Process.used.offset) == (24, 8)
+    assert (ctypes.sizeof(machine.GpuProcess), machine.GpuProcess.used.offset) == (24, 8)
 
 
 class Busy:
@@ -65,28 +65,28 @@ class Busy:
 
     def nvmlDeviceGetCount_v2(self, count: Any) -> int:  # noqa: N802 - the library's own name
         count._obj.value = len(self.percent)
-        return FINE
+        return NVML_FINE
 
     def nvmlDeviceGetHandleByIndex_v2(self, number: int, handle: Any) -> int:  # noqa: N802 - as above
         handle._obj.value = number + 1
-        return FINE
+        return NVML_FINE
 
     def nvmlDeviceGetUtilizationRates(self, handle: Any, rates: Any) -> int:  # noqa: N802 - as above
         rates._obj.gpu = max(0, self.percent[handle.value - 1])
-        return FINE if self.percent[handle.value - 1] >= 0 else TOO_SMALL
+        return NVML_FINE if self.percent[handle.value - 1] >= 0 else NVML_TOO_SMALL
 
 
 @pytest.mark.parametrize(("library", "said"), [(Busy(40, 7), [40, 7]), (Busy(40, -1), []), (Busy(), []), (None, [])])
 def test_how_busy_each_gpu_is(library: Any, said: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "library", lambda: library)
-    assert gpu.busy() == said
+    monkeypatch.setattr(machine, "nvml", lambda: library)
+    assert machine.busy_gpus() == said
 
 
 def test_a_box_without_a_driver_has_no_library(monkeypatch):
-    monkeypatch.setattr(gpu, "LIBRARY", "libno-such-driver.so.1")
-    gpu.library.cache_clear()
-    assert gpu.library() is None
-    gpu.library.cache_clear()
+    monkeypatch.setattr(machine, "NVML", "libno-such-driver.so.1")
+    machine.nvml.cache_clear()
+    assert machine.nvml() is None
+    machine.nvml.cache_clear()
 
 
 # As torch 2.13's wheels for CUDA 13 list them.
@@ -115,4 +115,4 @@ WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 )
 def test_code_runs_on_later_gpus_of_its_generation_and_ptx_on_all_later_ones(capability, built_for, fits):
     """`assumed`: from the CUDA C++ Programming Guide, "Binary Compatibility" and "PTX Compatibility"."""
-    assert gpu.runs(built_for, capability) is fits
+    assert machine.runs_on_gpu(built_for, capability) is fits

@@ -10,14 +10,14 @@ import pytest
 
 import kit
 from kit.errors import BadInput
-from kit.gpu import has_driver
+from kit.machine import has_gpu_driver
 from kit.results import Verdict
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not has_driver(), reason="this machine has no GPU driver"),
+    pytest.mark.skipif(not has_gpu_driver(), reason="this machine has no GPU driver"),
 ]
 LARGE: dict[str, Any] = {"size": "125m", "seq": 64, "device": "cuda"}
 

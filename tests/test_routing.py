@@ -18,7 +18,7 @@ STANDINS = ROOT / "tests" / "standins"
 
 
 def ask(path: Path, flag: str = "") -> dict[str, Any]:
-    code = "import json; from kit.world.routing import probe; print(json.dumps(probe()))"
+    code = "import json; from kit.routing import probe; print(json.dumps(probe()))"
     env = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}", FLAG: flag}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)

@@ -9,8 +9,8 @@ import pytest
 
 from kit.errors import BadInput
 from kit.labs.discover import find
+from kit.public import Point, check_points, points, read_settings, runs_of, sweep
 from kit.results import Record, Verdict, VerdictRow, create_run
-from kit.sweeps import Point, check, points, read_settings, runs_of, sweep
 
 
 def test_every_combination_and_the_repeats_after_each_other() -> None:
@@ -25,9 +25,9 @@ def test_every_combination_and_the_repeats_after_each_other() -> None:
 
 def test_a_run_that_could_not_start_is_refused_before_the_first_does() -> None:
     lab = find("smoke")
-    check(lab, {"ranks": 1}, points(lab, {"cycles": "1,2"}, 1), None)
+    check_points(lab, {"ranks": 1}, points(lab, {"cycles": "1,2"}, 1), None)
     with pytest.raises(BadInput, match="cycles=0 #1: cycles must be a whole number from 1 to 1000, not 0"):
-        check(lab, {"ranks": 1}, points(lab, {"cycles": "1,0"}, 1), None)
+        check_points(lab, {"ranks": 1}, points(lab, {"cycles": "1,0"}, 1), None)
 
 
 def test_the_index_has_every_run_and_the_spread(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     assert [line.startswith(str(env)) for line in run(env / "bin/python", "-c", where, cwd=tmp_path).split()] == [
         True
     ] * 2
-    ask = "from kit.results.recorded import recorded; print(recorded('bench-sync')[0].head)"
+    ask = "from kit.results.comparison import recorded; print(recorded('bench-sync')[0].head)"
     assert "recorded on cpu-2core" in run(env / "bin/python", "-c", ask, cwd=tmp_path)
     said = run(env / "bin/kit", "run", "smoke", "--set", "cycles=2", "--set", "device=cpu", cwd=tmp_path, **runs)
     assert "0 failed" in said

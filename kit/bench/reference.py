@@ -31,8 +31,8 @@ from kit.labs.configure import spelled
 from kit.machine import free_memory
 from kit.preflight import run as preflight
 from kit.results import runs_dir
+from kit.results.comparison import machine
 from kit.results.frames import labels
-from kit.results.recorded import machine
 from kit.results.records import make_folder, read_json, replacing, write_json, write_text
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput, KitError
-from kit.gpu import has_driver
+from kit.machine import has_gpu_driver
 from kit.nccl import SHARED_GPU
-from kit.results.recorded import machine
+from kit.results.comparison import machine
 from kit.results.units import columns, unit_word
 from kit.world import World
 from kit.world.world import Worlds
@@ -389,7 +389,7 @@ def chosen(name: str, parts: Mapping[str, Part], only: Sequence[str]) -> dict[st
 
 def device_for(asked: str) -> str:
     """`auto` is the GPU wherever there is a driver, whether or not torch can use it: the error then names the reason."""
-    return asked if asked != "auto" else "cuda" if has_driver() else "cpu"
+    return asked if asked != "auto" else "cuda" if has_gpu_driver() else "cpu"
 
 
 def new_file(name: str, folder: Path) -> Path:

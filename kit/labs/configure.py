@@ -15,9 +15,9 @@ from typing import Any, cast
 from kit import machine, nccl2
 from kit import target as targets
 from kit.errors import BadInput, hint
-from kit.gpu import has_driver
 from kit.labs.definition import Definition, Fault
 from kit.labs.options import Field, LabConfig, fields
+from kit.machine import has_gpu_driver
 from kit.megatron.config import dtype_on, forced_tf32
 from kit.world import World, asked
 from kit.world.asked import check_ranks
@@ -59,7 +59,7 @@ def configure(
 
 def refusals(lab: Definition, config: LabConfig, fault: Fault | None) -> Iterator[tuple[str, str]]:
     """What this machine or the fault does not allow: the field that it is about ("" for no single one), and a sentence."""
-    driver = has_driver()
+    driver = has_gpu_driver()
     on_cuda = driver and config.device != "cpu"
     if config.device == "cuda" and not driver:
         yield "device", "device=cuda needs a GPU driver, which this machine does not have; use cpu or auto"
@@ -102,7 +102,7 @@ def settled(values: Mapping[str, Any]) -> dict[str, Any]:
     """With `dtype=auto` as it is meant here, so that a run's config says what it ran with."""
     if values.get("dtype") != "auto":
         return dict(values)
-    on_cuda = values.get("device", "auto") != "cpu" and has_driver()
+    on_cuda = values.get("device", "auto") != "cpu" and has_gpu_driver()
     return {**values, "dtype": dtype_on("auto", "cuda" if on_cuda else "cpu")}
 
 

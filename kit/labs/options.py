@@ -13,8 +13,7 @@ import typing
 from typing import Annotated, Any, Literal
 
 from kit.errors import BadInput
-from kit.gpu import free_bytes
-from kit.machine import free_memory
+from kit.machine import free_gpu_bytes, free_memory
 from kit.megatron.config import ModelConfig, dtype_on
 from kit.world.asked import RANK_BYTES
 
@@ -156,7 +155,7 @@ JOB = "weights, gradients and optimizer"
 def check_fits(config: JobConfig, *, job: int, host: int, kept: str) -> None:
     """Refuse a job that does not fit. `job`: bytes of a rank on its device; `host`: other bytes in host memory, which `kept` describes."""
     ranks = config.ranks
-    gpus = [] if config.device == "cpu" else free_bytes()
+    gpus = [] if config.device == "cpu" else free_gpu_bytes()
     if gpus:
         sharing = -(-ranks // len(gpus))  # ranks on the fullest GPU
         least = min(gpus[:ranks])

@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kit import gpu, machine
+from kit import machine
 from kit.measure.observers.births import registered
 from kit.measure.observers.holdings import BYTES, holdings
 from kit.results.records import STEP_LINE
@@ -68,9 +68,9 @@ def device_memory(device: str) -> DeviceMemory | None:
 
 def process_used(device: str, reserved: int) -> int | None:
     """Bytes of this process on a GPU, of which its allocator has `reserved`; None where the driver does not say."""
-    library = gpu.library()
+    library = machine.nvml()
     bus = None if library is None else bus_of(device)
-    return None if bus is None else gpu.process_bytes(library, bus, os.getpid(), at_least=reserved)
+    return None if bus is None else machine.gpu_process_bytes(library, bus, os.getpid(), at_least=reserved)
 
 
 @functools.cache

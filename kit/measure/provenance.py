@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kit import gpu, machine, nccl
+from kit import machine, nccl
 from kit.results.records import utc
 from kit.target import kit_version
 
@@ -100,7 +100,7 @@ def cuda_state() -> dict[str, Any]:
 
 def gpu_state() -> dict[str, Any]:
     """Driver and all GPUs of the box. An idle link drops to a lower PCIe generation; `pcie_gen_max` is the highest it can reach."""
-    rows, why = gpu.query(*_GPU_FIELDS.values())
+    rows, why = machine.query_gpus(*_GPU_FIELDS.values())
     if why is not None:
         return {"driver": None, "gpus": [], "why": _public(why)}
     gpus = [dict(zip(_GPU_FIELDS, map(_cell, row), strict=True)) for row in rows]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kit import gpu, machine
+from kit import machine
 from kit.errors import KitError, RankTimeout
 from kit.preflight.run import shm_names
 from kit.world import World
@@ -90,7 +90,7 @@ def seats(report: Report, device: str, settings: Settings) -> None:
 
 def architecture(place: Seen) -> Line:
     major, minor = place["capability"]
-    fits, built = gpu.runs(place["built_for"], (major, minor)), " ".join(place["built_for"])
+    fits, built = machine.runs_on_gpu(place["built_for"], (major, minor)), " ".join(place["built_for"])
     return "architecture", fits, f"{place['name']} is sm_{major}{minor}; torch is built for {built}"
 
 
@@ -104,7 +104,7 @@ def watchdog(places: Sequence[Seen]) -> Line:
 
 def compute_mode(shared: bool) -> Line:
     """More than one process may use the GPU, where ranks share it."""
-    rows, why = gpu.query("compute_mode", timeout_s=NVIDIA_SMI_S)
+    rows, why = machine.query_gpus("compute_mode", timeout_s=NVIDIA_SMI_S)
     modes = sorted({mode for (mode,) in rows})
     if not modes:
         return "compute mode", None, why or "nvidia-smi lists no GPU"

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from kit.results.comparison import compare, outcomes
     from kit.results.frames import export, with_ids
     from kit.results.records import COLUMNS, Record, RecordWriter
-    from kit.results.run import Run, create_run, list_runs, newest_run, runs_dir, to_frame
-    from kit.results.timeline import trace, write_trace
+    from kit.results.run import Run, create_run, list_runs, newest_run, runs_dir, to_frame, trace, write_trace
     from kit.results.verdict import (
         Check,
         Measured,
@@ -38,8 +37,9 @@ __all__ += ["incomplete", "judge", "load_tolerances", "read_verdict", "save_tole
 _HOMES = {
     **dict.fromkeys(("compare", "outcomes"), "comparison"),
     **dict.fromkeys(("COLUMNS", "Record", "RecordWriter"), "records"),
-    **dict.fromkeys(("Run", "create_run", "list_runs", "newest_run", "runs_dir", "to_frame"), "run"),
-    **dict.fromkeys(("trace", "write_trace"), "timeline"),
+    **dict.fromkeys(
+        ("Run", "create_run", "list_runs", "newest_run", "runs_dir", "to_frame", "trace", "write_trace"), "run"
+    ),
     "export": "frames",
     "with_ids": "frames",
 }

@@ -1,17 +1,24 @@
-"""Runs side by side: each run's verdict, and its medians aligned by phase, rank, metric and ids, against the first run's."""
+"""Runs side by side: each run's verdict, and its medians aligned by phase, rank, metric and ids, against the first run's.
+
+And what named machines recorded of a bench, each shown with its machine, so that nobody takes it for a measurement of this one.
+"""
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
 from kit.results.frames import labels, with_ids
-from kit.results.records import to_json
+from kit.results.records import read_json, to_json
 from kit.results.run import Run
-from kit.results.units import ROW
+from kit.results.units import ROW, amount, columns, table_html
 from kit.results.verdict import VerdictRow, without_parts
+from kit.target import shipped
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +58,7 @@ def compare(runs: Sequence[Run]) -> pd.DataFrame:
 def settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """The settings in which the runs differ, by name: what each of them had."""
     configs: list[Mapping[str, Any]] = [{**run.config, "fault": run.fault, "lab": run.lab} for run in runs]
-    names = list(dict.fromkeys(name for config in configs for name in config))
+    names = dict.fromkeys(name for config in configs for name in config)
     found = {name: [config.get(name) for config in configs] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
@@ -75,14 +82,14 @@ def warnings(runs: Sequence[Run]) -> list[str]:
 
 def differing(runs: Sequence[Run]) -> list[str]:
     """What sets each run apart from the others of its lab, in words: the settings that differ, a few of them, and its fault."""
-    return [_apart(run, settings([run, *(other for other in runs if other.lab == run.lab)])) for run in runs]
 
+    def apart(run: Run) -> str:
+        found = settings([run, *(other for other in runs if other.lab == run.lab)])
+        words = [f"{name}={in_words(values[0])}" for name, values in found.items() if name != "fault"]
+        more = [f"{len(words) - NAMED} more settings"] if len(words) > NAMED else []
+        return ", ".join([*words[:NAMED], *more, *([f"fault {run.fault}"] if run.fault else [])])
 
-def _apart(run: Run, apart: Mapping[str, Sequence[Any]]) -> str:
-    names = [name for name in apart if name != "fault"]
-    words = [f"{name}={in_words(apart[name][0])}" for name in names[:NAMED]]
-    more = [f"{len(names) - NAMED} more settings"] if len(names) > NAMED else []
-    return ", ".join([*words, *more, *([f"fault {run.fault}"] if run.fault else [])])
+    return [apart(run) for run in runs]
 
 
 def labelled(runs: Sequence[Run]) -> dict[str, str]:
@@ -104,12 +111,12 @@ def answers_changed(base: Run, run: Run) -> list[tuple[str, VerdictRow | None, V
 
 
 def informative(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a comparison that say something about the runs."""
+    """A comparison without noise."""
     return table[~table["metric"].str.endswith(NOISE)]
 
 
 def compact(table: pd.DataFrame, *, several: bool = False) -> pd.DataFrame:
-    """The columns of a comparison that fit a screen, with the ids in the metric's name. `several` says whose each row is."""
+    """The columns of a comparison that fit a screen, with the ids in the metric's name. With `several` each row names its run."""
     run = ["run"] if several or table["run"].nunique() > 1 else []
     return table.assign(metric=labels(table), ratio=table["ratio"].round(3))[
         [*run, "phase", "metric", "rank", "base", "value", "ratio", "n", "unit"]
@@ -149,9 +156,8 @@ def _differ(one: tuple[str, float] | None, other: tuple[str, float] | None) -> b
     """Whether an outcome is missing in one run, or differs. Equal texts may both have no value; NaN without a text always differs."""
     if one is None or other is None or one[0] != other[0]:
         return True
-    if one[0] and math.isnan(one[1]) and math.isnan(other[1]):
-        return False
-    return one[1] != other[1]
+    without_values = one[0] and math.isnan(one[1]) and math.isnan(other[1])
+    return not without_values and one[1] != other[1]
 
 
 def _medians(run: Run) -> pd.DataFrame:
@@ -177,3 +183,101 @@ def _change(base: float, value: float) -> float:
     if not (math.isfinite(base) and math.isfinite(value)) or base * value <= 0:
         return math.inf
     return abs(math.log(abs(value)) - math.log(abs(base)))
+
+
+# -- bench results of named machines that come with the kit, as `kit reference` and `kit bench --json` write them ----------
+
+MET = {None: "", True: "met", False: "not met"}
+FOLDER = shipped("data/reference")
+HEAD = ("what", "who", "median", "low to high", "n", "at most", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The rows that one machine recorded of a bench."""
+
+    folder: str
+    provenance: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    @property
+    def head(self) -> str:
+        return f"recorded on {self.folder}, not here: {machine(self.provenance)}"
+
+    @property
+    def table(self) -> tuple[Sequence[str], list[list[str]]]:
+        """A row for each measurement; where several did the same, a row for what was measured and a column for each of them."""
+        who = [*dict.fromkeys(row["who"] for row in self.rows)]
+        by = {(row["what"], row["who"]): row for row in self.rows}
+        what = [*dict.fromkeys(row["what"] for row in self.rows)]
+        if len(what) * len(who) > 1.5 * len(self.rows) or len(who) == 1:
+            return HEAD, list(map(_cells, self.rows))
+        cells = [[one, *(_median(by.get((one, each))) for each in who)] for one in what]
+        return ("what, median", *who), cells
+
+
+class Shown(list[Recorded]):
+    """A table per machine, under the machine's name, apart from the reader's own numbers."""
+
+    def __repr__(self) -> str:
+        tables = ((one.head, *one.table) for one in self)
+        return "\n\n".join("\n".join([about, columns([[*head], *rows])]) for about, head, rows in tables)
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            table_html(
+                head,
+                [list(map(html.escape, cells)) for cells in rows],
+                right=range(1 + (head is HEAD), len(head)),
+                caption=f"<i>{html.escape(about)}</i>",
+            )
+            for about, head, rows in ((one.head, *one.table) for one in self)
+        )
+
+
+def recorded(bench: str, containing: str = "", *, folder: Path = FOLDER) -> Shown:
+    """What each machine recorded of a bench, such as "bench-sync": the rows whose name contains a text.
+
+    A bench may have a file for each of its parts, such as "bench-sync.model"; their rows come together."""
+    found = Shown()
+    for home in sorted({path.parent for path in folder.glob("*/*.json")}):
+        files = [path for name in (f"{bench}.json", f"{bench}.*.json") for path in sorted(home.glob(name))]
+        parts = [read_json(path) for path in files]
+        rows = [row for part in parts for row in part.get("rows") or () if containing in row["what"]]
+        if rows:
+            found.append(Recorded(home.name, next(filter(None, (part.get("provenance") for part in parts))), rows))
+    if not found:
+        there = sorted({path.stem.partition(".")[0] for path in folder.glob("*/bench-*.json")})
+        what = f"{bench!r} with a row that contains {containing!r}" if containing else repr(bench)
+        raise BadInput(f"no reference in {folder} has {what}; there is {', '.join(there) or 'none at all'}")
+    return found
+
+
+def machine(provenance: Mapping[str, Any]) -> str:
+    """The box and the software in one line, as far as they are known."""
+    cpu, gpu, git = (provenance.get(name) or {} for name in ("cpu", "gpu", "git"))
+    gpus = ", ".join(str(one.get("name")) for one in gpu.get("gpus") or ())
+    versions = {"Python": provenance.get("python"), **(provenance.get("versions") or {}), "kit": provenance.get("kit")}
+    commit = git.get("commit")
+    parts = [
+        f"{cpu['affinity']} of {cpu.get('cores')} cores" if cpu.get("affinity") else "",
+        cpu.get("model"),
+        gpus or ("no GPU" if gpu else ""),
+        *(f"{name} {version}" for name, version in versions.items() if version),
+        f"commit {commit[:12]}{' with changes' if git.get('dirty') else ''}" if commit else "",
+        provenance.get("time"),
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def _median(row: dict[str, Any] | None) -> str:
+    """With a word where it fell short."""
+    return "" if row is None else amount(row["median"], row["unit"]) + (" (not met)" if row["met"] is False else "")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if row["median"] is None:
+        return [row["what"], row["who"], "-", "", "", "", row["note"]]
+    median, low, high, limit = (amount(row[name], row["unit"]) for name in ("median", "low", "high", "limit"))
+    limit, spread = "" if row["limit"] is None else limit, f"{low} to {high}"
+    return [row["what"], row["who"], median, spread, str(row["n"]), limit, MET[row["met"]]]

@@ -12,10 +12,12 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree as ET
 
 from kit.errors import BadInput, KitError
 from kit.machine import is_gone, owner
@@ -29,13 +31,17 @@ from kit.results.records import (
     Columns,
     Record,
     RecordWriter,
+    make_folder,
     note,
     parse,
+    rank_name,
     read_bytes,
     read_json,
     rewrite_json,
+    to_json,
     utc,
     write_json,
+    write_text,
 )
 from kit.results.units import ROW
 from kit.results.verdict import (
@@ -48,6 +54,7 @@ from kit.results.verdict import (
     measure,
     read_verdict,
     suspect_in,
+    tally,
 )
 from kit.target import kit_version
 
@@ -98,10 +105,8 @@ class Run:
             raise BadInput(f"there is no run folder {self.dir}")
         try:
             if not path.is_file():
-                sweep = (
-                    "; it holds the runs of a sweep: `kit runs DIR` lists them" if (self.dir / INDEX).is_file() else ""
-                )
-                raise BadInput(f"{self.dir} is not a run: it has no run.json{sweep}")
+                sweep = (self.dir / INDEX).is_file() and "; it holds the runs of a sweep: `kit runs DIR` lists them"
+                raise BadInput(f"{self.dir} is not a run: it has no run.json{sweep or ''}")
             stamp = _stamp([path])
         except PermissionError:
             raise BadInput(f"cannot read {path}: Permission denied") from None
@@ -127,9 +132,8 @@ class Run:
 
     @property
     def roles(self) -> dict[int, str]:
-        about = self.provenance.get("world")
-        roles = about.get("roles") if isinstance(about, dict) else None
-        return {int(rank): str(name) for name, ranks in (roles or {}).items() for rank in ranks}
+        roles = (self.provenance.get("world") or {}).get("roles") or {}
+        return {int(rank): str(name) for name, ranks in roles.items() for rank in ranks}
 
     @property
     def status(self) -> str:
@@ -142,7 +146,6 @@ class Run:
 
     @property
     def broke(self) -> bool:
-        """It came to an end that was not its own."""
         return self.status in {"stopped", "interrupted", "failed"}
 
     @property
@@ -155,7 +158,7 @@ class Run:
 
     @property
     def own(self) -> bool:
-        """Somebody's own job wrote it, with a Recorder."""
+        """A user's own job wrote it, with a Recorder."""
         return self.lab == "own" or "launch" in self.info()
 
     @property
@@ -165,7 +168,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """What a person calls the run, or has noted of it; set it with `run.label = "..."`. Empty where nobody has."""
+        """A person's name for the run, or a note on it; set it with `run.label = "..."`. Empty without one."""
         path = self.dir / LABEL
         found = read_json(path) if path.is_file() else ""
         return " ".join(found.split()) if isinstance(found, str) else ""
@@ -180,12 +183,12 @@ class Run:
     def notes(self) -> list[str]:
         """What a reader of the numbers should know, one sentence each."""
         status = {
-            "running": ["the run has not finished"],
-            "stopped": ["a person stopped the run"],
-            "interrupted": ["the run was interrupted: the process that wrote it is gone"],
-            "failed": [f"the run failed: {self.error or 'no reason was recorded'}"],
+            "running": "the run has not finished",
+            "stopped": "a person stopped the run",
+            "interrupted": "the run was interrupted: the process that wrote it is gone",
+            "failed": f"the run failed: {self.error or 'no reason was recorded'}",
         }
-        return [*status.get(self.status, []), *self._load()[1]]
+        return [*filter(None, [status.get(self.status)]), *self._load()[1]]
 
     def frame(self) -> pd.DataFrame:
         """The records as a table: run, lab, cycle, phase, rank, metric, value, unit, time, text, ids, start. Yours to change."""
@@ -212,30 +215,24 @@ class Run:
 
     def _measured(self, checks: Sequence[Check]) -> list[Answer]:
         """What the checks found, cached until the records grow: limits move far more often than records arrive."""
-        frame, about = self._load()[0], (self.config, self._whole)
-        known = self._answers
-        if known is None or known[0] is not frame or known[1] != about:
-            suspect = suspect_in(self.config, self.fault) if self._whole else ""
+        frame, info, config = self._load()[0], self.info(), self.config
+        # No record will follow, and this kit's labs wrote them: if a check lacks records, something kept them away.
+        # Older kits, which wrote no schema, coded texts and ids in the names of metrics.
+        done = self._complete or (self.status == "finished" and info.get("kit") == kit_version())
+        whole = done and "schema" in info
+        if self._answers is None or self._answers[0] is not frame or self._answers[1] != (config, whole):
             given = frame.copy()
             given.attrs["folder"] = str(self.dir)  # for checks of other files that a system wrote beside its records
-            answers = measure(given, self.config, checks, suspect, whole=self._whole)
-            known = self._answers = frame, about, answers
-        return known[2]
-
-    @property
-    def _whole(self) -> bool:
-        """No record will follow, and this kit's labs wrote them: if a check lacks records, something kept them away."""
-        own = self.status == "finished" and self.info().get("kit") == kit_version()
-        return (
-            self._complete or own
-        ) and "schema" in self.info()  # older kits coded texts and ids in the names of metrics
+            suspect = suspect_in(config, self.fault) if whole else ""
+            self._answers = frame, (config, whole), measure(given, config, checks, suspect, whole=whole)
+        return self._answers[2]
 
     def shown_verdict(self) -> Verdict:
         """The verdict as it was given at the run's end; without one, what the checks say of its records now."""
         return self.stored_verdict() or self.verdict()
 
     def about(self) -> dict[str, Any]:
-        """What a table of this run comes with: its provenance and its config."""
+        """The provenance and the config that a table of this run comes with."""
         names = ("id", "lab", "config", "fault", "status", "partial", "notes")
         return {**self.provenance, "run": {name: getattr(self, name) for name in names}}
 
@@ -275,8 +272,7 @@ def memory_snapshots(run: Run) -> str:
     found = sorted(run.dir.glob(f"{SNAPSHOTS}/rank*.pickle"), key=lambda path: (len(path.name), path.name))
     if found:
         return f"{', '.join(f'{SNAPSHOTS}/{path.name}' for path in found)}; {VIEWER}"
-    device = str((run.provenance.get("world") or {}).get("device", ""))
-    if device == "cpu":
+    if (run.provenance.get("world") or {}).get("device") == "cpu":
         return "none: the ranks worked on the CPU, and PyTorch keeps a history of its CUDA allocator only"
     return "none: no rank came to write one; its log says why where something prevented it"
 
@@ -326,21 +322,18 @@ def _checked_info(path: Path, info: object) -> dict[str, Any]:
         raise BadInput(f"{path} is damaged: it must be a JSON object with run, lab and status")
     if info["status"] not in STATUSES:
         raise BadInput(f"{path} is damaged: status is {info['status']!r}, allowed are {', '.join(STATUSES)}")
-    for keys, kind, words in (
-        (("config", "provenance"), dict, "a JSON object"),
-        (("started", "finished", "fault", "error"), str, "text or null"),
-    ):
-        if wrong := [key for key in keys if not isinstance(info.get(key), kind | None)]:
-            raise BadInput(f"{path} is damaged: {wrong[0]} must be {words}")
+    for key in ("config", "provenance", "started", "finished", "fault", "error"):
+        kind, words = (dict, "a JSON object") if key in {"config", "provenance"} else (str, "text or null")
+        if not isinstance(info.get(key), kind | None):
+            raise BadInput(f"{path} is damaged: {key} must be {words}")
     return info
 
 
 # -- the records as a table ------------------------------------------------------------------------------------------------
 
 
-def to_frame(records: Iterable[Record]) -> pd.DataFrame:
-    rows = list(records)
-    return frame_of({name: [getattr(row, name) for row in rows] for name in COLUMNS})
+def to_frame(records: Sequence[Record]) -> pd.DataFrame:
+    return frame_of({name: [getattr(row, name) for row in records] for name in COLUMNS})
 
 
 def frame_of(columns: Columns) -> pd.DataFrame:
@@ -399,19 +392,16 @@ class File:
 
 
 class RunWriter:
-    """The one process that owns a run's folder. The status stays `running` until `finish` or `fail` is called."""
+    """The one process that owns a run's folder. The status stays `running` until `finish` is called."""
 
     def __init__(self, folder: Path, info: dict[str, Any]) -> None:
         self.dir = folder
-        self.id = str(info["run"])
-        self.lab = str(info["lab"])
+        self.id, self.lab = str(info["run"]), str(info["lab"])
         self._info = info
         (folder / "logs").mkdir(exist_ok=True)
-        rewrite_json(folder / "run.json", info)
+        self._update()
         self._records = RecordWriter(folder / "records.jsonl")
-
-    def append(self, records: Sequence[Record]) -> None:
-        self._records.append(records)
+        self.append = self._records.append
 
     def set_provenance(self, provenance: Mapping[str, Any]) -> None:
         """Replace the provenance: the ranks' part of it arrives after the folder was made."""
@@ -474,8 +464,7 @@ def unique() -> str:
 
 def runs_dir() -> Path:
     """Where runs go: KIT_RUNS, else `runs` beside the kit's own pyproject.toml, else the user's data folder."""
-    chosen = os.environ.get("KIT_RUNS")
-    if chosen:
+    if chosen := os.environ.get("KIT_RUNS"):
         return Path(chosen).expanduser().absolute()
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "pyproject.toml").is_file():
@@ -498,3 +487,121 @@ def _make_folder(folder: Path, *, exist_ok: bool) -> Path | None:
     except OSError as error:
         raise BadInput(f"cannot make a run folder at {folder}: {error.strerror}") from error
     return folder
+
+
+# -- a run for other programs --------------------------------------------------------------------------------------------
+
+# A timeline for Perfetto or chrome://tracing. Each rank is a process of it: its phases, counters for memory, and its spans (records with a
+# start) as asynchronous events, which the viewer places below the phases, those of one metric together and apart where they overlap. Spans
+# with the id `track`, which do not overlap, are bars on a process of that name instead, named by their text. Events without a duration are
+# marks among the phases. Times are microseconds since the earliest start. Ranks on several nodes are placed by their own clocks.
+
+Row = dict[str, Any]
+
+TRACKS = 1_000_000
+COUNTERS = ("rss", "driver_used")
+
+
+def trace(run: Run) -> dict[str, Any]:
+    """The timeline as Chrome's trace JSON: complete events for timed phases and bars of tracks, asynchronous ones for other spans."""
+    rows: list[Row] = [{str(key): value for key, value in row.items()} for row in run.frame().to_dict("records")]
+    spans: list[Row] = []
+    phases: dict[tuple[int, str, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        instant = math.isnan(row["start"])
+        (phases[row["cycle"], row["phase"], row["rank"]] if instant else spans).append(row)
+    starts = [row["time"] - row["value"] for some in phases.values() for row in some if row["metric"] == "seconds"]
+    if not starts and not spans:
+        raise BadInput(
+            f"run {run.id!r} has no timed phases (no metric 'seconds') and no spans, so there is no timeline to draw"
+        )
+    zero = min(starts + [row["start"] for row in spans])
+    events = [event for some in phases.values() for event in _of_phase(some, zero)]
+    tracks: dict[str, int] = {}  # pids behind those of ranks
+    for number, row in enumerate(spans):
+        about = _about(row)
+        if "track" in about:
+            pid = tracks.setdefault(str(about["track"]), TRACKS + len(tracks))
+            length, name = round((row["time"] - row["start"]) * 1e6, 3), row["text"] or row["metric"]
+            events.append(_event(row, "X", row["start"], zero, name=name, dur=length, pid=pid, args=about))
+        else:
+            ends = (("b", row["start"]), ("e", row["time"]))
+            events += [_event(row, kind, moment, zero, id=number, args=about) for kind, moment in ends]
+    named = {rank + 1: rank_name(rank, run.roles) for rank in sorted({row["rank"] for row in rows})}
+    named |= {pid: name for name, pid in tracks.items()}
+    heads = [{"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for pid, name in named.items()]
+    ordered = sorted(events, key=lambda event: float(event["ts"]))
+    return {"displayTimeUnit": "ms", "otherData": {"run": run.id}, "traceEvents": heads + ordered}
+
+
+def write_trace(run: Run, path: str | Path) -> Path:
+    target = Path(path).expanduser()
+    make_folder(target.parent)
+    write_text(target, to_json(trace(run)) + "\n")
+    return target
+
+
+def _of_phase(rows: list[Row], zero: float) -> Iterator[Row]:
+    """The events of one phase on one rank, which may have run several times in a cycle."""
+    timed = [row for row in rows if row["metric"] == "seconds"]
+    for row in timed:
+        begin = row["time"] - row["value"]
+        others = [one for one in rows if one["metric"] != "seconds" and (len(timed) == 1 or one["time"] == row["time"])]
+        args = {"cycle": row["cycle"], **{_label(one): one["value"] for one in others if not one["ids"]}}
+        yield _event(row, "X", begin, zero, name=row["phase"], dur=round(row["value"] * 1e6, 3), args=args)
+        values = {one["metric"]: one["value"] for one in others}
+        for metric in COUNTERS:
+            for name, moment in ((f"{metric}_before", begin), (metric, row["time"])):
+                if name in values:
+                    yield _event(row, "C", moment, zero, name=metric, args={"bytes": values[name]})
+    for row in rows:
+        if row["ids"] and math.isnan(row["value"]):
+            yield _event(row, "i", row["time"], zero, s="t", args=_about(row))
+
+
+def _about(row: Row) -> Row:
+    ids, text = json.loads(row["ids"] or "{}"), {"text": row["text"]} if row["text"] else {}
+    value = {} if math.isnan(row["value"]) else {_label(row): row["value"]}
+    return {"cycle": row["cycle"], "phase": row["phase"], **ids, **text, **value}
+
+
+def _label(row: Row) -> str:
+    return f"{row['metric']} [{row['unit']}]".removesuffix(" []")
+
+
+def _event(row: Row, kind: str, moment: float, zero: float, **more: object) -> Row:
+    begin = round((moment - zero) * 1e6, 3)
+    return {"name": row["metric"], "cat": row["lab"], "ph": kind, "ts": begin, "pid": row["rank"] + 1, "tid": 0, **more}
+
+
+# -- JUnit XML: a suite for each run, a case for each check ----------------------------------------------------------------
+
+NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def write_junit(runs: Sequence[tuple[Run, Verdict]], path: Path) -> Path:
+    """A check that failed is a failure, one that was not measured is skipped, and a run that broke has an error."""
+    top = ET.Element("testsuites", name="Lifecycle Kit")
+    for run, rows in runs:
+        suite = ET.SubElement(top, "testsuite", name=f"{run.lab} {run.id}")
+        for row in rows:
+            case = ET.SubElement(suite, "testcase", classname=run.lab, name=row.check)
+            if row.passed is not True:
+                kind = "skipped" if row.passed is None else "failure"
+                ET.SubElement(case, kind, message=NOT_XML.sub("", row.why))
+        if run.status != "finished":
+            case = ET.SubElement(suite, "testcase", classname=run.lab, name="run")
+            ET.SubElement(case, "error", message=NOT_XML.sub("", "; ".join(run.notes)))
+        for count, kind in {
+            "tests": "testcase",
+            "failures": "failure",
+            "errors": "error",
+            "skipped": "skipped",
+        }.items():
+            suite.set(count, str(len(suite.findall(f".//{kind}"))))
+        ET.SubElement(suite, "system-out").text = f"{tally(rows)}; {run.dir}"
+    ET.indent(top)
+    path = path.expanduser()
+    make_folder(path.parent)
+    write_text(path, ET.tostring(top, encoding="unicode", xml_declaration=True) + "\n")
+    return path

@@ -26,9 +26,8 @@ from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.labs.discover import checks_of
 from kit.results import Check, NotMeasured, Run, Verdict, VerdictRow, compare, trace
-from kit.results.comparison import changed, compact, differing, in_words, settings, warnings
+from kit.results.comparison import changed, compact, differing, in_words, machine, settings, warnings
 from kit.results.frames import readable
-from kit.results.recorded import machine
 from kit.results.records import ESCAPES, PATTERN, make_folder, to_json, write_text
 from kit.results.run import memory_snapshots
 from kit.results.units import ROW, amount

@@ -1,6 +1,6 @@
 """The agent: one process a node that holds torch loaded, runs torchrun, and ends with the notebook.
 
-It calls the notebook first and imports torch second, so that a notebook that dies early takes it along. Told to launch, it runs
+It calls the notebook first and imports torch second, so that a notebook that dies early takes it along. On `launch` it runs
 torchrun's own command line in this process with `--run-path --start-method fork`: torchrun forks the ranks from here, so torch (and
 what was preloaded) is imported once and not once a rank. No CUDA is touched here, or the forked ranks could not use it: even GPUs
 are counted by a child.
@@ -51,7 +51,7 @@ class Node:
         self.link.send({"role": "agent", "node": node, "pid": os.getpid(), "started": machine.start_time(os.getpid())})
 
     def listen(self) -> None:
-        """Do what the notebook says until it is gone; then take everything along."""
+        """Do what the notebook asks until it is gone; then end everything."""
         try:
             while True:
                 message = self.link.recv()
@@ -71,7 +71,6 @@ class Node:
         os.killpg(0, signal.SIGKILL)
 
     def forget_ranks(self) -> None:
-        """Those before are gone, by whatever way."""
         leftovers.forget_shared(pid for pid, _ in self.ranks.values())
         self.ranks = {}
 
@@ -88,18 +87,18 @@ class Node:
             threading.Thread(target=self.watch, args=(rank, pid), daemon=True).start()
 
     def watch(self, rank: int, pid: int) -> None:
-        """Tell the notebook how a rank ended, at once and without taking its status from torchrun."""
+        """Report at once how a rank ended, without taking its status from torchrun."""
         child = next((one for one in list(multiprocessing.process._children) if one.pid == pid), None)  # type: ignore[attr-defined]
+        status: int | None = None
         try:
             found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:
-            found = None  # torchrun was quicker, and its own handle has the status
-        status = None
-        if found is not None:
-            killed = found.si_code in {os.CLD_KILLED, os.CLD_DUMPED}
-            status = -found.si_status if killed else found.si_status
-        elif child is not None:
-            status = known_status(child)
+            if found is not None:
+                killed = found.si_code in {os.CLD_KILLED, os.CLD_DUMPED}
+                status = -found.si_status if killed else found.si_status
+        except ChildProcessError:  # torchrun was quicker, and its own handle has the status, or will have it soon
+            end = time.monotonic() + STATUS_S
+            while child is not None and (status := child.exitcode) is None and time.monotonic() < end:
+                time.sleep(0.005)
         with contextlib.suppress(ChannelClosed):
             self.link.send({"exit": rank, "pid": pid, "status": status, "at": time.monotonic()})
 
@@ -116,14 +115,6 @@ class Node:
     def on_describe(self, rank: int) -> str:
         pid, started = self.ranks[rank]
         return leftovers.describe(pid, started, self.folder / f"stack{rank}")
-
-
-def known_status(child: multiprocessing.process.BaseProcess) -> int | None:
-    """How a child ended that another thread has just waited for; None if that thread does not say it soon."""
-    end = time.monotonic() + STATUS_S
-    while child.exitcode is None and time.monotonic() < end:
-        time.sleep(0.005)
-    return child.exitcode
 
 
 def read_log(logs: Path, rank: int, offset: int, limit: int) -> bytes:
@@ -189,16 +180,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kit.world.agent", description=__doc__)
     parser.add_argument("--connect", required=True, metavar="HOST:PORT", help="where the notebook listens")
     parser.add_argument("--node", type=int, required=True, help="this machine's number, from 1 on")
-    parser.add_argument(
-        "--folder", type=Path, help="owner-only folder for scratch files (made and removed when not given)"
-    )
+    text = "owner-only folder for scratch files (made and removed when not given)"
+    parser.add_argument("--folder", type=Path, help=text)
     options = parser.parse_args()
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)  # so that the end takes only what was started here
     leftovers.adopt_orphans()
-    folder = options.folder
-    if folder is None:
-        folder = Path(tempfile.mkdtemp(prefix="kit-node-"))
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="kit-node-"))
     key_file = folder / "key"
     key = bytes.fromhex(key_file.read_text() if key_file.exists() else os.environ.pop("KIT_KEY"))
     key_file.unlink(missing_ok=True)  # read once; the ranks get it through the fork, nobody finds it lying about
@@ -217,13 +205,13 @@ def main() -> None:
     while True:
         NODE.launched.wait()
         NODE.launched.clear()
-        order, said, statuses = NODE.order, "", {}
+        order, problem, statuses = NODE.order, "", {}
         device.spare(order["device"])
         preload(order["preload"])
         try:
             torchrun(order)
-        except Exception as failure:  # noqa: BLE001 - whatever torchrun says is passed on; the notebook judges
-            said = f"{type(failure).__name__}: {failure}"
+        except Exception as failure:  # noqa: BLE001 - torchrun's error is passed on; the notebook judges
+            problem = f"{type(failure).__name__}: {failure}"
             statuses = {order["first"] + rank: one.exitcode for rank, one in getattr(failure, "failures", {}).items()}
         with contextlib.suppress(ChannelClosed):
-            NODE.link.send({"ended": order["generation"], "error": said, "statuses": statuses})
+            NODE.link.send({"ended": order["generation"], "error": problem, "statuses": statuses})

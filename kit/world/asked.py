@@ -166,7 +166,7 @@ print(json.dumps([has("torch"), has("megatron.core"), list(sys.version_info[:2])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interpreter:
-    """One candidate and what it has. `where` says how it was found."""
+    """One candidate and what it has. `where`: how it was found."""
 
     path: str
     where: str
@@ -190,13 +190,10 @@ def candidates() -> list[tuple[str, str]]:
     found += [(path, f"{name} on PATH") for name in ("python3", "python") if (path := shutil.which(name))]
     for home in HOMES:
         for inside in ("", ".venv", "venv", "*", "*/.venv", "*/venv", "*/envs/*"):
-            places = sorted(Path(home).expanduser().glob(f"{inside}/bin/python".removeprefix("/")))
-            found += [(str(path), f"found under {home}") for path in places]
-    unique: dict[str, tuple[str, str]] = {}
-    for path, where in found:
-        if Path(path).exists():
-            unique.setdefault(path, (path, where))
-    return list(unique.values())
+            paths = sorted(Path(home).expanduser().glob(f"{inside}/bin/python".removeprefix("/")))
+            found += [(str(path), f"found under {home}") for path in paths]
+    places = {path: (path, where) for path, where in found[::-1] if Path(path).exists()}  # the first of a path counts
+    return [places[path] for path in dict.fromkeys(path for path, _ in found) if path in places]
 
 
 @functools.lru_cache(maxsize=64)
@@ -208,8 +205,8 @@ def probe_python(path: str, where: str) -> Interpreter:
         done = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=30, check=True)
         torch, megatron, (major, minor) = json.loads(done.stdout)
     except subprocess.CalledProcessError as error:
-        said = (error.stderr.strip().splitlines() or [f"it exits with status {error.returncode}"])[-1]
-        problem = no_python(path) or f"does not run: {said}"
+        last = (error.stderr.strip().splitlines() or [f"it exits with status {error.returncode}"])[-1]
+        problem = no_python(path) or f"does not run: {last}"
     except subprocess.TimeoutExpired:
         problem = "does not answer within 30 s"
     except OSError as error:
@@ -224,15 +221,15 @@ def probe_python(path: str, where: str) -> Interpreter:
 
 
 def no_python(path: str) -> str:
-    """That it is none, where it cannot tell the version of one; what else it was asked it may only have quoted."""
+    """That it is no Python, where it does not answer -V like one; its answer to anything else may only quote the question."""
     try:
         done = subprocess.run([path, "-V"], capture_output=True, text=True, errors="replace", timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return "is no Python"
     if done.stdout.startswith("Python "):
         return ""
-    said = (done.stderr.strip() or done.stdout.strip()).partition("\n")[0]
-    return f"is no Python: to -V it says {said}" if said else "is no Python"
+    answer = (done.stderr.strip() or done.stdout.strip()).partition("\n")[0]
+    return f"is no Python: it answers -V with {answer}" if answer else "is no Python"
 
 
 def has(name: str) -> bool:
@@ -259,9 +256,8 @@ def find_python(python: str | None = None) -> Interpreter:
         if found.torch and found.megatron:
             return found
         seen.append(found)
-    for found in seen:
-        if found.torch:
-            return found
+    if with_torch := [found for found in seen if found.torch]:
+        return with_torch[0]
     tried = "; ".join(f"{found.path} {found.verdict()}" for found in seen)
     raise BadInput(f"no Python with torch was found for the ranks ({tried}); give one with python= or KIT_PYTHON")
 

@@ -167,7 +167,11 @@ class Call:
         while mine and rank not in self.answers and member.work.fileno() in readable([member.work.fileno()], 0):
             if not self.crew.hear(member):
                 break  # what it said before it ended: others' ends may have come first
-        phase, answer, status = self.phase if mine else member.phase, self.answers.get(rank), first.status if first else None
+        phase, answer, status = (
+            self.phase if mine else member.phase,
+            self.answers.get(rank),
+            first.status if first else None,
+        )
         if answer is not None and answer.get("exiting"):
             status = answer["exitcode"]
             how = f"called sys.exit({status})"

@@ -48,7 +48,7 @@ class ChannelClosed(KitError):  # noqa: N818 - it is a state, reported as such
 
 
 class Malformed(KitError):  # noqa: N818 - reported with the rank that sent it
-    """A message of an end that holds the key, but does not speak the language."""
+    """A message that breaks the protocol, from an end that holds the key."""
 
 
 class Dropped(ChannelClosed):
@@ -60,7 +60,7 @@ def proof(key: bytes, who: bytes, first: bytes, second: bytes) -> bytes:
 
 
 def readable(fds: Iterable[int], seconds: float) -> set[int]:
-    """Those that have something to read, or have ended; closed ones are passed over. Unlike select(), any number will do."""
+    """Those that have something to read, or have ended; closed ones are passed over. Unlike select(), it takes any number."""
     poll = select.poll()
     for fd in fds:
         if fd >= 0:
@@ -105,10 +105,7 @@ class Link:
         """What is complete after one read, which does not wait: another thread may have read what was announced."""
         with contextlib.suppress(BlockingIOError):
             self._fill(socket.MSG_DONTWAIT)
-        messages = []
-        while (message := self._take()) is not None:
-            messages.append(message)
-        return messages
+        return list(iter(self._take, None))
 
     def _fill(self, flags: int = 0) -> None:
         try:
@@ -122,16 +119,16 @@ class Link:
         self._buffer += chunk
 
     def _take(self) -> Message | None:
-        if len(self._buffer) < HEADER.size + MAC:
+        start = HEADER.size + MAC
+        if len(self._buffer) < start:
             return None
         (length,) = HEADER.unpack_from(self._buffer)
         if length > LIMIT:
             raise ChannelClosed("a frame beyond the limit")
-        end = HEADER.size + MAC + length
+        end = start + length
         if len(self._buffer) < end:
             return None
-        mac = bytes(self._buffer[HEADER.size : HEADER.size + MAC])
-        payload = bytes(self._buffer[HEADER.size + MAC : end])
+        mac, payload = bytes(self._buffer[HEADER.size : start]), bytes(self._buffer[start:end])
         del self._buffer[:end]
         if not hmac.compare_digest(mac, hmac.digest(self._in, self._received.to_bytes(8, "big") + payload, "sha256")):
             raise ChannelClosed("a frame with a wrong signature")
@@ -179,8 +176,7 @@ def take_reports() -> list[str]:
 def read_exactly(sock: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
-        chunk = sock.recv(size - len(data))
-        if not chunk:
+        if not (chunk := sock.recv(size - len(data))):
             raise Dropped("the other end closed the channel during the handshake")
         data += chunk
     return data
@@ -235,19 +231,18 @@ class Stranger:
 class Listener:
     """Accepts callers that hold the key; drops everyone else without harm. Open only while somebody is expected."""
 
-    def __init__(self, key: bytes, *, path: Path | None = None, host: str = "") -> None:
+    def __init__(self, key: bytes, place: Path | str) -> None:
+        """`place` is the path of a Unix socket, or a host."""
         self._key = key
-        if path is not None:
+        if isinstance(place, Path):
             self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._sock.bind(str(path))
-            path.chmod(0o600)
-            self.address = str(path)
+            self._sock.bind(str(place))
+            place.chmod(0o600)
+            self.address = str(place)
         else:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._sock = socket.socket(family, socket.SOCK_STREAM)
-            self._sock.bind((host, 0))
-            name = f"[{host}]" if ":" in host else host
-            self.address = f"{name}:{self._sock.getsockname()[1]}"
+            self._sock = socket.socket(socket.AF_INET6 if ":" in place else socket.AF_INET, socket.SOCK_STREAM)
+            self._sock.bind((place, 0))
+            self.address = f"{f'[{place}]' if ':' in place else place}:{self._sock.getsockname()[1]}"
         self._sock.listen(128)
         self._sock.setblocking(False)
         self._strangers: dict[int, Stranger] = {}
@@ -260,11 +255,11 @@ class Listener:
         self._accept()
         links = []
         for fd, stranger in list(self._strangers.items()):
-            verdict = self._hear(stranger)
-            if verdict is None and time.monotonic() - stranger.since < HANDSHAKE_S:
+            proved = self._hear(stranger)
+            if proved is None and time.monotonic() - stranger.since < HANDSHAKE_S:
                 continue
             del self._strangers[fd]
-            if verdict:
+            if proved:
                 mine, theirs = stranger.nonce, bytes(stranger.data[:NONCE])
                 stranger.sock.setblocking(True)
                 stranger.sock.sendall(proof(self._key, b"listener", mine, theirs))
@@ -293,14 +288,13 @@ class Listener:
                 self._strangers[sock.fileno()] = Stranger(sock, nonce, time.monotonic())
 
     def _hear(self, stranger: Stranger) -> bool | None:
-        """True: proved the key. False: did not. None: not enough said yet."""
+        """Whether it proved the key; None: more of its answer has to come."""
         try:
-            chunk = stranger.sock.recv(NONCE + MAC - len(stranger.data))
+            if not (chunk := stranger.sock.recv(NONCE + MAC - len(stranger.data))):
+                return False
         except BlockingIOError:
             return None
         except OSError:
-            return False
-        if not chunk:
             return False
         stranger.data += chunk
         if len(stranger.data) < NONCE + MAC:
@@ -321,25 +315,8 @@ class Listener:
 # -- who is at the ends of a World's links ----------------------------------------------------------------------------
 
 
-HELLO = ("rank", "node", "pid", "started", "device", "why", "host", "seat")  # what a rank says of itself
+HELLO = ("rank", "node", "pid", "started", "device", "why", "host", "seat")  # what a rank reports of itself
 MALFORMED = (Malformed, KeyError, TypeError, ValueError)  # what a message of an unknown kind leads to
-
-
-def check_node(hello: Message, nodes: int) -> int:
-    """The number of the machine that an agent reports for."""
-    node = hello["node"]
-    if type(node) is not int or not 0 <= node < nodes or type(hello["pid"]) is not int:
-        raise Malformed(f"node {node!r}, pid {hello['pid']!r}")
-    return node
-
-
-def check_rank(hello: Message, numbers: range) -> int:
-    """The number of a rank that reports."""
-    known = {name: hello[name] for name in HELLO}
-    whole = all(type(known[name]) is int for name in HELLO[:4])
-    if not whole or known["rank"] not in numbers or hello["role"] not in {"work", "watch"}:
-        raise Malformed(f"role {hello['role']!r}, {known}")
-    return int(known["rank"])
 
 
 def malformed(who: str, error: Exception) -> KitError:
@@ -398,11 +375,11 @@ class Exit:
 
 @dataclass(slots=True)
 class AgentEnd:
-    """One node's agent: its link and, on this machine, its process."""
+    """One node's agent."""
 
     node: int
     link: Link
     ended: int = -1  # the last generation whose ranks torchrun has seen the end of
-    error: str = ""  # what torchrun said of it
+    error: str = ""  # torchrun's account of it
     statuses: dict[int, int] = field(default_factory=dict)
     answers: dict[int, Any] = field(default_factory=dict)

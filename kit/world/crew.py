@@ -25,10 +25,9 @@ from kit.world.channel import (
     Exit,
     Link,
     Listener,
+    Malformed,
     Member,
     Message,
-    check_node,
-    check_rank,
     malformed,
     readable,
 )
@@ -38,6 +37,11 @@ SENDING_S = 10
 # Settings of the notebook's process that would mislead the ranks: its plotting backend, and a job it may itself be part of.
 NOT_INHERITED = {"MPLBACKEND", "PYTHONHOME"}
 NOT_INHERITED |= {"KIT_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def fits(hello: Message, **wanted: range | None) -> bool:
+    """Does a message have these whole numbers, each in its range where one is given?"""
+    return all(type(hello[name]) is int and (among is None or hello[name] in among) for name, among in wanted.items())
 
 
 class Crew:
@@ -52,12 +56,12 @@ class Crew:
         self.agents: dict[int, AgentEnd] = {}
         self.exits: list[Exit] = []
         self.generation = -1
-        self._next = 0
         self._key = secrets.token_bytes(32)
         self.folder = leftovers.base() / leftovers.mark(self.id)
         self.folder.mkdir(mode=0o700)
         self.logs = plan.logs or self.folder / "logs"  # those that nobody asked for end with the World
         self.logs.mkdir(exist_ok=True)
+        self._agent_log = self.logs / f"torchrun{plan.part.first or ''}.log"  # several Worlds share a folder
         self._process: subprocess.Popen[bytes] | None = None
         self._listener: Listener | None = None
         self._unnamed: list[Link] = []  # proved the key, but have not said who they are
@@ -71,8 +75,7 @@ class Crew:
     def start(self, *, launch: bool = True) -> None:
         """Start this machine's agent, wait for the others, launch the first generation if that is not left to the caller."""
         try:
-            self._listen()
-            self._start_agent()
+            self._start_agent(self._listen())
             self._assemble(lambda: len(self.agents) == self.plan.nodes, "agents")
             if launch:
                 self.launch()
@@ -80,19 +83,18 @@ class Crew:
             self.close()
             raise
 
-    def _listen(self) -> None:
-        if self.plan.nodes == 1:
-            self._listener = Listener(self._key, path=self.folder / "s")
-        else:
-            self._listener = Listener(self._key, host=self.plan.endpoint.rpartition(":")[0].strip("[]"))
+    def _listen(self) -> Listener:
+        if self._listener is None:
+            host = self.plan.endpoint.rpartition(":")[0].strip("[]")
+            self._listener = Listener(self._key, self.folder / "s" if self.plan.nodes == 1 else host)
+        return self._listener
 
-    def _start_agent(self) -> None:
-        assert self._listener is not None
+    def _start_agent(self, listener: Listener) -> None:
         (self.folder / "key").touch(mode=0o600)
         (self.folder / "key").write_text(self._key.hex())
-        command = [self.plan.python.path, str(AGENT), "--node", "0", "--connect", self._listener.address]
+        command = [self.plan.python.path, str(AGENT), "--node", "0", "--connect", listener.address]
         command += ["--folder", str(self.folder)]
-        with self._agent_log().open("ab") as log:
+        with self._agent_log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -105,12 +107,8 @@ class Crew:
         for node in range(1, self.plan.nodes):
             print(
                 f"on machine {node} of {self.plan.nodes - 1} others, where the kit is installed, run:\n"
-                f"  KIT_KEY={self._key.hex()} python -m kit.world.agent --connect {self._listener.address} --node {node}"
+                f"  KIT_KEY={self._key.hex()} python -m kit.world.agent --connect {listener.address} --node {node}"
             )
-
-    def _agent_log(self) -> Path:
-        first = self.plan.part.first  # Worlds that are parts of one whole share a folder
-        return self.logs / (f"torchrun{first}.log" if first else "torchrun.log")
 
     def _environment(self) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
@@ -123,12 +121,11 @@ class Crew:
 
     def launch(self) -> None:
         """Start a generation of ranks under torchrun and wait until all have joined WORLD."""
-        if self._listener is None:
-            self._listen()
+        address = self._listen().address
         self.generation += 1
         self.members, self.exits = [], []
         for agent in self.agents.values():
-            agent.link.send({"do": "launch", "with": self._order(agent.node)})
+            agent.link.send({"do": "launch", "with": self._order(agent.node, address)})
         joined = self._joined = {}
         self._assemble(lambda: len(joined) == self.plan.ranks, "ranks")  # each says first that it is there
         for links in joined.values():
@@ -166,9 +163,8 @@ class Crew:
             self.hear_agents()
         return len(self.agents) == self.plan.nodes
 
-    def _order(self, node: int) -> Message:
+    def _order(self, node: int, address: str) -> Message:
         """torchrun's command line and what the ranks must know."""
-        assert self._listener is not None
         each = self.plan.ranks // self.plan.nodes
         arguments = [f"--nnodes={self.plan.nodes}", f"--node-rank={node}", f"--nproc-per-node={each}"]
         arguments += ["--rdzv-backend=static", f"--rdzv-id=kit-{self.id}-{self.generation}", "--max-restarts=0"]
@@ -179,7 +175,7 @@ class Crew:
         return {
             "generation": self.generation,
             "torchrun": arguments,
-            "address": self._listener.address,
+            "address": address,
             "loopback": self.plan.nodes == 1,
             "first": self.plan.part.first,
             "neighbours": self.plan.neighbours,
@@ -192,22 +188,22 @@ class Crew:
 
     def _assemble(self, complete: Callable[[], bool], what: str) -> None:
         """Let callers in until `complete`, telling who is still missing; a start that fails names why."""
-        assert self._listener is not None
-        deadline = time.monotonic() + self.plan.start_timeout_s
-        told = time.monotonic()
+        listener = self._listen()
+        printed = time.monotonic()
+        deadline = printed + self.plan.start_timeout_s
         while not complete():
             unnamed = [link.fileno() for link in self._unnamed]
-            ready = readable([*self._listener.filenos(), *self._agent_fds(), *unnamed], 0.05)
+            ready = readable([*listener.filenos(), *self._agent_fds(), *unnamed], 0.05)
             for link in [link for link in self._unnamed if link.fileno() in ready]:
                 self._greet(link)  # without waiting: a caller that stops within its first frame keeps nobody
-            self._unnamed += self._listener.welcome()
+            self._unnamed += listener.welcome()
             self.hear_agents()
             self._check_start(what)
             self.tick()
             if time.monotonic() > deadline:
                 raise KitError(f"{self._missing(what)} after {self.plan.start_timeout_s:g} s; {self._last_words()}")
-            if time.monotonic() - told > 5 and self.plan.nodes > 1:
-                told = time.monotonic()
+            if time.monotonic() - printed > 5 and self.plan.nodes > 1:
+                printed = time.monotonic()
                 print(self._missing(what))
 
     def _greet(self, link: Link) -> None:
@@ -217,9 +213,14 @@ class Crew:
                 return
             (hello,) = messages
             if hello["role"] == "agent":
-                self.agents[check_node(hello, self.plan.nodes)] = AgentEnd(hello["node"], link)
+                if not fits(hello, node=range(self.plan.nodes), pid=None):
+                    raise Malformed(f"{hello}")
+                self.agents[hello["node"]] = AgentEnd(hello["node"], link)
             else:
-                self._joined.setdefault(check_rank(hello, self.plan.numbers), {})[hello["role"]] = (link, hello)
+                known = fits(hello, rank=self.plan.numbers, node=None, pid=None, started=None)
+                if not known or hello["role"] not in {"work", "watch"} or not hello.keys() >= set(HELLO):
+                    raise Malformed(f"{hello}")
+                self._joined.setdefault(hello["rank"], {})[hello["role"]] = (link, hello)
         except ChannelClosed:
             link.close()  # it ended; its agent tells how
         except MALFORMED as error:
@@ -231,10 +232,8 @@ class Crew:
             raise RankError(text, rank=hello["rank"], phase="start", traceback=failed["traceback"])
 
     def _check_start(self, what: str) -> None:
-        if self._process is not None and self._process.poll() is not None:
-            raise KitError(
-                f"torchrun ended (exit status {self._process.returncode}) before the {what} joined; {self._last_words()}"
-            )
+        if self._process is not None and (status := self._process.poll()) is not None:
+            raise KitError(f"torchrun ended (exit status {status}) before the {what} joined; {self._last_words()}")
         for agent in self.agents.values():
             if agent.ended == self.generation and agent.error:
                 text = f"the ranks ended before they joined: {agent.error}; {self._last_words()}"
@@ -245,23 +244,22 @@ class Crew:
 
     def _missing(self, what: str) -> str:
         if what == "agents":
-            absent = sorted(set(range(self.plan.nodes)) - set(self.agents))
-            return (
-                f"{len(self.agents)} of {self.plan.nodes} machines have joined; missing: {', '.join(map(str, absent))}"
-            )
-        steps = {rank: len(self._joined.get(rank, {})) for rank in self.plan.numbers}
-        absent = [rank for rank, done in steps.items() if done < min(1 + min(steps.values()), 2)]
-        return f"{self.plan.ranks - len(absent)} of {self.plan.ranks} ranks have joined; missing: {', '.join(map(str, absent))}"
+            number, what = self.plan.nodes, "machines"
+            absent = sorted(set(range(number)) - set(self.agents))
+        else:
+            number, steps = self.plan.ranks, {rank: len(self._joined.get(rank, {})) for rank in self.plan.numbers}
+            absent = [rank for rank, done in steps.items() if done < min(1 + min(steps.values()), 2)]
+        return f"{number - len(absent)} of {number} {what} have joined; missing: {', '.join(map(str, absent))}"
 
     def _last_words(self) -> str:
-        path = self._agent_log()
-        lines = path.read_text(errors="replace").strip().splitlines()[-12:] if path.exists() else []
-        return "torchrun said:\n" + "\n".join(lines) if lines else "torchrun said nothing"
+        log = self._agent_log
+        lines = log.read_text(errors="replace").strip().splitlines()[-12:] if log.exists() else []
+        return "\n".join(["torchrun's last lines:", *lines]) if lines else "torchrun wrote nothing"
 
     # -- taking in what arrives ------------------------------------------------------------------------------------------
 
     def filenos(self) -> list[int]:
-        """What calls in flight wait for: ranks that are busy, and the agents, which report ends."""
+        """Those of ranks that are busy, and of the agents, which report ends."""
         work = [m.work.fileno() for m in self.members if m.call is not None]
         return [*work, *(m.watch.fileno() for m in self.members if m.asked), *self._agent_fds()]
 
@@ -319,7 +317,6 @@ class Crew:
             call.gone |= gone - call.answers.keys()
 
     def calls(self) -> list[Any]:
-        """The calls in flight."""
         return list({id(m.call): m.call for m in self.members if m.call is not None}.values())
 
     # -- talking to agents ------------------------------------------------------------------------------------------
@@ -356,8 +353,7 @@ class Crew:
         agent = self.agents.get(node)
         if agent is None:
             return None
-        self._next += 1
-        number = self._next
+        number = time.monotonic_ns()
         with contextlib.suppress(ChannelClosed):
             agent.link.send({"id": number, "do": do, "with": arguments})
         deadline = time.monotonic() + 2.0
@@ -371,17 +367,15 @@ class Crew:
         deadline = time.monotonic() + seconds
         while True:
             first = min(self.exits, key=lambda one: (one.victim, one.at), default=None)
-            told = first is not None and first.status is not None
-            if told or 0 not in self.agents or time.monotonic() > deadline:
+            known = first is not None and first.status is not None
+            if known or 0 not in self.agents or time.monotonic() > deadline:
                 return first
             readable(self._agent_fds(), 0.02)
             self.hear_agents()
 
     def torchrun_gone(self) -> str | None:
         """How this machine's agent (torchrun) ended, or None while it lives."""
-        if self._process is None:
-            return None
-        if 0 in self.agents and self._process.poll() is None:
+        if self._process is None or (0 in self.agents and self._process.poll() is None):
             return None
         try:
             status = self._process.wait(1.0)
@@ -452,9 +446,8 @@ class Crew:
                 leftovers.end_group(self._process.pid)
                 self._process.wait(10.0)
         deadline = time.monotonic() + 10
-        while (
-            any(m.node == 0 and machine.alive(m.pid, m.started) for m in self.members) and time.monotonic() < deadline
-        ):
+        mine = [m for m in self.members if m.node == 0]
+        while any(machine.alive(m.pid, m.started) for m in mine) and time.monotonic() < deadline:
             time.sleep(0.002)
         leftovers.end_carriers(leftovers.mark(self.id).__eq__)
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -109,7 +109,12 @@ def choose(wanted: str, number: int, neighbours: int, devices: Sequence[int] = (
         there = torch.cuda.device_count()
         counted = f"{there} CUDA device{'s' * (there > 1)} for {neighbours} rank{'s' * (neighbours > 1)}"
         if devices:
-            return placed(devices, local, number, there)
+            gpu = devices[local]
+            if gpu >= there:
+                raise RuntimeError(f"devices={list(devices)} names GPU {gpu}, and there are {there}, numbered from 0")
+            if found := on_gpu(gpu, number, f"GPU {gpu} was asked for", shared=devices.count(gpu) > 1):
+                return found
+            raise RuntimeError(f"devices={list(devices)} puts several ranks on GPU {gpu}, which needs NCCL")
         if found := on_gpu(number % there, number, counted, shared=there < neighbours):
             return found
         reason = f"{counted}; without NCCL each rank needs its own"
@@ -118,24 +123,14 @@ def choose(wanted: str, number: int, neighbours: int, devices: Sequence[int] = (
     return Seat(torch.device("cpu"), reason, {})
 
 
-def placed(devices: Sequence[int], local: int, number: int, there: int) -> Seat:
-    """The GPU that was asked for. Ranks of one World on one GPU need an NCCL that lets them share it."""
-    wanted = devices[local]
-    if wanted >= there:
-        raise RuntimeError(f"devices={list(devices)} names GPU {wanted}, and there are {there}, numbered from 0")
-    found = on_gpu(wanted, number, f"GPU {wanted} was asked for", shared=devices.count(wanted) > 1)
-    if found is None:
-        raise RuntimeError(f"devices={list(devices)} puts several ranks on GPU {wanted}, which needs NCCL")
-    return found
-
-
 def on_gpu(gpu: int, number: int, why: str, *, shared: bool) -> Seat | None:
     """This rank on this GPU; None where several ranks are to share it and there is no NCCL."""
     if not shared:
         return Seat(torch.device("cuda", gpu), why, {})
-    how = nccl.sharing(nccl.running(), number)
-    told = f"{why}, shared {how.told}; communication times: {nccl.SHARED_GPU}" if how else ""
-    return Seat(torch.device("cuda", gpu), told, how.env) if how else None
+    if (how := nccl.sharing(nccl.running(), number)) is None:
+        return None
+    why = f"{why}, shared {how.told}; communication times: {nccl.SHARED_GPU}"
+    return Seat(torch.device("cuda", gpu), why, how.env)
 
 
 # -- in the process that forks the ranks -----------------------------------------------------------------------------------
@@ -153,7 +148,7 @@ def spare(device: str) -> None:
 
 
 def restore() -> None:
-    """In a rank, whose driver is its own."""
+    """In a rank, which has a driver of its own."""
     if _plain is not None:
         setattr(_C, COUNT, _plain)
 

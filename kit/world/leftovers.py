@@ -43,7 +43,6 @@ class Leftover:
     sure: bool
 
     def to_json(self) -> dict[str, object]:
-        """`since`: the time of day of its start."""
         since = datetime.fromtimestamp(machine.started_at(self.started)).astimezone()
         return {**asdict(self), "since": f"{since:%Y-%m-%d %H:%M:%S}"}
 
@@ -160,10 +159,8 @@ def kill(pid: int, started: int, *, group: bool = False) -> bool:
     if machine.start_time(pid) != started:
         return False
     with contextlib.suppress(ProcessLookupError):
-        if group and os.getpgid(pid) == pid:
-            os.killpg(pid, signal.SIGKILL)
-        else:
-            os.kill(pid, signal.SIGKILL)
+        kill_one = os.killpg if group and os.getpgid(pid) == pid else os.kill
+        kill_one(pid, signal.SIGKILL)
     return True
 
 

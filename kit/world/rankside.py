@@ -17,6 +17,7 @@ import faulthandler
 import functools
 import importlib
 import io
+import itertools
 import linecache
 import os
 import re
@@ -34,10 +35,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from kit import nccl2, target
+from kit import nccl2, routing, target
 from kit.errors import BadInput, KitError
 from kit.machine import start_time
-from kit.routing import requested
 from kit.world import agentside, leftovers
 from kit.world.channel import ChannelClosed, Link, Message, connect, reporting, take_reports
 from kit.world.device import choose, prepare, restore
@@ -48,46 +48,41 @@ VICTIM = ("gloo/transport", "NCCL error", "ncclRemoteError", "Connection closed 
 
 
 class Rank:
-    """What one rank knows of itself. `names` is the namespace that persists between cells.
+    """A rank's state. `names` is the namespace that persists between cells.
 
-    `number` is what the notebook calls it: in one of several Worlds it counts through all of them, `rank` does not.
+    `number` is the notebook's number for it: in one of several Worlds it counts through all of them, `rank` does not.
     """
 
     def __init__(self, node: agentside.Node) -> None:
-        self.rank = int(os.environ["RANK"])
-        self.world_size = int(os.environ["WORLD_SIZE"])
-        self.local_rank = int(os.environ["LOCAL_RANK"])
-        self.order = node.order
-        self.number = number_of(node.order)
+        self.rank, self.world_size, local_rank = (
+            int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        )
+        self.order = order = node.order
+        self.number = number_of(order)
         os.environ["KIT_RANK"] = str(self.number)  # for a lab on this rank
-        self.folder = node.folder
         self.phase = "start"
         self.busy = False
         self.call = 0  # the request it works at
         self.interrupted = 0  # the request that is to stop, which may not have begun yet
         self.all_here = threading.Event()
         self.main = threading.main_thread()
-        prepare(os.environ, self.order["device"], node.folder)
+        devices = order["devices"]
+        prepare(os.environ, order["device"], node.folder)
         self.device, self.why, needed = choose(
-            self.order["device"],
-            self.order["first"] + self.local_rank,
-            self.order["neighbours"],
-            tuple(self.order["devices"]),
-            self.local_rank,
+            order["device"], order["first"] + local_rank, order["neighbours"], tuple(devices), local_rank
         )
-        self.seat = self.order["devices"][self.local_rank] if self.order["devices"] else self.device.index
+        self.seat = devices[local_rank] if devices else self.device.index
         for name, value in needed.items():
             os.environ.setdefault(name, value)  # a person's own setting stays
         if self.device.type != "cuda" and (torch.version.cuda or torch.version.hip):
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # whatever asks whether there is a GPU gets the World's answer
         # Cells run as __main__, so that what they define can be pickled among ranks.
-        module = types.ModuleType("__main__")
-        sys.modules["__main__"] = module
-        self.names: dict[str, Any] = module.__dict__
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        self.names: dict[str, Any] = sys.modules["__main__"].__dict__
         self.names.update(
             rank=self.rank,
             world_size=self.world_size,
-            local_rank=self.local_rank,
+            local_rank=local_rank,
             device=self.device,
             torch=torch,
             dist=dist,
@@ -119,14 +114,9 @@ class Rank:
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.set_device(self.device)
-        if requested():
-            from kit.world import routing  # where it was not asked for it is not even loaded
-
-            routing.install()
-        over_gpus = "cpu:gloo,cuda:nccl"
-        if nccl2.requested():
-            nccl2.install()
-            over_gpus = nccl2.WORLD
+        routing.install()
+        nccl2.install()
+        over_gpus = nccl2.WORLD if nccl2.requested() else "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             over_gpus if cuda else "gloo",
             store=PrefixStore(f"kit/{self.order['generation']}", store),
@@ -179,7 +169,6 @@ class Rank:
             end()
 
     def look(self) -> Message:
-        """What the main thread is doing, seen from the side."""
         frame = sys._current_frames().get(self.main.ident or 0)  # the documented way to another thread's frame
         return {
             "phase": self.phase,
@@ -196,8 +185,8 @@ def number_of(order: Message) -> int:
 def collective_counts() -> dict[str, int]:
     """Per registered group, by name, how many collectives this rank has entered."""
     counts: dict[str, int] = {}
-    groups: list[tuple[Any, str]] = list(dist.distributed_c10d._world.pg_names.items())
-    for group, name in groups:  # the only list of groups there is
+    groups: list[tuple[Any, str]] = list(dist.distributed_c10d._world.pg_names.items())  # the only list of groups
+    for group, name in groups:
         with contextlib.suppress(RuntimeError, KitError):  # of a handle whose group is suspended, say
             counts[name] = group._get_sequence_number_for_group()
     return counts
@@ -216,7 +205,7 @@ def end() -> None:
 class LogStream(io.RawIOBase):
     """A rank's output: straight into its log file, at the level of file descriptors, so that C libraries and crashes are in it too.
 
-    A full disk loses output and counts it; it never raises in the code that printed."""
+    A full disk loses output, which is counted; it never raises in the code that printed."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -225,8 +214,7 @@ class LogStream(io.RawIOBase):
     @classmethod
     def install(cls, folder: str, rank: int) -> LogStream:
         """Make the log this process's stdout and stderr."""
-        path = Path(folder) / f"rank{rank}.log"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        fd = os.open(Path(folder) / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(fd, 1)
         os.dup2(fd, 2)
         os.close(fd)
@@ -314,14 +302,14 @@ def failure(error: BaseException) -> Message:
     shown = error.__traceback__
     while shown is not None and shown.tb_frame.f_code.co_filename.startswith(OWN):
         shown = shown.tb_next
-    words = text_of(error)
+    words, status = text_of(error), getattr(error, "code", None)
     return {
         "error": f"{type(error).__name__}: {words}".strip().removesuffix(":"),
         "traceback": "".join(traceback.format_exception(type(error), error, shown)),
         # Errors that only tell that another rank is gone or late: never the cause when there is another error.
         "victim": type(error).__name__.startswith(("Dist", "Peer")) or any(mark in words for mark in VICTIM),
         "refused": words if isinstance(error, BadInput) else "",
-        "exitcode": exit_code(error) if isinstance(error, SystemExit) else None,
+        "exitcode": status if isinstance(status, int) else 0 if status is None else 1,
     }
 
 
@@ -330,12 +318,6 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception as worse:  # noqa: BLE001 - a person's own __str__ may raise anything
         return f"(its text raises {type(worse).__name__})"
-
-
-def exit_code(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    return error.code if isinstance(error.code, int) else 1
 
 
 OWN = (
@@ -366,45 +348,34 @@ def stack_of(frame: FrameType | None) -> str:
     """The stack from the user's code on."""
     if frame is None:
         return ""
-    users = []
-    for inner, line in traceback.walk_stack(frame):
-        if inner.f_code in ENTRIES:
-            break
-        users.append((inner, line))
-    return "".join(traceback.StackSummary.extract(users[::-1]).format())
+    users = list(itertools.takewhile(lambda step: step[0].f_code not in ENTRIES, traceback.walk_stack(frame)))
+    return "".join(traceback.StackSummary.extract(iter(users[::-1])).format())
 
 
 def in_collective(frame: FrameType | None) -> bool:
     """Does the innermost Python frame wait for other ranks?"""
-    depth = 0
-    inner = frame
-    while inner is not None and depth < 3:  # a decorator or two may stand between
-        if inner.f_globals.get("__name__", "").startswith(WAITING_MODULES):
-            return True
-        inner = inner.f_back
-        depth += 1
-    return frame is not None and WAITING_CALL.search(current_call(frame)) is not None
+    if frame is None:
+        return False
+    innermost = itertools.islice(traceback.walk_stack(frame), 3)  # a decorator or two may stand between
+    if any(inner.f_globals.get("__name__", "").startswith(WAITING_MODULES) for inner, _ in innermost):
+        return True
+    return WAITING_CALL.search(current_call(frame)) is not None
 
 
 def current_call(frame: FrameType) -> str:
     """The source of the call that the frame is in, up to its opening bracket: `work.wait(`."""
-    positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-    line, end_line, column, end = positions
+    line, end_line, column, end = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     if line is None or column is None or end is None:
         return ""
     source = linecache.getline(frame.f_code.co_filename, line)
     text = source.encode()[column : end if end_line == line else None].decode(errors="replace")
-    head = balanced_head(text)
-    return head + "(" if head else ""
-
-
-def balanced_head(call: str) -> str:
-    """`f(a)(b, c)` -> `f(a)`: what is called by the outermost, last call of an expression."""
     depth = 0
-    for index in range(len(call) - 1, -1, -1):
-        depth += (call[index] == ")") - (call[index] == "(")
-        if depth == 0 and call[index] == "(":
-            return call[:index]
+    for index in range(
+        len(text) - 1, -1, -1
+    ):  # from the end back to the bracket that opens the last call: `f(a)(b, c)`
+        depth += (text[index] == ")") - (text[index] == "(")
+        if depth == 0 and text[index] == "(":
+            return text[: index + 1]
     return ""
 
 
@@ -443,7 +414,7 @@ def main() -> None:
             importlib.import_module(module)
         RANK.all_here.wait()
         RANK.join()
-    except Exception as error:  # noqa: BLE001 - any reason not to start is told by name
+    except Exception as error:  # noqa: BLE001 - any reason not to start is reported
         work.send({**RANK.hello("work"), "failed": failure(error)})
         traceback.print_exc()
         os._exit(1)

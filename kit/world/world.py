@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kit.errors import BadInput, KitError
-from kit.gpu import has_driver
+from kit.machine import has_gpu_driver
 from kit.world import asked
 from kit.world.asked import Part, Plan
 from kit.world.calls import Call, Observer, Pending, looks, ranks_word
@@ -154,9 +154,10 @@ class World(Ranks):
         asked.check_seconds("timeout_s", timeout_s)
         if device not in DEVICES:
             raise BadInput(f"device must be one of {', '.join(DEVICES)}, not {device!r}")
-        if device == "cuda" and not has_driver():
+        if device == "cuda" and not has_gpu_driver():
             raise BadInput("device='cuda' needs a GPU driver, and this machine has none; use device='cpu' or 'auto'")
         self.timeout_s = timeout_s
+        self._count = f"{ranks} rank{'s' if ranks > 1 else ''}"
         self.observer: Observer = observer or Printer()
         self._lock = threading.RLock()
         self._turn = threading.RLock()
@@ -164,8 +165,6 @@ class World(Ranks):
         self.dead = ""  # why, once it is
         self._closed = False
         self._next = 0
-        if start_timeout_s is None:
-            start_timeout_s = START_TIMEOUT_S if nodes == 1 else 3600.0
         self._crew = Crew(
             Plan(
                 ranks=ranks,
@@ -176,7 +175,7 @@ class World(Ranks):
                 env=asked.check_env(env or {}),
                 preload=asked.check_preload(preload),
                 logs=None if logs is None else asked.writable_folder(logs),
-                start_timeout_s=start_timeout_s,
+                start_timeout_s=start_timeout_s or (START_TIMEOUT_S if nodes == 1 else 3600.0),
                 # Ranks give up on a collective after the notebook did, so that the notebook's diagnosis comes first.
                 group_timeout_s=max(1800.0, 2 * timeout_s),
                 part=part or Part(0, ranks),
@@ -358,7 +357,7 @@ class World(Ranks):
         rows = "; ".join(
             f"rank {r['rank']}: pid {r['pid']}, {r['device']}, {r['phase']}, {r['state']}" for r in self.status()
         )
-        return f"<World of {count(self.ranks)}, {self.state}: {rows}>"
+        return f"<World of {self._count}, {self.state}: {rows}>"
 
     def _repr_html_(self) -> str:
         columns = ("rank", "pid", "host", "device", "phase", "state")
@@ -366,11 +365,7 @@ class World(Ranks):
         cells = ("".join(f"<td>{html.escape(str(row[name]))}</td>" for name in columns) for row in self.status())
         body = "".join(f"<tr>{row}</tr>" for row in cells)
         why = f"<p>{html.escape(self.dead)}</p>" if self.dead else ""
-        return f"<b>World of {count(self.ranks)}, {self.state}</b>{why}<table><tr>{head}</tr>{body}</table>"
-
-
-def count(ranks: int) -> str:
-    return f"{ranks} rank{'s' if ranks > 1 else ''}"
+        return f"<b>World of {self._count}, {self.state}</b>{why}<table><tr>{head}</tr>{body}</table>"
 
 
 class Worlds(Ranks):

@@ -143,7 +143,7 @@ def test_sizes_are_those_that_were_asked_for() -> None:
 
 def test_where_there_is_a_driver_a_bench_insists_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver is a file that is made here. No rank starts: the World is made up, and keeps what it was asked."""
-    monkeypatch.setattr("kit.gpu.DRIVERS", (tmp_path / "driver",))
+    monkeypatch.setattr("kit.machine.GPU_DRIVERS", (tmp_path / "driver",))
     assert device_for("auto") == "cpu"
     (tmp_path / "driver").touch()
     assert [device_for(asked) for asked in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]

@@ -46,7 +46,7 @@ def meet(listener: Listener, key: bytes = KEY) -> tuple[Link, Link]:
 
 @pytest.fixture(params=["unix", "tcp"])
 def listener(request: pytest.FixtureRequest, tmp_path: Path):
-    made = Listener(KEY, path=tmp_path / "s") if request.param == "unix" else Listener(KEY, host="127.0.0.1")
+    made = Listener(KEY, tmp_path / "s") if request.param == "unix" else Listener(KEY, "127.0.0.1")
     yield made
     made.close()
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from kit.errors import BadInput
-from kit.gpu import has_driver
 from kit.labs import configure as module
 from kit.labs.configure import check_here, check_target, complaints, configure, find_fault, from_text, validate
 from kit.labs.definition import Definition
 from kit.labs.discover import discover, find
 from kit.labs.options import LabConfig, Option
+from kit.machine import has_gpu_driver
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_what_a_lab_itself_refuses(own: Definition) -> None:
 
 
 def test_a_device_that_is_not_there() -> None:
-    if has_driver():
+    if has_gpu_driver():
         pytest.skip("this machine has a GPU driver")
     with pytest.raises(BadInput, match="device=cuda needs a GPU driver"):
         configure(find("smoke"), {"device": "cuda"}, None)
@@ -282,7 +282,7 @@ def test_the_type_of_weights_is_that_of_the_device(
 ) -> None:
     """A driver is made up: its file is what says that there is one."""
     file = tmp_path / "version"
-    monkeypatch.setattr("kit.gpu.DRIVERS", (file,))
+    monkeypatch.setattr("kit.machine.GPU_DRIVERS", (file,))
 
     def types() -> set[str]:
         return {asdict(validate(find(lab), given))["dtype"] for lab in ("offload", "split", "sync")}
@@ -296,7 +296,7 @@ def test_faults_of_exact_numbers_are_looked_for_in_float32_also_on_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "version").touch()
-    monkeypatch.setattr("kit.gpu.DRIVERS", (tmp_path / "version",))
+    monkeypatch.setattr("kit.machine.GPU_DRIVERS", (tmp_path / "version",))
     split = find("split")
     assert {asdict(validate(split, fault.set))["dtype"] for fault in split.faults} == {"float32"}
 
@@ -314,7 +314,7 @@ def test_float32_that_the_environment_turns_into_tf32_is_refused_before_ranks_st
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, Any], refused: bool
 ) -> None:
     (tmp_path / "version").touch()
-    monkeypatch.setattr("kit.gpu.DRIVERS", (tmp_path / "version",))
+    monkeypatch.setattr("kit.machine.GPU_DRIVERS", (tmp_path / "version",))
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     said = complaints(find("split"), given, None)
     why = "NVIDIA_TF32_OVERRIDE=1 makes float32 products TF32, about 1e-3 off; unset it or use dtype=bfloat16"

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from kit.gpu import has_driver
+from kit.machine import has_gpu_driver
 
-GPU = has_driver()
+GPU = has_gpu_driver()
 NEED_A_GPU = {"7b", "8", "9a", "9b"}
 
 

@@ -11,7 +11,7 @@ import pytest
 from kit.bench.session import Row, row
 from kit.errors import BadInput
 from kit.measure import provenance
-from kit.results.recorded import FOLDER, recorded
+from kit.results.comparison import FOLDER, recorded
 
 
 def keep(folder: Path, part: str, **told: Any) -> None:

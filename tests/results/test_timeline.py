@@ -8,7 +8,7 @@ import pytest
 
 from kit.errors import BadInput
 from kit.results import Run, VerdictRow, trace, write_trace
-from kit.results.timeline import write_junit
+from kit.results.run import write_junit
 from kit.results.verdict import Verdict
 
 T0 = 1_760_000_000.0

@@ -48,8 +48,8 @@ def test_a_wish_that_cannot_be_met_is_refused_and_not_replaced(tmp_path: Path, m
     ("path", "said"),
     [
         ("/bin/false", "is no Python"),
-        ("/bin/ls", r"is no Python: to -V it says \S*ls: .*"),
-        ("/bin/echo", "is no Python: to -V it says -V"),
+        ("/bin/ls", r"is no Python: it answers -V with \S*ls: .*"),
+        ("/bin/echo", "is no Python: it answers -V with -V"),
     ],
 )
 def test_what_is_no_python_says_so_in_one_line(path: str, said: str) -> None:

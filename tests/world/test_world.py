@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kit.errors import BadInput, KitError, RankError
-from kit.gpu import has_driver
+from kit.machine import has_gpu_driver
 from kit.world import World, leftovers
 from kit.world.asked import check_call
 
@@ -336,7 +336,7 @@ def test_a_function_is_called_by_its_name(target: Any) -> None:
         check_call(target, None, {})
 
 
-@pytest.mark.skipif(has_driver(), reason="this machine has a GPU driver")
+@pytest.mark.skipif(has_gpu_driver(), reason="this machine has a GPU driver")
 def test_cuda_without_a_driver_is_refused() -> None:
     with pytest.raises(BadInput, match="needs a GPU driver"):
         World(2, device="cuda")

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kit.errors import BadInput
-from kit.gpu import free_bytes
 from kit.labs.definition import Definition, Fault, Step
 from kit.labs.options import JobConfig, Option, check_fits, model_of
+from kit.machine import free_gpu_bytes
 from kit.megatron.config import ModelConfig, check, model_bytes
 
 EXACT = ("exact", "abort")  # modes after which every holder's group lives again
@@ -121,7 +121,7 @@ def plan(config: OffloadConfig) -> list[Step]:
 
 
 def fits(config: OffloadConfig) -> None:
-    if config.mode == "suspend" and not free_bytes():
+    if config.mode == "suspend" and not free_gpu_bytes():
         raise BadInput(
             "mode=suspend needs CUDA: only NCCL can suspend communicators, and this machine has no GPU driver"
         )

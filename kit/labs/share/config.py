@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, NamedTuple
 
 from kit.errors import BadInput
-from kit.gpu import free_bytes
 from kit.labs.definition import Role, Step
 from kit.labs.options import JobConfig, Option, check_fits
 from kit.labs.stream.config import StreamConfig, replica_model, replica_names, trainer_model
+from kit.machine import free_gpu_bytes
 from kit.megatron.config import model_bytes
 
 DRIVER = "kit.labs.share.drive"
@@ -297,7 +297,7 @@ def roles(config: ShareConfig) -> tuple[Role, ...]:
 
 def gpus(config: ShareConfig, devices: tuple[int, ...]) -> tuple[int, ...]:
     """The GPUs of these devices, on a machine that has any; with fewer GPUs than devices, several devices are the same one."""
-    count = 0 if config.device == "cpu" else len(free_bytes())
+    count = 0 if config.device == "cpu" else len(free_gpu_bytes())
     return tuple(device % count for device in devices) if count else ()
 
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from kit import gpu, machine
+from kit import machine
 from kit.labs.share.config import DESK, LOCK
 from kit.labs.share.seen import role_of
 from kit.loop.messages import Event, listed
@@ -52,7 +52,7 @@ class Observer:
         self._bytes: dict[str, int] = {}
         self._cores: dict[str, str] = {}
         self._cpu: dict[int, dict[int, float]] = {}  # processor seconds of its owners then, by pid
-        self._gpus = [] if drive.config.device == "cpu" else gpu.busy()
+        self._gpus = [] if drive.config.device == "cpu" else machine.busy_gpus()
         self._next_gpus = 0.0
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -111,7 +111,7 @@ class Observer:
                 self._see_rank(pid, name, now)
             if self._gpus and now >= self._next_gpus:
                 self._next_gpus = now + GPUS_EVERY_S
-                for number, share in enumerate(gpu.busy()):
+                for number, share in enumerate(machine.busy_gpus()):
                     self._rows.append(new_row("gpu_busy", share, "%", now, ids={"gpu": number}))
 
     def _see_owners(self, now: float) -> None:
