@@ -223,11 +223,9 @@ def from_files(lab: Definition, paths: Sequence[Path]) -> dict[str, Any]:
     if len({path.resolve() for path in paths}) < len(paths):
         raise BadInput(f"--from names {paths[0]} twice; give each pipeline a file of its own")
     given, unknown = target.load_callable(lab.foreign)({str(path): public.read_settings(path) for path in paths})
-    for line in (
-        f"from {', '.join(map(str, paths))}: {named_values(given)}",
-        *(f"no setting for {one}" for one in unknown),
-    ):
-        print(f"kit: {line}", file=sys.stderr)
+    print(f"kit: from {', '.join(map(str, paths))}: {named_values(given)}", file=sys.stderr)
+    for one in unknown:
+        print(f"kit: no setting for {one}", file=sys.stderr)
     return dict(given)
 
 
@@ -259,11 +257,11 @@ def run_once(lab_name: str, config: Mapping[str, Any], out: Path | None, **optio
         except KeyboardInterrupt:
             status, error = 130, "interrupted"
             print("kit: interrupted; the ranks are ended", file=sys.stderr)
-    stored = lab.dir / "verdict.json"
-    verdict = results.read_verdict(stored) if stored.exists() else None  # of a run that broke as far as its records go
+    made = kit.load(lab.dir)
+    verdict = made.stored_verdict()  # of a run that broke as far as its records go
     lines = [repr(verdict)] if verdict is not None else []
     lines.append(f"the run is in {lab.dir}")
-    if snapshots := memory_snapshots(kit.load(lab.dir)):
+    if snapshots := memory_snapshots(made):
         lines.append(f"memory snapshots: {snapshots}")
     rows = verdict.to_json() if verdict is not None else None
     state = "stopped" if status == 130 else "failed" if error else "finished"
@@ -299,12 +297,9 @@ def runs(args: argparse.Namespace) -> Answer:
     from kit.labs.configure import value_of
 
     asked = {name: getattr(args, name) for name in ("lab", "fault", "status", "verdict")}
-    found = select(
-        results.list_runs(folder),
-        **asked,
-        config={name: value_of(text) for name, text in pairs("--set", args.set).items()},
-    )
-    such = " that is so" if any(value is not None for value in asked.values()) or args.set else ""
+    config = {name: value_of(text) for name, text in pairs("--set", args.set).items()}
+    found = select(results.list_runs(folder), **asked, config=config)
+    such = " like that" if any(value is not None for value in asked.values()) or args.set else ""
     return Answer(*run_list(found, f"there is no run{such} in {folder}"))
 
 
@@ -334,18 +329,17 @@ def check(args: argparse.Namespace) -> Answer:
     data, text = heading(found)
     text += f"\n\n{verdict}"
     if moved is not None:
-        told = ["differs from the stored verdict:", *moved] if moved else ["same as the stored verdict"]
-        text += "\n\n" + "\n".join(told)
+        lines = ["differs from the stored verdict:", *moved] if moved else ["same as the stored verdict"]
+        text += "\n\n" + "\n".join(lines)
     return Answer({**data, "verdict": verdict.to_json(), "changes": moved, "exit": status}, text, status)
 
 
 def heading(found: Run) -> tuple[dict[str, Any], str]:
-    data = {"run": str(found.dir), "id": found.id, "lab": found.lab, "status": found.status, "fault": found.fault}
-    data["label"] = found.label
-    label = [f"label: {found.label}"] if found.label else []
-    lines = [repr(found), *label, *(f"note: {note}" for note in found.notes)]
-    if snapshots := memory_snapshots(found):
-        lines.append(f"memory snapshots: {snapshots}")
+    names = ("id", "lab", "status", "fault", "label")
+    data = {"run": str(found.dir), **{name: getattr(found, name) for name in names}}
+    about = {"label": found.label, "memory snapshots": memory_snapshots(found)}
+    lines = [repr(found), *(f"{name}: {text}" for name, text in about.items() if text)]
+    lines += [f"note: {note}" for note in found.notes]
     return {**data, "config": found.config, "notes": found.notes}, "\n".join(lines)
 
 
@@ -406,7 +400,6 @@ def compare(args: argparse.Namespace) -> Answer:
 
 
 def load(word: str) -> Run:
-    """The run that a word means, or the newest."""
     return kit.load(find_run(word))
 
 
@@ -444,8 +437,7 @@ def notebook(args: argparse.Namespace) -> Answer:
     if args.copy is not None:
         copied = copy_all(args.copy)
         return Answer({"folder": str(copied)}, str(copied))
-    tell = on_terminal if sys.stderr.isatty() else None
-    path = run_notebook(args.name, dict(args.given), args.to, tell=tell)
+    path = run_notebook(args.name, dict(args.given), args.to, tell=on_terminal if sys.stderr.isatty() else None)
     return Answer({"file": str(path)}, str(path))
 
 
@@ -531,8 +523,6 @@ def named_values(values: Mapping[str, Any]) -> str:
 
 
 class Option(NamedTuple):
-    """`how` is add_argument's; `names` gives the values that a shell can complete."""
-
     name: str
     how: dict[str, Any]
     names: Callable[..., Iterable[str]] | None = None

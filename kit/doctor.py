@@ -122,22 +122,19 @@ def ask_interpreters(problems: list[str]) -> tuple[list[Found], Found | None]:
 
 def ask_ranks_python(path: str, problems: list[str]) -> Found:
     agent = Path(asked.__file__).with_name("agent.py")
-    why = ""
     try:
-        done = subprocess.run(
-            [path, "-c", PROBE, str(agent)], capture_output=True, text=True, timeout=ANSWERS_S, check=False
-        )
-        if done.returncode:
-            why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        command = [path, "-c", PROBE, str(agent)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWERS_S, check=False)
+        why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1] if done.returncode else ""
     except subprocess.TimeoutExpired:
         why = f"it did not answer within {ANSWERS_S:g} s"
     if why:
         problems.append(f"the ranks' Python {path} fails: {why}; see what keeps it from importing torch")
         return {"path": path, "why": why}
-    said: Found = {"path": path, **json.loads(done.stdout)}
-    problems += [f"{path} cannot import {name}: {why}" for name in ("torch", "numpy") if (why := said[f"{name}_why"])]
-    problems += without_code(said.get("code", []))
-    return said
+    found: Found = {"path": path, **json.loads(done.stdout)}
+    problems += [f"{path} cannot import {name}: {why}" for name in ("torch", "numpy") if (why := found[f"{name}_why"])]
+    problems += without_code(found.get("code", []))
+    return found
 
 
 def without_code(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -185,26 +182,32 @@ def rows(found: Found) -> list[tuple[str, str]]:
         use = f"; to use it: export KIT_PYTHON={one['path']}" if one["fit"] and not one["chosen"] else ""
         table.append(("ranks use", f"{mark} {one['path']} ({one['where']}): {one['verdict']}{use}"))
     if ranks is not None and "python" in ranks:
-        table.append(("versions", f"Python {ranks['python']}, torch {ranks['torch']}, numpy {ranks['numpy']}"))
         without = f"no megatron.core, so only labs without it: {ranks['megatron.core_why']}"
-        table.append(("megatron", ranks["megatron.core"] or without))
+        table += [
+            ("versions", f"Python {ranks['python']}, torch {ranks['torch']}, numpy {ranks['numpy']}"),
+            ("megatron", ranks["megatron.core"] or without),
+        ]
     if ranks is not None and "device" in ranks:
-        table.append(("device", f"{ranks['device']}: {ranks['device_why']}"))
-        table.append(("nccl", ranks["nccl"] or f"none: {ranks['why']}"))
-        table += communication(ranks)
-    table += [("gpus", text) for text in gpus(found["gpu"]) or [f"none: {found['gpu']['why']}"]]
-    table.append(("cores", f"{found['cores']['usable']} usable of {found['cores']['machine']}"))
-    table.append(("memory", f"{size(found['memory']['free'])} free of {size(found['memory']['machine'])}"))
+        table += [
+            ("device", f"{ranks['device']}: {ranks['device_why']}"),
+            ("nccl", ranks["nccl"] or f"none: {ranks['why']}"),
+            *communication(ranks),
+        ]
     caps = f"memory {size(most) if (most := limits['memory_max']) else 'without limit'}, processes {limits['pids_max'] or 'without limit'}"
-    table.append(("cgroup", caps if limits["version"] else "none"))
-    table.append(("ranks", f"at most {found['most_ranks']}"))
-    table.append(("shm", shm["why"] or f"{size(shm['free'])} free of {size(shm['total'])}"))
     room = f"{size(runs['free'])} free" if runs["writable"] else f"not writable: {runs['why']}"
-    table.append(("runs", f"{runs['path']}: {room}"))
-    table += [("leftovers", text) for text in map(line_of, found["leftovers"])] or [("leftovers", "none")]
     state = {True: "with changes", False: "clean", None: "unknown state"}[git["dirty"]]
-    table.append(("git", f"{git['commit'][:12]}, {state}" if git["commit"] else f"none: {git['why']}"))
-    return table
+    return [
+        *table,
+        *(("gpus", text) for text in gpus(found["gpu"]) or [f"none: {found['gpu']['why']}"]),
+        ("cores", f"{found['cores']['usable']} usable of {found['cores']['machine']}"),
+        ("memory", f"{size(found['memory']['free'])} free of {size(found['memory']['machine'])}"),
+        ("cgroup", caps if limits["version"] else "none"),
+        ("ranks", f"at most {found['most_ranks']}"),
+        ("shm", shm["why"] or f"{size(shm['free'])} free of {size(shm['total'])}"),
+        ("runs", f"{runs['path']}: {room}"),
+        *(("leftovers", text) for text in list(map(line_of, found["leftovers"])) or ["none"]),
+        ("git", f"{git['commit'][:12]}, {state}" if git["commit"] else f"none: {git['why']}"),
+    ]
 
 
 ENDED = "`kit clean` ends it"
@@ -257,9 +260,10 @@ def code(one: Mapping[str, Any]) -> str:
 
 def communication(ranks: Found) -> list[tuple[str, str]]:
     """How communicators can be released here, how ranks share GPUs, and what else of the environment matters for a release."""
-    suspend = ranks["suspend_why"]
-    never = "suspend should work, and has not run on a GPU yet"
-    table = [("release", f"exact, abort, manual, official; {f'no suspend: {suspend}' if suspend else never}")]
+    suspend = (
+        f"no suspend: {why}" if (why := ranks["suspend_why"]) else "suspend should work, and has not run on a GPU yet"
+    )
+    table = [("release", f"exact, abort, manual, official; {suspend}")]
     if ranks["gpus"]:
         table.append(("sharing", f"more ranks than GPUs share them {ranks['shared_gpus']}"))
     table += [("code", code(one)) for one in ranks["code"]]
@@ -270,7 +274,9 @@ def communication(ranks: Found) -> list[tuple[str, str]]:
     requested = "requested" if comms["requested"] else "not requested"
     effect = {True: ", in effect", False: ", not in effect", None: ""}[comms["effective"]]
     able = "importable" if comms["importable"] else "not importable"
-    table.append(("torchcomms", f"{requested}; {able}{effect}" + (f": {comms['why']}" if comms["why"] else "")))
-    table.append(("nccl2", "this torch has the backend" if ranks["nccl2"] else "this torch has no such backend"))
-    table += [("found", f"{one['name']} ({one['what']}): {one['means']}") for one in ranks["findings"] if one["what"]]
-    return table
+    return [
+        *table,
+        ("torchcomms", f"{requested}; {able}{effect}" + (f": {comms['why']}" if comms["why"] else "")),
+        ("nccl2", "this torch has the backend" if ranks["nccl2"] else "this torch has no such backend"),
+        *(("found", f"{one['name']} ({one['what']}): {one['means']}") for one in ranks["findings"] if one["what"]),
+    ]

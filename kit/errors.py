@@ -12,11 +12,11 @@ class KitError(Exception):
 
 
 class BadInput(KitError, ValueError):  # noqa: N818 - the contract's name
-    """Something a person asked for cannot be; raised before any rank starts. One sentence: what was wrong, what is allowed."""
+    """Bad input, refused before any rank starts. One sentence: what was wrong, what is allowed."""
 
 
 def hint(name: str, allowed: Iterable[str]) -> str:
-    """What BadInput says of a name that is not there: the closest one, and all that are allowed."""
+    """For BadInput about an unknown name: the closest one, and all that are allowed."""
     import difflib  # not for ranks
 
     names = sorted(set(allowed))
@@ -29,17 +29,26 @@ class Cancelled(KitError):  # noqa: N818 - the contract's name
 
 
 @dataclass(eq=False, repr=False)
-class RankError(KitError):
-    """Code raised on a rank. `rank` is the first that failed; `ranks` are all that failed with the same traceback.
-
-    `victim`: it only tells that another rank is gone or late. `at`: when the first failure was heard of, by time.monotonic().
-    `refused`: the sentence of a `BadInput`, where that is what was raised.
-    """
+class RankProblem(KitError):  # noqa: N818 - as the contract names those
+    """The base of the three that follow."""
 
     message: str
     _: KW_ONLY
-    rank: int
     phase: str
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class RankError(RankProblem):
+    """Code raised on a rank. `rank` is the first that failed; `ranks` are all that failed with the same traceback.
+
+    `victim`: it only reports that another rank is gone or late. `at`: when the first failure was heard of, by time.monotonic().
+    `refused`: the sentence of a `BadInput`, where that is what was raised.
+    """
+
+    rank: int
     traceback: str
     ranks: tuple[int, ...] = ()
     victim: bool = False
@@ -47,38 +56,26 @@ class RankError(KitError):
     refused: str = ""
 
     def __post_init__(self) -> None:
-        super().__init__(self.message)
+        super().__post_init__()
         self.ranks = self.ranks or (self.rank,)
 
 
-@dataclass(eq=False, repr=False)
-class RankDied(KitError):  # noqa: N818 - the contract's name
-    """A rank's process is gone. `signal` is its name ("SIGKILL"), or None when it exited by itself; then `exitcode` tells."""
+@dataclass(eq=False, repr=False, kw_only=True)
+class RankDied(RankProblem):
+    """A rank's process is gone. `signal` is its name ("SIGKILL"), or None when it exited by itself with `exitcode`."""
 
-    message: str
-    _: KW_ONLY
     rank: int
-    phase: str
     signal: str | None = None
     exitcode: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__init__(self.message)
 
-
-@dataclass(eq=False, repr=False)
-class RankTimeout(KitError):  # noqa: N818 - the contract's name
+@dataclass(eq=False, repr=False, kw_only=True)
+class RankTimeout(RankProblem):
     """A deadline passed. `ranks` did not answer; `culprits` among them are those the others were waiting for."""
 
-    message: str
-    _: KW_ONLY
-    phase: str
     ranks: tuple[int, ...]
     culprits: tuple[int, ...]
     stacks: dict[int, str]
-
-    def __post_init__(self) -> None:
-        super().__init__(self.message)
 
 
 def ending(status: int | None) -> dict[str, Any]:

@@ -30,7 +30,6 @@ MARK = "KIT_WORLD"  # in the environment of every process of a World: see kit.wo
 
 
 def pids() -> list[int]:
-    """Every process of this machine that this one may see."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - numbers are wanted, not paths
 
 
@@ -69,10 +68,8 @@ def is_gone(owner: str) -> bool:
 
 def started_at(ticks: int) -> float:
     """A process's start time in Unix seconds."""
-    boot = next(
-        int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
-    )
-    return boot + ticks / os.sysconf("SC_CLK_TCK")
+    (boot,) = (line.split()[1] for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    return int(boot) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def waiting_place(pid: int) -> str:
@@ -117,7 +114,6 @@ def pin(cores: Iterable[int]) -> None:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Processor time that a process has used; None when there is no such process."""
     fields = stat_fields(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else None
 
@@ -141,7 +137,6 @@ def file_locks() -> dict[int, set[int]]:
 
 
 def has_thread(native_id: int | None) -> bool:
-    """Whether a thread of this process still exists for the kernel."""
     return Path(f"/proc/self/task/{native_id}").exists()
 
 
@@ -159,12 +154,10 @@ def namespace() -> str:
 
 
 def host() -> str:
-    """An id of this machine: that of its boot, else its host name."""
     return boot_id() or socket.gethostname()
 
 
 def boot_id() -> str:
-    """A name of this machine until it boots again; empty where the kernel gives none."""
     file = Path("/proc/sys/kernel/random/boot_id")
     return file.read_text().strip() if file.exists() else ""
 
@@ -250,7 +243,6 @@ def descriptors() -> tuple[int, int]:
 
 
 def open_files() -> Iterator[tuple[str, os.stat_result]]:
-    """The name and the status of each file that this process has open."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - as above
         with contextlib.suppress(OSError):
             yield os.readlink(f"/proc/self/fd/{name}"), os.fstat(int(name))  # noqa: PTH115 - a text, not a path
@@ -278,8 +270,6 @@ def shm_in_use(names: set[str], by: Iterable[int]) -> set[str]:
 
 
 class Mapping(NamedTuple):
-    """One mapping of this process, and the file behind it."""
-
     start: int
     end: int
     mode: str
@@ -357,15 +347,13 @@ def free_memory(proc: Path = Path("/proc/self"), meminfo: Path = Path("/proc/mem
     """
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     version, levels = _levels("memory", proc)
-    left = [most - used + _dropped_if_needed(folder, version) for folder, most, used in levels]
+
+    def dropped_if_needed(file: Path) -> int:
+        found = dict(line.split() for line in file.read_text().splitlines()) if file.exists() else {}
+        return int(found.get("inactive_file" if version == 2 else "total_inactive_file", 0))
+
+    left = [most - used + dropped_if_needed(folder / "memory.stat") for folder, most, used in levels]
     return max(0, min([int(fields["MemAvailable"].split()[0]) * 1024, *left]))
-
-
-def _dropped_if_needed(folder: Path, version: int | None) -> int:
-    key = "inactive_file" if version == 2 else "total_inactive_file"
-    file = folder / "memory.stat"
-    fields = dict(line.split() for line in file.read_text().splitlines()) if file.exists() else {}
-    return int(fields.get(key, 0))
 
 
 def _levels(controller: str, proc: Path) -> tuple[int | None, list[tuple[Path, int, int]]]:
@@ -385,8 +373,13 @@ def _folders(controller: str, proc: Path) -> tuple[int | None, list[Path]]:
     groups = [line.split(":", 2)[1:] for line in lines]
     paths = {name: path for controllers, path in groups for name in controllers.split(",")}
     for version, key in ((1, controller), (2, "")):
-        if key in paths and (mount := _mount(version, controller, proc)) is not None:
-            return version, _upwards(*mount, paths[key])
+        if key in paths and (mounted := _mount(version, controller, proc)) is not None:
+            root, mount = mounted
+            inner = Path(paths[key].removeprefix(root.rstrip("/")).lstrip("/"))
+            own = mount / inner
+            if ".." in inner.parts or not own.is_dir():
+                return version, [mount]
+            return version, [own, *(folder for folder in own.parents if folder.is_relative_to(mount))]
     return None, []
 
 
@@ -399,14 +392,6 @@ def _mount(version: int, controller: str, proc: Path) -> tuple[str, Path] | None
         if kind == "cgroup2" if version == 2 else kind == "cgroup" and controller in options.split(","):
             return root, Path(point)
     return None
-
-
-def _upwards(root: str, mount: Path, path: str) -> list[Path]:
-    inner = Path(path.removeprefix(root.rstrip("/")).lstrip("/"))
-    own = mount / inner
-    if ".." in inner.parts or not own.is_dir():
-        return [mount]
-    return [own, *(folder for folder in own.parents if folder.is_relative_to(mount))]
 
 
 def _number(file: Path) -> int | None:

@@ -112,8 +112,6 @@ def unbound(default: Any) -> Iterator[None]:
 
 
 class Sharing(NamedTuple):
-    """How several ranks work on one GPU: what NCCL must find in a rank's environment, and what to tell a person."""
-
     env: Mapping[str, str]
     told: str
 

@@ -181,6 +181,5 @@ def describe() -> dict[str, Any]:
 
 
 def kind(group: Any) -> str:
-    """The type of a group's backend for GPUs; empty where it has none."""
     devices = {getattr(device, "type", str(device)): device for device in group._device_types}
     return type(group._get_backend(devices["cuda"])).__name__ if "cuda" in devices else ""

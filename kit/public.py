@@ -84,7 +84,6 @@ class World(room.World):
         self._tidy("rank*.log")  # torchrun's log may show the order in which it ended the ranks
 
     def _tidy(self, worth_keeping: str) -> None:
-        """Remove the logs' folder where nothing worth keeping was printed."""
         if self._own is not None and not any(file.stat().st_size for file in self._own.glob(f"logs/{worth_keeping}")):
             shutil.rmtree(self._own, ignore_errors=True)
 
@@ -140,7 +139,6 @@ def panel(name: str, *, fault: str | None = None, out: str | os.PathLike[str] | 
 
 
 def panel_of(lab: Lab) -> Panel:
-    """The panel that `lab.panel()` returns, in the current state of the lab."""
     from kit.view.panel.panel import adopt
 
     return adopt(lab, plotter=plot)
@@ -185,8 +183,6 @@ Ended = tuple[int, dict[str, Any]]  # the exit status of a run, and its JSON
 
 
 class Point(NamedTuple):
-    """One combination of the values that are swept, and which of its repeats it is."""
-
     swept: dict[str, Any]
     repeat: int
 

@@ -144,8 +144,6 @@ DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 
 
 class Making(NamedTuple):
-    """A group that is being made."""
-
     rank: int
     size: int
     hints: dict[str, str]

@@ -56,7 +56,6 @@ def compare(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The settings in which the runs differ, by name: what each of them had."""
     configs: list[Mapping[str, Any]] = [{**run.config, "fault": run.fault, "lab": run.lab} for run in runs]
     names = dict.fromkeys(name for config in configs for name in config)
     found = {name: [config.get(name) for config in configs] for name in names}
@@ -71,7 +70,6 @@ def sizes(apart: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def warnings(runs: Sequence[Run]) -> list[str]:
-    """Why numbers of these runs cannot be compared, a sentence each."""
     apart = settings(runs)
     if "lab" in apart:
         return [f"these are runs of different labs: {', '.join(dict.fromkeys(map(str, apart['lab'])))}"]
@@ -111,7 +109,6 @@ def answers_changed(base: Run, run: Run) -> list[tuple[str, VerdictRow | None, V
 
 
 def informative(table: pd.DataFrame) -> pd.DataFrame:
-    """A comparison without noise."""
     return table[~table["metric"].str.endswith(NOISE)]
 
 
@@ -194,8 +191,6 @@ HEAD = ("what", "who", "median", "low to high", "n", "at most", "")
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The rows that one machine recorded of a bench."""
-
     folder: str
     provenance: dict[str, Any]
     rows: list[dict[str, Any]]
@@ -254,7 +249,6 @@ def recorded(bench: str, containing: str = "", *, folder: Path = FOLDER) -> Show
 
 
 def machine(provenance: Mapping[str, Any]) -> str:
-    """The box and the software in one line, as far as they are known."""
     cpu, gpu, git = (provenance.get(name) or {} for name in ("cpu", "gpu", "git"))
     gpus = ", ".join(str(one.get("name")) for one in gpu.get("gpus") or ())
     versions = {"Python": provenance.get("python"), **(provenance.get("versions") or {}), "kit": provenance.get("kit")}

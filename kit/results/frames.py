@@ -43,7 +43,6 @@ def with_ids(frame: pd.DataFrame, *names: str) -> pd.DataFrame:
 
 
 def labels(frame: pd.DataFrame) -> list[str]:
-    """What each row measured, in words: its metric with its ids."""
     known = {text: json.loads(text) if text else {} for text in frame["ids"].unique()}
     return [label(metric, known[text]) for metric, text in zip(frame["metric"], frame["ids"], strict=True)]
 
@@ -103,7 +102,6 @@ class Source(NamedTuple):
 
     @property
     def sharers(self) -> Mapping[int, int]:
-        """How many ranks share each GPU, where the number is of the GPU."""
         return Counter(self.gpu_of.values())
 
 
@@ -171,7 +169,6 @@ def export(
 
 
 def plain(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows as JSON has them: null for a missing value."""
     rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
     return [{str(key): item for key, item in row.items()} for row in rows]
 

@@ -121,15 +121,12 @@ def checked_ids(ids: Mapping[str, str | SupportsIndex]) -> dict[str, str | int]:
 
 
 def rank_name(rank: int, roles: Mapping[int, str]) -> str:
-    """A rank as people see it, with its role where it has one: `rank 2 (replica)`."""
     if rank == NOTEBOOK:
         return "notebook"
     return f"rank {rank} ({roles[rank]})" if roles.get(rank) else f"rank {rank}"
 
 
 class Recording:
-    """`record`, for a phase on a rank and for a driven step on the notebook side."""
-
     __slots__ = ()
 
     def record(

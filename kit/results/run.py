@@ -232,7 +232,6 @@ class Run:
         return self.stored_verdict() or self.verdict()
 
     def about(self) -> dict[str, Any]:
-        """The provenance and the config that a table of this run comes with."""
         names = ("id", "lab", "config", "fault", "status", "partial", "notes")
         return {**self.provenance, "run": {name: getattr(self, name) for name in names}}
 
@@ -251,7 +250,6 @@ class Run:
         return f"Run({self.id!r}, lab={self.lab!r}, {state}, {len(self._load()[0])} records, {self.dir})"
 
     def _load(self) -> tuple[pd.DataFrame, list[str]]:
-        """All records, in the order of their files, and a sentence for each loss."""
         import pandas as pd
 
         paths = sorted(self.dir.glob(PATTERN))
@@ -503,7 +501,6 @@ COUNTERS = ("rss", "driver_used")
 
 
 def trace(run: Run) -> dict[str, Any]:
-    """The timeline as Chrome's trace JSON: complete events for timed phases and bars of tracks, asynchronous ones for other spans."""
     rows: list[Row] = [{str(key): value for key, value in row.items()} for row in run.frame().to_dict("records")]
     spans: list[Row] = []
     phases: dict[tuple[int, str, int], list[Row]] = defaultdict(list)
@@ -542,7 +539,6 @@ def write_trace(run: Run, path: str | Path) -> Path:
 
 
 def _of_phase(rows: list[Row], zero: float) -> Iterator[Row]:
-    """The events of one phase on one rank, which may have run several times in a cycle."""
     timed = [row for row in rows if row["metric"] == "seconds"]
     for row in timed:
         begin = row["time"] - row["value"]

@@ -54,7 +54,6 @@ def time_unit(longest: float) -> tuple[float, str]:
 
 
 def size_unit(most: float) -> tuple[float, str]:
-    """As `time_unit`, for bytes."""
     return (2.0**-30, "GiB") if most >= 8 * 2**30 else (2.0**-20, "MiB")
 
 

@@ -358,7 +358,6 @@ class Verdict(tuple[VerdictRow, ...]):
         return pd.DataFrame(rows, columns=[field.name for field in fields(VerdictRow)]).astype({"measured": "float64"})
 
     def save(self, path: str | Path) -> Path:
-        """Write the rows to .csv, .parquet, .md, .tex, .html or .json."""
         from kit.results.frames import export
 
         return export(self.frame(), {}, path, units=UNITS, title=self.summary())
@@ -451,7 +450,6 @@ def checked_tolerances(tolerances: Mapping[str, Any], allowed: Sequence[str] | N
 
 
 def load_tolerances(path: Path) -> dict[str, float]:
-    """A tolerance set from a JSON file `{name: number}`."""
     data = read_json(path)
     if not isinstance(data, dict):
         raise BadInput(f'{path} holds no tolerance set; it must be one JSON object like {{"drift_mib": 50}}')

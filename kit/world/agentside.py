@@ -103,7 +103,6 @@ class Node:
             self.link.send({"exit": rank, "pid": pid, "status": status, "at": time.monotonic()})
 
     def on_kill(self) -> None:
-        """SIGKILL this node's ranks and all that they started."""
         for pid, started in self.ranks.values():
             leftovers.kill(pid, started, group=True)
         if not leftovers.end_children() and (value := os.environ.get(machine.MARK)):

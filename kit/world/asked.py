@@ -138,7 +138,6 @@ def check_env(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def writable_folder(logs: str | os.PathLike[str]) -> Path:
-    """The logs' folder, made and tried."""
     path = Path(logs).resolve()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -282,8 +281,6 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What to start. All checked by World before."""
-
     ranks: int
     nodes: int
     endpoint: str
@@ -299,7 +296,6 @@ class Plan:
 
     @property
     def numbers(self) -> range:
-        """The ranks' numbers."""
         return range(self.part.first, self.part.first + self.ranks)
 
     @property

@@ -88,7 +88,6 @@ class Call:
             self.gone.add(member.rank)
 
     def ask_for_news(self, now: float) -> None:
-        """Ask ranks that still work for what they have to report."""
         if now - self.news_at < NEWS_S:
             return
         self.news_at = now
@@ -99,7 +98,6 @@ class Call:
                     member.asked = True
 
     def advance(self) -> None:
-        """Decide whether the call is over, and how."""
         if self.settled:
             return
         if self.gone:
@@ -217,7 +215,6 @@ class Call:
         return RankError(text, rank=same[0], phase=self.phase, ranks=same, at=self.failed_at, **about)
 
     def timeout(self, seconds: float) -> RankTimeout:
-        """Which ranks did not answer in time, and for which of them the others wait."""
         silent = self.waiting()
         ranks = tuple(member.rank for member in silent)
         found = looks(self.crew.members)
@@ -370,7 +367,6 @@ class Pending:
         return self.settled or time.monotonic() >= self.deadline
 
     def advance(self, *, tick: bool) -> None:
-        """Hand on what arrived, and see whether the call is over."""
         if self.settled:
             return
         now = time.monotonic()

@@ -96,7 +96,6 @@ class Link:
                 raise ChannelClosed(f"sending failed: {error}") from error
 
     def recv(self) -> Message:
-        """Block until one message is there."""
         while (message := self._take()) is None:
             self._fill()
         return message
@@ -207,7 +206,6 @@ def call_once(address: str, key: bytes) -> Link:
 
 
 def greet(sock: socket.socket, key: bytes) -> Link:
-    """The caller's half of the handshake."""
     sock.settimeout(HANDSHAKE_S * 6)  # the listener may be busy with others
     theirs = read_exactly(sock, NONCE)
     mine = secrets.token_bytes(NONCE)
@@ -327,8 +325,6 @@ def malformed(who: str, error: Exception) -> KitError:
 
 @dataclass(slots=True)
 class Member:
-    """One rank as the notebook knows it."""
-
     rank: int
     node: int
     pid: int
@@ -375,8 +371,6 @@ class Exit:
 
 @dataclass(slots=True)
 class AgentEnd:
-    """One node's agent."""
-
     node: int
     link: Link
     ended: int = -1  # the last generation whose ranks torchrun has seen the end of

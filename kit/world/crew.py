@@ -40,7 +40,6 @@ NOT_INHERITED |= {"KIT_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_S
 
 
 def fits(hello: Message, **wanted: range | None) -> bool:
-    """Does a message have these whole numbers, each in its range where one is given?"""
     return all(type(hello[name]) is int and (among is None or hello[name] in among) for name, among in wanted.items())
 
 
@@ -164,7 +163,6 @@ class Crew:
         return len(self.agents) == self.plan.nodes
 
     def _order(self, node: int, address: str) -> Message:
-        """torchrun's command line and what the ranks must know."""
         each = self.plan.ranks // self.plan.nodes
         arguments = [f"--nnodes={self.plan.nodes}", f"--node-rank={node}", f"--nproc-per-node={each}"]
         arguments += ["--rdzv-backend=static", f"--rdzv-id=kit-{self.id}-{self.generation}", "--max-restarts=0"]
@@ -432,7 +430,6 @@ class Crew:
             self._listener.close(forked=True)
 
     def close(self) -> None:
-        """End everything and wait until it is gone."""
         if self.inherited:
             return
         self.kill()

@@ -53,13 +53,11 @@ def mark(world: str) -> str:
 
 
 def is_dead(value: str) -> bool:
-    """Whether the notebook that this mark names is known to be gone."""
     world, _, owner = value.rpartition("@")
     return "/" not in world and machine.is_gone(owner)
 
 
 def find() -> list[Leftover]:
-    """Leftover processes on this machine, oldest first."""
     found = []
     for pid in machine.pids():
         with contextlib.suppress(OSError):  # it ended, or is somebody else's

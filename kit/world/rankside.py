@@ -213,7 +213,6 @@ class LogStream(io.RawIOBase):
 
     @classmethod
     def install(cls, folder: str, rank: int) -> LogStream:
-        """Make the log this process's stdout and stderr."""
         fd = os.open(Path(folder) / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(fd, 1)
         os.dup2(fd, 2)
@@ -268,7 +267,6 @@ def answer(names: dict[str, Any], request: Message) -> Message:
 
 
 def run_cell(names: dict[str, Any], code: str, cell: int) -> str | None:
-    """Execute a cell; if its last line is an expression, its repr."""
     body, last = compiled(code, "exec", cell)
     assert body is not None
     exec(body, names)  # noqa: S102 - running a person's code is the purpose

@@ -125,4 +125,4 @@ def test_the_command_filters_as_the_table(
     assert main(["runs", *words, "--json"]) == 0
     assert [row["id"] for row in json.loads(capsys.readouterr().out)] == [ids[number] for number in found]
     main(["runs", *words])
-    assert ("there is no run that is so in" in capsys.readouterr().out) == (not found)
+    assert ("there is no run like that in" in capsys.readouterr().out) == (not found)
