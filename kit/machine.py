@@ -140,13 +140,6 @@ def has_thread(native_id: int | None) -> bool:
     return Path(f"/proc/self/task/{native_id}").exists()
 
 
-def files_of(pid: int) -> str:
-    """The names of all files that a process has open or mapped, as one text."""
-    folder = f"/proc/{pid}/fd"
-    links = [os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)]  # noqa: PTH115, PTH208 - as above
-    return "\n".join([Path(f"/proc/{pid}/maps").read_text(errors="replace"), *links, ""])
-
-
 def namespace() -> str:
     """A name of this boot of this machine and of the pid namespace: only within it does a pid mean the same process."""
     space = Path("/proc/self/ns/pid")
@@ -264,7 +257,9 @@ def shm_in_use(names: set[str], by: Iterable[int]) -> set[str]:
     used: set[str] = set()
     for pid in by if names else ():
         with contextlib.suppress(OSError):
-            files = files_of(pid)
+            folder = f"/proc/{pid}/fd"
+            links = [os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)]  # noqa: PTH115, PTH208 - as above
+            files = "\n".join([Path(f"/proc/{pid}/maps").read_text(errors="replace"), *links, ""])
             used |= {name for name in names if f"{SHM}/{name}\n" in files or f"{SHM}/{name} " in files}
     return used
 

@@ -101,9 +101,6 @@ def unbound(default: Any) -> Iterator[None]:
     the World must take part in (`_new_process_group_helper` in torch/distributed/distributed_c10d.py, 2.9 to 2.13).
     """
     device = default.bound_device_id
-    if device is None:
-        yield
-        return
     default.bound_device_id = None
     try:
         yield

@@ -28,14 +28,13 @@ from kit.results.records import read_json, write_json
 from kit.results.run import INDEX, find_run, list_runs, unique
 from kit.results.verdict import without_parts
 from kit.view.progress import Progress
-from kit.world.calls import Pending, wait
+from kit.world.calls import Observer, Pending, wait
+from kit.world.world import Worlds
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from kit.view.panel.panel import Panel
-    from kit.world.calls import Observer
-    from kit.world.world import Worlds
 
 __all__ = ["Pending", "Run", "World", "lab", "load", "panel", "run", "runs", "wait"]
 

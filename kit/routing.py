@@ -175,11 +175,16 @@ def new_comm(plain: Any, backend: str, device: Any, *args: Any, **kwargs: Any) -
     """A communicator with the rank, size, options and timeout of the group that is made now, on this rank's own GPU."""
     if not _making:
         return plain(backend, device, *args, **kwargs)
+    import torch
+
     making = _making[-1]
     more = {} if backend == "gloo" else making.hints
     kwargs = {**kwargs, "hints": {**(kwargs.get("hints") or {}), **more}, "timeout": making.timeout}
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        # torchcomms would take the GPU that has the number of the rank in its group.
+        device = torch.device("cuda", torch.cuda.current_device())
     with seeded(making.rank, making.size):
-        return plain(backend, indexed(device), *args, **kwargs)
+        return plain(backend, device, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -196,15 +201,6 @@ def seeded(rank: int, size: int) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def indexed(device: Any) -> Any:
-    """A GPU by its number: torchcomms would take the one that has the number of the rank in its group."""
-    import torch
-
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def qualified(backend: str) -> str:
@@ -266,10 +262,10 @@ def _settle(group: Any, options: Any, timeout: Any, lost: set[str]) -> None:
 
 def flush(group: Any, device: Any) -> None:
     """One barrier on the device before anything else is made beside the new WORLD."""
-    from torch import device as torch_device
+    import torch
 
     options = c10d().BarrierOptions()
-    options.device = torch_device("cpu") if device is None else device
+    options.device = torch.device("cpu") if device is None else device
     if device is not None:
         options.device_ids = [device.index]
     group.barrier(options).wait()

@@ -117,15 +117,11 @@ def sharing(frame: pd.DataFrame) -> int:
 
 def source(frame: pd.DataFrame) -> Source:
     """The driver on CUDA, the kernel on the CPU. For a shared GPU the driver's number per process, if it always gave one."""
-    used = (frame["metric"] == "driver_used").sum()
-    if not used:
-        return Source("anon_rss", "anon_rss", {})
-    gpu_of, sharers = gpu_numbers(frame), sharing(frame)
-    if sharers == 1:
-        return Source("driver_used", "driver_used", {})
-    if (frame["metric"] == "process_used").sum() == used:
-        return Source("process_used", "process_used", {})
-    return Source("driver_used", f"driver_used of the GPU, shared by {sharers} ranks", gpu_of)
+    used, sharers = (frame["metric"] == "driver_used").sum(), sharing(frame)
+    if used and sharers > 1 and (frame["metric"] == "process_used").sum() != used:
+        return Source("driver_used", f"driver_used of the GPU, shared by {sharers} ranks", gpu_numbers(frame))
+    metric = "anon_rss" if not used else "driver_used" if sharers == 1 else "process_used"
+    return Source(metric, metric, {})
 
 
 # -- one table to a file of six kinds ------------------------------------------------------------------------------------
@@ -157,7 +153,13 @@ def export(
         raise BadInput(f"{target.name!r} has no known ending; allowed are {', '.join(SUFFIXES)}")
     make_folder(target.parent)
     if kind == ".parquet":
-        _write_parquet(frame, provenance, target)
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        written = pa.Table.from_pandas(frame, preserve_index=False)
+        written = written.replace_schema_metadata({**written.schema.metadata, METADATA: to_json(provenance).encode()})
+        with replacing(target) as temporary:
+            pq.write_table(written, temporary)
     elif kind in {".csv", ".json"}:
         text = _guarded(frame).to_csv(index=False, lineterminator="\n") if kind == ".csv" else to_json(plain(frame))
         write_text(target, text)
@@ -205,16 +207,6 @@ def _guarded(frame: pd.DataFrame) -> pd.DataFrame:
     if "unit" in texts:
         texts["unit"] = ["none" if item in {"", "1"} else item for item in texts["unit"]]
     return frame.assign(**texts)
-
-
-def _write_parquet(frame: pd.DataFrame, provenance: Mapping[str, Any], target: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    table = pa.Table.from_pandas(frame, preserve_index=False)
-    table = table.replace_schema_metadata({**table.schema.metadata, METADATA: to_json(provenance).encode()})
-    with replacing(target) as temporary:
-        pq.write_table(table, temporary)
 
 
 def _for_people(kind: str, texts: pd.DataFrame, provenance: Mapping[str, Any], title: str, stem: str) -> str:

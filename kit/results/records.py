@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 from typing import Any, SupportsIndex
 
 from kit.errors import BadInput, KitError
@@ -90,15 +89,17 @@ class Record:
         row = {name: getattr(self, name) for name in REQUIRED}
         if self.value is not None:
             row["value"] = spell(float(self.value))
-        optional = {"text": self.text, "ids": checked_ids(self.ids), "start": self.start}
-        row |= {name: one for name, one in optional.items() if one or one == 0}
+        row |= _present(self.text, self.ids, self.start)
         return json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
 
 
+def _present(text: str, ids: Mapping[str, str | SupportsIndex], start: float | None) -> dict[str, Any]:
+    optional = {"text": text, "ids": checked_ids(ids), "start": start}
+    return {name: one for name, one in optional.items() if one or one == 0}
+
+
 def spell(number: float) -> float | str:
-    if math.isfinite(number):
-        return number
-    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+    return number if math.isfinite(number) else json.dumps(number)
 
 
 def label(metric: str, ids: Mapping[str, str | int]) -> str:
@@ -161,9 +162,7 @@ def new_row(
 ) -> dict[str, Any]:
     """What a record has beside run, lab, cycle, phase and rank; an empty text, id or start takes no room."""
     number = None if value is None else float(value)
-    row: dict[str, Any] = {"metric": metric, "value": number, "unit": unit, "time": when}
-    optional = {"text": text, "ids": checked_ids(ids or {}), "start": start}
-    return row | {name: one for name, one in optional.items() if one or one == 0}
+    return {"metric": metric, "value": number, "unit": unit, "time": when} | _present(text, ids or {}, start)
 
 
 def utc() -> str:
@@ -228,14 +227,6 @@ class RecordWriter:
             os.close(self._fd)
             self._fd = -1
 
-    def __enter__(self) -> RecordWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def read_bytes(path: Path, start: int = 0) -> bytes:
     try:
@@ -266,9 +257,9 @@ def _parse(lines: Sequence[str]) -> tuple[Columns, list[int]]:
 
 
 def note(name: str, lines: list[int]) -> str:
-    shown = ", ".join(str(number) for number in lines[:5]) + (", ..." if len(lines) > 5 else "")
     if len(lines) == 1:
-        return f"{name}: 1 unreadable line was dropped (line {shown})"
+        return f"{name}: 1 unreadable line was dropped (line {lines[0]})"
+    shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")
     return f"{name}: {len(lines)} unreadable lines were dropped (lines {shown})"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import math
+import operator
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -86,9 +87,8 @@ class Check:
         return float(self.limit(_Config(config)) if callable(self.limit) else self.limit)
 
     def holds(self, measured: float, limit: float) -> bool:
-        if self.better == "<=":
-            return measured <= limit
-        return measured >= limit if self.better == ">=" else measured == limit
+        compare = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}[self.better]
+        return bool(compare(measured, limit))
 
 
 Answer = tuple[Check, Measured | Sequence[Measured]]  # a check, and what it found in the records of one run
@@ -171,12 +171,11 @@ def _ask(
 ) -> Measured | Sequence[Measured]:
     lacks: list[str] = []
     _LACKS.set(lacks)
+    found: Measured | Sequence[Measured]
     try:
         if reason := check.unanswerable(config):
             return Measured(None, reason)
-        found = check.measure(frame, _Config(config))
-        if not isinstance(found, Measured) and not found:
-            found = _lacking("there was nothing to ask about", suspect)
+        found = check.measure(frame, _Config(config)) or _lacking("there was nothing to ask about", suspect)
     except Missing as missing:
         found = _lacking(str(missing), suspect)
     except NotMeasured as missing:
@@ -204,13 +203,12 @@ def _lacking(what: str, suspect: str) -> Measured:
 
 def _worst_of(check: Check, rows: Sequence[VerdictRow], limit: float) -> VerdictRow:
     """The summary of one check's rows: failed if one failed, else not measured if one was not measured."""
-    by_answer: dict[bool | None, list[VerdictRow]] = {answer: [] for answer in (False, None, True)}
-    for row in rows:
-        by_answer[row.passed].append(row)
-    passed = next(answer for answer, some in by_answer.items() if some)
+    failed = sum(row.passed is False for row in rows)
+    passed = False if failed else None if any(row.passed is None for row in rows) else True
     farthest = min if check.better == ">=" else max
-    worst = farthest(by_answer[passed], key=lambda row: 0.0 if row.measured is None else row.measured)
-    count = f"{len(by_answer[False])} of {len(rows)} fail" if by_answer[False] else f"{len(rows)} compared"
+    alike = [row for row in rows if row.passed is passed]
+    worst = farthest(alike, key=lambda row: 0.0 if row.measured is None else row.measured)
+    count = f"{failed} of {len(rows)} fail" if failed else f"{len(rows)} compared"
     return VerdictRow(check.name, worst.measured, limit, check.unit, passed, f"{count}; worst: {worst.why}")
 
 
@@ -228,7 +226,7 @@ def _row(check: Check, measured: Measured, limit: float) -> VerdictRow:
         value, passed, why = None, None, f"not measured: {measured.why or 'no records for it'}"
     else:
         value = float(measured.value)
-        passed = bool(check.holds(value, limit))
+        passed = check.holds(value, limit)
         why = measured.why or ("measured NaN, which never satisfies a limit" if math.isnan(value) else "")
         if passed and measured.if_passed:
             why = f"{why}; {measured.if_passed}" if why else measured.if_passed
@@ -372,22 +370,22 @@ class Verdict(tuple[VerdictRow, ...]):
         for group in folded(self):
             mark = MARKS[group[0].passed]
             rows.append([f'<b style="color:{mark.css};white-space:nowrap">{mark}</b>', *map(html.escape, cells(group))])
-        return table_html(("", "check", "measured", "limit", "why"), rows, right=(2, 3), caption=self.summary())
+        return table_html(_HEAD, rows, right=(2, 3), caption=self.summary())
 
     def changes(self, before: Verdict) -> list[str]:
         """What differs from an earlier verdict of the same records, a sentence for each check."""
-        rows = {row.check: row for row in before}
-        found = []
-        for row in self:
-            old = rows.pop(row.check, None)
-            if old is None:
-                found.append(f"{row.check}: {_in_short(row)}; the stored verdict does not have this check")
-            elif _in_short(old) != _in_short(row):
-                found.append(f"{row.check}: {_in_short(row)}; stored: {_in_short(old)}")
-        return [*found, *(f"{name}: not asked now; stored: {_in_short(old)}" for name, old in rows.items())]
+        stored, now = ({row.check: _in_short(row) for row in rows} for rows in (before, self))
+        missing = "the stored verdict does not have this check"
+        return [
+            *(
+                f"{name}: {short}; {f'stored: {stored[name]}' if name in stored else missing}"
+                for name, short in now.items()
+                if stored.get(name) != short
+            ),
+            *(f"{name}: not asked now; stored: {short}" for name, short in stored.items() if name not in now),
+        ]
 
-    def summary(self) -> str:
-        return tally(self)
+    summary = tally
 
 
 UNITS = {"measured": ROW, "limit": ROW}  # of the columns of a verdict's table
@@ -439,14 +437,12 @@ def checked_tolerances(tolerances: Mapping[str, Any], allowed: Sequence[str] | N
     """The tolerances as floats; an unknown name or a value that is not a number is a `BadInput`."""
     if not isinstance(tolerances, Mapping):
         raise BadInput(f'tolerances must be names and numbers like {{"drift_mib": 50}}, not {tolerances!r}')
-    result: dict[str, float] = {}
     for name, value in tolerances.items():
         if allowed is not None and name not in allowed:
             raise BadInput(f"unknown tolerance {name!r}; {hint(name, allowed)}")
         if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
             raise BadInput(f"tolerance {name!r} is {value!r}; it must be a number")
-        result[name] = float(value)
-    return result
+    return {name: float(value) for name, value in tolerances.items()}
 
 
 def load_tolerances(path: Path) -> dict[str, float]:

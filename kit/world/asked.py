@@ -76,7 +76,7 @@ def check_chosen(ranks: Sequence[int] | None, everyone: range) -> list[int]:
 
 
 def check_call(target: str, args: Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name of `package.module:function` and its arguments, from `args` or from keywords, if they can be sent."""
+    """The function's name in `package.module:function`, and the request, with arguments from `args` or from keywords."""
     if not is_target(target):
         raise BadInput(f"a function is named 'package.module:function', not {target!r}")
     if args is not None and keywords:
@@ -88,7 +88,7 @@ def check_call(target: str, args: Mapping[str, Any] | None, keywords: Mapping[st
         json.dumps(arguments)
     except (TypeError, ValueError) as error:
         raise BadInput(f"arguments for ranks must be JSON values: {error}") from None
-    return target.partition(":")[2], arguments
+    return target.partition(":")[2], {"do": "call", "target": target, "with": arguments}
 
 
 def check_devices(devices: Sequence[int], ranks: int) -> tuple[int, ...]:
@@ -106,16 +106,17 @@ def check_seconds(name: str, value: float) -> None:
         raise BadInput(f"{name} must be a number of seconds above 0, not {value!r}")
 
 
-def check_code(code: str, mode: str) -> int:
-    """Report a typo here, before any rank sees it. The cell's number: the same for the same code, on all ranks."""
+def check_code(do: str, code: str) -> dict[str, Any]:
+    """The request. A typo is reported here, before any rank sees it."""
     if not isinstance(code, str):
         raise BadInput(f"code for the ranks is text, not {code!r}; call() runs a function by its name")
-    return _numbered(code, mode)
+    return {"do": do, "code": code, "cell": _cell(do, code)}
 
 
 @functools.lru_cache(maxsize=256)
-def _numbered(code: str, mode: str) -> int:
-    compile(code, "<ranks>", mode)
+def _cell(do: str, code: str) -> int:
+    """The cell's number: the same for the same code, on all ranks."""
+    compile(code, "<ranks>", "exec" if do == "run" else do)
     return next(_numbers)
 
 

@@ -41,7 +41,7 @@ AGAIN = "; restart() starts fresh ranks"
 
 @dataclass(eq=False)
 class Call:
-    """A request on its way to ranks of one World. `answers` and `gone` fill up until every rank is in one of them."""
+    """A request on its way to ranks of one World. `answers`, in their order, and `gone` fill up until every rank is in one of them."""
 
     crew: Crew
     members: list[Member]
@@ -49,13 +49,12 @@ class Call:
     die: Callable[[str, KitError], None]  # ends the World
     answers: dict[int, Message] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
-    order: list[int] = field(default_factory=list)
     failed_at: float | None = None  # when the first failure was heard of
     partial: defaultdict[int, bytes] = field(default_factory=lambda: defaultdict(bytes))  # of a line, by rank
     shown: Counter[int] = field(default_factory=Counter)
     settled: bool = False
     error: BaseException | None = None
-    suspicious: float | None = None
+    look_at: float = math.inf  # after a failure: when to look whether the others only wait for the failed one
     news_at: float = 0.0
 
     def __post_init__(self) -> None:
@@ -81,9 +80,9 @@ class Call:
         if self.settled:
             return
         self.answers[member.rank] = message
-        self.order.append(member.rank)
         if "error" in message and self.failed_at is None:
             self.failed_at = time.monotonic()
+            self.look_at = self.failed_at + ABANDONED_S
         if message.get("exiting"):
             self.gone.add(member.rank)
 
@@ -104,13 +103,11 @@ class Call:
             self.settle(self._death())
         elif not self.waiting():
             self.settle(self._failure())
-        elif self.failed_at is not None:
-            self.suspicious = self.suspicious or time.monotonic()
-            if time.monotonic() - self.suspicious > ABANDONED_S:
-                waiting, seen = self.waiting(), looks(self.waiting())
-                if all(member.rank in seen and seen[member.rank].waiting for member in waiting):
-                    self.settle(self._failure())
-                self.suspicious = None
+        elif time.monotonic() > self.look_at:
+            waiting, seen = self.waiting(), looks(self.waiting())
+            if all(member.rank in seen and seen[member.rank].waiting for member in waiting):
+                self.settle(self._failure())
+            self.look_at = time.monotonic() + ABANDONED_S
 
     def settle(self, error: BaseException | None) -> None:
         """End the call; ranks that have not answered stay busy."""
@@ -195,7 +192,7 @@ class Call:
         return RankDied(text, rank=member.rank, phase=phase, **ending(status))
 
     def _failure(self) -> RankError | Cancelled | None:
-        failed = [rank for rank in self.order if "error" in self.answers[rank]]
+        failed = [rank for rank, answer in self.answers.items() if "error" in answer]
         causes = [r for r in failed if not self.answers[r]["victim"]] or failed
         if not causes:
             return None
@@ -221,8 +218,8 @@ class Call:
         stacks = {m.rank: found[m.rank].stack if m.rank in found else self.crew.describe(m) for m in silent}
         culprits, why = blame(ranks, found, [m.rank for m in self.crew.members])
         lines = [f"no answer from {ranks_word(ranks)} within {seconds:g} s; {why}"]
-        if self.order:
-            lines.append(f"{ranks_word(sorted(self.order))} answered")
+        if self.answers:
+            lines.append(f"{ranks_word(sorted(self.answers))} answered")
         for member in silent:
             rank, phase = member.rank, found.get(member.rank, member).phase
             mark = "culprit" if rank in culprits else "waiting"
@@ -387,7 +384,7 @@ class Pending:
             self._ticked = now
             for call in self.calls:
                 call.show(self.observer.output)
-            self.observer.tick([rank for call in self.calls for rank in call.order])
+            self.observer.tick([rank for call in self.calls for rank in call.answers])
         if over:
             self._end()
 

@@ -154,13 +154,8 @@ class Crew:
 
         One that does not (its ranks all left with status 0, say, which it does not take for an end) is to be replaced.
         """
-        deadline = time.monotonic() + seconds
-        while any(agent.ended < self.generation for agent in self.agents.values()):
-            if time.monotonic() > deadline:
-                return False
-            readable(self._agent_fds(), 0.05)
-            self.hear_agents()
-        return len(self.agents) == self.plan.nodes
+        ended = self._hear_until(lambda: all(one.ended >= self.generation for one in self.agents.values()), seconds)
+        return ended and len(self.agents) == self.plan.nodes
 
     def _order(self, node: int, address: str) -> Message:
         each = self.plan.ranks // self.plan.nodes
@@ -185,7 +180,7 @@ class Crew:
         }
 
     def _assemble(self, complete: Callable[[], bool], what: str) -> None:
-        """Let callers in until `complete`, telling who is still missing; a start that fails names why."""
+        """Let callers in until `complete`, printing who is still missing; a start that fails names why."""
         listener = self._listen()
         printed = time.monotonic()
         deadline = printed + self.plan.start_timeout_s
@@ -267,7 +262,11 @@ class Crew:
             ready = readable(self.filenos(), 0)
         if not ready.isdisjoint(self._agent_fds()):
             self.hear_agents()
-            self._report_ends()
+            gone = {exit_.rank for exit_ in self.exits}
+            if self.torchrun_pid is not None and 0 not in self.agents:
+                gone |= {m.rank for m in self.members if m.node == 0 and m.call is not None}
+            for call in self.calls():  # also those without such a rank: torchrun ends all of them
+                call.gone |= gone - call.answers.keys()
         for member in self.members:
             if member.asked and member.watch.fileno() in ready:
                 self._hear_watch(member)
@@ -306,14 +305,6 @@ class Crew:
         except MALFORMED as error:
             self.refuse(member, error)
 
-    def _report_ends(self) -> None:
-        """Tell the calls in flight which ranks have ended, those of other calls too: torchrun ends all of them."""
-        gone = {exit_.rank for exit_ in self.exits}
-        if self.torchrun_pid is not None and 0 not in self.agents:
-            gone |= {m.rank for m in self.members if m.node == 0 and m.call is not None}
-        for call in self.calls():
-            call.gone |= gone - call.answers.keys()
-
     def calls(self) -> list[Any]:
         return list({id(m.call): m.call for m in self.members if m.call is not None}.values())
 
@@ -323,7 +314,7 @@ class Crew:
         return [agent.link.fileno() for agent in self.agents.values()]
 
     def hear_agents(self) -> None:
-        """Take in what agents sent. An agent that is gone takes its node's ranks along; `process_gone` tells."""
+        """Take in what agents sent. An agent that is gone takes its node's ranks along; `torchrun_gone` has the reason."""
         for agent in list(self.agents.values()):
             try:
                 while readable([agent.link.fileno()], 0):
@@ -332,6 +323,13 @@ class Crew:
             except (ChannelClosed, *MALFORMED):
                 agent.link.close()
                 del self.agents[agent.node]
+
+    def _hear_until(self, done: Callable[[], object], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not (over := bool(done())) and time.monotonic() < deadline:
+            readable(self._agent_fds(), 0.02)
+            self.hear_agents()
+        return over
 
     def _note(self, agent: AgentEnd, message: Message) -> None:
         if "exit" in message:
@@ -348,28 +346,22 @@ class Crew:
 
     def ask(self, node: int, do: str, **arguments: Any) -> Any:
         """One question to a node's agent, answered within two seconds; None if not."""
-        agent = self.agents.get(node)
-        if agent is None:
+        if (agent := self.agents.get(node)) is None:
             return None
         number = time.monotonic_ns()
         with contextlib.suppress(ChannelClosed):
             agent.link.send({"id": number, "do": do, "with": arguments})
-        deadline = time.monotonic() + 2.0
-        while node in self.agents and number not in agent.answers and time.monotonic() < deadline:
-            readable([agent.link.fileno()], 0.05)
-            self.hear_agents()
+        self._hear_until(lambda: node not in self.agents or number in agent.answers, 2.0)
         return agent.answers.pop(number, None)
 
     def first_exit(self, seconds: float = 5.0) -> Exit | None:
         """The end that came before the others', with its status; waits for the agents' account of it."""
-        deadline = time.monotonic() + seconds
-        while True:
-            first = min(self.exits, key=lambda one: (one.victim, one.at), default=None)
-            known = first is not None and first.status is not None
-            if known or 0 not in self.agents or time.monotonic() > deadline:
-                return first
-            readable(self._agent_fds(), 0.02)
-            self.hear_agents()
+
+        def first() -> Exit | None:
+            return min(self.exits, key=lambda one: (one.victim, one.at), default=None)
+
+        self._hear_until(lambda: 0 not in self.agents or ((one := first()) and one.status is not None), seconds)
+        return first()
 
     def torchrun_gone(self) -> str | None:
         """How this machine's agent (torchrun) ended, or None while it lives."""

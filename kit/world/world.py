@@ -67,8 +67,7 @@ class Ranks(abc.ABC):
 
         Pass arguments as keywords or as the mapping `args`, which allows parameters named `ranks` or `phase`.
         """
-        function, arguments = asked.check_call(target, args, keywords)
-        request = {"do": "call", "target": target, "with": arguments}
+        function, request = asked.check_call(target, args, keywords)
         return self._request(request, phase or function, ranks, timeout_s)
 
     def submit(
@@ -86,8 +85,7 @@ class Ranks(abc.ABC):
 
         `timeout_s` counts from now. `on_news(rank, values)` receives what the function reports (`kit.world.channel.publish`) while it runs.
         """
-        function, arguments = asked.check_call(target, args, {})
-        request = {"do": "call", "target": target, "with": arguments}
+        function, request = asked.check_call(target, args, {})
         return self._submit(request, phase or function, ranks, timeout_s, observer=observer, on_news=on_news)
 
     def _request(
@@ -201,18 +199,15 @@ class World(Ranks):
         self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> list[str | None]:
         """Like `run`, and return the repr of the last line's value for each rank, as a notebook cell shows it."""
-        what = {"do": "run", "code": code, "cell": asked.check_code(code, "exec")}
-        return self._request(what, "run", ranks, timeout_s)
+        return self._request(asked.check_code("run", code), "run", ranks, timeout_s)
 
     def eval(self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None) -> list[Any]:
         """The value of an expression on every rank, which must be JSON."""
-        what = {"do": "eval", "code": code, "cell": asked.check_code(code, "eval")}
-        return self._request(what, "eval", ranks, timeout_s)
+        return self._request(asked.check_code("eval", code), "eval", ranks, timeout_s)
 
     def submit_code(self, code: str, *, ranks: Sequence[int] | None = None, timeout_s: float | None = None) -> Pending:
         """Like `cell`, but return a Pending at once."""
-        what = {"do": "run", "code": code, "cell": asked.check_code(code, "exec")}
-        return self._submit(what, "run", ranks, timeout_s)
+        return self._submit(asked.check_code("run", code), "run", ranks, timeout_s)
 
     def restart(self) -> None:
         """End all ranks, even if they hang, and start fresh ones: new processes without names. The torchrun process is reused."""
@@ -354,10 +349,8 @@ class World(Ranks):
             call.settle(error)
 
     def __repr__(self) -> str:
-        rows = "; ".join(
-            f"rank {r['rank']}: pid {r['pid']}, {r['device']}, {r['phase']}, {r['state']}" for r in self.status()
-        )
-        return f"<World of {self._count}, {self.state}: {rows}>"
+        rows = (f"rank {r['rank']}: pid {r['pid']}, {r['device']}, {r['phase']}, {r['state']}" for r in self.status())
+        return f"<World of {self._count}, {self.state}: {'; '.join(rows)}>"
 
     def _repr_html_(self) -> str:
         columns = ("rank", "pid", "host", "device", "phase", "state")

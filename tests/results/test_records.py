@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.results.conftest import read_records
 
 
 def write(path, records):
-    with RecordWriter(path) as writer:
+    with closing(RecordWriter(path)) as writer:
         writer.append(records)
 
 
@@ -172,11 +173,12 @@ def test_two_processes_that_append_at_once_mix_no_lines(tmp_path, record):
     path = tmp_path / "records.jsonl"
     code = textwrap.dedent("""
         import sys
+        from contextlib import closing
         from pathlib import Path
         from kit.results import Record, RecordWriter
         rank = int(sys.argv[2])
         row = dict(run="r", lab="l", phase="p" * 50, metric="m", value=1.0, unit="1", time=0.0)
-        with RecordWriter(Path(sys.argv[1])) as writer:
+        with closing(RecordWriter(Path(sys.argv[1]))) as writer:
             for cycle in range(300):
                 writer.append([Record(rank=rank, cycle=cycle, **row) for _ in range(5)])
     """)
@@ -192,6 +194,7 @@ def test_a_full_disk_takes_the_half_written_batch_back(tmp_path, record):
     path = tmp_path / "records.jsonl"
     code = textwrap.dedent("""
         import resource, sys
+        from contextlib import closing
         from pathlib import Path
         from kit.errors import KitError
         from kit.results import Record, RecordWriter
@@ -242,7 +245,10 @@ def test_a_torn_tail_that_others_wrote_behind_stays_and_swallows_no_record(tmp_p
 def test_no_space_left_is_an_error_that_names_the_file(tmp_path, record):
     path = tmp_path / "records.jsonl"
     path.symlink_to("/dev/full")
-    with RecordWriter(path) as writer, pytest.raises(KitError, match=r"records\.jsonl: No space left on device"):
+    with (
+        closing(RecordWriter(path)) as writer,
+        pytest.raises(KitError, match=r"records\.jsonl: No space left on device"),
+    ):
         writer.append([record()])
 
 
@@ -255,6 +261,7 @@ def test_a_killed_process_leaves_all_that_it_appended(tmp_path):
     path = tmp_path / "records.jsonl"
     code = textwrap.dedent("""
         import os, signal, sys
+        from contextlib import closing
         from pathlib import Path
         from kit.results import Record, RecordWriter
         writer = RecordWriter(Path(sys.argv[1]))

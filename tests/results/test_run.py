@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pandas as pd
@@ -256,14 +257,14 @@ def test_list_runs_newest_first(make_run, tmp_path):
 
 
 def test_what_is_appended_is_read_without_the_rest(folder, record, monkeypatch):
-    with RecordWriter(folder / "records.jsonl") as writer:
+    with closing(RecordWriter(folder / "records.jsonl")) as writer:
         writer.append([record()] * 5)
     run = Run(folder)
     first = run.frame()
     size = (folder / "records.jsonl").stat().st_size
     starts = []
     monkeypatch.setattr(run_module, "read_bytes", lambda path, start=0: starts.append(start) or read_bytes(path, start))
-    with RecordWriter(folder / "records.jsonl") as writer:
+    with closing(RecordWriter(folder / "records.jsonl")) as writer:
         writer.append([record(cycle=7), record(cycle=8)])
     assert list(run.frame()["cycle"]) == [*first["cycle"], 7, 8]
     assert starts == [size - run_module.KNOWN_BY]
@@ -304,7 +305,7 @@ def test_checks_are_asked_once_until_records_grow(folder, record):
     run = Run(folder, checks=lambda lab: [Check("c", "?", "c_max", 5, "1", "<=", measure)])
     assert [run.verdict(c_max=limit)[0].passed for limit in (5, 2, 3)] == [True, False, True]
     assert len(asked) == 1
-    with RecordWriter(folder / "records.jsonl") as writer:
+    with closing(RecordWriter(folder / "records.jsonl")) as writer:
         writer.append([record()])
     assert run.verdict()[0].passed
     assert asked == [asked[0], asked[0] + 1]
