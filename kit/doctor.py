@@ -61,7 +61,7 @@ with contextlib.redirect_stdout(sys.stderr):
         running = nccl.running()
         shared = nccl.sharing(running, 0)
         said["suspend_why"] = nccl.no_suspend(running, torch.__version__, gpus=count) or None
-        said["shared_gpus"] = shared and shared.told
+        said["shared_gpus"] = shared and shared.words
         pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
         said["no_peer_access"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
         said["findings"] = [one._asdict() for one in findings()] if torch.version.cuda else []  # elsewhere none of it runs

@@ -16,7 +16,7 @@ LIBRARY = "libnccl.so.2"  # torch has loaded it under this name, wherever it lie
 SUSPENDS = (2, 29, 7)
 SUSPENDS_TORCH = (2, 12)
 SHARES_GPUS = (2, 30, 0)
-SHARED_GPU = "shared GPU, not a product number"  # said with every time of communication among ranks that share one
+SHARED_GPU = "shared GPU, not a product number"  # stands beside every time of communication among ranks that share one
 # The first release that compiles its kernels for a generation of GPUs, by the major number of the compute capability, and the oldest
 # capability that it compiles them for with CUDA 13 (makefiles/common.mk; the history of that file for the releases).
 COMPILED_SINCE = {9: (2, 15, 1), 10: (2, 25, 1), 11: (2, 27, 5), 12: (2, 25, 1)}
@@ -110,7 +110,7 @@ def unbound(default: Any) -> Iterator[None]:
 
 class Sharing(NamedTuple):
     env: Mapping[str, str]
-    told: str
+    words: str  # for people
 
 
 def sharing(nccl: Version | None, number: int) -> Sharing | None:

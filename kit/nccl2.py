@@ -26,8 +26,7 @@ WORLD = f"cpu:gloo,cuda:{NAME}"
 LACKS = "this torch has no backend nccl2"
 
 
-class Rehearsed:
-    """Stands for a group in a rehearsal."""
+REHEARSED = object()  # stands for a group in a rehearsal
 
 
 class Asked(NamedTuple):
@@ -42,8 +41,7 @@ class Partition:
     """Groups that share no rank, made by one call."""
 
     groups: list[tuple[int, ...]] = field(default_factory=list)
-    made: Any = None
-    is_made: bool = False
+    made: list[Any] = field(default_factory=list)  # this rank's group, once it is made
 
 
 @dataclass
@@ -104,20 +102,17 @@ def install() -> None:
 
 
 def made(c10d: Any, given: dict[str, Any]) -> Any:
-    size = c10d.get_world_size()
-    ranks = tuple(range(size) if given["ranks"] is None else sorted(given["ranks"]))
+    ranks = tuple(range(c10d.get_world_size()) if given["ranks"] is None else sorted(given["ranks"]))
     mine = c10d.get_rank() in ranks
     backend = str(given["backend"] or WORLD).lower()
-    if NAME not in backend and "nccl" not in backend:
-        if state.calls is not None:
-            return Rehearsed() if mine else c10d.GroupMember.NON_GROUP_MEMBER
+    call = Asked(ranks, (backend, given["timeout"], given["pg_options"] is None, given["group_desc"]))
+    if state.calls is not None:
+        if "nccl" in backend:
+            state.calls.append(call)
+        return REHEARSED if mine else c10d.GroupMember.NON_GROUP_MEMBER
+    if "nccl" not in backend:
         with unbound(c10d._get_default_group()):
             return state.plain(**given)
-    how = (backend, given["timeout"], given["pg_options"] is None, given["group_desc"])
-    call = Asked(ranks, how)
-    if state.calls is not None:
-        state.calls.append(call)
-        return Rehearsed() if mine else c10d.GroupMember.NON_GROUP_MEMBER
     if state.expected:
         expected, partition = state.expected.pop(0)
         if expected != call:
@@ -126,9 +121,9 @@ def made(c10d: Any, given: dict[str, Any]) -> Any:
             )
     else:
         (partition,) = partitions([call])
-    if not partition.is_made:
-        partition.made, partition.is_made = split(c10d, partition, given, backend), True
-    return partition.made if mine else c10d.GroupMember.NON_GROUP_MEMBER
+    if not partition.made:
+        partition.made.append(split(c10d, partition, given, backend))
+    return partition.made[0] if mine else c10d.GroupMember.NON_GROUP_MEMBER
 
 
 def split(c10d: Any, partition: Partition, given: dict[str, Any], backend: str) -> Any:
@@ -158,7 +153,7 @@ def planned(act: Callable[[], None], undo: Callable[[], None]) -> None:
 
 
 def describe() -> dict[str, Any]:
-    """The same as of torchcomms (`kit.routing.describe`): what was asked for and is in effect, for WORLD and for all groups there are."""
+    """As `kit.routing.describe` for torchcomms: what was asked for and is in effect, for WORLD and for all groups."""
     import torch.distributed.distributed_c10d as module
 
     c10d: Any = module

@@ -88,7 +88,7 @@ class World(room.World):
 
 
 def prepare(name: str, config: Mapping[str, Any], *, out: str | os.PathLike[str] | None = None, **options: Any) -> Lab:
-    """Make a lab whose config is checked and whose folder is there; its ranks start with its first step. `options` are Lab's."""
+    """Make a lab: check its config and make its folder; its ranks start with its first step. `options` are Lab's."""
     return Lab(
         find(name),
         config,
@@ -214,8 +214,8 @@ def sweep(
     rows: list[dict[str, Any]] = []
     for number, point in enumerate(found, start=1):
         print(f"run {number} of {len(found)}: {point}", flush=True)
-        status, said = run(point.swept, folder / f"{number:02}")
-        rows.append({"dir": f"{number:02}", "set": point.swept, "repeat": point.repeat, **said})
+        status, answer = run(point.swept, folder / f"{number:02}")
+        rows.append({"dir": f"{number:02}", "set": point.swept, "repeat": point.repeat, **answer})
         write_json(folder / INDEX, {"lab": lab, "planned": len(found), "runs": rows, "spread": spread(folder, rows)})
         if status == INTERRUPTED:
             break

@@ -1,7 +1,7 @@
 """torchcomms: whether torch routes collectives through it (asked for, importable, in effect), and what ranks do for it beyond torch.
 
 torch takes torchcomms where that can be imported and `TORCH_DISTRIBUTED_USE_TORCHCOMMS=1` is set; where it cannot, the flag is silently
-nothing. So it is the groups' backend objects that say whether it is in effect.
+nothing. Whether it is in effect is seen from the groups' backend objects.
 
 torch makes communicators by `new_comm` and passes neither the group's rank and size (torchcomms then asks the environment, and finds those
 of the whole job), nor the number of the GPU, the timeout or NCCL's options, which torchcomms would take as hints. `install` puts all of
@@ -66,7 +66,7 @@ def unimportable() -> tuple[str, str]:
         found = "of unknown version"
     try:
         what_torch_imports()
-    except Exception as error:  # noqa: BLE001 - told as it is
+    except Exception as error:  # noqa: BLE001 - reported as it is
         why = f"torchcomms {found} cannot be imported ({type(error).__name__}: {error})"
         if found == PLACEHOLDER:
             return EMPTY, f"{why}: it is the package index's placeholder"
@@ -91,7 +91,7 @@ def c10d() -> Any:
 
 
 def settings(group: Any) -> Any:
-    """Timeout and NCCL options that a routed group was made with: its backend object does not tell them. None for any other group."""
+    """Timeout and NCCL options that a routed group was made with: its backend object does not have them. None for any other group."""
     return state.settings.get(group.group_name)
 
 
@@ -209,7 +209,7 @@ def qualified(backend: str) -> str:
 
 
 def _helper(plain: Any) -> Any:
-    """torch's maker of groups: knows whose turn it is, and flushes a new WORLD."""
+    """torch's maker of groups: passes on which group is made, and flushes a new WORLD."""
     signature, module = inspect.signature(plain), c10d()
 
     @functools.wraps(plain)

@@ -1,6 +1,6 @@
 """Runs side by side: each run's verdict, and its medians aligned by phase, rank, metric and ids, against the first run's.
 
-And what named machines recorded of a bench, each shown with its machine, so that nobody takes it for a measurement of this one.
+And what named machines recorded of a bench, each shown with its machine, so that it is not taken for a measurement of this one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # The outcome of a job, as the name of a metric or as the id `name`: identical to the last bit in two runs that did the same.
 OUTCOMES = ("loss", "global_loss", "grad_norm", "digest")
-# Ends of the names of metrics that say nothing about a run: what the phase before left, and the meter's own time.
+# Metrics with these endings are noise: what the phase before left, and the meter's own time.
 NOISE = ("_before", "overhead_seconds", "observers_seconds")
 # By how much of itself a measured amount may differ between two runs that did the same: with several readings, and with one.
 EVEN, EVEN_SINGLE = 0.02, 0.25
@@ -244,7 +244,7 @@ def recorded(bench: str, containing: str = "", *, folder: Path = FOLDER) -> Show
     if not found:
         there = sorted({path.stem.partition(".")[0] for path in folder.glob("*/bench-*.json")})
         what = f"{bench!r} with a row that contains {containing!r}" if containing else repr(bench)
-        raise BadInput(f"no reference in {folder} has {what}; there is {', '.join(there) or 'none at all'}")
+        raise BadInput(f"no reference in {folder} has {what}; it has {', '.join(there) or 'none'}")
     return found
 
 

@@ -84,7 +84,7 @@ def summary_of(frame: pd.DataFrame) -> pd.DataFrame:
     return groups.agg(["count", "first", "last", "min", "max"]).reset_index().rename(columns={"count": "n"})
 
 
-# -- which records say how much memory there is: the driver's on CUDA, the kernel's on the CPU --------------------------------------
+# -- which records measure memory: the driver's on CUDA, the kernel's on the CPU --------------------------------------
 
 GPU = "gpu"  # recorded once a run: the number of the GPU that a rank works on
 
@@ -143,7 +143,7 @@ def export(
     units: Mapping[str, str] | None = None,
     title: str = "",
 ) -> Path:
-    """Write the table to `path`; its ending says how. The file is whole or not there.
+    """Write the table to `path`; its ending is the kind. The file is whole or not there.
 
     `units` are the units of columns; ROW is the unit that the row's own column `unit` names.
     """

@@ -68,7 +68,7 @@ Columns = dict[str, list[Any]]
 class Record:
     """One measured row. `time` is when it was measured, in Unix seconds; a span also has a `start`.
 
-    `text` is a short text beside the value (a digest, a reason), `ids` say what the record is about (tensor, group, bucket, ...).
+    `text` is a short text beside the value (a digest, a reason), `ids` name what the record is about (tensor, group, bucket, ...).
     """
 
     run: str
@@ -142,7 +142,7 @@ class Recording:
     ) -> None:
         """Add a record to the phase that runs, within a second also in the run's folder. Driven steps record as rank -1.
 
-        `text` is a short text beside the value; `start` makes it a span that ends now; `ids` say what it is about.
+        `text` is a short text beside the value; `start` makes it a span that ends now; `ids` name what it is about.
         """
         self._send(new_row(metric, value, unit, time.time(), text=text, start=start, ids=ids))
 
@@ -169,7 +169,7 @@ def utc() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")  # noqa: UP017 - ranks may run Python 3.10
 
 
-class RecordsLost(KitError):  # noqa: N818 - a writer says it to its owner, who may go on
+class RecordsLost(KitError):  # noqa: N818 - the owner of a writer may go on
     """Records could not be written: `lost` of them. What was written before is whole."""
 
     def __init__(self, message: str, lost: int) -> None:
@@ -199,7 +199,7 @@ class RecordWriter:
         try:
             done = os.write(self._fd, data)
             start = os.lseek(self._fd, 0, os.SEEK_CUR) - done
-            while done < len(data):  # a short write means that something is wrong; the next one says what
+            while done < len(data):  # a short write means that something is wrong; the next one has the reason
                 done += os.write(self._fd, data[done:])
         except OSError as error:
             kept = 0 if self._take_back(start, done) else data[len(self._lead) : done].count(b"\n")
@@ -275,7 +275,7 @@ def finite(digits: str) -> float:
 
 
 def _rows(joined: str, count: int) -> list[Any]:
-    """The objects of some lines. Only one line alone is parsed in the way that tells 1e400 from a word: it takes longer."""
+    """The objects of some lines. One line alone is parsed in a slower way, which tells 1e400 from a word."""
     text = f"[{joined}]"
     rows: list[Any] = json.loads(text, parse_float=finite) if count == 1 else json.loads(text)
     if len(rows) != count:

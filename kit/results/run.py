@@ -71,7 +71,7 @@ SNAPSHOTS = "memory"  # the folder in a run's folder
 VIEWER = "drop one on https://pytorch.org/memory_viz, which opens it in the browser and uploads nothing"
 NAMED = re.compile(r"(?P<lab>.+)-\d{8}-\d{6}-[0-9a-f]{4}")  # as create_run names them
 LONGEST = 120  # characters of a label
-STATUSES = ("running", "finished", "stopped", "failed")  # what a file says; a reader also knows `interrupted`
+STATUSES = ("running", "finished", "stopped", "failed")  # in a file; a reader also knows `interrupted`
 
 
 class Run:
@@ -228,7 +228,7 @@ class Run:
         return self._answers[2]
 
     def shown_verdict(self) -> Verdict:
-        """The verdict as it was given at the run's end; without one, what the checks say of its records now."""
+        """The verdict as it was given at the run's end; without one, the checks' answers to its records now."""
         return self.stored_verdict() or self.verdict()
 
     def about(self) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def memory_snapshots(run: Run) -> str:
         return f"{', '.join(f'{SNAPSHOTS}/{path.name}' for path in found)}; {VIEWER}"
     if (run.provenance.get("world") or {}).get("device") == "cpu":
         return "none: the ranks worked on the CPU, and PyTorch keeps a history of its CUDA allocator only"
-    return "none: no rank came to write one; its log says why where something prevented it"
+    return "none: no rank wrote one; the reason, if any, is in its log"
 
 
 def list_runs(folder: str | Path) -> list[Path]:
@@ -296,7 +296,7 @@ def find_run(word: str | Path = "") -> Path:
 
 
 def newest_run(folder: str | Path, lab: str) -> Path | None:
-    """The newest run of a lab, if there is one. A folder whose name tells another lab is not opened."""
+    """The newest run of a lab, if there is one. A folder with the name of another lab is not opened."""
     for path in list_runs(folder):
         named = NAMED.fullmatch(path.name)
         if (named["lab"] if named else _told(path, "lab")) == lab:

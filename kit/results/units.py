@@ -64,7 +64,7 @@ def size(value: float) -> str:
 
 
 def unit_word(unit: str) -> str:
-    """The unit as it stands beside a number; that of a count or a ratio says nothing and is left out."""
+    """The unit beside a number; counts and ratios have none."""
     return "" if unit in {"1", "ratio"} else unit
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class NotMeasured(KitError):  # noqa: N818 - a check says it to `judge`; people do not see it as an error
+class NotMeasured(KitError):  # noqa: N818 - a check raises it for `judge`; people do not see it as an error
     """The machine or the config cannot have what a check asks for: a null row, which never fails a run."""
 
 
@@ -55,7 +55,7 @@ class Check:
     """A question with a limit. `tolerance` is the keyword that moves the limit; checks may share one.
 
     A limit that depends on the run (a coarser dtype) is a function of its config. A measure with several answers gives one row
-    each, named `check/of`, below a row of the check itself that shows the worst. A check with `when` applies only to runs whose
+    each, named `check/of`, below a row of the check itself that shows the worst. A check with `when` applies only to runs with a
     config that function accepts. `cannot` returns why a config cannot have an answer, or an empty text: the row is then null, and
     a fault that this check should catch is refused before any rank starts.
     """
@@ -326,7 +326,7 @@ def headline(rows: Iterable[VerdictRow]) -> str:
 
 
 def without_parts(rows: Iterable[VerdictRow]) -> list[VerdictRow]:
-    """One row per check: the rows `check/part` say what it is about in detail."""
+    """One row per check: the rows `check/part` have the details."""
     return [row for row in rows if "/" not in row.check]
 
 

@@ -135,7 +135,7 @@ def torchrun(order: Message) -> None:
 
     arguments = list(order["torchrun"])
     if order["loopback"]:
-        # torchrun's store would listen on every interface; it is given a socket of our own instead, whose port nobody can race for.
+        # torchrun's store would listen on every interface; it gets a socket of our own instead, so that no other process can take the port.
         door = socket.create_server(("127.0.0.1", 0))
         port = door.getsockname()[1]
 
@@ -188,7 +188,7 @@ def main() -> None:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="kit-node-"))
     key_file = folder / "key"
     key = bytes.fromhex(key_file.read_text() if key_file.exists() else os.environ.pop("KIT_KEY"))
-    key_file.unlink(missing_ok=True)  # read once; the ranks get it through the fork, nobody finds it lying about
+    key_file.unlink(missing_ok=True)  # read once; the ranks get it through the fork
     try:
         NODE = Node(options.connect, key, options.node, folder)
     except (OSError, ChannelClosed) as error:

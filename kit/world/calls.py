@@ -161,7 +161,7 @@ class Call:
         mine = any(member is one for one in self.members)
         while mine and rank not in self.answers and member.work.fileno() in readable([member.work.fileno()], 0):
             if not self.crew.hear(member):
-                break  # what it said before it ended: others' ends may have come first
+                break  # what it answered before it ended: others' ends may have come first
         phase, answer, status = (
             self.phase if mine else member.phase,
             self.answers.get(rank),
@@ -408,7 +408,7 @@ class Pending:
                     self._on_news(member.rank, values)
 
 
-class GivenUp(KitError):  # noqa: N818 - nobody outside sees it
+class GivenUp(KitError):  # noqa: N818 - it stays inside this module
     """A World's share of a call is given up because another World failed; its ranks stay busy."""
 
 
@@ -478,7 +478,7 @@ def stop(pendings: Sequence[Pending]) -> None:
                 call.settle(Cancelled(f"the call of phase {one.phase!r} was interrupted"))
         if not one.settled:
             one._end()
-    # The prompt is back; say why the ranks are not. A thread has no prompt: who started it reports in its own way.
+    # The prompt is back; print why the ranks are not. A thread has no prompt: its owner reports in its own way.
     if stuck and threading.current_thread() is threading.main_thread():
         print(f"World ended: {ranks_word(stuck)} did not stop within {INTERRUPT_S:g} s; restart() starts fresh ranks")
 
@@ -505,7 +505,7 @@ def failure(calls: Sequence[Call]) -> BaseException | None:
 
 
 def order_of_blame(error: BaseException | None) -> int:
-    """As in one World: who died, who raised, who only reports another's end, who is silent."""
+    """As in one World: ranks that died, that raised, that only report another's end, that are silent."""
     if isinstance(error, RankError):
         return 2 if error.victim else 1
     return 4 if isinstance(error, GivenUp) else 0 if isinstance(error, RankDied) else 1

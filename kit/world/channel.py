@@ -44,7 +44,7 @@ ATTEMPTS = 3
 
 
 class ChannelClosed(KitError):  # noqa: N818 - it is a state, reported as such
-    """The other end is gone, or is not who it should be."""
+    """The other end is gone, or could not prove the key."""
 
 
 class Malformed(KitError):  # noqa: N818 - reported with the rank that sent it
@@ -227,7 +227,7 @@ class Stranger:
 
 
 class Listener:
-    """Accepts callers that hold the key; drops everyone else without harm. Open only while somebody is expected."""
+    """Accepts callers that hold the key; drops everyone else without harm. Open only while a caller is expected."""
 
     def __init__(self, key: bytes, place: Path | str) -> None:
         """`place` is the path of a Unix socket, or a host."""
@@ -268,7 +268,7 @@ class Listener:
 
     def _accept(self) -> None:
         """Take in a bounded number of callers: a flood must neither keep us here nor push out a caller that is about to answer."""
-        with contextlib.suppress(OSError):  # nobody calls, the caller is gone again, or no descriptor is left
+        with contextlib.suppress(OSError):  # no caller, the caller is gone again, or no descriptor is left
             for _ in range(PENDING):
                 if len(self._strangers) >= PENDING:
                     oldest = next(iter(self._strangers))
@@ -310,7 +310,7 @@ class Listener:
             Path(self.address).unlink(missing_ok=True)
 
 
-# -- who is at the ends of a World's links ----------------------------------------------------------------------------
+# -- the processes at the ends of a World's links ---------------------------------------------------------------------
 
 
 HELLO = ("rank", "node", "pid", "started", "device", "why", "host", "seat")  # what a rank reports of itself

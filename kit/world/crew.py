@@ -58,12 +58,12 @@ class Crew:
         self._key = secrets.token_bytes(32)
         self.folder = leftovers.base() / leftovers.mark(self.id)
         self.folder.mkdir(mode=0o700)
-        self.logs = plan.logs or self.folder / "logs"  # those that nobody asked for end with the World
+        self.logs = plan.logs or self.folder / "logs"  # by default they end with the World
         self.logs.mkdir(exist_ok=True)
         self._agent_log = self.logs / f"torchrun{plan.part.first or ''}.log"  # several Worlds share a folder
         self._process: subprocess.Popen[bytes] | None = None
         self._listener: Listener | None = None
-        self._unnamed: list[Link] = []  # proved the key, but have not said who they are
+        self._unnamed: list[Link] = []  # proved the key, but have not sent their names
         self._joined: dict[int, dict[str, tuple[Link, Message]]] = {}
         self.owner = os.getpid()
         self.inherited = False  # True in a process forked from the notebook: the World is its parent's
@@ -126,9 +126,9 @@ class Crew:
         for agent in self.agents.values():
             agent.link.send({"do": "launch", "with": self._order(agent.node, address)})
         joined = self._joined = {}
-        self._assemble(lambda: len(joined) == self.plan.ranks, "ranks")  # each says first that it is there
+        self._assemble(lambda: len(joined) == self.plan.ranks, "ranks")  # each reports first on its watch link
         for links in joined.values():
-            with contextlib.suppress(ChannelClosed):  # it has ended since; its agent tells how
+            with contextlib.suppress(ChannelClosed):  # it has ended since; its agent reports how
                 links["watch"][0].send({"do": "join"})
         self._assemble(lambda: sum(len(links) == 2 for links in joined.values()) == self.plan.ranks, "ranks")
         for rank in sorted(joined):
@@ -152,7 +152,7 @@ class Crew:
     def ready_to_launch(self, seconds: float = 5.0) -> bool:
         """Has every torchrun finished with the ranks before? Another machine must not join an old rendezvous.
 
-        One that does not (its ranks all left with status 0, say, which it does not take for an end) is to be replaced.
+        One that does not (its ranks all left with status 0, for instance, which it does not take for an end) is to be replaced.
         """
         ended = self._hear_until(lambda: all(one.ended >= self.generation for one in self.agents.values()), seconds)
         return ended and len(self.agents) == self.plan.nodes
@@ -188,7 +188,7 @@ class Crew:
             unnamed = [link.fileno() for link in self._unnamed]
             ready = readable([*listener.filenos(), *self._agent_fds(), *unnamed], 0.05)
             for link in [link for link in self._unnamed if link.fileno() in ready]:
-                self._greet(link)  # without waiting: a caller that stops within its first frame keeps nobody
+                self._greet(link)  # without waiting: a caller that stops within its first frame delays no other
             self._unnamed += listener.welcome()
             self.hear_agents()
             self._check_start(what)
@@ -215,7 +215,7 @@ class Crew:
                     raise Malformed(f"{hello}")
                 self._joined.setdefault(hello["rank"], {})[hello["role"]] = (link, hello)
         except ChannelClosed:
-            link.close()  # it ended; its agent tells how
+            link.close()  # it ended; its agent reports how
         except MALFORMED as error:
             raise malformed(f"rank {hello['rank']}" if "rank" in hello else "a process of this World", error) from error
         self._unnamed.remove(link)

@@ -2,9 +2,9 @@
 
 The settings are read off the sources named beside them; no GPU has confirmed them yet.
 
-A driver that was started before a fork is dead after it: every rank would be told that there is no GPU. torchrun's own config counts
+A driver that was started before a fork is dead after it: every rank would find no GPU. torchrun's own config counts
 GPUs before it forks, and so do modules that are loaded for the ranks. `spare` has a child count, which is gone afterwards. A module
-that asks a GPU for more than its presence starts the driver all the same; `poisoned` tells.
+that asks a GPU for more than its presence starts the driver all the same; `poisoned` detects it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kit import nccl
 
 
 class Setting(NamedTuple):
-    """One variable of the environment. `others` are names that mean the same to who reads it: with one of them set it is left alone.
+    """One variable of the environment. `others` are names with the same meaning: with one of them set it is left alone.
     `{folder}` in a value is the World's own folder, which goes when the World does."""
 
     name: str
@@ -129,7 +129,7 @@ def on_gpu(gpu: int, number: int, why: str, *, shared: bool) -> Seat | None:
         return Seat(torch.device("cuda", gpu), why, {})
     if (how := nccl.sharing(nccl.running(), number)) is None:
         return None
-    why = f"{why}, shared {how.told}; communication times: {nccl.SHARED_GPU}"
+    why = f"{why}, shared {how.words}; communication times: {nccl.SHARED_GPU}"
     return Seat(torch.device("cuda", gpu), why, how.env)
 
 

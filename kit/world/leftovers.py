@@ -60,7 +60,7 @@ def is_dead(value: str) -> bool:
 def find() -> list[Leftover]:
     found = []
     for pid in machine.pids():
-        with contextlib.suppress(OSError):  # it ended, or is somebody else's
+        with contextlib.suppress(OSError):  # it ended, or is another user's
             value, fields = machine.marked(pid), machine.stat_fields(pid)
             if pid == os.getpid() or value is None or fields is None or fields[0] in "ZX" or not is_dead(value):
                 continue
@@ -105,7 +105,7 @@ def forget_shared(pids: Iterable[int]) -> None:
     """Remove the counters that torch keeps in /dev/shm for CUDA memory shared between processes: a killed process leaves them there."""
     for pid in pids:
         for file in Path("/dev/shm").glob(f"torch_{pid}_*"):  # noqa: S108 - named by processes of ours that are gone
-            with contextlib.suppress(OSError):  # in a /dev/shm that containers share it may be somebody else's
+            with contextlib.suppress(OSError):  # in a /dev/shm that containers share it may be another user's
                 file.unlink()
 
 

@@ -1,4 +1,4 @@
-"""A rank: forked by torchrun, joined into WORLD, then doing what the notebook says until the notebook is gone.
+"""A rank: forked by torchrun, joined into WORLD, then doing what the notebook asks until the notebook is gone.
 
 Two connections lead to the notebook. On `work` the main thread takes one request after the other and answers it. On `watch` a thread
 answers while the main thread is busy: its stack, its phase, how far each group's collectives got; and it carries the interrupt. When
@@ -304,7 +304,7 @@ def failure(error: BaseException) -> Message:
     return {
         "error": f"{type(error).__name__}: {words}".strip().removesuffix(":"),
         "traceback": "".join(traceback.format_exception(type(error), error, shown)),
-        # Errors that only tell that another rank is gone or late: never the cause when there is another error.
+        # Errors that only report that another rank is gone or late: never the cause when there is another error.
         "victim": type(error).__name__.startswith(("Dist", "Peer")) or any(mark in words for mark in VICTIM),
         "refused": words if isinstance(error, BadInput) else "",
         "exitcode": status if isinstance(status, int) else 0 if status is None else 1,
@@ -329,7 +329,7 @@ OWN = (
 
 # -- a rank's Python stack: for people, and for the one question whether it waits in a collective ----------------------
 
-# Modules in whose functions a rank waits for other ranks, and calls on work handles and groups that do so from C.
+# Modules with functions in which a rank waits for other ranks, and calls on work handles and groups that do so from C.
 WAITING_MODULES = (
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",

@@ -336,7 +336,7 @@ class World(Ranks):
             raise KitError("this World is closed; make a new one")
 
     def die(self, why: str, error: KitError | None = None) -> None:
-        """End the ranks and say why; restart() brings fresh ones. Calls in flight end with the error."""
+        """End the ranks for a reason; restart() brings fresh ones. Calls in flight end with the error."""
         if self.dead:
             return
         self.dead = why
