@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import pkgutil
 import re
 import sys
 import time
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import kit
 from kit import results, target
 from kit.errors import BadInput, KitError, hint
+from kit.labs.definition import Definition
 from kit.labs.discover import ANSWERS, ENDS, described, discover, find, select
 from kit.results.comparison import answers_changed, changed, compact, in_words, labelled, settings, warnings
 from kit.results.frames import plain, readable, summary_of
@@ -39,9 +39,6 @@ from kit.results.verdict import MARKS
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from kit.labs.definition import Definition
-    from kit.results import Run
 
 COMPARED_ROWS = 40  # of a comparison on a terminal; `kit export --table compare` has all of them
 WIDTH = 100
@@ -136,11 +133,10 @@ def run_names(prefix: str, **_: Any) -> list[str]:
 def benches(**_: Any) -> list[str]:
     """The modules in kit/bench that have `parts`, without importing any."""
     home = Path(__file__).with_name("bench")
-    found = [
-        (info.name, home / (f"{info.name}/__init__.py" if info.ispkg else f"{info.name}.py"))
-        for info in pkgutil.iter_modules([str(home)])
-    ]
-    return [name for name, path in found if "\ndef parts(" in path.read_text()]
+    files = {path: path.stem for path in home.glob("*.py")} | {
+        path: path.parent.name for path in home.glob("*/__init__.py")
+    }
+    return sorted(name for path, name in files.items() if "\ndef parts(" in path.read_text())
 
 
 # -- labs and their runs -------------------------------------------------------------------------------------------------
@@ -334,7 +330,7 @@ def check(args: argparse.Namespace) -> Answer:
     return Answer({**data, "verdict": verdict.to_json(), "changes": moved, "exit": status}, text, status)
 
 
-def heading(found: Run) -> tuple[dict[str, Any], str]:
+def heading(found: results.Run) -> tuple[dict[str, Any], str]:
     names = ("id", "lab", "status", "fault", "label")
     data = {"run": str(found.dir), **{name: getattr(found, name) for name in names}}
     about = {"label": found.label, "memory snapshots": memory_snapshots(found)}
@@ -399,11 +395,11 @@ def compare(args: argparse.Namespace) -> Answer:
     return Answer(data, "\n".join(lines))
 
 
-def load(word: str) -> Run:
+def load(word: str) -> results.Run:
     return kit.load(find_run(word))
 
 
-def load_all(words: Sequence[str]) -> list[Run]:
+def load_all(words: Sequence[str]) -> list[results.Run]:
     """Runs by their folders or ids; the newest where there is no word; all runs of a sweep."""
     from kit.public import runs_of
 

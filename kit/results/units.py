@@ -11,14 +11,12 @@ ROW = "*"  # of a table's column: the unit that each row's own column `unit` nam
 
 def amount(value: float | None, unit: str = "") -> str:
     """12.3 ms, 2.0 MiB, 9.5 GB/s, 3; counts and ratios have no unit. A missing number is "-"."""
-    if value is None:
-        return "-"
-    if not math.isfinite(value):
-        return str(value)
+    if value is None or not math.isfinite(value):
+        return "-" if value is None else str(value)
     if unit == "s":
         # Compared with 0.99, since what rounds up to a second would read 1e+03 ms.
-        size = abs(value)
-        scale, unit = (1.0, "s") if size > 0.99 else (1e3, "ms") if size > 0.99e-3 or not size else (1e6, "µs")
+        seconds = abs(value)
+        scale, unit = (1.0, "s") if seconds > 0.99 else (1e3, "ms") if seconds > 0.99e-3 or not seconds else (1e6, "µs")
         return f"{digits(value * scale)} {unit}"
     if unit == "B":
         return f"{value / 2**20:.1f} MiB"

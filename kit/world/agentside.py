@@ -120,8 +120,7 @@ def read_log(logs: Path, rank: int, offset: int, limit: int) -> bytes:
     """Bytes of a rank's log from an offset on. A negative offset counts from the end."""
     try:
         with (logs / f"rank{rank}.log").open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size + offset) if offset < 0 else offset)
+            file.seek(max(0, os.fstat(file.fileno()).st_size + offset) if offset < 0 else offset)
             return file.read(limit)
     except FileNotFoundError:
         return b""

@@ -110,13 +110,11 @@ class Crew:
             )
 
     def _environment(self) -> dict[str, str]:
+        defaults = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // self.plan.neighbours))}
+        if self.plan.nodes == 1:  # nothing listens beyond this machine
+            defaults |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         env = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
-        threads = max(1, len(os.sched_getaffinity(0)) // self.plan.neighbours)
-        env.setdefault("OMP_NUM_THREADS", str(threads))
-        if self.plan.nodes == 1:
-            env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens beyond this machine
-            env.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        return {**env, **self.plan.env, machine.MARK: leftovers.mark(self.id)}
+        return {**defaults, **env, **self.plan.env, machine.MARK: leftovers.mark(self.id)}
 
     def launch(self) -> None:
         """Start a generation of ranks under torchrun and wait until all have joined WORLD."""
@@ -158,25 +156,26 @@ class Crew:
         return ended and len(self.agents) == self.plan.nodes
 
     def _order(self, node: int, address: str) -> Message:
-        each = self.plan.ranks // self.plan.nodes
-        arguments = [f"--nnodes={self.plan.nodes}", f"--node-rank={node}", f"--nproc-per-node={each}"]
-        arguments += ["--rdzv-backend=static", f"--rdzv-id=kit-{self.id}-{self.generation}", "--max-restarts=0"]
-        arguments += ["--run-path", "--start-method=fork", "--monitor-interval=0.05"]
-        if self.plan.nodes > 1:
-            host, _, port = self.plan.endpoint.rpartition(":")
-            arguments += [f"--master-addr={host}", f"--master-port={port}"]
+        plan = self.plan
+        host, _, port = plan.endpoint.rpartition(":")
+        arguments = [
+            *(f"--nnodes={plan.nodes}", f"--node-rank={node}", f"--nproc-per-node={plan.ranks // plan.nodes}"),
+            *("--rdzv-backend=static", f"--rdzv-id=kit-{self.id}-{self.generation}", "--max-restarts=0"),
+            *("--run-path", "--start-method=fork", "--monitor-interval=0.05"),
+            *((f"--master-addr={host}", f"--master-port={port}") if plan.nodes > 1 else ()),
+        ]
         return {
             "generation": self.generation,
             "torchrun": arguments,
             "address": address,
-            "loopback": self.plan.nodes == 1,
-            "first": self.plan.part.first,
-            "neighbours": self.plan.neighbours,
-            "device": self.plan.device,
-            "devices": list(self.plan.devices),
-            "preload": list(self.plan.preload),
+            "loopback": plan.nodes == 1,
+            "first": plan.part.first,
+            "neighbours": plan.neighbours,
+            "device": plan.device,
+            "devices": list(plan.devices),
+            "preload": list(plan.preload),
             "logs": str(self.logs),
-            "group_timeout_s": self.plan.group_timeout_s,
+            "group_timeout_s": plan.group_timeout_s,
         }
 
     def _assemble(self, complete: Callable[[], bool], what: str) -> None:

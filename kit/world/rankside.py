@@ -270,9 +270,7 @@ def run_cell(names: dict[str, Any], code: str, cell: int) -> str | None:
     body, last = compiled(code, "exec", cell)
     assert body is not None
     exec(body, names)  # noqa: S102 - running a person's code is the purpose
-    if last is None:
-        return None
-    value = eval(last, names)  # noqa: S307
+    value = None if last is None else eval(last, names)  # noqa: S307
     if value is None or code.rstrip().endswith(";"):
         return None
     text = repr(value)

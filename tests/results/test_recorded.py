@@ -54,7 +54,7 @@ def test_rows_are_chosen_by_a_text(references: Path) -> None:
 
 @pytest.mark.parametrize(("part", "text"), [("bench-nothing", ""), ("bench-sync", "no such row")])
 def test_what_is_not_there_is_refused_with_what_is(references: Path, part: str, text: str) -> None:
-    with pytest.raises(BadInput, match="there is bench-sync, bench-view"):
+    with pytest.raises(BadInput, match="it has bench-sync, bench-view"):
         recorded(part, text, folder=references)
 
 
