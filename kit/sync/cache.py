@@ -23,20 +23,15 @@ import fcntl
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Self
 
 import torch
 
 from kit.errors import BadInput, KitError
 from kit.machine import free_memory
 from kit.measure.host import Move, huge_pages, map_shared, populate, transfer, unmap
-from kit.sync.buckets import Bound, Layout
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from kit.sync.buckets import Key
-
+from kit.sync.buckets import Bound, Key, Layout
 
 BASE = -1
 SHARE = 0.8  # of the free memory, for both copies

@@ -13,22 +13,19 @@ import ctypes
 import hashlib
 import itertools
 import zlib
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kit.errors import BadInput
+from kit.sync.buckets import Layout, View
 
 try:
     import xxhash
 except ModuleNotFoundError:
     xxhash = None  # type: ignore[assignment]
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kit.sync.buckets import Layout, View
 
 
 NONE = "none"

@@ -17,12 +17,10 @@ import select
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Iterable
+from typing import Any, Self
 
 from kit.errors import KitError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 HEADER = struct.Struct("!II")  # length of the JSON, how many descriptors come with it
 LIMIT = 64 * 2**20

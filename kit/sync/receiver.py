@@ -12,26 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from kit.errors import KitError
-from kit.sync.buckets import Layout, Mismatch, views
-from kit.sync.cache import BASE, starts
+from kit.sync.buckets import Layout, Mismatch, Weights, views
+from kit.sync.cache import BASE, Kept, starts
 from kit.sync.hashes import Digests
 from kit.sync.link import BRIEF_S, FAILED, Link, PeerFailed, PeerGone, call
-from kit.sync.sending import KEEP, LAYOUT, Log
-from kit.sync.transports import make
-from kit.sync.transports.base import TransportContext, received
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from kit.sync.cache import Kept
-    from kit.sync.transports.base import Transport
-    from kit.sync.weights import Weights
+from kit.sync.sender import KEEP, LAYOUT, Log
+from kit.sync.transports import Transport, TransportContext, make, received
 
 SENDER = "the sender"
 STREAMS = ("stream", "expand")  # paths in which weights change bucket by bucket

@@ -10,16 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from kit.errors import BadInput, KitError
 from kit.sync.hashes import algorithms, digest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ALGORITHM = algorithms()[0]
 

@@ -236,7 +236,7 @@ TARGETS = (
         ),
     ),
     Target("sync", "kit.sync.sender", "version_order"),
-    Target("sync", "kit.sync.sending", "failure_is_clean", left_out=leave_out(UNUSED="OtherBase.__init__")),
+    Target("sync", "kit.sync.sender", "failure_is_clean", left_out=leave_out(UNUSED="OtherBase.__init__")),
     Target("sync", "kit.sync.receiver", "failure_is_clean", left_out=leave_out(GPU="landing")),
     Target(
         "sync:shards",
@@ -249,7 +249,7 @@ TARGETS = (
     ),
     Target(
         "sync:buckets",
-        "kit.sync.weights",
+        "kit.sync.buckets",
         "bit_exact",
         left_out=leave_out(UNUSED="Whole.__init__ Whole.bind Whole.own", REFUSES="_refuse _unlike _uncut _emptied"),
     ),
@@ -263,13 +263,13 @@ TARGETS = (
     Target("sync", "kit.sync.transports", "receivers_answer"),
     Target(
         "sync",
-        "kit.sync.transports.base",
+        "kit.sync.transports",
         "bit_exact",
         left_out=leave_out(UNUSED="Transport.trouble Transport.absent"),
     ),
     Target(
         "sync:broadcast",
-        "kit.sync.transports.groups",
+        "kit.sync.groups",
         "groups_return_to_baseline",
         others={
             "PerTensor.broadcast": ("sync:per-tensor", "receivers_answer"),
@@ -282,7 +282,7 @@ TARGETS = (
     ),
     Target(
         "sync",
-        "kit.sync.transports.direct",
+        "kit.sync.transports",
         "segments_return_to_baseline",
         others=dict.fromkeys(
             ("Serialize.send", "Serialize.receive", "Serialize.close", "memory"), ("sync:serialize", "receivers_answer")

@@ -15,16 +15,13 @@ import pytest
 import torch
 
 from kit.errors import KitError
-from kit.sync import sending
+from kit.sync import sender, transports
 from kit.sync.buckets import Bound
 from kit.sync.cache import Ring
 from kit.sync.link import Listener
 from kit.sync.receiver import Call, landing
-from kit.sync.sender import Report
-from kit.sync.sending import Log
-from kit.sync.transports import direct, make
-from kit.sync.transports.base import Transport, TransportContext
-from kit.sync.transports.direct import Ipc, opened
+from kit.sync.sender import Log, Report
+from kit.sync.transports import Ipc, Transport, TransportContext, make, opened
 from tests.sync.ranks.service import LAYOUT, Host, at_once, receiver_of, sender_of, table, target, tensors
 from tests.sync.ranks.transports import SIZES, bucket, receive, send
 from tests.sync.test_transports import between
@@ -48,9 +45,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     stream = SimpleNamespace(synchronize=lambda: None)
     cuda = SimpleNamespace(is_available=lambda: True, current_stream=lambda _: stream, ipc_collect=lambda: None)
-    monkeypatch.setattr(direct, "torch", SimpleNamespace(cuda=cuda, empty=on_host, uint8=torch.uint8))
-    monkeypatch.setattr(direct, "handle_of", handle)
-    monkeypatch.setattr(direct, "opened", lambda found: SLOTS[found[0]])
+    monkeypatch.setattr(
+        transports, "torch", SimpleNamespace(cuda=cuda, empty=on_host, uint8=torch.uint8, Tensor=torch.Tensor)
+    )
+    monkeypatch.setattr(transports, "handle_of", handle)
+    monkeypatch.setattr(transports, "opened", lambda found: SLOTS[found[0]])
 
 
 @pytest.mark.parametrize("receivers", [1, 3])
@@ -105,7 +104,7 @@ def on_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def made(kind: str, ctx: TransportContext, **how: Any) -> Transport:
         return make(kind, replace(ctx, device=GPU), **how)
 
-    monkeypatch.setattr(sending, "on_gpu", lambda *_: True)
+    monkeypatch.setattr(sender, "on_gpu", lambda *_: True)
     return made
 
 
@@ -154,7 +153,7 @@ def test_a_version_goes_from_gpu_to_gpu(
 )
 def test_weights_are_on_the_senders_gpu(devices: list[str], here: str, same: bool) -> None:
     some: Any = [SimpleNamespace(device=torch.device(device)) for device in devices]
-    assert sending.on_gpu(some, torch.device(here)) is same
+    assert sender.on_gpu(some, torch.device(here)) is same
 
 
 @pytest.mark.parametrize(
@@ -172,7 +171,7 @@ def test_memory_that_goes_by_descriptors_is_known_by_the_allocators_setting(
 ) -> None:
     """`assumed`: both names are read (c10/core/AllocatorConfig.cpp, 2.9 to 2.13), the second also by older builds."""
     monkeypatch.setenv(name, value)
-    assert direct.needs_permission() is needed
+    assert transports.needs_permission() is needed
 
 
 PERMITTED = "pidfd_getfd: Operation not permitted\nException raised from fromShared"

@@ -18,16 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-import kit.sync.sending as module
+import kit.sync.sender as module
 from kit.errors import BadInput, KitError
 from kit.sync.cache import BASE
 from kit.sync.hashes import Digests
 from kit.sync.link import Listener, PeerFailed, PeerSilent
 from kit.sync.receiver import Call
-from kit.sync.sender import Report, SyncFailed
-from kit.sync.sending import Sending
-from kit.sync.transports.base import TransportContext
-from kit.sync.transports.direct import Shm
+from kit.sync.sender import Report, Sending, SyncFailed
+from kit.sync.transports import Shm, TransportContext
 from tests.holdings import wait_for
 from tests.sync.ranks.service import (
     HERE,

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from kit.errors import KitError
 from kit.sync.cache import BASE
+from kit.sync.groups import Broadcast
 from kit.sync.link import PeerSilent
 from kit.sync.receiver import Call
 from kit.sync.sender import STEPS, Sender
 from kit.sync.serving import Gate
-from kit.sync.transports.groups import Broadcast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
+    from kit.sync.buckets import Destination
     from kit.sync.cache import Cache
     from kit.sync.link import Link
     from kit.sync.serving import Serving
-    from kit.sync.weights import Destination
 
 KEPT: list[Any] = []  # leaked buffers
 KEPT_GROUPS: list[Any] = []

@@ -18,12 +18,12 @@ from kit.labs.sync.ranks.side import Side, fill, name_of, raised
 from kit.labs.sync.ranks.watch import Forwards, SeenWeights, Watch, judge, sha256
 from kit.measure.observers.tensors import State
 from kit.megatron import model, serve, shards, standin
+from kit.sync.buckets import Cut
 from kit.sync.hashes import digest
 from kit.sync.link import call
 from kit.sync.receiver import SENDER, Receiver
 from kit.sync.serving import Serving
-from kit.sync.transports.direct import memory
-from kit.sync.weights import Cut
+from kit.sync.transports import memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

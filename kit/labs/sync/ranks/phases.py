@@ -18,11 +18,10 @@ import torch
 from kit.labs.sync.config import ONE_WORLD
 from kit.labs.sync.ranks import inference, rehearse, trainer
 from kit.labs.sync.ranks.side import name_of
-from kit.sync.buckets import Bound, Spec, automatic, lay_out
+from kit.sync.buckets import Bound, Spec, Whole, automatic, lay_out
 from kit.sync.cache import Cache, Kept
 from kit.sync.receiver import Receiver
 from kit.sync.sender import Sender
-from kit.sync.weights import Whole
 
 if TYPE_CHECKING:
     from kit.labs.rankside import Context

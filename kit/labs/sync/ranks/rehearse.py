@@ -20,8 +20,8 @@ from kit.errors import BadInput, KitError
 from kit.labs.sync.ranks.side import failed, raised
 from kit.labs.sync.ranks.watch import WAITS, judge, sha256
 from kit.measure.observers.holdings import temp_files
+from kit.sync.buckets import Cut
 from kit.sync.cache import BASE
-from kit.sync.weights import Cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

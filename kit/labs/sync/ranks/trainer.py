@@ -21,7 +21,7 @@ from kit.sync.buckets import ALIGN, automatic, lay_out, specs_of
 from kit.sync.cache import BASE, LARGEST, Cache, Ring
 from kit.sync.link import Listener
 from kit.sync.sender import Sender, Target
-from kit.sync.transports.direct import memory
+from kit.sync.transports import memory
 from kit.train.options import DEFAULTS
 from kit.train.plain import PlainModel
 

@@ -12,8 +12,9 @@ import secrets
 import threading
 import time
 from abc import abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,7 @@ from kit.errors import BadInput, KitError
 from kit.nccl import unbound
 from kit.sync.buckets import ALIGN
 from kit.sync.link import PeerSilent
-from kit.sync.transports.base import DEPTH, Transport, TransportContext
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from kit.sync.transports import DEPTH, Transport, TransportContext
 
 c10d: Any = _c10d  # what is needed of it carries no types
 LEAVING_S = 2.0
