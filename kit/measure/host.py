@@ -11,12 +11,10 @@ import ctypes
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from kit.machine import has_thread
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 libc: Any = ctypes.CDLL(None, use_errno=True)  # its calls let go of the interpreter's lock
 libc.mmap.restype = ctypes.c_void_p

@@ -12,8 +12,9 @@ import functools
 import types
 import weakref
 from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,6 @@ import torch.distributed as dist
 from kit.measure.observers import births, tensors
 from kit.measure.observers.births import is_group
 from kit.measure.observers.tensors import children
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 PATIENCE = dt.timedelta(seconds=10)  # for one collective over a group
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)

@@ -12,14 +12,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CPU = torch.device("cpu")
 

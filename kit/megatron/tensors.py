@@ -21,7 +21,8 @@ import itertools
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -30,10 +31,8 @@ from kit.errors import BadInput, KitError
 from kit.measure.host import Move, huge_pages, map_shared, transfer, trim, unmap, workers
 from kit.measure.observers.tensors import digest
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+Pair = tuple[torch.Tensor, torch.Tensor]
 
-    Pair = tuple[torch.Tensor, torch.Tensor]
 
 __all__ = ["KINDS", "Arena", "Item", "Mover", "digest", "hashes", "inventory", "memory", "named_tensors", "trim"]
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,19 +28,22 @@ from torch.distributed.tensor import DTensor
 
 from kit.errors import BadInput, KitError
 from kit.measure.observers.tensors import digest
-from kit.train.batch import Batch, counts, microbatches, pack
+from kit.megatron.config import Geometry
+from kit.train.options import Settings
 from kit.train.plain import PlainModel, from_weights, logprobs, next_logprobs
-from kit.train.protocol import Misuse, SplitStep, plain_metrics, step_result
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    import torch.distributed as dist
-
-    from kit.megatron.config import Geometry
-    from kit.train.batch import Batching
-    from kit.train.options import Settings
-    from kit.train.protocol import Loss, StepResult
+from kit.train.protocol import (
+    Batch,
+    Batching,
+    Loss,
+    Misuse,
+    SplitStep,
+    StepResult,
+    counts,
+    microbatches,
+    pack,
+    plain_metrics,
+    step_result,
+)
 
 
 class Schedule:

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from kit.errors import BadInput
-from kit.megatron.checkpoint import WEIGHTS, Folder
 from kit.megatron.config import Geometry, ModelConfig, check, read_geometry
+from kit.megatron.shards import WEIGHTS, Folder
 from kit.train.plain import initial_weights
 from kit.world import World
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kit.errors import BadInput
-from kit.megatron.generate import Prefix, PrefixCache, Request, distribution, pick
+from kit.megatron.serve import Prefix, PrefixCache, Request, distribution, pick
 from kit.world import World
 
 ROOT = Path(__file__).parents[2]

@@ -109,7 +109,7 @@ TARGETS = (
     Target("offload", "kit.megatron.groups", "handles_alive", left_out=leave_out(LOOK="talk", UNUSED="reload _manual")),
     Target(
         "offload",
-        "kit.megatron.groups.exact",
+        "kit.megatron.groups",
         "old_groups_dead",
         others={"_make_world": ("offload:data", "handles_alive"), "_place": ("offload:data", "handles_alive")},
         left_out=leave_out(
@@ -120,7 +120,7 @@ TARGETS = (
     ),
     Target(
         "offload",
-        "kit.megatron.groups.handle",
+        "kit.megatron.handles",
         "handles_alive",
         others=dict.fromkeys(
             (
@@ -176,7 +176,7 @@ TARGETS = (
     ),
     Target(
         "split",
-        "kit.megatron.gradients",
+        "kit.megatron.split",
         "grad_parity",
         others=dict.fromkeys(("balances", "aux_scale", "clear_aux", "aux_metric"), ("split:experts", "grad_parity")),
         left_out=leave_out(LOOK="reduced Reductions.__init__ Reductions.saw Reductions.reset counted"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 RELEASER = "kit.labs.offload.ranks.releaser"
-EXACT = "kit.megatron.groups.exact"
-HANDLE = "kit.megatron.groups.handle"
+EXACT = "kit.megatron.groups"
+HANDLE = "kit.megatron.handles"
 TENSORS = "kit.megatron.tensors"
 OWNERSHIP = "kit.megatron.ownership"
 

@@ -10,7 +10,7 @@ import torch
 
 from kit.megatron import ownership, serve
 from kit.megatron.config import GEOMETRIES, ModelConfig
-from kit.megatron.generate import Answer, AtSync, Engine, PrefixCache, Request
+from kit.megatron.serve import Answer, AtSync, Engine, PrefixCache, Request
 from kit.train.arithmetic import END, VOCAB, encode
 from tests.megatron.ranks.common import attempt
 from tests.megatron.ranks.recompute import verify

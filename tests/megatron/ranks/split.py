@@ -13,12 +13,10 @@ import torch.distributed as dist
 from kit.errors import BadInput
 from kit.megatron import model, ownership, shards, tensors
 from kit.megatron.config import ModelConfig
-from kit.megatron.gradients import counted, reduced
-from kit.megatron.split import MegatronSplit, MegatronSync, hooks, random_states
-from kit.train.batch import Batch, cut, rows
+from kit.megatron.split import MegatronSplit, MegatronSync, counted, hooks, random_states, reduced
 from kit.train.losses import ClippedPolicyGradient
 from kit.train.options import Settings
-from kit.train.protocol import Misuse
+from kit.train.protocol import Batch, Misuse, cut, rows
 
 ROWS, MBS, LENGTH = 8, 2, 16  # rows of a data rank
 LOSS = ClippedPolicyGradient(level="sequences", kl=0.05)

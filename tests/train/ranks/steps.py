@@ -15,10 +15,10 @@ import torch.distributed as dist
 from kit.errors import KitError
 from kit.megatron.config import GEOMETRIES
 from kit.train import fsdp
-from kit.train.batch import Batch, counts, cut, rows
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
 from kit.train.options import Settings
 from kit.train.plain import from_weights, logprobs
+from kit.train.protocol import Batch, counts, cut, rows
 from kit.train.rollout import prepare, uneven
 
 GEOMETRY = dataclasses.replace(GEOMETRIES["tiny"], layers=2)

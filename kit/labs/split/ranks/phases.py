@@ -17,18 +17,16 @@ from kit.labs.split.ranks.broken import NUMBERS, broken_job, broken_loss, make_s
 from kit.measure.phase import log_steps, now
 from kit.megatron import groups
 from kit.megatron import split as megatron_split
-from kit.megatron.gradients import clear_aux
-from kit.train.batch import cuts
+from kit.megatron.split import clear_aux
 from kit.train.plain import from_weights, logprobs
-from kit.train.protocol import SplitContext
+from kit.train.protocol import SplitContext, cuts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kit.labs.rankside import Context
     from kit.labs.split.ranks.backends import Tensors
-    from kit.train.batch import Batch
-    from kit.train.protocol import Loss, StepResult
+    from kit.train.protocol import Batch, Loss, StepResult
 
 ROUNDING = 64  # a gradient below this many roundings of the model's largest gradient is noise
 

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from kit.errors import BadInput, KitError
 from kit.labs.sync.ranks.side import failed, raised
 from kit.labs.sync.ranks.watch import WAITS, judge, sha256
-from kit.measure.observers.holdings import temp_files
+from kit.measure.phase import temp_files
 from kit.sync.buckets import Cut
 from kit.sync.cache import BASE
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from kit.errors import KitError
 from kit.labs.bystander import Bystander
 from kit.machine import host
-from kit.measure.observers.holdings import shared_memory
+from kit.measure.phase import shared_memory
 from kit.megatron import groups, ownership, standin
 from kit.megatron.serve import as_world
 from kit.megatron.shards import destinations

@@ -14,8 +14,7 @@ from kit.labs.sync.config import trainer_model
 from kit.labs.sync.ranks import broken
 from kit.labs.sync.ranks.side import Side, failed, fill, lock_is_free, name_of
 from kit.labs.sync.ranks.watch import Watch, sha256
-from kit.measure.observers.holdings import MEMFD, SHM, shared_memory
-from kit.measure.phase import log_steps
+from kit.measure.phase import MEMFD, SHM, log_steps, shared_memory
 from kit.megatron import model, serve, shards
 from kit.sync.buckets import ALIGN, automatic, lay_out, specs_of
 from kit.sync.cache import BASE, LARGEST, Cache, Ring
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kit.labs.rankside import Context
-    from kit.measure.observers.holdings import Place
+    from kit.measure.phase import Place
     from kit.megatron.config import ModelConfig
     from kit.sync.buckets import Key, Layout
     from kit.sync.sender import Report

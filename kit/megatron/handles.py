@@ -20,7 +20,8 @@ import gc
 import inspect
 import sys
 import types
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -29,9 +30,6 @@ import torch.distributed.distributed_c10d as _c10d
 from kit import nccl2, routing
 from kit.errors import KitError
 from kit.nccl import unbound
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 c10d: Any = _c10d  # torch's registry of groups; its tables and helpers carry no types
 WORLD = "WORLD"
