@@ -24,6 +24,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -72,7 +73,6 @@ class Segment:
         weakref.finalize(array, unmap, address, size).atexit = False
         self.fd = fd
         self.size = size
-        self._address = address
         self._tensor: torch.Tensor | None = torch.frombuffer(array, dtype=torch.uint8)
 
     @property
@@ -84,7 +84,7 @@ class Segment:
     def populate(self) -> None:
         """Allocate every page now, not when it is first written. The contents stay."""
         if self._tensor is not None:
-            populate(self._address, self.size)
+            populate(self._tensor.data_ptr(), self.size)
 
     def close(self) -> None:
         """Release descriptor and tensor. A second call does nothing."""
@@ -129,18 +129,12 @@ class CacheBusy(KitError):  # noqa: N818 - it is a state
         self.holder = holder
 
 
+@dataclass(slots=True)
 class _Place:
     """Memory for one copy, and the version of the bytes in each bucket; None if it was never filled."""
 
-    def __init__(self, buckets: int) -> None:
-        self.segment: Segment | None = None
-        self.filled: list[int | None] = [None] * buckets
-
-    def free(self) -> None:
-        if self.segment is not None:
-            self.segment.close()
-        self.segment = None
-        self.filled = [None] * len(self.filled)
+    segment: Segment
+    filled: list[int | None]
 
 
 class Cache:
@@ -171,7 +165,7 @@ class Cache:
     @property
     def blocks(self) -> int:
         """The number of segments, including kept memory."""
-        return sum(place.segment is not None for place in [*self._places.values(), *self._spare])
+        return len(self._places) + len(self._spare)
 
     @property
     def copies(self) -> int:
@@ -222,11 +216,11 @@ class Cache:
             self._refuse_emptied(bound.tensors)
             self._check_room()
             source = self._places.get(self.latest)
-            place, segment, fresh = self._free_place()
+            place, fresh = self._free_place()
             self._filling = version, place
             try:
                 for index, size in enumerate(self._sizes):
-                    out = self._bytes(segment, index)
+                    out = self._bytes(place.segment, index)
                     if index in stale:
                         bound.pack(index, out, fresh=fresh, hot=self.slots > 0)
                         place.filled[index] = version
@@ -240,7 +234,7 @@ class Cache:
                         packed(index)
             except BaseException:
                 self.latest, self._owes_all = self.active, True
-                place.free()
+                place.segment.close()
                 raise
             finally:
                 self._filling = None
@@ -262,12 +256,11 @@ class Cache:
         place = self._places.get(version)
         if self._filling is not None and self._filling[0] == version:
             place = self._filling[1]
-        if place is None or place.segment is None:
+        if place is None:
             raise BadInput(f"no copy of version {version}: the cache has {sorted(self._places) or 'none'}")
         return place.segment
 
     def bucket(self, version: int, index: int) -> torch.Tensor:
-        """The bytes of a bucket, in place."""
         return self._bytes(self.segment(version), index)
 
     def activate(self, version: int) -> None:
@@ -286,22 +279,19 @@ class Cache:
         """Free everything, once the lock is free. The cache cannot be used again."""
         with self.held("the close"):
             for place in [*self._places.values(), *self._spare]:
-                place.free()
+                place.segment.close()
             self._places, self._spare = {}, []
             self._closed = True
 
-    def _free_place(self) -> tuple[_Place, Segment, bool]:
-        """The place for the next version, its memory, and whether its pages are not allocated yet."""
+    def _free_place(self) -> tuple[_Place, bool]:
+        """The place for the next version, and whether its pages are not allocated yet."""
         if self.latest != self.active:
-            place = self._places.pop(self.latest)
-        else:
-            place = self._spare.pop() if self._spare else _Place(len(self.layout.buckets))
-        fresh = place.segment is None
-        place.segment = place.segment or Segment(self._size, name="kit-buckets")
-        return place, place.segment, fresh
+            return self._places.pop(self.latest), False
+        if self._spare:
+            return self._spare.pop(), False
+        return _Place(Segment(self._size, name="kit-buckets"), [None] * len(self.layout.buckets)), True
 
-    def _bytes(self, segment: Segment | None, index: int) -> torch.Tensor:
-        assert segment is not None
+    def _bytes(self, segment: Segment, index: int) -> torch.Tensor:
         start = self.starts[index]
         return segment.tensor[start : start + self._sizes[index]]
 
@@ -310,7 +300,7 @@ class Cache:
         if self.keep:
             self._spare.append(place)
         else:
-            place.free()
+            place.segment.close()
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -347,14 +337,14 @@ class Ring(Cache):
         self.slots = slots
         super().__init__(layout, keep=True, timeout_s=timeout_s)
 
-    def _free_place(self) -> tuple[_Place, Segment, bool]:
+    def _free_place(self) -> tuple[_Place, bool]:
         for version in list(self._places):
             self._give_up(version)
         self.latest = self.active
-        place, segment, fresh = super()._free_place()
+        place, fresh = super()._free_place()
         if fresh:
-            segment.populate()
-        return place, segment, False
+            place.segment.populate()
+        return place, False
 
 
 def starts(sizes: Sequence[int], slots: int = 0) -> tuple[tuple[int, ...], int]:

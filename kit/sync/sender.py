@@ -24,6 +24,7 @@ import contextlib
 import hashlib
 import json
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
@@ -51,11 +52,8 @@ class Log:
     `seconds` by stage; `events` in order, by the system clock, which all ranks of a machine share."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.events: list[tuple[str, float]] = []
-
-    def add(self, stage: str, seconds: float) -> None:
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -63,7 +61,7 @@ class Log:
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - started)
+            self.seconds[name] += time.perf_counter() - started
 
     def event(self, name: str) -> None:
         self.events.append((name, time.time()))
@@ -122,8 +120,6 @@ class SyncFailed(KitError):  # noqa: N818 - it is what happened
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """The outcome of a sync."""
-
     path: str
     version: int
     receivers: int = 0
@@ -267,6 +263,8 @@ class Sending:
         self.transports: list[Transport] = []
         self.sharing: dict[str, list[Target]] = {}  # the receivers of each transport
         self.replicas = {target.name: target.replica or target.name for target in targets}
+        sizes = Counter(self.replicas.values())
+        self.mates = {name: sizes[replica] - 1 for name, replica in self.replicas.items()}  # other ranks of the replica
         self.ready: set[str] = set()  # receivers whose whole replica is ready to run the version
         self.digests: Digests | None = None
         self.table: dict[str, list[str]] = {}
@@ -307,7 +305,7 @@ class Sending:
         algorithm = self.sender.verify if self.sender.verify != NONE else "sha256"
         self.tell(
             "begin",
-            lambda name: {"mates": self.mates(name)},
+            lambda name: {"mates": self.mates[name]},
             path="base",
             version=BASE,
             algorithm=algorithm,
@@ -342,7 +340,7 @@ class Sending:
             "begin",
             lambda name: {
                 **places[name],
-                "mates": self.mates(name),
+                "mates": self.mates[name],
                 "layout": None if self.links[name].hello.get(LAYOUT) == sender.layout_id else sender.layout_json,
             },
             path=report.path,
@@ -367,7 +365,7 @@ class Sending:
             nonlocal last
             assert self.digests is not None
             if builds:
-                self.log.add("pack", time.perf_counter() - last)
+                self.log.seconds["pack"] += time.perf_counter() - last
             with self.log.stage("send"):
                 if not self.transports:
                     with self.blaming():
@@ -443,7 +441,6 @@ class Sending:
         self.log.event("activate")
 
     def command(self, kind: str, answer: str) -> None:
-        """Send a command to all receivers and wait for all answers."""
         self.tell(kind)
         self.hear(answer)
         self.log.event(kind)
@@ -462,7 +459,6 @@ class Sending:
             raise failed[0]
 
     def hear(self, kind: str) -> dict[str, dict[str, Any]]:
-        """An answer from every receiver, or raise."""
         answers, failed = self.answers(kind, GRACE_S)
         if failed is not None:
             raise failed
@@ -488,10 +484,6 @@ class Sending:
         if waiting and not failed:
             failed.append(PeerSilent(", ".join(waiting), kind, self.sender.timeout_s))
         return answers, min(failed, key=lambda error: not isinstance(error, PeerGone), default=None)
-
-    def mates(self, name: str) -> int:
-        """How many other ranks a receiver's replica has."""
-        return [*self.replicas.values()].count(self.replicas[name]) - 1
 
     def ranks(self, kind: str) -> list[int]:
         """The ranks that use one transport, the sender's first."""

@@ -277,13 +277,12 @@ class Shm(Transport):
         return self.segment.tensor[start : start + self.ctx.sizes[index]]
 
     def close(self) -> None:
-        segment, self.segment = self.segment, None
-        if segment is not None and self.ctx.kept is None:
-            segment.close()
+        if self.segment is not None and self.ctx.kept is None:
+            self.segment.close()
+        self.segment = None
 
 
 def attach(ctx: TransportContext) -> Segment:
-    """The sender's segment, mapped here."""
     _, fds = ctx.sender.expect("segment")
     try:
         (fd,) = fds
@@ -399,7 +398,6 @@ def handle_of(slot: torch.Tensor) -> list[Any]:
 
 
 def opened(handle: list[Any]) -> torch.Tensor:
-    """The other process's memory."""
     parts = [base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in handle]
     try:
         storage = torch.UntypedStorage._new_shared_cuda(*parts)

@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 
 from kit.errors import BadInput, KitError
 from kit.measure.observers.tensors import digest
-from kit.megatron.config import Geometry
 from kit.train.options import Settings
 from kit.train.plain import PlainModel, from_weights, logprobs, next_logprobs
 from kit.train.protocol import (
@@ -44,6 +43,9 @@ from kit.train.protocol import (
     plain_metrics,
     step_result,
 )
+
+if TYPE_CHECKING:
+    from kit.megatron.config import Geometry
 
 
 class Schedule:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.deterministic
 from torch import nn
 from torch.nn import functional
 
-from kit.megatron.config import Geometry
+if TYPE_CHECKING:
+    from kit.megatron.config import Geometry
+
 
 STD = 0.02
 Cache = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer, [rows, kv_heads, length, head]

@@ -10,13 +10,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from kit.errors import BadInput
-from kit.megatron.config import Geometry
 from kit.train.plain import PlainModel, from_weights, initial_weights, logprobs
 from kit.train.protocol import KEYS, Batch, cuts, rows
+
+if TYPE_CHECKING:
+    from kit.megatron.config import Geometry
 
 PAD, END = 0, 10  # bytes that no problem holds: NUL and the end of a line
 LONGEST = 11  # tokens of "99*99=9801" and the end
