@@ -84,19 +84,6 @@ class Layout:
         """Bytes of all tensors."""
         return sum(spec.size for spec in self.specs)
 
-    def holding(self, names: Iterable[str]) -> set[int]:
-        """The buckets with any part of these tensors, of any shard; an unknown name is refused."""
-        wanted = set(names)
-        if unknown := wanted - {spec.name for spec in self.specs}:
-            more = f", and {len(unknown) - 1} more are unknown" if len(unknown) > 1 else ""
-            raise BadInput(f"the layout has no tensor named {min(unknown)}{more}")
-        return {
-            index for index in range(len(self.buckets)) if any(spec.name in wanted for spec in self.specs_in(index))
-        }
-
-    def specs_in(self, index: int) -> list[Spec]:
-        return [self.specs[piece.spec] for piece in self.buckets[index]]
-
     def to_json(self) -> dict[str, Any]:
         return {
             "specs": [[name, shard, dtype_name(dtype), list(shape)] for name, shard, dtype, shape in self.specs],
@@ -248,8 +235,8 @@ def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[View]:
 
 def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> list[View]:
     """The same for live tensors: what `views` would return for a bucket with them. Contiguous tensors are not copied."""
-    missing = {spec.key: "is missing here" for spec in layout.specs_in(index) if spec.key not in tensors}
-    if missing:
+    keys = [layout.specs[piece.spec].key for piece in layout.buckets[index]]
+    if missing := {key: "is missing here" for key in keys if key not in tensors}:
         raise Mismatch(missing, missing, index, f"bucket {index}: ")
     found = []
     for number, start, size, _ in layout.buckets[index]:

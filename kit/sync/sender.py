@@ -172,11 +172,9 @@ class Sender:
         version: int,
         targets: Sequence[Target],
         gather: Callable[[], Gathered] | None = None,
-        *,
-        dirty: Iterable[str] | None = None,
     ) -> Report:
         """Bring a version to these receivers, which call `join` meanwhile. `gather` returns all live weights, or a `Bound` of them; an
-        expansion needs none. `dirty` names the tensors that changed since the last version."""
+        expansion needs none."""
         with contextlib.ExitStack() as scope:
             try:
                 scope.enter_context(self.cache.held(f"the sync of version {version}"))
@@ -187,7 +185,7 @@ class Sender:
             report.log.event("begin")
             started = time.perf_counter()
             try:
-                Sending(self, report, targets).run(gather, dirty)
+                Sending(self, report, targets).run(gather)
             except KitError as error:
                 active = self.cache.active
                 published = path in BUILDS and active == version
@@ -271,7 +269,7 @@ class Sending:
         # Packs live weights, if they are on the sender's GPU.
         self.pack: Callable[[int, torch.Tensor], None] | None = None
 
-    def run(self, gather: Callable[[], Gathered] | None, dirty: Iterable[str] | None) -> None:
+    def run(self, gather: Callable[[], Gathered] | None) -> None:
         sender, report = self.sender, self.report
         try:
             self.links = sender.listener.accept([target.name for target in self.targets], sender.timeout_s)
@@ -283,7 +281,7 @@ class Sending:
             if report.path == "base":
                 self.compare_base(weights)
             else:
-                self.send(weights, dirty)
+                self.send(weights)
             for step in sender.steps:
                 if report.path != "base" or step in ("publish", "activate"):
                     getattr(self, step)()
@@ -322,7 +320,7 @@ class Sending:
             peer, names = next((peer, names) for peer, names in differing.items() if names)
             raise OtherBase(peer, names, len(mine))
 
-    def send(self, weights: Gathered, dirty: Iterable[str] | None) -> None:
+    def send(self, weights: Gathered) -> None:
         sender, report, layout, version = self.sender, self.report, self.layout, self.report.version
         self.digests = Digests(layout, version, algorithm=sender.verify, share=sender.share)
         for target in self.targets:
@@ -355,7 +353,7 @@ class Sending:
         self.log.event("ready")
         last = time.perf_counter()
         builds = report.path in BUILDS
-        if builds and dirty is None and on_gpu(named(weights).values(), sender.device):
+        if builds and on_gpu(named(weights).values(), sender.device):
             weights = weights if isinstance(weights, Bound) else Bound(layout, weights)
             self.pack = weights.pack
             if self.cache.slots and self.sharing.keys() == {"ipc"}:
@@ -380,7 +378,7 @@ class Sending:
             last = time.perf_counter()
 
         if builds:
-            self.cache.build(version, weights, dirty, packed)
+            self.cache.build(version, weights, packed)
             report.copies = self.cache.copies
             self.log.event("packed")
         else:

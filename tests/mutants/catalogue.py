@@ -225,7 +225,7 @@ TARGETS = (
         "bit_exact",
         others={"automatic": ("sync", "bit_exact")},
         left_out=leave_out(
-            UNUSED="Bound.apply _Plan.holds Bound._copy_by_torch Layout.holding specs_of Whole.__init__ Whole.bind Whole.own",
+            UNUSED="Bound.apply _Plan.holds Bound._copy_by_torch specs_of Whole.__init__ Whole.bind Whole.own",
             REFUSES="_check_buffer _unlike Mismatch.__init__ Layout.check _refuse_twice _dtype _refuse _uncut _emptied",
         ),
     ),

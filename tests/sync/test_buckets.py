@@ -296,20 +296,6 @@ def test_buffers_that_do_not_fit(buffer, sentence):
             act(layout, 0, *arguments)
 
 
-def test_which_buckets_hold_a_name():
-    layout = lay_out(specs_of(filled()), 1024, oversize="split")
-    holding = {
-        index
-        for index, row in enumerate(layout.buckets)
-        if any(layout.specs[piece.spec].name == "embed" for piece in row)
-    }
-    assert layout.holding(["embed"]) == holding
-    assert len(holding) > 2
-    assert layout.holding([]) == set()
-    with pytest.raises(BadInput, match="the layout has no tensor named embedd, and 1 more are unknown"):
-        layout.holding(["x", "embedd", "mask"])
-
-
 def of(count, size):
     return [Spec("w", number, torch.uint8, (size,)) for number in range(count)]
 

@@ -66,7 +66,6 @@ def test_what_is_applied_at_once_lands_where_the_transport_puts_it(on_device: bo
     receiver: Any = SimpleNamespace(device=torch.device("meta"))
     applier: Any = SimpleNamespace(apply=lambda _, buffer: landed.append(buffer.device))
     call.receiver, call.layout, call.applier, call.digests, call.log = receiver, LAYOUT, applier, None, Log()
-    call.received = SimpleNamespace(applied=0)  # type: ignore[assignment]
     transport: Any = SimpleNamespace(receive=lambda _, into: into, done=lambda _: None, on_device=on_device)
     call.stream(transport)
     assert {str(device) for device in landed} == {"meta" if on_device else "cpu"}
@@ -108,11 +107,11 @@ def on_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return made
 
 
-@pytest.mark.parametrize(("ring", "dirty"), [(True, None), (False, None), (False, ["half"])])
+@pytest.mark.parametrize("ring", [True, False])
 def test_a_version_goes_from_gpu_to_gpu(
-    on_gpu: Callable[..., Any], ring: bool, dirty: list[str] | None, monkeypatch: pytest.MonkeyPatch
+    on_gpu: Callable[..., Any], ring: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ring, which keeps nothing, is not even packed; a cache is, for those that wake later. Buckets that did not change come from it."""
+    """A ring, which keeps nothing, is not even packed; a cache is, for those that wake later."""
     packed: list[str] = []
     pack = Bound.pack
 
@@ -129,17 +128,15 @@ def test_a_version_goes_from_gpu_to_gpu(
         targets = [target("r1", state="paused")]
         for version in (1, 2):
             weights = tensors(version)
-            if dirty is not None:
-                weights = tensors(1) | {key: tensor for key, tensor in weights.items() if key[0] in dirty}
-            act = partial(sender.sync, version, targets, lambda weights=weights: weights, dirty=dirty)
+            act = partial(sender.sync, version, targets, lambda weights=weights: weights)
             report, received = at_once(act, receiver.join)
             assert isinstance(report, Report), report
             assert not isinstance(received, Exception), received
             assert table(host.tensors) == table(weights)
         sender.cache.close()
     every = 2 * len(LAYOUT.buckets)
-    assert packed.count("the card") == (every if dirty is None else 0)
-    assert packed.count("the cache") == (0 if ring else every if dirty is None else len(LAYOUT.buckets) + 1)
+    assert packed.count("the card") == every
+    assert packed.count("the cache") == (0 if ring else every)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_tensor_that_was_replaced_is_the_one_that_is_filled() -> None:
     bring(LAYOUT, tensors(2), weights.bind(LAYOUT))
     assert table(mine) == table(tensors(2))
     mine["half", 0] = torch.zeros(3)
-    with pytest.raises(Mismatch, match=r"half \(shard 0\) is torch.float32 \(3,\) here"):
+    with pytest.raises(Mismatch, match=r"half \(shard 0\) is float32 \(3,\) here"):
         weights.bind(LAYOUT)
 
 

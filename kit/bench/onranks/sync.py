@@ -211,7 +211,7 @@ class Bench:
         """Through the cache, which takes the tensors for new ones in every version."""
         layout = self.laid(size).layout
         if self.cache is None or self.cache.layout != layout:
-            self.cache = Cache(layout, keep=True)
+            self.cache = Cache(layout)
         cache, version = self.cache, self.cache.latest + 1
         opened: list[tuple[Transport, Digests | None]] = []
 

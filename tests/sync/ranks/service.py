@@ -107,12 +107,12 @@ class Host:
 
 def sender_of(listener: Listener, kind: type[Sender] = Sender, **config: Any) -> Sender:
     """The caller closes its cache."""
-    cache = config.pop("cache", None) or Cache(LAYOUT, keep=True, timeout_s=10.0)
+    cache = config.pop("cache", None) or Cache(LAYOUT, timeout_s=10.0)
     given: dict[str, Any] = {"place": HERE, "rank": 0, "device": CPU, "timeout_s": 5.0, **config}
     return kind(cache, listener, **given)
 
 
-def receiver_of(name: str, host: Host, address: dict[str, Any], call: type[Call] = Call, **config: Any) -> Receiver:
+def receiver_of(name: str, host: Host, address: str, call: type[Call] = Call, **config: Any) -> Receiver:
     made = Receiver(name, host.weights, host, address=address, device=CPU, **{"timeout_s": 5.0, **config})
     made.calls, made.version, made.routed = call, 0, True
     return made

@@ -107,7 +107,7 @@ class Trainer:
         self.keep(0)
         specs = specs_of(self.gather())
         if self.first:
-            self.cache = Cache(lay_out(specs, automatic(specs)), keep=True, timeout_s=self.config.deadline_s)
+            self.cache = Cache(lay_out(specs, automatic(specs)), timeout_s=self.config.deadline_s)
             self.sender = Sender(
                 self.cache,
                 self.listener,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kit.labs.rankside import Context
-    from kit.sync.receiver import Received
+    from kit.sync.receiver import Call
 
 
 class Inference(Side):
@@ -210,7 +210,7 @@ class Inference(Side):
             self.ctx.record("mislabelled", found.mislabelled)
             self.ctx.record("versions_differ", int(known.get(old) != known[new]))
 
-    def record_received(self, received: Received) -> None:
+    def record_received(self, received: Call) -> None:
         self.record_log(received.log, received.began)
         self.ctx.record("wall", received.log.events[-1][1] - received.began, "s")
         self.record_state()

@@ -63,7 +63,7 @@ class Trainer(trainer.Trainer):
         del whole, into
         for name, size in ways(config):
             layout = lay_out(specs(config), size)
-            cache, bound = Cache(layout, keep=True), Bound(layout, tensors)
+            cache, bound = Cache(layout), Bound(layout, tensors)
             sender = Sender(
                 cache,
                 self.listener,
