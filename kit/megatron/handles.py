@@ -84,12 +84,6 @@ class Handle(dist.ProcessGroup):
         released = ": released, reload the groups before using it" if own["kit_inner"] is None else ""
         return f"<Handle of process group {title(own['kit_facts'])}{released}>"
 
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
 
 def title(facts: dict[str, Any]) -> str:
     """A group in words: description, name and ranks."""

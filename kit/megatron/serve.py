@@ -282,8 +282,6 @@ class PrefixCache:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.hits = 0
-        self.misses = 0
         self.size = 0
         self._kept: OrderedDict[tuple[int, tuple[int, ...]], Prefix] = OrderedDict()
 
@@ -292,10 +290,7 @@ class PrefixCache:
 
     def get(self, version: int, tokens: tuple[int, ...]) -> Prefix | None:
         found = self._kept.get((version, tokens))
-        if found is None:
-            self.misses += 1
-        else:
-            self.hits += 1
+        if found is not None:
             self._kept.move_to_end((version, tokens))
         return found
 

@@ -416,39 +416,30 @@ def bucket_groups(chunk: Any) -> list[Any]:
     return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
-class Reductions:
-    """How often each bucket went through a reduction since the last reset."""
-
-    def __init__(self, chunk: Any) -> None:
-        self.buckets = [bucket for group in bucket_groups(chunk) for bucket in group.buckets]
-        self.counts = dict.fromkeys(range(len(self.buckets)), 0)
-
-    def saw(self, tensor: Any) -> None:
-        """Buckets are asked where they lie now: memory that was released in between may have moved."""
-        for index, bucket in enumerate(self.buckets):
-            place = bucket.grad_data.data_ptr(), bucket.grad_data.numel()
-            if isinstance(tensor, torch.Tensor) and (tensor.data_ptr(), tensor.numel()) == place:
-                self.counts[index] += 1
-
-    def reset(self) -> None:
-        self.counts = dict.fromkeys(self.counts, 0)
-
-
 @contextlib.contextmanager
-def counted(chunk: Any) -> Iterator[Reductions]:
-    """Sees every collective over data ranks that a bucket of gradients goes into, whoever calls it.
+def counted(chunk: Any) -> Iterator[dict[str, int]]:
+    """How often each bucket of gradients goes into a collective over data ranks, whoever calls it.
 
     A tied embedding may have a bucket to itself, which pipeline stages then add up as well: that is no reduction over data ranks.
     """
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
-    seen = Reductions(chunk)
+    buckets = [bucket for group in bucket_groups(chunk) for bucket in group.buckets]
+    seen = {f"bucket {number}": 0 for number in range(len(buckets))}
     between_stages = parallel_state().get_embedding_group(check_initialized=False)
 
-    def spy(plain: Callable[..., Any], place: int, name: str) -> Callable[..., Any]:
+    def spy(plain: Callable[..., Any], place: int, keyword: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if between_stages is None or all(each is not between_stages for each in (*args, kwargs.get("group"))):
-                seen.saw(args[place] if len(args) > place else kwargs.get(name))
+            tensor: Any = args[place] if len(args) > place else kwargs.get(keyword)
+            among_data = between_stages is None or all(
+                each is not between_stages for each in (*args, kwargs.get("group"))
+            )
+            for name, bucket in (
+                zip(seen, buckets, strict=True) if among_data and isinstance(tensor, torch.Tensor) else ()
+            ):
+                # Asked now: memory that was released in between may have moved.
+                place_now = bucket.grad_data.data_ptr(), bucket.grad_data.numel()
+                seen[name] += (tensor.data_ptr(), tensor.numel()) == place_now
             return plain(*args, **kwargs)
 
         return call

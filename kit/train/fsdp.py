@@ -206,7 +206,6 @@ def _reset(root: Any, states: list[Any]) -> None:
 
 
 def param_groups(state: Any) -> list[Any]:
-    """FSDP's own record of a sharded module's parameters."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group else []
@@ -239,28 +238,19 @@ def nonzero_gradients(job: FsdpJob) -> int:
     return sum(int(torch.count_nonzero(each)) for each in found)
 
 
-class Reductions:
-    """How often the gradients of each sharded module were reduced since the last reset."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-
-    def reset(self) -> None:
-        self.counts = dict.fromkeys(self.counts, 0)
-
-
 @contextlib.contextmanager
-def counted(job: FsdpJob) -> Iterator[Reductions]:
-    """Count reductions while this is open. FSDP calls a parameter's hooks for each reduction that reaches it, and for nothing else."""
-    seen = Reductions()
+def counted(job: FsdpJob) -> Iterator[dict[str, int]]:
+    """How often the gradients of each sharded module are reduced while this is open. FSDP calls a parameter's hooks for each reduction
+    that reaches it, and for nothing else."""
+    seen: dict[str, int] = {}
     hooks = []
     for state in sharded(job.model):
         first = param_groups(state)[0].fsdp_params[0].sharded_param
         name = next(name for name, param in job.model.named_parameters() if param is first)
-        seen.counts[name] = 0
+        seen[name] = 0
 
         def count(_: torch.Tensor, name: str = name) -> None:
-            seen.counts[name] += 1
+            seen[name] += 1
 
         hooks.append(first.register_post_accumulate_grad_hook(count))
     try:

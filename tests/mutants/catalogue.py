@@ -173,7 +173,7 @@ TARGETS = (
             **dict.fromkeys(("balances", "aux_scale", "clear_aux", "aux_metric"), ("split:experts", "grad_parity")),
         },
         left_out=leave_out(
-            LOOK="hooks reduced Reductions.__init__ Reductions.saw Reductions.reset counted",
+            LOOK="hooks reduced counted",
             UNUSED="share logprobs _forward",
             SAME="MegatronSplit.__init__ random_states",
         ),
@@ -234,7 +234,7 @@ TARGETS = (
         "kit.sync.cache",
         "bit_exact",
         others={
-            **dict.fromkeys(("Ring.__init__", "Ring._free_place"), ("sync:paused", "bit_exact")),
+            **dict.fromkeys(("Ring.__init__", "Ring._free_segment"), ("sync:paused", "bit_exact")),
             **dict.fromkeys(
                 ("Segment.__init__", "Segment.attach", "Segment._map", "Segment.tensor", "Segment.close"),
                 ("sync", "segments_return_to_baseline"),
@@ -243,7 +243,7 @@ TARGETS = (
         left_out=leave_out(
             REFUSES="Cache._check_room Cache._refuse_emptied Cache._refuse_closed",
             TEXT="_gib",
-            UNUSED="CacheBusy.__init__ Kept.__init__ Kept.attach Kept.close",
+            UNUSED="Kept.__init__ Kept.attach Kept.close",
             SPEED="Segment.populate",
         ),
     ),

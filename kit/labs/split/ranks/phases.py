@@ -261,7 +261,7 @@ class Split:
         reductions: list[int] = []
         with backend.counted(job) as counter:
             for number, batch in enumerate(self.batches, start=1):
-                counter.reset()
+                counter.update(dict.fromkeys(counter, 0))
                 used.clear()
                 seen.clear()
                 calls.on = number == len(self.batches)
@@ -277,7 +277,7 @@ class Split:
                 what = f"plain step, level {case.level}" if plain else f"level {case.level}, chunks {case.chunks}"
                 took = time.perf_counter() - began
                 log_steps([dict(result)], done=number, seconds=took, device=calls.device, what=what)
-                reductions += counter.counts.values()
+                reductions += counter.values()
                 trained.results.append(result)
                 trained.gradients.append(self._unclipped(seen[-1], result) if seen else {})
                 hooks_lost += sum(a is not b and a != b for a, b in zip(before, backend.hooks(job), strict=True))
