@@ -104,7 +104,6 @@ def _work(pieces: Iterator[Move], *, fresh: bool) -> None:
 
 
 def map_shared(fd: int, size: int) -> int:
-    """Map a file's first bytes, shared with other mappings of it; returns the address."""
     address: int = libc.mmap(None, size, _READ_WRITE, _MAP_SHARED, fd, 0)
     if address == MAP_FAILED:
         raise OSError(ctypes.get_errno(), f"mapping {size} bytes of shared memory failed")
@@ -112,7 +111,6 @@ def map_shared(fd: int, size: int) -> int:
 
 
 def unmap(address: int, size: int) -> None:
-    """Remove a mapping."""
     libc.munmap(address, size)
 
 

@@ -535,7 +535,6 @@ def findings() -> list[Finding]:
 
 
 def installed(package: str, module: str) -> str | None:
-    """A package's version; None where it is not there."""
     return None if find_spec(module) is None else _version(package) or "of unknown version"
 
 

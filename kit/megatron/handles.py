@@ -91,8 +91,6 @@ def title(facts: dict[str, Any]) -> str:
 
 
 class _State:
-    """What a process knows of its handles; one per process."""
-
     installed: ClassVar[list[tuple[Any, str, Any, Any]]] = []  # (owner, name, what was there, what is there now)
     generation = 0
     store: Any = None  # the default group's own store, from which every generation takes a prefix
@@ -256,14 +254,12 @@ _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
 def parallel_state() -> Any:
-    """The one module that holds Megatron's groups."""
     from megatron.core import parallel_state as module
 
     return module
 
 
 def initialised() -> bool:
-    """Whether Megatron's model parallel groups exist in this process."""
     return dist.is_initialized() and bool(parallel_state().model_parallel_is_initialized())
 
 

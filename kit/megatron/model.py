@@ -55,7 +55,6 @@ class Training:
         return tensors.hashes(self.chunks, self.optimizer)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter of this rank, named by chunk and module path."""
         for index, chunk in enumerate(self.chunks):
             for name, param in chunk.module.named_parameters():
                 yield f"chunk{index}.{name}", param

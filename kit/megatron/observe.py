@@ -276,12 +276,10 @@ def usable(old: list[Old], *, but_gloo: bool) -> list[str]:
 
 
 def initialised() -> bool:
-    """Whether Megatron says that it has groups."""
     return bool(parallel_state().model_parallel_is_initialized()) if dist.is_initialized() else False
 
 
 def stage() -> int:
-    """This rank's place in the pipeline."""
     return int(parallel_state().get_pipeline_model_parallel_rank())
 
 
@@ -296,7 +294,6 @@ def random_state() -> dict[str, str]:
 
 
 def draw_from_tracker(device: torch.device) -> None:
-    """One random number from each generator that Megatron's tracker keeps."""
     from megatron.core.tensor_parallel import random
 
     tracker = random._CUDA_RNG_STATE_TRACKER

@@ -51,7 +51,6 @@ class Replica:
 
     @property
     def asleep(self) -> bool:
-        """The weights' memory was given back."""
         return bool(self._away)
 
     @torch.no_grad()
@@ -458,7 +457,6 @@ def pick(logprobs: torch.Tensor, number: float) -> int:
 
 
 def _lengthened(kept: torch.Tensor, length: int) -> torch.Tensor:
-    """A tensor of `length` positions that begins with these."""
     longer = kept.new_empty((length, *kept.shape[1:]))
     longer[: len(kept)] = kept
     return longer

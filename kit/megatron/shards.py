@@ -194,7 +194,6 @@ def whole(part: Part, tensor: torch.Tensor) -> Tensors:
 
 
 def parts(chunk: Any) -> Iterator[Part]:
-    """Every parameter of a chunk."""
     module = bare(chunk)
     config = module.config
     first_layer = module.decoder.layers[0].layer_number - 1
@@ -259,14 +258,12 @@ def join(how: str, shards: Sequence[torch.Tensor], place: Place) -> list[torch.T
 
 
 def bare(chunk: Any) -> Any:
-    """The GPTModel inside of what wraps it."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 def _shapes(part: Part) -> Iterator[tuple[str, Shape]]:
-    """The full tensors that a parameter asks for."""
     place, (rows, *rest) = part.place, part.param.shape
     if part.how == COLUMNS:
         rest[0] *= place.size
@@ -348,7 +345,6 @@ class Folder(Mapping[str, torch.Tensor]):
             raise BadInput(f"{index} is damaged: it and the files beside it do not agree about {unlike[0]}")
 
     def kind(self, name: str) -> str:
-        """The format's name of a tensor's dtype."""
         return str(self.files[self.home[name]].get_slice(name).get_dtype())
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -63,8 +63,6 @@ class Fed(NamedTuple):
 
 
 class MegatronSplit(SplitStep):
-    """begin, microbatch ..., finish or abort on a Megatron job."""
-
     def __init__(self, job: Job) -> None:
         super().__init__(job.device)
         self.job = job
@@ -297,7 +295,6 @@ def update(job: Job, gbs: int, sequences: float, tokens: float, table: dict[str,
 
 
 def finite_gradients(job: Job) -> bool:
-    """Whether every gradient of every rank is a finite number."""
     chunk = job.chunks[0]
     total = torch.zeros(1, dtype=torch.float64, device=job.device)
     for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
@@ -367,7 +364,6 @@ def set_random_states(states: tuple[Any, ...]) -> None:
 
 
 def share(batch: Batch) -> Batch:
-    """The rows of this data rank."""
     each = rows(batch) // data_ranks()
     mine = dist.get_rank(data_group())
     return cut(batch, mine * each, (mine + 1) * each)
@@ -434,12 +430,11 @@ def counted(chunk: Any) -> Iterator[dict[str, int]]:
             among_data = between_stages is None or all(
                 each is not between_stages for each in (*args, kwargs.get("group"))
             )
-            for name, bucket in (
-                zip(seen, buckets, strict=True) if among_data and isinstance(tensor, torch.Tensor) else ()
-            ):
-                # Asked now: memory that was released in between may have moved.
-                place_now = bucket.grad_data.data_ptr(), bucket.grad_data.numel()
-                seen[name] += (tensor.data_ptr(), tensor.numel()) == place_now
+            if among_data and isinstance(tensor, torch.Tensor):
+                for name, bucket in zip(seen, buckets, strict=True):
+                    # Asked now: memory that was released in between may have moved.
+                    now = bucket.grad_data.data_ptr(), bucket.grad_data.numel()
+                    seen[name] += (tensor.data_ptr(), tensor.numel()) == now
             return plain(*args, **kwargs)
 
         return call

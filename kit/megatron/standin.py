@@ -100,7 +100,6 @@ _undo: list[contextlib.ExitStack] = []
 
 
 def active() -> bool:
-    """Whether "cuda" means the CPU in this process."""
     return bool(_undo)
 
 

@@ -81,7 +81,6 @@ class Layout:
 
     @property
     def total(self) -> int:
-        """Bytes of all tensors."""
         return sum(spec.size for spec in self.specs)
 
     def to_json(self) -> dict[str, Any]:
@@ -129,7 +128,6 @@ class Layout:
 
 
 def specs_of(tensors: Mapping[Key, torch.Tensor]) -> list[Spec]:
-    """The specs, in the order of the mapping."""
     return [Spec(name, shard, t.dtype, tuple(t.shape)) for (name, shard), t in tensors.items()]
 
 

@@ -148,7 +148,6 @@ class Cache:
 
     @property
     def blocks(self) -> int:
-        """The number of segments, including kept memory."""
         return len(self._segments) + len(self._spare)
 
     @property

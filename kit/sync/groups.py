@@ -117,7 +117,6 @@ class Grouped(Transport):
         self.guarded(f"bucket {index}", act, index)
 
     def slot(self, index: int) -> torch.Tensor:
-        """Memory on the device for a bucket."""
         if not self._slots:
             count = DEPTH if self.ctx.role == "sender" else 1
             largest = max(self.ctx.sizes)
@@ -177,7 +176,6 @@ class Grouped(Transport):
         return PeerSilent(f"{ctx.sender.peer}{between}", awaited, ctx.timeout_s)
 
     def described(self) -> str:
-        """The name and the members of the group."""
         names = sorted(link.peer for link in self.ctx.links.values())
         ranks = f", ranks {', '.join(map(str, self.ctx.ranks))}" if self.ctx.ranks else ""
         return f"group {self.name} (with {', '.join(names)}{ranks})"

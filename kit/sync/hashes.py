@@ -33,7 +33,6 @@ AUTO = "auto"  # the fastest that this rank has
 
 
 def algorithms() -> tuple[str, ...]:
-    """The algorithms of this rank, the fastest first."""
     return tuple(_ALGORITHMS)
 
 
@@ -89,7 +88,6 @@ class Digests:
             self._made[index] = self._pool.submit(self._of, pieces)
 
     def wait(self, index: int) -> None:
-        """Wait until a bucket is hashed."""
         if index in self._made:
             self._made[index].result()
 

@@ -177,7 +177,6 @@ class Call:
         self.log.event("received")
 
     def stream(self, transport: Transport) -> None:
-        """Apply every bucket to the weights as it comes."""
         for index, into, buffer in self.receive(transport, landing(transport, self.receiver.device), reuse=True):
             self.look(index, buffer)
             with self.log.stage("apply"):
@@ -187,7 +186,6 @@ class Call:
             transport.done(index)
 
     def store(self, transport: Transport) -> None:
-        """Store every bucket until all have arrived."""
         place = landing(transport, self.receiver.device, sum(self.layout.sizes))
         for index, _, buffer in self.receive(transport, place, reuse=False):
             self.look(index, buffer)

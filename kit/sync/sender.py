@@ -484,7 +484,6 @@ class Sending:
         return answers, min(failed, key=lambda error: not isinstance(error, PeerGone), default=None)
 
     def ranks(self, kind: str) -> list[int]:
-        """The ranks that use one transport, the sender's first."""
         return [self.sender.rank, *(target.rank for target in self.sharing[kind])]
 
     def open(self) -> None:

@@ -84,7 +84,6 @@ class Transport(abc.ABC):
         """Send bucket `index`: bytes on the host, which do not change until every receiver is done with it."""
 
     def flush(self) -> None:
-        """Wait until every receiver is done with everything."""
         self.wait_for(len(self.ctx.sizes) - 1)
 
     def ahead(self, index: int, depth: int = DEPTH) -> None:
@@ -392,7 +391,6 @@ def needs_permission() -> bool:
 
 
 def handle_of(slot: torch.Tensor) -> list[Any]:
-    """What another process needs to open the memory, as JSON."""
     shared: tuple[Any, ...] = slot.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     return [{"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part for part in shared]
 

@@ -156,7 +156,6 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def sharded(model: torch.nn.Module) -> list[Any]:
-    """FSDP's own record of each sharded module."""
     return [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -291,8 +290,6 @@ DUMMY: Batch = {}  # a microbatch of a rank that has fewer than others
 
 
 class Steps:
-    """What both steps do with a job."""
-
     def __init__(self, job: FsdpJob) -> None:
         self.job = job
 
@@ -335,7 +332,6 @@ class Steps:
         return [seen]
 
     def reduce_next(self, *, on: bool) -> None:
-        """Whether the next backward pass reduces gradients."""
         self.job.model.set_requires_gradient_sync(on)  # type: ignore[operator]
 
     def update(self, table: dict[str, float], sequences: float, tokens: float, gbs: int) -> StepResult:

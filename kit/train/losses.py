@@ -28,7 +28,6 @@ class ClippedPolicyGradient(ClippedOptions):
     """
 
     def normalizers(self) -> dict[str, Normalizer]:
-        """The normalizer of every metric, in the order in which they are given."""
         if not self.metrics:
             return {"loss": self.level}
         positive: dict[str, Normalizer] = {"positive_nll_loss": None} if self.positive_nll else {}
@@ -161,7 +160,6 @@ class NegativeLogLikelihood:
         known("level", self.level, Level)
 
     def normalizers(self) -> dict[str, Normalizer]:
-        """The normalizer of every metric, in the order in which they are given."""
         if not self.metrics:
             return {"loss": self.level}
         return {"loss": self.level, "num_valid_samples": None, "num_unmasked_tokens": None, "positive_nll_loss": None}

@@ -413,7 +413,6 @@ def bins(lengths: list[int], token_budget: int) -> list[list[int]]:
 
 
 def pack(batch: Batch) -> Packed:
-    """All rows of a microbatch in one."""
     ids, lengths = batch["input_ids"], batch["input_lengths"]
     column = torch.arange(ids.shape[1], device=ids.device)[None]
     inside = column < lengths[:, None]

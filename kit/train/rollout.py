@@ -39,7 +39,6 @@ class Problem:
 
 
 def problems(seed: int, n: int) -> list[Problem]:
-    """n problems, the same for the same seed wherever it runs."""
     draw = random.Random(seed)  # noqa: S311 - repeatable, not secret
     made = []
     for _ in range(n):

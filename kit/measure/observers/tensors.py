@@ -130,8 +130,6 @@ class State:
 
 
 class Resident(NamedTuple):
-    """A storage that is on a device."""
-
     name: str
     kind: str
     size: int
