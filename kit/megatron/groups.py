@@ -82,8 +82,17 @@ def destroy(mode: str = "exact", *, include_world: bool = False, timeout_s: floa
         raise BadInput(f"include_world is not allowed with mode {mode!r}: it cannot bring the default group back")
     if mode in KEEPING:
         refuse_keeping()
-    stats: dict[str, Any] = {"initialised": initialised(), "mode": mode, "destroyed": 0, "left": 0, "left_names": []}
-    stats |= {"alive": [], "bytes": {}, "seconds": 0.0, "snapshot": {}}
+    stats: dict[str, Any] = {
+        "initialised": initialised(),
+        "mode": mode,
+        "destroyed": 0,
+        "left": 0,
+        "left_names": [],
+        "alive": [],
+        "bytes": {},
+        "seconds": 0.0,
+        "snapshot": {},
+    }
     if not stats["initialised"]:
         return stats
     before, start = memory(), time.perf_counter()
@@ -181,7 +190,7 @@ class DestroyFailed(KitError):  # noqa: N818 - reads as what happened
 
     def __init__(self, failed: list[tuple[str, str]], stats: dict[str, Any]) -> None:
         reasons = "; ".join(f"{name}: {why}" for name, why in failed)
-        super().__init__(f"{len(failed)} group(s) may still be held: {reasons}")
+        super().__init__(f"{len(failed)} groups may still be held: {reasons}")
         self.held = [name for name, _ in failed]
         self.stats = stats
 
@@ -198,7 +207,9 @@ def meet(what: str, rank: int, size: int, timeout_s: float) -> None:
         # Take the word back: a rank that comes later must not go on alone, and both can try again.
         state.store.delete_key(everyone[rank])
         _rounds[what] -= 1
-        raise KitError(f"{what}: rank(s) {missing} did not come within {timeout_s:g} s, the others wait") from error
+        raise KitError(
+            f"{what}: ranks {missing} did not arrive within {timeout_s:g} s; the other ranks are waiting"
+        ) from error
     if here > 1:
         state.store.delete_key(f"kit/{what}/{here - 1}/{rank}")
 
@@ -352,7 +363,7 @@ def refuse_keeping() -> None:
     tell. A torch that was built for an older NCCL refuses whatever runs (TORCH_CHECK in torch/csrc/distributed/c10d/NCCLUtils.cpp)."""
     why = nccl.no_suspend(nccl.running(), torch.__version__, gpus=torch.cuda.device_count()) or unbuilt()
     if why:
-        raise BadInput(f"mode=suspend cannot be had: {why}")
+        raise BadInput(f"mode=suspend is not available: {why}")
 
 
 def unbuilt() -> str:

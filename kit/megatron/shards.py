@@ -223,7 +223,7 @@ def made_of(name: str, *, first_layer: int = 0, first_expert: int = 0) -> tuple[
     found = IN_LAYER.fullmatch(name)
     table = EXPERT if found and found[2] else LAYER
     if not found or found[3] not in table:
-        raise BadInput(f"{name} is no parameter of the models that the kit knows")
+        raise BadInput(f"{name} is not a parameter of a supported model")
     how, full = table[found[3]]
     owner = f"model.layers.{first_layer + int(found[1])}."
     if found[2]:

@@ -162,7 +162,7 @@ def sharded(model: torch.nn.Module) -> list[Any]:
 def forget_gradients(job: FsdpJob) -> None:
     """Drop gradients, those not yet reduced too, and what a pass that broke off left in FSDP; nothing else changes.
 
-    Unreduced sums have no public name: they are FSDP's own, per parameter. Told from torch 2.8 to 2.13.
+    Unreduced sums have no public name: they are FSDP's own, per parameter. True for torch 2.8 to 2.13.
     """
     job.optimizer.zero_grad(set_to_none=True)
     model: Any = job.model

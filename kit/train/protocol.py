@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
@@ -251,14 +251,13 @@ def kind(name: str) -> str:
     return "mean" if name in MEANS or name.startswith("global_valid_") else "sum"
 
 
-def of_microbatches(seen: Iterable[Mapping[str, torch.Tensor]], names: Iterable[str]) -> dict[str, float]:
+def of_microbatches(seen: Sequence[Mapping[str, torch.Tensor]], names: Iterable[str]) -> dict[str, float]:
     """This rank's metrics: float64 over its microbatches. A name that no microbatch gave is what its kind gives over nothing."""
-    table = list(seen)
-    return {name: _over([float(row[name]) for row in table if name in row], kind(name)) for name in names}
+    return {name: _over([float(row[name]) for row in seen if name in row], kind(name)) for name in names}
 
 
 def plain_metrics(
-    seen: Iterable[Mapping[str, torch.Tensor]], loss: Loss, group: dist.ProcessGroup | None, device: torch.device
+    seen: Sequence[Mapping[str, torch.Tensor]], loss: Loss, group: dist.ProcessGroup | None, device: torch.device
 ) -> dict[str, float]:
     """Metrics of a plain step: its microbatches were divided by the true counts already."""
     raw = over_ranks(of_microbatches(seen, loss.normalizers()), group, device)

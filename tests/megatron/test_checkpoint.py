@@ -53,10 +53,10 @@ CONFIG = {
 NOT_SAID = object()
 NEWER = {"rope_theta": NOT_SAID, "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": ({"model_type": "llama"}, 'model_type "llama": the kit\'s model holds "qwen2" only'),
+    "architecture": ({"model_type": "llama"}, 'model_type "llama": the kit supports only "qwen2"'),
     "experts": ({"model_type": "qwen2_moe"}, 'model_type "qwen2_moe"'),
     "classifier": ({"architectures": ["Qwen2ForSequenceClassification"]}, 'architectures \\["Qwen2ForSeq'),
-    "untied": ({"tie_word_embeddings": False}, "tie_word_embeddings false: the kit's model holds true only"),
+    "untied": ({"tie_word_embeddings": False}, "tie_word_embeddings false: the kit supports only true"),
     "untied-unsaid": ({"tie_word_embeddings": NOT_SAID}, "tie_word_embeddings null"),
     "window": ({"use_sliding_window": True}, "use_sliding_window true"),
     "window-of-layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .*sliding_attention"),
@@ -143,7 +143,7 @@ def test_what_the_model_cannot_hold_is_one_sentence(tmp_path: Path, case: str) -
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [(None, "cannot be read: No such file"), ("{", "it is no JSON text"), ("[1]", "it is no JSON object")],
+    [(None, "cannot be read: No such file"), ("{", "it is not valid JSON"), ("[1]", "it is not a JSON object")],
 )
 def test_a_config_that_is_none_is_refused(tmp_path: Path, text: str | None, sentence: str) -> None:
     if text is not None:

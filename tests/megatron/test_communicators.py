@@ -108,7 +108,7 @@ def test_suspend_is_refused_by_what_torch_was_built_with(monkeypatch: pytest.Mon
     if not why:
         groups.refuse_keeping()
         return
-    with pytest.raises(BadInput, match=r"^mode=suspend cannot be had: torch ") as refused:
+    with pytest.raises(BadInput, match=r"^mode=suspend is not available: torch ") as refused:
         groups.refuse_keeping()
     assert str(refused.value).endswith(why)
 
