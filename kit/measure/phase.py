@@ -283,6 +283,8 @@ def _held(device: str) -> str:
     return f"{'allocated' if on_gpu else 'resident'} {held / 2**20:.1f} MiB"
 
 
+# -- between phases: what the process holds besides tensors ------------------------------------------------------------
+
 SHM = machine.SHM
 MEMFD = "/memfd:"
 # Semaphores, and what groups and drivers make.

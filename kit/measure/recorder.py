@@ -97,7 +97,20 @@ class Recorder:
         try:
             self._writer = self._open()
             if self.rank == 0:
-                self._run = self._describe(config)
+                self._run = {
+                    **self._head,
+                    "config": {"ranks": self.world_size, **config},
+                    "status": "running",
+                    "owner": machine.owner(),
+                    "started": utc(),
+                    "finished": None,
+                    "fault": None,
+                    "error": None,
+                    "provenance": provenance(),
+                    "kit": kit_version(),
+                    "schema": SCHEMA,
+                    "launch": _launch(),
+                }
                 self._write_run()
         except (OSError, KitError) as error:
             if isinstance(error, BadInput):
@@ -258,22 +271,6 @@ class Recorder:
         began = machine.start_time(pid)
         return began is not None and _seconds(found.get(when)) < machine.started_at(began) - CLOCK_S
 
-    def _describe(self, config: dict[str, Any]) -> dict[str, Any]:
-        return {
-            **self._head,
-            "config": {"ranks": self.world_size, **config},
-            "status": "running",
-            "owner": machine.owner(),
-            "started": utc(),
-            "finished": None,
-            "fault": None,
-            "error": None,
-            "provenance": provenance(),
-            "kit": kit_version(),
-            "schema": SCHEMA,
-            "launch": _launch(),
-        }
-
     def _write_run(self) -> None:
         rewrite_json(self.dir / "run.json", self._run)
 
@@ -372,6 +369,8 @@ def _records_name(rank: int, world_size: int) -> str:
     node = os.environ.get("GROUP_RANK") or os.environ.get("NODE_RANK")
     return f"records.node{rank if node is None else node}.jsonl"
 
+
+# -- provenance --------------------------------------------------------------------------------------------------------
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PREFIXES = ("NCCL_", "TORCH_", "MASTER_", "KIT_")

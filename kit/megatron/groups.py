@@ -111,10 +111,9 @@ def destroy(mode: str = "exact", *, include_world: bool = False, timeout_s: floa
         parallel_state().destroy_model_parallel()
         stats["destroyed"] = -1
     stats["seconds"] = time.perf_counter() - start
-    after = memory()
+    stats["bytes"] = {source: before[source] - size for source, size in memory().items()}
     stats["left_names"] = registered_left()
     stats["left"] = len(stats["left_names"])
-    stats["bytes"] = {source: before[source] - after[source] for source in before}
     stats["snapshot"] = json.loads(json.dumps(taken))
     if failed:
         raise DestroyFailed(failed, stats)
@@ -179,6 +178,8 @@ def talk(over: list[Any] | None = None) -> list[dict[str, Any]]:
         results.append({"group": group.group_desc, "ranks": ranks, "sum": float(value.item()), "exact": right})
     return results
 
+
+# -- exact release and rebuild; suspend and resume ---------------------------------------------------------------------
 
 # Handles between a destroy and the reload that fills them again, by group name.
 _released: dict[str, Handle] = {}

@@ -175,6 +175,8 @@ def as_world(group: Any) -> Iterator[None]:
         world.pg_group_ranks[group] = ranks
 
 
+# -- answers, token by token -------------------------------------------------------------------------------------------
+
 AtSync = Literal["keep", "recompute", "abort", "drain"]
 Ended = Literal["end", "length", "cancelled", "aborted"]
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer, [length, 1, groups, head]

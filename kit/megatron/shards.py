@@ -320,6 +320,8 @@ def _shared(own: Tensors, group: Any) -> Tensors:
     return shared
 
 
+# -- checkpoint folders ------------------------------------------------------------------------------------------------
+
 Made = TypeVar("Made")
 WEIGHTS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -392,6 +392,9 @@ def _forward(job: Job, piece: Batch) -> torch.Tensor:
     return outputs[0].cpu() if last_stage() else torch.empty(0)
 
 
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
 def reduced(chunk: Any) -> Callable[[Any], torch.Tensor]:
     """Where to find a parameter's whole reduced gradient. Collective over data ranks; what it gives are copies."""
     if not chunk.ddp_config.use_distributed_optimizer:

@@ -185,6 +185,8 @@ def received(transport: Transport, index: int, into: torch.Tensor) -> torch.Tens
 Make = Callable[[TransportContext], Transport]
 
 
+# -- the choice of a transport -----------------------------------------------------------------------------------------
+
 NAMES = {
     "shm": "kit.sync.transports:Shm",
     "broadcast": "kit.sync.groups:Broadcast",
@@ -234,6 +236,8 @@ def make(kind: str | Make, ctx: TransportContext, *, ring: bool = False) -> Tran
         raise BadInput(f"transport {kind}: the object it returned lacks {', '.join(lacks)}{why}")
     return made
 
+
+# -- transports without a process group --------------------------------------------------------------------------------
 
 MESSAGES = 64  # buckets that Shm may be ahead: nothing is overwritten, so this only keeps links from filling up
 PIDFD = (

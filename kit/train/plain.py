@@ -213,6 +213,8 @@ def _allowed(segments: torch.Tensor) -> torch.Tensor:
     return same & torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
 
 
+# -- how exactly this process computes ---------------------------------------------------------------------------------
+
 _filling: Any = torch.utils.deterministic
 
 

@@ -239,6 +239,8 @@ class SplitStep(abc.ABC):
             raise
 
 
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
 MEANS = ("lr", "wd", "reward")
 NOTHING = -1.0  # what an extreme over nothing is
 
@@ -317,6 +319,8 @@ def _sum(values: list[float]) -> float:
     except (ValueError, OverflowError):
         return sum(values)
 
+
+# -- batches -----------------------------------------------------------------------------------------------------------
 
 Batch = dict[str, torch.Tensor]
 Batching = Literal["fixed", "dynamic", "packed"]

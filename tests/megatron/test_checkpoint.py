@@ -63,14 +63,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "gelu"}, 'hidden_act "gelu"'),
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling .*yarn.*: .* plain rotary positions only"),
+    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling .*yarn.*: .* only plain rotary positions"),
     "newer-yarn": (
         {**NEWER, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}},
-        "rope_parameters .*plain rotary positions only",
+        "rope_parameters .*only plain rotary positions",
     ),
     "part-turned": (
         {**NEWER, "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e6}},
-        "rope_parameters .*partial_rotary_factor.*plain rotary positions only",
+        "rope_parameters .*partial_rotary_factor.*only plain rotary positions",
     ),
     "two-bases": ({"rope_parameters": {"rope_theta": 1e6}}, "rope_theta \\[500000.0, 1000000.0\\]: it must have one"),
     "no-base": ({"rope_theta": NOT_SAID}, "rope_theta \\[\\]: it must have one"),
