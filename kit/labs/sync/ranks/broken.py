@@ -39,7 +39,7 @@ def call_of(fault: str | None, *, last: bool) -> type[Call]:
 
 
 class OldBytes(Bound):
-    """Weights whose first bucket counts as clean, and keeps the bytes of the active version."""
+    """Weights without their first bucket, which keeps the bytes of the active version."""
 
     def __init__(self, cache: Cache, tensors: Mapping[Key, torch.Tensor]) -> None:
         super().__init__(cache.layout, tensors)
