@@ -1,12 +1,14 @@
 """A connection between a sender of weights and one receiver: small JSON messages, raw bytes, and file descriptors beside them.
 
-It is an abstract Unix socket, which leaves no file behind, stays on one machine and accepts callers of the same user only. Every wait has a
-deadline, and an error names the end that did not answer and what was awaited. Limits: raw bytes are neither encrypted nor signed.
+On one machine it is an abstract Unix socket, which leaves no file behind and accepts callers of the same user only; between machines it is
+TCP, where a caller must know the secret. Every wait has a deadline, and an error names the end that did not answer and what was awaited.
+Limits: raw bytes are neither encrypted nor signed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import math
 import os
@@ -25,6 +27,7 @@ LIMIT = 64 * 2**20
 FDS = 8
 BRIEF_S = 0.1
 FAILED = "failed"  # the kind of a message that says why this end cannot go on
+_PLACE = b"\0kit-sync-"
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -175,21 +178,27 @@ def ready(links: Iterable[Link], timeout_s: float) -> list[Link]:
     return [found[fd] for fd, _ in asked.poll(max(0.0, timeout_s * 1000))]
 
 
-def address_of(name: str) -> str:
+def address_of(name: str) -> dict[str, Any]:
     """The address of the listener with this name on this machine."""
-    return f"\0kit-sync-{name}"
+    return {"unix": (_PLACE[1:] + name.encode()).decode(), "secret": name}
 
 
 class Listener:
-    """The sender's end, which receivers call at `address`. With a `name` that both ends know, the address need not be sent: it is
-    `address_of(name)`."""
+    """The sender's end, which receivers call at `address`; whoever knows it may call. With a `name` that both ends know, the address need
+    not be sent: it is `address_of(name)`."""
 
-    def __init__(self, *, name: str | None = None) -> None:
-        self.address = address_of(name or secrets.token_hex(8))
-        self._sock = socket.socket(socket.AF_UNIX)
-        self._sock.bind(self.address)
+    def __init__(self, *, tcp_host: str | None = None, name: str | None = None) -> None:
+        self._secret = name or secrets.token_hex(16)
+        if tcp_host is None:
+            self._sock = socket.socket(socket.AF_UNIX)
+            self._sock.bind(_PLACE + (name or secrets.token_hex(8)).encode())
+            place = {"unix": self._sock.getsockname()[1:].decode()}
+        else:
+            self._sock = socket.create_server((tcp_host, 0))
+            place = {"host": tcp_host, "port": self._sock.getsockname()[1]}
         self._sock.listen(64)
         self._called: dict[str, Link] = {}
+        self.address: dict[str, Any] = {**place, "secret": self._secret}
 
     def accept(self, names: list[str], timeout_s: float) -> dict[str, Link]:
         """A link to each of these, in any order of their calls; the error names those that do not call. A caller that has left again does
@@ -232,15 +241,18 @@ class Listener:
                 link.close()
 
     def _caller(self, sock: socket.socket, end: float) -> dict[str, Any] | None:
-        _, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
-        if uid != os.getuid():
-            return None
+        if sock.family == socket.AF_UNIX:
+            _, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+            if uid != os.getuid():
+                return None
         link = Link(sock, "a caller", max(0.001, min(5.0, end - time.monotonic())))
         try:
             hello = link.message("its name")
         except (KitError, ValueError):
             return None
-        return hello if isinstance(hello, dict) and "name" in hello else None
+        if not isinstance(hello, dict) or "name" not in hello:
+            return None
+        return hello if hmac.compare_digest(str(hello.get("secret", "")), self._secret) else None
 
     def close(self) -> None:
         self._forget(*self._called, why="the listener was closed")
@@ -253,15 +265,19 @@ class Listener:
         self.close()
 
 
-def call(address: str, name: str, *, peer: str, timeout_s: float, hello: dict[str, Any] | None = None) -> Link:
+def call(
+    address: dict[str, Any], name: str, *, peer: str, timeout_s: float, hello: dict[str, Any] | None = None
+) -> Link:
     """Call a listener under a name that it awaits. `hello` is added to the first message."""
-    sock = socket.socket(socket.AF_UNIX)
+    unix = "unix" in address
+    place: Any = b"\0" + address["unix"].encode() if unix else (address["host"], address["port"])
+    sock = socket.socket(socket.AF_UNIX if unix else socket.AF_INET)
     sock.settimeout(timeout_s)
     try:
-        sock.connect(address)
+        sock.connect(place)
     except OSError:
         sock.close()
         raise PeerGone(peer, "a connection") from None
     link = Link(sock, peer, timeout_s)
-    link.send({**(hello or {}), "name": name})
+    link.send({**(hello or {}), "name": name, "secret": address["secret"]})
     return link

@@ -60,7 +60,7 @@ class Receiver:
     weights: Callable[[], Weights]
     host: Host
     _: KW_ONLY
-    address: str
+    address: dict[str, Any]
     device: torch.device
     timeout_s: float = 60.0
     kept: Kept | None = None  # mappings that stay from sync to sync, for a sender that keeps its memory

@@ -16,10 +16,10 @@ from kit.sync.link import HEADER, Link, Listener, PeerGone, PeerSilent, call
 Pair = tuple[Link, Link]
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
+@pytest.fixture(params=["unix", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """A sender's and a receiver's end."""
-    with Listener() as listener:
+    with Listener(tcp_host="127.0.0.1" if request.param == "tcp" else None) as listener:
         links: dict[str, Link] = {}
         thread = threading.Thread(target=lambda: links.update(listener.accept(["receiver 1"], 5)))
         thread.start()
@@ -88,15 +88,17 @@ def test_descriptors() -> None:
 
 
 def test_strangers_and_those_who_do_not_come() -> None:
-    with Listener() as listener:
-        with socket.socket(socket.AF_UNIX) as odd:
-            odd.connect(listener.address)
+    with Listener(tcp_host="127.0.0.1") as listener:
+        with socket.create_connection((listener.address["host"], listener.address["port"])) as odd:
             odd.sendall(HEADER.pack(2) + b"[]")  # no message of ours
+        wrong = call({**listener.address, "secret": "no"}, "receiver 1", peer="sender", timeout_s=1)
         other = call(listener.address, "receiver 7", peer="sender", timeout_s=1)
         right = call(listener.address, "receiver 2", peer="sender", timeout_s=1)
         with pytest.raises(PeerSilent, match=r"receiver 1 did not answer within 0\.5 s \(waiting for a call\)"):
             listener.accept(["receiver 1", "receiver 2"], 0.5)
-        with right, other:
+        with wrong, right, other:
+            with pytest.raises(PeerGone):
+                wrong.receive()
             with pytest.raises(KitError, match="sender failed: receiver 1 did not answer within"):
                 right.expect("begin")
             (kept,) = listener.accept(["receiver 7"], 5).values()  # it was early

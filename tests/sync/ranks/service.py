@@ -112,7 +112,7 @@ def sender_of(listener: Listener, kind: type[Sender] = Sender, **config: Any) ->
     return kind(cache, listener, **given)
 
 
-def receiver_of(name: str, host: Host, address: str, call: type[Call] = Call, **config: Any) -> Receiver:
+def receiver_of(name: str, host: Host, address: dict[str, Any], call: type[Call] = Call, **config: Any) -> Receiver:
     made = Receiver(name, host.weights, host, address=address, device=CPU, **{"timeout_s": 5.0, **config})
     made.calls, made.version, made.routed = call, 0, True
     return made

@@ -83,7 +83,9 @@ def as_sender(kind: Any, listener: Listener, names: list[str], timeout_s: float,
             link.close()
 
 
-def as_receiver(kind: Any, address: str, name: str, timeout_s: float, act: Act = receive, **more: Any) -> Any:
+def as_receiver(
+    kind: Any, address: dict[str, Any], name: str, timeout_s: float, act: Act = receive, **more: Any
+) -> Any:
     """Who fails says so before it leaves."""
     with call(address, name, peer="the sender", timeout_s=timeout_s) as link:
         link._sock.settimeout(30.0)  # as the other end has to wait for all who call
@@ -118,7 +120,7 @@ def held() -> dict[str, int]:
 def sync(
     *,
     kind: str,
-    address: str,
+    address: dict[str, Any],
     part: list[int],
     offset: int = 0,
     stalls: int | None = None,
