@@ -30,7 +30,6 @@ from kit.sync.transports import DEPTH, Transport, TransportContext
 c10d: Any = _c10d  # what is needed of it carries no types
 LEAVING_S = 2.0
 SPIN_S = 0.02
-HOST = "127.0.0.1"  # links stay on one machine, too
 
 
 class Grouped(Transport):
@@ -222,18 +221,21 @@ class PerTensor(Broadcast):
 
 
 class Rendezvous(Grouped):
-    """For a sender and receivers of different Worlds, which meet at a fresh store that the sender keeps. torch's registry does not know the
-    group."""
+    """For a sender and receivers of different Worlds, which meet at a fresh store that the sender keeps. Receivers reach it at `host` of
+    the config. torch's registry does not know the group."""
 
     store: Any = None
 
     def offer(self) -> dict[str, Any]:
-        self.store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=self.wait)
-        return {"port": self.store.port}
+        host = self.ctx.config.get("host", "127.0.0.1")
+        self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self.wait)
+        return {"host": host, "port": self.store.port}
 
     def join(self, offer: dict[str, Any]) -> None:
         if self.store is None:
-            self.store = TCPStore(HOST, offer["port"], is_master=False, wait_for_workers=False, timeout=self.wait)
+            self.store = TCPStore(
+                offer["host"], offer["port"], is_master=False, wait_for_workers=False, timeout=self.wait
+            )
         made: Any = dist.ProcessGroupNCCL if self.ctx.device.type == "cuda" else dist.ProcessGroupGloo
         self.group = made(PrefixStore(offer["name"], self.store), self.ctx.place, offer["size"], self.wait)
 

@@ -139,7 +139,7 @@ class Report:
 @dataclass(eq=False, repr=False)
 class Sender:
     """`transport` is a name, `module:attr`, or "auto": chosen for each receiver by its location. `share`: of the tensors that receivers
-    verify."""
+    verify. `config` reaches this end's transports."""
 
     steps: ClassVar[Sequence[str]] = STEPS
 
@@ -153,6 +153,7 @@ class Sender:
     verify: str = AUTO
     share: float = 1.0
     timeout_s: float = 60.0
+    config: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.verify = algorithms()[0] if self.verify == AUTO else self.verify
@@ -499,6 +500,7 @@ class Sending:
                 device=self.sender.device,
                 timeout_s=self.sender.timeout_s,
                 ranks=tuple(self.ranks(kind)),
+                config=self.sender.config,
             )
             self.transports.append(self.sender.make(kind, context, ring=bool(self.cache.slots)))
 

@@ -25,7 +25,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -56,6 +56,7 @@ class TransportContext:
     pieces: Sequence[Sequence[int]] = ()  # bytes of each tensor of each bucket, as they lie in it
     pack: Callable[[int, torch.Tensor], None] | None = None  # the sender's: packs a bucket of live weights on their GPU
     kept: Kept | None = None  # a receiver's: mappings that stay from sync to sync
+    config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def sender(self) -> Link:
