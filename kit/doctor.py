@@ -15,7 +15,7 @@ from typing import Any
 
 from kit import machine
 from kit.errors import BadInput
-from kit.measure.provenance import git_state, gpu_state
+from kit.measure.recorder import git_state, gpu_state
 from kit.results import runs_dir
 from kit.results.units import size
 from kit.world import asked, leftovers
@@ -51,7 +51,7 @@ with contextlib.redirect_stdout(sys.stderr):
     if said["torch"]:
         import torch
         from kit import nccl, nccl2
-        from kit.measure.provenance import cuda_state, findings
+        from kit.measure.recorder import cuda_state, findings
         from kit.world.device import choose
         from kit.routing import probe
         device, why, _ = choose("auto", 0, 1)

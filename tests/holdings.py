@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kit import machine
-from kit.measure.observers.holdings import MEMFD, shared_memory
+from kit.measure.phase import MEMFD, shared_memory
 from kit.world import leftovers
 
 

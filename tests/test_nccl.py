@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kit import nccl
-from kit.megatron.groups import exact
+from kit.megatron import groups
 from kit.world import device
 from kit.world.device import choose
 
@@ -192,9 +192,9 @@ def test_a_group_that_cannot_be_made_again_leaves_the_default_one_bound(monkeypa
         seen.append(default.bound_device_id)
         raise RuntimeError("the store is gone")
 
-    monkeypatch.setattr(exact.c10d, "_new_process_group_helper", helper)
+    monkeypatch.setattr(groups.c10d, "_new_process_group_helper", helper)
     plain = {"ranks": [0, 1], "tag": None, "backend": "gloo", "name": "7", "options": {}, "timeout_s": 60.0}
     with pytest.raises(RuntimeError, match="the store is gone"):
-        exact._make({**plain, "bound_device": None, "description": "tp"}, None, default, 0)
+        groups._make({**plain, "bound_device": None, "description": "tp"}, None, default, 0)
     assert seen == [None]
     assert default.bound_device_id == "cuda:0"

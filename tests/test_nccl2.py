@@ -18,7 +18,7 @@ import torch.distributed.distributed_c10d as module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kit import nccl2
-from kit.megatron.groups.handle import back_to
+from kit.megatron.handles import back_to
 from kit.nccl2 import Asked, partitions
 
 c10d: Any = module

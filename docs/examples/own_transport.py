@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kit.sync.transports.base import Transport
+from kit.sync.transports import Transport
 
 
 class Files(Transport):

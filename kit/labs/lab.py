@@ -23,7 +23,7 @@ from kit.labs.definition import Definition, Role, Step, role_names, working
 from kit.labs.drive import RANKSIDE, Drive, Quiet, Stepped, Write
 from kit.labs.growth import gpus
 from kit.labs.options import LabConfig
-from kit.measure.provenance import provenance
+from kit.measure.recorder import provenance
 from kit.results import Record, Run, create_run, runs_dir
 from kit.results.frames import GPU
 from kit.results.records import write_text

@@ -21,12 +21,11 @@ from kit import nccl2, routing
 from kit.errors import BadInput
 from kit.measure import Metric, PhaseMeter, provenance, pss
 from kit.measure.host import trim
-from kit.measure.observers.holdings import watch
-from kit.measure.phase import History, between_phases
+from kit.measure.phase import History, between_phases, watch
 from kit.megatron.config import forced_tf32
 from kit.results.records import Recording, new_row
 from kit.target import load
-from kit.train.numerics import Numerics, full_float32
+from kit.train.plain import Numerics, full_float32
 from kit.world import channel
 
 if TYPE_CHECKING:

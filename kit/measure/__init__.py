@@ -1,13 +1,11 @@
 """Clocks, memory sources, counts of groups, files and threads, provenance, and the recorder.
 
-Runs on Linux with the standard library alone and imports nothing heavy; torch is used where the process has loaded it. The function
-`provenance` is bound at once: the module of that name must not win.
+Runs on Linux with the standard library alone and imports nothing heavy; torch is used where the process has loaded it.
 """
 
 from kit.machine import pss
 from kit.measure.phase import Metric, PhaseMeter, counts
-from kit.measure.provenance import provenance
-from kit.measure.recorder import Recorder
+from kit.measure.recorder import Recorder, provenance
 
 __all__ = [
     "Metric",

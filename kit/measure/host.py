@@ -11,12 +11,10 @@ import ctypes
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from kit.machine import has_thread
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 libc: Any = ctypes.CDLL(None, use_errno=True)  # its calls let go of the interpreter's lock
 libc.mmap.restype = ctypes.c_void_p
@@ -106,7 +104,6 @@ def _work(pieces: Iterator[Move], *, fresh: bool) -> None:
 
 
 def map_shared(fd: int, size: int) -> int:
-    """Map a file's first bytes, shared with other mappings of it; returns the address."""
     address: int = libc.mmap(None, size, _READ_WRITE, _MAP_SHARED, fd, 0)
     if address == MAP_FAILED:
         raise OSError(ctypes.get_errno(), f"mapping {size} bytes of shared memory failed")
@@ -114,7 +111,6 @@ def map_shared(fd: int, size: int) -> int:
 
 
 def unmap(address: int, size: int) -> None:
-    """Remove a mapping."""
     libc.munmap(address, size)
 
 

@@ -190,13 +190,13 @@ def read_geometry(folder: str | Path) -> Geometry:
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror}; a checkpoint folder has one") from None
     except (ValueError, RecursionError):
-        raise BadInput(f"{path} is damaged: it is no JSON text") from None
+        raise BadInput(f"{path} is damaged: it is not valid JSON") from None
     if not isinstance(config, dict):
-        raise BadInput(f"{path} is damaged: it is no JSON object")
+        raise BadInput(f"{path} is damaged: it is not a JSON object")
     for key, wanted in (MUST | MAY).items():
         found = config.get(key, None if key in MUST else wanted)
         if found != wanted:
-            raise BadInput(f"{path} has {key} {json.dumps(found)}: the kit's model holds {json.dumps(wanted)} only")
+            raise BadInput(f"{path} has {key} {json.dumps(found)}: the kit supports only {json.dumps(wanted)}")
     sizes = {name: _size(path, config, key) for name, key in SIZES.items()}
     _attention(path, config, sizes)
     return Geometry(
@@ -222,7 +222,7 @@ def _attention(path: Path, config: dict[str, Any], sizes: dict[str, int]) -> Non
     kinds = config.get("layer_types")
     if kinds is not None and kinds != ["full_attention"] * sizes["layers"]:
         raise BadInput(
-            f"{path} has layer_types {json.dumps(kinds)}: the kit's model holds full_attention only, in each layer"
+            f"{path} has layer_types {json.dumps(kinds)}: the kit supports only full_attention, in each layer"
         )
 
 
@@ -235,7 +235,7 @@ def _rope_base(path: Path, config: dict[str, Any]) -> int:
         if not isinstance(found, dict) or {
             name for name, value in found.items() if name != "rope_theta" and plain.get(name) != value
         }:
-            raise BadInput(f"{path} has {key} {json.dumps(found)}: the kit's model holds plain rotary positions only")
+            raise BadInput(f"{path} has {key} {json.dumps(found)}: the kit supports only plain rotary positions")
     bases = {_positive(path, each, "rope_theta") for each in (config, said, scaling) if "rope_theta" in each}
     if len(bases) != 1 or not next(iter(bases)).is_integer():
         raise BadInput(f"{path} has rope_theta {sorted(bases)}: it must have one, a whole number")

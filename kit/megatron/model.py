@@ -13,7 +13,8 @@ import dataclasses
 import logging
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,9 @@ import torch.distributed as dist
 from kit.errors import BadInput, KitError
 from kit.megatron import groups, standin, tensors
 from kit.megatron.config import ModelConfig, check
-from kit.megatron.groups.handle import parallel_state
-from kit.train import numerics
+from kit.megatron.handles import parallel_state
 from kit.train.options import DEFAULTS, Settings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from kit.train.plain import deterministic
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -57,7 +55,6 @@ class Training:
         return tensors.hashes(self.chunks, self.optimizer)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter of this rank, named by chunk and module path."""
         for index, chunk in enumerate(self.chunks):
             for name, param in chunk.module.named_parameters():
                 yield f"chunk{index}.{name}", param
@@ -139,7 +136,7 @@ def initialise(config: ModelConfig) -> torch.device:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        numerics.deterministic()
+        deterministic()
     parallel_state().initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,

@@ -12,8 +12,9 @@ import functools
 import types
 import weakref
 from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,6 @@ import torch.distributed as dist
 from kit.measure.observers import births, tensors
 from kit.measure.observers.births import is_group
 from kit.measure.observers.tensors import children
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 PATIENCE = dt.timedelta(seconds=10)  # for one collective over a group
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
@@ -278,12 +276,10 @@ def usable(old: list[Old], *, but_gloo: bool) -> list[str]:
 
 
 def initialised() -> bool:
-    """Whether Megatron says that it has groups."""
     return bool(parallel_state().model_parallel_is_initialized()) if dist.is_initialized() else False
 
 
 def stage() -> int:
-    """This rank's place in the pipeline."""
     return int(parallel_state().get_pipeline_model_parallel_rank())
 
 
@@ -298,7 +294,6 @@ def random_state() -> dict[str, str]:
 
 
 def draw_from_tracker(device: torch.device) -> None:
-    """One random number from each generator that Megatron's tracker keeps."""
     from megatron.core.tensor_parallel import random
 
     tracker = random._CUDA_RNG_STATE_TRACKER

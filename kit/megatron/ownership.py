@@ -14,19 +14,17 @@ import dataclasses
 import hashlib
 import logging
 import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.megatron import groups, standin
-from kit.megatron.groups.handle import Handle, c10d, forget, megatron_globals, parallel_state, registered, state
-from kit.train.numerics import Numerics
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from kit.megatron.handles import Handle, c10d, forget, megatron_globals, parallel_state, registered, state
+from kit.train.plain import Numerics
 
 log = logging.getLogger(__name__)
 

@@ -1,16 +1,27 @@
-"""Serving: a replica of the model without gradients or optimizer, which can sleep, and logits to compare it with a training job by.
+"""Serving: a replica of the model without gradients or optimizer, which can sleep, its logits, and answers that it writes token by token.
 
 A `Replica` is made inside `as_world(group)`, where the group has the ranks of this one replica, and its `logits` are asked for inside of it
-too. Equal layouts give the same bits as the training job's `logits`. Limits: pp=1; the whole vocabulary of the last position is gathered,
-and nothing is cached between tokens.
+too. Equal layouts give the same bits as the training job's `logits`, which gathers the whole vocabulary of the last position.
+
+An `Engine` samples answers with a KV cache and stamps each token with the version of the weights. Every rank of a replica has one and makes
+the same calls in the same order. Each request has one megatron-core `StaticInferenceContext`, and each forward has one row: its bits do not
+depend on the other requests. One forward writes the KV of the whole prompt, and one forward per token writes the KV of the tokens after it.
+An answer that is resumed, or that gets its cache recomputed, repeats exactly these forwards and gets the same bits. Sampling uses a hash of
+(seed, prompt, sample, position) and float64 on the host, so that all ranks of a replica choose the same token.
+
+Limits: pp=1. The same prompt with the same seed and sample draws the same numbers again. Recomputing a cache costs one forward per
+written token.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 import zlib
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict
+from collections.abc import Container, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,13 +29,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from kit.errors import BadInput, KitError
 from kit.measure.host import huge_pages, trim
-from kit.megatron import model
-from kit.megatron.groups.handle import parallel_state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kit.megatron.config import ModelConfig
+from kit.megatron import model, standin
+from kit.megatron.config import ModelConfig
+from kit.megatron.handles import parallel_state
+from kit.train.arithmetic import uniform
 
 
 class Replica:
@@ -43,7 +51,6 @@ class Replica:
 
     @property
     def asleep(self) -> bool:
-        """The weights' memory was given back."""
         return bool(self._away)
 
     @torch.no_grad()
@@ -166,3 +173,292 @@ def as_world(group: Any) -> Iterator[None]:
         _counts[group], world.group_count = world.group_count, count
         world.default_pg = plain
         world.pg_group_ranks[group] = ranks
+
+
+# -- answers, token by token -------------------------------------------------------------------------------------------
+
+AtSync = Literal["keep", "recompute", "abort", "drain"]
+Ended = Literal["end", "length", "cancelled", "aborted"]
+KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer, [length, 1, groups, head]
+PREFIX_BYTES = 64 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One sample of a prompt. `id` names it in calls and answers; nothing that is sampled depends on it."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sample: int
+    seed: int
+    end: int  # the token that ends an answer
+    max_tokens: int
+    min_tokens: int = 0  # `end` is masked for this many tokens
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise BadInput(f"request {self.id} has no prompt: it needs at least one token")
+        if not self.temperature > 0:
+            raise BadInput(f"temperature={self.temperature} is not allowed: it must be above 0")
+        if not 0 <= self.min_tokens <= self.max_tokens or self.max_tokens < 1:
+            raise BadInput(
+                f"min_tokens={self.min_tokens}, max_tokens={self.max_tokens} is not allowed: use 0 <= min <= max and max >= 1"
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens `first` to `first + count - 1` of an answer, sampled from the weights of one version.
+
+    `kept`: positions before the span have KV from earlier versions. Otherwise this version computed all KV.
+    """
+
+    version: int
+    first: int
+    count: int
+    kept: bool = False
+
+    @property
+    def places(self) -> slice:
+        """The indices of its tokens in the answer."""
+        return slice(self.first, self.first + self.count)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """The tokens written for a request, END included, and their log-probabilities under the distribution that was sampled from."""
+
+    request: Request
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[Span, ...]
+    ended: Ended
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Flight:
+    """A request in flight. `context` holds its KV; if it is None, the next forward starts at the prompt."""
+
+    request: Request
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    spans: list[Span] = dataclasses.field(default_factory=list)
+    context: Any = None
+    kept: bool = False  # the context holds KV of an older version
+
+    def write(self, token: int, logprob: float, version: int) -> None:
+        last = self.spans[-1] if self.spans else None
+        if last and (last.version, last.kept) == (version, self.kept):
+            self.spans[-1] = dataclasses.replace(last, count=last.count + 1)
+        else:
+            self.spans.append(Span(version, len(self.tokens), 1, self.kept))
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+
+    @property
+    def ended(self) -> Ended | None:
+        if self.tokens and self.tokens[-1] == self.request.end:
+            return "end"
+        return "length" if len(self.tokens) >= self.request.max_tokens else None
+
+    def answer(self, ended: Ended) -> Answer:
+        return Answer(self.request, tuple(self.tokens), tuple(self.logprobs), tuple(self.spans), ended)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prefix:
+    """The KV of a prompt by layer, and the logits after it."""
+
+    layers: dict[int, KV]
+    logits: torch.Tensor
+
+    @property
+    def size(self) -> int:
+        return self.logits.nbytes + sum(each.nbytes for pair in self.layers.values() for each in pair)
+
+
+class PrefixCache:
+    """Prefixes by (version, tokens). Above `limit` bytes the least recently used is dropped."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.size = 0
+        self._kept: OrderedDict[tuple[int, tuple[int, ...]], Prefix] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, version: int, tokens: tuple[int, ...]) -> Prefix | None:
+        found = self._kept.get((version, tokens))
+        if found is not None:
+            self._kept.move_to_end((version, tokens))
+        return found
+
+    def put(self, version: int, tokens: tuple[int, ...], prefix: Prefix) -> None:
+        if prefix.size > self.limit:
+            return
+        self._kept[version, tokens] = prefix
+        self.size += prefix.size
+        while self.size > self.limit:
+            self.size -= self._kept.popitem(last=False)[1].size
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self.size = 0
+
+
+class Engine:
+    """Decodes the requests of one replica, a few tokens per call. Between calls requests start and end, and weights change.
+
+    Every rank of the replica makes the same calls in the same order. `version` is the version of the replica's weights.
+    """
+
+    def __init__(self, replica: Replica, *, version: int = 0, prefix_bytes: int = PREFIX_BYTES) -> None:
+        self.replica = replica
+        self.version = version
+        self.prefixes = PrefixCache(prefix_bytes)
+        self._flights: dict[str, Flight] = {}
+
+    @property
+    def in_flight(self) -> dict[str, int]:
+        """Tokens written so far by request, in the order in which requests started."""
+        return {name: len(flight.tokens) for name, flight in self._flights.items()}
+
+    def start(self, request: Request, so_far: Answer | None = None) -> None:
+        """Put a request in flight. `so_far`, its cancelled or aborted answer, is continued. No forward runs yet."""
+        geometry = self.replica.config.geometry
+        if request.id in self._flights:
+            raise KitError(f"request {request.id} is already in flight")
+        if (length := len(request.prompt) + request.max_tokens) > geometry.seq:
+            raise BadInput(f"request {request.id} may reach {length} tokens; the model's limit is {geometry.seq}")
+        if not all(0 <= token < geometry.vocab for token in (*request.prompt, request.end)):
+            raise BadInput(f"request {request.id} holds a token outside of the vocabulary, which has {geometry.vocab}")
+        flight = Flight(request=request)
+        if so_far is not None:
+            if so_far.request != request or so_far.ended in {"end", "length"}:
+                raise BadInput(f"request {request.id} can only go on from an unfinished answer to the same request")
+            flight.tokens, flight.logprobs, flight.spans = [*so_far.tokens], [*so_far.logprobs], [*so_far.spans]
+        self._flights[request.id] = flight
+
+    @torch.no_grad()
+    def decode(self, n: int, ids: Container[str] | None = None) -> list[Answer]:
+        """Write up to n tokens of each request in flight (of those in `ids`). Return the answers that ended. Collective."""
+        if self.replica.asleep:
+            raise KitError("this replica is asleep: wake it and fill its weights before it decodes")
+        done = []
+        for _ in range(n):
+            for flight in [each for name, each in self._flights.items() if ids is None or name in ids]:
+                self._sample(flight)
+                if ended := flight.ended:
+                    done.append(self._leave(flight.request.id, ended))
+        return done
+
+    def cancel(self, name: str) -> Answer:
+        """End a request early and return its answer so far."""
+        if name not in self._flights:
+            raise KitError(f"request {name} is not in flight")
+        return self._leave(name, "cancelled")
+
+    def weights_changed(self, version: int, at_sync: AtSync) -> list[Answer]:
+        """Call this when the replica has the weights of a later version. Return the answers that this ends. Requests in flight:
+
+        keep: continue with the KV that they have. recompute: continue after the KV of all their positions is computed again, by
+        the next `decode`. abort: end. drain: there must be none.
+        """
+        if version <= self.version:
+            raise KitError(f"version {version} does not follow version {self.version}: versions only increase")
+        if at_sync == "drain" and self._flights:
+            raise KitError(
+                f"{len(self._flights)} requests are in flight; with at_sync=drain decode them to their ends before a sync"
+            )
+        self.version = version
+        self.prefixes.clear()
+        if at_sync == "abort":
+            return [self._leave(name, "aborted") for name in [*self._flights]]
+        for flight in self._flights.values():
+            if at_sync == "recompute":
+                flight.context = None
+            flight.kept = flight.context is not None
+        return []
+
+    def _sample(self, flight: Flight) -> None:
+        """Write the next token of a request, stamped with the version of the weights that its forward runs with."""
+        asked, version = flight.request, self.version
+        after = distribution(self._feed(flight), asked, len(flight.tokens))
+        position = len(asked.prompt) + len(flight.tokens)
+        token = pick(after, uniform(asked.seed, asked.prompt, asked.sample, position))
+        flight.write(token, float(after[token]), version)
+
+    def _feed(self, flight: Flight) -> torch.Tensor:
+        """Run the forwards of all positions that have no KV yet. Return the logits after the last token."""
+        sequence = (*flight.request.prompt, *flight.tokens)
+        logits = None
+        if flight.context is None:
+            flight.context, logits = self._prefill(flight.request)
+            flight.kept = False
+        for at in range(flight.context.sequence_len_offset, len(sequence)):
+            logits = self._forward(flight.context, sequence[at : at + 1])
+        assert logits is not None  # the last token never has KV before its successor is sampled
+        return logits
+
+    def _prefill(self, request: Request) -> tuple[Any, torch.Tensor]:
+        """A context with the KV of the prompt, and the logits after it, from the prefix cache or by a forward."""
+        from megatron.core.inference.contexts import StaticInferenceContext
+
+        length = len(request.prompt)
+        context: Any = StaticInferenceContext(1, length + request.max_tokens)
+        layers: dict[int, KV] = context.key_value_memory_dict
+        prefix = self.prefixes.get(self.version, request.prompt)
+        if prefix is not None:
+            for layer, pair in prefix.layers.items():
+                layers[layer] = tuple(_lengthened(each, context.max_sequence_length) for each in pair)  # type: ignore[assignment]
+            context.increment_sequence_len_offset(length)
+            context.enable_decode_mode()
+            return context, prefix.logits
+        logits = self._forward(context, request.prompt)
+        kept = {layer: (keys[:length].clone(), values[:length].clone()) for layer, (keys, values) in layers.items()}
+        self.prefixes.put(self.version, request.prompt, Prefix(kept, logits))
+        return context, logits
+
+    def _forward(self, context: Any, tokens: Sequence[int]) -> torch.Tensor:
+        """Append tokens to a context and return the logits after them: float32 [vocabulary], the same on every rank."""
+        device, start = self.replica.device, context.sequence_len_offset
+        ids = torch.tensor([[*tokens]], device=device)
+        positions = torch.arange(start, start + len(tokens), device=device)[None]
+        # After the prompt a forward creates nothing on a device that it names.
+        with standin.off() if start else contextlib.nullcontext():
+            output: torch.Tensor = self.replica.chunks[0](
+                ids, positions, None, inference_context=context, runtime_gather_output=True
+            )
+        logits = output[0, -1].float()
+        if not bool(logits.isfinite().all()):  # neither this context nor the prefix cache takes this forward for done
+            raise KitError("logits are not finite: the replica's weights are incomplete or broken")
+        context.increment_sequence_len_offset(len(tokens))
+        context.enable_decode_mode()
+        return logits
+
+    def _leave(self, name: str, ended: Ended) -> Answer:
+        return self._flights.pop(name).answer(ended)
+
+
+def distribution(logits: torch.Tensor, request: Request, written: int) -> torch.Tensor:
+    """The log-probabilities that the token after `written` tokens is sampled from: float64 [vocabulary], on the host."""
+    wide = logits.to("cpu", torch.float64, copy=True)
+    if written < request.min_tokens:
+        wide[request.end] = -torch.inf
+    return (wide / request.temperature).log_softmax(-1)
+
+
+def pick(logprobs: torch.Tensor, number: float) -> int:
+    """The first token at which the cumulative probability exceeds a number in [0, 1)."""
+    weights = logprobs.exp()
+    heights = weights.cumsum(-1)
+    index = int(torch.searchsorted(heights, heights[-1] * number, right=True))
+    return min(index, int(weights.nonzero()[-1]))  # the product may round up to the total
+
+
+def _lengthened(kept: torch.Tensor, length: int) -> torch.Tensor:
+    longer = kept.new_empty((length, *kept.shape[1:]))
+    longer[: len(kept)] = kept
+    return longer

@@ -8,6 +8,8 @@ reference.
 The load-balancing loss of experts asks for more: its gradient must be the mean over microbatches, whatever the other loss is divided
 by. It is scaled by what each piece would need if all pieces were alike; where the true counts say otherwise, one more
 pass over the pieces adds the difference. That pass costs a step without an update, and is left out where nothing is missing.
+With the distributed optimizer a reduction leaves each data rank the sum of its own shard alone: `reduced` puts the shards of all ranks
+together again, on copies.
 Limits: no context or virtual pipeline parallelism, no loss scaling (float16); with experts, as many microbatches on every data rank.
 """
 
@@ -15,23 +17,30 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from kit.errors import BadInput
 from kit.measure.phase import synchronize
-from kit.megatron.gradients import aux_metric, aux_scale, balances, bucket_groups, clear_aux
-from kit.megatron.groups.handle import parallel_state
-from kit.train.batch import Batch, counts, cut, cuts, rows
-from kit.train.protocol import Misuse, SplitStep, plain_metrics, step_result
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from kit.train.batch import Batch
-    from kit.train.protocol import Loss, SplitContext, StepResult
+from kit.megatron.handles import parallel_state
+from kit.train.protocol import (
+    Batch,
+    Loss,
+    Misuse,
+    SplitContext,
+    SplitStep,
+    StepResult,
+    counts,
+    cut,
+    cuts,
+    plain_metrics,
+    rows,
+    step_result,
+)
 
 HOOKS = ("grad_sync_func", "no_sync_func", "finalize_model_grads_func")
 Row = dict[str, torch.Tensor]
@@ -54,8 +63,6 @@ class Fed(NamedTuple):
 
 
 class MegatronSplit(SplitStep):
-    """begin, microbatch ..., finish or abort on a Megatron job."""
-
     def __init__(self, job: Job) -> None:
         super().__init__(job.device)
         self.job = job
@@ -288,7 +295,6 @@ def update(job: Job, gbs: int, sequences: float, tokens: float, table: dict[str,
 
 
 def finite_gradients(job: Job) -> bool:
-    """Whether every gradient of every rank is a finite number."""
     chunk = job.chunks[0]
     total = torch.zeros(1, dtype=torch.float64, device=job.device)
     for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
@@ -358,7 +364,6 @@ def set_random_states(states: tuple[Any, ...]) -> None:
 
 
 def share(batch: Batch) -> Batch:
-    """The rows of this data rank."""
     each = rows(batch) // data_ranks()
     mine = dist.get_rank(data_group())
     return cut(batch, mine * each, (mine + 1) * each)
@@ -385,3 +390,98 @@ def _forward(job: Job, piece: Batch) -> torch.Tensor:
     outputs = schedule(job, forward, [piece], forward_only=True, collect_non_loss_data=True)
     synchronize(str(job.device))
     return outputs[0].cpu() if last_stage() else torch.empty(0)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def reduced(chunk: Any) -> Callable[[Any], torch.Tensor]:
+    """Where to find a parameter's whole reduced gradient. Collective over data ranks; what it gives are copies."""
+    if not chunk.ddp_config.use_distributed_optimizer:
+        return lambda param: param.main_grad.detach()
+    found: dict[Any, torch.Tensor] = {}
+    for group in bucket_groups(chunk):
+        ranks = group.intra_distributed_optimizer_instance_group
+        for bucket in group.buckets:
+            whole = bucket.grad_data.clone()
+            shards = list(whole.chunk(dist.get_world_size(ranks)))
+            dist.all_gather(shards, shards[dist.get_rank(ranks)].clone(), group=ranks)
+            for param, (start, end) in bucket.param_to_index.items():
+                found[param] = whole[start:end].view(param.shape)
+    return lambda param: found[param]
+
+
+def bucket_groups(chunk: Any) -> list[Any]:
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+
+@contextlib.contextmanager
+def counted(chunk: Any) -> Iterator[dict[str, int]]:
+    """How often each bucket of gradients goes into a collective over data ranks, whoever calls it.
+
+    A tied embedding may have a bucket to itself, which pipeline stages then add up as well: that is no reduction over data ranks.
+    """
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    buckets = [bucket for group in bucket_groups(chunk) for bucket in group.buckets]
+    seen = {f"bucket {number}": 0 for number in range(len(buckets))}
+    between_stages = parallel_state().get_embedding_group(check_initialized=False)
+
+    def spy(plain: Callable[..., Any], place: int, keyword: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensor: Any = args[place] if len(args) > place else kwargs.get(keyword)
+            among_data = between_stages is None or all(
+                each is not between_stages for each in (*args, kwargs.get("group"))
+            )
+            if among_data and isinstance(tensor, torch.Tensor):
+                for name, bucket in zip(seen, buckets, strict=True):
+                    # Asked now: memory that was released in between may have moved.
+                    now = bucket.grad_data.data_ptr(), bucket.grad_data.numel()
+                    seen[name] += (tensor.data_ptr(), tensor.numel()) == now
+            return plain(*args, **kwargs)
+
+        return call
+
+    scattered = spy(buffers.dist_reduce_scatter_func, 1, "input")
+    with (
+        mock.patch.object(dist, "all_reduce", spy(dist.all_reduce, 0, "tensor")),
+        mock.patch.object(buffers, "dist_reduce_scatter_func", scattered),
+    ):
+        yield seen
+
+
+AUX_METRIC = "moe_aux_loss"
+
+
+def balances(config: Any) -> bool:
+    return bool(config.num_moe_experts) and bool(config.moe_aux_loss_coeff)
+
+
+@contextlib.contextmanager
+def aux_scale(scale: float) -> Iterator[None]:
+    """The gradient of the experts' loss goes in with this factor, whatever the schedule says."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    plain = MoEAuxLossAutoScaler.set_loss_scale
+    scaled = staticmethod(lambda given: plain(torch.full_like(given, scale)))
+    with mock.patch.object(MoEAuxLossAutoScaler, "set_loss_scale", scaled):
+        yield
+
+
+def clear_aux() -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.clear_aux_losses_tracker()
+
+
+def aux_metric(config: Any, microbatches: int) -> dict[str, float]:
+    """The experts' loss of the step: mean over layers, microbatches and data ranks, without its coefficient."""
+    if not balances(config):
+        return {}
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.reduce_aux_losses_tracker_across_ranks()
+    values = moe_utils.get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"]
+    value = float(values.double().mean()) / microbatches
+    clear_aux()
+    return {AUX_METRIC: value}

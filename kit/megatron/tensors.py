@@ -21,7 +21,8 @@ import itertools
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -30,10 +31,8 @@ from kit.errors import BadInput, KitError
 from kit.measure.host import Move, huge_pages, map_shared, transfer, trim, unmap, workers
 from kit.measure.observers.tensors import digest
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+Pair = tuple[torch.Tensor, torch.Tensor]
 
-    Pair = tuple[torch.Tensor, torch.Tensor]
 
 __all__ = ["KINDS", "Arena", "Item", "Mover", "digest", "hashes", "inventory", "memory", "named_tensors", "trim"]
 
@@ -90,7 +89,6 @@ def _grads(name: str, param: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """The torch optimizers inside Megatron's wrappers."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
         return [inner for each in chained for inner in inner_optimizers(each)]
@@ -173,7 +171,6 @@ class Arena:
         self._pinned, self._address, self.size = None, 0, 0
 
     def reserve(self, size: int) -> int:
-        """The offset of the next free place."""
         offset = self.used
         self.used += -(-size // _ALIGN) * _ALIGN
         return offset
@@ -192,7 +189,6 @@ class Arena:
         self.used = 0
 
     def close(self) -> None:
-        """Give the memory back."""
         self.clear()
         self._unmap()
         if self._fd >= 0:
@@ -257,7 +253,6 @@ class Mover:
         return tuple(kind for kind in KINDS if kind in kinds)
 
     def items(self) -> list[Item]:
-        """Every storage of the job that is on the device now."""
         return inventory(self.chunks, self.optimizer, self.device)
 
     def release(self, kinds: Iterable[str] = KINDS) -> dict[str, Any]:
@@ -312,7 +307,6 @@ class Mover:
             copy_on_streams(((there, here) for here, there in pairs) if out else pairs, self.device)
 
     def close(self) -> None:
-        """Restore what is away and give the host memory back."""
         self.restore()
         self.arena.close()
 
@@ -329,7 +323,6 @@ class Mover:
 
 
 def _bytes(item: Item) -> torch.Tensor:
-    """A storage as flat bytes on its device."""
     return torch.empty(0, dtype=torch.uint8, device=item.storage.device).set_(item.storage)
 
 

@@ -12,19 +12,17 @@ version counters do not see plain copies.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 
 from kit.errors import BadInput, KitError
 from kit.measure.host import Move, libc, transfer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
 
 ALIGN = 512
 _PAGE = 4096
@@ -83,20 +81,7 @@ class Layout:
 
     @property
     def total(self) -> int:
-        """Bytes of all tensors."""
         return sum(spec.size for spec in self.specs)
-
-    def holding(self, names: Iterable[str]) -> set[int]:
-        """The buckets with any part of these tensors, of any shard; an unknown name is refused."""
-        wanted = set(names)
-        if unknown := wanted - {spec.name for spec in self.specs}:
-            more = f", and {len(unknown) - 1} more are unknown" if len(unknown) > 1 else ""
-            raise BadInput(f"the layout has no tensor named {min(unknown)}{more}")
-        return {
-            index
-            for index, bucket in enumerate(self.buckets)
-            if any(self.specs[piece.spec].name in wanted for piece in bucket)
-        }
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -143,7 +128,6 @@ class Layout:
 
 
 def specs_of(tensors: Mapping[Key, torch.Tensor]) -> list[Spec]:
-    """The specs, in the order of the mapping."""
     return [Spec(name, shard, t.dtype, tuple(t.shape)) for (name, shard), t in tensors.items()]
 
 
@@ -224,12 +208,16 @@ class View(NamedTuple):
 class Mismatch(KitError):  # noqa: N818 - it is what was found
     """The tensors do not fit the contents of the bucket (None: of all buckets), and nothing was copied. `missing` and `failed` are keys."""
 
-    def __init__(self, message: str, *, bucket: int | None, missing: tuple[Key, ...], failed: tuple[Key, ...]) -> None:
-        super().__init__(message)
+    def __init__(
+        self, problems: Mapping[Key, str], missing: Collection[Key], bucket: int | None, where: str = ""
+    ) -> None:
+        named = [f"{name} (shard {shard}) {problem}" for (name, shard), problem in problems.items()]
+        more = [f"and {len(named) - PROBLEMS} more"] if len(named) > PROBLEMS else []
+        super().__init__(where + "; ".join(named[:PROBLEMS] + more))
         self.bucket = bucket
-        self.missing = missing
-        self.failed = failed
-        self.tensors = tuple(name for name, _ in (*failed, *missing))
+        self.missing = tuple(key for key in problems if key in missing)
+        self.failed = tuple(key for key in problems if key not in missing)
+        self.tensors = tuple(name for name, _ in (*self.failed, *self.missing))
 
 
 def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[View]:
@@ -245,10 +233,10 @@ def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[View]:
 
 def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> list[View]:
     """The same for live tensors: what `views` would return for a bucket with them. Contiguous tensors are not copied."""
-    found = []
     keys = [layout.specs[piece.spec].key for piece in layout.buckets[index]]
-    if missing := [key for key in keys if key not in tensors]:
-        raise _mismatch(index, tensors, [(key, "is missing") for key in missing])
+    if missing := {key: "is missing here" for key in keys if key not in tensors}:
+        raise Mismatch(missing, missing, index, f"bucket {index}: ")
+    found = []
     for number, start, size, _ in layout.buckets[index]:
         spec = layout.specs[number]
         tensor = tensors[spec.key].detach()
@@ -268,13 +256,33 @@ class Bound:
         self._plans: dict[tuple[int, bool, torch.device], _Plan] = {}
 
     def pack(self, index: int, out: torch.Tensor, *, fresh: bool = False, hot: bool = False) -> None:
-        """`hot`: keep the bucket in the processor's cache, for a reader that copies it out at once."""
-        _into_bucket(self._plan(index, out, target=False), out, fresh=fresh, hot=hot)
+        """`fresh`: the pages of `out` do not exist yet. `hot`: keep the bucket in the processor's cache, for a reader that copies it out
+        at once."""
+        plan, base = self._plan(index, out, target=False), out.data_ptr()
+        places = [base + offset for offset in plan.offsets]
+        if fresh and places:
+            transfer(
+                [Move(*move) for move in zip(places, plan.addresses, plan.sizes, strict=True)], fresh=True, threads=1
+            )
+        elif hot and max(plan.sizes, default=0) > HOT:
+            for place, address, size in zip(places, plan.addresses, plan.sizes, strict=True):
+                cuts = range(0, size, HOT)
+                sizes = [min(HOT, size - at) for at in cuts]
+                _copy([place + at for at in cuts], [address + at for at in cuts], sizes)
+        else:
+            _copy(places, plan.addresses, plan.sizes)
+        self._copy_by_torch(plan, index, out, target=False)
 
     def apply(self, index: int, buffer: torch.Tensor) -> None:
         plan, base = self._plan(index, buffer, target=True), buffer.data_ptr()
-        _copy_all(plan.addresses, [base + offset for offset in plan.offsets], plan.sizes)
-        _copy_by_torch(plan, buffer, target=True)
+        _copy(plan.addresses, [base + offset for offset in plan.offsets], plan.sizes)
+        self._copy_by_torch(plan, index, buffer, target=True)
+
+    def _copy_by_torch(self, plan: _Plan, index: int, buffer: torch.Tensor, *, target: bool) -> None:
+        if plan.by_torch:
+            packed, outside = views(self.layout, index, buffer), live(self.layout, index, self.tensors)
+            into, out_of = (outside, packed) if target else (packed, outside)
+            torch._foreach_copy_([into[at].tensor for at in plan.by_torch], [out_of[at].tensor for at in plan.by_torch])
 
     def _plan(self, index: int, buffer: torch.Tensor, *, target: bool) -> _Plan:
         _check_buffer(self.layout, index, buffer)
@@ -288,29 +296,26 @@ class Bound:
 class _Plan(NamedTuple):
     """How one bucket is copied: plain copies between addresses and offsets, and the tensors that torch has to copy."""
 
-    layout: Layout
-    bucket: int
     tensors: list[torch.Tensor]
     pointers: list[int]
-    storages: list[torch.UntypedStorage]
+    storages: dict[int, torch.UntypedStorage]
     addresses: list[int]
     offsets: list[int]
     sizes: list[int]
-    by_torch: list[tuple[int, torch.Tensor]]  # by the piece's number in the bucket
+    by_torch: list[int]  # the piece's number in the bucket
 
     def holds(self) -> bool:
         """Whether every tensor is where it was, with its bytes."""
         return [tensor.data_ptr() for tensor in self.tensors] == self.pointers and all(
-            storage.nbytes() for storage in self.storages
+            storage.nbytes() for storage in self.storages.values()
         )
 
 
 def _plan(
     layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor], buffer: torch.Tensor, *, target: bool
 ) -> _Plan:
-    plan = _Plan(layout, index, [], [], [], [], [], [], [])
-    storages: dict[int, torch.UntypedStorage] = {}
-    problems: list[tuple[Key, str]] = []
+    plan = _Plan([], [], {}, [], [], [], [])
+    problems: dict[Key, str] = {}
     on_host = buffer.is_cpu
     end_here = end_there = -1
     # This loop runs once per tensor, thousands of times per model: rare cases are handled in separate functions.
@@ -318,21 +323,21 @@ def _plan(
         name, shard, dtype, shape = layout.specs[number]
         tensor = tensors.get((name, shard))
         if tensor is None or tensor.dtype != dtype or tensor.shape != shape:
-            problems.append(((name, shard), _unlike(layout.specs[number], tensor)))
+            problems[name, shard] = _unlike(layout.specs[number], tensor)
             continue
         if not size:
             continue
         pointer, storage = tensor.data_ptr(), tensor.untyped_storage()
         if not pointer or not storage.nbytes():  # a wrapper, as a DTensor, has a size and no address
-            problems.append(((name, shard), "has no bytes here: it was offloaded, or it only wraps other tensors"))
+            problems[name, shard] = EMPTY
             continue
         plan.tensors.append(tensor)
         plan.pointers.append(pointer)
-        storages[storage.data_ptr()] = storage
+        plan.storages[storage.data_ptr()] = storage
         if not (on_host and tensor.is_cpu and tensor.is_contiguous()):
             if target and size != layout.specs[number].size and not tensor.is_contiguous():
-                problems.append(((name, shard), "is not contiguous, but is split over several buckets"))
-            plan.by_torch.append((place, tensor))
+                problems[name, shard] = SCATTERED
+            plan.by_torch.append(place)
         elif pointer + start == end_here and offset == end_there:
             plan.sizes[-1] += size
             end_here, end_there = end_here + size, end_there + size
@@ -342,42 +347,12 @@ def _plan(
             plan.sizes.append(size)
             end_here, end_there = pointer + start + size, offset + size
     if problems:
-        raise _mismatch(index, tensors, problems)
-    plan.storages.extend(storages.values())
+        raise Mismatch(problems, problems.keys() - tensors.keys(), index, f"bucket {index}: ")
     return plan
 
 
-def _into_bucket(plan: _Plan, out: torch.Tensor, *, fresh: bool, hot: bool) -> None:
-    base = out.data_ptr()
-    places = [base + offset for offset in plan.offsets]
-    if fresh and places:
-        transfer([Move(*move) for move in zip(places, plan.addresses, plan.sizes, strict=True)], fresh=True, threads=1)
-    elif hot and max(plan.sizes, default=0) > HOT:
-        for place, address, size in zip(places, plan.addresses, plan.sizes, strict=True):
-            cuts = range(0, size, HOT)
-            _copy_all([place + at for at in cuts], [address + at for at in cuts], [min(HOT, size - at) for at in cuts])
-    else:
-        _copy_all(places, plan.addresses, plan.sizes)
-    _copy_by_torch(plan, out, target=False)
-
-
-def _copy_all(targets: list[int], sources: list[int], sizes: list[int]) -> None:
+def _copy(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
     deque(map(libc.memcpy, targets, sources, sizes), maxlen=0)  # a loop without the interpreter's overhead
-
-
-def _copy_by_torch(plan: _Plan, buffer: torch.Tensor, *, target: bool) -> None:
-    if not plan.by_torch:
-        return
-    found = views(plan.layout, plan.bucket, buffer)
-    packed = [found[place].tensor for place, _ in plan.by_torch]
-    outside = [_part(tensor.detach(), found[place]) for place, tensor in plan.by_torch]
-    torch._foreach_copy_(*((outside, packed) if target else (packed, outside)))
-
-
-def _part(tensor: torch.Tensor, view: View) -> torch.Tensor:
-    """The part of a tensor that a view of a bucket stands for; of a contiguous tensor it is a view, too."""
-    whole = view.tensor.numel() == tensor.numel()
-    return tensor if whole else tensor.reshape(-1)[view.start : view.start + view.tensor.numel()]
 
 
 def _check_buffer(layout: Layout, index: int, buffer: torch.Tensor) -> None:
@@ -388,20 +363,130 @@ def _check_buffer(layout: Layout, index: int, buffer: torch.Tensor) -> None:
         raise BadInput(f"bucket {index} needs {needed} bytes, but the buffer has {buffer.numel()}")
 
 
-def _unlike(spec: Spec, tensor: torch.Tensor | None) -> str:
+EMPTY = "has no bytes here: it was offloaded, or it only wraps other tensors"
+SCATTERED = "is not contiguous here, but is split over several buckets"
+
+
+def _unlike(spec: Spec, tensor: torch.Tensor | None, *, split: bool = False) -> str:
+    """Why a tensor here is not the one in the bucket; empty if nothing speaks against it."""
     if tensor is None:
-        return "is missing"
-    here, there = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}", f"{dtype_name(spec.dtype)} {spec.shape}"
-    return f"is {here} here and {there} in the bucket"
+        return "is missing here"
+    if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
+        here, there = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}", f"{dtype_name(spec.dtype)} {spec.shape}"
+        return f"is {here} here and {there} in the bucket"
+    if split and not tensor.is_contiguous():
+        return SCATTERED
+    return _emptied(tensor)
 
 
-def _mismatch(index: int, tensors: Mapping[Key, torch.Tensor], problems: list[tuple[Key, str]]) -> Mismatch:
-    named = [f"{name} (shard {shard}) {problem}" for (name, shard), problem in problems[:PROBLEMS]]
-    more = [f"and {len(problems) - PROBLEMS} more"] if len(problems) > PROBLEMS else []
-    keys = [key for key, _ in problems]
-    return Mismatch(
-        f"bucket {index}: {'; '.join([*named, *more])}",
-        bucket=index,
-        missing=tuple(key for key in keys if key not in tensors),
-        failed=tuple(key for key in keys if key in tensors),
-    )
+def _emptied(tensor: torch.Tensor) -> str:
+    return "" if not tensor.numel() or (tensor.untyped_storage().nbytes() and tensor.data_ptr()) else EMPTY
+
+
+# -- the weights of a receiver, filled from buckets of full tensors ----------------------------------------------------
+
+Destination = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
+
+
+class Applier(Protocol):
+    """Weights bound to a bucket layout: `apply` copies the contents of a bucket into them."""
+
+    def apply(self, index: int, buffer: torch.Tensor) -> None: ...
+
+
+class Weights(Protocol):
+    """The weights that a receiver fills: `bind` them to buckets of a layout, or raise `Mismatch` before the first byte is copied; `own`
+    returns the tensors."""
+
+    def bind(self, layout: Layout) -> Applier: ...
+    def own(self) -> Sequence[torch.Tensor]: ...
+
+
+class Whole:
+    """Full tensors under the sender's names. Neighbours in a bucket are copied at once."""
+
+    def __init__(self, tensors: Mapping[Key, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._bound: Bound | None = None
+        self._seen: list[torch.Tensor] = []
+
+    def bind(self, layout: Layout) -> Bound:
+        pieces = itertools.chain(*layout.buckets)
+        split = {piece.spec for piece in pieces if piece.size < layout.specs[piece.spec].size}
+        wrong = [_unlike(spec, self.tensors.get(spec.key), split=at in split) for at, spec in enumerate(layout.specs)]
+        _refuse(layout, self.tensors.keys(), wrong)
+        now = self.own()
+        same = [*map(id, now)] == [*map(id, self._seen)]
+        if self._bound is None or self._bound.layout != layout or not same:
+            self._bound, self._seen = Bound(layout, self.tensors), now
+        return self._bound
+
+    def own(self) -> list[torch.Tensor]:
+        return list(self.tensors.values())
+
+
+class Cut:
+    """Shards: for each full tensor its destinations, and which part goes there. Full tensors are shard 0. Pieces of a tensor in several
+    buckets wait until it is complete."""
+
+    def __init__(self, destinations: Mapping[str, Sequence[Destination]], own: Sequence[torch.Tensor]) -> None:
+        self.destinations = destinations
+        self._own = own
+
+    def own(self) -> Sequence[torch.Tensor]:
+        return self._own
+
+    def bind(self, layout: Layout) -> Self:
+        wrong = [_uncut(spec, self.destinations.get(spec.name)) for spec in layout.specs]
+        _refuse(layout, {(name, 0) for name in self.destinations}, wrong)
+        self.layout = layout
+        self._partial: dict[str, tuple[torch.Tensor, int]] = {}
+        return self
+
+    def apply(self, index: int, buffer: torch.Tensor) -> None:
+        for view in views(self.layout, index, buffer):
+            full = self._whole(view)
+            if full is not None:
+                for into, take in self.destinations[view.spec.name]:
+                    into.copy_(take(full))
+
+    def _whole(self, view: View) -> torch.Tensor | None:
+        spec, start, tensor = view
+        if tensor.shape == spec.shape:
+            return tensor
+        full, missing = self._partial.pop(spec.name, (None, torch.Size(spec.shape).numel()))
+        if full is None:
+            full = torch.empty(spec.shape, dtype=spec.dtype, device=tensor.device)
+        full.view(-1)[start : start + tensor.numel()] = tensor
+        missing -= tensor.numel()
+        if missing:
+            self._partial[spec.name] = full, missing
+            return None
+        return full
+
+
+def _refuse(layout: Layout, here: Iterable[Key], wrong: Sequence[str]) -> None:
+    """`wrong`: why each tensor of the layout does not fit; empty where it does."""
+    failed = {spec.key: why for spec, why in zip(layout.specs, wrong, strict=True) if why}
+    missing = sorted(set(here) - {spec.key for spec in layout.specs})
+    if failed or missing:
+        holding = {layout.specs[piece.spec].key: at for at, bucket in enumerate(layout.buckets) for piece in bucket}
+        bucket = holding[next(iter(failed))] if failed else None
+        raise Mismatch({**failed, **dict.fromkeys(missing, "is not sent")}, missing, bucket)
+
+
+def _uncut(spec: Spec, destinations: Sequence[Destination] | None) -> str:
+    if destinations is None or spec.shard:
+        return "is missing here"
+    full = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    for into, take in destinations:
+        try:
+            fits = take(full).shape == into.shape
+        except (KitError, RuntimeError, IndexError):
+            fits = False
+        if not fits or into.dtype != spec.dtype:
+            here = f"{dtype_name(into.dtype)} {tuple(into.shape)}"
+            return f"does not fit its {here} here: it is {dtype_name(spec.dtype)} {spec.shape} in the bucket"
+        if empty := _emptied(into):
+            return empty
+    return ""

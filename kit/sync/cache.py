@@ -11,7 +11,7 @@ needed. A segment goes to another process as a file descriptor over a Unix socke
 a mapping; a view of `tensor` keeps this process's mapping, so that a late reader finds old bytes and never a hole. The size is sealed: no
 other holder can cut the file short under a reader.
 
-Limits: Linux, host memory. With `keep` the place of an old version is overwritten. Receivers must be done with it by then; the end of a
+Limits: Linux, host memory. The place of an old version is overwritten. Receivers must be done with it by then; the end of a
 transport ensures it.
 """
 
@@ -23,20 +23,15 @@ import fcntl
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Self
 
 import torch
 
 from kit.errors import BadInput, KitError
 from kit.machine import free_memory
-from kit.measure.host import Move, huge_pages, map_shared, populate, transfer, unmap
-from kit.sync.buckets import Bound, Layout
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from kit.sync.buckets import Key
-
+from kit.measure.host import huge_pages, map_shared, populate, unmap
+from kit.sync.buckets import Bound, Key, Layout
 
 BASE = -1
 SHARE = 0.8  # of the free memory, for both copies
@@ -77,7 +72,6 @@ class Segment:
         weakref.finalize(array, unmap, address, size).atexit = False
         self.fd = fd
         self.size = size
-        self._address = address
         self._tensor: torch.Tensor | None = torch.frombuffer(array, dtype=torch.uint8)
 
     @property
@@ -89,7 +83,7 @@ class Segment:
     def populate(self) -> None:
         """Allocate every page now, not when it is first written. The contents stay."""
         if self._tensor is not None:
-            populate(self._address, self.size)
+            populate(self._tensor.data_ptr(), self.size)
 
     def close(self) -> None:
         """Release descriptor and tensor. A second call does nothing."""
@@ -127,56 +121,34 @@ class Kept:
 
 
 class CacheBusy(KitError):  # noqa: N818 - it is a state
-    """The lock did not become free in time. `holder` is the purpose for which it is held."""
-
-    def __init__(self, wanted: str, holder: str, timeout_s: float) -> None:
-        super().__init__(f"{wanted} waited {timeout_s:g} s for the bucket cache, which is held for {holder}")
-        self.holder = holder
-
-
-class _Place:
-    """Memory for one copy, and the version of the bytes in each bucket; None if it was never filled."""
-
-    def __init__(self, buckets: int) -> None:
-        self.segment: Segment | None = None
-        self.filled: list[int | None] = [None] * buckets
-
-    def free(self) -> None:
-        if self.segment is not None:
-            self.segment.close()
-        self.segment = None
-        self.filled = [None] * len(self.filled)
+    """The lock did not become free in time."""
 
 
 class Cache:
     """`latest` was built last, `active` is the version that receivers run; both start as the base, -1.
 
-    Both copies must fit into `SHARE` of the free memory. With `keep`, the memory of a discarded version stays allocated for the
-    next build, which costs one model between syncs. `slots`: the number of buckets with memory; 0: all.
+    Both copies must fit into `SHARE` of the free memory. The memory of a discarded version stays allocated for the next build, which costs
+    one model between syncs. `slots`: the number of buckets with memory; 0: all.
     """
 
     slots = 0
 
-    def __init__(self, layout: Layout, *, keep: bool = False, timeout_s: float = 60.0) -> None:
+    def __init__(self, layout: Layout, *, timeout_s: float = 60.0) -> None:
         self.layout = layout
         self.latest = self.active = BASE
-        self.keep = keep
         self.timeout_s = timeout_s
         self._sizes = layout.sizes
         self.starts, self._size = starts(self._sizes, self.slots)  # of each bucket in a version's memory
-        self._places: dict[int, _Place] = {}  # by version; places kept for the next build are in _spare
-        self._spare: list[_Place] = []
+        self._segments: dict[int, Segment] = {}  # by version, also of one that is being built
+        self._spare: list[Segment] = []
         self._lock = threading.RLock()
         self._holder: list[str] = []
-        self._filling: tuple[int, _Place] | None = None
-        self._owes_all = False  # after a failed build: tensors marked clean may differ from the remaining copy
         self._closed = False
         self._check_room()
 
     @property
     def blocks(self) -> int:
-        """The number of segments, including kept memory."""
-        return sum(place.segment is not None for place in [*self._places.values(), *self._spare])
+        return len(self._segments) + len(self._spare)
 
     @property
     def copies(self) -> int:
@@ -192,7 +164,8 @@ class Cache:
         """Hold the lock, so that no other thread can build, activate or close."""
         limit = self.timeout_s if timeout_s is None else timeout_s
         if not self._lock.acquire(timeout=limit):
-            raise CacheBusy(purpose, self._holder[-1] if self._holder else "a moment", limit)
+            holder = self._holder[-1] if self._holder else "a moment"
+            raise CacheBusy(f"{purpose} waited {limit:g} s for the bucket cache, which is held for {holder}")
         self._holder.append(f"{purpose} ({threading.current_thread().name})")
         try:
             yield
@@ -204,79 +177,53 @@ class Cache:
         self,
         version: int,
         tensors: Mapping[Key, torch.Tensor] | Bound,
-        dirty: Iterable[str] | None = None,
         packed: Callable[[int], None] | None = None,
     ) -> None:
-        """Pack a new version. Pass tensors that stay as `Bound`, so that they are looked up once. `dirty` names the changed tensors: only
-        buckets with any of them are packed, others are copied from the latest version. `packed` is called with the number of each bucket as
-        soon as its bytes are in place, so that it can be sent. After an error the version does not exist, `latest` is the active one, and
-        the next build packs all buckets."""
+        """Pack a new version. Pass tensors that stay as `Bound`, so that they are looked up once. `packed` is called with the number of
+        each bucket as soon as its bytes are in place, so that it can be sent. After an error the version does not exist, and `latest` is
+        the active one."""
         with self.held(f"the build of version {version}"):
             self._refuse_closed()
             if version <= self.latest:
                 raise BadInput(
                     f"version {version} cannot be built: version {self.latest} exists, and versions only grow from {BASE} on"
                 )
-            every = set(range(len(self.layout.buckets)))
-            stale = every if dirty is None or self.slots else self.layout.holding(dirty)
-            if self.latest == BASE or self._owes_all:
-                stale = every
             bound = tensors if isinstance(tensors, Bound) else Bound(self.layout, tensors)
             if bound.layout != self.layout:
                 raise BadInput("the weights are bound to another layout than the cache's: bind them to `cache.layout`")
             self._refuse_emptied(bound.tensors)
             self._check_room()
-            source = self._places.get(self.latest)
-            place, segment, fresh = self._free_place()
-            self._filling = version, place
+            segment, fresh = self._free_segment()
+            self._segments[version] = segment
             try:
-                for index, size in enumerate(self._sizes):
-                    out = self._bytes(segment, index)
-                    if index in stale:
-                        bound.pack(index, out, fresh=fresh, hot=self.slots > 0)
-                        place.filled[index] = version
-                    else:
-                        assert source is not None
-                        if place.filled[index] != source.filled[index]:
-                            clean = self._bytes(source.segment, index)
-                            transfer([Move(out.data_ptr(), clean.data_ptr(), size)], fresh=fresh, threads=1)
-                            place.filled[index] = source.filled[index]
+                for index in range(len(self._sizes)):
+                    bound.pack(index, self._bytes(segment, index), fresh=fresh, hot=self.slots > 0)
                     if packed is not None:
                         packed(index)
             except BaseException:
-                self.latest, self._owes_all = self.active, True
-                place.free()
+                self.latest = self.active
+                self._segments.pop(version).close()
                 raise
-            finally:
-                self._filling = None
-            self._places[version] = place
-            self.latest, self._owes_all = version, False
+            self.latest = version
 
     def discard(self, version: int) -> None:
-        """Drop a version that did not reach its receivers, built or not; the next build packs all buckets. The active version stays."""
+        """Drop a version that did not reach its receivers, built or not. The active version stays."""
         with self.held(f"the end of version {version}"):
-            if version == self.active:
-                return
-            if version == self.latest:
+            if version == self.latest != self.active:
                 self._give_up(version)
                 self.latest = self.active
-            self._owes_all = True
 
     def segment(self, version: int) -> Segment:
         """The memory of a version, also of one that is being built; its descriptor can be sent."""
-        place = self._places.get(version)
-        if self._filling is not None and self._filling[0] == version:
-            place = self._filling[1]
-        if place is None or place.segment is None:
-            raise BadInput(f"no copy of version {version}: the cache has {sorted(self._places) or 'none'}")
-        return place.segment
+        if version not in self._segments:
+            raise BadInput(f"no copy of version {version}: the cache has {sorted(self._segments) or 'none'}")
+        return self._segments[version]
 
     def bucket(self, version: int, index: int) -> torch.Tensor:
-        """The bytes of a bucket, in place."""
         return self._bytes(self.segment(version), index)
 
     def activate(self, version: int) -> None:
-        """Make this the version that receivers run. Other versions, except the latest, are freed or kept for the next build."""
+        """Make this the version that receivers run. The memory of other versions, except the latest, is kept for the next build."""
         with self.held(f"the activation of version {version}"):
             self._refuse_closed()
             if version not in (self.latest, self.active):
@@ -284,38 +231,31 @@ class Cache:
                     f"version {version} cannot be activated: the latest is {self.latest} and {self.active} is active"
                 )
             self.active = version
-            for old in [each for each in self._places if each not in (self.latest, self.active)]:
+            for old in [each for each in self._segments if each not in (self.latest, self.active)]:
                 self._give_up(old)
 
     def close(self) -> None:
         """Free everything, once the lock is free. The cache cannot be used again."""
         with self.held("the close"):
-            for place in [*self._places.values(), *self._spare]:
-                place.free()
-            self._places, self._spare = {}, []
+            for segment in [*self._segments.values(), *self._spare]:
+                segment.close()
+            self._segments, self._spare = {}, []
             self._closed = True
 
-    def _free_place(self) -> tuple[_Place, Segment, bool]:
-        """The place for the next version, its memory, and whether its pages are not allocated yet."""
+    def _free_segment(self) -> tuple[Segment, bool]:
+        """Memory for the next version, and whether its pages are not allocated yet."""
         if self.latest != self.active:
-            place = self._places.pop(self.latest)
-        else:
-            place = self._spare.pop() if self._spare else _Place(len(self.layout.buckets))
-        fresh = place.segment is None
-        place.segment = place.segment or Segment(self._size, name="kit-buckets")
-        return place, place.segment, fresh
+            return self._segments.pop(self.latest), False
+        if self._spare:
+            return self._spare.pop(), False
+        return Segment(self._size, name="kit-buckets"), True
 
-    def _bytes(self, segment: Segment | None, index: int) -> torch.Tensor:
-        assert segment is not None
+    def _bytes(self, segment: Segment, index: int) -> torch.Tensor:
         start = self.starts[index]
         return segment.tensor[start : start + self._sizes[index]]
 
     def _give_up(self, version: int) -> None:
-        place = self._places.pop(version)
-        if self.keep:
-            self._spare.append(place)
-        else:
-            place.free()
+        self._spare.append(self._segments.pop(version))
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -350,16 +290,16 @@ class Ring(Cache):
         if slots < 1:
             raise BadInput(f"a ring of {slots} slots is too small: use at least 1")
         self.slots = slots
-        super().__init__(layout, keep=True, timeout_s=timeout_s)
+        super().__init__(layout, timeout_s=timeout_s)
 
-    def _free_place(self) -> tuple[_Place, Segment, bool]:
-        for version in list(self._places):
+    def _free_segment(self) -> tuple[Segment, bool]:
+        for version in list(self._segments):
             self._give_up(version)
         self.latest = self.active
-        place, segment, fresh = super()._free_place()
+        segment, fresh = super()._free_segment()
         if fresh:
             segment.populate()
-        return place, segment, False
+        return segment, False
 
 
 def starts(sizes: Sequence[int], slots: int = 0) -> tuple[tuple[int, ...], int]:

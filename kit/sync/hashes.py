@@ -13,22 +13,19 @@ import ctypes
 import hashlib
 import itertools
 import zlib
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kit.errors import BadInput
+from kit.sync.buckets import Layout, View
 
 try:
     import xxhash
 except ModuleNotFoundError:
     xxhash = None  # type: ignore[assignment]
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kit.sync.buckets import Layout, View
 
 
 NONE = "none"
@@ -36,7 +33,6 @@ AUTO = "auto"  # the fastest that this rank has
 
 
 def algorithms() -> tuple[str, ...]:
-    """The algorithms of this rank, the fastest first."""
     return tuple(_ALGORITHMS)
 
 
@@ -92,7 +88,6 @@ class Digests:
             self._made[index] = self._pool.submit(self._of, pieces)
 
     def wait(self, index: int) -> None:
-        """Wait until a bucket is hashed."""
         if index in self._made:
             self._made[index].result()
 

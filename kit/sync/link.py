@@ -17,14 +17,12 @@ import select
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Iterable
+from typing import Any, Self
 
 from kit.errors import KitError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-HEADER = struct.Struct("!II")  # length of the JSON, how many descriptors come with it
+HEADER = struct.Struct("!I")  # length of the JSON; descriptors come with the first byte
 LIMIT = 64 * 2**20
 FDS = 8
 BRIEF_S = 0.1
@@ -80,7 +78,7 @@ class Link:
             raise KitError(f"a message of {size} to {self.peer} exceeds the limit of {LIMIT >> 20} MiB")
         fds = fds or []
         with self._named(f"room for {message.get('kind', 'a message')}"):
-            rest = HEADER.pack(len(data), len(fds)) + data
+            rest = HEADER.pack(len(data)) + data
             if fds:
                 rest = rest[socket.send_fds(self._sock, [rest], fds) :]
             if rest:  # if all is sent, the other end may have closed already, which is no failure to send
@@ -97,11 +95,11 @@ class Link:
                 if not more:
                     raise EOFError
                 head += more
-            length, count = HEADER.unpack(head)
+            (length,) = HEADER.unpack(head)
             if length > LIMIT:
                 raise KitError(f"{self.peer} sent a message of more than {LIMIT >> 20} MiB")
             body = bytearray(length)
-            fds += self._fill(memoryview(body), descriptors=count - len(fds))
+            self._fill(memoryview(body))
         message: dict[str, Any] = json.loads(body)
         return message, fds
 
@@ -148,21 +146,12 @@ class Link:
     def close(self) -> None:
         self._sock.close()
 
-    def _fill(self, into: memoryview, descriptors: int = 0) -> list[int]:
-        fds: list[int] = []
-        done = 0
-        while done < len(into):
-            if descriptors > len(fds):
-                data, got, _, _ = socket.recv_fds(self._sock, len(into) - done, FDS)
-                fds += got
-                count = len(data)
-                into[done : done + count] = data
-            else:
-                count = self._sock.recv_into(into[done:])
+    def _fill(self, into: memoryview) -> None:
+        while into:
+            count = self._sock.recv_into(into)
             if not count:
                 raise EOFError
-            done += count
-        return fds
+            into = into[count:]
 
     @contextlib.contextmanager
     def _named(self, waiting_for: str) -> Any:

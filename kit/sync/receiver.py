@@ -12,26 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Protocol
 
 import torch
 
 from kit.errors import KitError
-from kit.sync.buckets import Layout, Mismatch, views
-from kit.sync.cache import BASE, starts
+from kit.sync.buckets import Layout, Mismatch, Weights, views
+from kit.sync.cache import BASE, Kept, starts
 from kit.sync.hashes import Digests
 from kit.sync.link import BRIEF_S, FAILED, Link, PeerFailed, PeerGone, call
-from kit.sync.sending import KEEP, LAYOUT, Log
-from kit.sync.transports import make
-from kit.sync.transports.base import TransportContext, received
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from kit.sync.cache import Kept
-    from kit.sync.transports.base import Transport
-    from kit.sync.weights import Weights
+from kit.sync.sender import KEEP, LAYOUT, Log
+from kit.sync.transports import Transport, TransportContext, make, received
 
 SENDER = "the sender"
 STREAMS = ("stream", "expand")  # paths in which weights change bucket by bucket
@@ -59,16 +52,6 @@ class WrongBytes(KitError):  # noqa: N818 - it is what was found
         self.tensors = tensors
 
 
-@dataclass(kw_only=True, slots=True)
-class Received:
-    """The outcome of a sync on this end."""
-
-    path: str = ""
-    version: int = BASE
-    began: float = 0.0  # by the sender's clock
-    log: Log = field(default_factory=Log)
-
-
 @dataclass(eq=False, repr=False)
 class Receiver:
     """`version` is the last published version; `routed` says whether it may get requests."""
@@ -89,9 +72,9 @@ class Receiver:
         self.calls: type[Call] = Call  # the class that takes part in one sync
         self.make = make  # a transport by its name; an observer puts its own here
 
-    def join(self) -> Received:
-        """Take part in the next sync. On failure the old state is restored, then the error of this end or of the sender is raised. If the
-        restoring fails too, this receiver has no route."""
+    def join(self) -> Call:
+        """Take part in the next sync, which is returned once it has ended. On failure the old state is restored, then the error of this
+        end or of the sender is raised. If the restoring fails too, this receiver has no route."""
         hello = {LAYOUT: self.layout[0]}
         with call(self.address, self.name, peer=SENDER, timeout_s=PATIENCE * self.timeout_s, hello=hello) as link:
             one = self.calls(self, link)
@@ -114,7 +97,7 @@ class Receiver:
                 raise
             finally:
                 one.close()
-        return one.received
+        return one
 
 
 class Call:
@@ -123,8 +106,9 @@ class Call:
     def __init__(self, receiver: Receiver, link: Link) -> None:
         self.receiver = receiver
         self.link = link
-        self.received = Received()
-        self.log = self.received.log
+        self.path, self.version = "", BASE
+        self.began = 0.0  # by the sender's clock
+        self.log = Log()
         self.transport: Transport | None = None
         self.digests: Digests | None = None
         self.stored: list[torch.Tensor] = []
@@ -137,7 +121,7 @@ class Call:
 
     def run(self) -> None:
         said = self.link.expect("begin")[0]
-        self.received.path, self.received.version, self.received.began = said["path"], said["version"], said["began"]
+        self.path, self.version, self.began = said["path"], said["version"], said["began"]
         self.mates = said["mates"]  # other ranks of its replica
         self.begin(said)
         while True:
@@ -175,10 +159,8 @@ class Call:
         known = self.receiver.layout[1]
         if known is None:
             raise KitError("the sender sent no bucket layout")
-        self.layout, self.slots = (
-            known,
-            said["slots"],
-        )  # slots: in the sender's memory, if it has not all buckets; else 0
+        self.layout = known
+        self.slots = said["slots"]  # in the sender's memory, if it has not all buckets; else 0
         weights = self.receiver.weights()
         self.applier = weights.bind(self.layout)
         self.digests = Digests(self.layout, said["version"], algorithm=said["verify"], share=said["share"])
@@ -195,7 +177,6 @@ class Call:
         self.log.event("received")
 
     def stream(self, transport: Transport) -> None:
-        """Apply every bucket to the weights as it comes."""
         for index, into, buffer in self.receive(transport, landing(transport, self.receiver.device), reuse=True):
             self.look(index, buffer)
             with self.log.stage("apply"):
@@ -205,7 +186,6 @@ class Call:
             transport.done(index)
 
     def store(self, transport: Transport) -> None:
-        """Store every bucket until all have arrived."""
         place = landing(transport, self.receiver.device, sum(self.layout.sizes))
         for index, _, buffer in self.receive(transport, place, reuse=False):
             self.look(index, buffer)
@@ -226,7 +206,7 @@ class Call:
         self.link.send({"kind": "verified"})
 
     def apply(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - steps are called alike
-        if self.received.path == "refresh":
+        if self.path == "refresh":
             with self.log.stage("gate"):
                 self.writing.enter_context(self.receiver.host.writing())
             self.log.event("gate")
@@ -322,7 +302,7 @@ class Call:
             for tensor, old in zip(self.receiver.weights().own(), self.before, strict=True):
                 tensor.detach().copy_(old)
             self.receiver.host.finalize()
-        if self.received.path == "stream" or self.woke:
+        if self.path == "stream" or self.woke:
             self.receiver.routed = False
         if self.woke:
             self.receiver.host.sleep()
@@ -352,7 +332,6 @@ def landing(transport: Transport, device: torch.device, stored: int = 0) -> torc
 
 
 def failure_message(error: BaseException) -> dict[str, Any]:
-    """An error as a message to the sender."""
     kind = "" if isinstance(error, KitError) else f"{type(error).__name__}: "
     message: dict[str, Any] = {"kind": FAILED, "why": "; ".join([f"{kind}{error}", *getattr(error, "__notes__", ())])}
     if isinstance(error, WrongBytes | Mismatch):

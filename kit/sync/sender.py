@@ -24,26 +24,72 @@ import contextlib
 import hashlib
 import json
 import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
+
+import torch
 
 from kit.errors import BadInput, KitError
-from kit.sync.buckets import live
-from kit.sync.cache import BASE
-from kit.sync.hashes import AUTO, Digests, algorithms
-from kit.sync.link import PeerFailed
-from kit.sync.sending import BUILDS, Log, Sending, named
-from kit.sync.transports import make
+from kit.sync.buckets import Bound, Key, live
+from kit.sync.cache import BASE, Cache
+from kit.sync.hashes import AUTO, NONE, Digests, algorithms, digest
+from kit.sync.link import FAILED, Link, Listener, PeerFailed, PeerGone, PeerSilent, ready
+from kit.sync.transports import GRACE_S, Place, Transport, TransportContext, choose, make
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+Gathered = Mapping[Key, torch.Tensor] | Bound
 
-    import torch
 
-    from kit.sync.cache import Cache
-    from kit.sync.link import Listener
-    from kit.sync.sending import Gathered
-    from kit.sync.transports import Place
+LAYOUT = "layout_id"  # of the buckets that a receiver has seen last
+KEEP = "keep"  # in a failure message: whether the receiver keeps the version nevertheless
+BUILDS = ("refresh", "stream")  # paths that make a version
+
+
+class Log:
+    """Stages of a sync overlap, so their sum may exceed the elapsed time.
+
+    `seconds` by stage; `events` in order, by the system clock, which all ranks of a machine share."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.events: list[tuple[str, float]] = []
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - started
+
+    def event(self, name: str) -> None:
+        self.events.append((name, time.time()))
+
+
+class OtherBase(KitError):  # noqa: N818 - it is what was found
+    """The base weights of a receiver differ from the trainer's."""
+
+    def __init__(self, peer: str, tensors: Sequence[str], count: int) -> None:
+        super().__init__(
+            f"{peer}'s base weights differ from the trainer's: {len(tensors)} of {count} tensors, {tensors[0]} first; "
+            "a trainer that resumed with other weights must send a version"
+        )
+        self.peer = peer
+        self.tensors = tuple(tensors)
+
+
+class Packed(Bound):
+    """Weights that the transport packs on their GPU. A ring, which keeps nothing, needs no bytes on the host then."""
+
+    def pack(self, index: int, out: torch.Tensor, *, fresh: bool = False, hot: bool = False) -> None:
+        pass
+
+
+def on_gpu(tensors: Iterable[torch.Tensor], device: torch.device) -> bool:
+    """Whether all are on this GPU."""
+    return device.type == "cuda" and all(tensor.device == device for tensor in tensors)
+
 
 STEPS = ("apply", "teardown", "finalize", "publish", "activate")
 
@@ -74,8 +120,6 @@ class SyncFailed(KitError):  # noqa: N818 - it is what happened
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """The outcome of a sync."""
-
     path: str
     version: int
     receivers: int = 0
@@ -128,11 +172,9 @@ class Sender:
         version: int,
         targets: Sequence[Target],
         gather: Callable[[], Gathered] | None = None,
-        *,
-        dirty: Iterable[str] | None = None,
     ) -> Report:
         """Bring a version to these receivers, which call `join` meanwhile. `gather` returns all live weights, or a `Bound` of them; an
-        expansion needs none. `dirty` names the tensors that changed since the last version."""
+        expansion needs none."""
         with contextlib.ExitStack() as scope:
             try:
                 scope.enter_context(self.cache.held(f"the sync of version {version}"))
@@ -143,7 +185,7 @@ class Sender:
             report.log.event("begin")
             started = time.perf_counter()
             try:
-                Sending(self, report, targets).run(gather, dirty)
+                Sending(self, report, targets).run(gather)
             except KitError as error:
                 active = self.cache.active
                 published = path in BUILDS and active == version
@@ -203,3 +245,309 @@ class Sender:
         if version == BASE:
             return "base"
         return "refresh" if state == "serving" else "stream"
+
+
+class Sending:
+    """One sync. The steps after the bytes come in the order of `Sender.steps`."""
+
+    def __init__(self, sender: Sender, report: Report, targets: Sequence[Target]) -> None:
+        self.sender = sender
+        self.report = report
+        self.targets = targets
+        self.log = report.log
+        self.cache = sender.cache
+        self.layout = sender.cache.layout
+        self.links: dict[str, Link] = {}
+        self.transports: list[Transport] = []
+        self.sharing: dict[str, list[Target]] = {}  # the receivers of each transport
+        self.replicas = {target.name: target.replica or target.name for target in targets}
+        sizes = Counter(self.replicas.values())
+        self.mates = {name: sizes[replica] - 1 for name, replica in self.replicas.items()}  # other ranks of the replica
+        self.ready: set[str] = set()  # receivers whose whole replica is ready to run the version
+        self.digests: Digests | None = None
+        self.table: dict[str, list[str]] = {}
+        # Packs live weights, if they are on the sender's GPU.
+        self.pack: Callable[[int, torch.Tensor], None] | None = None
+
+    def run(self, gather: Callable[[], Gathered] | None) -> None:
+        sender, report = self.sender, self.report
+        try:
+            self.links = sender.listener.accept([target.name for target in self.targets], sender.timeout_s)
+            weights: Gathered = {}
+            if gather is not None:
+                with self.log.stage("gather"):
+                    weights = gather()
+                self.log.event("gathered")
+            if report.path == "base":
+                self.compare_base(weights)
+            else:
+                self.send(weights)
+            for step in sender.steps:
+                if report.path != "base" or step in ("publish", "activate"):
+                    getattr(self, step)()
+            self.command("end", "ended")
+        except PeerGone as error:  # your own transport does not ask for the reason
+            words = next((link.last_words("bytes") for link in self.links.values() if link.peer == error.peer), None)
+            self.abandon(words or error)
+            raise words or error from None
+        except BaseException as error:
+            self.abandon(error)
+            raise
+        finally:
+            if self.digests is not None:
+                self.digests.close()
+            for link in self.links.values():
+                link.close()
+
+    def compare_base(self, weights: Gathered) -> None:
+        algorithm = self.sender.verify if self.sender.verify != NONE else "sha256"
+        self.tell(
+            "begin",
+            lambda name: {"mates": self.mates[name]},
+            path="base",
+            version=BASE,
+            algorithm=algorithm,
+            began=self.report.began,
+        )
+        mine = {name: digest(tensor, algorithm) for (name, _), tensor in named(weights).items()}
+        theirs = self.hear("base")
+        differing = {
+            peer: sorted(name for name in {*mine, *said["digests"]} if mine.get(name) != said["digests"].get(name))
+            for peer, said in theirs.items()
+        }
+        self.report.verified = len(mine)
+        if not self.sender.base_agrees(differing):
+            peer, names = next((peer, names) for peer, names in differing.items() if names)
+            raise OtherBase(peer, names, len(mine))
+
+    def send(self, weights: Gathered) -> None:
+        sender, report, layout, version = self.sender, self.report, self.layout, self.report.version
+        self.digests = Digests(layout, version, algorithm=sender.verify, share=sender.share)
+        for target in self.targets:
+            kind = choose(sender.place, target.place) if sender.transport == "auto" else sender.transport
+            self.sharing.setdefault(kind, []).append(target)
+        places = {
+            target.name: {"transport": kind, "ranks": self.ranks(kind), "place": place}
+            for kind, sharing in self.sharing.items()
+            for place, target in enumerate(sharing, start=1)
+        }
+        report.transports = {kind: len(sharing) for kind, sharing in self.sharing.items()}
+        report.tensors, report.verified = len(layout.specs), self.digests.count
+        report.bytes, report.buckets, report.bucket_bytes = layout.total, len(layout.buckets), layout.bucket_bytes
+        self.tell(
+            "begin",
+            lambda name: {
+                **places[name],
+                "mates": self.mates[name],
+                "layout": None if self.links[name].hello.get(LAYOUT) == sender.layout_id else sender.layout_json,
+            },
+            path=report.path,
+            version=version,
+            layout_id=sender.layout_id,
+            verify=sender.verify,
+            share=sender.share,
+            slots=self.cache.slots,
+            began=report.began,
+        )
+        self.hear("ready")
+        self.log.event("ready")
+        last = time.perf_counter()
+        builds = report.path in BUILDS
+        if builds and on_gpu(named(weights).values(), sender.device):
+            weights = weights if isinstance(weights, Bound) else Bound(layout, weights)
+            self.pack = weights.pack
+            if self.cache.slots and self.sharing.keys() == {"ipc"}:
+                weights = Packed(layout, weights.tensors)
+
+        def packed(index: int) -> None:
+            nonlocal last
+            assert self.digests is not None
+            if builds:
+                self.log.seconds["pack"] += time.perf_counter() - last
+            with self.log.stage("send"):
+                if not self.transports:
+                    with self.blaming():
+                        self.open()
+                if builds and self.digests.count:
+                    self.digests.add(index, live(layout, index, named(weights)))
+                with self.blaming():
+                    for transport in self.transports:
+                        transport.send(index, self.cache.bucket(version, index))
+                    for transport in self.transports if self.cache.slots else ():
+                        transport.ahead(index + 1, self.cache.slots)  # the next bucket's place is free then
+            last = time.perf_counter()
+
+        if builds:
+            self.cache.build(version, weights, packed)
+            report.copies = self.cache.copies
+            self.log.event("packed")
+        else:
+            for index in range(len(layout.buckets)):
+                packed(index)
+        with self.log.stage("send"), self.blaming():
+            for transport in self.transports:
+                transport.flush()
+        self.log.event("sent")
+        with self.log.stage("verify"):
+            self.table = self.digests.table() if builds else sender.digests
+            self.tell("verify", digests=self.table)
+            self.hear("verified")
+        self.log.event("verified")
+
+    # -- the steps after sending, in the order of `Sender.steps` ---------------------------------------------------------
+
+    def apply(self) -> None:
+        with self.log.stage("apply"):
+            self.command("apply", "applied")
+
+    def teardown(self) -> None:
+        """The sender's ends first, then everybody else's."""
+        with self.log.stage("teardown"):
+            with self.blaming():
+                self.close()
+            self.command("teardown", "closed")
+
+    def finalize(self) -> None:
+        with self.log.stage("finalize"):
+            self.command("finalize", "finalized")
+
+    def publish(self) -> None:
+        report = self.report
+        with self.log.stage("publish"):
+            self.tell("publish", version=self.sender.published(report.path, report.version))
+            self.hear("published")
+            if report.path in BUILDS:
+                self.cache.activate(report.version)
+                self.sender.digests = self.table
+        self.log.event("publish")
+
+    def activate(self) -> None:
+        """Find the replicas whose ranks are all ready. They run the version from the end on, or once they hear that others failed;
+        all ranks of other replicas go back."""
+        unreachable: KitError | None = None
+        with self.log.stage("activate"):
+            try:
+                self.tell("activate")
+            except KitError as error:  # all others got the message
+                unreachable = error
+            answers, failed = self.answers("activated", self.sender.timeout_s)
+            broken = {replica for name, replica in self.replicas.items() if name not in answers}
+            self.ready = {name for name, replica in self.replicas.items() if replica not in broken}
+            self.report.answered = len(self.ready)
+            if first := unreachable or failed:
+                raise first
+        self.log.event("activate")
+
+    def command(self, kind: str, answer: str) -> None:
+        self.tell(kind)
+        self.hear(answer)
+        self.log.event(kind)
+
+    def tell(self, kind: str, each: Callable[[str], dict[str, Any]] = lambda _: {}, **message: Any) -> None:
+        """Send a message to all receivers, and only then raise: a receiver that is gone must not keep it from the others."""
+        failed: list[KitError] = []
+        for name, link in self.links.items():
+            try:
+                link.send({"kind": kind, **each(name), **message})
+            except PeerGone as error:
+                failed.append(link.last_words(kind) or error)
+            except PeerSilent as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def hear(self, kind: str) -> dict[str, dict[str, Any]]:
+        answers, failed = self.answers(kind, GRACE_S)
+        if failed is not None:
+            raise failed
+        return answers
+
+    def answers(self, kind: str, grace_s: float) -> tuple[dict[str, dict[str, Any]], KitError | None]:
+        """The answers of all receivers within one deadline. After the first failure the others get a moment. A receiver that is gone is
+        blamed first, because others may fail as a consequence, and a silent one last."""
+        answers: dict[str, dict[str, Any]] = {}
+        failed: list[KitError] = []
+        waiting = dict(self.links)
+        end = time.monotonic() + self.sender.timeout_s
+        while waiting:
+            there = ready(waiting.values(), end - time.monotonic())
+            if not there:
+                break
+            for name in [name for name, link in waiting.items() if link in there]:
+                try:
+                    answers[name] = waiting.pop(name).expect(kind)[0]
+                except (PeerFailed, PeerGone, PeerSilent) as error:
+                    failed.append(error)
+                    end = min(end, time.monotonic() + grace_s)
+        if waiting and not failed:
+            failed.append(PeerSilent(", ".join(waiting), kind, self.sender.timeout_s))
+        return answers, min(failed, key=lambda error: not isinstance(error, PeerGone), default=None)
+
+    def ranks(self, kind: str) -> list[int]:
+        return [self.sender.rank, *(target.rank for target in self.sharing[kind])]
+
+    def open(self) -> None:
+        for kind, sharing in self.sharing.items():
+            context = TransportContext(
+                role="sender",
+                name="the sender",
+                links={target.name: self.links[target.name] for target in sharing},
+                sizes=self.layout.sizes,
+                starts=self.cache.starts,
+                segment=self.cache.segment(self.report.version),
+                pieces=self.layout.pieces,
+                pack=self.pack,
+                device=self.sender.device,
+                timeout_s=self.sender.timeout_s,
+                ranks=tuple(self.ranks(kind)),
+                config=self.sender.config,
+            )
+            self.transports.append(self.sender.make(kind, context, ring=bool(self.cache.slots)))
+
+    @contextlib.contextmanager
+    def blaming(self) -> Iterator[None]:
+        """A transport may raise its own error because a receiver failed: if the links report a failure soon, blame that receiver."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, BadInput) or getattr(error, "peer", None) is not None:
+                raise
+            what = f"the sender's end of the transport {' or '.join(self.sharing)}"
+            raise self.culprit() or KitError(f"{what} raised {type(error).__name__}: {error}") from error
+
+    def culprit(self) -> KitError | None:
+        """The receiver that the links report as gone or failed; gone first, because others may fail as a consequence."""
+        waiting, found = dict(self.links), list[KitError]()
+        end = time.monotonic() + GRACE_S
+        while waiting and (there := ready(waiting.values(), end - time.monotonic())):
+            for name in [name for name, link in waiting.items() if link in there]:
+                try:
+                    said = waiting[name].message("bytes")
+                except (PeerGone, PeerSilent) as error:
+                    found.append(error)
+                    del waiting[name]
+                    continue
+                if said.get("kind") == FAILED:
+                    found.append(PeerFailed(waiting.pop(name).peer, "bytes", said))
+        return min(found, key=lambda error: not isinstance(error, PeerGone), default=None)
+
+    def close(self) -> None:
+        transports, self.transports = self.transports, []
+        with contextlib.ExitStack() as scope:  # close all of them, whatever one raises
+            for transport in reversed(transports):
+                scope.callback(transport.close)
+
+    def abandon(self, error: BaseException) -> None:
+        """Tell all receivers that the sync failed, release everything, and discard the version."""
+        for name, link in self.links.items():
+            with contextlib.suppress(KitError):
+                link.send({"kind": FAILED, "why": f"the sender gave up: {error}", KEEP: name in self.ready})
+        try:
+            with contextlib.suppress(KitError):
+                self.close()
+        finally:
+            self.cache.discard(self.report.version)
+
+
+def named(weights: Gathered) -> Mapping[Key, torch.Tensor]:
+    return weights.tensors if isinstance(weights, Bound) else weights

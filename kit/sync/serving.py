@@ -10,16 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from kit.errors import BadInput, KitError
 from kit.sync.hashes import algorithms, digest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ALGORITHM = algorithms()[0]
 
@@ -39,14 +37,14 @@ class Gate:
     half-new weights.
 
     A writer waits for the readers inside; later readers wait for the writer, so that a steady stream of forwards cannot block new weights.
-    Every wait has a deadline, and the error names the threads inside. A reading thread may enter again. Limits: threads of one process
-    only; the order of waiting writers is undefined; readers wait while writers follow one another.
+    Every wait has a deadline, and the error names the threads inside. Limits: threads of one process only; nobody enters twice; the order
+    of waiting writers is undefined; readers wait while writers follow one another.
     """
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._readers: dict[threading.Thread, int] = {}
+        self._readers: set[threading.Thread] = set()
         self._writer: threading.Thread | None = None
         self._waiting_writers = 0
 
@@ -55,27 +53,22 @@ class Gate:
         """Block writers. Waits for a writer inside and for waiting writers."""
         me = threading.current_thread()
         with self._changed:
-            if self._writer is me:
-                raise BadInput("a thread that writes cannot read at the gate: it would wait for itself")
-            if me not in self._readers:
-                self._wait("reader", lambda: self._writer is None and not self._waiting_writers)
-            self._readers[me] = self._readers.get(me, 0) + 1
+            self._refuse_inside(me)
+            self._wait("reader", lambda: self._writer is None and not self._waiting_writers)
+            self._readers.add(me)
         try:
             yield
         finally:
             with self._changed:
-                self._readers[me] -= 1
-                if not self._readers[me]:
-                    del self._readers[me]
-                    self._changed.notify_all()
+                self._readers.remove(me)
+                self._changed.notify_all()
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Block all others. Waits for everybody inside; a writer that gives up lets readers in again."""
         me = threading.current_thread()
         with self._changed:
-            if me in self._readers or self._writer is me:
-                raise BadInput("a thread that is inside the gate cannot write: it would wait for itself")
+            self._refuse_inside(me)
             self._waiting_writers += 1
             try:
                 self._wait("writer", lambda: self._writer is None and not self._readers)
@@ -89,6 +82,10 @@ class Gate:
             with self._changed:
                 self._writer = None
                 self._changed.notify_all()
+
+    def _refuse_inside(self, me: threading.Thread) -> None:
+        if me is self._writer or me in self._readers:
+            raise BadInput("a thread that is inside the gate cannot enter again: it would wait for itself")
 
     def _wait(self, waiting: str, free: Callable[[], bool]) -> None:
         if not self._changed.wait_for(free, self.timeout_s):
@@ -116,7 +113,7 @@ class Serving:
         return self._thread is not None
 
     def start(self) -> None:
-        if self._thread is not None:
+        if self.running:
             raise BadInput("the replica serves already")
         self.served, self._error, self._begun = [], None, 0
         self._stopping = self._ended = False

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,19 +28,24 @@ from torch.distributed.tensor import DTensor
 
 from kit.errors import BadInput, KitError
 from kit.measure.observers.tensors import digest
-from kit.train.batch import Batch, counts, microbatches, pack
+from kit.train.options import Settings
 from kit.train.plain import PlainModel, from_weights, logprobs, next_logprobs
-from kit.train.protocol import Misuse, SplitStep, plain_metrics, step_result
+from kit.train.protocol import (
+    Batch,
+    Batching,
+    Loss,
+    Misuse,
+    SplitStep,
+    StepResult,
+    counts,
+    microbatches,
+    pack,
+    plain_metrics,
+    step_result,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    import torch.distributed as dist
-
     from kit.megatron.config import Geometry
-    from kit.train.batch import Batching
-    from kit.train.options import Settings
-    from kit.train.protocol import Loss, StepResult
 
 
 class Schedule:
@@ -150,14 +156,13 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def sharded(model: torch.nn.Module) -> list[Any]:
-    """FSDP's own record of each sharded module."""
     return [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def forget_gradients(job: FsdpJob) -> None:
     """Drop gradients, those not yet reduced too, and what a pass that broke off left in FSDP; nothing else changes.
 
-    Unreduced sums have no public name: they are FSDP's own, per parameter. Told from torch 2.8 to 2.13.
+    Unreduced sums have no public name: they are FSDP's own, per parameter. True for torch 2.8 to 2.13.
     """
     job.optimizer.zero_grad(set_to_none=True)
     model: Any = job.model
@@ -200,7 +205,6 @@ def _reset(root: Any, states: list[Any]) -> None:
 
 
 def param_groups(state: Any) -> list[Any]:
-    """FSDP's own record of a sharded module's parameters."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group else []
@@ -233,28 +237,19 @@ def nonzero_gradients(job: FsdpJob) -> int:
     return sum(int(torch.count_nonzero(each)) for each in found)
 
 
-class Reductions:
-    """How often the gradients of each sharded module were reduced since the last reset."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-
-    def reset(self) -> None:
-        self.counts = dict.fromkeys(self.counts, 0)
-
-
 @contextlib.contextmanager
-def counted(job: FsdpJob) -> Iterator[Reductions]:
-    """Count reductions while this is open. FSDP calls a parameter's hooks for each reduction that reaches it, and for nothing else."""
-    seen = Reductions()
+def counted(job: FsdpJob) -> Iterator[dict[str, int]]:
+    """How often the gradients of each sharded module are reduced while this is open. FSDP calls a parameter's hooks for each reduction
+    that reaches it, and for nothing else."""
+    seen: dict[str, int] = {}
     hooks = []
     for state in sharded(job.model):
         first = param_groups(state)[0].fsdp_params[0].sharded_param
         name = next(name for name, param in job.model.named_parameters() if param is first)
-        seen.counts[name] = 0
+        seen[name] = 0
 
         def count(_: torch.Tensor, name: str = name) -> None:
-            seen.counts[name] += 1
+            seen[name] += 1
 
         hooks.append(first.register_post_accumulate_grad_hook(count))
     try:
@@ -295,8 +290,6 @@ DUMMY: Batch = {}  # a microbatch of a rank that has fewer than others
 
 
 class Steps:
-    """What both steps do with a job."""
-
     def __init__(self, job: FsdpJob) -> None:
         self.job = job
 
@@ -339,7 +332,6 @@ class Steps:
         return [seen]
 
     def reduce_next(self, *, on: bool) -> None:
-        """Whether the next backward pass reduces gradients."""
         self.job.model.set_requires_gradient_sync(on)  # type: ignore[operator]
 
     def update(self, table: dict[str, float], sequences: float, tokens: float, gbs: int) -> StepResult:

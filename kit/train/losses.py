@@ -10,21 +10,14 @@ waits for the device. Limits: masks are 0 or 1; the KL penalty is differentiated
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from kit.train.batch import valid
 from kit.train.options import ClippedOptions, Level, known
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from kit.train.batch import Batch
-    from kit.train.protocol import Normalizer
+from kit.train.protocol import Batch, Normalizer, valid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +28,6 @@ class ClippedPolicyGradient(ClippedOptions):
     """
 
     def normalizers(self) -> dict[str, Normalizer]:
-        """The normalizer of every metric, in the order in which they are given."""
         if not self.metrics:
             return {"loss": self.level}
         positive: dict[str, Normalizer] = {"positive_nll_loss": None} if self.positive_nll else {}
@@ -168,7 +160,6 @@ class NegativeLogLikelihood:
         known("level", self.level, Level)
 
     def normalizers(self) -> dict[str, Normalizer]:
-        """The normalizer of every metric, in the order in which they are given."""
         if not self.metrics:
             return {"loss": self.level}
         return {"loss": self.level, "num_valid_samples": None, "num_unmasked_tokens": None, "positive_nll_loss": None}

@@ -8,18 +8,17 @@ gives the same bits on the same machine. Limits: adam only for the few updates h
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from kit.errors import BadInput
-from kit.train.batch import KEYS, Batch, cuts, rows
 from kit.train.plain import PlainModel, from_weights, initial_weights, logprobs
+from kit.train.protocol import KEYS, Batch, cuts, rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kit.megatron.config import Geometry
 
 PAD, END = 0, 10  # bytes that no problem holds: NUL and the end of a line
@@ -40,7 +39,6 @@ class Problem:
 
 
 def problems(seed: int, n: int) -> list[Problem]:
-    """n problems, the same for the same seed wherever it runs."""
     draw = random.Random(seed)  # noqa: S311 - repeatable, not secret
     made = []
     for _ in range(n):

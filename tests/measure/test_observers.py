@@ -21,7 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kit.measure.observers import births, holdings, tensors
+from kit.measure import phase
+from kit.measure.observers import births, tensors
 from kit.measure.observers.births import Births
 from kit.measure.observers.tensors import State, differences, live_bytes
 
@@ -128,33 +129,31 @@ def test_what_stands_for_a_group(world: None) -> None:
 
 @pytest.fixture
 def watched() -> Iterator[None]:
-    holdings.watch()
+    phase.watch()
     yield
-    holdings.watch()
+    phase.watch()
 
 
 def more(before: dict[str, int]) -> dict[str, int]:
-    now = holdings.holdings()
-    return {
-        name: now[name] - before[name] for name in before if name not in holdings.BYTES and now[name] != before[name]
-    }
+    now = phase.holdings()
+    return {name: now[name] - before[name] for name in before if name not in phase.BYTES and now[name] != before[name]}
 
 
 def test_shared_memory_of_three_kinds(watched: None) -> None:
-    before = holdings.holdings()
+    before = phase.holdings()
     fd = os.memfd_create("of-a-test")
     assert more(before) == {"memfds": 1}
     os.ftruncate(fd, 8192)
     mapped = mmap.mmap(fd, 8192)
     os.close(fd)
     assert more(before) == {"memfds": 1, "shared_maps": 1}  # Python's map keeps a descriptor of its own
-    assert holdings.holdings()["shared_bytes"] - before["shared_bytes"] == 8192
+    assert phase.holdings()["shared_bytes"] - before["shared_bytes"] == 8192
     mapped.close()
     assert more(before) == {}
 
 
 def test_a_name_in_shared_memory_outlives_its_map(watched: None) -> None:
-    before = holdings.holdings()
+    before = phase.holdings()
     segment = shared_memory.SharedMemory(create=True, size=4096)
     segment.close()
     left = more(before)
@@ -165,35 +164,35 @@ def test_a_name_in_shared_memory_outlives_its_map(watched: None) -> None:
 
 def test_shared_memory_is_one_thing_by_descriptor_and_by_mapping() -> None:
     """And stays the same when its name or its descriptor goes."""
-    before = holdings.shared_memory()
+    before = phase.shared_memory()
     fd = os.memfd_create("of-a-test")
     os.ftruncate(fd, 8192)
     named = shared_memory.SharedMemory("of-a-test", create=True, size=4096)
     private = mmap.mmap(fd, 8192, access=mmap.ACCESS_COPY)  # it keeps a descriptor of its own
     os.close(fd)
     named.unlink()
-    new = {place: one for place, one in holdings.shared_memory().items() if place not in before}
+    new = {place: one for place, one in phase.shared_memory().items() if place not in before}
     assert sorted(new.values()) == [(4096, "/dev/shm/of-a-test"), (8192, "/memfd:of-a-test")]
     view = memoryview(private)
-    assert holdings.shared_at(ctypes.addressof(ctypes.c_char.from_buffer(view))) in new
-    assert holdings.shared_at(id(view)) is None
+    assert phase.shared_at(ctypes.addressof(ctypes.c_char.from_buffer(view))) in new
+    assert phase.shared_at(id(view)) is None
     with tempfile.TemporaryFile() as file:
         file.truncate(4096)
         anonymous, mapped = mmap.mmap(-1, 4096), mmap.mmap(file.fileno(), 4096)
         read = mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ)
-        assert len(holdings.shared_memory().keys() - before.keys()) == 4
+        assert len(phase.shared_memory().keys() - before.keys()) == 4
         anonymous.close()
         mapped.close()
         read.close()
     del view
     private.close()
     named.close()
-    assert holdings.shared_memory() == before
+    assert phase.shared_memory() == before
 
 
 def test_files_that_stay_in_a_temporary_folder(watched: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holdings, "_made", type(holdings._made)())  # files of earlier tests may go at any time
-    before = holdings.holdings()
+    monkeypatch.setattr(phase, "_made", type(phase._made)())  # files of earlier tests may go at any time
+    before = phase.holdings()
     folder = tempfile.mkdtemp()
     (Path(folder) / "one").write_text("1")
     (Path(folder) / "two").write_text("2")
@@ -211,19 +210,19 @@ def test_a_file_without_a_name_does_not_make_its_folder_one(
     watched: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Python opens the folder for such a file; a folder for temporary files may lie in another one."""
-    monkeypatch.setattr(holdings, "_made", set())
-    monkeypatch.setattr(holdings, "_places", ["/tmp/", f"{tmp_path}/"])
+    monkeypatch.setattr(phase, "_made", set())
+    monkeypatch.setattr(phase, "_places", ["/tmp/", f"{tmp_path}/"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with tempfile.TemporaryFile():
-        assert holdings.temp_files() == []
+        assert phase.temp_files() == []
     (tmp_path / "one").write_text("1")
-    assert holdings.temp_files() == [str(tmp_path / "one")]
+    assert phase.temp_files() == [str(tmp_path / "one")]
 
 
 def test_child_processes_are_counted(watched: None) -> None:
     import subprocess
 
-    before = holdings.holdings()
+    before = phase.holdings()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert more(before)["children"] == 1
     child.communicate(b"\n")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kit.measure import provenance
-from kit.measure.provenance import (
+from kit.measure.recorder import (
     cuda_state,
     findings,
     git_state,

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from kit.errors import BadInput
-from kit.megatron.checkpoint import WEIGHTS, Folder
 from kit.megatron.config import Geometry, ModelConfig, check, read_geometry
+from kit.megatron.shards import WEIGHTS, Folder
 from kit.train.plain import initial_weights
 from kit.world import World
 
@@ -53,24 +53,24 @@ CONFIG = {
 NOT_SAID = object()
 NEWER = {"rope_theta": NOT_SAID, "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": ({"model_type": "llama"}, 'model_type "llama": the kit\'s model holds "qwen2" only'),
+    "architecture": ({"model_type": "llama"}, 'model_type "llama": the kit supports only "qwen2"'),
     "experts": ({"model_type": "qwen2_moe"}, 'model_type "qwen2_moe"'),
     "classifier": ({"architectures": ["Qwen2ForSequenceClassification"]}, 'architectures \\["Qwen2ForSeq'),
-    "untied": ({"tie_word_embeddings": False}, "tie_word_embeddings false: the kit's model holds true only"),
+    "untied": ({"tie_word_embeddings": False}, "tie_word_embeddings false: the kit supports only true"),
     "untied-unsaid": ({"tie_word_embeddings": NOT_SAID}, "tie_word_embeddings null"),
     "window": ({"use_sliding_window": True}, "use_sliding_window true"),
     "window-of-layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .*sliding_attention"),
     "activation": ({"hidden_act": "gelu"}, 'hidden_act "gelu"'),
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling .*yarn.*: .* plain rotary positions only"),
+    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling .*yarn.*: .* only plain rotary positions"),
     "newer-yarn": (
         {**NEWER, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}},
-        "rope_parameters .*plain rotary positions only",
+        "rope_parameters .*only plain rotary positions",
     ),
     "part-turned": (
         {**NEWER, "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e6}},
-        "rope_parameters .*partial_rotary_factor.*plain rotary positions only",
+        "rope_parameters .*partial_rotary_factor.*only plain rotary positions",
     ),
     "two-bases": ({"rope_parameters": {"rope_theta": 1e6}}, "rope_theta \\[500000.0, 1000000.0\\]: it must have one"),
     "no-base": ({"rope_theta": NOT_SAID}, "rope_theta \\[\\]: it must have one"),
@@ -143,7 +143,7 @@ def test_what_the_model_cannot_hold_is_one_sentence(tmp_path: Path, case: str) -
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [(None, "cannot be read: No such file"), ("{", "it is no JSON text"), ("[1]", "it is no JSON object")],
+    [(None, "cannot be read: No such file"), ("{", "it is not valid JSON"), ("[1]", "it is not a JSON object")],
 )
 def test_a_config_that_is_none_is_refused(tmp_path: Path, text: str | None, sentence: str) -> None:
     if text is not None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kit.errors import BadInput
-from kit.megatron.groups import exact
+from kit.megatron import groups
 
 MIB = 2**20
 
@@ -47,10 +47,10 @@ class Refusing(StandIn):
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def hold(*groups: Any, backend: str = "cuda:nccl") -> None:
-        monkeypatch.setattr(exact, "registered", lambda: list(groups))
-        for group in groups:
-            monkeypatch.setitem(exact.c10d._world.pg_backend_config, group, backend)
+    def hold(*made: Any, backend: str = "cuda:nccl") -> None:
+        monkeypatch.setattr(groups, "registered", lambda: list(made))
+        for group in made:
+            monkeypatch.setitem(groups.c10d._world.pg_backend_config, group, backend)
 
     return hold
 
@@ -58,7 +58,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_statistics_are_added_up_and_groups_that_were_never_used_have_none(registry: Any) -> None:
     used = [StandIn({"suspend": 60 * MIB, "suspended": 0, "persist": 4 * MIB, "total": 64 * MIB}) for _ in range(3)]
     registry(*used, StandIn(None))
-    assert exact.communicators() == {"suspend": 180 * MIB, "persist": 12 * MIB, "total": 192 * MIB}
+    assert groups.communicators() == {"suspend": 180 * MIB, "persist": 12 * MIB, "total": 192 * MIB}
 
 
 def test_a_suspended_group_is_asked_behind_its_empty_handle(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,15 +66,15 @@ def test_a_suspended_group_is_asked_behind_its_empty_handle(registry: Any, monke
     handle = object()
     inner = StandIn({"suspend": 60 * MIB, "suspended": 1, "persist": 4 * MIB, "total": 64 * MIB})
     registry(handle)
-    monkeypatch.setattr(exact, "asleep", [(handle, inner)])
-    assert exact.communicators() == {"suspend": 0, "persist": 4 * MIB, "total": 4 * MIB}
+    monkeypatch.setattr(groups, "asleep", [(handle, inner)])
+    assert groups.communicators() == {"suspend": 0, "persist": 4 * MIB, "total": 4 * MIB}
 
 
 def test_where_the_library_says_nothing_there_is_nothing(registry: Any) -> None:
     registry(Older())
-    assert exact.communicators() == {}
+    assert groups.communicators() == {}
     registry(StandIn({"total": MIB}), backend="cpu:gloo")
-    assert exact.communicators() == {}
+    assert groups.communicators() == {}
 
 
 def test_a_sum_without_one_of_them_is_no_sum(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_a_sum_without_one_of_them_is_no_sum(registry: Any, monkeypatch: pytest.
     broken = StandIn({})
     monkeypatch.setattr(broken, "memory_stats", fails)
     registry(StandIn({"total": MIB}), broken)
-    assert exact.communicators() == {}
+    assert groups.communicators() == {}
 
 
 REQUIRES = "getMemoryStats() requires NCCL 2.29.7 or later\nException raised from getMemoryStats"
@@ -102,14 +102,14 @@ REQUIRES = "getMemoryStats() requires NCCL 2.29.7 or later\nException raised fro
 )
 def test_suspend_is_refused_by_what_torch_was_built_with(monkeypatch: pytest.MonkeyPatch, world: Any, why: str) -> None:
     """`assumed`: the words are those of torch's NCCLUtils.cpp where NCCL_HAS_COMM_OFFLOAD is not defined; versions are right here."""
-    monkeypatch.setattr(exact.nccl, "no_suspend", lambda *_, **__: "")
-    monkeypatch.setattr(exact.c10d._world, "default_pg", world)
-    monkeypatch.setitem(exact.c10d._world.pg_backend_config, world, "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(groups.nccl, "no_suspend", lambda *_, **__: "")
+    monkeypatch.setattr(groups.c10d._world, "default_pg", world)
+    monkeypatch.setitem(groups.c10d._world.pg_backend_config, world, "cpu:gloo,cuda:nccl")
     if not why:
-        exact.refuse()
+        groups.refuse_keeping()
         return
-    with pytest.raises(BadInput, match=r"^mode=suspend cannot be had: torch ") as refused:
-        exact.refuse()
+    with pytest.raises(BadInput, match=r"^mode=suspend is not available: torch ") as refused:
+        groups.refuse_keeping()
     assert str(refused.value).endswith(why)
 
 
@@ -133,7 +133,7 @@ def test_a_routed_communicator_is_finalized_as_torchs_own_destroy_does(
         def _get_backend(self, device: str) -> Any:
             return self.backends[device]
 
-    monkeypatch.setattr(exact.c10d, "_TORCHCOMM_AVAILABLE", routed, raising=False)
-    monkeypatch.setattr(exact.c10d, "_BackendWrapper", Wrapper, raising=False)
-    exact.finalize(Group())
+    monkeypatch.setattr(groups.c10d, "_TORCHCOMM_AVAILABLE", routed, raising=False)
+    monkeypatch.setattr(groups.c10d, "_BackendWrapper", Wrapper, raising=False)
+    groups.finalize(Group())
     assert Group.backends["cuda"] == ["finalized"] * routed

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kit.errors import BadInput
-from kit.megatron.generate import Prefix, PrefixCache, Request, distribution, pick
+from kit.megatron.serve import Prefix, PrefixCache, Request, distribution, pick
 from kit.world import World
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +121,7 @@ def test_a_prefix_is_of_its_version_and_the_least_recently_used_goes_first() -> 
     assert cache.get(0, (1,)) is prefix
     cache.put(0, (3,), prefix)
     assert [cache.get(0, (token,)) is prefix for token in (1, 2, 3)] == [True, False, True]
-    assert (cache.hits, cache.misses, cache.size) == (3, 2, 2 * prefix.size)
+    assert cache.size == 2 * prefix.size
     assert prefix.size == 40
     tight = PrefixCache(limit=39)
     tight.put(0, (1,), prefix)

@@ -48,7 +48,7 @@ def test_a_group_that_cannot_be_destroyed_is_named_after_the_rest_was(ranks, wor
 
 
 def test_a_rank_that_does_not_come_is_named(ranks):
-    assert "rank(s) [1] did not come within 2 s" in ranks[0]["missing"]
+    assert "ranks [1] did not arrive within 2 s" in ranks[0]["missing"]
 
 
 def test_official_frees_no_device_group(ranks):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from kit.megatron.groups.handle import _settings, make_options
+from kit.megatron.handles import _settings, make_options
 from kit.megatron.observe import Seen, changed
 
 

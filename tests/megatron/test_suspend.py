@@ -14,7 +14,7 @@ def ranks(launch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose NCCL may be able to")
 def test_without_a_gpu_it_is_refused_in_one_sentence(ranks):
     for rank in ranks:
-        assert rank["plain"] == "BadInput: mode=suspend cannot be had: it needs a GPU (NCCL)"
+        assert rank["plain"] == "BadInput: mode=suspend is not available: it needs a GPU (NCCL)"
 
 
 def test_what_can_be_suspended_is_and_the_rest_is_listed(ranks):

@@ -106,21 +106,24 @@ TARGETS = (
         "tensors_restored",
         left_out=leave_out(LOOK="told", UNUSED="PairReleaser.__init__ PairReleaser.destroy PairReleaser.reload"),
     ),
-    Target("offload", "kit.megatron.groups", "handles_alive", left_out=leave_out(LOOK="talk", UNUSED="reload _manual")),
     Target(
         "offload",
-        "kit.megatron.groups.exact",
+        "kit.megatron.groups",
         "old_groups_dead",
-        others={"_make_world": ("offload:data", "handles_alive"), "_place": ("offload:data", "handles_alive")},
+        others={
+            "destroy": ("offload", "handles_alive"),
+            **dict.fromkeys(("_make_world", "_place"), ("offload:data", "handles_alive")),
+        },
         left_out=leave_out(
-            LOOK="registered_left",
+            LOOK="registered_left talk",
             TEXT="DestroyFailed.__init__",
-            GPU="finalize refuse unbuilt brief suspend resume communicators on_gpu picked",
+            UNUSED="reload _manual",
+            GPU="finalize refuse_keeping unbuilt brief suspend resume communicators on_gpu picked",
         ),
     ),
     Target(
         "offload",
-        "kit.megatron.groups.handle",
+        "kit.megatron.handles",
         "handles_alive",
         others=dict.fromkeys(
             (
@@ -167,19 +170,13 @@ TARGETS = (
                 ("MegatronSplit._aux_guess", "MegatronSplit._need_even", "MegatronSplit._correct_aux", "nothing"),
                 ("split:experts", "grad_parity"),
             ),
+            **dict.fromkeys(("balances", "aux_scale", "clear_aux", "aux_metric"), ("split:experts", "grad_parity")),
         },
         left_out=leave_out(
-            LOOK="hooks",
+            LOOK="hooks reduced counted",
             UNUSED="share logprobs _forward",
             SAME="MegatronSplit.__init__ random_states",
         ),
-    ),
-    Target(
-        "split",
-        "kit.megatron.gradients",
-        "grad_parity",
-        others=dict.fromkeys(("balances", "aux_scale", "clear_aux", "aux_metric"), ("split:experts", "grad_parity")),
-        left_out=leave_out(LOOK="reduced Reductions.__init__ Reductions.saw Reductions.reset counted"),
     ),
     Target(
         "split",
@@ -188,7 +185,7 @@ TARGETS = (
         others=dict.fromkeys(
             ("kind", "of_microbatches", "over_ranks", "normalised", "_over", "_sum"), ("split", "oracle")
         ),
-        left_out=leave_out(REFUSES="make_split"),
+        left_out=leave_out(REFUSES="make_split", UNUSED="Packed.unpack microbatches alike bins pack _trimmed"),
     ),
     Target(
         "split",
@@ -204,17 +201,32 @@ TARGETS = (
         "sync:shards",
         "kit.megatron.shards",
         "bit_exact",
-        left_out=leave_out(LOOK="merge _shared", UNUSED="load_full", REFUSES="check_full _some"),
+        left_out=leave_out(
+            LOOK="merge _shared",
+            UNUSED="load_full Folder.__init__ Folder.kind Folder.__getitem__ Folder.__iter__ Folder.__len__ _read_index _opened "
+            "Writer.__init__ Writer.put Writer.__enter__ Writer.__exit__ load export _fitting _prepared _receive _together",
+            REFUSES="check_full _some",
+        ),
     ),
-    Target("sync", "kit.megatron.serve", "logits_equal"),
+    Target(
+        "sync",
+        "kit.megatron.serve",
+        "logits_equal",
+        left_out=leave_out(
+            UNUSED="Request.__post_init__ Span.places Flight.write Flight.ended Flight.answer Prefix.size PrefixCache.__init__ "
+            "PrefixCache.__len__ PrefixCache.get PrefixCache.put PrefixCache.clear Engine.__init__ Engine.in_flight Engine.start "
+            "Engine.decode Engine.cancel Engine.weights_changed Engine._sample Engine._feed Engine._prefill Engine._forward "
+            "Engine._leave distribution pick _lengthened",
+        ),
+    ),
     Target(
         "sync:buckets",
         "kit.sync.buckets",
         "bit_exact",
         others={"automatic": ("sync", "bit_exact")},
         left_out=leave_out(
-            UNUSED="Bound.apply _Plan.holds _copy_by_torch _part Layout.holding specs_of",
-            REFUSES="_check_buffer _unlike _mismatch Layout.check _refuse_twice _dtype",
+            UNUSED="Bound.apply _Plan.holds Bound._copy_by_torch specs_of Whole.__init__ Whole.bind Whole.own",
+            REFUSES="_check_buffer _unlike Mismatch.__init__ Layout.check _refuse_twice _dtype _refuse _uncut _emptied",
         ),
     ),
     Target(
@@ -222,7 +234,7 @@ TARGETS = (
         "kit.sync.cache",
         "bit_exact",
         others={
-            **dict.fromkeys(("Ring.__init__", "Ring._free_place"), ("sync:paused", "bit_exact")),
+            **dict.fromkeys(("Ring.__init__", "Ring._free_segment"), ("sync:paused", "bit_exact")),
             **dict.fromkeys(
                 ("Segment.__init__", "Segment.attach", "Segment._map", "Segment.tensor", "Segment.close"),
                 ("sync", "segments_return_to_baseline"),
@@ -231,12 +243,20 @@ TARGETS = (
         left_out=leave_out(
             REFUSES="Cache._check_room Cache._refuse_emptied Cache._refuse_closed",
             TEXT="_gib",
-            UNUSED="CacheBusy.__init__ Kept.__init__ Kept.attach Kept.close",
+            UNUSED="Kept.__init__ Kept.attach Kept.close",
             SPEED="Segment.populate",
         ),
     ),
-    Target("sync", "kit.sync.sender", "version_order"),
-    Target("sync", "kit.sync.sending", "failure_is_clean", left_out=leave_out(UNUSED="OtherBase.__init__")),
+    Target(
+        "sync",
+        "kit.sync.sender",
+        "failure_is_clean",
+        others=dict.fromkeys(
+            ("Sender.__post_init__", "Sender.version", "Sender.sync", "Sender.build", "Sender._path"),
+            ("sync", "version_order"),
+        ),
+        left_out=leave_out(UNUSED="OtherBase.__init__"),
+    ),
     Target("sync", "kit.sync.receiver", "failure_is_clean", left_out=leave_out(GPU="landing")),
     Target(
         "sync:shards",
@@ -247,12 +267,6 @@ TARGETS = (
         ),
         left_out=leave_out(UNUSED="Serving.running", TEXT="GateTimeout.__init__"),
     ),
-    Target(
-        "sync:buckets",
-        "kit.sync.weights",
-        "bit_exact",
-        left_out=leave_out(UNUSED="Whole.__init__ Whole.bind Whole.own", REFUSES="_refuse _unlike _uncut _emptied"),
-    ),
     Target("sync", "kit.sync.hashes", "failure_is_clean", others={"Digests.wait": ("sync:paused", "bit_exact")}),
     Target(
         "sync",
@@ -260,16 +274,9 @@ TARGETS = (
         "failure_is_clean",
         left_out=leave_out(UNUSED="PeerSilent.__init__ Link.last_words", SAME="Link.close Link.__exit__"),
     ),
-    Target("sync", "kit.sync.transports", "receivers_answer"),
-    Target(
-        "sync",
-        "kit.sync.transports.base",
-        "bit_exact",
-        left_out=leave_out(UNUSED="Transport.trouble Transport.absent"),
-    ),
     Target(
         "sync:broadcast",
-        "kit.sync.transports.groups",
+        "kit.sync.groups",
         "groups_return_to_baseline",
         others={
             "PerTensor.broadcast": ("sync:per-tensor", "receivers_answer"),
@@ -278,17 +285,27 @@ TARGETS = (
                 ("sync:rendezvous", "groups_return_to_baseline"),
             ),
         },
-        left_out=leave_out(GPU="Grouped.slot", UNUSED="Grouped.explained", TEXT="Grouped.described"),
+        left_out=leave_out(
+            GPU="Grouped.slot", UNUSED="Grouped.explained", TEXT="Grouped.described", REFUSES="Broadcast.meet"
+        ),
     ),
     Target(
         "sync",
-        "kit.sync.transports.direct",
-        "segments_return_to_baseline",
-        others=dict.fromkeys(
-            ("Serialize.send", "Serialize.receive", "Serialize.close", "memory"), ("sync:serialize", "receivers_answer")
-        ),
+        "kit.sync.transports",
+        "bit_exact",
+        others={
+            **dict.fromkeys(("choose", "by_name", "make"), ("sync", "receivers_answer")),
+            **dict.fromkeys(
+                ("Shm.__init__", "Shm.send", "Shm.receive", "Shm.close", "attach", "await_bucket"),
+                ("sync", "segments_return_to_baseline"),
+            ),
+            **dict.fromkeys(
+                ("Serialize.send", "Serialize.receive", "Serialize.close", "memory"),
+                ("sync:serialize", "receivers_answer"),
+            ),
+        },
         left_out=leave_out(
-            UNUSED="Serialize.skip",
+            UNUSED="Serialize.skip Transport.trouble Transport.absent",
             GPU="Serialize.host Ipc.__init__ Ipc.slot Ipc.send Ipc.receive Ipc.done Ipc.close needs_permission handle_of opened",
         ),
     ),

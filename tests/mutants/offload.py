@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 RELEASER = "kit.labs.offload.ranks.releaser"
-EXACT = "kit.megatron.groups.exact"
-HANDLE = "kit.megatron.groups.handle"
+GROUPS = "kit.megatron.groups"
+HANDLE = "kit.megatron.handles"
 TENSORS = "kit.megatron.tensors"
 OWNERSHIP = "kit.megatron.ownership"
 
@@ -63,8 +63,8 @@ MUTANTS = (
     # -- groups ----------------------------------------------------------------------------------------------------------------
     Mutant(
         "offload",
-        EXACT,
-        "destroy",
+        GROUPS,
+        "release",
         old="for handle in reversed(targets):",
         new="for handle in reversed(targets[:-1]):",
         check="groups_return_to_baseline",
@@ -72,8 +72,8 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        EXACT,
-        "destroy",
+        GROUPS,
+        "release",
         old="        handle.kit_inner = None\n",
         new="",
         check="stale_handle_raises",
@@ -82,8 +82,8 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        EXACT,
-        "destroy",
+        GROUPS,
+        "release",
         old="        forget(handle)\n",
         new="",
         check="groups_return_to_baseline",
@@ -91,8 +91,8 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        EXACT,
-        "destroy",
+        GROUPS,
+        "release",
         old="    reset_globals()\n",
         new="",
         check="model_parallel_uninitialised",
@@ -101,8 +101,8 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        EXACT,
-        "destroy",
+        GROUPS,
+        "release",
         old="boxes.append([inner])",
         new='boxes.append([inner]), state.__dict__.setdefault("kept", []).append(inner)',
         check="old_groups_dead",
@@ -110,8 +110,8 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        EXACT,
-        "destroy",
+        GROUPS,
+        "release",
         old="            failed.append((title(facts), str(error)))\n",
         new="            pass\n",
         check="destroy_failure_raises",
@@ -129,8 +129,8 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        EXACT,
-        "reload",
+        GROUPS,
+        "rebuild",
         old='for plain in snapshot["groups"]]',
         new='for plain in reversed(snapshot["groups"])]',
         check="membership_unchanged",
@@ -138,8 +138,8 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        EXACT,
-        "reload",
+        GROUPS,
+        "rebuild",
         old="        setattr(parallel_state(), name, decode(value, made))",
         new='        if "RANKS" not in name:\n            setattr(parallel_state(), name, decode(value, made))',
         check="membership_unchanged",
@@ -147,8 +147,8 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        EXACT,
-        "reload",
+        GROUPS,
+        "rebuild",
         old="    state.generation += 1\n",
         new="    state.generation += 1\n    plain_barrier = dist.barrier\n    dist.barrier = lambda *a, **k: plain_barrier(*a, **k)\n",
         check="state_as_found",
@@ -156,8 +156,8 @@ MUTANTS = (
     ),
     Mutant(
         "offload:cycles",
-        EXACT,
-        "reload",
+        GROUPS,
+        "rebuild",
         old="    state.generation += 1\n",
         new='    state.generation += 1\n    state.slow = getattr(state, "slow", 0) + 0.1\n    threading.Event().wait(state.slow)\n',
         check="memory_slope",
@@ -165,7 +165,7 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        EXACT,
+        GROUPS,
         "_make",
         old='        timeout=dt.timedelta(seconds=plain["timeout_s"]),\n',
         new="        timeout=dt.timedelta(minutes=30),\n",
@@ -175,7 +175,7 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        EXACT,
+        GROUPS,
         "_make",
         old='        timeout=dt.timedelta(seconds=plain["timeout_s"]),\n',
         new="        timeout=dist.distributed_c10d.default_pg_timeout,\n",
@@ -184,7 +184,7 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        EXACT,
+        GROUPS,
         "_make",
         old='group_desc=plain["description"]',
         new='group_desc="undefined"',
@@ -193,7 +193,7 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        EXACT,
+        GROUPS,
         "_make",
         old="        ranks.index(rank),\n",
         new="        len(ranks) - 1 - ranks.index(rank),\n",
@@ -202,7 +202,7 @@ MUTANTS = (
     ),
     Mutant(
         "offload",
-        EXACT,
+        GROUPS,
         "_make",
         old="c10d._world.pg_group_ranks[inner] = {each: place for place, each in enumerate(ranks)}",
         new="c10d._world.pg_group_ranks[inner] = {place: place for place, each in enumerate(ranks)}",

@@ -8,7 +8,7 @@ SPLIT = "kit.megatron.split"
 PROTOCOL = "kit.train.protocol"
 LOSSES = "kit.train.losses"
 LOSS = "ClippedPolicyGradient"
-BALANCE = "kit.megatron.gradients"
+BALANCE = "kit.megatron.split"
 
 MUTANTS = (
     # -- the step on Megatron --------------------------------------------------------------------------------------------------
@@ -642,7 +642,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        "kit.train.batch",
+        "kit.train.protocol",
         "valid",
         old='batch["token_mask"][:, 1:]',
         new='batch["token_mask"][:, :-1]',
@@ -652,7 +652,7 @@ MUTANTS = (
     ),
     Mutant(
         "split",
-        "kit.train.batch",
+        "kit.train.protocol",
         "valid",
         old=' * batch["sample_mask"][:, None]',
         new="",

@@ -9,15 +9,12 @@ SERVE = "kit.megatron.serve"
 BUCKETS = "kit.sync.buckets"
 CACHE = "kit.sync.cache"
 SENDER = "kit.sync.sender"
-SENDING = "kit.sync.sending"
 RECEIVER = "kit.sync.receiver"
 SERVING = "kit.sync.serving"
-WEIGHTS = "kit.sync.weights"
 HASHES = "kit.sync.hashes"
 LINK = "kit.sync.link"
-BASE = "kit.sync.transports.base"
-GROUPS = "kit.sync.transports.groups"
-DIRECT = "kit.sync.transports.direct"
+GROUPS = "kit.sync.groups"
+TRANSPORTS = "kit.sync.transports"
 
 MUTANTS = (
     # -- shards ----------------------------------------------------------------------------------------------------------------
@@ -192,9 +189,9 @@ MUTANTS = (
     Mutant(
         "sync",
         CACHE,
-        "Cache._free_place",
-        old="        if self.latest != self.active:\n            place = self._places.pop(self.latest)\n",
-        new="        if self._places:\n            place = self._places.pop(self.active, None) or _Place(len(self.layout.buckets))\n",
+        "Cache._free_segment",
+        old="        if self.latest != self.active:\n            return self._segments.pop(self.latest), False\n",
+        new="        if self._segments:\n            return self._segments.pop(min(self._segments)), False\n",
         check="bit_exact",
         bug="a build writes over the active version",
         origin="docs",
@@ -203,8 +200,8 @@ MUTANTS = (
         "sync",
         CACHE,
         "Cache.build",
-        old="                    if index in stale:\n",
-        new="                    if index in stale and (source is None or index):\n",
+        old="                    bound.pack(index,",
+        new="                    if index:\n                        bound.pack(index,",
         check="bit_exact",
         bug="the first bucket is always taken for clean",
     ),
@@ -259,7 +256,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        SENDING,
+        SENDER,
         "Sending.publish",
         old="                self.cache.activate(report.version)\n",
         new="                pass\n",
@@ -268,7 +265,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        SENDING,
+        SENDER,
         "Sending.publish",
         old="                self.sender.digests = self.table\n",
         new="                pass\n",
@@ -277,7 +274,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        SENDING,
+        SENDER,
         "Sending.send",
         old="self.digests.table() if builds else sender.digests",
         new="{}",
@@ -286,7 +283,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        SENDING,
+        SENDER,
         "Sending.send",
         old="self.digests.add(index, live(layout, index, named(weights)))",
         new="self.digests.add(index, views(layout, index, self.cache.bucket(version, index)))",
@@ -296,7 +293,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        SENDING,
+        SENDER,
         "Sending.abandon",
         old="            self.cache.discard(self.report.version)\n",
         new="            pass\n",
@@ -306,7 +303,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        SENDING,
+        SENDER,
         "Sending.abandon",
         old='link.send({"kind": FAILED, "why": f"the sender gave up: {error}", KEEP: name in self.ready})',
         new="pass",
@@ -316,7 +313,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync:broadcast",
-        SENDING,
+        SENDER,
         "Sending.teardown",
         old="            self.close()\n",
         new="",
@@ -326,7 +323,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        SENDING,
+        SENDER,
         "Sending.hear",
         old="            raise failed\n",
         new="            answers.update(dict.fromkeys(self.links, {}))\n",
@@ -335,7 +332,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync:shards",
-        SENDING,
+        SENDER,
         "Sending.activate",
         old="if replica not in broken",
         new="if name in answers",
@@ -345,7 +342,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync:paused",
-        SENDING,
+        SENDER,
         "Sending.send",
         old="                    transport.ahead(index + 1, self.cache.slots)",
         new="                    pass",
@@ -540,8 +537,8 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        WEIGHTS,
-        "Cutting.apply",
+        BUCKETS,
+        "Cut.apply",
         old="                for into, take in self.destinations[view.spec.name]:\n",
         new="                for into, take in self.destinations[view.spec.name][-1:]:\n",
         check="bit_exact",
@@ -549,8 +546,8 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        WEIGHTS,
-        "Cutting.apply",
+        BUCKETS,
+        "Cut.apply",
         old="                    into.copy_(take(full))\n",
         new="                    into.copy_(take(full).sort(-1).values)\n",
         check="bit_exact",
@@ -559,8 +556,8 @@ MUTANTS = (
     ),
     Mutant(
         "sync:buckets",
-        WEIGHTS,
-        "Cutting._whole",
+        BUCKETS,
+        "Cut._whole",
         old="        missing -= tensor.numel()\n",
         new="        missing = 0\n",
         check="bit_exact",
@@ -705,9 +702,9 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        DIRECT,
+        TRANSPORTS,
         "Shm.close",
-        old="            segment.close()\n",
+        old="            self.segment.close()\n",
         new="            pass\n",
         check="segments_return_to_baseline",
         bug="receivers keep the sender's memory mapped",
@@ -715,7 +712,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        DIRECT,
+        TRANSPORTS,
         "Shm.receive",
         old="        start = self.ctx.starts[index]\n",
         new="        start = self.ctx.starts[max(0, index - 1)]\n",
@@ -724,7 +721,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync:serialize",
-        DIRECT,
+        TRANSPORTS,
         "Serialize.receive",
         old="        self.ctx.sender.receive_bytes(memory(there))\n",
         new="        self.ctx.sender.receive_bytes(memory(there))\n        there[-1] = 0\n",
@@ -734,7 +731,7 @@ MUTANTS = (
     ),
     Mutant(
         "sync",
-        BASE,
+        TRANSPORTS,
         "Transport.flush",
         old="        self.wait_for(len(self.ctx.sizes) - 1)\n",
         new="        pass\n",

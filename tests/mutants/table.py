@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kit.measure.provenance import provenance
+from kit.measure.recorder import provenance
 from tests.mutants.catalogue import CATALOGUE, SETUPS, others
 from tests.mutants.mutant import Mutant
 

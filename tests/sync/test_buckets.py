@@ -180,7 +180,9 @@ def test_pieces_of_what_is_not_contiguous_can_be_packed_and_not_applied():
     layout = lay_out(specs_of(tensors), 512, oversize="split")
     flat = torch.cat([view.tensor for i, b in enumerate(packed(layout, tensors)) for view in views(layout, i, b)])
     assert torch.equal(flat, tensors["w", 0].reshape(-1))
-    with pytest.raises(Mismatch, match=r"bucket 0: w \(shard 0\) is not contiguous, but is split over several buckets"):
+    with pytest.raises(
+        Mismatch, match=r"bucket 0: w \(shard 0\) is not contiguous here, but is split over several buckets"
+    ):
         apply(layout, 0, torch.zeros(512, dtype=torch.uint8), tensors)
 
 
@@ -257,7 +259,7 @@ def test_a_mismatch_names_all_and_changes_nothing():
     with pytest.raises(Mismatch) as caught:
         apply(layout, 0, buffer, targets)
     assert str(caught.value) == (
-        "bucket 0: embed (shard 1) is missing; norm (shard 0) is float32 (8,) here and float32 (7,) in the bucket; "
+        "bucket 0: embed (shard 1) is missing here; norm (shard 0) is float32 (8,) here and float32 (7,) in the bucket; "
         "quantised (shard 0) has no bytes here: it was offloaded, or it only wraps other tensors; "
         "steps (shard 0) is int32 (3, 2) here and int64 (3, 2) in the bucket; "
         "mask (shard 0) has no bytes here: it was offloaded, or it only wraps other tensors"
@@ -271,7 +273,7 @@ def test_a_mismatch_names_all_and_changes_nothing():
 
 def test_an_error_about_many_tensors_names_the_first_few() -> None:
     layout = lay_out(specs_of({(f"w{number}", 0): torch.zeros(2) for number in range(8)}), 1 << 12)
-    with pytest.raises(Mismatch, match=r"w4 \(shard 0\) is missing; and 3 more$") as caught:
+    with pytest.raises(Mismatch, match=r"w4 \(shard 0\) is missing here; and 3 more$") as caught:
         apply(layout, 0, torch.zeros(1 << 12, dtype=torch.uint8), {})
     assert len(caught.value.missing) == 8
 
@@ -292,20 +294,6 @@ def test_buffers_that_do_not_fit(buffer, sentence):
         arguments = {pack: (tensors, buffer), views: (buffer,), apply: (buffer, tensors)}[act]
         with pytest.raises(BadInput, match=sentence):
             act(layout, 0, *arguments)
-
-
-def test_which_buckets_hold_a_name():
-    layout = lay_out(specs_of(filled()), 1024, oversize="split")
-    holding = {
-        index
-        for index, row in enumerate(layout.buckets)
-        if any(layout.specs[piece.spec].name == "embed" for piece in row)
-    }
-    assert layout.holding(["embed"]) == holding
-    assert len(holding) > 2
-    assert layout.holding([]) == set()
-    with pytest.raises(BadInput, match="the layout has no tensor named embedd, and 1 more are unknown"):
-        layout.holding(["x", "embedd", "mask"])
 
 
 def of(count, size):

@@ -23,9 +23,9 @@ def nothing_left():
     assert len(memory_files()) == before
 
 
-def model(version, changed=range(6)):
-    """Six tensors, two a bucket; those that changed are filled with the version, the others with 0."""
-    return {(f"w{n}", 0): torch.full((512,), version if n in changed else 0, dtype=torch.uint8) for n in range(6)}
+def model(version):
+    """Six tensors, two a bucket, filled with the version."""
+    return {(f"w{n}", 0): torch.full((512,), version, dtype=torch.uint8) for n in range(6)}
 
 
 LAYOUT = lay_out(specs_of(model(0)), 1024)
@@ -54,9 +54,8 @@ def held(cache, version):
     return values
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_versions_come_and_go_by_the_rule(make, keep):
-    cache, before = make(keep=keep), len(memory_files())
+def test_versions_come_and_go_by_the_rule(make):
+    cache, before = make(), len(memory_files())
     assert (cache.latest, cache.active, cache.copies, cache.nbytes) == (-1, -1, 0, 0)
     cache.build(1, model(1))
     assert (cache.latest, cache.active, cache.copies) == (1, -1, 1)
@@ -67,7 +66,7 @@ def test_versions_come_and_go_by_the_rule(make, keep):
         assert held(cache, version) == [version] * 6
         assert held(cache, version - 1) == [version - 1] * 6
         cache.activate(version)
-        assert (cache.latest, cache.active, cache.copies) == (version, version, 2 if keep else 1)
+        assert (cache.latest, cache.active, cache.copies) == (version, version, min(version, 2))
         assert len(memory_files()) - before == cache.blocks
         with pytest.raises(BadInput, match=rf"no copy of version {version - 1}: the cache has \[{version}\]"):
             cache.segment(version - 1)
@@ -107,7 +106,7 @@ def test_a_version_twice_or_backwards_and_one_that_is_not_there(make):
 
 @pytest.fixture
 def packs(monkeypatch):
-    """The buckets that are packed, not taken from a copy."""
+    """The buckets that are packed."""
     seen, real = [], Bound.pack
     monkeypatch.setattr(
         Bound, "pack", lambda bound, index, *rest, **how: (seen.append(index), real(bound, index, *rest, **how))
@@ -115,48 +114,14 @@ def packs(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("activate", [False, True])
-def test_only_buckets_that_hold_what_is_dirty_are_packed(make, packs, keep, activate):
-    cache = make(keep=keep)
-    cache.build(1, model(1), dirty=["w0"])  # there is no copy to start from
-    assert packs == [0, 1, 2]
-    cache.activate(1)
-    expected = [1] * 6
-    for version, names in ((2, ["w0"]), (3, ["w3", "w2"]), (4, []), (5, ["w1", "w5"])):
-        packs.clear()
-        changed = {int(name[1]) for name in names}
-        neighbours = {n ^ 1 for n in changed} - changed  # in the same bucket, and as clean as they say
-        tensors = {
-            (f"w{n}", 0): torch.full((512,), version if n in changed else expected[n]).to(torch.uint8) for n in range(6)
-        }
-        cache.build(
-            version, {key: t for key, t in tensors.items() if int(key[0][1]) in changed | neighbours}, dirty=names
-        )
-        expected = [version if n in changed else old for n, old in enumerate(expected)]
-        assert packs == sorted({n // 2 for n in changed})
-        assert held(cache, version) == expected
-        if activate:
-            cache.activate(version)
-    assert cache.copies <= 2
-
-
-def test_a_dirty_name_that_is_unknown(make):
-    cache = make()
-    cache.build(1, model(1))
-    with pytest.raises(BadInput, match="the layout has no tensor named w9"):
-        cache.build(2, model(2), dirty=["w9"])
-    assert cache.latest == 1
-
-
 @pytest.mark.parametrize("reached", [False, True])
-def test_a_build_that_fails_leaves_the_active_version_and_the_next_packs_all(make, packs, reached):
-    """`reached`: a version that was built in between is lost with it. Its dirty names are owed, too."""
+def test_a_build_that_fails_leaves_the_active_version(make, packs, reached):
+    """`reached`: a version that was built in between is lost with it."""
     cache = make()
     cache.build(1, model(1))
     cache.activate(1)
     if reached:
-        cache.build(2, model(2, changed=[0]), dirty=["w0"])
+        cache.build(2, model(2))
     broken = model(3)
     del broken["w5", 0]
     with pytest.raises(Mismatch, match=r"bucket 2: w5 \(shard 0\) is missing"):
@@ -164,12 +129,9 @@ def test_a_build_that_fails_leaves_the_active_version_and_the_next_packs_all(mak
     assert (cache.latest, cache.active, cache.copies) == (1, 1, 1)
     assert held(cache, 1) == [1] * 6
     packs.clear()
-    cache.build(3, model(3), dirty=["w2"])
+    cache.build(3, model(3))
     assert packs == [0, 1, 2]
     assert held(cache, 3) == [3] * 6
-    packs.clear()
-    cache.build(4, model(4), dirty=["w2"])
-    assert packs == [1]
 
 
 def test_buckets_are_told_when_they_are_there_and_a_listener_may_fail(make):
@@ -182,7 +144,7 @@ def test_buckets_are_told_when_they_are_there_and_a_listener_may_fail(make):
             raise OSError("the receiver is gone")
 
     with pytest.raises(OSError, match="gone"):
-        cache.build(2, model(2), dirty=["w0"], packed=fail)
+        cache.build(2, model(2), packed=fail)
     assert (cache.latest, cache.copies) == (-1, 0)
 
 
@@ -197,8 +159,8 @@ def test_bound_weights_are_packed_and_those_of_another_layout_refused(make):
 
 
 @pytest.mark.parametrize("built", [False, True])
-def test_a_version_that_is_discarded_was_not_and_the_next_build_packs_all(make, packs, built):
-    cache = make(keep=True)
+def test_a_version_that_is_discarded_was_not(make, packs, built):
+    cache = make()
     cache.build(1, model(1))
     cache.activate(1)
     cache.discard(1)  # what is active stays
@@ -208,7 +170,7 @@ def test_a_version_that_is_discarded_was_not_and_the_next_build_packs_all(make, 
     cache.discard(2)
     assert (cache.latest, cache.active) == (1, 1)
     packs.clear()
-    cache.build(2, model(2), dirty=["w0"])
+    cache.build(2, model(2))
     assert packs == [0, 1, 2]
     assert held(cache, 2) == [2] * 6
 
@@ -237,7 +199,7 @@ def test_weights_that_were_offloaded_are_named(make):
     for tensor in tensors.values():
         tensor.untyped_storage().resize_(0)
     with pytest.raises(BadInput, match="the storage of w0, w1, w2, w3, w4 and 1 more is empty"):
-        cache.build(2, tensors, dirty=["w0"])
+        cache.build(2, tensors)
     assert (cache.latest, held(cache, 1)) == (1, [1] * 6)
 
 

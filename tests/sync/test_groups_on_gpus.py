@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from kit.errors import KitError
+from kit.sync import groups
+from kit.sync.groups import Rendezvous, hurried, settle, within
 from kit.sync.link import PeerSilent
-from kit.sync.transports import groups
-from kit.sync.transports.groups import Rendezvous, hurried, settle, within
 from tests.sync.ranks.transports import SIZES, receive, send
 from tests.sync.test_transports import between
 

@@ -15,16 +15,13 @@ import pytest
 import torch
 
 from kit.errors import KitError
-from kit.sync import sending
+from kit.sync import sender, transports
 from kit.sync.buckets import Bound
 from kit.sync.cache import Ring
 from kit.sync.link import Listener
 from kit.sync.receiver import Call, landing
-from kit.sync.sender import Report
-from kit.sync.sending import Log
-from kit.sync.transports import direct, make
-from kit.sync.transports.base import Transport, TransportContext
-from kit.sync.transports.direct import Ipc, opened
+from kit.sync.sender import Log, Report
+from kit.sync.transports import Ipc, Transport, TransportContext, make, opened
 from tests.sync.ranks.service import LAYOUT, Host, at_once, receiver_of, sender_of, table, target, tensors
 from tests.sync.ranks.transports import SIZES, bucket, receive, send
 from tests.sync.test_transports import between
@@ -48,9 +45,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     stream = SimpleNamespace(synchronize=lambda: None)
     cuda = SimpleNamespace(is_available=lambda: True, current_stream=lambda _: stream, ipc_collect=lambda: None)
-    monkeypatch.setattr(direct, "torch", SimpleNamespace(cuda=cuda, empty=on_host, uint8=torch.uint8))
-    monkeypatch.setattr(direct, "handle_of", handle)
-    monkeypatch.setattr(direct, "opened", lambda found: SLOTS[found[0]])
+    monkeypatch.setattr(
+        transports, "torch", SimpleNamespace(cuda=cuda, empty=on_host, uint8=torch.uint8, Tensor=torch.Tensor)
+    )
+    monkeypatch.setattr(transports, "handle_of", handle)
+    monkeypatch.setattr(transports, "opened", lambda found: SLOTS[found[0]])
 
 
 @pytest.mark.parametrize("receivers", [1, 3])
@@ -67,7 +66,6 @@ def test_what_is_applied_at_once_lands_where_the_transport_puts_it(on_device: bo
     receiver: Any = SimpleNamespace(device=torch.device("meta"))
     applier: Any = SimpleNamespace(apply=lambda _, buffer: landed.append(buffer.device))
     call.receiver, call.layout, call.applier, call.digests, call.log = receiver, LAYOUT, applier, None, Log()
-    call.received = SimpleNamespace(applied=0)  # type: ignore[assignment]
     transport: Any = SimpleNamespace(receive=lambda _, into: into, done=lambda _: None, on_device=on_device)
     call.stream(transport)
     assert {str(device) for device in landed} == {"meta" if on_device else "cpu"}
@@ -105,15 +103,15 @@ def on_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def made(kind: str, ctx: TransportContext, **how: Any) -> Transport:
         return make(kind, replace(ctx, device=GPU), **how)
 
-    monkeypatch.setattr(sending, "on_gpu", lambda *_: True)
+    monkeypatch.setattr(sender, "on_gpu", lambda *_: True)
     return made
 
 
-@pytest.mark.parametrize(("ring", "dirty"), [(True, None), (False, None), (False, ["half"])])
+@pytest.mark.parametrize("ring", [True, False])
 def test_a_version_goes_from_gpu_to_gpu(
-    on_gpu: Callable[..., Any], ring: bool, dirty: list[str] | None, monkeypatch: pytest.MonkeyPatch
+    on_gpu: Callable[..., Any], ring: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ring, which keeps nothing, is not even packed; a cache is, for those that wake later. Buckets that did not change come from it."""
+    """A ring, which keeps nothing, is not even packed; a cache is, for those that wake later."""
     packed: list[str] = []
     pack = Bound.pack
 
@@ -130,17 +128,15 @@ def test_a_version_goes_from_gpu_to_gpu(
         targets = [target("r1", state="paused")]
         for version in (1, 2):
             weights = tensors(version)
-            if dirty is not None:
-                weights = tensors(1) | {key: tensor for key, tensor in weights.items() if key[0] in dirty}
-            act = partial(sender.sync, version, targets, lambda weights=weights: weights, dirty=dirty)
+            act = partial(sender.sync, version, targets, lambda weights=weights: weights)
             report, received = at_once(act, receiver.join)
             assert isinstance(report, Report), report
             assert not isinstance(received, Exception), received
             assert table(host.tensors) == table(weights)
         sender.cache.close()
     every = 2 * len(LAYOUT.buckets)
-    assert packed.count("the card") == (every if dirty is None else 0)
-    assert packed.count("the cache") == (0 if ring else every if dirty is None else len(LAYOUT.buckets) + 1)
+    assert packed.count("the card") == every
+    assert packed.count("the cache") == (0 if ring else every)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +150,7 @@ def test_a_version_goes_from_gpu_to_gpu(
 )
 def test_weights_are_on_the_senders_gpu(devices: list[str], here: str, same: bool) -> None:
     some: Any = [SimpleNamespace(device=torch.device(device)) for device in devices]
-    assert sending.on_gpu(some, torch.device(here)) is same
+    assert sender.on_gpu(some, torch.device(here)) is same
 
 
 @pytest.mark.parametrize(
@@ -172,7 +168,7 @@ def test_memory_that_goes_by_descriptors_is_known_by_the_allocators_setting(
 ) -> None:
     """`assumed`: both names are read (c10/core/AllocatorConfig.cpp, 2.9 to 2.13), the second also by older builds."""
     monkeypatch.setenv(name, value)
-    assert direct.needs_permission() is needed
+    assert transports.needs_permission() is needed
 
 
 PERMITTED = "pidfd_getfd: Operation not permitted\nException raised from fromShared"

@@ -90,7 +90,7 @@ def test_descriptors() -> None:
 def test_strangers_and_those_who_do_not_come() -> None:
     with Listener(tcp_host="127.0.0.1") as listener:
         with socket.create_connection((listener.address["host"], listener.address["port"])) as odd:
-            odd.sendall(HEADER.pack(2, 0) + b"[]")  # no message of ours
+            odd.sendall(HEADER.pack(2) + b"[]")  # no message of ours
         wrong = call({**listener.address, "secret": "no"}, "receiver 1", peer="sender", timeout_s=1)
         other = call(listener.address, "receiver 7", peer="sender", timeout_s=1)
         right = call(listener.address, "receiver 2", peer="sender", timeout_s=1)

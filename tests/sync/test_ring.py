@@ -29,13 +29,13 @@ def sender() -> Iterator[Sender]:
         made.cache.close()
 
 
-def stream(sender: Sender, version: int, calls: type[Call] = Call, **config: Any) -> tuple[list[Any], list[Host]]:
+def stream(sender: Sender, version: int, calls: type[Call] = Call) -> tuple[list[Any], list[Host]]:
     """A version to two receivers that pause, of which the second cuts its own and is of that kind."""
     hosts = [Host(), Host(cut=True)]
     address = sender.listener.address
     receivers = [receiver_of("r1", hosts[0], address), receiver_of("r2", hosts[1], address, calls)]
     targets = [target(name, state="paused") for name in NAMES]
-    act = lambda: sender.sync(version, targets, lambda: tensors(version), **config)  # noqa: E731 - it is handed on
+    act = lambda: sender.sync(version, targets, lambda: tensors(version))  # noqa: E731 - it is handed on
     return at_once(act, *(receiver.join for receiver in receivers)), hosts
 
 
@@ -46,7 +46,7 @@ def test_versions_arrive_through_memory_for_a_few_buckets(sender: Sender, transp
     sender.cache, sender.transport = Ring(LAYOUT, slots=slots), transport
     places = set()
     for version in (1, 2, 3):
-        (report, *_), hosts = stream(sender, version, dirty=["half"])  # all are packed nevertheless
+        (report, *_), hosts = stream(sender, version)
         assert isinstance(report, Report), report
         assert (report.path, report.answered) == ("stream", 2)
         assert all(host.has(version) for host in hosts)

@@ -18,16 +18,15 @@ from typing import Any
 import pytest
 import torch
 
-import kit.sync.sending as module
+import kit.sync.sender as module
 from kit.errors import BadInput, KitError
+from kit.sync.buckets import Bound
 from kit.sync.cache import BASE
 from kit.sync.hashes import Digests
 from kit.sync.link import Listener, PeerFailed, PeerSilent
 from kit.sync.receiver import Call
-from kit.sync.sender import Report, SyncFailed
-from kit.sync.sending import Sending
-from kit.sync.transports.base import TransportContext
-from kit.sync.transports.direct import Shm
+from kit.sync.sender import Report, Sending, SyncFailed
+from kit.sync.transports import Shm, TransportContext
 from tests.holdings import wait_for
 from tests.sync.ranks.service import (
     HERE,
@@ -205,44 +204,24 @@ def test_an_expansion_needs_no_live_weights(scene: Scene) -> None:
     assert "the storage of small, half, eighth, large, one and 1 more is empty" in str(error)
 
 
-# -- dirty names -----------------------------------------------------------------------------------------------------------
-
-
-def test_only_what_is_dirty_is_packed_and_after_a_failure_everything(scene: Scene) -> None:
+def test_a_tensor_that_is_not_gathered(scene: Scene) -> None:
     scene.works(1)
-    changed = {**tensors(1), ("half", 0): tensors(2)["half", 0]}
-
-    def mixed() -> dict[tuple[str, int], torch.Tensor]:
-        return changed
-
-    assert isinstance(scene.sync(2, gather=mixed, dirty=["half"])[0], Report)
-    assert torch.equal(scene.hosts["r1"].tensors["half", 0], changed["half", 0])
-    for receiver in scene.receivers.values():  # what was dirty in a version that nobody came for is owed
-        receiver.version = 1
-    scene.sender.timeout_s = 0.1
-    error = at_once(lambda: scene.sender.sync(3, [target("r1")], lambda: tensors(3), dirty=["large"]))[0]
-    assert "r1 did not answer within 0.1 s (waiting for a call)" in str(error)
-    scene.sender.timeout_s = 5.0
-    scene.works(4, dirty=["half"])
-
-
-def test_a_clean_name_that_is_not_clean_is_found(scene: Scene) -> None:
-    scene.works(1)
-    error, _ = scene.fails(2, dirty=["half"])
-    assert error.bucket is not None
-    assert set(error.tensors) <= set(KINDS) - {"half"}
-    assert error.tensors[0] in str(error)
-    scene.works(3, dirty=[])
-
-
-def test_a_dirty_name_that_nobody_knows_and_a_tensor_that_is_not_gathered(scene: Scene) -> None:
-    scene.works(1)
-    assert "the layout has no tensor named nobody" in str(scene.fails(2, dirty=["nobody"])[0])
+    gone = {key: tensor for key, tensor in tensors(2).items() if key[0] != "small"}
+    assert "small (shard 0) is missing" in str(scene.fails(2, gather=lambda: gone)[0])
     scene.works(3)
-    gone = {key: tensor for key, tensor in tensors(4).items() if key[0] != "small"}
-    assert "small (shard 0) is missing" in str(scene.fails(4, gather=lambda: gone, dirty=["last"])[0])
-    scene.works(5)
-    assert "small (shard 0) is missing" in str(scene.fails(6, gather=lambda: gone, dirty=["last"])[0])
+
+
+def test_bytes_that_are_not_those_of_the_live_weights_are_found(scene: Scene) -> None:
+    class Stale(Bound):
+        def pack(self, index: int, out: torch.Tensor, **how: Any) -> None:
+            super().pack(index, out, **how)
+            out[0] += index == 1
+
+    scene.works(1)
+    error, _ = scene.fails(2, gather=lambda: Stale(LAYOUT, tensors(2)))
+    assert error.bucket == 1
+    assert error.tensors[0] in str(error)
+    scene.works(3)
 
 
 # -- failures of a receiver ------------------------------------------------------------------------------------------------

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from kit.errors import BadInput, KitError
+from kit.sync import transports
 from kit.sync.cache import Kept, Segment
 from kit.sync.link import Listener, PeerFailed, PeerGone, PeerSilent
-from kit.sync.transports import NAMES, Place, base, by_name, choose, direct
-from kit.sync.transports.base import DEPTH, GRACE_S, Transport
-from kit.sync.transports.direct import Ipc
+from kit.sync.transports import DEPTH, GRACE_S, NAMES, Ipc, Place, Transport, by_name, choose
 from tests.holdings import memory_files
 from tests.sync.ranks.transports import SIZES, Act, as_receiver, as_sender, bucket, context, receive, send
 
@@ -122,7 +121,7 @@ def test_other_transports_fill_what_they_are_given(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "depth"), [("serialize", DEPTH), ("rendezvous", DEPTH), ("shm", direct.MESSAGES)])
+@pytest.mark.parametrize(("kind", "depth"), [("serialize", DEPTH), ("rendezvous", DEPTH), ("shm", transports.MESSAGES)])
 def test_the_sender_waits_for_the_slowest(kind: str, depth: int) -> None:
     """It is so many buckets ahead of a receiver that does not say that it is done, and no more."""
     sent: list[int] = []
@@ -165,11 +164,11 @@ def test_another_bucket_than_the_awaited_one_is_refused() -> None:
 def test_a_segment_that_is_too_small_is_refused() -> None:
     def short(ctx: Any) -> Transport:
         with closing(Segment(4096)) as segment:
-            return direct.Shm(context("sender", ctx.links, 5.0, segment=segment))
+            return transports.Shm(context("sender", ctx.links, 5.0, segment=segment))
 
     class Ends:
         def __call__(self, ctx: Any) -> Transport:
-            return short(ctx) if ctx.role == "sender" else direct.Shm(ctx)
+            return short(ctx) if ctx.role == "sender" else transports.Shm(ctx)
 
     before = mapped()
     _, receiver = between(Ends(), lambda _: None, receive)
@@ -260,13 +259,13 @@ def test_hosts_without_gpus_share_memory() -> None:
 def test_names() -> None:
     for name in NAMES:
         assert issubclass(by_name(name), Transport)  # type: ignore[arg-type]
-    assert by_name("kit.sync.transports.base:Transport") is base.Transport
+    assert by_name("kit.sync.transports:Transport") is Transport
     with pytest.raises(BadInput, match=r"unknown transport 'telepathy': use shm, broadcast, .* or module:attr"):
         by_name("telepathy")
     with pytest.raises(BadInput, match=r"transport kit\.sync:no cannot be loaded on this rank: module 'kit.sync'"):
         by_name("kit.sync:no")
     with pytest.raises(BadInput, match="cannot be called with a TransportContext"):
-        by_name("kit.sync.transports.base:DEPTH")
+        by_name("kit.sync.transports:DEPTH")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -7,8 +7,8 @@ import torch
 
 from kit.labs.split.ranks.oracle import oracle
 from kit.train import protocol
-from kit.train.batch import counts, cut
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
+from kit.train.protocol import counts, cut
 
 ROWS, LENGTH = 6, 9
 

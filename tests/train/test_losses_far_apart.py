@@ -7,8 +7,8 @@ import torch
 
 from kit.labs.split.ranks.oracle import oracle
 from kit.train import protocol
-from kit.train.batch import counts
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
+from kit.train.protocol import counts
 
 ROWS, LENGTH = 4, 8
 GAPS = [sign * size for size in (5.0, 15.0, 17.0, 50.0, 90.0, 100.0) for sign in (1, -1)]

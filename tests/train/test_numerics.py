@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.utils.deterministic
 
-from kit.train.numerics import Numerics, deterministic, full_float32
+from kit.train.plain import Numerics, deterministic, full_float32
 
 
 @pytest.fixture(autouse=True)

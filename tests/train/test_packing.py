@@ -9,9 +9,9 @@ import torch
 
 from kit.errors import BadInput
 from kit.megatron.config import GEOMETRIES
-from kit.train import batch as room
-from kit.train.batch import Batch
+from kit.train import protocol as room
 from kit.train.plain import from_weights, initial_weights, logprobs, next_logprobs
+from kit.train.protocol import Batch
 
 GEOMETRY = GEOMETRIES["tiny"]
 LENGTHS = [9, 1, 20, 2, 13, 20, 5]

@@ -9,8 +9,8 @@ import torch
 
 from kit.errors import BadInput
 from kit.megatron.config import GEOMETRIES
-from kit.train.batch import KEYS, Batch, counts, cut
 from kit.train.plain import from_weights
+from kit.train.protocol import KEYS, Batch, counts, cut
 from kit.train.rollout import END, PAD, encode, prepare, problems, score, uneven
 
 GEOMETRY = GEOMETRIES["tiny"]

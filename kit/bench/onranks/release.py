@@ -21,7 +21,7 @@ from kit.measure import counts, host
 from kit.measure.phase import device_memory, host_memory, timed
 from kit.megatron import groups, model
 from kit.megatron.config import ModelConfig
-from kit.megatron.groups.handle import c10d, current_groups, parallel_state
+from kit.megatron.handles import c10d, current_groups, parallel_state
 from kit.megatron.tensors import memory, offload_natively, reload_natively
 from kit.nccl import unbound
 

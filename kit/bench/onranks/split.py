@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kit.labs.split.config import Recipe
-    from kit.train.batch import Batch
-    from kit.train.protocol import StepResult
+    from kit.train.protocol import Batch, StepResult
 
 PLAIN, AGAIN = "plain", "plain again"
 UNCORRECTED, CORRECTED = "uncorrected", "corrected"

@@ -28,15 +28,14 @@ from kit.sync.buckets import Bound, Layout, automatic, lay_out, live, specs_of, 
 from kit.sync.cache import LARGEST, SLOTS, Cache, Kept, Segment, starts
 from kit.sync.hashes import NONE, Digests, algorithms, digest
 from kit.sync.link import Listener, address_of, call
-from kit.sync.transports import make
-from kit.sync.transports.base import TransportContext
+from kit.sync.transports import TransportContext, make
 from kit.train.plain import PlainModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kit.sync.link import Link
-    from kit.sync.transports.base import Transport
+    from kit.sync.transports import Transport
 
     Tensors = Mapping[tuple[str, int], torch.Tensor]
     Named = dict[str, torch.Tensor]
@@ -212,7 +211,7 @@ class Bench:
         """Through the cache, which takes the tensors for new ones in every version."""
         layout = self.laid(size).layout
         if self.cache is None or self.cache.layout != layout:
-            self.cache = Cache(layout, keep=True)
+            self.cache = Cache(layout)
         cache, version = self.cache, self.cache.latest + 1
         opened: list[tuple[Transport, Digests | None]] = []
 

@@ -18,7 +18,10 @@ FAULTS = exposed_by(
         set=UNSEEN,
     ),
     Fault(
-        "stale-bucket", "a bucket with changed tensors counts as clean, so old bytes are sent", "bit_exact", set=UNSEEN
+        "stale-bucket",
+        "a bucket with changed tensors is not packed again, so old bytes are sent",
+        "bit_exact",
+        set=UNSEEN,
     ),
     Fault(
         "cache-after-offload",

@@ -17,15 +17,13 @@ import sys
 import types
 import warnings
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from kit.measure.observers.births import is_group
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
 
 KINDS = ("weights", "grads", "optimizer", "other")
 GRADIENTS = ("grad", "main_grad", "decoupled_grad")
@@ -132,8 +130,6 @@ class State:
 
 
 class Resident(NamedTuple):
-    """A storage that is on a device."""
-
     name: str
     kind: str
     size: int

@@ -118,7 +118,7 @@ def begin(*, n: int) -> dict[str, Any]:
     """Make the groups where Megatron's are; levels before there are any, and with them."""
     global _ten  # noqa: PLW0603 - kept between calls
     from kit.megatron import groups, standin
-    from kit.megatron.groups.handle import parallel_state
+    from kit.megatron.handles import parallel_state
 
     groups.install()
     standin.install()

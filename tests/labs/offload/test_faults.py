@@ -73,6 +73,6 @@ def test_runs_that_break_say_why(offload: Offload) -> None:
     with pytest.raises(kit.RankError, match="already initialized") as stale:
         offload(fault="stale-globals")
     assert stale.value.phase == "reload"
-    with pytest.raises(kit.RankError, match=r"destroy: rank\(s\) \[1\] did not come within 3 s") as missing:
+    with pytest.raises(kit.RankError, match=r"destroy: ranks \[1\] did not arrive within 3 s") as missing:
         offload(fault="missing-rank-in-destroy")
     assert missing.value.phase == "release"

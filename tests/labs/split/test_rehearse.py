@@ -14,9 +14,8 @@ import torch.distributed as dist
 from kit.labs.split.config import SplitConfig
 from kit.labs.split.ranks import rehearse
 from kit.megatron import split
-from kit.train.batch import Batch, cuts
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
-from kit.train.protocol import Misuse, SplitStep, StepResult
+from kit.train.protocol import Batch, Misuse, SplitStep, StepResult, cuts
 
 CONFIG = SplitConfig(ranks=1, steps=1, microbatches=2, micro_batch=3, chunks=(1,), level="tokens", dtype="float32")
 ROWS, LENGTH, WORDS = 6, 12, 40

@@ -18,7 +18,7 @@ OWN = '''
 import os
 import mmap
 import torch
-from kit.sync.transports.base import Transport
+from kit.sync.transports import Transport
 from own_transport import Files
 
 

@@ -18,7 +18,7 @@ import torch
 from kit.labs.sync.config import SyncConfig
 from kit.labs.sync.ranks.trainer import Trainer
 from kit.labs.sync.ranks.watch import WAITS, Forward, Forwards, SeenTransport, Watch, judge, sha256
-from kit.measure.observers.holdings import shared_memory
+from kit.measure.phase import shared_memory
 from kit.sync.cache import Segment
 from kit.sync.serving import Serving
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kit.megatron import checkpoint, model, ownership, shards
+from kit.megatron import model, ownership, shards
 from kit.megatron.config import ModelConfig, read_geometry
 from tests.megatron.ranks.common import attempt
 from tests.megatron.ranks.shards import _logits, unequal
@@ -22,12 +22,12 @@ def there_and_back(folder: str, to: str, **settings: Any) -> list[str]:
     """Loads and exports. Names whose merged tensors are not the bits of the folder, in the job's dtype."""
     with ownership.as_found():
         made = job(folder, **settings)
-        checkpoint.load(made.chunks, folder)
-        checkpoint.export(made.chunks, like=folder, to=to)
+        shards.load(made.chunks, folder)
+        shards.export(made.chunks, like=folder, to=to)
         dtype = model.DTYPES[made.config.dtype]
         return unequal(
             {name: value.view(torch.uint8) for name, value in shards.merge(made.chunks).items()},
-            {name: value.to(dtype).view(torch.uint8) for name, value in checkpoint.Folder(folder).items()},
+            {name: value.to(dtype).view(torch.uint8) for name, value in shards.Folder(folder).items()},
         )
 
 
@@ -35,7 +35,7 @@ def released(folder: str, to: str, **settings: Any) -> str:
     """What a release after an export says."""
     with ownership.as_found():
         made = job(folder, **settings)
-        checkpoint.export(made.chunks, like=folder, to=to)
+        shards.export(made.chunks, like=folder, to=to)
         said = attempt(made.mover.release)
         made.mover.close()
         return said
@@ -45,17 +45,17 @@ def changed(folder: str, to: str, name: str, **settings: Any) -> None:
     """Exports weights of which one is another than in the folder."""
     with ownership.as_found():
         made = job(folder, **settings)
-        checkpoint.load(made.chunks, folder)
+        shards.load(made.chunks, folder)
         full = shards.merge(made.chunks)
         shards.load_full(made.chunks, full | {name: full[name] + 1})
-        checkpoint.export(made.chunks, like=folder, to=to)
+        shards.export(made.chunks, like=folder, to=to)
 
 
 def logits(folder: str, tokens: str, out: str, **settings: Any) -> None:
     """Loads, runs the tokens of a file and leaves the logits in another."""
     with ownership.as_found():
         made = job(folder, **settings)
-        checkpoint.load(made.chunks, folder)
+        shards.load(made.chunks, folder)
         found = _logits(made, torch.load(tokens))
     if dist.get_rank() == 0:
         torch.save(found[0], out)
@@ -65,13 +65,13 @@ def refused(folder: str, others: list[str], to: str, limit: int = 0, **settings:
     """What a load from this rank's own of the other folders and an export like it say, and what they changed."""
     with ownership.as_found():
         made = job(folder, **settings)
-        checkpoint.load(made.chunks, folder)
+        shards.load(made.chunks, folder)
         before = shards.merge(made.chunks)
         other = others[dist.get_rank() % len(others)]
-        loaded = attempt(lambda: checkpoint.load(made.chunks, other))
+        loaded = attempt(lambda: shards.load(made.chunks, other))
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         if limit and dist.get_rank() == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-        exported = attempt(lambda: checkpoint.export(made.chunks, like=other, to=to))
+        exported = attempt(lambda: shards.export(made.chunks, like=other, to=to))
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         return {"load": loaded, "export": exported, "changed": unequal(shards.merge(made.chunks), before)}

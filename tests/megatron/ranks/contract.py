@@ -14,7 +14,7 @@ from holders import holders as holders_of  # noqa: E402
 
 from kit.megatron import groups, model  # noqa: E402 - groups that exist before the kit loads are part of the test
 from kit.megatron.config import ModelConfig  # noqa: E402
-from kit.megatron.groups.handle import maker, megatron_groups, parallel_state  # noqa: E402
+from kit.megatron.handles import maker, megatron_groups, parallel_state  # noqa: E402
 
 TP2 = ModelConfig(tp=2)
 

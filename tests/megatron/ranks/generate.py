@@ -10,7 +10,7 @@ import torch
 
 from kit.megatron import ownership, serve
 from kit.megatron.config import GEOMETRIES, ModelConfig
-from kit.megatron.generate import Answer, AtSync, Engine, PrefixCache, Request
+from kit.megatron.serve import Answer, AtSync, Engine, Prefix, PrefixCache, Request
 from kit.train.arithmetic import END, VOCAB, encode
 from tests.megatron.ranks.common import attempt
 from tests.megatron.ranks.recompute import verify
@@ -252,12 +252,26 @@ def prefixes() -> dict[str, Any]:
         engine = Engine(replica)
         counts = []
 
+        def counted(cache: PrefixCache) -> PrefixCache:
+            """The cache, with a list of how often it had a prefix and how often not."""
+            plain, tally = cache.get, [0, 0]
+
+            def get(version: int, tokens: tuple[int, ...]) -> Prefix | None:
+                found = plain(version, tokens)
+                tally[found is None] += 1
+                return found
+
+            cache.get, cache.tally = get, tally  # type: ignore[attr-defined, method-assign]
+            return cache
+
+        counted(engine.prefixes)
+
         def group(engine: Engine, prompt: int, samples: int) -> dict[str, Answer]:
             for sample in range(samples):
                 engine.start(request(prompt, sample))
             found = finish(engine)
             cache = engine.prefixes
-            counts.append([cache.hits, cache.misses, len(cache)])
+            counts.append([*cache.tally, len(cache)])  # type: ignore[attr-defined]
             return found
 
         group(engine, 0, 4)
@@ -270,12 +284,13 @@ def prefixes() -> dict[str, Any]:
 
         load(replica, 0)
         tight = Engine(replica, prefix_bytes=size // 2)  # room for one
+        counted(tight.prefixes)
         group(tight, 0, 2)
         group(tight, 1, 2)
         group(tight, 0, 2)
 
         broken = Engine(replica)
-        broken.prefixes = Unsalted(PREFIX)
+        broken.prefixes = counted(Unsalted(PREFIX))
         group(broken, 0, 2)
         load(replica, 1)
         broken.weights_changed(1, "keep")

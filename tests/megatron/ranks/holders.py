@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kit.megatron.groups.handle import Handle, c10d, groups_in, megatron_globals, parallel_state
+from kit.megatron.handles import Handle, c10d, groups_in, megatron_globals, parallel_state
 
 _LEAVES = (torch.Tensor, str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device)
 

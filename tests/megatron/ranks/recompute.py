@@ -16,8 +16,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kit.megatron.generate import KV, Answer, Span
-    from kit.megatron.serve import Replica
+    from kit.megatron.serve import KV, Answer, Replica, Span
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

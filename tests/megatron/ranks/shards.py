@@ -14,7 +14,7 @@ from torch.nn import functional
 from kit.errors import BadInput
 from kit.megatron import model, ownership, shards
 from kit.megatron.config import GEOMETRIES, Geometry, ModelConfig
-from kit.megatron.gradients import reduced
+from kit.megatron.split import reduced
 from kit.train.plain import Mlp, PlainModel
 from tests.megatron.ranks.common import attempt
 

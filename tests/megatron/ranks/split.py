@@ -13,12 +13,10 @@ import torch.distributed as dist
 from kit.errors import BadInput
 from kit.megatron import model, ownership, shards, tensors
 from kit.megatron.config import ModelConfig
-from kit.megatron.gradients import counted, reduced
-from kit.megatron.split import MegatronSplit, MegatronSync, hooks, random_states
-from kit.train.batch import Batch, cut, rows
+from kit.megatron.split import MegatronSplit, MegatronSync, counted, hooks, random_states, reduced
 from kit.train.losses import ClippedPolicyGradient
 from kit.train.options import Settings
-from kit.train.protocol import Misuse
+from kit.train.protocol import Batch, Misuse, cut, rows
 
 ROWS, MBS, LENGTH = 8, 2, 16  # rows of a data rank
 LOSS = ClippedPolicyGradient(level="sequences", kl=0.05)
@@ -280,12 +278,12 @@ def reductions(**settings: Any) -> dict[str, Any]:
         split = MegatronSplit(job)
         with counted(job.chunks[0]) as counter:
             for _ in range(3):
-                counter.reset()
+                counter.update(dict.fromkeys(counter, 0))
                 split.begin(LOSS, 16, MBS)
                 for piece in thirds(mine()):
                     split.microbatch(piece)
                 split.finish()
-                seen += counter.counts.values()
+                seen += counter.values()
     with job_of(**settings) as job:
         found, result = gradients(job, lambda: step(job, thirds(mine())))
     with job_of(**settings) as job:

@@ -9,8 +9,7 @@ dist.init_process_group("gloo")
 
 from kit.megatron import groups, model  # noqa: E402
 from kit.megatron.config import ModelConfig  # noqa: E402
-from kit.megatron.groups import exact  # noqa: E402
-from kit.megatron.groups.handle import megatron_groups  # noqa: E402
+from kit.megatron.handles import megatron_groups  # noqa: E402
 
 ORDER: list[tuple[str, str]] = []
 
@@ -47,7 +46,7 @@ def stand_ins(refusing: str = "") -> dict[int, Any]:
         name = f"{handle.group_desc}/{handle.group_name}"
         refuses = bool(refusing) and refusing in handle.group_desc
         made[id(handle)] = None if number % 5 == 4 else StandIn(name, used=number != 1, refuses=refuses)
-    exact.on_gpu = lambda handle: made[id(handle)]
+    groups.on_gpu = lambda handle: made[id(handle)]
     return made
 
 
@@ -67,7 +66,7 @@ def there_and_back() -> dict[str, Any]:
         "first": kept["suspended"][0],
         "gloo": [why for _, why in kept["skipped"]].count("over gloo"),
         "expected_gloo": sum(one is None for one in made.values()),
-        "unused": [why for _, why in kept["skipped"]].count(exact.NEVER_USED),
+        "unused": [why for _, why in kept["skipped"]].count(groups.NEVER_USED),
         "asleep": len(asleep),
         "all_raise_by_name": all(named),
         "initialised": groups.initialised(),
@@ -116,6 +115,6 @@ def stuck() -> dict[str, Any]:
     return result
 
 
-plain = attempt(exact.refuse)  # before there is a stand-in for the library
-exact.refuse = lambda: None  # type: ignore[assignment]
+plain = attempt(groups.refuse_keeping)  # before there is a stand-in for the library
+groups.refuse_keeping = lambda: None  # type: ignore[assignment]
 write({"plain": plain, "there_and_back": there_and_back(), "refused": refused(), "stuck": stuck()})

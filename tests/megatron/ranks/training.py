@@ -10,13 +10,12 @@ from holders import holders as holders_of
 
 from kit.megatron import groups, model, ownership
 from kit.megatron.config import ModelConfig, model_bytes
-from kit.megatron.groups import exact
-from kit.megatron.groups.handle import megatron_globals, megatron_groups, parallel_state
+from kit.megatron.handles import megatron_globals, megatron_groups, parallel_state
 
 BEFORE, AFTER = 2, 2
 
 gone: list[str] = []  # names of groups, in the order in which they were destroyed
-plain_forget = exact.forget
+plain_forget = groups.forget
 
 
 def forget(handle: Any) -> None:
@@ -25,7 +24,7 @@ def forget(handle: Any) -> None:
     plain_forget(handle)
 
 
-exact.forget = forget
+groups.forget = forget
 
 
 def uninterrupted(config: ModelConfig) -> dict[str, Any]:

@@ -18,14 +18,13 @@ import torch
 
 from kit.errors import KitError
 from kit.measure import counts
-from kit.sync.buckets import lay_out, specs_of
+from kit.sync.buckets import Cut, Whole, lay_out, specs_of
 from kit.sync.cache import Cache
 from kit.sync.hashes import digest
 from kit.sync.link import Listener, address_of
 from kit.sync.receiver import Call, Receiver
 from kit.sync.sender import Sender, Target
 from kit.sync.transports import Place
-from kit.sync.weights import Cut, Whole
 from tests.holdings import memory_files, wait_for
 
 CPU = torch.device("cpu")
@@ -108,7 +107,7 @@ class Host:
 
 def sender_of(listener: Listener, kind: type[Sender] = Sender, **config: Any) -> Sender:
     """The caller closes its cache."""
-    cache = config.pop("cache", None) or Cache(LAYOUT, keep=True, timeout_s=10.0)
+    cache = config.pop("cache", None) or Cache(LAYOUT, timeout_s=10.0)
     given: dict[str, Any] = {"place": HERE, "rank": 0, "device": CPU, "timeout_s": 5.0, **config}
     return kind(cache, listener, **given)
 

@@ -22,8 +22,7 @@ from kit.measure import counts
 from kit.sync.buckets import ALIGN
 from kit.sync.cache import Segment
 from kit.sync.link import Listener, call
-from kit.sync.transports import make
-from kit.sync.transports.base import Transport, TransportContext
+from kit.sync.transports import Transport, TransportContext, make
 from tests.holdings import memory_files
 
 PIECES = [[4096], [1000, 512, 8], [512], [3584, 100, 412], [0], [2048], [64 * 1024] * 8]

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from kit.errors import KitError
 from kit.megatron.config import GEOMETRIES
 from kit.train import fsdp
-from kit.train.batch import Batch, counts, cut, rows
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
 from kit.train.options import Settings
 from kit.train.plain import from_weights, logprobs
+from kit.train.protocol import Batch, counts, cut, rows
 from kit.train.rollout import prepare, uneven
 
 GEOMETRY = dataclasses.replace(GEOMETRIES["tiny"], layers=2)
@@ -126,12 +126,12 @@ def parity(level: str, batching: str, dtype: str) -> dict[str, Any]:
         reductions: list[int] = []
         with fsdp.counted(here) as counter, reduce_scatters() as scattered:
             for _ in range(STEPS):
-                counter.reset()
+                counter.update(dict.fromkeys(counter, 0))
                 step.begin(loss, GBS, MBS)
                 feed(step, mine(), calls)
-                assert not any(counter.counts.values())
+                assert not any(counter.values())
                 results.append(step.finish())
-                reductions += counter.counts.values()
+                reductions += counter.values()
         bits.add(repr(sorted(fsdp.state(here).items())))
         found[str(calls)] = {
             "gradients": off(fsdp.full_gradients(here), gradients),

@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import HashStore
 from kit.labs.offload.ranks.releaser import KitReleaser, State
 from kit.measure.observers import births
 from kit.megatron import groups, observe, ownership
-from kit.megatron.groups.exact import DestroyFailed
-from kit.megatron.groups.handle import Handle, c10d, groups_in, megatron_groups, parallel_state
+from kit.megatron.groups import DestroyFailed
+from kit.megatron.handles import Handle, c10d, groups_in, megatron_groups, parallel_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kit.errors import BadInput
 from kit.labs.offload import KIT_RELEASER
 from kit.megatron import groups
-from kit.megatron.groups.exact import STATS
+from kit.megatron.groups import STATS
 from kit.target import load
 
 if TYPE_CHECKING:

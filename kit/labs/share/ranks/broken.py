@@ -14,7 +14,7 @@ from kit.labs.share.config import SEED_APART
 from kit.labs.share.ranks.replica import Replica
 from kit.labs.share.ranks.trainer import Trainer
 from kit.megatron import groups, serve
-from kit.megatron.generate import Engine
+from kit.megatron.serve import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

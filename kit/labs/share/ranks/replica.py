@@ -16,7 +16,7 @@ from kit.labs.stream.ranks import replica
 from kit.labs.stream.ranks.side import DIGEST
 from kit.measure.host import trim
 from kit.megatron import shards
-from kit.megatron.generate import Engine
+from kit.megatron.serve import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

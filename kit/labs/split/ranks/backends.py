@@ -16,12 +16,11 @@ import torch.distributed as dist
 from kit.errors import BadInput
 from kit.labs.split.config import KIT_MODEL, model_config
 from kit.megatron import model, observe, shards, split, tensors
-from kit.megatron.gradients import Reductions, counted, reduced
+from kit.megatron.split import counted, reduced
 from kit.target import load
 from kit.train import fsdp, rollout
-from kit.train.batch import Batch, cut, cuts, rows, valid
 from kit.train.options import Settings
-from kit.train.protocol import SplitContext
+from kit.train.protocol import Batch, SplitContext, cut, cuts, rows, valid
 
 if TYPE_CHECKING:
     import contextlib
@@ -137,7 +136,7 @@ class Megatron:
         merge = shards.merge if self.config.model == KIT_MODEL else shards.by_rank
         return merge(job.chunks, tensor)
 
-    def counted(self, job: Any) -> contextlib.AbstractContextManager[Reductions]:
+    def counted(self, job: Any) -> contextlib.AbstractContextManager[dict[str, int]]:
         return counted(job.chunks[0])
 
     def state(self, job: Any) -> dict[str, str]:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from kit.errors import BadInput
 from kit.labs.split.config import KIT_SPLIT
 from kit.labs.split.ranks.losses import WrappedLoss
-from kit.megatron import gradients, split
+from kit.megatron import split
 from kit.train import fsdp, protocol
-from kit.train.batch import Batch, cut, rows
 from kit.train.losses import ClippedPolicyGradient
+from kit.train.protocol import Batch, cut, rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -215,7 +215,7 @@ class BrokenMegatron(split.MegatronSplit):
         if self.fault == "no-reduce":
             return
         if self.fault == "double-reduce":
-            for group in gradients.bucket_groups(self.job.chunks[0]):
+            for group in split.bucket_groups(self.job.chunks[0]):
                 group.start_grad_sync()
         super()._reduce()
 

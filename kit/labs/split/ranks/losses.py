@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kit.labs.split.config import SplitConfig
-    from kit.train.batch import Batch
     from kit.train.options import Level
-    from kit.train.protocol import Loss, Normalizer
+    from kit.train.protocol import Batch, Loss, Normalizer
 
     Exact = Callable[[torch.Tensor, Batch], tuple[torch.Tensor, dict[str, float]]]
 

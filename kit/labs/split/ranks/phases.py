@@ -17,18 +17,16 @@ from kit.labs.split.ranks.broken import NUMBERS, broken_job, broken_loss, make_s
 from kit.measure.phase import log_steps, now
 from kit.megatron import groups
 from kit.megatron import split as megatron_split
-from kit.megatron.gradients import clear_aux
-from kit.train.batch import cuts
+from kit.megatron.split import clear_aux
 from kit.train.plain import from_weights, logprobs
-from kit.train.protocol import SplitContext
+from kit.train.protocol import SplitContext, cuts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kit.labs.rankside import Context
     from kit.labs.split.ranks.backends import Tensors
-    from kit.train.batch import Batch
-    from kit.train.protocol import Loss, StepResult
+    from kit.train.protocol import Batch, Loss, StepResult
 
 ROUNDING = 64  # a gradient below this many roundings of the model's largest gradient is noise
 
@@ -263,7 +261,7 @@ class Split:
         reductions: list[int] = []
         with backend.counted(job) as counter:
             for number, batch in enumerate(self.batches, start=1):
-                counter.reset()
+                counter.update(dict.fromkeys(counter, 0))
                 used.clear()
                 seen.clear()
                 calls.on = number == len(self.batches)
@@ -279,7 +277,7 @@ class Split:
                 what = f"plain step, level {case.level}" if plain else f"level {case.level}, chunks {case.chunks}"
                 took = time.perf_counter() - began
                 log_steps([dict(result)], done=number, seconds=took, device=calls.device, what=what)
-                reductions += counter.counts.values()
+                reductions += counter.values()
                 trained.results.append(result)
                 trained.gradients.append(self._unclipped(seen[-1], result) if seen else {})
                 hooks_lost += sum(a is not b and a != b for a, b in zip(before, backend.hooks(job), strict=True))

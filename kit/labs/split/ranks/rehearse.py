@@ -21,15 +21,13 @@ from kit.labs.split.ranks.losses import WrappedLoss
 from kit.labs.split.ranks.oracle import true_counts
 from kit.measure.observers.births import Births
 from kit.megatron import observe, split
-from kit.train.batch import valid
-from kit.train.protocol import Misuse
+from kit.train.protocol import Misuse, valid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kit.labs.split.config import SplitConfig
-    from kit.train.batch import Batch
-    from kit.train.protocol import Loss, StepResult
+    from kit.train.protocol import Batch, Loss, StepResult
 
 
 HALF_PRECISION = 2**11  # float16 cannot count beyond it in steps of one

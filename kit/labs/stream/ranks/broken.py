@@ -19,7 +19,7 @@ from kit.labs.stream.ranks.oracle import Oracle
 from kit.labs.stream.ranks.replica import Happened, Replica, name_of
 from kit.labs.stream.ranks.side import Key, Row, advantages
 from kit.labs.stream.ranks.trainer import Trainer
-from kit.megatron.generate import (
+from kit.megatron.serve import (
     Answer,
     AtSync,
     Ended,
@@ -33,7 +33,7 @@ from kit.megatron.generate import (
     pick,
 )
 from kit.train.arithmetic import uniform
-from kit.train.batch import Batch
+from kit.train.protocol import Batch
 
 PLAIN = 1  # loops that run before the first with a controller
 

@@ -21,8 +21,8 @@ import torch
 from kit.labs.stream.ranks.side import Row
 from kit.megatron.config import Geometry
 from kit.train.arithmetic import END
-from kit.train.batch import Batch
 from kit.train.plain import Cache, PlainModel, from_weights
+from kit.train.protocol import Batch
 
 APART = 10.0
 

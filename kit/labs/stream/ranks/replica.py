@@ -20,12 +20,12 @@ from kit.labs.rankside import Context
 from kit.labs.stream.config import replica_model
 from kit.labs.stream.ranks.side import DIGEST, Key, Outbox, Row, base_weights, rest, rows_of, syncs_of
 from kit.megatron import serve, shards
-from kit.megatron.generate import Answer, Engine, Request
 from kit.megatron.groups import destroy
+from kit.megatron.serve import Answer, Engine, Request
+from kit.sync.buckets import Cut
 from kit.sync.hashes import digest
 from kit.sync.link import address_of
 from kit.sync.receiver import Receiver
-from kit.sync.weights import Cut
 from kit.train.arithmetic import END, encode, min_tokens, problem, reward
 from kit.train.rollout import Problem
 

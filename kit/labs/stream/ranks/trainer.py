@@ -46,9 +46,8 @@ from kit.sync.cache import BASE, Cache
 from kit.sync.link import Listener
 from kit.sync.sender import Sender, Target
 from kit.train.arithmetic import PAD
-from kit.train.batch import Batch, valid
 from kit.train.losses import ClippedPolicyGradient
-from kit.train.protocol import Split, SplitContext, make_split
+from kit.train.protocol import Batch, Split, SplitContext, make_split, valid
 
 EXACT = 1e-5  # by which a log-probability may differ from that of its version
 NOISY = 16  # samples from which the noise of arithmetic is measured
@@ -108,7 +107,7 @@ class Trainer:
         self.keep(0)
         specs = specs_of(self.gather())
         if self.first:
-            self.cache = Cache(lay_out(specs, automatic(specs)), keep=True, timeout_s=self.config.deadline_s)
+            self.cache = Cache(lay_out(specs, automatic(specs)), timeout_s=self.config.deadline_s)
             self.sender = Sender(
                 self.cache,
                 self.listener,

@@ -9,22 +9,23 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import KitError
+from kit.sync.buckets import Bound
 from kit.sync.cache import BASE
+from kit.sync.groups import Broadcast
 from kit.sync.link import PeerSilent
 from kit.sync.receiver import Call
 from kit.sync.sender import STEPS, Sender
 from kit.sync.serving import Gate
-from kit.sync.transports.groups import Broadcast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
+    from kit.sync.buckets import Destination, Key
     from kit.sync.cache import Cache
     from kit.sync.link import Link
     from kit.sync.serving import Serving
-    from kit.sync.weights import Destination
 
 KEPT: list[Any] = []  # leaked buffers
 KEPT_GROUPS: list[Any] = []
@@ -37,12 +38,17 @@ def call_of(fault: str | None, *, last: bool) -> type[Call]:
     return CALLS.get(fault, Call) if last or not alone else Call
 
 
-def dirty(fault: str | None, cache: Cache) -> list[str] | None:
-    """The tensors that are marked as changed; None: all, which is correct after a training step."""
-    if fault != "stale-bucket" or cache.active == BASE:
-        return None
-    kept = {cache.layout.specs[piece.spec].name for piece in cache.layout.buckets[0]}
-    return [spec.name for spec in cache.layout.specs if spec.name not in kept]
+class OldBytes(Bound):
+    """Weights without their first bucket, which keeps the bytes of the active version."""
+
+    def __init__(self, cache: Cache, tensors: Mapping[Key, torch.Tensor]) -> None:
+        super().__init__(cache.layout, tensors)
+        self.old = cache.bucket(cache.active, 0).clone() if cache.active != BASE else None
+
+    def pack(self, index: int, out: torch.Tensor, *, fresh: bool = False, hot: bool = False) -> None:
+        super().pack(index, out, fresh=fresh, hot=hot)
+        if index == 0 and self.old is not None:
+            out.copy_(self.old)
 
 
 def places_of(fault: str | None, places: dict[str, list[Destination]]) -> Mapping[str, Sequence[Destination]]:

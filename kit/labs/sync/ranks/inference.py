@@ -18,18 +18,18 @@ from kit.labs.sync.ranks.side import Side, fill, name_of, raised
 from kit.labs.sync.ranks.watch import Forwards, SeenWeights, Watch, judge, sha256
 from kit.measure.observers.tensors import State
 from kit.megatron import model, serve, shards, standin
+from kit.sync.buckets import Cut
 from kit.sync.hashes import digest
 from kit.sync.link import call
 from kit.sync.receiver import SENDER, Receiver
 from kit.sync.serving import Serving
-from kit.sync.transports.direct import memory
-from kit.sync.weights import Cut
+from kit.sync.transports import memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kit.labs.rankside import Context
-    from kit.sync.receiver import Received
+    from kit.sync.receiver import Call
 
 
 class Inference(Side):
@@ -210,7 +210,7 @@ class Inference(Side):
             self.ctx.record("mislabelled", found.mislabelled)
             self.ctx.record("versions_differ", int(known.get(old) != known[new]))
 
-    def record_received(self, received: Received) -> None:
+    def record_received(self, received: Call) -> None:
         self.record_log(received.log, received.began)
         self.ctx.record("wall", received.log.events[-1][1] - received.began, "s")
         self.record_state()

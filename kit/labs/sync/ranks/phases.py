@@ -18,11 +18,10 @@ import torch
 from kit.labs.sync.config import ONE_WORLD
 from kit.labs.sync.ranks import inference, rehearse, trainer
 from kit.labs.sync.ranks.side import name_of
-from kit.sync.buckets import Bound, Spec, automatic, lay_out
+from kit.sync.buckets import Bound, Spec, Whole, automatic, lay_out
 from kit.sync.cache import Cache, Kept
 from kit.sync.receiver import Receiver
 from kit.sync.sender import Sender
-from kit.sync.weights import Whole
 
 if TYPE_CHECKING:
     from kit.labs.rankside import Context
@@ -64,7 +63,7 @@ class Trainer(trainer.Trainer):
         del whole, into
         for name, size in ways(config):
             layout = lay_out(specs(config), size)
-            cache, bound = Cache(layout, keep=True), Bound(layout, tensors)
+            cache, bound = Cache(layout), Bound(layout, tensors)
             sender = Sender(
                 cache,
                 self.listener,

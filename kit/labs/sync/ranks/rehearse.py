@@ -19,9 +19,9 @@ from torch.distributed import distributed_c10d as c10d
 from kit.errors import BadInput, KitError
 from kit.labs.sync.ranks.side import failed, raised
 from kit.labs.sync.ranks.watch import WAITS, judge, sha256
-from kit.measure.observers.holdings import temp_files
+from kit.measure.phase import temp_files
+from kit.sync.buckets import Cut
 from kit.sync.cache import BASE
-from kit.sync.weights import Cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -69,8 +69,7 @@ def trainer(side: Trainer) -> None:
             fail(side, scene, asleep, ahead=0)
         succeed(side, "expansion", asleep, ahead=0)
         side.job.mover.restore()
-    # No tensor is marked dirty: the cache must know by itself that the failed syncs changed all of them.
-    succeed(side, "refresh", awake, ahead=1, dirty=())
+    succeed(side, "refresh", awake, ahead=1)
     side.update_truth()
     side.send_truth(awake)
     train(side)
@@ -86,10 +85,10 @@ def train(side: Trainer) -> None:
         side.job.step()
 
 
-def succeed(side: Trainer, scene: str, targets: Sequence[Target], *, ahead: int, **given: Any) -> None:
+def succeed(side: Trainer, scene: str, targets: Sequence[Target], *, ahead: int) -> None:
     """The sync after failed ones. An expansion is not ahead of the active version and gathers nothing."""
     version = side.sender.version + ahead if side.sends else BASE
-    report = side.deliver(version, targets, asleep=not ahead, **given)
+    report = side.deliver(version, targets, asleep=not ahead)
     if report is not None:
         wrong = side.sender.version != version or report.answered != len(targets)
         record(side, "next_failed", int(wrong), scene=scene)

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from kit.errors import KitError
 from kit.labs.bystander import Bystander
 from kit.machine import host
-from kit.measure.observers.holdings import shared_memory
+from kit.measure.phase import shared_memory
 from kit.megatron import groups, ownership, standin
 from kit.megatron.serve import as_world
 from kit.megatron.shards import destinations
 from kit.sync.link import address_of
 from kit.sync.sender import SyncFailed
-from kit.sync.transports import Place, direct
+from kit.sync.transports import Place, needs_permission
 from kit.train.plain import PlainModel
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kit.labs.sync.config import SyncConfig
     from kit.megatron.config import Geometry
     from kit.sync.cache import Cache
-    from kit.sync.sending import Log
+    from kit.sync.sender import Log
 
 ROWS, LENGTH = 2, 8  # of the prompt whose logits are compared
 
@@ -105,7 +105,7 @@ def name_of(rank: int) -> str:
 def place(ctx: Context) -> Place:
     """The location of a rank, from which transports are chosen."""
     gpu = ""
-    if ctx.device.type == "cuda" and not direct.needs_permission():
+    if ctx.device.type == "cuda" and not needs_permission():
         gpu = str(torch.cuda.get_device_properties(ctx.device).uuid)
     return Place(host=host(), world=ctx.world_of(ctx.rank), gpu=gpu)
 

@@ -14,14 +14,13 @@ from kit.labs.sync.config import trainer_model
 from kit.labs.sync.ranks import broken
 from kit.labs.sync.ranks.side import Side, failed, fill, lock_is_free, name_of
 from kit.labs.sync.ranks.watch import Watch, sha256
-from kit.measure.observers.holdings import MEMFD, SHM, shared_memory
-from kit.measure.phase import log_steps
+from kit.measure.phase import MEMFD, SHM, log_steps, shared_memory
 from kit.megatron import model, serve, shards
 from kit.sync.buckets import ALIGN, automatic, lay_out, specs_of
 from kit.sync.cache import BASE, LARGEST, Cache, Ring
 from kit.sync.link import Listener
 from kit.sync.sender import Sender, Target
-from kit.sync.transports.direct import memory
+from kit.sync.transports import memory
 from kit.train.options import DEFAULTS
 from kit.train.plain import PlainModel
 
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kit.labs.rankside import Context
-    from kit.measure.observers.holdings import Place
+    from kit.measure.phase import Place
     from kit.megatron.config import ModelConfig
     from kit.sync.buckets import Key, Layout
-    from kit.sync.sender import Report
+    from kit.sync.sender import Gathered, Report
 
 MOVES = dataclasses.replace(DEFAULTS, first_lr=DEFAULTS.lr)  # no warm-up, so that the first step changes weights
 OF_THE_CACHE = ("stale-bucket", "cache-after-offload")  # faults that need the cache
@@ -53,6 +52,7 @@ class Trainer(Side):
         self.most = 0  # peak bytes of memory files that appeared during syncs
         self.unlocked = 0  # points of a sync at which the sender's lock was free
         self.total = 0  # bytes of all tensors
+        self.stale = False  # a fault: a bucket with old bytes
         self.watch = Watch(lambda: self.sender.version, measure=self.weigh)
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
@@ -138,8 +138,9 @@ class Trainer(Side):
     def refresh(self, cycle: int) -> None:
         if self.ctx.fault == "cache-after-offload":
             self.job.mover.release(("weights",))
-        dirty = broken.dirty(self.ctx.fault, self.cache) if self.sends else None
-        self.deliver(cycle, self.targets(sleeping=False), dirty=dirty)
+        self.stale = self.ctx.fault == "stale-bucket"
+        self.deliver(cycle, self.targets(sleeping=False))
+        self.stale = False
         if self.ctx.fault == "cache-after-offload":
             self.job.mover.restore()
         self.count()
@@ -210,9 +211,7 @@ class Trainer(Side):
         gpu = self.where.gpu if self.ctx.devices[rank] == str(self.ctx.device) else ""
         return self.where._replace(world=self.ctx.world_of(rank), gpu=gpu)
 
-    def deliver(
-        self, version: int, targets: Sequence[Target], *, asleep: bool = False, dirty: Sequence[str] | None = None
-    ) -> Report | None:
+    def deliver(self, version: int, targets: Sequence[Target], *, asleep: bool = False) -> Report | None:
         """One sync, observed by the lab on the sender; the other ranks take part in gathering the weights."""
         if not self.sends:
             if not asleep:
@@ -221,9 +220,13 @@ class Trainer(Side):
         self.watch.reset("base" if version == BASE else self.path_of(asleep=asleep))
         self.others |= shared_memory().keys() - self.shared
         try:
-            return self.record_report(self.sender.sync(version, targets, None if asleep else self.gather, dirty=dirty))
+            return self.record_report(self.sender.sync(version, targets, None if asleep else self.to_send))
         finally:
             self.watch.record(self.ctx)
+
+    def to_send(self) -> Gathered:
+        tensors = self.gather()
+        return broken.OldBytes(self.cache, tensors) if self.stale else tensors
 
     def record_report(self, report: Report) -> Report:
         record = self.ctx.record
@@ -269,7 +272,7 @@ def streams(config: Any, fault: str | None) -> bool:
 def memory_of(config: Any, tensors: dict[Key, torch.Tensor], fault: str | None) -> Cache:
     if streams(config, fault):
         return Ring(layout(config, tensors, most=LARGEST), timeout_s=config.deadline_s)
-    return Cache(layout(config, tensors), keep=True, timeout_s=config.deadline_s)
+    return Cache(layout(config, tensors), timeout_s=config.deadline_s)
 
 
 def plain_logits(config: ModelConfig, tensors: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from kit.measure.observers.holdings import shared_at
+from kit.measure.phase import shared_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from kit.labs.rankside import Context
-    from kit.measure.observers.holdings import Place
+    from kit.measure.phase import Place
     from kit.sync.receiver import Call, Receiver
     from kit.sync.serving import Serving
 

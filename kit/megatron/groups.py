@@ -1,4 +1,17 @@
-"""Destroy every group of Megatron's for real, and make each again inside the handle that everybody kept; or suspend them.
+"""Megatron's communicators: snapshot, destroy, reload, and a sum over each.
+
+`install()` once, before Megatron makes its groups (`kit.megatron.model.build` does it). Then `destroy(mode)` gives the groups back and
+`reload(snapshot)` brings them back. Every rank calls; order matters as for any collective. Modes:
+
+exact     groups are really released, and every holder lives on
+abort     as exact, with NCCL's abort in place of its destroy
+suspend   NCCL keeps the communicators and gives back what memory it can
+manual    in common use: destroys by hand what the `*_GROUP*` globals hold except gloo groups, forgets all of them, and calls Megatron's
+          reset, so that the gloo groups are lost
+official  in common use: Megatron's own reset alone, which forgets the device groups without destroying them
+
+The last two are kept faithful so that they can be compared. They rebuild through `initialize_model_parallel`, and handles that layers keep
+go stale.
 
 Over gloo a group lives as long as anything refers to it, so its sockets and threads go only when the last reference does: handles let go of
 the inner groups, on threads, because each takes about 15 ms to wind down. Over NCCL the groups are shut down one after the other in reverse
@@ -8,16 +21,18 @@ store before anything is destroyed, made or suspended; a rank that does not come
 `abort` is another word to the same groups: NCCL then frees a communicator at once, where a shutdown flushes it and waits for its peers.
 Nothing is on its way by then either way, since all have met and the device is idle. Gloo has neither.
 
-`suspend` gives the memory of NCCL's communicators back and keeps the communicators. A group that never ran a collective has no communicator
-yet, and one over gloo none on the GPU: they are skipped, and listed. While suspended a group's handle is empty, so that a use raises in
-Python: nothing in NCCL guards it, and the GPU could fault. Limits: NCCL keeps what it cannot give back (`persist` in its statistics) and
-refuses communicators that share their memory with others. Suspending has not run on a GPU yet.
+A suspended group that never ran a collective has no communicator yet, and one over gloo none on the GPU: they are skipped, and listed.
+While suspended a group's handle is empty, so that a use raises in Python: nothing in NCCL guards it, and the GPU could fault. Limits: NCCL
+keeps what it cannot give back (`persist` in its statistics) and refuses communicators that share their memory with others. Suspending has
+not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import json
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -27,22 +42,144 @@ import torch.distributed as dist
 from kit import nccl
 from kit.errors import BadInput, KitError
 from kit.measure.host import join
-from kit.megatron.groups.handle import (
+from kit.megatron.handles import (
     Handle,
     c10d,
     decode,
     forget,
     groups_in,
+    initialised,
+    install,
     make_options,
     megatron_globals,
     megatron_groups,
     parallel_state,
     registered,
     rekey,
+    snapshot,
     state,
     title,
+    uninstall,
 )
+from kit.megatron.tensors import memory
 from kit.nccl import unbound
+
+__all__ = ["DestroyFailed", "communicators", "initialised", "install", "refuse_keeping", "snapshot", "uninstall"]
+
+MODES = ("exact", "abort", "manual", "official", "suspend")
+EXACT = ("exact", "abort")  # groups are gone, and come back inside the handles that everybody kept
+KEEPING = ("suspend",)  # groups stay, without their memory
+
+
+def destroy(mode: str = "exact", *, include_world: bool = False, timeout_s: float = 60.0) -> dict[str, Any]:
+    """Give the groups back. Stats: initialised, mode, destroyed, left, alive, bytes (freed by source), seconds, snapshot.
+
+    Not initialised: nothing is done and the snapshot is empty. A failure raises `DestroyFailed` after the rest was tried.
+    """
+    if mode not in MODES:
+        raise BadInput(f"mode {mode!r} is unknown: choose one of {', '.join(MODES)}")
+    if include_world and mode not in (*EXACT, *KEEPING):
+        raise BadInput(f"include_world is not allowed with mode {mode!r}: it cannot bring the default group back")
+    if mode in KEEPING:
+        refuse_keeping()
+    stats: dict[str, Any] = {
+        "initialised": initialised(),
+        "mode": mode,
+        "destroyed": 0,
+        "left": 0,
+        "left_names": [],
+        "alive": [],
+        "bytes": {},
+        "seconds": 0.0,
+        "snapshot": {},
+    }
+    if not stats["initialised"]:
+        return stats
+    before, start = memory(), time.perf_counter()
+    taken = {"mode": mode, **snapshot(include_world=include_world)}
+    failed: list[tuple[str, str]] = []
+    if mode in EXACT:
+        stats["destroyed"], failed, stats["alive"] = release(
+            include_world=include_world, timeout_s=timeout_s, abort=mode == "abort"
+        )
+    elif mode in KEEPING:
+        taken["suspended"] = kept = suspend(include_world=include_world, timeout_s=timeout_s)
+        stats["destroyed"], failed = len(kept["suspended"]), kept["failed"]
+    elif mode == "manual":
+        stats["destroyed"], failed = _manual()
+    else:
+        parallel_state().destroy_model_parallel()
+        stats["destroyed"] = -1
+    stats["seconds"] = time.perf_counter() - start
+    stats["bytes"] = {source: before[source] - size for source, size in memory().items()}
+    stats["left_names"] = registered_left()
+    stats["left"] = len(stats["left_names"])
+    stats["snapshot"] = json.loads(json.dumps(taken))
+    if failed:
+        raise DestroyFailed(failed, stats)
+    return stats
+
+
+def _manual() -> tuple[int, list[tuple[str, str]]]:
+    """Destroy each device group by hand, null every name, reset. Gives the number destroyed, and what failed with why."""
+    module = parallel_state()
+    names = [n for n, v in vars(module).items() if n.startswith("_") and "_GROUP" in n and not isinstance(v, dict)]
+    seen: list[Any] = []
+    failed: list[tuple[str, str]] = []
+    for name in names:
+        for group in groups_in(getattr(module, name)):
+            if "_GLOO" in name or any(group is each for each in seen):
+                continue
+            seen.append(group)
+            try:
+                dist.destroy_process_group(group)
+            except Exception as error:  # noqa: BLE001 - collected, and raised by the caller after the rest was tried
+                failed.append((name, str(error)))
+    for name in names:
+        setattr(module, name, None)
+    module.destroy_model_parallel()
+    return len(seen) - len(failed), failed
+
+
+def reload(taken: dict[str, Any], *, timeout_s: float = 60.0) -> dict[str, Any]:
+    """Bring back what a snapshot of `destroy` describes. Already initialised: nothing is done. Stats: reloaded, seconds."""
+    if not taken or taken.get("mode") not in MODES:
+        raise BadInput("the snapshot is empty or not one that destroy() made: there is nothing to reload")
+    if initialised() and not asleep:
+        return {"mode": taken["mode"], "reloaded": 0, "seconds": 0.0}
+    start = time.perf_counter()
+    if taken["mode"] in KEEPING:
+        count = resume(timeout_s=timeout_s)
+    elif taken["mode"] in EXACT:
+        count = rebuild(taken, timeout_s=timeout_s)
+    else:
+        if not taken["init_arguments"]:
+            raise KitError(
+                "how Megatron was initialised is not known: call kit.megatron.groups.install() before it initialises"
+            )
+        functions = {k: v for k, v in (state.init_arguments or {}).items() if callable(v)}
+        parallel_state().initialize_model_parallel(**functions, **taken["init_arguments"])
+        count = len(taken["groups"])
+    return {"mode": taken["mode"], "reloaded": count, "seconds": time.perf_counter() - start}
+
+
+def talk(over: list[Any] | None = None) -> list[dict[str, Any]]:
+    """All-reduce over every group of Megatron's (or over these) with values that depend on the rank; `exact` says whether the
+    sum is right."""
+    if not initialised():
+        return []
+    results = []
+    for group in megatron_groups() if over is None else over:
+        ranks = dist.get_process_group_ranks(group)
+        on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
+        value = torch.tensor([(dist.get_rank() + 1) ** 2], dtype=torch.float64, device="cuda" if on_gpu else "cpu")
+        dist.all_reduce(value, group=group)
+        right = value.item() == sum((rank + 1) ** 2 for rank in ranks)
+        results.append({"group": group.group_desc, "ranks": ranks, "sum": float(value.item()), "exact": right})
+    return results
+
+
+# -- exact release and rebuild; suspend and resume ---------------------------------------------------------------------
 
 # Handles between a destroy and the reload that fills them again, by group name.
 _released: dict[str, Handle] = {}
@@ -54,7 +191,7 @@ class DestroyFailed(KitError):  # noqa: N818 - reads as what happened
 
     def __init__(self, failed: list[tuple[str, str]], stats: dict[str, Any]) -> None:
         reasons = "; ".join(f"{name}: {why}" for name, why in failed)
-        super().__init__(f"{len(failed)} group(s) may still be held: {reasons}")
+        super().__init__(f"{len(failed)} groups may still be held: {reasons}")
         self.held = [name for name, _ in failed]
         self.stats = stats
 
@@ -71,12 +208,14 @@ def meet(what: str, rank: int, size: int, timeout_s: float) -> None:
         # Take the word back: a rank that comes later must not go on alone, and both can try again.
         state.store.delete_key(everyone[rank])
         _rounds[what] -= 1
-        raise KitError(f"{what}: rank(s) {missing} did not come within {timeout_s:g} s, the others wait") from error
+        raise KitError(
+            f"{what}: ranks {missing} did not arrive within {timeout_s:g} s; the other ranks are waiting"
+        ) from error
     if here > 1:
         state.store.delete_key(f"kit/{what}/{here - 1}/{rank}")
 
 
-def destroy(*, include_world: bool, timeout_s: float, abort: bool) -> tuple[int, list[tuple[str, str]], list[str]]:
+def release(*, include_world: bool, timeout_s: float, abort: bool) -> tuple[int, list[tuple[str, str]], list[str]]:
     """Destroy; gives the number destroyed, what failed with why, and names of inner groups still alive."""
     default = c10d._world.default_pg
     groups = [g for g in c10d._world.pg_map if g is not default] if include_world else megatron_groups()
@@ -140,7 +279,7 @@ def reset_globals() -> None:
         setattr(parallel_state(), name, {} if isinstance(value, dict) else None)
 
 
-def reload(snapshot: dict[str, Any], *, timeout_s: float) -> int:
+def rebuild(snapshot: dict[str, Any], *, timeout_s: float) -> int:
     """Make every group of the snapshot again, in the order of creation, and put the globals back."""
     world = snapshot["world"]
     default = c10d._world.default_pg
@@ -220,12 +359,12 @@ NEVER_USED = "never used, so that it has no communicator"
 asleep: list[tuple[Handle, Any]] = []
 
 
-def refuse() -> None:
+def refuse_keeping() -> None:
     """Where this process cannot suspend anything: by the versions that run, and by what torch was built with, which WORLD's statistics
     tell. A torch that was built for an older NCCL refuses whatever runs (TORCH_CHECK in torch/csrc/distributed/c10d/NCCLUtils.cpp)."""
     why = nccl.no_suspend(nccl.running(), torch.__version__, gpus=torch.cuda.device_count()) or unbuilt()
     if why:
-        raise BadInput(f"mode=suspend cannot be had: {why}")
+        raise BadInput(f"mode=suspend is not available: {why}")
 
 
 def unbuilt() -> str:

@@ -12,8 +12,9 @@ import secrets
 import threading
 import time
 from abc import abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,7 @@ from kit.errors import BadInput, KitError
 from kit.nccl import unbound
 from kit.sync.buckets import ALIGN
 from kit.sync.link import PeerSilent
-from kit.sync.transports.base import DEPTH, Transport, TransportContext
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from kit.sync.transports import DEPTH, Transport, TransportContext
 
 c10d: Any = _c10d  # what is needed of it carries no types
 LEAVING_S = 2.0
@@ -119,7 +117,6 @@ class Grouped(Transport):
         self.guarded(f"bucket {index}", act, index)
 
     def slot(self, index: int) -> torch.Tensor:
-        """Memory on the device for a bucket."""
         if not self._slots:
             count = DEPTH if self.ctx.role == "sender" else 1
             largest = max(self.ctx.sizes)
@@ -179,7 +176,6 @@ class Grouped(Transport):
         return PeerSilent(f"{ctx.sender.peer}{between}", awaited, ctx.timeout_s)
 
     def described(self) -> str:
-        """The name and the members of the group."""
         names = sorted(link.peer for link in self.ctx.links.values())
         ranks = f", ranks {', '.join(map(str, self.ctx.ranks))}" if self.ctx.ranks else ""
         return f"group {self.name} (with {', '.join(names)}{ranks})"

@@ -20,7 +20,8 @@ import gc
 import inspect
 import sys
 import types
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -29,9 +30,6 @@ import torch.distributed.distributed_c10d as _c10d
 from kit import nccl2, routing
 from kit.errors import KitError
 from kit.nccl import unbound
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 c10d: Any = _c10d  # torch's registry of groups; its tables and helpers carry no types
 WORLD = "WORLD"
@@ -86,12 +84,6 @@ class Handle(dist.ProcessGroup):
         released = ": released, reload the groups before using it" if own["kit_inner"] is None else ""
         return f"<Handle of process group {title(own['kit_facts'])}{released}>"
 
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
 
 def title(facts: dict[str, Any]) -> str:
     """A group in words: description, name and ranks."""
@@ -99,8 +91,6 @@ def title(facts: dict[str, Any]) -> str:
 
 
 class _State:
-    """What a process knows of its handles; one per process."""
-
     installed: ClassVar[list[tuple[Any, str, Any, Any]]] = []  # (owner, name, what was there, what is there now)
     generation = 0
     store: Any = None  # the default group's own store, from which every generation takes a prefix
@@ -264,14 +254,12 @@ _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
 def parallel_state() -> Any:
-    """The one module that holds Megatron's groups."""
     from megatron.core import parallel_state as module
 
     return module
 
 
 def initialised() -> bool:
-    """Whether Megatron's model parallel groups exist in this process."""
     return dist.is_initialized() and bool(parallel_state().model_parallel_is_initialized())
 
 

@@ -1,0 +1,411 @@
+"""Transports, which move packed buckets from a sender to its receivers, by name. Messages and acknowledgements use links.
+
+The sender sends one bucket after another; its bytes stay until every receiver is done with them. A receiver gets each bucket, applies or
+stores it, and acknowledges it. The sender is at most `DEPTH` buckets ahead of the slowest receiver, so that packing, sending and applying
+overlap and no link fills up.
+
+`Shm`: receivers map the memory that the sender packs into, so nothing is copied on the way or when a receiver stores a bucket. A new
+mapping of small pages costs about as much as a copy of its bytes, so a receiver may keep its mappings from sync to sync.
+
+`Serialize`: for receivers that share neither a group nor memory with the sender.
+
+`Ipc`: the sender's staging buffers on a GPU, whose CUDA handles go over the links once. Live weights of that GPU are packed into a buffer
+directly, a bucket of the cache is copied from the host. Limits: this has never run on a GPU. Where PyTorch's allocator uses expandable
+segments, receivers need the right to take a descriptor from the sender's process, which containers often withhold: transport=auto does not
+choose `ipc` then.
+
+Those with a process group are in kit/sync/groups.py.
+"""
+
+from __future__ import annotations
+
+import abc
+import base64
+import ctypes
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+
+from kit.errors import BadInput, KitError
+from kit.sync.cache import Kept, Segment
+from kit.sync.link import FAILED, Link, PeerFailed, PeerGone, PeerSilent, ready
+from kit.target import is_target, load
+
+DEPTH = 3
+GRACE_S = 0.3  # within this time the link shows that a peer has died
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransportContext:
+    """`ctx` for a transport: the role of this end and its links. A receiver has one link, to its sender."""
+
+    role: Literal["sender", "receiver"]
+    name: str
+    links: dict[str, Link]
+    sizes: Sequence[int]  # bytes of each bucket
+    device: torch.device
+    timeout_s: float
+    starts: Sequence[int] = ()  # where each bucket begins in the sender's memory
+    segment: Segment | None = None  # the sender's: all buckets lie in it
+    ranks: tuple[int, ...] = ()  # global ranks of sender and receivers, the sender's first, where they share a World
+    place: int = 0  # the position of this rank in `ranks`
+    pieces: Sequence[Sequence[int]] = ()  # bytes of each tensor of each bucket, as they lie in it
+    pack: Callable[[int, torch.Tensor], None] | None = None  # the sender's: packs a bucket of live weights on their GPU
+    kept: Kept | None = None  # a receiver's: mappings that stay from sync to sync
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def sender(self) -> Link:
+        (link,) = self.links.values()
+        return link
+
+
+class Transport(abc.ABC):
+    """One end of a transport. The sender closes first; closing twice does nothing.
+
+    `on_device`: bytes arrive on the receiver's device, so buckets should be received there.
+    """
+
+    on_device = False
+
+    def __init__(self, ctx: TransportContext) -> None:
+        self.ctx = ctx
+        self._acknowledged = dict.fromkeys(ctx.links, -1)
+        self._reached = dict.fromkeys(ctx.links, -1.0)  # a half where it waits for the next bucket
+
+    # -- the sender ------------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def send(self, index: int, buffer: torch.Tensor) -> None:
+        """Send bucket `index`: bytes on the host, which do not change until every receiver is done with it."""
+
+    def flush(self) -> None:
+        self.wait_for(len(self.ctx.sizes) - 1)
+
+    def ahead(self, index: int, depth: int = DEPTH) -> None:
+        """Wait until bucket `index` is not too far ahead of the slowest receiver."""
+        self.wait_for(index - depth)
+
+    def wait_for(self, index: int) -> None:
+        """Wait until every receiver is done with this bucket. A failure is noticed even while another receiver is slow."""
+        links = self.ctx.links
+        while late := [name for name in links if self._acknowledged[name] < index]:
+            there = ready([links[name] for name in late], self.ctx.timeout_s)
+            if not there:
+                raise PeerSilent(", ".join(links[name].peer for name in late), "done", self.ctx.timeout_s)
+            for name in [name for name in late if links[name] in there]:
+                try:
+                    self._hear(name)
+                except PeerFailed as error:
+                    gone = self.trouble(f"done with bucket {index}", 0.0, but=name)
+                    raise (gone if isinstance(gone, PeerGone) else error) from None
+
+    # -- a receiver ------------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
+        """The bytes of bucket `index`: in `into`, which has exactly their size, or where they already are; then they stay until `close`."""
+
+    def done(self, index: int) -> None:
+        self.say({"kind": "done", "bucket": index})
+
+    # -- both ------------------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release groups, segments and memory, without waiting for the other ends."""
+
+    def say(self, message: dict[str, Any], fds: list[int] | None = None, data: memoryview | None = None) -> None:
+        """Send to every other end in turn. If one is gone, raise the reason that it sent before it left."""
+        for link in self.ctx.links.values():
+            try:
+                link.send(message, fds)
+                if data is not None:
+                    link.send_bytes(data)
+            except PeerGone as error:
+                raise (self.trouble(f"room for {message['kind']}", 0.0) or error) from None
+
+    def trouble(self, awaited: str, seconds: float = GRACE_S, but: str = "") -> KitError | None:
+        """The failure that the links report within `seconds`, except of peer `but`: gone peers first, because others fail as a consequence;
+        a peer that sent its reason and then left counts as failed."""
+        end = time.monotonic() + seconds
+        gone: list[KitError] = []
+        failed: list[KitError] = []
+        over = {but}
+        while True:
+            for name in [name for name in self.ctx.links if name not in over]:
+                link = self.ctx.links[name]
+                try:
+                    while link.waits():
+                        self._hear(name)
+                except PeerGone:
+                    over.add(name)
+                    if self._acknowledged[name] < len(self.ctx.sizes) - 1:  # else it has all, and may leave
+                        gone.append(PeerGone(link.peer, awaited))
+                except PeerFailed as error:
+                    over.add(name)
+                    failed.append(error)
+            if gone or time.monotonic() >= end:
+                return next(iter(gone + failed), None)
+            time.sleep(0.005)
+
+    def absent(self, index: int) -> list[str]:
+        """The receivers that did not announce that they join for this bucket."""
+        return [self.ctx.links[name].peer for name, last in self._reached.items() if last < index - 0.5]
+
+    def _hear(self, name: str) -> None:
+        link = self.ctx.links[name]
+        message = link.message("done")
+        kind, bucket = message.get("kind"), int(message.get("bucket", -1))
+        if kind == "done":
+            self._acknowledged[name] = bucket
+        elif self.ctx.role == "receiver" and kind != FAILED:
+            self.skip(message)
+            return
+        elif kind != "here":
+            raise PeerFailed(link.peer, "done", message)
+        self._reached[name] = bucket if kind == "done" else bucket - 0.5
+
+    def skip(self, message: dict[str, Any]) -> None:  # noqa: B027 - most have nothing to do
+        """Drop a message that the sender sent before it left, with the bytes that follow it."""
+
+
+def received(transport: Transport, index: int, into: torch.Tensor) -> torch.Tensor:
+    """Receive a bucket and check that the transport returned exactly its bytes."""
+    got: object = transport.receive(index, into)
+    if not isinstance(got, torch.Tensor) or got.dtype != torch.uint8 or got.shape != into.shape:
+        what = f"{got.dtype} of {list(got.shape)}" if isinstance(got, torch.Tensor) else type(got).__name__
+        raise KitError(f"receive returned {what} for bucket {index} instead of torch.uint8 of [{len(into)}]")
+    return got
+
+
+Make = Callable[[TransportContext], Transport]
+
+
+# -- the choice of a transport -----------------------------------------------------------------------------------------
+
+NAMES = {
+    "shm": "kit.sync.transports:Shm",
+    "broadcast": "kit.sync.groups:Broadcast",
+    "rendezvous": "kit.sync.groups:Rendezvous",
+    "serialize": "kit.sync.transports:Serialize",
+    "ipc": "kit.sync.transports:Ipc",
+    "per-tensor": "kit.sync.groups:PerTensor",
+}
+CALLS = ("send", "flush", "receive", "done", "close")
+
+
+class Place(NamedTuple):
+    """The location of a rank. `gpu` identifies its GPU on the host, as a UUID does; empty without one."""
+
+    host: str
+    world: int | str
+    gpu: str = ""
+
+
+def choose(sender: Place, receiver: Place) -> str:
+    """The best transport between two ranks. `serialize` and `per-tensor` are used on request only: `serialize` if the ends cannot share
+    a group (different builds of torch, only one open port), `per-tensor` for comparison."""
+    if sender.host == receiver.host:
+        return "ipc" if sender.gpu and sender.gpu == receiver.gpu else "shm"
+    return "broadcast" if sender.world == receiver.world else "rendezvous"
+
+
+def by_name(name: str) -> Make:
+    """The transport with this name, or your own at `module:attr`. It is called with a context on each end."""
+    target = NAMES.get(name, name)
+    if not is_target(target):
+        raise BadInput(f"unknown transport {name!r}: use {', '.join(NAMES)} or module:attr")
+    try:
+        found = load(target)
+    except (ImportError, AttributeError) as error:
+        raise BadInput(f"transport {name} cannot be loaded on this rank: {error}") from error
+    if not callable(found):
+        raise BadInput(f"transport {name} is {found!r}, which cannot be called with a TransportContext")
+    return cast("Make", found)
+
+
+def make(kind: str | Make, ctx: TransportContext, *, ring: bool = False) -> Transport:
+    """This end of a transport, which is given by name or as a type. With a ring the sender also needs `ahead`."""
+    made = (by_name(kind) if isinstance(kind, str) else kind)(ctx)
+    if lacks := [name for name in (*CALLS, *["ahead"] * ring) if not callable(getattr(made, name, None))]:
+        why = ", which a ring needs" if lacks == ["ahead"] else ""
+        raise BadInput(f"transport {kind}: the object it returned lacks {', '.join(lacks)}{why}")
+    return made
+
+
+# -- transports without a process group --------------------------------------------------------------------------------
+
+MESSAGES = 64  # buckets that Shm may be ahead: nothing is overwritten, so this only keeps links from filling up
+PIDFD = (
+    "with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF a process shares GPU memory by a descriptor that another may only take "
+    "with the permission to trace it (kernel.yama.ptrace_scope=0, or CAP_SYS_PTRACE); use expandable_segments:False, or transport=shm"
+)
+
+
+def await_bucket(ctx: TransportContext, kind: str, index: int) -> None:
+    """Wait for the sender's message that bucket `index` can be read."""
+    message, _ = ctx.sender.expect(kind)
+    if message["bucket"] != index:
+        raise KitError(f"{ctx.sender.peer} sent bucket {message['bucket']} instead of bucket {index}")
+
+
+class Shm(Transport):
+    """Views of the sender's segment, which belongs to the caller. Its descriptor goes over the links once."""
+
+    segment: Segment | None = None
+
+    def __init__(self, ctx: TransportContext) -> None:
+        super().__init__(ctx)
+        if ctx.role == "receiver":
+            self.segment = attach(ctx)
+            return
+        if ctx.segment is None:
+            raise BadInput("shm needs ctx.segment, the memory that holds the buckets")
+        self.say({"kind": "segment"}, [ctx.segment.fd])
+
+    def send(self, index: int, buffer: torch.Tensor) -> None:  # noqa: ARG002 - it lies in the segment
+        self.ahead(index, MESSAGES)
+        self.say({"kind": "packed", "bucket": index})
+
+    def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the bytes are there already
+        await_bucket(self.ctx, "packed", index)
+        if self.segment is None:
+            raise KitError("the transport is closed")
+        start = self.ctx.starts[index]
+        return self.segment.tensor[start : start + self.ctx.sizes[index]]
+
+    def close(self) -> None:
+        if self.segment is not None and self.ctx.kept is None:
+            self.segment.close()
+        self.segment = None
+
+
+def attach(ctx: TransportContext) -> Segment:
+    _, fds = ctx.sender.expect("segment")
+    try:
+        (fd,) = fds
+        segment = Segment.attach(fd) if ctx.kept is None else ctx.kept.attach(fd)
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    needed = max((start + size for start, size in zip(ctx.starts, ctx.sizes, strict=True)), default=0)
+    if segment.size < needed:
+        if ctx.kept is None:
+            segment.close()
+        raise KitError(f"{ctx.sender.peer} sent a segment of {segment.size} bytes, but the buckets need {needed}")
+    return segment
+
+
+class Serialize(Transport):
+    """One message and its bytes per bucket, to each receiver in turn."""
+
+    _host: torch.Tensor | None = None
+
+    def send(self, index: int, buffer: torch.Tensor) -> None:
+        self.ahead(index)
+        self.say({"kind": "bytes", "bucket": index, "size": buffer.numel()}, data=memory(buffer))
+
+    def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
+        message, _ = self.ctx.sender.expect("bytes")
+        if (message["bucket"], message["size"]) != (index, into.numel()):
+            raise KitError(
+                f"{self.ctx.sender.peer} sent {message['size']} bytes of bucket {message['bucket']} instead of "
+                f"{into.numel()} bytes of bucket {index}"
+            )
+        there = self.host(into)
+        self.ctx.sender.receive_bytes(memory(there))
+        return into if there is into else into.copy_(there)
+
+    def skip(self, message: dict[str, Any]) -> None:
+        if message.get("kind") == "bytes":
+            self.ctx.sender.receive_bytes(memoryview(bytearray(message["size"])))
+
+    def host(self, into: torch.Tensor) -> torch.Tensor:
+        """Host memory that a socket can write to."""
+        if into.is_cpu:
+            return into
+        if self._host is None:
+            self._host = torch.empty(max(self.ctx.sizes), dtype=torch.uint8)
+        return self._host[: into.numel()]
+
+    def close(self) -> None:
+        self._host = None
+
+
+def memory(buffer: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on the host, without a copy."""
+    return memoryview((ctypes.c_char * buffer.numel()).from_address(buffer.data_ptr())).cast("B")
+
+
+class Ipc(Transport):
+    """A ring of `DEPTH` buffers on the GPU, written again when every receiver is done with them."""
+
+    on_device = True
+
+    def __init__(self, ctx: TransportContext) -> None:
+        super().__init__(ctx)
+        self.slots: list[torch.Tensor] = []
+        if ctx.device.type != "cuda" or not torch.cuda.is_available():
+            raise BadInput(f"ipc shares GPU memory, but {ctx.name} is on {ctx.device.type}: use shm")
+        if ctx.role == "receiver":
+            message, _ = ctx.sender.expect("handles")
+            self.slots = [opened(handle) for handle in message["slots"]]
+            return
+        largest = max([1, *ctx.sizes])
+        self.slots = [torch.empty(largest, dtype=torch.uint8, device=ctx.device) for _ in range(DEPTH)]
+        for link in ctx.links.values():  # a handle for each receiver: each counts as one use
+            link.send({"kind": "handles", "slots": [handle_of(slot) for slot in self.slots]})
+
+    def slot(self, index: int) -> torch.Tensor:
+        return self.slots[index % DEPTH][: self.ctx.sizes[index]]
+
+    def send(self, index: int, buffer: torch.Tensor) -> None:
+        self.ahead(index)
+        if self.ctx.pack is not None:
+            self.ctx.pack(index, self.slot(index))
+        else:
+            self.slot(index).copy_(buffer)
+        torch.cuda.current_stream(self.ctx.device).synchronize()
+        self.say({"kind": "staged", "bucket": index})
+
+    def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
+        await_bucket(self.ctx, "staged", index)
+        return into.copy_(self.slot(index))
+
+    def done(self, index: int) -> None:
+        torch.cuda.current_stream(self.ctx.device).synchronize()
+        super().done(index)
+
+    def close(self) -> None:
+        if self.slots:
+            self.slots = []
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+
+def needs_permission() -> bool:
+    """Whether memory of this process is shared by descriptors, which not every receiver may take (see PIDFD)."""
+    settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return any("expandable_segments:true" in one.replace(" ", "").lower() for one in settings)
+
+
+def handle_of(slot: torch.Tensor) -> list[Any]:
+    shared: tuple[Any, ...] = slot.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+    return [{"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part for part in shared]
+
+
+def opened(handle: list[Any]) -> torch.Tensor:
+    parts = [base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in handle]
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(*parts)
+    except RuntimeError as error:
+        words = " ".join(str(error).partition("\n")[0].split())
+        # torch's CUDACachingAllocator.cpp (ExpandableSegment::fromShared), 2.9 to 2.13: "pidfd_open:..." and "pidfd_getfd: ..."
+        why = f": {PIDFD}" if "pidfd" in words else ""
+        raise KitError(f"the sender's GPU memory cannot be opened here ({words}){why}") from None
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
