@@ -17,8 +17,8 @@ import yaml
 
 import kit
 from kit.errors import BadInput
-from kit.labs.configure import complaints, find_fault, from_text
 from kit.labs.definition import Definition
+from kit.labs.discover import complaints, find_fault, from_text
 from kit.results.frames import plain
 from kit.results.records import read_json, write_json
 from kit.results.run import INDEX, list_runs, runs_dir, unique

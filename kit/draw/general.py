@@ -14,9 +14,30 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from kit.draw import axes
-from kit.draw.axes import grid_across
-from kit.draw.plots import ALL, Picture, Pictures, Plot, RunData, Scene, Table, message
+from kit.draw.plots import (
+    ALL,
+    SEPARATE,
+    Picture,
+    Pictures,
+    Plot,
+    RunData,
+    Scene,
+    Table,
+    cycle_axis,
+    draw_level,
+    draw_limit,
+    draw_samples,
+    grid_across,
+    limit_of,
+    log_scale,
+    message,
+    name_ends,
+    phase_columns,
+    phase_legend,
+    rank_lanes,
+    step_axis,
+    widen,
+)
 from kit.draw.style import LINES, MARKERS, Theme, theme
 from kit.errors import BadInput
 from kit.results import Run, Verdict, compare
@@ -71,16 +92,14 @@ def draw_memory(ax: Axes, data: RunData, theme: Theme, sources: Mapping[str, str
     for source, line in zip(known, itertools.cycle(LINES)):
         level = data.level(source)
         start = data.level(source.removeprefix("peak_")).start or 0.0
-        axes.draw_level(
-            ax, level, data, theme, start=start, scale=scale, line=line, points=not source.startswith("peak")
-        )
+        draw_level(ax, level, data, theme, start=start, scale=scale, line=line, points=not source.startswith("peak"))
         ends.append(((level.middle[-1] - start) * scale, f"{sources[source]}, {level.middle[-1] * scale:.4g} {unit}"))
-    axes.widen(ax, least=8 * MIB * scale)
+    widen(ax, least=8 * MIB * scale)
     ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)
     ax.set_ylabel(f"change since start [{unit}]")
     ax.set_title(f"{title} ({data.ranks_word()})")
-    axes.step_axis(ax, data, theme)
-    axes.name_ends(ax, ends, len(data.order) - 1, theme)
+    step_axis(ax, data, theme)
+    name_ends(ax, ends, len(data.order) - 1, theme)
 
 
 # -- drift -------------------------------------------------------------------------------------------------------------
@@ -119,16 +138,16 @@ def draw_drift(ax: Axes, scene: Scene, phase: str, when: str) -> None:
         ax.plot(
             moved.index, moved, color=theme.faint, linestyle=LINES[1], linewidth=1.2, label="control, never released"
         )
-    limit = axes.limit_of(scene.verdict, *DRIFT_CHECKS)
+    limit = limit_of(scene.verdict, *DRIFT_CHECKS)
     if limit is not None:
-        axes.draw_limit(ax, limit, f"limit {limit:g} MiB", theme)
+        draw_limit(ax, limit, f"limit {limit:g} MiB", theme)
         if limit > 8 * float(table.abs().max().max()):
             ax.set_yscale("symlog", linthresh=1)
             ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     low, high = ax.get_ylim()
     ax.set_ylim(min(low, -2), max(high, 2) * (15 if ax.get_yscale() == "symlog" else 1.3))
     ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)
-    axes.cycle_axis(ax)
+    cycle_axis(ax)
     if data.cycle_words:
         ax.set_xticks(list(table.index), [data.cycle_words.get(int(cycle), str(cycle)) for cycle in table.index])
     ax.set_xlabel(f"{data.cycle} (a point is one sample)")
@@ -142,7 +161,7 @@ def draw_drift(ax: Axes, scene: Scene, phase: str, when: str) -> None:
 def draw_ranks(ax: Axes, table: pd.DataFrame, theme: Theme, each: str) -> None:
     """A line per rank or GPU, a point per cycle; many are drawn as their median and range."""
     style: dict[str, Any] = {"color": theme.series[0], "markersize": 4.5, "linewidth": 1.2}
-    if len(table.columns) <= axes.SEPARATE:
+    if len(table.columns) <= SEPARATE:
         for lane, rank in enumerate(table.columns):
             ax.plot(table.index, table[rank], marker=MARKERS[lane], label=f"{each} {rank}", **style)
         return
@@ -182,7 +201,7 @@ def times(scene: Scene) -> None:
     ax, data, theme = scene.figure.subplots(), scene.data, scene.theme
     seconds = data.of("seconds")
     scale, unit = time_unit(float(seconds["value"].max()))
-    lanes = axes.rank_lanes(data)
+    lanes = rank_lanes(data)
     counts = set()
     for index, phase in enumerate(data.phases):
         for lane, ranks in enumerate(lanes):
@@ -190,11 +209,11 @@ def times(scene: Scene) -> None:
             if not chosen.empty:
                 counts.add(len(chosen))
                 x = index + (lane - (len(lanes) - 1) / 2) * 0.6 / len(lanes)
-                axes.draw_samples(ax, x, chosen, theme, marker=MARKERS[lane], colour=theme.colour(index))
+                draw_samples(ax, x, chosen, theme, marker=MARKERS[lane], colour=theme.colour(index))
     low, high = float(seconds["value"].min()), float(seconds["value"].max())
     logarithmic = low > 0 and high / low > 30
     if logarithmic:
-        axes.log_scale(ax)
+        log_scale(ax)
     else:
         ax.set_ylim(bottom=0)
     if len(lanes) > 1:
@@ -223,13 +242,13 @@ def allowed(verdict: Verdict, metric: str) -> float | None:
 
 
 def phase_legend_height(data: RunData) -> float:
-    return 0.25 * math.ceil(len(data.phases) / axes.phase_columns(data))
+    return 0.25 * math.ceil(len(data.phases) / phase_columns(data))
 
 
 def census(scene: Scene) -> None:
     counts, high = counts_of(scene.data), phase_legend_height(scene.data)
     places = scene.figure.subplot_mosaic([["legend"] * len(counts), counts], height_ratios=[high, 2.2])
-    axes.phase_legend(places["legend"], scene.data, scene.theme)
+    phase_legend(places["legend"], scene.data, scene.theme)
     for name in counts:
         draw_count(places[name], scene, name)
 
@@ -238,18 +257,18 @@ def draw_count(ax: Axes, scene: Scene, metric: str) -> None:
     """A count through the phases, with the level at the start and, where a check judges it, the limit above that."""
     data, theme, more = scene.data, scene.theme, allowed(scene.verdict, metric)
     level = data.level(metric)
-    axes.draw_level(ax, level, data, theme)
+    draw_level(ax, level, data, theme)
     if level.start is not None:
         ax.axhline(level.start, color=theme.faint, linewidth=1.2, linestyle=LINES[1], zorder=1)
         if more is not None:
             ax.axhline(level.start + more, color=theme.bad, linewidth=1.2, linestyle=LINES[2], zorder=1, gid="limit")
-    axes.widen(ax, least=4)
+    widen(ax, least=4)
     ax.set_ylim(bottom=max(-0.2, ax.get_ylim()[0]))
     ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     ax.set_ylabel("count" if len(data.ranks) == 1 else f"count (range of {len(data.ranks)} ranks)")
     limit = "" if level.start is None or more is None else f", limit {more:+g}"
     ax.set_title(COUNTS[metric] + ("" if level.start is None else f": start {level.start:g}{limit}"))
-    axes.step_axis(ax, data, theme)
+    step_axis(ax, data, theme)
 
 
 def timeline(scene: Scene) -> None:
@@ -257,7 +276,7 @@ def timeline(scene: Scene) -> None:
     data, theme = scene.data, scene.theme
     high = phase_legend_height(data)
     legend, ax = scene.figure.subplots(2, 1, height_ratios=(high, timeline_height(data) - high))
-    axes.phase_legend(legend, data, theme)
+    phase_legend(legend, data, theme)
     seconds = data.of("seconds").sort_values("value", ascending=False)  # so that an inner phase lies on top
     failed = data.of("failed")
     raised = set(zip(failed["step"].tolist(), failed["rank"].tolist(), strict=True))
@@ -279,7 +298,7 @@ def timeline(scene: Scene) -> None:
         )
     ax.set_yticks(range(len(data.ranks)), [rank_name(rank, data.run.roles) for rank in data.ranks])
     ax.set_ylim(len(data.ranks) - 0.5, -0.5)
-    axes.grid_across(ax)
+    grid_across(ax)
     ax.set_xlabel(f"time since the first phase began [{unit}]")
     ax.set_title("Timeline of ranks" + (" (framed: raised)" if raised else ""))
 

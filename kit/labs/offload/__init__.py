@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from kit.errors import BadInput
 from kit.gpu import free_bytes
-from kit.labs.definition import Definition, Fault, Step
-from kit.labs.options import JobConfig, Option, check_fits, model_of
+from kit.labs.definition import Definition, Fault, JobConfig, Option, Step, check_fits, model_of
 from kit.megatron.config import ModelConfig, check, model_bytes
 
 EXACT = ("exact", "abort")  # modes after which every holder's group lives again
