@@ -139,7 +139,7 @@ DESTROYED = {"mode": EXACT, "groups": (True,)}
 WHOLE = {"mode": (*EXACT, "suspend")}
 GROUPS = {**WHOLE, "groups": (True,)}
 
-# Known bugs of releasing and reloading. `ranks/broken.py` or the phases implement each; the check that it names detects it.
+# Known bugs of releasing and reloading. `ranks/releaser.py` or the phases implement each; the check that it names detects it.
 FAULTS = (
     Fault("leak-gloo", "a gloo group of every cycle is not destroyed", "groups_return_to_baseline", needs=DESTROYED),
     Fault(
