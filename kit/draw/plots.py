@@ -500,10 +500,8 @@ def step_axis(ax: Axes, data: RunData, theme: Theme) -> None:
         if number % 2 and len(where) <= 20:
             ax.axvspan(places[0] - 0.5, places[-1] + 0.5, color=theme.shade, zorder=0, linewidth=0)
     shown = list(where.items())[::every]
-    ax.set_xticks(
-        [(places[0] + places[-1]) / 2 for _, places in shown],
-        [data.cycle_words.get(cycle, str(cycle)) for cycle, _ in shown],
-    )
+    names = [data.cycle_words.get(cycle, str(cycle)) for cycle, _ in shown]
+    ax.set_xticks([(places[0] + places[-1]) / 2 for _, places in shown], names)
     ax.tick_params(axis="x", length=0)
     ax.set_xlabel(f"{data.cycle} (a point per phase)")
 
@@ -536,11 +534,8 @@ def phase_columns(data: RunData) -> int:
 
 
 def phase_legend(ax: Axes, data: RunData, theme: Theme) -> None:
-    marks = [
-        Patch(facecolor=theme.colour(index), hatch=theme.hatch(index), label=phase)
-        for index, phase in enumerate(data.phases)
-    ]
-    legend_of(ax, marks, ncols=phase_columns(data), handlelength=1.4)
+    looks = {name: {"facecolor": theme.colour(n), "hatch": theme.hatch(n)} for n, name in enumerate(data.phases)}
+    legend_of(ax, marks_of(looks), ncols=phase_columns(data), handlelength=1.4)
 
 
 # -- many bars on one axis of time: as one collection, since a run may have thousands ----------------------------------

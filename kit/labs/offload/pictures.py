@@ -9,6 +9,7 @@ the driver reports each process. Controls and checks of content are most of a ru
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -165,21 +166,19 @@ def host_bars(ax: Axes, data: RunData, theme: Theme) -> None:
         if len(peak):
             draw_peak(ax, (x - HOST_WIDTH, x), peak.max(), place, theme)
         if at_home:
-            draw_job(ax, x + HOST_WIDTH / 2, {kind: size * scale for kind, size in levels.kinds(place).items()}, theme)
+            right, kinds = x + HOST_WIDTH / 2, levels.kinds(place).items()
+            looked = [(size * scale, {"color": part_colour(kind, theme)}) for kind, size in kinds]
+            stack(ax, right, HOST_WIDTH * 0.8, looked)
+            if ("left", 0) in kinds:
+                zero: dict[str, Any] = {"ha": "center", "color": theme.good, "fontweight": "bold"}
+                ax.annotate("0", (right, 0), (0, 2), textcoords="offset points", **zero)
     finish(ax, steps, theme)
-    ax.set_ylabel(f"above baseline [{unit}]")
-    ax.set_title(f"Host memory of a rank, {base[TOTAL] * scale:.4g} {unit} at the baseline ({data.ranks_word()})")
+    title = f"Host memory of a rank, {base[TOTAL] * scale:.4g} {unit} at the baseline ({data.ranks_word()})"
+    ax.set(ylabel=f"above baseline [{unit}]", title=title)
     marks = {word: looks[name] for name, word in sources.items()}
     marks["peak in the phase"] = {"color": theme.ink, "linewidth": 1.6}
     marks |= {f"job's {kind}": {"facecolor": part_colour(kind, theme)} for kind in KINDS if at_home}
     ax.legend(handles=marks_of(marks), ncols=len(marks), loc="upper left", columnspacing=1.1, handlelength=1.2)
-
-
-def draw_job(ax: Axes, x: float, kinds: Mapping[str, float], theme: Theme) -> None:
-    stack(ax, x, HOST_WIDTH * 0.8, [(size, {"color": part_colour(kind, theme)}) for kind, size in kinds.items()])
-    if kinds.get("left") == 0:
-        style: dict[str, Any] = {"ha": "center", "color": theme.good, "fontweight": "bold"}
-        ax.annotate("0", (x, 0), (0, 2), textcoords="offset points", **style)
 
 
 def draw_peak(ax: Axes, ends: tuple[float, float], level: float, place: Place, theme: Theme) -> None:
@@ -191,12 +190,11 @@ def finish(ax: Axes, steps: Sequence[Place], theme: Theme, *, room: float = 0.28
     """Names below the bars, the part of the run above them, and room for that and a legend as a part of the height."""
     ax.set_xticks(range(len(steps)), [place.phase for place in steps])
     ax.tick_params(axis="x", length=0)
-    ax.set_xlim(-0.7, len(steps) - 0.3)
     ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)
     widen(ax, least=8)
     low, high = ax.get_ylim()
     ax.set_yticks([tick for tick in ax.get_yticks() if low <= tick <= high])
-    ax.set_ylim(low, high + room * (high - low))
+    ax.set(xlim=(-0.7, len(steps) - 0.3), ylim=(low, high + room * (high - low)))
     for part in dict.fromkeys(place.part for place in steps):
         at = [x for x, place in enumerate(steps) if place.part == part]
         if part == "cycle 1":
@@ -287,22 +285,18 @@ def gpu_bars(ax: Axes, data: RunData, theme: Theme) -> None:
             highest = top if place.phase == WITHOUT else max(top, at)
         ax.annotate(f"{top:.4g}", (x, highest), (0, 3), textcoords="offset points", ha="center", fontsize=8)
     finish(ax, steps, theme, room=0.16)
-    ax.set_ylim(bottom=0)
-    ax.set_ylabel(f"in use [{unit}]")
-    ax.set_title(f"GPU memory by use ({memory_words(data)})")
+    xlim = (-0.7, len(steps) * (1 + BESIDE))
+    ax.set(xlim=xlim, ylim=(0, None), ylabel=f"in use [{unit}]", title=f"GPU memory by use ({memory_words(data)})")
     marks: dict[str, Any] = {"peak in the phase (allocator)": {"color": theme.ink, "linewidth": 1.6}}
     marks |= {f"{band.name} ({band.source})": looks[band.key] for band in reversed(found)}
-    ax.set_xlim(-0.7, len(steps) * (1 + BESIDE))
     legend = ax.legend(handles=marks_of(marks), loc="center right", fontsize=8, labelspacing=0.45, borderaxespad=0)
     legend.set_frame_on(True)
     legend.get_frame().set(facecolor=theme.paper, edgecolor="none", alpha=1)
 
 
 def memory_words(data: RunData) -> str:
-    """Which memory a bar is."""
-    ranks = len(data.ranks)
-    if data.memory.gpu_of:
-        gpus = len(set(data.memory.gpu_of.values()))
+    ranks, gpus = len(data.ranks), len(set(data.memory.gpu_of.values()))
+    if gpus:
         return f"{counted(gpus, 'GPU')} shared by {ranks} ranks"
     return "1 rank" if ranks == 1 else f"median of {ranks} ranks"
 
@@ -349,13 +343,13 @@ def times(scene: Scene) -> None:
             ax.plot([x] * len(first), first, MARKERS[lane], markersize=5.5, **hollow)
     log_scale(ax)
     low, high = ax.get_ylim()
-    ax.set_ylim(low, high * 4)  # room for the legend
     ax.set_xticks(range(len(shown)), [label for _, label in shown])
     ax.tick_params(axis="x", labelsize=8)
     for tick, (_, label) in zip(ax.get_xticklabels(), shown, strict=True):
         tick.set_color(theme.faint if label.startswith("its") else theme.ink)
     title = f"Time per phase{' and rank' if len(lanes) > 1 else ', all ranks'}"
-    ax.set(xlim=(-0.6, len(shown) - 0.4), ylabel=f"time [{unit}]", title=title)
+    room = (low, high * 4)  # for the legend
+    ax.set(xlim=(-0.6, len(shown) - 0.4), ylim=room, ylabel=f"time [{unit}]", title=title)
     names = [f"rank {ranks[0]}" if len(lanes) > 1 else f"{len(ranks)} ranks" for ranks in lanes]
     marks = {name: {"marker": MARKERS[lane], "color": theme.faint} for lane, name in enumerate(names)}
     marks["cycle 1, n = 1"] = {"marker": "o", "color": theme.series[1], "markerfacecolor": "none"}
@@ -376,10 +370,8 @@ def timed(data: RunData, phase: str, metric: str) -> pd.DataFrame:
 def left_out(data: RunData) -> str:
     """The time of what is not drawn: the slowest rank of each phase."""
     slowest = data.of("seconds").groupby("step").agg({"phase": "first", "value": "max"})
-    sums = {
-        word: float(slowest[slowest["phase"].isin(phases)]["value"].sum())
-        for word, phases in (("controls", CONTROLS), ("hashing and checks", CHECKING))
-    }
+    of = {"controls": CONTROLS, "hashing and checks": CHECKING}
+    sums = {word: slowest[slowest["phase"].isin(phases)]["value"].sum() for word, phases in of.items()}
     return "not drawn: " + ", ".join(f"{word} {seconds:.1f} s" for word, seconds in sums.items())
 
 
@@ -415,23 +407,16 @@ def draw_count(ax: Axes, scene: Scene, metric: str) -> None:
         ax.axhline(base.median(), color=theme.faint, linewidth=1.2, linestyle=LINES[1], zorder=1)
     judged = rows_of(data, "baseline" if metric == "groups" else "build", metric)["value"]
     if more is not None and not judged.empty:
-        level = float(judged.median()) + more
-        draw_limit(ax, level, f"limit {more:+g}: {level:g}", theme)
+        draw_limit(ax, judged.median() + more, f"limit {more:+g}: {judged.median() + more:g}", theme)
     widen(ax, least=4)
-    ax.set_ylim(bottom=0, top=ax.get_ylim()[1] * 1.08)
     ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     cycle_axis(ax)
     title = COUNTS[metric] + ("" if base.empty else f" (without a job {base.median():g})")
     ranks = "" if len(data.ranks) == 1 else f" (range of {len(data.ranks)} ranks)"
-    ax.set(xlabel=f"cycle{ranks}", ylabel="count", title=title)
+    ax.set(xlabel=f"cycle{ranks}", ylabel="count", title=title, ylim=(0, ax.get_ylim()[1] * 1.08))
 
 
 OURS = "kit.labs."
-
-
-def ready(data: RunData) -> bool:
-    """Whether something was released and observed."""
-    return {"release", "idle"} <= set(data.phases)
 
 
 def words(data: RunData) -> list[str]:
@@ -467,7 +452,7 @@ PICTURES = Pictures(
         ),
     },
     overview=(("memory",), ("times", "drift"), ("census",), ("verdict",)),
-    ready=ready,
+    ready=lambda data: {"release", "idle"} <= set(data.phases),
     words=words,
 )
 
@@ -502,8 +487,9 @@ def plot_modes(runs: Sequence[Run], *, theme_name: str = "light") -> Picture:
         axes = picture.subplot_mosaic(names, height_ratios=[2.1, high])
         for metric in counts:
             left_behind(axes[metric], seen, metric, styles, look)
-        labels = axes[counts[0]].get_legend_handles_labels()
-        picture.legend(*labels, loc="outside upper right", ncols=len(seen), handletextpad=0.4)
+        picture.legend(
+            *axes[counts[0]].get_legend_handles_labels(), loc="outside upper right", ncols=len(seen), handletextpad=0.4
+        )
         group_times(axes["times"], seen, styles, look)
         checks(axes["checks"], table, verdicts, styles, look)
         ranks = counted(len(next(iter(seen.values())).ranks), "rank")
@@ -520,9 +506,9 @@ def name(run: Run) -> str:
 def numbered(ways: Iterable[str]) -> dict[str, int]:
     """Numbers for colours and shapes: a mode has its own, as in the picture of the bench; others take what is free."""
     shown = list(ways)
-    free = [index for index in range(len(WAYS) + len(shown)) if index >= len(WAYS) or WAYS[index] not in shown]
-    others = [way for way in shown if way not in WAYS]
-    return {**{way: WAYS.index(way) for way in shown if way in WAYS}, **dict(zip(others, free, strict=False))}
+    own = {way: WAYS.index(way) for way in shown if way in WAYS}
+    free = (index for index in itertools.count() if index not in own.values())
+    return own | {way: next(free) for way in shown if way not in WAYS}
 
 
 def left_behind(ax: Axes, seen: Mapping[str, RunData], metric: str, styles: Styles, look: Theme) -> None:
@@ -534,10 +520,10 @@ def left_behind(ax: Axes, seen: Mapping[str, RunData], metric: str, styles: Styl
         more = rows.assign(value=rows["value"] - rows["rank"].map(base)).groupby("cycle")["value"].max()
         ax.plot(more.index, more, linewidth=1.4, markersize=size, label=way, **styles[way])
     low, high = ax.get_ylim()
-    ax.set_ylim(min(low, -1), max(high, 4) * 1.05)
     ax.axhline(0, color=look.faint, linewidth=1.0, zorder=1)
     cycle_axis(ax)
-    ax.set(ylabel="more than without a job", title=f"{COUNTS[metric]} while released")
+    room = (min(low, -1), max(high, 4) * 1.05)
+    ax.set(ylim=room, ylabel="more than without a job", title=f"{COUNTS[metric]} while released")
 
 
 def group_times(ax: Axes, seen: Mapping[str, RunData], styles: Styles, look: Theme) -> None:
